@@ -1,0 +1,1 @@
+"""Planning: profiles, costs, plans, schedules, simulation. Pure: standard library, numpy and tomli, nothing else."""

@@ -1,0 +1,52 @@
+"""What a model costs, layer by layer, as plain numbers: everything planning knows of a model.
+
+The chain of *items* is ``embedding, block 0, ..., block L-1, head`` (head = final norm + output projection), indexed
+0 .. L+1. A stage holds the items ``[first, last)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+EMBEDDING = "embedding"
+HEAD = "head"
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Cost of one item of the chain, independent of the device that runs it."""
+
+    kind: str
+    """``"embedding"``, ``"head"`` or a block kind (blocks with equal shapes and attention type share one kind)."""
+    parameters: int
+    """Number of parameters. A tied head counts its matrix here too, since its rank must hold it."""
+    trainable_parameters: int
+    """Number of parameters that receive gradients (and optimizer state) on the rank that holds this item."""
+    parameter_bytes: int
+    """Bytes of the parameters as held for computing (compute dtype)."""
+    activation_bytes_per_token: float
+    """Bytes kept from forward until backward, per token of the micro-batch."""
+    workspace_bytes_per_token: float
+    """Bytes used only while this item runs (logits and their gradient, for the head), per token of the micro-batch."""
+    boundary_bytes_per_token: int
+    """Bytes of this item's output per token, were it sent to the next stage; the gradient coming back is as large. 0: head."""
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """A model as planning sees it."""
+
+    model_type: str
+    """The family's name in transformers (``llama``, ``qwen3``, ...)."""
+    dtype: str
+    """Compute dtype: ``fp32``, ``bf16`` or ``fp16``."""
+    sequence_length: int
+    """Tokens per sequence for which activation bytes and times hold (attention is not linear in it)."""
+    tied: bool
+    """The head's matrix is the embedding's: gradients of both ends are summed every step."""
+    state_bytes_per_trainable_parameter: float
+    """Gradient + optimizer moments (+ fp32 master weight, where the compute dtype is narrower) per trainable parameter."""
+    layers: tuple[LayerCost, ...]
+    """The chain: embedding, blocks, head."""
+    tied_bytes: int = 0
+    """Bytes of the fp32 gradient exchanged between both ends when tied, else 0."""

@@ -1,0 +1,91 @@
+"""What was measured of a cluster: devices, links, and the model they were measured with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hetero_mpi.planning.cost import ModelCost
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds over token counts: piecewise linear between samples, extended by the nearest segment's line outside them.
+
+    ``tokens`` is strictly increasing. With one sample the line runs through the origin.
+    """
+
+    tokens: tuple[int, ...]
+    seconds: tuple[float, ...]
+    spread: tuple[float, ...] = ()
+    """Relative spread of each sample, (p75 - p25) / median; empty when unknown."""
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of one layer kind on one device, per micro-batch of a given number of tokens."""
+
+    forward_s: Curve
+    backward_s: Curve
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """One rank as measured."""
+
+    rank: int
+    host: str
+    backend: str
+    """``cuda``, ``rocm``, ``mps``, ``xpu`` or ``cpu``."""
+    name: str
+    memory_bytes: int
+    """Usable memory for this rank (weights, state, activations, buffers)."""
+    memory_reason: str
+    """How ``memory_bytes`` came about, in words."""
+    dtypes: tuple[str, ...]
+    """Compute dtypes this device can use: ``fp32``, ``bf16``, ``fp16``."""
+    layers: dict[str, LayerTimes]
+    """Layer kind -> times."""
+    optimizer_fixed_s: float
+    optimizer_s_per_parameter: float
+    """Seconds of one optimizer step = fixed + this * trainable parameters."""
+    copy_latency_s: float = 0.0
+    """Seconds of the smallest copy between device and host (0 on CPU ranks, which copy nothing)."""
+    device_to_host_bytes_per_s: float = float("inf")
+    host_to_device_bytes_per_s: float = float("inf")
+    cores: float = 1.0
+    """CPU cores this rank can count on (host cores / ranks on the host); under 1 the ranks share cores."""
+
+
+@dataclass(frozen=True)
+class LinkProfile:
+    """One directed pair of ranks: ``seconds(bytes) = latency_s + bytes / bytes_per_s``, host buffer to host buffer."""
+
+    source: int
+    destination: int
+    latency_s: float
+    bytes_per_s: float
+    same_host: bool
+    sample_bytes: tuple[int, ...] = ()
+    sample_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class ClusterProfile:
+    """Everything planning knows. A TOML file in ``profiles/`` or the run directory that a person can read and edit."""
+
+    source: str
+    """Where the figures come from: ``measured``, ``derived from ...``, ``emulated``."""
+    date: str
+    key: str
+    """Equal keys mean: measured with the same devices, dtype, model shape, sequence length and versions."""
+    mpi_library: str
+    versions: dict[str, str]
+    model: ModelCost
+    devices: tuple[DeviceProfile, ...]
+    """In rank order: ``devices[i].rank == i``."""
+    links: tuple[LinkProfile, ...]
+    schema_version: int = SCHEMA_VERSION
+    notes: tuple[str, ...] = field(default=())
+    """Remarks for a reader, such as "3 ranks share 2 cores: timed all at once"."""

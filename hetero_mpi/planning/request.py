@@ -1,0 +1,24 @@
+"""What planning needs to know of a job, as plain values: planning never sees ``Job``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The decisions left to the planner, as finite sets, and what the job fixes."""
+
+    global_batch: int
+    """Sequences per optimizer step."""
+    sequence_length: int
+    """Tokens per sequence."""
+    micro_batch_choices: tuple[int, ...]
+    """Sequences per micro-batch the planner may choose from; each divides ``global_batch``."""
+    max_pipelines: int = 1
+    """How many pipelines may hold the model side by side. 1: the runtime runs a single pipeline."""
+    recompute_choices: tuple[bool, ...] = (False,)
+    allow_idle: bool = True
+    """May ranks be left out when that is faster (or when there are more ranks than items)?"""
+    memory_reserve: float = 0.05
+    """Share of every device's usable memory that is kept free."""
