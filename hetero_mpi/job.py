@@ -1,23 +1,37 @@
 """The user's intent: ``job.toml`` -> ``Job``, validated. Never derived values.
 
-Every key is a field here, with its unit and meaning below it; ``jobs/reference.toml`` shows them all with their defaults.
+Every key is a field here, with its unit and meaning below it; ``jobs/reference.toml`` shows them all with their
+defaults. ``load_job`` reads a file and tells all its problems at once. An optional key is empty when it is left out or
+set to ``""``.
 """
 
 from __future__ import annotations
 
+import glob
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from hetero_mpi.errors import UserError
+from hetero_mpi.job_rules import as_toml, broken_keys, may_be_empty, unknown_table
+from hetero_mpi.job_toml import apply_override, read_toml
+
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Table(BaseModel):
     """A table of the job file: unknown keys are refused, values are not coerced silently."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True, allow_inf_nan=False
+    )
 
 
 class ModelTable(Table):
@@ -26,7 +40,8 @@ class ModelTable(Table):
     path: str | None = None
     """Local Hugging Face model directory (config.json, *.safetensors) to start from."""
     config: str | dict[str, Any] | None = None
-    """A ``config.json`` file, or its keys inline as ``[model.config]`` with ``model_type``: weights start from ``train.seed``."""
+    """A ``config.json`` file, or its keys inline as ``[model.config]`` with ``model_type``: weights start from
+    ``train.seed``."""
 
 
 class TokenizerTable(Table):
@@ -34,19 +49,22 @@ class TokenizerTable(Table):
 
     path: str | None = None
     """Directory with ``tokenizer.json`` / ``tokenizer_config.json``."""
-    train_vocab_size: Positive | None = None
-    """Train a byte-level BPE tokenizer of this many entries on the corpus and save it with the model."""
+    train_vocab_size: Annotated[int, Field(ge=257)] | None = None
+    """Train a byte-level BPE tokenizer of this many entries on the corpus and save it with the model. 257 hold the 256
+    bytes and the end token."""
 
 
 class DataTable(Table):
     """What to learn from. Only rank 0 needs these files."""
 
     text: list[str] = Field(min_length=1)
-    """Text files (UTF-8), as glob patterns; ``{stdlib}`` is the running Python's standard library, relative paths start at the job file."""
+    """Text files (UTF-8), as glob patterns; ``{stdlib}`` is the running Python's standard library, relative paths start
+    at the job file. A pattern that begins with ``!`` takes files away again: ``!{stdlib}/site-packages/**``."""
     documents: Literal["file", "line"] = "file"
     """What one document is: a whole file, or a non-empty line."""
     packing: bool = True
-    """true: documents are joined (an end token between them) and cut to full sequences; false: one document per sequence, cut or padded."""
+    """true: documents are joined (an end token between them) and cut to full sequences; false: one document per
+    sequence, cut or padded."""
     sequence_length: Positive = 256
     """Tokens per sequence."""
     held_out: Fraction = 0.02
@@ -64,7 +82,7 @@ class TrainTable(Table):
     """Sequences per optimizer step, over all ranks."""
     micro_batch: Positive | Literal["auto"] = "auto"
     """Sequences per micro-batch; must divide ``global_batch``. "auto": the planner chooses."""
-    seed: NotNegative = 0
+    seed: Seed = 0
     """Seed of initial weights, order of samples and dropout."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Compute dtype of the whole job. bf16 keeps fp32 master weights, gradients and moments."""
@@ -140,7 +158,8 @@ class ClusterTable(Table):
     memory_bytes: Positive | None = None
     """Usable memory per rank, instead of the measured one."""
     communication_thread: bool = True
-    """Move messages from a thread of their own, so that they overlap with computing; false: single-threaded, for debugging."""
+    """Move messages from a thread of their own, so that they overlap with computing; false: single-threaded, for
+    debugging."""
 
 
 class Job(Table):
@@ -155,3 +174,164 @@ class Job(Table):
     plan: PlanTable = PlanTable()
     profile: ProfileTable = ProfileTable()
     cluster: ClusterTable = ClusterTable()
+
+
+TABLES: dict[str, type[Table]] = {
+    name: field.annotation
+    for name, field in Job.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Table)
+}
+"""Table name -> its model, in the order of the job file."""
+
+
+@dataclass(frozen=True)
+class LoadedJob:
+    """A job and where it came from."""
+
+    job: Job
+    path: Path
+    name: str
+    """The job file's name without ``.toml``."""
+    directory: Path
+    """Absolute directory of the job file: where relative paths of the job start."""
+
+    def resolve(self, path_text: str) -> Path:
+        """A path of the job file as an absolute path: ``{stdlib}`` and ``~`` expanded, relative to the job file."""
+        return self.directory / Path(path_text.replace("{stdlib}", _stdlib())).expanduser()
+
+    def text_patterns(self) -> tuple[str, ...]:
+        """``data.text`` as absolute glob patterns; the job file's own directory is escaped, as it is no pattern."""
+        return tuple(self._pattern(text) for text in self.job.data.text)
+
+    def _pattern(self, text: str) -> str:
+        expanded = Path(text.removeprefix("!").replace("{stdlib}", glob.escape(_stdlib()))).expanduser()
+        return ("!" if text.startswith("!") else "") + str(Path(glob.escape(str(self.directory))) / expanded)
+
+
+def job_to_dict(job: Job) -> dict[str, Any]:
+    """The job as JSON-able values, to be broadcast or stored in a checkpoint."""
+    return job.model_dump(mode="json")
+
+
+def job_from_dict(values: Mapping[str, Any]) -> Job:
+    """The inverse of :func:`job_to_dict`."""
+    return Job.model_validate(dict(values))
+
+
+def run_directory(loaded: LoadedJob, override: str | Path | None = None) -> Path:
+    """The run directory, absolute: ``override`` (``--run-dir``) or the job's ``output.run_dir``; ``{name}`` filled in.
+
+    A relative ``output.run_dir`` that leads out of the working directory is refused by :func:`load_job`: a job file
+    from somebody else should not write just anywhere. Absolute paths, and ``--run-dir``, are meant as they are.
+    """
+    text = loaded.job.output.run_dir if override is None else str(override)
+    if not text.strip():
+        raise UserError("--run-dir must name a directory; it is empty")
+    return Path.cwd() / Path(text.replace("{name}", loaded.name)).expanduser()
+
+
+def load_job(path: str | Path, overrides: Sequence[str] = ()) -> LoadedJob:
+    """Read and validate a job file, with ``--set table.key=value`` overrides applied to it first.
+
+    An override's value is a TOML value; a bare word is a string. Raises UserError with *all* problems, one per line:
+    ``file: [table] key = value: rule``.
+    """
+    path = Path(path)
+    values = read_toml(path)
+    problems: list[str] = []
+    overridden = {dotted[:2] for text in overrides if (dotted := apply_override(values, text, problems))}
+    broken: set[tuple[str, str]] = set()
+
+    def report(table: str, key: str, rule: str) -> None:
+        source = "--set" if (table, key) in overridden else str(path)
+        shown = f" = {as_toml(values[table][key])}" if key in values.get(table, {}) else ""
+        problems.append(f"{source}: [{table}] {key}{shown}: {rule}")
+        broken.add((table, key))
+
+    for name in [name for name in values if name not in TABLES]:
+        problems.append(f"{path}: {name} = {as_toml(values.pop(name))}: {unknown_table(name, TABLES)}")
+    for name, model in TABLES.items():
+        table = values.setdefault(name, {})
+        if not isinstance(table, dict):
+            problems.append(f"{path}: {name} = {as_toml(table)}: must be a table; write [{name}] and its keys below it")
+            table = values[name] = {}
+            broken.update((name, key) for key in model.model_fields)
+            continue
+        for key, field in model.model_fields.items():
+            if table.get(key) == "" and may_be_empty(field):
+                table[key] = None
+        for key, rule in broken_keys(name, model, table, TABLES).items():
+            report(name, key, rule)
+    for (name, key), rule in _contradictions(_Known(values, broken), path.stem):
+        report(name, key, rule)
+    if problems:
+        raise UserError("\n".join(problems))
+    return LoadedJob(job=Job.model_validate(values), path=path, name=path.stem, directory=path.absolute().parent)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The values of a file in the making, with defaults filled in; a broken value reads as empty (None)."""
+
+    values: Mapping[str, Mapping[str, Any]]
+    broken: set[tuple[str, str]]
+
+    def __call__(self, table: str, key: str) -> Any:
+        if (table, key) in self.broken:
+            return None
+        return self.values[table].get(key, TABLES[table].model_fields[key].get_default())
+
+    def all_sound(self, *keys: tuple[str, str]) -> bool:
+        return not any(key in self.broken for key in keys)
+
+
+def _contradictions(known: _Known, name: str) -> list[tuple[tuple[str, str], str]]:
+    """Rules between keys, as ((table, key), rule); a rule about a broken value keeps silent."""
+    found: list[tuple[tuple[str, str], str]] = []
+    model_path, config = known("model", "path"), known("model", "config")
+    tokenizer_path, vocab_size = known("tokenizer", "path"), known("tokenizer", "train_vocab_size")
+    if known.all_sound(("model", "path"), ("model", "config")):
+        if (model_path is None) == (config is None):
+            state = "neither is set" if model_path is None else "both are set"
+            found.append((("model", "path"), f"set exactly one of model.path and model.config; {state}"))
+        if isinstance(config, dict) and "model_type" not in config:
+            found.append((("model", "config"), 'needs model_type, the family\'s name in transformers, such as "llama"'))
+    if known.all_sound(("model", "path"), ("tokenizer", "path"), ("tokenizer", "train_vocab_size")):
+        if tokenizer_path is None and vocab_size is None and model_path is None:
+            rule = "a tokenizer is needed: set it, or tokenizer.train_vocab_size (only model.path brings its own)"
+            found.append((("tokenizer", "path"), rule))
+        if tokenizer_path is not None and vocab_size is not None:
+            found.append((("tokenizer", "path"), "set tokenizer.path or tokenizer.train_vocab_size, not both"))
+    rows = config.get("vocab_size") if isinstance(config, dict) else None
+    if type(rows) is int and vocab_size is not None and vocab_size > rows:
+        rule = f"must be at most model.config.vocab_size = {rows}: every token needs a row of the embedding"
+        found.append((("tokenizer", "train_vocab_size"), rule))
+    micro, batch = known("train", "micro_batch"), known("train", "global_batch")
+    if type(micro) is int and batch is not None and batch % micro:
+        divisors = [size for size in range(1, batch + 1) if batch % size == 0 and size <= 1024]
+        rule = f"must divide train.global_batch = {batch}: {', '.join(map(str, divisors))}"
+        found.append((("train", "micro_batch"), rule))
+    warmup, steps = known("train", "warmup_steps"), known("train", "steps")
+    if warmup is not None and steps is not None and warmup > steps:
+        found.append((("train", "warmup_steps"), f"must be at most train.steps = {steps}"))
+    run_dir = known("output", "run_dir")
+    if run_dir is not None and (problem := _run_dir_problem(run_dir, name)):
+        found.append((("output", "run_dir"), problem))
+    return found
+
+
+def _run_dir_problem(text: str, name: str) -> str | None:
+    rest = text.replace("{name}", name)
+    if not text.strip():
+        return "must name a directory"
+    if "{" in rest or "}" in rest:
+        return "may hold {name} and no other placeholder"
+    cwd = Path.cwd()
+    inside = Path(rest).expanduser()
+    if not inside.is_absolute() and not (cwd / inside).resolve().is_relative_to(cwd.resolve()):
+        return f"must stay inside the working directory {cwd}; write an absolute path to go elsewhere"
+    return None
+
+
+def _stdlib() -> str:
+    return sysconfig.get_path("stdlib")

@@ -29,7 +29,7 @@ class LayerCost:
     workspace_bytes_per_token: float
     """Bytes used only while this item runs (logits and their gradient, for the head), per token of the micro-batch."""
     boundary_bytes_per_token: int
-    """Bytes of this item's output per token, were it sent to the next stage; the gradient coming back is as large. 0: head."""
+    """Bytes of this item's output per token, were it sent on; the gradient coming back is as large. 0: head."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ModelCost:
     tied: bool
     """The head's matrix is the embedding's: gradients of both ends are summed every step."""
     state_bytes_per_trainable_parameter: float
-    """Gradient + optimizer moments (+ fp32 master weight, where the compute dtype is narrower) per trainable parameter."""
+    """Gradient + optimizer moments (+ fp32 master weight, if the compute dtype is narrower) per trainable parameter."""
     layers: tuple[LayerCost, ...]
     """The chain: embedding, blocks, head."""
     tied_bytes: int = 0

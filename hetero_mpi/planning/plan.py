@@ -1,13 +1,16 @@
-"""A plan: who holds which items of the chain, and how a step is run. TOML, hand-editable, accepted back with ``--plan``."""
+"""A plan: who holds which items of the chain, and how a step is run. Kept as TOML, accepted back with ``--plan``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+SCHEMA_VERSION = 1
+"""Version of the plan file's layout."""
+
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Items ``[first, last)`` of the chain, held by a group of ranks (length 1 today; wider groups are for sharded stages)."""
+    """Items ``[first, last)`` of the chain, held by a group of ranks (length 1 today; wider: sharded stages)."""
 
     ranks: tuple[int, ...]
     first: int

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, field
 
+from hetero_mpi.errors import UserError
 from hetero_mpi.planning.cost import ModelCost
 
 SCHEMA_VERSION = 1
@@ -20,6 +22,24 @@ class Curve:
     seconds: tuple[float, ...]
     spread: tuple[float, ...] = ()
     """Relative spread of each sample, (p75 - p25) / median; empty when unknown."""
+
+    def __post_init__(self) -> None:
+        if not self.tokens or len(self.tokens) != len(self.seconds):
+            raise UserError(
+                f"a curve needs at least one sample and as many seconds as tokens "
+                f"(tokens: {list(self.tokens)}, seconds: {list(self.seconds)})"
+            )
+        if any(low >= high for low, high in zip((0, *self.tokens), self.tokens, strict=False)):
+            raise UserError(f"the tokens of a curve are positive and strictly increasing (tokens: {list(self.tokens)})")
+
+    def at(self, tokens: float) -> float:
+        """Seconds for a micro-batch of ``tokens`` tokens; never negative."""
+        if len(self.tokens) == 1:
+            return max(0.0, self.seconds[0] * tokens / self.tokens[0])
+        right = min(max(bisect.bisect_left(self.tokens, tokens), 1), len(self.tokens) - 1)
+        x0, x1 = self.tokens[right - 1], self.tokens[right]
+        y0, y1 = self.seconds[right - 1], self.seconds[right]
+        return max(0.0, y0 + (y1 - y0) * (tokens - x0) / (x1 - x0))
 
 
 @dataclass(frozen=True)
@@ -56,6 +76,9 @@ class DeviceProfile:
     host_to_device_bytes_per_s: float = float("inf")
     cores: float = 1.0
     """CPU cores this rank can count on (host cores / ranks on the host); under 1 the ranks share cores."""
+    forward_overhead_s: float = 0.0
+    """Seconds every forward of a micro-batch costs a stage besides its layers (masks, rotary tables, calls)."""
+    backward_overhead_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -89,3 +112,23 @@ class ClusterProfile:
     schema_version: int = SCHEMA_VERSION
     notes: tuple[str, ...] = field(default=())
     """Remarks for a reader, such as "3 ranks share 2 cores: timed all at once"."""
+
+    def link(self, source: int, destination: int) -> LinkProfile:
+        """The directed link from rank ``source`` to rank ``destination``."""
+        for link in self.links:
+            if link.source == source and link.destination == destination:
+                return link
+        raise UserError(
+            f"every directed pair of ranks needs a link (missing: {source} -> {destination}); "
+            f"add a [[links]] table or measure the cluster again"
+        )
+
+    def transfer_s(self, source: int, destination: int, message_bytes: float) -> float:
+        """Seconds of one message from device to device: copy to the host, link, copy to the device."""
+        out, into = self.devices[source], self.devices[destination]
+        link = self.link(source, destination)
+        return (
+            (out.copy_latency_s + message_bytes / out.device_to_host_bytes_per_s)
+            + (link.latency_s + message_bytes / link.bytes_per_s)
+            + (into.copy_latency_s + message_bytes / into.host_to_device_bytes_per_s)
+        )

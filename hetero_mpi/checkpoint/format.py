@@ -1,0 +1,69 @@
+"""The file format: names, HDF5 types and checksums that writer and reader share. In prose: docs/checkpoint.md.
+
+Two decisions shape it:
+
+* Bytes are little-endian and contiguous, so that a dataset is read and written by one call without a copy, and each
+  dataset carries the CRC-32 of exactly these bytes. HDF5's own fletcher32 filter would need chunks and takes more than
+  twice the time of CRC-32 (figures: docs/checkpoint.md).
+* Files use HDF5 1.10's layout, in which every header, link and attribute lies under a checksum of HDF5's own. Texts are
+  stored at fixed length because variable-length strings would lie in HDF5's global heap, which has no checksum.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+FORMAT = "hetero_mpi checkpoint"
+FORMAT_VERSION = 1
+LIBVER = ("v110", "v110")
+"""Lowest and highest HDF5 layout used in the file: HDF5 1.10 (2016) and everything since can read it."""
+
+KINDS = ("parameters", "moments1", "moments2")
+METADATA = "metadata"
+
+STORAGE: dict[str, np.dtype[Any]] = {
+    "float64": np.dtype("<f8"),
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),
+    "int64": np.dtype("<i8"),
+    "int32": np.dtype("<i4"),
+    "int16": np.dtype("<i2"),
+    "int8": np.dtype("i1"),
+    "uint8": np.dtype("u1"),
+}
+"""Tensor dtype -> numpy dtype of the array that holds its bits (numpy has no bfloat16: its bits travel as uint16)."""
+
+
+def _bfloat16() -> Any:
+    """bfloat16 as a true HDF5 float: the upper half of an IEEE float32 (1 sign, 8 exponent, 7 mantissa bits)."""
+    kind = h5py.h5t.IEEE_F32LE.copy()
+    kind.set_fields(15, 7, 8, 0, 7)
+    kind.set_ebias(127)
+    kind.set_precision(16)
+    kind.set_size(2)
+    return kind
+
+
+BFLOAT16 = _bfloat16()
+
+
+def file_type(dtype: str) -> Any:
+    """The HDF5 type under which a tensor dtype is stored; also the memory type, since the bits are never converted."""
+    return BFLOAT16 if dtype == "bfloat16" else h5py.h5t.py_create(STORAGE[dtype])
+
+
+def dtype_name(kind: Any) -> str | None:
+    """The tensor dtype stored under this HDF5 type, or None for a type this format does not use."""
+    return next((name for name in STORAGE if kind == file_type(name)), None)
+
+
+def crc32(array: NDArray[Any]) -> int:
+    """CRC-32 (as in zlib and gzip) of a C-contiguous array's bytes."""
+    assert array.flags.c_contiguous
+    return zlib.crc32(array.reshape(-1).view(np.uint8).data)

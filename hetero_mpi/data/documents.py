@@ -1,0 +1,136 @@
+"""Text files as a stream of documents, in an order that depends on the files' names only."""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from hetero_mpi.errors import UserError
+
+
+@dataclass
+class CorpusReport:
+    """What a reading of the corpus found."""
+
+    files: int = 0
+    """Files that gave text."""
+    bytes: int = 0
+    """Bytes of text read from them."""
+    documents: int = 0
+    skipped: dict[Path, str] = field(default_factory=dict)
+    """File -> why it gave nothing."""
+    truncated: bool = False
+    """Whether reading stopped at ``max_bytes`` with text left."""
+
+    def lines(self) -> list[str]:
+        """The report in words, for a person."""
+        limit = ", cut at data.max_bytes" if self.truncated else ""
+        lines = [f"{self.documents:,} documents from {self.files:,} files, {self.bytes / 1e6:,.1f} MB of text{limit}"]
+        if self.skipped:
+            path, reason = next(iter(self.skipped.items()))
+            lines.append(f"{len(self.skipped):,} files skipped, such as {path}: {reason}")
+        return lines
+
+
+@dataclass
+class Corpus:
+    """Documents of text, read from the files anew on every iteration (the corpus itself is never held in memory)."""
+
+    patterns: tuple[str, ...]
+    paths: tuple[Path, ...]
+    documents: Literal["file", "line"]
+    max_bytes: int | None
+    report: CorpusReport = field(default_factory=CorpusReport)
+    """Of the latest complete iteration."""
+
+    def __iter__(self) -> Iterator[str]:
+        """Documents in sorted order of the files. Raises UserError at the end when there was no text at all."""
+        report = CorpusReport()
+        for path in self.paths:
+            left = None if self.max_bytes is None else self.max_bytes - report.bytes
+            if left == 0:
+                report.truncated = True
+                break
+            text = _read_text(path, left, report)
+            for document in _split(text, self.documents):
+                report.documents += 1
+                yield document
+        self.report = report
+        if not report.documents:
+            reasons = "; ".join(f"{path}: {reason}" for path, reason in list(report.skipped.items())[:3])
+            raise UserError(
+                f"data.text must match files with text in UTF-8; {_shown(self.patterns)} matched "
+                f"{len(self.paths)} file(s) without any ({reasons}). Point it at other files."
+            )
+
+
+def read_documents(
+    patterns: Sequence[str], documents: Literal["file", "line"] = "file", max_bytes: int | None = None
+) -> Corpus:
+    """The documents of all files that match the glob patterns: sorted by path, each file once, directories ignored.
+
+    A pattern that begins with ``!`` takes files of the patterns before it away again. ``documents``: one document per
+    file, or per non-empty line. ``max_bytes``: stop after so many bytes of text. Files that are not UTF-8, empty or
+    unreadable are skipped and named in the report. Raises UserError when nothing matches.
+    """
+    # A link and its target are one file; the real path is its identity and its place in the order.
+    paths: dict[str, Path] = {}
+    directories: list[str] = []
+    for pattern in patterns:
+        for text in glob.iglob(pattern.removeprefix("!"), recursive=True):
+            if pattern.startswith("!"):
+                paths.pop(os.path.realpath(text), None)
+            elif os.path.isfile(text):
+                paths.setdefault(os.path.realpath(text), Path(text))
+            else:
+                directories.append(text)
+    if not paths:
+        what = (
+            f"only directories, such as {directories[0]} (add /**/*.txt to read inside)" if directories else "nothing"
+        )
+        raise UserError(f"data.text must match at least one file; {_shown(patterns)} matched {what}.")
+    return Corpus(tuple(patterns), tuple(paths[real] for real in sorted(paths)), documents, max_bytes)
+
+
+def _read_text(path: Path, max_bytes: int | None, report: CorpusReport) -> str:
+    """A file's text, at most ``max_bytes`` of it; "" and a line in the report when there is none."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(-1 if max_bytes is None else max_bytes)
+            cut = max_bytes is not None and bool(file.read(1))
+        # An incremental decoder keeps a character that the cut has split to itself, yet refuses real garbage.
+        text = codecs.getincrementaldecoder("utf-8")().decode(content, final=not cut)
+    except OSError as error:
+        report.skipped[path] = f"cannot be read: {error.strerror}"
+        return ""
+    except UnicodeDecodeError as error:
+        report.skipped[path] = f"is not UTF-8 (byte {error.start})"
+        return ""
+    text = text.removeprefix("\ufeff")
+    if not text.strip():
+        report.skipped[path] = "is empty"
+        return ""
+    report.files += 1
+    report.bytes += len(content)
+    report.truncated |= cut
+    return text
+
+
+def _split(text: str, documents: Literal["file", "line"]) -> Iterator[str]:
+    if documents == "file":
+        if text:
+            yield text
+        return
+    # Not splitlines(): that also cuts at form feeds and other characters that people use inside a line.
+    for line in text.split("\n"):
+        if line.strip():
+            yield line.removesuffix("\r")
+
+
+def _shown(patterns: Sequence[str]) -> str:
+    return ", ".join(repr(pattern) for pattern in patterns)

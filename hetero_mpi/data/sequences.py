@@ -1,0 +1,178 @@
+"""Documents -> token sequences with their targets, split into a training and a held-out share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from hetero_mpi.data.order import Indices, batch_indices, permutation
+from hetero_mpi.errors import UserError
+
+Tokens = npt.NDArray[np.int32]
+
+IGNORED = -100
+"""Target where nothing is to be learnt (padding); the value that torch's cross-entropy ignores."""
+
+BATCH_CHARACTERS = 2_000_000
+"""Text handed to the tokenizer at once: enough for all its threads, little enough to keep its Python lists small."""
+
+HELD_OUT_STREAM = 2**64 - 1
+"""Key of the held-out split; epochs count from 0 and never get here."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of one step or evaluation, int32 [B, T]; ``targets[b, t]`` follows ``tokens[b, t]``, or is -100."""
+
+    tokens: Tokens
+    targets: Tokens
+    target_tokens: int
+    """Number of targets that count: what the summed loss is divided by."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """All sequences of a job. ``tokens`` and ``targets``: int32 [N, T]."""
+
+    tokens: Tokens
+    targets: Tokens
+    train: Indices
+    """Sequences to learn from, ascending."""
+    held_out: Indices
+    """Sequences that measure the evaluation loss, shuffled: any first few of them sample the whole corpus."""
+    seed: int
+    notes: tuple[str, ...] = ()
+    """Remarks for a person, such as how many documents were too short."""
+
+    def batch(self, step: int, global_batch: int) -> Batch:
+        """The training batch of ``step`` (from 0), a function of its arguments and the seed only."""
+        return self._gather(self.train[batch_indices(step, global_batch, len(self.train), self.seed)])
+
+    def held_out_batches(self, batch: int, limit: int | None = None) -> Iterator[Batch]:
+        """The first ``limit`` held-out sequences, ``batch`` at a time (fewer in the last), always the same ones."""
+        chosen = self.held_out[:limit]
+        for first in range(0, len(chosen), batch):
+            yield self._gather(chosen[first : first + batch])
+
+    def unigram_entropy(self) -> float:
+        """Entropy of the training targets' frequencies, nats per token: the loss of a model that knows only these."""
+        return unigram_entropy(self.targets[self.train])
+
+    def fingerprint(self) -> str:
+        """Equal when the sequences and their shares are: a resumed run must go on with the data it began with."""
+        digest = hashlib.blake2b(digest_size=16)
+        for array in (self.tokens, self.targets, self.train, self.held_out):
+            digest.update(repr(array.shape).encode())
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+    def _gather(self, chosen: Indices) -> Batch:
+        targets = self.targets[chosen]
+        return Batch(self.tokens[chosen], targets, int(np.count_nonzero(targets != IGNORED)))
+
+
+def build_sequences(
+    documents: Iterable[str],
+    tokenizer: PreTrainedTokenizerFast,
+    sequence_length: int,
+    packing: bool,
+    held_out: float,
+    seed: int,
+) -> Dataset:
+    """Tokenise the documents and cut them to sequences of ``sequence_length`` tokens; split off the held-out share.
+
+    Each document ends with the tokenizer's end token. Packed, all are joined to one stream; sequence i holds its tokens
+    [iT, iT + T) and the targets are one further, so that no token is lost between sequences. Otherwise each document is
+    one sequence, cut or padded on the right, and documents of fewer than 2 tokens are dropped.
+
+    The split is a function of (seed, number of sequences). Raises UserError when there is too little text for one
+    training and (if ``held_out`` > 0) one held-out sequence, or when the tokenizer has no end token.
+    """
+    end = tokenizer.eos_token_id
+    if end is None:
+        raise UserError(
+            "documents are joined by the tokenizer's end token; this tokenizer has none: set eos_token in its "
+            "tokenizer_config.json, or train one with tokenizer.train_vocab_size"
+        )
+    notes: tuple[str, ...] = ()
+    if packing:
+        tokens, targets, found = _pack(_encoded(documents, tokenizer), int(end), sequence_length)
+    else:
+        pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        tokens, targets, dropped = _pad(_encoded(documents, tokenizer), int(end), int(pad), sequence_length)
+        found = f"{len(tokens)} documents of at least 2 tokens"
+        if dropped:
+            notes = (f"{dropped:,} documents of fewer than 2 tokens dropped",)
+    train, evaluation = _split(len(tokens), held_out, seed, found, sequence_length)
+    return Dataset(tokens, targets, train, evaluation, seed, notes)
+
+
+def unigram_entropy(targets: Tokens) -> float:
+    """Entropy of the frequencies of the targets that count, in nats per token."""
+    counts = np.bincount(targets[targets != IGNORED])
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def _encoded(documents: Iterable[str], tokenizer: PreTrainedTokenizerFast) -> Iterator[list[int]]:
+    """Token ids of each document, without special tokens; tokenised in batches so that all threads have work."""
+    # A copy, since a tokenizer.json may ask for cutting and padding, which here is nobody's business but ours.
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.no_truncation()
+    backend.no_padding()
+    waiting: list[str] = []
+    characters = 0
+    for document in documents:
+        waiting.append(document)
+        characters += len(document)
+        if characters >= BATCH_CHARACTERS:
+            yield from (encoding.ids for encoding in backend.encode_batch_fast(waiting, add_special_tokens=False))
+            waiting, characters = [], 0
+    yield from (encoding.ids for encoding in backend.encode_batch_fast(waiting, add_special_tokens=False))
+
+
+def _pack(encoded: Iterable[list[int]], end: int, length: int) -> tuple[Tokens, Tokens, str]:
+    """One stream of all documents, as overlapping views: int32 [N, T] tokens and [N, T] targets; and what was found."""
+    parts = [np.array([*ids, end], dtype=np.int32) for ids in encoded]
+    stream = np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+    count = max(len(stream) - 1, 0) // length
+    tokens = stream[: count * length].reshape(count, length)
+    targets = stream[1 : count * length + 1].reshape(count, length) if count else tokens
+    return tokens, targets, f"{len(stream)} tokens in {len(parts)} documents"
+
+
+def _pad(encoded: Iterable[list[int]], end: int, pad: int, length: int) -> tuple[Tokens, Tokens, int]:
+    """One document per row, int32 [N, T] tokens and targets, and how many documents were too short."""
+    parts: list[Tokens] = []
+    dropped = 0
+    for ids in encoded:
+        if len(ids) < 2:
+            dropped += 1
+            continue
+        parts.append(np.array([*ids[:length], ids[length] if len(ids) > length else end], dtype=np.int32))
+    tokens = np.full((len(parts), length), pad, dtype=np.int32)
+    targets = np.full((len(parts), length), IGNORED, dtype=np.int32)
+    for row, part in enumerate(parts):
+        tokens[row, : len(part) - 1] = part[:-1]
+        targets[row, : len(part) - 1] = part[1:]
+    return tokens, targets, dropped
+
+
+def _split(count: int, held_out: float, seed: int, found: str, length: int) -> tuple[Indices, Indices]:
+    """Indices of the training sequences (ascending) and of the held-out ones (in order of their keyed hash)."""
+    needed = 2 if held_out > 0 else 1
+    if count < needed:
+        share = ", one to train on and one held out (data.held_out)" if held_out > 0 else ""
+        raise UserError(
+            f"the text must give at least {needed} sequence(s) of {length} tokens{share}; it gives {count}, from "
+            f"{found}. Add text (data.text, data.max_bytes) or lower data.sequence_length."
+        )
+    evaluation = min(max(1, round(held_out * count)), count - 1) if held_out > 0 else 0
+    shuffled = permutation(count, seed, HELD_OUT_STREAM)
+    return np.sort(shuffled[evaluation:]), shuffled[:evaluation]

@@ -1,0 +1,92 @@
+"""Tokenizers: trained on the corpus, loaded from a directory, saved beside the model, checked against the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from hetero_mpi.errors import UserError
+
+END_TOKEN = "<|end|>"
+"""Ends a document, and pads (padding is never a target, so that one token can do both)."""
+
+
+def train_bpe(documents: Iterable[str], vocab_size: int, sequence_length: int | None = None) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer (as GPT-2's): lossless for any text, and the same for the same documents.
+
+    ``vocab_size`` counts 256 bytes, the end token (id 0) and the merges; a small corpus allows fewer merges, which
+    :func:`vocabulary_note` puts into words. ``sequence_length`` becomes the saved tokenizer's ``model_max_length``.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_TOKEN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    limit = {} if sequence_length is None else {"model_max_length": sequence_length}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_TOKEN,
+        pad_token=END_TOKEN,
+        clean_up_tokenization_spaces=False,
+        **limit,
+    )
+
+
+def vocabulary_note(tokenizer: PreTrainedTokenizerFast, asked: int) -> str | None:
+    """A sentence for a person when the corpus gave fewer entries than were asked for, else None."""
+    if len(tokenizer) >= asked:
+        return None
+    return (
+        f"the corpus allows {len(tokenizer):,} tokenizer entries of the {asked:,} asked for "
+        "(tokenizer.train_vocab_size): no pair of tokens is left to merge"
+    )
+
+
+def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a local directory; nothing is fetched and no code from the directory is run.
+
+    Raises UserError when there is none, when it cannot be read, or when it has no ``tokenizer.json`` behind it.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise UserError(f"a tokenizer must be a local directory with tokenizer.json; there is no directory {directory}")
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        raise UserError(
+            f"{directory} holds no tokenizer (no tokenizer.json): set tokenizer.path to a directory with one, or "
+            "tokenizer.train_vocab_size to train one on the corpus"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the libraries below raise bare Exception for a file they cannot parse
+        raise UserError(f"the tokenizer in {directory} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(
+            f"the tokenizer in {directory} must be a fast one (tokenizer.json); it is {type(tokenizer).__name__}"
+        )
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> None:
+    """Write the tokenizer's files into ``directory`` (made when missing), for ``AutoTokenizer.from_pretrained``."""
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(str(directory))
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
+    """Raise UserError unless every id of the tokenizer has a row in an embedding of ``vocab_size`` rows."""
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= vocab_size:
+        raise UserError(
+            f"every token needs a row of the model's embedding: the tokenizer's largest id is {largest}, the model's "
+            f"vocab_size is {vocab_size} (ids up to {vocab_size - 1}). Raise vocab_size in the model's config to "
+            f"at least {largest + 1}, or use a smaller tokenizer."
+        )

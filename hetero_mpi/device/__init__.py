@@ -1,0 +1,1 @@
+"""Devices: torch backends behind one small interface. The only room that knows one vendor from another."""

@@ -1,0 +1,259 @@
+"""One small interface over torch's backends: where tensors live, how they reach host memory, what the device can do.
+
+Every rank has one ``Backend``. Nothing outside this room asks which vendor it is.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+from hetero_mpi.errors import UserError
+
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes a rank may use, and how that came about in words."""
+
+    usable_bytes: int
+    reason: str
+
+
+class Backend:
+    """The CPU, and what all backends have in common.
+
+    ``name`` is ``cpu``, ``cuda``, ``rocm``, ``xpu`` or ``mps``; ``device`` is torch's device.
+    """
+
+    name = "cpu"
+    torch_type = "cpu"
+
+    def __init__(self, index: int = 0) -> None:
+        self.index = index
+        self.device = (
+            torch.device(self.torch_type) if self.torch_type in ("cpu", "mps") else torch.device(self.torch_type, index)
+        )
+
+    def description(self) -> str:
+        """The device's name as a person knows it."""
+        return _processor_name()
+
+    def dtypes(self) -> tuple[str, ...]:
+        """Compute dtypes this device can train in."""
+        return ("fp32", "bf16", "fp16")
+
+    def memory(self, ranks_on_host: int) -> Memory:
+        """Memory for one rank, now, when ``ranks_on_host`` CPU ranks share the host."""
+        available = psutil.virtual_memory().available
+        reason = f"{_gigabytes(available)} free on the host"
+        limit = cgroup_free_bytes()
+        if limit is not None and limit < available:
+            available, reason = limit, f"{_gigabytes(limit)} left under the control group's limit"
+        if ranks_on_host > 1:
+            reason += f", shared by {ranks_on_host} ranks"
+        return Memory(available // max(1, ranks_on_host), reason)
+
+    def synchronize(self) -> None:
+        """Return when all work given to the device is done."""
+
+    def peak_bytes(self) -> int:
+        """Highest memory of this rank so far: resident set of the process on the CPU, allocated device memory elsewhere."""
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if platform.system() == "Darwin" else peak * 1024
+
+    def seed(self, seed: int) -> None:
+        """Seed every generator a module on this device may draw from."""
+        torch.default_generator.manual_seed(seed)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor in host memory, contiguous; the tensor itself where it is already there (no copy on CPU ranks)."""
+        return tensor.detach().to(HOST).contiguous()
+
+    def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host tensor on the device; the tensor itself on CPU ranks."""
+        return tensor.to(self.device)
+
+    def fused_optimizer(self) -> bool:
+        """Does torch's AdamW have a fused kernel here?"""
+        return True
+
+
+class _Accelerator(Backend):
+    """Backends that have their own memory and a ``torch.<type>`` module with the usual functions."""
+
+    @property
+    def _module(self):  # type: ignore[no-untyped-def]
+        return getattr(torch, self.torch_type)
+
+    def description(self) -> str:
+        return str(self._module.get_device_name(self.device))
+
+    def memory(self, ranks_on_host: int) -> Memory:
+        free, total = self._module.mem_get_info(self.device)
+        return Memory(int(free), f"{_gigabytes(free)} free of {_gigabytes(total)} on the device")
+
+    def synchronize(self) -> None:
+        self._module.synchronize(self.device)
+
+    def peak_bytes(self) -> int:
+        return int(self._module.max_memory_allocated(self.device))
+
+    def seed(self, seed: int) -> None:
+        super().seed(seed)
+        self._module.manual_seed(seed)
+
+
+class CudaBackend(_Accelerator):
+    name = "cuda"
+    torch_type = "cuda"
+
+    def dtypes(self) -> tuple[str, ...]:
+        # bf16 arithmetic starts with compute capability 8.0; older cards only emulate it, far too slowly to train with.
+        capability = torch.cuda.get_device_capability(self.device)
+        return ("fp32", "bf16", "fp16") if capability >= (8, 0) else ("fp32", "fp16")
+
+
+class RocmBackend(_Accelerator):
+    """AMD cards: torch's HIP build presents them under the name ``cuda``."""
+
+    name = "rocm"
+    torch_type = "cuda"
+
+
+class XpuBackend(_Accelerator):
+    name = "xpu"
+    torch_type = "xpu"
+
+
+class MpsBackend(Backend):
+    """Apple GPUs share the host's memory."""
+
+    name = "mps"
+    torch_type = "mps"
+
+    def description(self) -> str:
+        return f"{_processor_name()} GPU"
+
+    def memory(self, ranks_on_host: int) -> Memory:
+        limit = int(torch.mps.recommended_max_memory())
+        host = super().memory(ranks_on_host)
+        if limit < host.usable_bytes:
+            return Memory(limit, f"{_gigabytes(limit)} recommended by Metal")
+        return host
+
+    def synchronize(self) -> None:
+        torch.mps.synchronize()
+
+    def peak_bytes(self) -> int:
+        return int(torch.mps.driver_allocated_memory())
+
+    def seed(self, seed: int) -> None:
+        super().seed(seed)
+        torch.mps.manual_seed(seed)
+
+
+_BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (Backend, CudaBackend, RocmBackend, XpuBackend, MpsBackend)}
+
+
+def _available() -> list[str]:
+    """Backends this torch build and this machine offer, best first; the CPU is always last."""
+    found = []
+    if torch.cuda.is_available():
+        found.append("rocm" if torch.version.hip else "cuda")
+    if hasattr(torch, "xpu") and torch.xpu.is_available():
+        found.append("xpu")
+    if torch.backends.mps.is_available():
+        found.append("mps")
+    return [*found, "cpu"]
+
+
+def _count(name: str) -> int:
+    if name in ("cuda", "rocm"):
+        return int(torch.cuda.device_count())
+    if name == "xpu":
+        return int(torch.xpu.device_count())
+    return 1
+
+
+def open_backend(wanted: str, local_rank: int) -> Backend:
+    """The backend for this rank: local rank i takes accelerator i; a rank beyond the last accelerator computes on the CPU.
+
+    Args:
+        wanted: ``auto`` or a backend's name.
+        local_rank: index of this rank among the ranks of its host.
+
+    Raises:
+        UserError: ``wanted`` is not to be had here.
+    """
+    available = _available()
+    if wanted == "auto":
+        name = available[0]
+        return _BACKENDS[name](local_rank) if local_rank < _count(name) else Backend()
+    if wanted not in available:
+        raise UserError(
+            f"device {wanted!r} is asked for, but this host's torch {torch.__version__} offers {', '.join(available)}; "
+            f'install the torch build for that device, or set [cluster] device = "auto"'
+        )
+    if wanted != "cpu" and local_rank >= _count(wanted):
+        raise UserError(
+            f"local rank {local_rank} has no {wanted} device of its own: this host has {_count(wanted)}; start fewer ranks "
+            f'here, or set [cluster] device = "auto" so that further ranks use the CPU'
+        )
+    return _BACKENDS[wanted](local_rank)
+
+
+def host_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """The memory of a contiguous host tensor as a flat ``uint8`` array, without a copy (numpy has no bfloat16)."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
+
+
+def host_cores() -> int:
+    """Cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def set_threads(threads: int) -> None:
+    """Fix torch's CPU threads for this rank (bits of a matrix product may depend on their number)."""
+    torch.set_num_threads(threads)
+
+
+def cgroup_free_bytes() -> int | None:
+    """Bytes left under the memory limit of this process's control group (SLURM, containers); None without a limit."""
+    for limit_file, usage_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limit, usage = Path(limit_file).read_text().strip(), Path(usage_file).read_text().strip()
+        except OSError:
+            continue
+        if limit != "max" and int(limit) < 1 << 60:
+            return max(0, int(limit) - int(usage))
+    return None
+
+
+def _gigabytes(number: int) -> str:
+    return f"{number / 1e9:.1f} GB"
+
+
+def _processor_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

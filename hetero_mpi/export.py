@@ -1,0 +1,224 @@
+"""From tensors, item by item, to a Hugging Face model directory that ``from_pretrained`` loads in a plain process.
+
+    with ModelDirectoryWriter(model, directory, shard_bytes=1_000_000_000) as writer:
+        for state in items:                       # the embedding, each block, norm + head
+            writer.add(state)
+        tokenizer.save_pretrained(writer.path)    # whatever else belongs into the directory
+
+The names and contents of the files are those of transformers' ``save_pretrained``, through its own conversion, but only
+one item and one shard are in memory at a time. The directory appears at the end, whole, in place of a former one.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import secrets
+import shutil
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from hetero_mpi.errors import UserError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+
+
+class ModelDirectoryWriter:
+    """Writes a model directory; used as a context manager, or ended by ``close`` or ``discard``.
+
+    ``model`` gives class, configuration, generation configuration and names; its parameters may be on the meta device.
+    ``shard_bytes`` bounds the size of each safetensors file (a single larger tensor gets a file of its own).
+    Host memory: at most ``shard_bytes`` plus one item and its converted copy.
+
+    A former directory of that name is replaced; files in it that are neither weights nor written anew are kept. What
+    another writer left unfinished beside it is removed: one run at a time writes there.
+    Raises UserError when ``directory`` holds something that is not a model directory, or cannot be written.
+    """
+
+    def __init__(self, model: PreTrainedModel, directory: str | os.PathLike[str], shard_bytes: int) -> None:
+        self.directory = Path(directory).absolute()
+        self._model = model
+        self._shard_bytes = shard_bytes
+        self._awaited = _written_names(model)
+        self._buffer: dict[str, torch.Tensor] = {}
+        self._shards: list[list[str]] = []
+        self._total_bytes = 0
+        self._dtype: torch.dtype | None = None
+        self.path = self.directory.with_name(f".{self.directory.name}.tmp-{secrets.token_hex(4)}")
+        """Where files are collected; becomes ``directory``. Other files (a tokenizer's) may be put here too."""
+        try:
+            self.directory.parent.mkdir(parents=True, exist_ok=True)
+            _check_replaceable(self.directory)
+            for leftover in self.directory.parent.glob(f".{self.directory.name}.tmp-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            self.path.mkdir()
+        except OSError as error:
+            raise self._error(error) from error
+
+    def __enter__(self) -> ModelDirectoryWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.discard()
+
+    def add(self, state: dict[str, torch.Tensor]) -> None:
+        """Add one item's tensors, under the model's own parameter names.
+
+        An item holds whole conversion groups (all experts of a block). The tensors are copied. A name that is not the
+        model's, or comes twice, is a defect of the caller; the tied copy of a head is passed over.
+        """
+        tied = set(self._model.all_tied_weights_keys)
+        state = {name: tensor for name, tensor in state.items() if name not in tied}
+        assert set(state) <= self._awaited, f"unknown or repeated: {sorted(set(state) - self._awaited)}"
+        self._awaited -= set(state)
+        for name, tensor in revert_weight_conversion(self._model, state).items():
+            if self._dtype is None and tensor.is_floating_point():
+                self._dtype = tensor.dtype
+            if self._buffer and _bytes(self._buffer) + tensor.nbytes > self._shard_bytes:
+                self._write_shard()
+            # A copy of its own: the caller may change its tensor, and a view would keep a whole storage alive.
+            self._buffer[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+    def close(self) -> Path:
+        """Write what is left and let the directory appear. Returns it. Every parameter must have been added."""
+        assert not self._awaited, f"never added: {sorted(self._awaited)}"
+        self._write_shard()
+        try:
+            self._name_shards()
+            self._write_configuration()
+            _keep_other_files(self.directory, self.path)
+            _sync(self.path)
+            _replace(self.directory, self.path)
+        except OSError as error:
+            self.discard()
+            raise self._error(error) from error
+        return self.directory
+
+    def discard(self) -> None:
+        """Remove everything written so far; a former directory stays as it was."""
+        self._buffer.clear()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _write_shard(self) -> None:
+        self._shards.append(list(self._buffer))
+        self._total_bytes += _bytes(self._buffer)
+        path = self.path / _part(len(self._shards))
+        try:
+            save_file(self._buffer, path, metadata={"format": "pt"})
+            _sync(path)
+        except Exception as error:  # safetensors has an exception class of its own for a full disk
+            self.discard()
+            raise self._error(error) from error
+        self._buffer = {}
+
+    def _name_shards(self) -> None:
+        """Give the shards their final names, their number being known now; write the index where there are several."""
+        count = len(self._shards)
+        if count == 1:
+            os.rename(self.path / _part(1), self.path / WEIGHTS)
+            return
+        weight_map = {}
+        for number, names in enumerate(self._shards, start=1):
+            final = f"model-{number:05d}-of-{count:05d}.safetensors"
+            os.rename(self.path / _part(number), self.path / final)
+            weight_map.update(dict.fromkeys(names, final))
+        metadata = {"total_parameters": self._model.num_parameters(), "total_size": self._total_bytes}
+        index = {"metadata": metadata, "weight_map": weight_map}
+        (self.path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    def _write_configuration(self) -> None:
+        """As save_pretrained does, but without its validation, which would throw away a finished run for a warning."""
+        config = copy.deepcopy(self._model.config)
+        config.architectures = [type(self._model).__name__]
+        config.dtype = str(self._dtype).removeprefix("torch.")
+        config.to_json_file(self.path / CONFIG, use_diff=True)
+        if self._model.can_generate() and self._model.generation_config is not None:
+            self._model.generation_config.to_json_file(self.path / "generation_config.json", use_diff=True)
+
+    def _error(self, error: Exception) -> UserError:
+        return UserError(
+            f"The model directory {self.directory} could not be written ({error}); what was there before is untouched. "
+            "Free space or choose another output.run_dir; the last checkpoint holds the same weights."
+        )
+
+
+def _written_names(model: PreTrainedModel) -> set[str]:
+    """The names of ``model.state_dict()`` that ``save_pretrained`` would write: no tied copies, no ignored ones."""
+    unwritten = set(model.all_tied_weights_keys) | set(model._keys_to_ignore_on_save or ())
+    return set(model.state_dict()) - unwritten
+
+
+def _bytes(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _part(number: int) -> str:
+    return f"part-{number:05d}.safetensors"
+
+
+def _is_weights(name: str) -> bool:
+    return name.startswith(("model-", "model.safetensors", "pytorch_model"))
+
+
+def _former(directory: Path) -> Path:
+    """Where a former directory waits, for a moment, until the new one has its name."""
+    return directory.with_name(f".{directory.name}.former")
+
+
+def _check_replaceable(directory: Path) -> None:
+    """Refuse to replace anything but a model directory; undo a replacement that a crash interrupted."""
+    former = _former(directory)
+    if former.exists() and not directory.exists():
+        os.rename(former, directory)
+    if not directory.exists():
+        return
+    if not directory.is_dir() or (any(directory.iterdir()) and not (directory / CONFIG).is_file()):
+        raise UserError(
+            f"{directory} exists and is not a model directory (it has no {CONFIG}): it is not replaced. "
+            "Move it away or choose another output.run_dir."
+        )
+
+
+def _keep_other_files(directory: Path, new: Path) -> None:
+    """Whatever else lay in the former directory, and is neither written anew nor weights, is kept."""
+    if not directory.is_dir():
+        return
+    for entry in directory.iterdir():
+        if (new / entry.name).exists() or _is_weights(entry.name):
+            continue
+        if entry.is_dir():
+            shutil.copytree(entry, new / entry.name, symlinks=True)
+        else:
+            shutil.copy2(entry, new / entry.name, follow_symlinks=False)
+
+
+def _replace(directory: Path, new: Path) -> None:
+    """Two renames; a crash between them is undone by the next writer."""
+    former = _former(directory)
+    shutil.rmtree(former, ignore_errors=True)
+    if directory.exists():
+        os.rename(directory, former)
+    os.rename(new, directory)
+    _sync(directory.parent)
+    shutil.rmtree(former, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

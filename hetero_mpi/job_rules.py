@@ -1,0 +1,132 @@
+"""Words for what a job file may say: the rule of a key, the value that breaks it, the name that was probably meant.
+
+Knows pydantic models in general and none in particular: ``job.py`` hands its tables in, ``reference.py`` borrows the
+rules.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import types
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+Tables = Mapping[str, type[BaseModel]]
+"""Table name -> the model that validates it."""
+
+_PLAIN = {str: "text in quotes", bool: "true or false"}
+
+
+def rule_of(field: FieldInfo) -> str:
+    """The values a field accepts, in words: ``a whole number of at least 1 or "auto"``."""
+    return _describe(field.annotation, _bounds(field.metadata))
+
+
+def may_be_empty(field: FieldInfo) -> bool:
+    """Whether a key may be empty, which a job file says by leaving it out or by ``key = ""`` (TOML has no null)."""
+    return type(None) in get_args(field.annotation)
+
+
+def _describe(annotation: Any, bounds: Mapping[str, Any]) -> str:
+    if get_origin(annotation) is Annotated:
+        plain, *metadata = get_args(annotation)
+        inner = [entry for part in metadata for entry in (part.metadata if isinstance(part, FieldInfo) else [part])]
+        return _describe(plain, {**bounds, **_bounds(inner)})
+    if get_origin(annotation) in (Union, types.UnionType):
+        parts = [_describe(part, bounds) for part in get_args(annotation) if part is not type(None)]
+        empty = ['empty ("")'] if type(None) in get_args(annotation) else []
+        return " or ".join(parts + empty)
+    if get_origin(annotation) is Literal:
+        return " or ".join(as_toml(choice) for choice in get_args(annotation))
+    if get_origin(annotation) is list:
+        least = bounds.get("min_length")
+        return "a list of texts in quotes" + (f", at least {least}" if least else "")
+    if get_origin(annotation) is dict:
+        return "a table of keys"
+    if annotation in (int, float):
+        return ("a whole number" if annotation is int else "a number") + _range(bounds)
+    return _PLAIN[annotation]
+
+
+def _bounds(metadata: Iterable[Any]) -> dict[str, Any]:
+    names = ("ge", "gt", "lt", "min_length")
+    return {name: getattr(entry, name) for entry in metadata for name in names if hasattr(entry, name)}
+
+
+def _range(bounds: Mapping[str, Any]) -> str:
+    words = [
+        f"{word} {bounds[name]}"
+        for name, word in (("ge", "of at least"), ("gt", "above"), ("lt", "below"))
+        if name in bounds
+    ]
+    return " " + " and ".join(words) if words else ""
+
+
+def as_toml(value: Any) -> str:
+    """A value as it looks in a job file, shortened to one line of at most 60 characters."""
+    if isinstance(value, Mapping):
+        text = "{" + ", ".join(f"{key} = {as_toml(inner)}" for key, inner in value.items()) + "}"
+    elif isinstance(value, (list, tuple)):
+        text = "[" + ", ".join(as_toml(inner) for inner in value) + "]"
+    elif isinstance(value, (str, bool)):
+        text = json.dumps(value, ensure_ascii=False)
+    elif value is None:
+        text = '""'
+    else:
+        text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def unknown_key(table: str, key: str, tables: Tables) -> str:
+    """What to say of a key that ``[table]`` does not have: the table it belongs to, or the nearest valid name."""
+    own = tables[table].model_fields
+    homes = [name for name, model in tables.items() if key in model.model_fields]
+    if key in tables:
+        return f"unknown key; [{key}] is a table of its own"
+    if homes:
+        return "unknown key in this table; it belongs to " + " or ".join(f"[{home}]" for home in homes)
+    near = difflib.get_close_matches(key, own, n=1)
+    if near:
+        return f"unknown key; did you mean {near[0]!r}?"
+    elsewhere = {name: home for home, model in tables.items() for name in model.model_fields}
+    far = difflib.get_close_matches(key, elsewhere, n=1)
+    if far:
+        return f"unknown key; did you mean {far[0]!r} in [{elsewhere[far[0]]}]?"
+    return f"unknown key; [{table}] has {', '.join(own)}"
+
+
+def unknown_table(name: str, tables: Tables) -> str:
+    """What to say of a top-level name that is no table: a key outside its table, a mistyped table, or neither."""
+    homes = [table for table, model in tables.items() if name in model.model_fields]
+    if homes:
+        return "unknown outside a table; it belongs to " + " or ".join(f"[{home}]" for home in homes)
+    near = difflib.get_close_matches(name, tables, n=1)
+    if near:
+        return f"unknown table; did you mean '[{near[0]}]'?"
+    return f"unknown table; a job file has {', '.join(f'[{table}]' for table in tables)}"
+
+
+def broken_keys(table: str, model: type[BaseModel], values: Mapping[str, Any], tables: Tables) -> dict[str, str]:
+    """Validate one table; returns key -> rule for every key that breaks one (empty: all is well).
+
+    pydantic reports a union once per branch and a list once per element; a person wants each key once, so the wording
+    comes from the field, not from the error.
+    """
+    try:
+        model.model_validate(values)
+    except ValidationError as error:
+        broken: dict[str, str] = {}
+        for entry in error.errors(include_url=False, include_context=False, include_input=False):
+            key = str(entry["loc"][0])
+            if entry["type"] == "extra_forbidden":
+                broken[key] = unknown_key(table, key, tables)
+            elif entry["type"] == "missing":
+                broken[key] = f"is required: {rule_of(model.model_fields[key])}"
+            else:
+                broken[key] = f"must be {rule_of(model.model_fields[key])}"
+        return broken
+    return {}

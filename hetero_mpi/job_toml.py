@@ -1,0 +1,63 @@
+"""A job file as raw TOML values, with ``--set table.key=value`` laid over them.
+
+What the values may be is ``job.py``'s matter.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.job_rules import as_toml
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a job file. Raises UserError when there is no such file or it is not TOML."""
+    try:
+        # utf-8-sig: some editors put a byte order mark at the start, which TOML does not allow.
+        return tomli.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such job file (looked from {Path.cwd()})") from None
+    except OSError as error:
+        raise UserError(f"{path}: the job file cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: a job file must be TOML in UTF-8; this one is not UTF-8") from None
+    except tomli.TOMLDecodeError as error:
+        raise UserError(f"{path}: a job file must be TOML: {error}") from None
+
+
+def apply_override(values: dict[str, Any], text: str, problems: list[str]) -> tuple[str, ...] | None:
+    """Put one ``table.key=value`` into the file's values; returns the dotted key, or None with a problem noted."""
+    dotted, equals, value_text = text.partition("=")
+    keys = tuple(part.strip() for part in dotted.split("."))
+    if not equals or len(keys) < 2 or not all(keys):
+        problems.append(f"--set {text}: must be table.key=value, such as --set train.steps=6")
+        return None
+    try:
+        value = _override_value(value_text.strip())
+    except tomli.TOMLDecodeError as error:
+        problems.append(f"--set {text}: the value is no TOML value: {error}")
+        return None
+    table = values
+    for depth, key in enumerate(keys[:-1], start=1):
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            problems.append(
+                f"--set {text}: {'.'.join(keys[:depth])} = {as_toml(table)} in the job file is no table to set a key of"
+            )
+            return None
+    table[keys[-1]] = value
+    return keys
+
+
+def _override_value(text: str) -> Any:
+    try:
+        parsed = tomli.loads(f"value = {text}")
+        return parsed["value"] if len(parsed) == 1 else text
+    except tomli.TOMLDecodeError:
+        if text[:1] in ("[", "{", '"', "'"):  # meant as TOML, and mistyped
+            raise
+        return text

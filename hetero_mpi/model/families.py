@@ -1,0 +1,80 @@
+"""Which model families may be trained, and why others are refused.
+
+A family is taken only when its split run was shown to equal the whole model (``tests/test_model_families.py`` tries every
+name below, forward and backward): a family that is not proven is refused by name, not run on hope.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hetero_mpi.errors import UserError
+
+PROVEN_FAMILIES = ("gemma", "gemma2", "gpt_neox", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
+
+
+def read_config(source: dict[str, Any] | str | Path) -> PreTrainedConfig:
+    """The configuration of a causal language model.
+
+    Args:
+        source: the keys of a ``config.json``, or the path of one.
+
+    Raises:
+        UserError: no such file, not JSON, no or unknown ``model_type``, a value transformers refuses, a family not proven.
+    """
+    keys = source if isinstance(source, dict) else _read_json(Path(source))
+    family = keys.get("model_type")
+    if not isinstance(family, str):
+        raise UserError(
+            f"a model configuration names its family in `model_type`; found {family!r}; proven are: {_names()}"
+        )
+    require_proven(family)
+    arguments = {name: value for name, value in keys.items() if name not in ("model_type", "transformers_version")}
+    try:
+        config = AutoConfig.for_model(family, **arguments)
+    except Exception as error:  # transformers raises many kinds, all of them about the values given
+        raise UserError(
+            f"transformers refuses this {family} configuration: {error}; correct the value it names"
+        ) from error
+    config.use_cache = False
+    return config
+
+
+def require_proven(family: str) -> None:
+    """Raise ``UserError`` unless the family is in ``PROVEN_FAMILIES``."""
+    if family in PROVEN_FAMILIES:
+        return
+    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        near = difflib.get_close_matches(family, PROVEN_FAMILIES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UserError(
+            f"model_type {family!r} is no causal language model that transformers knows{hint} Proven are: {_names()}"
+        )
+    raise UserError(
+        f"model_type {family!r} has not been shown to give the same numbers when split over ranks, so it is refused; "
+        f"proven are: {_names()}"
+    )
+
+
+def _names() -> str:
+    return ", ".join(PROVEN_FAMILIES)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        keys = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"{path}: no such model configuration; give a config.json or its keys inline as [model.config]"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not a readable JSON file ({error})") from None
+    if not isinstance(keys, dict):
+        raise UserError(f"{path}: a model configuration is a JSON object, found {type(keys).__name__}")
+    return keys

@@ -1,0 +1,188 @@
+"""AdamW over a stage's own parameters, with fp32 gradients and moments and one global decision per step.
+
+Everything that decides (order of additions in the global norm, learning rate, which parameters decay) is a function of names
+and of the global step, so the result does not depend on the partition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from transformers import get_scheduler
+
+from hetero_mpi.job import TrainTable
+from hetero_mpi.model.stage import Stage
+
+_SCHEDULERS = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""torch's names of AdamW's first and second moment."""
+
+
+class LearningRate:
+    """transformers' own schedules, evaluated at a step: no state to save."""
+
+    def __init__(self, train: TrainTable) -> None:
+        self.peak = train.learning_rate
+        dummy = torch.optim.SGD([torch.zeros(1)], lr=train.learning_rate)
+        scheduler = get_scheduler(
+            _SCHEDULERS[train.schedule], dummy, num_warmup_steps=train.warmup_steps, num_training_steps=train.steps
+        )
+        self._factor = scheduler.lr_lambdas[0]
+
+    def at(self, step: int) -> float:
+        """Learning rate of optimizer step ``step`` (the first is 0)."""
+        return self.peak * float(self._factor(step))
+
+
+def decays(name: str, parameter: torch.Tensor) -> bool:
+    """Is weight decay applied? Not to biases and norms, which are the parameters of fewer than two dimensions."""
+    return parameter.ndim >= 2 and not name.endswith(".bias")
+
+
+class Optimizer:
+    """The optimizer of one rank.
+
+    In fp32 the parameters themselves are optimised. In a narrower dtype gradients are added up in fp32 as soon as autograd has
+    them, AdamW steps the fp32 masters, and the parameters are rounded from these.
+    """
+
+    def __init__(self, stage: Stage, train: TrainTable) -> None:
+        self.stage = stage
+        self.targets: dict[str, torch.nn.Parameter] = dict(stage.parameters)
+        self._tied: torch.nn.Parameter | SimpleNamespace | None = stage.tied_head
+        if stage.masters:
+            self.targets = {name: torch.nn.Parameter(master) for name, master in stage.masters.items()}
+            for name, parameter in stage.parameters.items():
+                _accumulate_in_fp32(parameter, self.targets[name])
+            if stage.tied_head is not None:
+                self._tied = SimpleNamespace(grad=None)
+                _accumulate_in_fp32(stage.tied_head, self._tied)
+        self.schedule = LearningRate(train)
+        groups = [
+            {
+                "params": [t for n, t in self.targets.items() if decays(n, t) is decay],
+                "weight_decay": train.weight_decay * decay,
+            }
+            for decay in (True, False)
+        ]
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=train.learning_rate,
+            betas=(train.beta1, train.beta2),
+            eps=train.epsilon,
+            fused=stage.backend.fused_optimizer(),
+        )
+
+    def zero(self) -> None:
+        """Forget all gradients."""
+        for tensor in (*self.targets.values(), *self.stage.parameters.values()):
+            tensor.grad = None
+        if self._tied is not None:
+            self._tied.grad = None
+
+    def tied_gradient(self) -> torch.Tensor:
+        """The fp32 gradient of the head's copy of a tied embedding matrix."""
+        assert self._tied is not None
+        return self._tied.grad
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """The fp32 gradient summed so far; zeros where a parameter took no part."""
+        target = self.targets[name]
+        if target.grad is None:
+            target.grad = torch.zeros_like(target)
+        return target.grad
+
+    def squared_norms(self) -> dict[str, float]:
+        """name -> sum of squares of the gradient in fp64, to be added over all ranks in name order."""
+        norms = [torch.linalg.vector_norm(self.gradient(name), dtype=torch.float64) for name in self.targets]
+        values = torch.stack([norm.cpu() for norm in norms]).square().tolist() if norms else []
+        return dict(zip(self.targets, values, strict=True))
+
+    def step(self, step: int, scale: float) -> None:
+        """One AdamW step with gradients multiplied by ``scale`` (1: not clipped)."""
+        if scale != 1.0:
+            torch._foreach_mul_([self.gradient(name) for name in self.targets], scale)
+        rate = self.schedule.at(step)
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+        self.adamw.step()
+        if self.stage.masters:
+            torch._foreach_copy_(
+                [self.stage.parameters[name].data for name in self.targets], list(self.targets.values())
+            )
+
+    def state(self, name: str) -> dict[str, torch.Tensor]:
+        """``exp_avg`` and ``exp_avg_sq`` of a parameter (fp32); zeros before its first step."""
+        target = self.targets[name]
+        state = self.adamw.state.get(target, {})
+        return {moment: state.get(moment, torch.zeros_like(target)) for moment in MOMENTS}
+
+    def restore(self, name: str, moments: dict[str, torch.Tensor], steps: int) -> None:
+        """Put back the moments of a parameter after ``steps`` optimizer steps."""
+        target = self.targets[name]
+        state = {moment: value.to(target.device, torch.float32) for moment, value in moments.items()}
+        # torch keeps the step counter as a float32 tensor, on the device where the kernel is fused.
+        device = target.device if self.stage.backend.fused_optimizer() else torch.device("cpu")
+        self.adamw.state[target] = {"step": torch.tensor(float(steps), dtype=torch.float32, device=device), **state}
+
+
+def _accumulate_in_fp32(parameter: torch.nn.Parameter, holder: torch.nn.Parameter | SimpleNamespace) -> None:
+    """Add every gradient of ``parameter`` to ``holder.grad`` (fp32) and free it at once."""
+
+    def add(p: torch.Tensor) -> None:
+        assert p.grad is not None
+        if holder.grad is None:
+            holder.grad = p.grad.float()
+        else:
+            holder.grad.add_(p.grad)
+        p.grad = None
+
+    parameter.register_post_accumulate_grad_hook(add)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The common decision about a step, the same on every rank."""
+
+    loss: float
+    """Mean over the target tokens of the global batch, in nats per token."""
+    grad_norm: float
+    scale: float
+    """Factor for the gradients (clipping)."""
+    finite: bool
+
+
+class Judge:
+    """Turns every rank's squared norms and losses into one verdict.
+
+    Each trained parameter has its own slot of a vector that is summed over the ranks. Exactly one rank fills a slot, so the
+    sum is exact in any order, and adding the slots in name order gives the same bits for every partition.
+    """
+
+    def __init__(self, names: list[str], clip_norm: float | None) -> None:
+        self.slots = {name: i for i, name in enumerate(sorted(names))}
+        self.clip_norm = clip_norm
+
+    def fill(self, squared_norms: dict[str, float], loss: float | None) -> np.ndarray:
+        """This rank's part: float64 (parameters + 1). ``loss`` is given by the rank that holds the head."""
+        vector = np.zeros(len(self.slots) + 1)
+        for name, value in squared_norms.items():
+            vector[self.slots[name]] = value
+        if loss is not None:
+            vector[-1] = loss
+        return vector
+
+    def decide(self, summed: np.ndarray) -> Verdict:
+        """The verdict from the sum of all ranks' parts."""
+        total = 0.0
+        for value in summed[:-1].tolist():
+            total += value
+        norm, loss = float(np.sqrt(total)), float(summed[-1])
+        finite = bool(np.isfinite(norm) and np.isfinite(loss))
+        scale = 1.0
+        if finite and self.clip_norm is not None:
+            scale = min(1.0, self.clip_norm / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_'s formula
+        return Verdict(loss, norm, scale, finite)

@@ -1,0 +1,216 @@
+"""A stage: the items ``[first, last)`` of the chain on one device, with forward and backward of one micro-batch.
+
+transformers' own model class runs; the layers this rank does not hold are replaced by modules that pass their input through,
+so attention masks, rotary embeddings, soft-capping and the like are the library's. Layers keep their global indices, so
+parameter names are transformers' everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from hetero_mpi.device.backend import DTYPES, Backend
+from hetero_mpi.model.chain import Chain, build_on_meta, uses_dropout
+from hetero_mpi.model.seeds import seed_from
+from hetero_mpi.model.weights import Start, materialize, restore_buffers
+
+IGNORED = -100
+"""Target of a position that is not learnt."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Which micro-batch runs, and what its loss needs.
+
+    ``step`` and ``first_sample`` (position of its first sequence within the global batch) key the dropout masks.
+    """
+
+    index: int
+    step: int
+    first_sample: int
+    target_tokens: int
+    """Targets of the whole global batch, over all micro-batches and pipelines: the loss is divided by it once."""
+
+
+class PassThrough(nn.Module):
+    """Stands where a foreign layer was and hands its input on."""
+
+    def forward(self, hidden_states: torch.Tensor, *arguments: object, **keywords: object) -> torch.Tensor:
+        return hidden_states
+
+
+class Stage:
+    """A rank's share of the model.
+
+    Attributes:
+        parameters: name -> parameter this rank trains, in the model's order (compute dtype, on the device).
+        masters: name -> fp32 copy of each parameter where the compute dtype is narrower; empty in fp32.
+        tied_head: the head's own copy of a tied embedding matrix, or None. It is never optimised here: its gradient is
+            added to the embedding's and the new values come back.
+    """
+
+    def __init__(
+        self, chain: Chain, first: int, last: int, backend: Backend, dtype: str, start: Start | None, seed: int = 0
+    ) -> None:
+        """Build own layers only.
+
+        Args:
+            chain: the model.
+            first, last: items ``[first, last)``.
+            backend: device of this rank.
+            dtype: compute dtype (``fp32``, ``bf16``).
+            start: where weights come from; None leaves them uninitialised, to be filled from a checkpoint.
+            seed: the job's seed, which keys the dropout masks.
+
+        Raises:
+            UserError: the model's files do not fit its configuration.
+        """
+        self.chain, self.first, self.last = chain, first, last
+        self.backend, self.dtype, self.seed = backend, DTYPES[dtype], seed
+        self.masters: dict[str, torch.Tensor] = {}
+        self.tied_head: nn.Parameter | None = None
+        self.model = build_on_meta(chain.config)
+        self._materialize(start)
+        restore_buffers(self.model, backend.device)
+        self.model.train()
+        self.parameters = {spec.name: self.model.get_parameter(spec.name) for spec in chain.specs(first, last)}
+        self._kept: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._position: MicroBatch | None = None
+        if uses_dropout(chain.model):
+            self._key_dropout()
+
+    @property
+    def is_first(self) -> bool:
+        """Does this stage take token ids (it holds the embedding)?"""
+        return self.first == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Does this stage compute the loss (it holds the head)?"""
+        return self.last == self.chain.items
+
+    def forward(self, position: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """Forward of one micro-batch; what backward needs is kept until ``backward`` of the same index.
+
+        Args:
+            position: which micro-batch.
+            x: token ids (B, T) int64 on the first stage, else the previous stage's output (B, T, D) in the compute dtype.
+            targets: (B, T) int64 on the last stage, ``IGNORED`` where nothing is learnt; already shifted by one.
+
+        Returns:
+            Output (B, T, D), detached; on the last stage this micro-batch's share of the loss, a scalar (fp32).
+        """
+        if not self.is_first:
+            x = x.detach().requires_grad_(True)
+        self._position = position
+        y = self._run(x, targets, position.target_tokens)
+        self._kept[position.index] = (None if self.is_first else x, y)
+        return y.detach()
+
+    def backward(self, index: int, dy: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Backward of one micro-batch; gradients are added to the parameters'.
+
+        Args:
+            index: the micro-batch given to ``forward``.
+            dy: gradient of the output (B, T, D); None on the last stage.
+
+        Returns:
+            Gradient of the input (B, T, D), or None on the first stage.
+        """
+        x, y = self._kept.pop(index)
+        torch.autograd.backward(y, dy)
+        return None if x is None else x.grad
+
+    @torch.no_grad()
+    def evaluate(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """Forward without dropout and without keeping anything; the last stage returns the *sum* of the targets' losses."""
+        self.model.eval()
+        try:
+            return self._run(x, targets, 1)
+        finally:
+            self.model.train()
+
+    def forget(self) -> None:
+        """Drop what unfinished micro-batches kept (after an error or a skipped step)."""
+        self._kept.clear()
+
+    def _run(self, x: torch.Tensor, targets: torch.Tensor | None, divisor: int) -> torch.Tensor:
+        inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
+        if not self.is_last:
+            return self.model.base_model(**inputs, use_cache=False).last_hidden_state
+        assert targets is not None
+        logits = self.model(**inputs, use_cache=False).logits
+        total = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return total / divisor
+
+    def _materialize(self, start: Start | None) -> None:
+        chain, model = self.chain, self.model
+        own = range(self.first, self.last)
+        needs_tied_copy = chain.tied is not None and self.is_last
+        for item in range(chain.items):
+            if item in own or (item == 0 and needs_tied_copy):
+                self._fill(start, item)
+            if item == 0 and needs_tied_copy:
+                self._tie()
+            if item in own:
+                self._place(item)
+            else:
+                for name in chain.module_names(item):
+                    model.set_submodule(name, PassThrough())
+
+    def _fill(self, start: Start | None, item: int) -> None:
+        if start is not None:
+            start.fill(self.chain, self.model, item)
+            return
+        for name in self.chain.module_names(item):
+            for module in self.model.get_submodule(name).modules():
+                materialize(module)
+
+    def _tie(self) -> None:
+        """Give the head its own Parameter over the embedding's values.
+
+        Two parameters even on one rank, so that the order of additions in the summed gradient (embedding's + head's) is the
+        same for every partition.
+        """
+        assert self.chain.tied is not None
+        head, embedding = self.chain.tied
+        module, _, attribute = head.rpartition(".")
+        weight = self.model.get_parameter(embedding).detach()
+        weight = weight if self.is_first else weight.to(self.backend.device, self.dtype)
+        self.tied_head = nn.Parameter(weight)
+        setattr(self.model.get_submodule(module), attribute, self.tied_head)
+
+    def _place(self, item: int) -> None:
+        """Move an item's parameters to the device in the compute dtype; keep fp32 masters where that is narrower."""
+        for spec in self.chain.specs(item, item + 1):
+            parameter = self.model.get_parameter(spec.name)
+            value = parameter.detach().to(self.backend.device)
+            if self.dtype != torch.float32:
+                self.masters[spec.name] = value
+            parameter.data = value.to(self.dtype)
+        if item == 0 and self.tied_head is not None:
+            assert self.chain.tied is not None
+            self.tied_head.data = self.model.get_parameter(self.chain.tied[1]).data
+
+    def _key_dropout(self) -> None:
+        """Seed the generators before every item, so that masks depend on (seed, step, first sample, item) alone."""
+        for item in range(self.first, self.last):
+            module = self.model.get_submodule(self.chain.module_names(item)[0])
+            module.register_forward_pre_hook(self._seed_hook(item))
+
+    def _seed_hook(self, item: int):  # type: ignore[no-untyped-def]
+        def seed(module: nn.Module, arguments: object) -> None:
+            if module.training and self._position is not None:
+                self.backend.seed(dropout_seed(self.seed, self._position, item))
+
+        return seed
+
+
+def dropout_seed(seed: int, position: MicroBatch, item: int) -> int:
+    """Seed of the generator before ``item`` runs in a micro-batch."""
+    return seed_from(seed, "dropout", position.step, position.first_sample, item)

@@ -1,0 +1,133 @@
+"""Start weights of a few items: initialised from seed and name, or read from a model directory.
+
+Both fill real fp32 host tensors for modules that were on the meta device, one item at a time, so that a rank's peak host
+memory is its own shard plus one item.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.model.chain import Chain
+from hetero_mpi.model.files import ModelFiles
+from hetero_mpi.model.seeds import seed_from
+
+
+class SeededStart:
+    """Every module is initialised by its family's own rule from a generator seeded by (seed, module name).
+
+    So the start does not depend on which rank initialises which layer.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def fill(self, chain: Chain, model: PreTrainedModel, item: int) -> None:
+        """Give the meta parameters of ``item`` in ``model`` their start values (fp32, host)."""
+        for root in chain.module_names(item):
+            for name, module in model.get_submodule(root).named_modules(prefix=root):
+                own = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
+                if not own or (chain.tied is not None and own == [chain.tied[0]]):
+                    continue  # a tied head takes the embedding's values
+                materialize(module)
+                with torch.random.fork_rng(devices=[]), torch.no_grad():
+                    torch.default_generator.manual_seed(seed_from(self.seed, name))
+                    model._init_weights(module)
+
+
+class FileStart:
+    """Start weights from a Hugging Face directory, through transformers' own name conversion.
+
+    The names in the files are not always the module's names (Mixtral keeps one fused tensor for all experts); the unit of
+    loading is one item, which holds whole conversion groups.
+
+    Raises:
+        UserError: tensors are missing from the files or have another shape than the configuration says.
+    """
+
+    def __init__(self, files: ModelFiles, chain: Chain) -> None:
+        self.files = files
+        self.mapping = get_model_conversion_mapping(chain.model)
+        self.keys_of_item = self._assign(chain)
+
+    def fill(self, chain: Chain, model: PreTrainedModel, item: int) -> None:
+        """As ``SeededStart.fill``."""
+        state = {key: self.files.read(key) for key in self.keys_of_item[item]}
+        info, _ = convert_and_load_state_dict_in_model(
+            model, state, LoadStateDictConfig(weight_mapping=self.mapping, dtype=torch.float32), None
+        )
+        if info.mismatched_keys:
+            name, found, wanted = sorted(info.mismatched_keys)[0]
+            raise UserError(
+                f"{self.files.directory}: {name} has shape {tuple(found)} in the files but {tuple(wanted)} by config.json; "
+                f"the directory mixes two models"
+            )
+        if info.conversion_errors or info.error_msgs:
+            raise UserError(
+                f"{self.files.directory}: {next(iter([*info.conversion_errors.values(), *info.error_msgs]))}"
+            )
+        missing = [
+            spec.name
+            for spec in chain.specs(item, item + 1)
+            if model.get_parameter_or_buffer(spec.name).device.type == "meta"
+        ]
+        if missing:
+            raise UserError(f"{self.files.directory}: the files lack {', '.join(missing[:5])} ({len(missing)} in all)")
+
+    def _assign(self, chain: Chain) -> Mapping[int, list[str]]:
+        renamings = [entry for entry in self.mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in self.mapping if isinstance(entry, WeightConverter)]
+        names = chain.model.state_dict()
+        keys: defaultdict[int, list[str]] = defaultdict(list)
+        for key in self.files.names:
+            name, _ = rename_source_key(key, renamings, converters, chain.model.base_model_prefix, names)
+            name = name if name in names else key
+            if (
+                name in chain.parameters
+            ):  # anything else (a tied copy, a rotary buffer of old files) is not a weight of ours
+                keys[chain.item_of(name)].append(key)
+        return keys
+
+
+Start = SeededStart | FileStart
+
+
+def materialize(module: nn.Module) -> None:
+    """Replace the meta parameters directly in ``module`` by uninitialised fp32 host tensors."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if parameter.device.type == "meta":
+            setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32)))
+
+
+def restore_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Compute the buffers that are in no file (rotary frequencies, embedding scale) by the family's own rule."""
+    for module in model.modules():
+        buffers = [
+            (name, b) for name, b in module.named_buffers(recurse=False) if b is not None and b.device.type == "meta"
+        ]
+        if not buffers:
+            continue
+        for name, buffer in buffers:
+            module.register_buffer(name, torch.empty(buffer.shape, dtype=buffer.dtype), persistent=False)
+        # Parameters of this module hold their start already: transformers' initialisers leave flagged tensors alone.
+        flagged = list(module.parameters(recurse=False))
+        for parameter in flagged:
+            parameter._is_hf_initialized = True
+        with torch.no_grad():
+            model._init_weights(module)
+        for name, _ in buffers:
+            module.register_buffer(name, getattr(module, name).to(device), persistent=False)

@@ -1,0 +1,113 @@
+"""Dataclasses of plain values <-> dictionaries, driven by their type hints; all problems are collected, not the first.
+
+Knows ``str``, ``int``, ``float``, ``bool``, ``tuple[X, ...]``, ``dict[str, X]`` and dataclasses of these: all that a
+profile or a plan is made of. Nothing is coerced except an integer given where a float is wanted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from hetero_mpi.errors import UserError
+
+T = TypeVar("T")
+
+
+def encode(value: Any, infinity_as_text: bool = False) -> Any:
+    """``value`` as dictionaries, lists and scalars. ``infinity_as_text``: ``"inf"``, since JSON has no infinity."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: encode(getattr(value, field.name), infinity_as_text) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): encode(item, infinity_as_text) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [encode(item, infinity_as_text) for item in value]
+    if infinity_as_text and isinstance(value, float) and math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    return float(value) if isinstance(value, float) else value  # numpy's floats print differently
+
+
+def decode(kind: type[T], data: Any, where: str) -> T:
+    """A ``kind`` from plain values. Raises one ``UserError`` with all problems; ``where`` names the source (a file)."""
+    problems: list[str] = []
+    value = _decode(kind, data, "", problems)
+    raise_all(where, problems)
+    return typing.cast(T, value)
+
+
+def raise_all(where: str, problems: list[str]) -> None:
+    """Raises a ``UserError`` with all ``problems``, each on a line that starts with ``where``; none: does nothing."""
+    if problems:
+        raise UserError("\n".join(f"{where}: {problem}" for problem in problems))
+
+
+def _decode(kind: Any, data: Any, path: str, problems: list[str]) -> Any:
+    """The decoded value, or None after adding to ``problems``."""
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return _decode_record(kind, data, path, problems)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple:
+        if not isinstance(data, (list, tuple)):
+            return _refuse(path, data, "must be a list", problems)
+        return tuple(_decode(arguments[0], item, f"{path}[{i}]", problems) for i, item in enumerate(data))
+    if origin is dict:
+        if not isinstance(data, dict):
+            return _refuse(path, data, "must be a table", problems)
+        return {key: _decode(arguments[1], item, _join(path, key), problems) for key, item in data.items()}
+    assert not isinstance(kind, types.UnionType), f"no rule for {kind}"
+    return _decode_scalar(kind, data, path, problems)
+
+
+def _decode_scalar(kind: type, data: Any, path: str, problems: list[str]) -> Any:
+    if kind is float:
+        if isinstance(data, str) and data in ("inf", "-inf"):
+            return float(data)
+        if isinstance(data, (int, float)) and not isinstance(data, bool) and not math.isnan(data):
+            return float(data)
+        return _refuse(path, data, "must be a number", problems)
+    if type(data) is kind:
+        return data
+    words = {int: "a whole number without a decimal point", str: "a text in quotes", bool: "true or false"}
+    return _refuse(path, data, f"must be {words[kind]}", problems)
+
+
+def _decode_record(kind: type, data: Any, path: str, problems: list[str]) -> Any:
+    if not isinstance(data, dict):
+        return _refuse(path, data, "must be a table", problems)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    hints = typing.get_type_hints(kind)
+    before = len(problems)
+    for key in data.keys() - fields.keys():
+        nearest = difflib.get_close_matches(key, fields.keys() - data.keys(), n=1)
+        advice = f"did you mean {nearest[0]}?" if nearest else f"known keys: {', '.join(fields)}"
+        problems.append(f"{_join(path, key)} = {_shown(data[key])}: unknown key; {advice}")
+    values = {}
+    for name, field in fields.items():
+        if name in data:
+            values[name] = _decode(hints[name], data[name], _join(path, name), problems)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            problems.append(f"{_join(path, name)}: missing key")
+    if len(problems) > before:
+        return None
+    try:
+        return kind(**values)
+    except UserError as error:
+        return _refuse(path, data, str(error), problems)
+
+
+def _refuse(path: str, data: Any, rule: str, problems: list[str]) -> None:
+    problems.append(f"{path or 'the whole file'} = {_shown(data)}: {rule}")
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _shown(data: Any) -> str:
+    text = repr(data)
+    return text if len(text) <= 80 else text[:77] + "..."

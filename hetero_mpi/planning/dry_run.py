@@ -1,0 +1,218 @@
+"""A dry run of a schedule: interprets all ranks' lists without computing, finds mistakes and deadlocks, draws grids.
+
+Sends are buffered (they never block), a receive blocks until its message has been sent, REDUCE and STEP block until
+every rank that takes part has come to them. A schedule that passes here cannot deadlock on a transport with buffered
+sends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning.plan import Plan
+from hetero_mpi.planning.schedule import Action, Op, Schedule, ends_are_split, stages
+
+SENDER_OF = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, +1)}
+"""What a receive waits for: the operation, and the stage that does it, relative to the receiver."""
+CONTEXT = 5
+"""Actions shown before and after the place where a rank is stuck."""
+
+
+def awaited(action: Action) -> Action | None:
+    """The send whose message ``action`` receives; None when it is not a receive."""
+    if action.op not in SENDER_OF:
+        return None
+    op, offset = SENDER_OF[action.op]
+    return Action(op, action.stage + offset, action.micro_batch)
+
+
+@dataclass
+class Progress:
+    """How far the ranks came, each forward and backward taking one clock and everything else none."""
+
+    position: dict[int, int]
+    """rank -> number of its actions done."""
+    computed: dict[int, list[tuple[int, Action]]] = field(default_factory=dict)
+    """rank -> (clock, forward or backward) in order."""
+    stuck: tuple[int, ...] = ()
+
+
+def interpret(schedule: Schedule) -> Progress:
+    """Runs all lists as far as they go."""
+    progress = Progress(dict.fromkeys(schedule, 0), {rank: [] for rank in schedule})
+    clock = dict.fromkeys(schedule, 0)
+    sent: dict[Action, int] = {}
+    meeting = {op: {rank for rank, actions in schedule.items() if any(a.op is op for a in actions)} for op in Op}
+    arrived: dict[Op, set[int]] = {Op.REDUCE: set(), Op.STEP: set()}
+    moved = True
+    while moved:
+        moved = False
+        for rank in sorted(schedule):
+            actions = schedule[rank]
+            while progress.position[rank] < len(actions):
+                action = actions[progress.position[rank]]
+                message = awaited(action)
+                if message is not None:
+                    if message not in sent:
+                        break
+                    clock[rank] = max(clock[rank], sent[message])
+                elif action.op in arrived:
+                    if rank not in arrived[action.op]:
+                        arrived[action.op].add(rank)
+                        moved = True
+                    if arrived[action.op] != meeting[action.op]:
+                        break
+                elif action.op in (Op.F, Op.B):
+                    progress.computed[rank].append((clock[rank], action))
+                    clock[rank] += 1
+                else:
+                    sent[action] = clock[rank]
+                progress.position[rank] += 1
+                moved = True
+    progress.stuck = tuple(rank for rank in sorted(schedule) if progress.position[rank] < len(schedule[rank]))
+    return progress
+
+
+def grid(schedule: Schedule) -> str:
+    """A table of clocks and ranks, as drawn in ``schedule.one_f_one_b``: who computes what, one clock each."""
+    computed = interpret(schedule).computed
+    clocks = 1 + max((clock for cells in computed.values() for clock, _ in cells), default=-1)
+    rows = [["clock", *(str(clock) for clock in range(clocks))]]
+    for rank in sorted(schedule):
+        cells = {clock: str(action) for clock, action in computed[rank]}
+        rows.append([f"rank {rank}", *(cells.get(clock, ".") for clock in range(clocks))])
+    return _aligned(rows)
+
+
+def validate(schedule: Schedule, plan: Plan) -> None:
+    """Raises ``UserError``, with every rank's list and the place where it is stuck, unless the schedule runs the plan.
+
+    Checked: each stage's own ranks run it; every micro-batch has exactly one forward and, after it, one backward on
+    every stage, with its inputs received before and its outputs sent after; sends match receives; both ends of a tied
+    model reduce together or not at all; every rank ends with one STEP; nothing deadlocks.
+    """
+    problems = _list_problems(schedule, plan)
+    if problems:
+        rank, position, rule = problems[0]
+        raise UserError(
+            f"the schedule does not run the plan: {rule}\n{_lists(schedule, {rank: position})}\n"
+            f"Correct rank {rank}'s list, or generate it with planning.schedule.one_f_one_b."
+        )
+    progress = interpret(schedule)
+    if progress.stuck:
+        waits = "; ".join(_wait(rank, schedule[rank][progress.position[rank]]) for rank in progress.stuck)
+        raise UserError(
+            f"the schedule deadlocks: {waits}\n{_lists(schedule, {r: progress.position[r] for r in progress.stuck})}\n"
+            f"Change the order of the actions (warm_up must not grow from one stage to the next)."
+        )
+
+
+def _wait(rank: int, action: Action) -> str:
+    message = awaited(action)
+    return f"rank {rank} waits at {action}" + (f" for {message}" if message is not None else " for the other ranks")
+
+
+def _list_problems(schedule: Schedule, plan: Plan) -> list[tuple[int, int, str]]:
+    """What is wrong with the lists one by one, as (rank, position, rule)."""
+    problems: list[tuple[int, int, str]] = []
+    numbered = stages(plan)
+    held: dict[int, set[int]] = {}
+    for number, _, stage in numbered:
+        for rank in stage.ranks:
+            held.setdefault(rank, set()).add(number)
+    for rank in sorted(schedule.keys() | held.keys()):
+        actions = schedule.get(rank, ())
+        for position, action in enumerate(actions):
+            if action.stage not in held.get(rank, set()):
+                problems.append((rank, position, f"rank {rank} does not hold the stage of {action}"))
+        if actions or rank in held:
+            steps = [position for position, action in enumerate(actions) if action.op is Op.STEP]
+            if steps != [len(actions) - 1]:
+                problems.append((rank, len(actions), f"rank {rank} must end with its only STEP"))
+    for number, index, stage in numbered:
+        pipeline = plan.pipelines[index]
+        first, last = stage == pipeline.stages[0], stage == pipeline.stages[-1]
+        for rank in stage.ranks:
+            own = [(i, action) for i, action in enumerate(schedule.get(rank, ())) if action.stage == number]
+            problems += _stage_problems(rank, number, own, first, last, pipeline.micro_batches)
+    return problems or _reduce_problems(schedule, plan)
+
+
+def _stage_problems(
+    rank: int, number: int, own: list[tuple[int, Action]], first: bool, last: bool, micro_batches: int
+) -> list[tuple[int, int, str]]:
+    """One stage on one rank: what must be there exactly once, and what must come before what."""
+    before: dict[Op, tuple[Op, ...]] = {
+        Op.F: () if first else (Op.RECV_F,),
+        Op.B: (Op.F,) if last else (Op.F, Op.RECV_B),
+    }
+    if not first:
+        before |= {Op.RECV_F: (), Op.SEND_B: (Op.B,)}
+    if not last:
+        before |= {Op.RECV_B: (), Op.SEND_F: (Op.F,)}
+    problems: list[tuple[int, int, str]] = []
+    seen: Counter[Action] = Counter()
+    for position, action in own:
+        if action.op in (Op.REDUCE, Op.STEP):
+            continue
+        m = action.micro_batch
+        if action.op not in before or m is None or not 0 <= m < micro_batches:
+            problems.append(
+                (rank, position, f"{action} is no action of stage {number} ({micro_batches} micro-batches)")
+            )
+            continue
+        missing = [str(Action(op, number, m)) for op in before[action.op] if not seen[Action(op, number, m)]]
+        if missing:
+            problems.append((rank, position, f"{action} comes before {' and '.join(missing)}"))
+        seen[action] += 1
+        if seen[action] > 1:
+            problems.append((rank, position, f"{action} occurs twice"))
+    absent = [Action(op, number, m) for m in range(micro_batches) for op in before if not seen[Action(op, number, m)]]
+    problems += [(rank, own[-1][0] if own else 0, f"rank {rank} never does {action}") for action in absent]
+    return problems
+
+
+def _reduce_problems(schedule: Schedule, plan: Plan) -> list[tuple[int, int, str]]:
+    """REDUCE is there once, after the last backward, on exactly the ranks of both ends, or nowhere."""
+    ends: set[int] = set()
+    for pipeline in plan.pipelines:
+        if ends_are_split(pipeline):
+            ends |= {*pipeline.stages[0].ranks, *pipeline.stages[-1].ranks}
+    places = {rank: [i for i, a in enumerate(actions) if a.op is Op.REDUCE] for rank, actions in schedule.items()}
+    if not any(places.values()):
+        return []
+    problems = []
+    for rank in sorted(schedule):
+        wanted = [len(schedule[rank]) - 2] if rank in ends else []
+        if places[rank] != wanted:
+            rule = "must REDUCE once, just before its STEP" if wanted else "holds no split end and must not REDUCE"
+            problems.append((rank, places[rank][0] if places[rank] else len(schedule[rank]) - 1, f"rank {rank} {rule}"))
+    return problems
+
+
+def _lists(schedule: Schedule, stuck: dict[int, int]) -> str:
+    """Every rank's list around the places in ``stuck`` (rank -> position), those rows marked with ``>``."""
+    middle = min(stuck.values())
+    begin, end = max(0, middle - CONTEXT), max(stuck.values()) + CONTEXT + 1
+    rows = []
+    for rank in sorted(schedule.keys() | stuck.keys()):
+        actions = schedule.get(rank, ())
+        cells = [str(action) for action in actions] + (["(end)"] if stuck.get(rank) == len(actions) else [])
+        if rank in stuck:
+            cells[stuck[rank]] = f"[{cells[stuck[rank]]}]"
+        shown = (["..."] if begin else []) + cells[begin:end] + (["..."] if len(cells) > end else [])
+        rows.append([f"{'>' if rank in stuck else ' '} rank {rank}", *shown])
+    return _aligned(rows)
+
+
+def _aligned(rows: list[list[str]]) -> str:
+    """Columns of equal width, the first to the left, the others to the right."""
+    columns = max(len(row) for row in rows)
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(columns)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(widths[i + 1]) for i, cell in enumerate(row[1:]))])
+        for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in lines)

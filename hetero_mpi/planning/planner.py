@@ -1,0 +1,133 @@
+"""``make_plan``: from a profile and a request to a plan with prediction, bound, memory and reasons.
+
+``complete_plan`` checks a plan that was written or edited by hand and works out the same figures for it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning.bounds import fluid_bound_s
+from hetero_mpi.planning.dry_run import validate
+from hetero_mpi.planning.explain import describe_bytes, idle_ranks, reasons, what_limits
+from hetero_mpi.planning.memory import predict_memory
+from hetero_mpi.planning.optimum import optimise, space_of
+from hetero_mpi.planning.plan import IdleRank, Plan
+from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.schedule import one_f_one_b, stages
+from hetero_mpi.planning.shortage import explain_shortage
+from hetero_mpi.planning.simulator import simulate
+
+
+def make_plan(profile: ClusterProfile, request: PlanRequest) -> Plan:
+    """The fastest single pipeline that fits in memory, by simulated step time; deterministic.
+
+    Decides which ranks take part and in which order, the items of every stage, the micro-batch size, the warm-up
+    depths and where to recompute. How ranks are numbered changes nothing; of equally fast plans, the one with fewer
+    ranks is taken. Raises ``UserError`` when nothing fits: what is short by how much, and which changes were found to
+    help.
+    """
+    space = space_of(profile, request)
+    found = optimise(space)
+    if found.best is None:
+        raise UserError(explain_shortage(space))
+    plan = _with_figures(found.best.plan(), profile, request)
+    return replace(plan, idle=idle_ranks(found.best, space), reasons=reasons(plan, found, space))
+
+
+def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan:
+    """A hand-written plan, checked, with prediction, bound, memory, idle ranks and reasons filled in.
+
+    Raises one ``UserError`` that lists every difference: stages that do not cover the chain exactly once, ranks that
+    do not exist, occur twice or lack the dtype, batches that do not add up, a schedule that deadlocks, memory that is
+    short.
+    """
+    problems = [*_chain_problems(plan, profile), *_rank_problems(plan, profile), *_batch_problems(plan, request)]
+    if problems:
+        raise UserError("\n".join(f"plan: {problem}" for problem in problems))
+    validate(one_f_one_b(plan, profile.model.tied), plan)
+    full = _with_figures(plan, profile, request)
+    short = [m for m in full.memory if m.peak_bytes > m.usable_bytes]
+    if short:
+        lines = [
+            f"plan: rank {m.rank} needs {describe_bytes(m.peak_bytes)} of {describe_bytes(m.usable_bytes)} usable: "
+            f"short by {m.peak_bytes - m.usable_bytes} bytes; give it fewer items or less warm_up"
+            for m in short
+        ]
+        raise UserError("\n".join(lines))
+    named = {rank for _, _, stage in stages(plan) for rank in stage.ranks}
+    idle = tuple(
+        IdleRank(device.rank, "not named in the given plan") for device in profile.devices if device.rank not in named
+    )
+    return replace(full, idle=idle, reasons=("given by hand", what_limits(full, profile)))
+
+
+def _with_figures(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan:
+    return replace(
+        plan,
+        predicted_step_s=simulate(plan, profile).step_s,
+        bound_step_s=fluid_bound_s(profile, request),
+        memory=predict_memory(plan, profile, request.memory_reserve),
+    )
+
+
+def _chain_problems(plan: Plan, profile: ClusterProfile) -> list[str]:
+    items = len(profile.model.layers)
+    problems = []
+    if plan.items != items:
+        problems.append(f"items = {plan.items}: the model's chain has {items} items (embedding, blocks, head)")
+    if len(plan.pipelines) != 1:
+        problems.append(f"{len(plan.pipelines)} pipelines: the model is held by exactly one pipeline")
+    if plan.schedule != "1f1b":
+        problems.append(f'schedule = "{plan.schedule}": the known schedule is "1f1b"')
+    for index, pipeline in enumerate(plan.pipelines):
+        expected = 0
+        for place, stage in enumerate(pipeline.stages):
+            if stage.first != expected or stage.last <= stage.first:
+                problems.append(
+                    f"pipelines[{index}].stages[{place}] holds items [{stage.first}, {stage.last}): it must begin with "
+                    f"item {expected} and hold at least one"
+                )
+            if stage.warm_up < 0:
+                problems.append(f"pipelines[{index}].stages[{place}].warm_up = {stage.warm_up}: must not be negative")
+            expected = stage.last
+        if expected != items:
+            problems.append(f"pipelines[{index}] ends with item {expected - 1}: the chain's last item is {items - 1}")
+    return problems
+
+
+def _rank_problems(plan: Plan, profile: ClusterProfile) -> list[str]:
+    problems = []
+    seen: set[int] = set()
+    for number, _, stage in stages(plan):
+        if len(stage.ranks) != 1:
+            problems.append(f"stage {number} names ranks {list(stage.ranks)}: a stage is held by exactly one rank")
+        for rank in stage.ranks:
+            if not 0 <= rank < len(profile.devices):
+                problems.append(
+                    f"stage {number} names rank {rank}: the profile has ranks 0 to {len(profile.devices) - 1}"
+                )
+            elif rank in seen:
+                problems.append(f"stage {number} names rank {rank} again: a rank holds one stage")
+            elif profile.model.dtype not in profile.devices[rank].dtypes:
+                problems.append(f"stage {number} names rank {rank}, whose device does not offer {profile.model.dtype}")
+            seen.add(rank)
+    return problems
+
+
+def _batch_problems(plan: Plan, request: PlanRequest) -> list[str]:
+    problems = []
+    if plan.global_batch != request.global_batch:
+        problems.append(f"global_batch = {plan.global_batch}: the job says {request.global_batch}")
+    if plan.sequence_length != request.sequence_length:
+        problems.append(f"sequence_length = {plan.sequence_length}: the job says {request.sequence_length}")
+    products = [(pipeline.micro_batch, pipeline.micro_batches) for pipeline in plan.pipelines]
+    if min((min(pair) for pair in products), default=0) < 1 or sum(map(math.prod, products)) != plan.global_batch:
+        terms = " + ".join(f"{size} x {count}" for size, count in products)
+        problems.append(
+            f"micro_batch x micro_batches = {terms}: must be positive and add up to global_batch = {plan.global_batch}"
+        )
+    return problems

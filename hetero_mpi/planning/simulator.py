@@ -1,0 +1,237 @@
+"""Predicts a step: a discrete-event simulation of exactly the action lists that the executor runs.
+
+Resources: every rank computes one action at a time; every directed link carries one message at a time, in the order in
+which they were sent. Sends do not block their rank: a communication thread moves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hetero_mpi.planning.dry_run import awaited, validate
+from hetero_mpi.planning.memory import stage_trainable
+from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile
+from hetero_mpi.planning.schedule import Action, Event, Op, Schedule, one_f_one_b, stages
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A predicted step. ``busy_s`` and ``waiting_s`` (rank -> seconds) add up to ``step_s`` on each used rank."""
+
+    step_s: float
+    events: tuple[Event, ...]
+    """In order of start, then rank. A send's event spans its time on the link."""
+    busy_s: dict[int, float]
+    """Forward, backward and optimizer."""
+    waiting_s: dict[int, float]
+    """Everything else: waiting for messages, for the other ranks, and reducing."""
+
+
+def compute_s(profile: ClusterProfile, device: DeviceProfile, first: int, last: int, tokens: int, op: Op) -> float:
+    """Seconds of forward (``Op.F``) or backward (``Op.B``) through the items [first, last) on ``device``."""
+    total = device.forward_overhead_s if op is Op.F else device.backward_overhead_s
+    for layer in profile.model.layers[first:last]:
+        times = device.layers[layer.kind]
+        total += (times.forward_s if op is Op.F else times.backward_s).at(tokens)
+    return total
+
+
+def optimizer_s(profile: ClusterProfile, device: DeviceProfile, first: int, last: int) -> float:
+    """Seconds of one optimizer step over the items [first, last)."""
+    return device.optimizer_fixed_s + device.optimizer_s_per_parameter * stage_trainable(profile.model, first, last)
+
+
+def reduce_s(profile: ClusterProfile, a: int, b: int) -> float:
+    """Seconds to sum the tied gradient of two ranks: to one end and back."""
+    size = profile.model.tied_bytes
+    return profile.transfer_s(a, b, size) + profile.transfer_s(b, a, size)
+
+
+def message_bytes(action: Action, plan: Plan, profile: ClusterProfile) -> int:
+    """Bytes that a send or receive moves; 0 for other actions."""
+    _, index, stage = stages(plan)[action.stage]
+    boundary = {Op.SEND_F: stage.last, Op.RECV_B: stage.last, Op.SEND_B: stage.first, Op.RECV_F: stage.first}
+    if action.op is Op.REDUCE:
+        return profile.model.tied_bytes
+    if action.op not in boundary:
+        return 0
+    tokens = plan.pipelines[index].micro_batch * plan.sequence_length
+    return profile.model.layers[boundary[action.op] - 1].boundary_bytes_per_token * tokens
+
+
+def duration(action: Action, plan: Plan, profile: ClusterProfile) -> float:
+    """Seconds of one action by itself. Of a send: on its link, copies at both ends included; of a receive: 0.
+
+    Planner, simulator and report have no other source of times.
+    """
+    numbered = stages(plan)
+    _, index, stage = numbered[action.stage]
+    pipeline = plan.pipelines[index]
+    device = profile.devices[stage.ranks[0]]
+    tokens = pipeline.micro_batch * plan.sequence_length
+    if action.op is Op.F:
+        return compute_s(profile, device, stage.first, stage.last, tokens, Op.F)
+    if action.op is Op.B:
+        again = compute_s(profile, device, stage.first, stage.last, tokens, Op.F) if stage.recompute else 0.0
+        return again + compute_s(profile, device, stage.first, stage.last, tokens, Op.B)
+    if action.op in (Op.SEND_F, Op.SEND_B):
+        peer = numbered[action.stage + (1 if action.op is Op.SEND_F else -1)][2]
+        return profile.transfer_s(stage.ranks[0], peer.ranks[0], message_bytes(action, plan, profile))
+    if action.op is Op.STEP:
+        return optimizer_s(profile, device, stage.first, stage.last)
+    if action.op is Op.REDUCE:
+        return reduce_s(profile, *_ends(pipeline))
+    return 0.0
+
+
+def _ends(pipeline: PipelinePlan) -> tuple[int, int]:
+    return pipeline.stages[0].ranks[0], pipeline.stages[-1].ranks[0]
+
+
+@dataclass
+class _State:
+    """The simulated cluster: when each rank and link is free, when each message arrives."""
+
+    clock: dict[int, float]
+    link_free: dict[tuple[int, int], float] = field(default_factory=dict)
+    arrival: dict[Action, float] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+
+
+class _Durations:
+    """``duration`` remembered by operation and stage: it does not depend on the micro-batch."""
+
+    def __init__(self, plan: Plan, profile: ClusterProfile) -> None:
+        self.plan, self.profile = plan, profile
+        self.stages: list[StagePlan] = [stage for _, _, stage in stages(plan)]
+        self.known: dict[tuple[Op, int], tuple[float, int]] = {}
+
+    def of(self, action: Action) -> tuple[float, int]:
+        """(seconds, bytes)"""
+        key = (action.op, action.stage)
+        if key not in self.known:
+            self.known[key] = (
+                duration(action, self.plan, self.profile),
+                message_bytes(action, self.plan, self.profile),
+            )
+        return self.known[key]
+
+
+def simulate(plan: Plan, profile: ClusterProfile, schedule: Schedule | None = None) -> Simulation:
+    """One step of ``plan``; ``schedule`` is 1F1B at the plan's depths by default. Deterministic.
+
+    Raises ``UserError`` when the schedule deadlocks or does not run the plan.
+    """
+    lists = schedule if schedule is not None else one_f_one_b(plan, profile.model.tied)
+    validate(lists, plan)
+    costs = _Durations(plan, profile)
+    state = _State(dict.fromkeys(sorted(lists), 0.0))
+    position = dict.fromkeys(state.clock, 0)
+    moved = True
+    while moved:
+        moved = False
+        for rank in position:
+            while _advance(rank, lists[rank][position[rank]], state, costs):
+                position[rank] += 1
+                moved = True
+    _finish(lists, state, costs)
+    return _summary(state)
+
+
+def _advance(rank: int, action: Action, state: _State, costs: _Durations) -> bool:
+    """Does ``action`` on ``rank`` if it can be done now. The collective end of the step is left to ``_finish``."""
+    if action.op in (Op.REDUCE, Op.STEP):
+        return False
+    seconds, size = costs.of(action)
+    start = state.clock[rank]
+    message = awaited(action)
+    if message is not None:
+        if message not in state.arrival:
+            return False
+        state.clock[rank] = end = max(start, state.arrival[message])
+    elif action.op in (Op.SEND_F, Op.SEND_B):
+        peer = costs.stages[action.stage + (1 if action.op is Op.SEND_F else -1)].ranks[0]
+        start = max(start, state.link_free.get((rank, peer), 0.0))
+        end = start + seconds
+        state.link_free[rank, peer] = state.arrival[action] = end
+    else:
+        state.clock[rank] = end = start + seconds
+    state.events.append(Event(rank, 0, action, start, end, size))
+    return True
+
+
+def _finish(lists: Schedule, state: _State, costs: _Durations) -> None:
+    """REDUCE when both ends are there; then, when every rank is there (the clip norm is global), every rank's STEP."""
+    reducing = {rank: lists[rank][-2] for rank in state.clock if lists[rank][-2:-1] and lists[rank][-2].op is Op.REDUCE}
+    if reducing:
+        together = max(state.clock[rank] for rank in reducing)
+        for rank, action in reducing.items():
+            seconds, size = costs.of(action)
+            state.events.append(Event(rank, 0, action, together, together + seconds, size))
+            state.clock[rank] = together + seconds
+    together = max(state.clock.values())
+    for rank in state.clock:
+        action = lists[rank][-1]
+        state.clock[rank] = together + costs.of(action)[0]
+        state.events.append(Event(rank, 0, action, together, state.clock[rank]))
+
+
+def _summary(state: _State) -> Simulation:
+    step_s = max(state.clock.values())
+    busy = dict.fromkeys(state.clock, 0.0)
+    for event in state.events:
+        if event.action.op in (Op.F, Op.B, Op.STEP):
+            busy[event.rank] += event.end_s - event.start_s
+    # Stable: events that start together on one rank stay in the order of its list.
+    ordered = sorted(state.events, key=lambda event: (event.start_s, event.rank))
+    return Simulation(step_s, tuple(ordered), busy, {rank: step_s - seconds for rank, seconds in busy.items()})
+
+
+def makespan_s(
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    out_s: Sequence[float],
+    back_s: Sequence[float],
+    warm_up: Sequence[int],
+    micro_batches: int,
+) -> float:
+    """Seconds until the last backward of one 1F1B pipeline: ``simulate`` without events, for the planner's inner loop.
+
+    ``forward_s[s]``, ``backward_s[s]``: of stage s; ``out_s[s]``, ``back_s[s]``: of a message between stages s and s +
+    1. The same additions in the same order as ``simulate``, so the same result to the last bit. Infinite on a
+    deadlock.
+    """
+    count = len(forward_s)
+    clock, link_out, link_back = [0.0] * count, [0.0] * count, [0.0] * count
+    forwards, backwards = [0] * count, [0] * count
+    inputs: list[list[float]] = [[0.0] * micro_batches, *([] for _ in range(count - 1))]
+    gradients: list[list[float]] = [*([] for _ in range(count - 1)), [0.0] * micro_batches]
+    moved = True
+    while moved:
+        moved = False
+        for s in range(count):
+            now, f, b = clock[s], forwards[s], backwards[s]
+            before = f + b
+            while b < micro_batches:
+                # Before backward b, 1F1B has done warm_up + b + 1 forwards, as far as there are so many.
+                if f < micro_batches and f <= warm_up[s] + b:
+                    if f >= len(inputs[s]):
+                        break
+                    now = max(now, inputs[s][f]) + forward_s[s]
+                    f += 1
+                    if s + 1 < count:
+                        link_out[s] = max(now, link_out[s]) + out_s[s]
+                        inputs[s + 1].append(link_out[s])
+                else:
+                    if b >= len(gradients[s]):
+                        break
+                    now = max(now, gradients[s][b]) + backward_s[s]
+                    b += 1
+                    if s > 0:
+                        link_back[s] = max(now, link_back[s]) + back_s[s - 1]
+                        gradients[s - 1].append(link_back[s])
+            moved = moved or f + b > before
+            clock[s], forwards[s], backwards[s] = now, f, b
+    return max(clock) if min(backwards) == micro_batches else float("inf")

@@ -1,0 +1,1 @@
+"""The collective benchmark: what every rank computes per second, and what every pair of ranks moves per second."""

@@ -1,0 +1,121 @@
+"""``metrics.jsonl``: one JSON object per step and per evaluation, readable while the run goes on and after a crash."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step. ``step`` counts from 1: the number of steps done, this one included."""
+
+    step: int
+    loss: float
+    """Mean cross-entropy per target token of the step's batch, nats."""
+    grad_norm: float
+    """Global norm before clipping."""
+    lr: float
+    tokens: int
+    """Target tokens of the step."""
+    tokens_per_s: float
+    step_s: float
+    predicted_step_s: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The held-out loss after ``step`` steps, nats per token."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The contents of a metrics file, in its order."""
+
+    steps: tuple[StepMetrics, ...]
+    evaluations: tuple[Evaluation, ...]
+
+
+class MetricsWriter:
+    """Appends to a metrics file, flushed line by line. A context manager.
+
+    ``resume_step``: steps done when this run begins (0: none). Lines of later steps are left over from a run that went
+    further than its last checkpoint; they are dropped, by an atomic replacement of the file.
+    """
+
+    def __init__(self, path: str | Path, resume_step: int = 0) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _keep_until(self.path, resume_step)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Write one step."""
+        self._write(asdict(metrics))
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """Write the held-out loss after ``step`` steps."""
+        self._write({"step": step, "evaluation_loss": loss})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self, values: dict[str, Any]) -> None:
+        # JSON has no NaN: a line with one would make the whole file unreadable to strict parsers.
+        bad = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
+        line = {**values, **dict.fromkeys(bad), **({"non_finite": True} if bad else {})}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+
+
+def read_metrics(path: str | Path) -> Metrics:
+    """Read a metrics file; a last line torn by a crash is left out, a ``null`` becomes NaN."""
+    steps: list[StepMetrics] = []
+    evaluations: list[Evaluation] = []
+    for _, values in _lines(Path(path)):
+        numbers: dict[str, Any] = {key: math.nan if value is None else value for key, value in values.items()}
+        numbers.pop("non_finite", None)
+        if "evaluation_loss" in numbers:
+            evaluations.append(Evaluation(numbers["step"], numbers["evaluation_loss"]))
+        else:
+            steps.append(StepMetrics(**numbers))
+    return Metrics(tuple(steps), tuple(evaluations))
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(line, values) of every whole line."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                values = json.loads(line)
+            except json.JSONDecodeError:
+                return  # lines are flushed one by one: only the last can be torn
+            yield line, values
+
+
+def _keep_until(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    temporary = path.with_name(path.name + ".partial")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(line.rstrip("\n") + "\n" for line, values in _lines(path) if values["step"] <= step)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

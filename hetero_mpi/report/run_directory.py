@@ -1,0 +1,65 @@
+"""One run at a time per run directory: a lock that a crashed run cannot leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from hetero_mpi.errors import UserError
+
+LOCK_NAME = ".lock"
+
+
+@contextlib.contextmanager
+def claim(run_dir: str | Path) -> Iterator[Path]:
+    """Create the run directory and hold it while the context lasts. Rank 0 only.
+
+    The operating system releases the lock when the process ends, however it ends; the lock file stays and merely says
+    who holds it. Raises UserError when another run holds it (naming host, process and start), or when the directory
+    cannot be made or written.
+    """
+    directory = Path(run_dir)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / LOCK_NAME).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"the run directory must be a directory this user can write to; {directory} is not: {error.strerror}. "
+            "Choose another with output.run_dir or --run-dir."
+        ) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"a run directory serves one run at a time; {directory} is in use by {_holder(file)}. "
+                "Wait for that run, end it, or choose another directory with --run-dir."
+            ) from None
+        _write_holder(file)
+        try:
+            yield directory
+        finally:
+            file.truncate(0)
+
+
+def _write_holder(file: TextIO) -> None:
+    started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    file.truncate(0)
+    file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": started}) + "\n")
+    file.flush()
+
+
+def _holder(file: TextIO) -> str:
+    file.seek(0)
+    try:
+        holder = json.loads(file.read())
+        return f"process {holder['pid']} on {holder['host']}, started {holder['started']}"
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return "another process"  # it has the lock and is about to write its name

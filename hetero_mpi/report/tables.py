@@ -1,0 +1,243 @@
+"""What is shown before the first step: the machines as measured, the plan with its reasons, the batch arithmetic."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections.abc import Sequence
+
+from hetero_mpi.planning.memory import shared_parameters
+from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LinkProfile
+from hetero_mpi.planning.schedule import Op
+from hetero_mpi.planning.simulator import compute_s
+from hetero_mpi.report import units
+
+WIDTH = 120
+"""Characters per line at most: fits a terminal beside another and the log of a job."""
+LONGEST_NAME = 26
+"""Characters of a device's or host's name; some CPUs bear a whole sentence."""
+SHORTEST_NAME = 10
+PROSE = 30
+"""Least width of a column of prose."""
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Aligned columns within ``WIDTH``, numbers to the right. Columns that are empty in all rows are left out.
+
+    Where the width is short, names of hosts and devices give way; a last column of prose goes on below itself.
+    """
+    kept = [column for column in range(len(headers)) if any(row[column] for row in rows)]
+    grid = [[row[column] for column in kept] for row in (headers, *rows)]
+    right = [all(not row[column] or row[column][0].isdigit() for row in grid[1:]) for column in range(len(kept))]
+    widths = [max(len(row[column]) for row in grid) for column in range(len(kept))]
+    if not right[-1]:
+        widths[-1] = min(widths[-1], PROSE)
+    names = [column for column in range(len(kept) - 1) if grid[0][column] in ("host", "device")]
+    while sum(widths) + 2 * len(widths) > WIDTH and any(widths[column] > SHORTEST_NAME for column in names):
+        widths[max(names, key=lambda column: widths[column])] -= 1
+    lines = []
+    for row in grid:
+        cells = [
+            _short(cell, width).rjust(width) if to_right else _short(cell, width).ljust(width)
+            for cell, width, to_right in zip(row[:-1], widths, right, strict=False)
+        ]
+        last = row[-1].rjust(widths[-1]) if right[-1] else row[-1]
+        lines += _wrapped("  " + "".join(f"{cell}  " for cell in cells), last)
+    return lines
+
+
+def profile_lines(profile: ClusterProfile) -> list[str]:
+    """Every rank with its device, memory and speed, and the links between them, in a few lines."""
+    tokens = profile.model.sequence_length
+    rows = []
+    for device in profile.devices:
+        rows.append(
+            (
+                str(device.rank),
+                _short(device.host),
+                _device(device),
+                units.seconds(_block_s(profile, device, Op.F)),
+                units.seconds(_block_s(profile, device, Op.B)),
+                units.size(device.memory_bytes),
+                device.memory_reason,
+            )
+        )
+    ranks = len(profile.devices)
+    lines = [f"Ranks: {ranks}, {profile.mpi_library}; figures {profile.source}, {profile.date}"]
+    lines += table(("rank", "host", "device", "forward", "backward", "memory", "why so much"), rows)
+    lines += _wrapped(
+        "  ", f"forward and backward: one block, one sequence of {tokens:,} tokens, {profile.model.dtype}"
+    )
+    lines += _link_lines(profile)
+    for note in profile.notes:
+        lines += _wrapped("  ", note)
+    return lines
+
+
+def plan_lines(plan: Plan, profile: ClusterProfile) -> list[str]:
+    """The plan as a table: who holds what, how full and how busy it makes them, who idles, why, and what to expect."""
+    stages = sum(len(pipeline.stages) for pipeline in plan.pipelines)
+    pipelines = "" if len(plan.pipelines) == 1 else f" in {len(plan.pipelines)} pipelines"
+    lines = [f"Plan: {_plural(stages, 'stage')}{pipelines}, schedule {plan.schedule}"]
+    headers = (
+        "pipeline",
+        "stage",
+        "rank",
+        "device",
+        "items",
+        "weights",
+        "memory",
+        "compute",
+        "recompute",
+        "warm-up",
+    )
+    lines += table(headers, _stage_rows(plan, profile))
+    tokens = " or ".join(dict.fromkeys(f"{one.micro_batch * plan.sequence_length:,}" for one in plan.pipelines))
+    lines.append(
+        f"  weights: parameters; compute: forward + backward of {tokens} tokens; warm-up: micro-batches ahead of the first backward"
+    )
+    for idle in sorted(plan.idle, key=lambda idle: idle.rank):
+        lines += _wrapped(f"  rank {idle.rank} idles: ", idle.reason)
+    for reason in plan.reasons:
+        lines += _wrapped("  because: ", reason)
+    lines += [f"Batch: {line}" for line in _batch_lines(plan)]
+    lines += _prediction_lines(plan)
+    return lines
+
+
+def items_text(first: int, last: int, items: int) -> str:
+    """Items [first, last) of a chain of ``items``, by name: ``embedding, blocks 0-3``."""
+    parts = ["embedding"] if first == 0 else []
+    low, high = max(first - 1, 0), min(last - 1, items - 2) - 1  # block i is item i + 1
+    if low == high:
+        parts.append(f"block {low}")
+    elif low < high:
+        parts.append(f"blocks {low}-{high}")
+    if last == items:
+        parts.append("head")
+    return ", ".join(parts)
+
+
+def _stage_rows(plan: Plan, profile: ClusterProfile) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for index, pipeline in enumerate(plan.pipelines):
+        for stage in pipeline.stages:
+            rows.append(
+                (
+                    str(index) if len(plan.pipelines) > 1 else "",
+                    str(len(rows)),
+                    ", ".join(map(str, stage.ranks)),
+                    ", ".join(dict.fromkeys(_device(profile.devices[rank]) for rank in stage.ranks)),
+                    items_text(stage.first, stage.last, plan.items),
+                    units.count(_parameters(stage, profile)),
+                    _memory(plan, stage),
+                    units.seconds(_micro_batch_s(pipeline, stage, plan, profile)),
+                    "yes" if stage.recompute else "",
+                    str(stage.warm_up),
+                )
+            )
+    return rows
+
+
+def _parameters(stage: StagePlan, profile: ClusterProfile) -> int:
+    layers = profile.model.layers[stage.first : stage.last]
+    return sum(layer.parameters for layer in layers) - shared_parameters(profile.model, stage.first, stage.last)
+
+
+def _memory(plan: Plan, stage: StagePlan) -> str:
+    """``1.20 of 8.00 GB``, of the stage's fullest rank."""
+    known = [memory for memory in plan.memory if memory.rank in stage.ranks]
+    if not known:
+        return ""
+    fullest = max(known, key=lambda memory: memory.peak_bytes / max(memory.usable_bytes, 1))
+    return f"{units.size(fullest.peak_bytes)} of {units.size(fullest.usable_bytes)}"
+
+
+def _micro_batch_s(pipeline: PipelinePlan, stage: StagePlan, plan: Plan, profile: ClusterProfile) -> float:
+    tokens = pipeline.micro_batch * plan.sequence_length
+    device = profile.devices[stage.ranks[0]]
+    forward_s = compute_s(profile, device, stage.first, stage.last, tokens, Op.F)
+    backward_s = compute_s(profile, device, stage.first, stage.last, tokens, Op.B)
+    return forward_s * (2 if stage.recompute else 1) + backward_s
+
+
+def _batch_lines(plan: Plan) -> list[str]:
+    """``64 sequences = 8 micro-batches x 8 sequences, 128 tokens each: 8,192 tokens per step``."""
+    parts = [
+        f"{_plural(pipeline.micro_batches, 'micro-batch')} x {_plural(pipeline.micro_batch, 'sequence')}"
+        for pipeline in plan.pipelines
+    ]
+    tokens = plan.global_batch * plan.sequence_length
+    return [
+        f"{_plural(plan.global_batch, 'sequence')} = {' + '.join(parts)}, {plan.sequence_length:,} tokens each: "
+        f"{tokens:,} tokens per step"
+    ]
+
+
+def _prediction_lines(plan: Plan) -> list[str]:
+    if plan.predicted_step_s <= 0:
+        return []
+    tokens_per_s = plan.global_batch * plan.sequence_length / plan.predicted_step_s
+    text = f"Predicted: {units.seconds(plan.predicted_step_s)} per step, {tokens_per_s:,.0f} tokens/s"
+    if plan.bound_step_s > 0:
+        gap = plan.predicted_step_s / plan.bound_step_s - 1
+        text += (
+            f"; no plan could take less than {units.seconds(plan.bound_step_s)} (this one {units.percent(gap)} more)"
+        )
+    return _wrapped("", text)
+
+
+def _link_lines(profile: ClusterProfile) -> list[str]:
+    if not profile.links:
+        return []
+    latencies = [link.latency_s for link in profile.links]
+    bandwidths = [link.bytes_per_s for link in profile.links]
+    # The link that would take longest over what the blocks send: neither latency nor bandwidth says that alone.
+    boundary = max(layer.boundary_bytes_per_token for layer in profile.model.layers) * profile.model.sequence_length
+
+    def message_s(link: LinkProfile) -> float:
+        return link.latency_s + boundary / link.bytes_per_s
+
+    slowest = max(profile.links, key=lambda link: (message_s(link), link.source, link.destination))
+    return [
+        f"  {_plural(len(profile.links), 'link')} (least, median, most): "
+        f"latency {', '.join(units.seconds(value) for value in _spread(latencies))}; "
+        f"bandwidth {', '.join(units.bandwidth(value) for value in _spread(bandwidths))}",
+        f"  slowest: rank {slowest.source} -> rank {slowest.destination}, "
+        f"{units.seconds(message_s(slowest))} for one sequence's activations ({units.size(boundary)})",
+    ]
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float, float]:
+    return min(values), statistics.median(values), max(values)
+
+
+def _block_s(profile: ClusterProfile, device: DeviceProfile, op: Op) -> float:
+    """Mean seconds of a block (kinds may differ) over one sequence."""
+    items = len(profile.model.layers)
+    total = compute_s(profile, device, 1, items - 1, profile.model.sequence_length, op)
+    return total / max(items - 2, 1)
+
+
+def _device(device: DeviceProfile) -> str:
+    name = device.name if device.name.lower().startswith(device.backend) else f"{device.backend} {device.name}"
+    return _short(name)
+
+
+def _short(name: str, width: int = LONGEST_NAME) -> str:
+    return name if len(name) <= width else name[: width - 3].rstrip() + "..."
+
+
+def _plural(number: int, noun: str) -> str:
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
+
+
+def _wrapped(start: str, text: str) -> list[str]:
+    """``start + text`` within WIDTH, later lines indented below the text (or a little, where the start is long)."""
+    indent = " " * (len(start) if len(start) <= WIDTH - PROSE else 4)
+    lines = textwrap.wrap(
+        text, WIDTH, initial_indent=start, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
+    return [line.rstrip() for line in lines] or [start.rstrip()]

@@ -1,0 +1,60 @@
+"""Numbers for people: three significant digits and a unit that fits."""
+
+from __future__ import annotations
+
+import math
+
+_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_COUNTS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def seconds(value_s: float) -> str:
+    """``0.0123`` -> ``12.3 ms``; minutes and hours as a clock (``1:02:03``)."""
+    if not math.isfinite(value_s):
+        return "unknown"
+    if value_s >= 99.95:
+        return clock(value_s)
+    for factor, unit in ((1, "s"), (1e-3, "ms")):
+        if value_s >= 0.9995 * factor:
+            return f"{_digits(value_s / factor)} {unit}"
+    return f"{_digits(value_s * 1e6)} us" if value_s else "0 s"
+
+
+def clock(value_s: float) -> str:
+    """``62`` -> ``1:02``, ``3723`` -> ``1:02:03``."""
+    minutes, whole = divmod(round(value_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{whole:02}" if hours else f"{minutes}:{whole:02}"
+
+
+def size(value_bytes: float) -> str:
+    """``1_234_567_890`` -> ``1.23 GB`` (powers of 1000, as everywhere in this program)."""
+    return _scaled(value_bytes, _BYTES) or f"{value_bytes:.0f} B"
+
+
+def bandwidth(value_bytes_per_s: float) -> str:
+    """``3.2e9`` -> ``3.20 GB/s``."""
+    return f"{size(value_bytes_per_s)}/s" if math.isfinite(value_bytes_per_s) else "unlimited"
+
+
+def count(value: float) -> str:
+    """``12_345_678`` -> ``12.3 M``."""
+    return _scaled(value, _COUNTS) or f"{value:.0f}"
+
+
+def percent(share: float) -> str:
+    """``0.0834`` -> ``8.3 %``, ``0.25`` -> ``25 %``."""
+    return f"{share * 100:.1f} %" if abs(share) < 0.0995 else f"{share * 100:.0f} %"
+
+
+def _scaled(value: float, units: tuple[tuple[float, str], ...]) -> str | None:
+    for factor, unit in units:
+        if abs(value) >= 0.9995 * factor:
+            return f"{_digits(value / factor)} {unit}"
+    return None
+
+
+def _digits(value: float) -> str:
+    if value >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

@@ -1,0 +1,156 @@
+"""From a job to a plan: the micro-batches the planner may choose from, the profile (loaded, reused or measured) and the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetero_mpi.comm.transport import Transport
+from hetero_mpi.comm.world import World
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.errors import UserError
+from hetero_mpi.job import LoadedJob
+from hetero_mpi.planning.dry_run import validate
+from hetero_mpi.planning.files import (
+    load_plan,
+    load_profile,
+    plan_from_dict,
+    plan_to_dict,
+    profile_from_dict,
+    profile_to_dict,
+    save_plan,
+    save_profile,
+)
+from hetero_mpi.planning.plan import Plan
+from hetero_mpi.planning.planner import complete_plan, make_plan
+from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.schedule import Schedule, one_f_one_b
+from hetero_mpi.profiling.cluster import Subject, profile_cluster, profile_key
+
+_LARGEST_AUTO = 16
+"""Sequences per micro-batch that "auto" goes up to."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the command line gives instead of computing it (rank 0's view)."""
+
+    profile: Path | None
+    plan: Path | None
+
+
+def micro_batch_choices(global_batch: int, wanted: int | str, ranks: int, dropout: bool) -> tuple[tuple[int, ...], str]:
+    """Sequences per micro-batch the planner may choose from, and why in words.
+
+    With dropout the masks depend on the composition of the micro-batches, so the machines may not decide it.
+    """
+    if isinstance(wanted, int):
+        return (wanted,), f"micro-batch {wanted}: as the job says"
+    divisors = [d for d in range(1, global_batch + 1) if global_batch % d == 0]
+    if dropout:
+        chosen = max([d for d in divisors if 4 * d <= global_batch], default=1)
+        return (chosen,), f"micro-batch {chosen}: fixed, since dropout masks depend on it"
+    limit = min(_LARGEST_AUTO, max(1, global_batch // ranks))
+    choices = tuple(d for d in divisors if d <= limit)
+    return choices, f"micro-batch: the planner's choice among {', '.join(map(str, choices))}"
+
+
+def obtain_profile(
+    world: World,
+    transport: Transport,
+    backend: Backend,
+    loaded: LoadedJob,
+    subject: Subject,
+    run_dir: Path,
+    given: Given,
+    say: Callable[[str], None],
+) -> ClusterProfile:
+    """The profile named by the user, the run directory's when its key matches, or a fresh measurement. Collective.
+
+    Raises:
+        UserError: the named profile is damaged or describes another cluster or model.
+    """
+    settings = loaded.job.profile
+    named = given.profile or (loaded.resolve(settings.path) if settings.path else None)
+    cached = named or run_dir / "profile.toml"
+    key = profile_key(world, backend, subject)
+    found: ClusterProfile | None = None
+    with world.together("reading the profile"):
+        if world.rank == 0 and cached.exists() and (named is not None or settings.reuse):
+            found = _read(cached, subject, world.size, named is not None, key, say)
+        elif world.rank == 0 and given.profile is not None:
+            raise UserError(f"{given.profile}: no such profile; leave --profile out to measure")
+    known = world.broadcast_json(profile_to_dict(found) if found is not None else None)
+    if known is not None:
+        return profile_from_dict(known)
+    profile = profile_cluster(world, transport, backend, subject, settings, say)
+    if world.rank == 0:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        save_profile(profile, cached)
+    return profile
+
+
+def obtain_plan(
+    world: World, profile: ClusterProfile, request: PlanRequest, run_dir: Path, given: Given
+) -> tuple[Plan, Schedule]:
+    """The user's plan, completed, or the planner's; its schedule has passed a dry run. Collective.
+
+    Raises:
+        UserError: nothing fits, or the given plan does not.
+    """
+    plan: Plan | None = None
+    with world.together("planning"):
+        if world.rank == 0:
+            if given.plan is not None:
+                plan = complete_plan(load_plan(given.plan), profile, request)
+            else:
+                plan = make_plan(profile, request)
+            validate(one_f_one_b(plan, profile.model.tied), plan)
+            save_plan(plan, run_dir / "plan.toml")
+    plan = plan_from_dict(world.broadcast_json(plan_to_dict(plan) if plan is not None else None))
+    return plan, one_f_one_b(plan, profile.model.tied)
+
+
+def _read(
+    path: Path, subject: Subject, ranks: int, named: bool, key: str, say: Callable[[str], None]
+) -> ClusterProfile | None:
+    profile = load_profile(path)
+    if profile.key == key:
+        say(f"Profile: {path} (measured {profile.date}, same devices, model and versions)")
+        return profile
+    if not named:
+        return None
+    if len(profile.devices) != ranks:
+        raise UserError(
+            f"{path} describes {len(profile.devices)} ranks, this job has {ranks}: start {len(profile.devices)} ranks, or "
+            f"leave the profile out to measure"
+        )
+    kinds = tuple(layer.kind for layer in profile.model.layers)
+    parameters = sum(layer.trainable_parameters for layer in profile.model.layers)
+    own = sum(spec.count for spec in subject.chain.parameters.values())
+    if kinds != subject.chain.kinds or parameters != own:
+        raise UserError(
+            f"{path} was made with a model of {len(kinds)} items and {parameters:,} parameters, this job's has "
+            f"{subject.chain.items} and {own:,}: use that model's profile, or leave it out to measure"
+        )
+    if (profile.model.dtype, profile.model.sequence_length) != (subject.train.dtype, subject.sequence_length):
+        raise UserError(
+            f"{path} was made for {profile.model.dtype} and {profile.model.sequence_length} tokens per sequence, this job has "
+            f"{subject.train.dtype} and {subject.sequence_length}: leave the profile out to measure"
+        )
+    say(f"Profile: {path} ({profile.source}, {profile.date}; not measured on exactly these ranks, used as you asked)")
+    return profile
+
+
+def request_of(loaded: LoadedJob, choices: tuple[int, ...]) -> PlanRequest:
+    """The job as planning sees it."""
+    job = loaded.job
+    return PlanRequest(
+        global_batch=job.train.global_batch,
+        sequence_length=job.data.sequence_length,
+        micro_batch_choices=choices,
+        allow_idle=job.plan.allow_idle,
+        memory_reserve=job.plan.memory_reserve,
+    )

@@ -1,0 +1,123 @@
+"""Moves named tensors between rank 0 and the ranks that hold them, one at a time.
+
+One mechanism serves saving, restoring under another plan, and writing the model: who holds a tensor is a function of the plan,
+so the same list of parcels, walked by all ranks in the same order, needs no negotiation.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from hetero_mpi.comm.transport import Request, Transport
+from hetero_mpi.device.backend import host_bytes
+from hetero_mpi.model.chain import Chain
+from hetero_mpi.planning.plan import Plan
+
+_TAG = 1 << 14
+_AHEAD = 2
+"""Tensors under way at once: enough to keep the link busy, few enough to bound memory."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A named tensor and the rank that holds it."""
+
+    kind: str
+    """``parameters``, ``moments1`` or ``moments2``."""
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    owner: int
+
+
+def owners(plan: Plan) -> dict[int, int]:
+    """item -> rank that holds it (in the first pipeline)."""
+    return {item: stage.ranks[0] for stage in plan.pipelines[0].stages for item in range(stage.first, stage.last)}
+
+
+def parcels(chain: Chain, plan: Plan, kinds: Iterable[str], dtype: torch.dtype = torch.float32) -> list[Parcel]:
+    """All tensors of the given kinds, in the model's order, item by item."""
+    holder = owners(plan)
+    specs = sorted(chain.parameters.values(), key=lambda spec: spec.item)  # stable: the model's order within an item
+    return [Parcel(kind, spec.name, spec.shape, dtype, holder[spec.item]) for spec in specs for kind in kinds]
+
+
+def collect(
+    rank: int, transport: Transport, listed: Iterable[Parcel], own: Callable[[Parcel], torch.Tensor]
+) -> Iterator[tuple[Parcel, torch.Tensor]]:
+    """Bring every parcel to rank 0. Collective: every rank must exhaust the iterator.
+
+    Args:
+        own: gives a parcel this rank holds, as a contiguous host tensor.
+
+    Yields:
+        on rank 0 each parcel with its host tensor, valid until the next one is asked for; nothing on other ranks.
+    """
+    if rank != 0:
+        _send_all((parcel for parcel in listed if parcel.owner == rank), transport, own)
+        return
+    coming: deque[tuple[Parcel, torch.Tensor | None, Request | None]] = deque()
+    queue = deque(listed)
+    while queue or coming:
+        while queue and len(coming) < _AHEAD:
+            parcel = queue.popleft()
+            if parcel.owner == 0:
+                coming.append((parcel, None, None))
+            else:
+                buffer = torch.empty(parcel.shape, dtype=parcel.dtype)
+                coming.append((parcel, buffer, transport.post_receive(parcel.owner, _TAG, host_bytes(buffer))))
+        parcel, tensor, request = coming.popleft()
+        if request is None:
+            tensor = own(parcel)
+        else:
+            transport.wait(request)
+        assert tensor is not None
+        yield parcel, tensor
+
+
+def distribute(
+    rank: int,
+    transport: Transport,
+    listed: Iterable[Parcel],
+    produce: Callable[[Parcel], torch.Tensor],
+    keep: Callable[[Parcel, torch.Tensor], None],
+) -> None:
+    """Bring every parcel from rank 0 to its owner. Collective.
+
+    Args:
+        produce: gives a parcel on rank 0, as a contiguous host tensor.
+        keep: takes a parcel this rank owns.
+    """
+    if rank == 0:
+        under_way: deque[tuple[torch.Tensor, Request]] = deque()
+        for parcel in listed:
+            tensor = produce(parcel)
+            if parcel.owner == 0:
+                keep(parcel, tensor)
+                continue
+            if len(under_way) == _AHEAD:
+                transport.wait(under_way.popleft()[1])
+            under_way.append((tensor, transport.send(parcel.owner, _TAG, host_bytes(tensor))))
+        while under_way:
+            transport.wait(under_way.popleft()[1])
+        return
+    for parcel in listed:
+        if parcel.owner == rank:
+            tensor = torch.empty(parcel.shape, dtype=parcel.dtype)
+            transport.wait(transport.post_receive(0, _TAG, host_bytes(tensor)))
+            keep(parcel, tensor)
+
+
+def _send_all(listed: Iterable[Parcel], transport: Transport, own: Callable[[Parcel], torch.Tensor]) -> None:
+    under_way: deque[tuple[torch.Tensor, Request]] = deque()
+    for parcel in listed:
+        if len(under_way) == _AHEAD:
+            transport.wait(under_way.popleft()[1])
+        tensor = own(parcel)
+        under_way.append((tensor, transport.send(0, _TAG, host_bytes(tensor))))
+    while under_way:
+        transport.wait(under_way.popleft()[1])

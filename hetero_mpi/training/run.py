@@ -1,0 +1,282 @@
+"""The command ``train``: from a job file to a trained model, on all ranks.
+
+Rank 0 reads the job and the data, profiles with all others, plans, and tells everybody; then each rank builds its own layers
+and runs its own actions. Ranks that the plan leaves idle sleep until the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hetero_mpi
+from hetero_mpi.checkpoint import CheckpointReader
+from hetero_mpi.comm.mpi_transport import MpiTransport
+from hetero_mpi.comm.transport import Transport
+from hetero_mpi.comm.versions import MUST_MATCH, own_versions
+from hetero_mpi.comm.world import CollectiveUserError, World
+from hetero_mpi.device.backend import Backend, host_cores, open_backend, set_threads
+from hetero_mpi.job import Job, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
+from hetero_mpi.model.chain import Chain, uses_dropout
+from hetero_mpi.model.families import read_config
+from hetero_mpi.model.files import ModelFiles
+from hetero_mpi.model.weights import FileStart, SeededStart, Start
+from hetero_mpi.planning.files import plan_to_dict, profile_to_dict
+from hetero_mpi.planning.plan import Plan
+from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.schedule import Schedule
+from hetero_mpi.profiling.cluster import Subject
+from hetero_mpi.report.logs import say, setup_logging
+from hetero_mpi.report.metrics import MetricsWriter
+from hetero_mpi.report.progress import Progress
+from hetero_mpi.report.run_directory import claim
+from hetero_mpi.report.summary import final_lines
+from hetero_mpi.report.tables import plan_lines, profile_lines
+from hetero_mpi.training.loop import Loop, LoopResult
+from hetero_mpi.training.material import Material, model_directory, prepare
+from hetero_mpi.training.planned import Given, micro_batch_choices, obtain_plan, obtain_profile, request_of
+from hetero_mpi.training.saving import RunState, check_fits, find_checkpoint, restore, save_model
+from hetero_mpi.training.trainer import Trainer, active_ranks
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line of ``train``."""
+
+    job: Path
+    overrides: tuple[str, ...] = ()
+    run_dir: str | None = None
+    resume: str | None = None
+    plan: Path | None = None
+    profile: Path | None = None
+    dry_run: bool = False
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every rank knows before planning."""
+
+    world: World
+    transport: Transport
+    loaded: LoadedJob
+    run_dir: Path
+    material: Material | None
+    """On rank 0 only."""
+    chain: Chain
+    backend: Backend
+    threads: int
+
+    @property
+    def job(self) -> Job:
+        return self.loaded.job
+
+
+def train(world: World, options: Options) -> int:
+    """Run a job. Collective; returns the exit code.
+
+    Raises:
+        UserError: anything the user can put right, on all ranks together.
+    """
+    loaded, run_dir = _read_job(world, options)
+    with _claimed(world, run_dir):
+        setup_logging(run_dir, world.rank, world.size)
+        world.check_versions(own_versions(world.library), MUST_MATCH)
+        transport = MpiTransport(world.comm, threaded=loaded.job.cluster.communication_thread)
+        with transport:
+            setting = _set_up(world, transport, loaded, run_dir)
+            _train(setting, options)
+    return 0
+
+
+def _train(setting: Setting, options: Options) -> None:
+    world = setting.world
+    profile, plan, schedule = _plan(setting, Given(options.profile, options.plan))
+    if options.dry_run:
+        say("Dry run: stopping before any weight is read")
+        return
+    active = active_ranks(plan)
+    members = world.subset(active)
+    if members is None:
+        world.doing = "idle, by the plan"
+        world.sleep_until_released()
+        return
+    problem: CollectiveUserError | None = None
+    try:
+        _train_active(setting, members, profile, plan, schedule, options)
+    except CollectiveUserError as error:
+        problem = error
+    world.release([rank for rank in range(world.size) if rank not in active], problem)
+    if problem is not None:
+        raise problem
+
+
+def _train_active(
+    setting: Setting, world: World, profile: ClusterProfile, plan: Plan, schedule: Schedule, options: Options
+) -> None:
+    """The part of a run that idle ranks sleep through. ``world`` holds the active ranks."""
+    rank = setting.world.rank
+    checkpoint, reader, state = _open_checkpoint(setting, world, options)
+    trainer = _build(setting, world, plan, schedule, resuming=checkpoint is not None)
+    with reader if reader is not None else contextlib.nullcontext():
+        if checkpoint is not None:
+            world.doing = "restoring the checkpoint"
+            restore(trainer, reader, state.step)
+    metadata = _metadata(setting, plan, profile) if rank == 0 else {}
+    dataset = setting.material.dataset if setting.material is not None else None
+    loop = Loop(trainer, setting.job, plan, dataset, setting.run_dir / "checkpoints", metadata, state, checkpoint)
+    with contextlib.ExitStack() as stack:
+        metrics = display = None
+        if rank == 0:
+            metrics = stack.enter_context(MetricsWriter(setting.run_dir / "metrics.jsonl", state.step))
+            display = stack.enter_context(Progress(setting.job.train.steps, state.step))
+        result = loop.run(metrics, display)
+    world.doing = "writing the model"
+    tokenizer = setting.material.tokenizer if setting.material is not None else None
+    save_model(trainer, setting.run_dir / "model", setting.job.output.shard_bytes, tokenizer)
+    if rank == 0:
+        _say_end(setting, plan, profile, result)
+
+
+def _read_job(world: World, options: Options) -> tuple[LoadedJob, Path]:
+    """Rank 0 reads the job file; everybody gets the job. Only rank 0 need have the file."""
+    shared: dict[str, Any] | None = None
+    with world.together("reading the job"):
+        if world.rank == 0:
+            loaded = load_job(options.job, options.overrides)
+            shared = {
+                "job": job_to_dict(loaded.job),
+                "path": str(loaded.path),
+                "name": loaded.name,
+                "directory": str(loaded.directory),
+                "run_dir": str(run_directory(loaded, options.run_dir)),
+            }
+    shared = world.broadcast_json(shared)
+    loaded = LoadedJob(job_from_dict(shared["job"]), Path(shared["path"]), shared["name"], Path(shared["directory"]))
+    return loaded, Path(shared["run_dir"])
+
+
+@contextlib.contextmanager
+def _claimed(world: World, run_dir: Path) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        with world.together("claiming the run directory"):
+            if world.rank == 0:
+                stack.enter_context(claim(run_dir))
+        yield
+
+
+def _set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path) -> Setting:
+    """Devices, data (rank 0) and the model's shape."""
+    job, material = loaded.job, None
+    threads = job.cluster.threads if isinstance(job.cluster.threads, int) else max(1, host_cores() // world.local_size)
+    set_threads(threads)
+    with world.together("opening the device"):
+        backend = open_backend(job.cluster.device, world.local_rank)
+    _say_ranks(world, backend, threads)
+    with world.together("preparing the data"):
+        if world.rank == 0:
+            material = prepare(loaded)
+    keys = world.broadcast_json(material.config if material is not None else None)
+    with world.together("reading the model's configuration"):
+        chain = Chain(read_config(keys))
+    if material is not None:
+        dataset = material.dataset
+        say(*material.notes)
+        say(f"data: {len(dataset.train):,} training and {len(dataset.held_out):,} held-out sequences of "
+            f"{job.data.sequence_length} tokens")  # fmt: skip
+    parameters = sum(spec.count for spec in chain.parameters.values())
+    say(f"model: {chain.config.model_type}, {chain.blocks} blocks, {parameters:,} parameters, {job.train.dtype}")
+    return Setting(world, transport, loaded, run_dir, material, chain, backend, threads)
+
+
+def _say_ranks(world: World, backend: Backend, threads: int) -> None:
+    rows = world.all_gather_json([world.host, backend.name, backend.description(), threads])
+    say(f"hetero_mpi {hetero_mpi.__version__}, {world.library}, {world.size} rank{'s' if world.size > 1 else ''}")
+    for rank, (host, name, description, count) in enumerate(rows):
+        say(f"  rank {rank}: {host}, {name} ({description}), {count} thread{'s' if count > 1 else ''}")
+
+
+def _plan(setting: Setting, given: Given) -> tuple[ClusterProfile, Plan, Schedule]:
+    world, job = setting.world, setting.job
+    choices, reason = micro_batch_choices(
+        job.train.global_batch, job.train.micro_batch, world.size, uses_dropout(setting.chain.model)
+    )
+    subject = Subject(
+        setting.chain, job.train, job.data.sequence_length, choices, setting.threads, job.cluster.memory_bytes
+    )
+    profile = obtain_profile(
+        world, setting.transport, setting.backend, setting.loaded, subject, setting.run_dir, given, say
+    )
+    say(*profile_lines(profile))
+    plan, schedule = obtain_plan(world, profile, request_of(setting.loaded, choices), setting.run_dir, given)
+    say(*plan_lines(plan, profile), reason)
+    return profile, plan, schedule
+
+
+def _open_checkpoint(
+    setting: Setting, world: World, options: Options
+) -> tuple[Path | None, CheckpointReader | None, RunState]:
+    """(path, open file on rank 0, where the run stands) of the checkpoint to resume from; nothing when starting anew."""
+    if options.resume is None:
+        return None, None, RunState(0, [])
+    reader, shared = None, None
+    with world.together("opening the checkpoint"):
+        if world.rank == 0:
+            path, remarks = find_checkpoint(setting.run_dir, options.resume)
+            say(*remarks)
+            reader = CheckpointReader(path)
+            check_fits(reader, path, setting.chain, setting.job.train, setting.job.data.sequence_length)
+            losses = [float(loss) for loss in reader.metadata["losses"]]
+            shared = {"path": str(path), "step": int(reader.metadata["step"]), "losses": losses}
+            say(f"Resuming from {path}, after step {shared['step']}")
+    shared = world.broadcast_json(shared)
+    return Path(shared["path"]), reader, RunState(shared["step"], list(shared["losses"]))
+
+
+def _build(setting: Setting, world: World, plan: Plan, schedule: Schedule, resuming: bool) -> Trainer:
+    """This rank's trainer, with its start weights unless they come from a checkpoint."""
+    with world.together("loading weights"):
+        start: Start | None = None
+        directory = model_directory(setting.loaded)
+        if not resuming and directory is None:
+            start = SeededStart(setting.job.train.seed)
+        elif not resuming and directory is not None:
+            files = ModelFiles(directory)
+            files.check()
+            start = FileStart(files, setting.chain)
+        return Trainer(
+            setting.world.rank,
+            world,
+            setting.transport,
+            setting.chain,
+            plan,
+            schedule,
+            setting.backend,
+            setting.job.train,
+            start,
+        )
+
+
+def _metadata(setting: Setting, plan: Plan, profile: ClusterProfile) -> dict[str, Any]:
+    return {
+        "job": job_to_dict(setting.job),
+        "plan": plan_to_dict(plan),
+        "profile": profile_to_dict(profile),
+        "model_config": setting.chain.config.to_dict(),
+        "seed": setting.job.train.seed,
+        "versions": own_versions(setting.world.library),
+    }
+
+
+def _say_end(setting: Setting, plan: Plan, profile: ClusterProfile, result: LoopResult) -> None:
+    assert setting.material is not None
+    written = {"model": setting.run_dir / "model"}
+    if result.last_checkpoint is not None:
+        written["checkpoint"] = result.last_checkpoint
+    written |= {"metrics": setting.run_dir / "metrics.jsonl", "logs": setting.run_dir / "logs"}
+    entropy = setting.material.dataset.unigram_entropy()
+    say(*final_lines(plan, profile, result.steps, result.evaluations, entropy, written))
+    if result.skipped:
+        say(f"{result.skipped} steps were skipped, since their gradients were not finite")

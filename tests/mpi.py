@@ -1,0 +1,69 @@
+"""Start a real MPI job from a test: ``run_mpi(3, ["tests/programs/comm_world.py", "sums"])``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.launch.launcher import Launcher, build_command, find_launcher
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def launcher_or_skip() -> Launcher:
+    """The launcher of the loaded MPI library; the test is skipped, with the reason, where there is none."""
+    try:
+        return find_launcher()
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+def run_mpi(
+    np: int,
+    program_or_module_args: Sequence[str],
+    timeout_s: float = 60.0,
+    env: Mapping[str, str] | None = None,
+    launcher: Launcher | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python ARGS`` (a program, or ``-m module ...``) on ``np`` ranks from the repository's root.
+
+    The result holds exit code, stdout and stderr as text. At the timeout the whole process group is ended and the test
+    fails with what was printed. ``env`` is added to the environment.
+    """
+    program = [sys.executable, *program_or_module_args]
+    command = build_command(launcher or launcher_or_skip(), np, None, program)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **command.environment, **(env or {})}
+    return run_bounded(command.arguments, environment, timeout_s)
+
+
+def run_bounded(
+    arguments: Sequence[str], environment: Mapping[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process group of its own, and end the whole group at the timeout."""
+    process = subprocess.Popen(
+        list(arguments),
+        env=dict(environment),
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        stdout, stderr = process.communicate()
+        pytest.fail(f"{' '.join(arguments)} did not end within {timeout_s} s\nstdout:\n{stdout}\nstderr:\n{stderr}")
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(list(arguments), process.returncode, stdout, stderr)

@@ -1,0 +1,113 @@
+"""Small made-up clusters for the planning tests: round numbers, so that results can be checked by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hetero_mpi.planning.cost import EMBEDDING, HEAD, LayerCost, ModelCost
+from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
+from hetero_mpi.planning.request import PlanRequest
+
+SEQUENCE = 10
+
+
+def make_model(blocks: int = 2, tied: bool = False, boundary_bytes_per_token: int = 100) -> ModelCost:
+    """Embedding and head of 1,000 parameters, blocks of 400, all trainable, fp32; 100 bytes per token sent."""
+
+    def layer(kind: str, parameters: int, boundary: int) -> LayerCost:
+        return LayerCost(
+            kind=kind,
+            parameters=parameters,
+            trainable_parameters=parameters,
+            parameter_bytes=4 * parameters,
+            activation_bytes_per_token=300.0,
+            workspace_bytes_per_token=50.0,
+            boundary_bytes_per_token=boundary,
+        )
+
+    chain = [layer(EMBEDDING, 1000, boundary_bytes_per_token)]
+    chain += [layer("block", 400, boundary_bytes_per_token) for _ in range(blocks)]
+    chain += [layer(HEAD, 1000, 0)]
+    return ModelCost("llama", "fp32", SEQUENCE, tied, 12.0, tuple(chain), tied_bytes=4000 if tied else 0)
+
+
+def make_device(rank: int, slowness: float = 1.0, memory_bytes: int = 10_000_000, **other: object) -> DeviceProfile:
+    """Per sequence of 10 tokens: embedding 0.1, block 1, head 0.5 s forward, times ``slowness``; backward doubles."""
+
+    def times(seconds: float) -> LayerTimes:
+        return LayerTimes(Curve((SEQUENCE,), (seconds * slowness,)), Curve((SEQUENCE,), (2 * seconds * slowness,)))
+
+    device = DeviceProfile(
+        rank=rank,
+        host=f"host{rank}",
+        backend="cpu",
+        name=f"x{slowness:g}",
+        memory_bytes=memory_bytes,
+        memory_reason="made up",
+        dtypes=("fp32",),
+        layers={EMBEDDING: times(0.1), "block": times(1.0), HEAD: times(0.5)},
+        optimizer_fixed_s=0.0,
+        optimizer_s_per_parameter=0.0,
+    )
+    return replace(device, **other)  # type: ignore[arg-type]
+
+
+def make_profile(
+    slowness: Sequence[float] = (1.0, 1.0),
+    model: ModelCost | None = None,
+    memory_bytes: int | Sequence[int] = 10_000_000,
+    latency_s: float = 0.0,
+    bytes_per_s: float = float("inf"),
+) -> ClusterProfile:
+    """One rank per entry of ``slowness``, every link alike."""
+    memory = [memory_bytes] * len(slowness) if isinstance(memory_bytes, int) else list(memory_bytes)
+    ranks = range(len(slowness))
+    return ClusterProfile(
+        source="made up",
+        date="2026-01-01",
+        key="sample",
+        mpi_library="none",
+        versions={"hetero_mpi": "0.1.0"},
+        model=model or make_model(),
+        devices=tuple(make_device(rank, slowness[rank], memory[rank]) for rank in ranks),
+        links=tuple(LinkProfile(a, b, latency_s, bytes_per_s, False) for a in ranks for b in ranks if a != b),
+    )
+
+
+def make_plan_of(
+    cuts: Sequence[int], ranks: Sequence[int], micro_batches: int, warm_up: Sequence[int] | None = None
+) -> Plan:
+    """Stages between consecutive ``cuts`` (first 0, last the chain's length), micro-batches of one sequence."""
+    count = len(ranks)
+    depths = warm_up if warm_up is not None else [count - 1 - i for i in range(count)]
+    stages = tuple(StagePlan((ranks[i],), cuts[i], cuts[i + 1], depths[i]) for i in range(count))
+    return Plan((PipelinePlan(stages, 1, micro_batches),), micro_batches, SEQUENCE, cuts[-1])
+
+
+def random_instance(seed: int, ranks: int, items: int) -> tuple[ClusterProfile, PlanRequest]:
+    """A cluster of unlike devices, curves with an offset, uneven links, sometimes short memory; and a request."""
+    draw = random.Random(seed)
+    model = make_model(items - 2, tied=draw.random() < 0.3)
+    batch = draw.choice((2, 4, 6))
+    devices, links = [], []
+    for rank in range(ranks):
+        slowness = draw.choice((0.5, 1.0, 1.0, 3.0))
+        layers = {}
+        for kind, seconds in ((EMBEDDING, 0.1), ("block", 1.0), (HEAD, draw.uniform(0.2, 3))):
+            offset, slope = draw.uniform(0, 0.5) * slowness, seconds * slowness
+            forward = Curve((SEQUENCE, 2 * SEQUENCE), (offset + slope, offset + 2 * slope))
+            backward = Curve((SEQUENCE, 2 * SEQUENCE), (offset + 2 * slope, offset + 4 * slope))
+            layers[kind] = LayerTimes(forward, backward)
+        memory = draw.choice((10_000_000, 10_000_000, 45_000, 60_000))
+        optimizer = draw.choice((0.0, 1e-4))
+        devices.append(replace(make_device(rank, slowness, memory), layers=layers, optimizer_s_per_parameter=optimizer))
+    for a in range(ranks):
+        for b in range(ranks):
+            if a != b:
+                links.append(LinkProfile(a, b, draw.uniform(0, 0.2), draw.choice((2e3, 1e4, 1e9)), False))
+    profile = replace(make_profile([1.0] * ranks, model), devices=tuple(devices), links=tuple(links))
+    choices = tuple(size for size in (1, 2, 3, 4) if batch % size == 0)
+    return profile, PlanRequest(batch, SEQUENCE, choices)

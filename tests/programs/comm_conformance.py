@@ -1,0 +1,222 @@
+"""What every transport must do, as cases for two ranks. Under mpirun this program runs them over MPI, with and without the
+communication thread; the loopback transport runs the same cases between threads of the test process.
+
+    mpirun -np 2 python tests/programs/comm_conformance.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+
+import numpy as np
+
+from hetero_mpi.comm.transport import Buffer, Transport, TransportError
+from hetero_mpi.comm.world import World, run_guarded
+
+MakeTransport = Callable[[], Transport]
+SIZES = (0, 1, 1023, 4096, 65_537, 1 << 20, 8 << 20)
+
+
+def pattern(size: int, seed: int) -> Buffer:
+    """Bytes that tell messages apart."""
+    return ((np.arange(size, dtype=np.uint32) * 2654435761 + seed * 40503) >> 8).astype(np.uint8)
+
+
+def error_of(transport: Transport, request: object) -> str:
+    """The text that ``wait`` raises; empty when it does not."""
+    try:
+        transport.wait(request)  # type: ignore[arg-type]
+    except TransportError as error:
+        return str(error)
+    return ""
+
+
+def order_per_source_and_tag(make: MakeTransport, rank: int) -> None:
+    """Interleaved tags and unequal sizes: within a tag, first sent is first received."""
+    sizes = [(index * 37) % 300 for index in range(40)]
+    with make() as transport:
+        if rank == 0:
+            sends = [transport.send(1, 5 + index % 2, pattern(size, index)) for index, size in enumerate(sizes)]
+            for send in sends:
+                transport.wait(send)
+        else:
+            for tag in (6, 5):
+                for index in range(tag - 5, len(sizes), 2):
+                    buffer = np.zeros(sizes[index], np.uint8)
+                    transport.wait(transport.post_receive(0, tag, buffer))
+                    assert np.array_equal(buffer, pattern(sizes[index], index)), (tag, index)
+
+
+def many_outstanding_receives(make: MakeTransport, rank: int) -> None:
+    """64 receives posted early, messages sent and waited for in the opposite order."""
+    peer = 1 - rank
+    with make() as transport:
+        buffers = [np.zeros(10 + tag, np.uint8) for tag in range(64)]
+        receives = [transport.post_receive(peer, tag, buffer) for tag, buffer in enumerate(buffers)]
+        sends = [transport.send(peer, tag, pattern(10 + tag, tag + peer)) for tag in reversed(range(64))]
+        for request in reversed(receives + sends):
+            transport.wait(request)
+        for tag, buffer in enumerate(buffers):
+            assert np.array_equal(buffer, pattern(10 + tag, tag + rank)), tag
+        assert transport.pending() == 0
+
+
+def sizes_in_both_directions(make: MakeTransport, rank: int) -> None:
+    """From nothing to 8 MiB, all sizes at once, both ways, sends waited for before receives."""
+    peer = 1 - rank
+    with make() as transport:
+        buffers = [np.full(size, 255, np.uint8) for size in SIZES]
+        receives = [transport.post_receive(peer, tag, buffer) for tag, buffer in enumerate(buffers)]
+        sends = [transport.send(peer, tag, pattern(size, tag + rank)) for tag, size in enumerate(SIZES)]
+        for request in sends + receives:
+            transport.wait(request)
+        for tag, (size, buffer) in enumerate(zip(SIZES, buffers, strict=True)):
+            assert np.array_equal(buffer, pattern(size, tag + peer)), size
+
+
+def receives_posted_late(make: MakeTransport, rank: int) -> None:
+    """Both send large messages before either has posted a receive."""
+    peer = 1 - rank
+    with make() as transport:
+        sends = [transport.send(peer, tag, pattern(4 << 20, tag)) for tag in range(3)]
+        for tag in (2, 0, 1):
+            buffer = np.zeros(4 << 20, np.uint8)
+            transport.wait(transport.post_receive(peer, tag, buffer))
+            assert np.array_equal(buffer, pattern(4 << 20, tag)), tag
+        for send in sends:
+            transport.wait(send)
+
+
+def message_to_oneself(make: MakeTransport, rank: int) -> None:
+    """A rank may be its own neighbour."""
+    with make() as transport:
+        buffer = np.zeros(100_000, np.uint8)
+        receive = transport.post_receive(rank, 3, buffer)
+        transport.wait(transport.send(rank, 3, pattern(100_000, rank)))
+        transport.wait(receive)
+        assert np.array_equal(buffer, pattern(100_000, rank))
+
+
+def shorter_message_is_refused(make: MakeTransport, rank: int) -> None:
+    """The receiver's wait raises with both lengths; the next message of the pair arrives."""
+    with make() as transport:
+        if rank == 0:
+            transport.wait(transport.send(1, 1, pattern(90, 1)))
+            transport.wait(transport.send(1, 1, pattern(50, 2)))
+        else:
+            text = error_of(transport, transport.post_receive(0, 1, np.zeros(100, np.uint8)))
+            assert "90 bytes" in text and "100" in text and "tag 1" in text, text
+            buffer = np.zeros(50, np.uint8)
+            transport.wait(transport.post_receive(0, 1, buffer))
+            assert np.array_equal(buffer, pattern(50, 2))
+
+
+def longer_message_is_refused(make: MakeTransport, rank: int) -> None:
+    """The receiver's wait raises and says that the length is at fault."""
+    with make() as transport:
+        if rank == 0:
+            transport.wait(transport.send(1, 1, pattern(110, 1)))
+        else:
+            text = error_of(transport, transport.post_receive(0, 1, np.zeros(100, np.uint8)))
+            assert "100 bytes" in text and "agree on the length" in text, text
+
+
+def errors_surface_in_wait(make: MakeTransport, rank: int) -> None:
+    """A rank that does not exist: posting succeeds, waiting raises, the transport works on."""
+    with make() as transport:
+        text = error_of(transport, transport.send(99, 1, pattern(10, 1)))
+        assert "rank 99" in text, text
+        assert error_of(transport, transport.post_receive(99, 1, np.zeros(10, np.uint8)))
+        assert transport.pending() == 0
+        sizes_in_both_directions(lambda: transport, rank)
+
+
+def close_leaves_nothing_pending(make: MakeTransport, rank: int) -> None:
+    """A receive that nobody serves ends with the transport; later requests are refused; closing again does nothing."""
+    transport = make()
+    receives = [transport.post_receive(1 - rank, tag, np.zeros(10, np.uint8)) for tag in range(3)]
+    assert transport.pending() == 3
+    transport.close()
+    assert transport.pending() == 0
+    for receive in receives:
+        assert "closed" in error_of(transport, receive)
+    try:
+        transport.send(1 - rank, 1, pattern(1, 1))
+    except TransportError as error:
+        assert "closed" in str(error)
+    else:
+        raise AssertionError("a closed transport took a message")
+    transport.close()
+
+
+def unsuitable_buffers_are_refused(make: MakeTransport, rank: int) -> None:
+    """Only what can be moved without a copy is taken."""
+    read_only = np.zeros(4, np.uint8)
+    read_only.flags.writeable = False
+    with make() as transport:
+        for buffer in (np.zeros(4, np.float32), np.zeros((2, 2), np.uint8), np.zeros(8, np.uint8)[::2], read_only):
+            try:
+                transport.post_receive(1 - rank, 1, buffer)
+            except ValueError:
+                continue
+            raise AssertionError(f"taken: {buffer.dtype} {buffer.shape}")
+        assert transport.pending() == 0
+
+
+CASES: dict[str, Callable[[MakeTransport, int], None]] = {
+    case.__name__: case
+    for case in (
+        order_per_source_and_tag,
+        many_outstanding_receives,
+        sizes_in_both_directions,
+        receives_posted_late,
+        message_to_oneself,
+        shorter_message_is_refused,
+        longer_message_is_refused,
+        errors_surface_in_wait,
+        close_leaves_nothing_pending,
+        unsuitable_buffers_are_refused,
+    )
+}
+
+
+def wrong_length_in_pieces(make: MakeTransport, rank: int) -> None:
+    """Lengths that differ by whole pieces are found too, either way round, and nobody waits for a piece for ever."""
+    for sent, expected in ((3000, 2000), (2000, 3000), (1000, 2500)):
+        with make() as transport:
+            if rank == 0:
+                transport.wait(transport.send(1, 1, pattern(sent, 1)))
+            else:
+                text = error_of(transport, transport.post_receive(0, 1, np.zeros(expected, np.uint8)))
+                assert "agree on the length" in text, (sent, expected, text)
+
+
+PIECE_CASES = {
+    case.__name__: case for case in (order_per_source_and_tag, sizes_in_both_directions, wrong_length_in_pieces)
+}
+
+
+def main(world: World) -> int:
+    """Run all cases; rank 0 prints a line of JSON per case that both ranks have passed."""
+    from hetero_mpi.comm.mpi_transport import MpiTransport
+
+    def run(kind: str, name: str, case: Callable[[MakeTransport, int], None], make: MakeTransport) -> None:
+        world.doing = f"{kind} {name}"
+        case(make, world.rank)
+        world.barrier()
+        if world.rank == 0:
+            print(json.dumps([kind, name]), flush=True)
+
+    for kind, threaded in (("threaded", True), ("unthreaded", False)):
+        for name, case in CASES.items():
+            run(kind, name, case, lambda threaded=threaded: MpiTransport(world.comm, threaded))  # type: ignore[misc]
+    for name, case in PIECE_CASES.items():
+        pieces = 1000 if name != "sizes_in_both_directions" else 1 << 20
+        run("pieces", name, case, lambda pieces=pieces: MpiTransport(world.comm, piece_bytes=pieces))  # type: ignore[misc]
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded(main))

@@ -1,0 +1,108 @@
+"""Ways to fail, by name: ``mpirun -np 3 python tests/programs/comm_failures.py exception-while-others-wait``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from hetero_mpi.comm.mpi_transport import MpiTransport
+from hetero_mpi.comm.versions import MUST_MATCH, own_versions
+from hetero_mpi.comm.world import World, run_guarded
+from hetero_mpi.errors import UserError
+
+
+def exception_while_others_wait(world: World) -> int:
+    """Rank 1 fails; rank 0 waits for a message on the communication thread, the others in a collective."""
+    world.doing = "loading weights"
+    with MpiTransport(world.comm) as transport:
+        if world.rank == 1:
+            time.sleep(0.2)
+            raise RuntimeError("the shelf broke")
+        if world.rank == 0:
+            transport.wait(transport.post_receive(1, 1, np.zeros(10, np.uint8)))
+        else:
+            world.barrier()
+    return 0
+
+
+def exception_on_every_rank(world: World) -> int:
+    """All ranks fail at the same moment, with a handler that would postpone SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    world.doing = "dividing"
+    world.barrier()
+    raise ZeroDivisionError("by nothing")
+
+
+def user_error_together(world: World) -> int:
+    """A problem of one rank inside ``together``."""
+    with world.together("reading the job"):
+        if world.rank == 1:
+            raise UserError("the job file has no [model]")
+    return 0
+
+
+def user_error_everywhere(world: World) -> int:
+    """Every rank finds the same problem for itself, unmarked."""
+    raise UserError("the plan does not fit")
+
+
+def user_error_alone(world: World) -> int:
+    """One rank finds a problem while the others wait for it."""
+    world.doing = "reading shards"
+    if world.rank == 1:
+        raise UserError("shard 3 is truncated")
+    world.barrier()
+    return 0
+
+
+def exit_code(world: World) -> int:
+    """``sys.exit`` on every rank."""
+    sys.exit(7)
+
+
+def other_versions(world: World) -> int:
+    """Rank 1 has another transformers, rank 2 another torch (which is allowed)."""
+    own = own_versions(world.library) | {"transformers": "5.23.0", "torch": "2.13.0"}
+    if world.rank == 1:
+        own["transformers"] = "5.22.0"
+    if world.rank == 2:
+        own["torch"] = "2.6.0+rocm"
+    world.check_versions(own, MUST_MATCH)
+    return 0
+
+
+def interrupted(world: World) -> int:
+    """Ctrl-C reaches one rank."""
+    world.doing = "training"
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)
+    world.barrier()
+    return 0
+
+
+WAYS: dict[str, Callable[[World], int]] = {
+    way.__name__.replace("_", "-"): way
+    for way in (
+        exception_while_others_wait,
+        exception_on_every_rank,
+        user_error_together,
+        user_error_everywhere,
+        user_error_alone,
+        exit_code,
+        other_versions,
+        interrupted,
+    )
+}
+
+if __name__ == "__main__":
+    code = run_guarded(WAYS[sys.argv[1]])
+    if len(sys.argv) > 2:
+        Path(sys.argv[2]).touch()
+    sys.exit(code)

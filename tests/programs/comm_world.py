@@ -1,0 +1,104 @@
+"""The world's collectives, checked from inside on any number of ranks.
+
+mpirun -np 3 python tests/programs/comm_world.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+import numpy as np
+
+from hetero_mpi.comm.links import measure_links
+from hetero_mpi.comm.mpi_transport import MpiTransport
+from hetero_mpi.comm.world import CollectiveUserError, World, run_guarded
+from hetero_mpi.errors import UserError
+
+
+def check_json(world: World) -> None:
+    """Values of unequal length, from any root."""
+    ranks = list(range(world.size))
+    for root in ranks:
+        value = {"text": "ä" * 1000, "root": root, "half": 0.1, "none": None}
+        assert world.broadcast_json(value if world.rank == root else None, root) == value
+        gathered = world.gather_json(["x" * world.rank, world.rank], root)
+        assert gathered == ([["x" * rank, rank] for rank in ranks] if world.rank == root else None)
+    assert world.all_gather_json({"rank": world.rank, "pad": "y" * (5 * world.rank)}) == [
+        {"rank": rank, "pad": "y" * (5 * rank)} for rank in ranks
+    ]
+
+
+def check_arrays(world: World) -> None:
+    """Shape, dtype and bits survive, empty and zero-dimensional arrays included; sums are over all ranks."""
+    last = world.size - 1
+    for array in (
+        np.arange(24, dtype=np.int32).reshape(2, 3, 4),
+        np.asarray(np.float64(0.1)),
+        np.zeros((0, 5), np.float32),
+        np.arange(6, dtype=np.float32).reshape(2, 3).T,
+    ):
+        got = world.broadcast_array(array if world.rank == last else None, root=last)
+        assert got.shape == array.shape and got.dtype == array.dtype and np.array_equal(got, array)
+    total = world.all_reduce_sum(np.full((3, 2), world.rank + 0.5, np.float32))
+    assert total.dtype == np.float32 and np.array_equal(total, np.full((3, 2), world.size**2 / 2, np.float32))
+    assert int(world.all_reduce_sum(np.asarray(world.rank))) == world.size * (world.size - 1) // 2
+
+
+def check_agreement(world: World) -> None:
+    """A problem of the last rank is raised by every rank; no problem, no error."""
+    last = world.size - 1
+    world.agree(None)
+    with world.together("something easy"):
+        assert world.doing == "something easy"
+    assert world.doing == "testing"
+    for raise_it in (
+        lambda: world.agree("no disk" if world.rank == last else None),
+        lambda: in_block(world, "no disk" if world.rank == last else None),
+    ):
+        try:
+            raise_it()
+        except CollectiveUserError as error:
+            assert "no disk" in str(error) and (world.size == 1 or f"rank {last} on {world.hosts[last]}" in str(error))
+            assert error.exit_code == UserError.exit_code
+        else:
+            raise AssertionError("a rank had a problem and nobody raised it")
+
+
+def in_block(world: World, problem: str | None) -> None:
+    """``agree``, by way of ``together``."""
+    with world.together("something hard"):
+        if problem is not None:
+            raise UserError(problem)
+
+
+def main(world: World) -> int:
+    """Run all checks; every rank's view and the links are printed by rank 0 as JSON."""
+    world.doing = "testing"
+    check_json(world)
+    check_arrays(world)
+    check_agreement(world)
+    world.doing = "measuring links"
+    with MpiTransport(world.comm) as transport:
+        links = measure_links(world, transport, (64, 65_536), repeats=2)
+    views = world.gather_json(
+        {
+            "rank": world.rank,
+            "size": world.size,
+            "host": world.host,
+            "hosts": world.hosts,
+            "local_rank": world.local_rank,
+            "local_size": world.local_size,
+            "library": world.library,
+            "thread_level": world.thread_level,
+            "links": [asdict(samples) for samples in links],
+        }
+    )
+    if world.rank == 0:
+        print(json.dumps(views))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded(main))

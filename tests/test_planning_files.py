@@ -1,0 +1,120 @@
+"""Curves, profile and plan files: what a person edits is read back exactly, and every mistake is named."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from planning_samples import make_plan_of, make_profile, random_instance
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning.files import (
+    load_plan,
+    load_profile,
+    plan_from_dict,
+    plan_to_dict,
+    profile_from_dict,
+    profile_to_dict,
+    save_plan,
+    save_profile,
+)
+from hetero_mpi.planning.plan import IdleRank, RankMemory
+from hetero_mpi.planning.profile import Curve
+
+
+def test_curve_is_piecewise_linear_and_extended_by_its_end_segments() -> None:
+    curve = Curve((10, 20, 40), (1.0, 3.0, 4.0))
+    assert [curve.at(t) for t in (10, 15, 20, 30, 40, 60)] == [1.0, 2.0, 3.0, 3.5, 4.0, 5.0]
+    assert curve.at(7.5) == 0.5
+    assert curve.at(1) == 0.0, "never negative"
+    assert Curve((10,), (2.0,)).at(5) == 1.0, "one sample: through the origin"
+
+
+@pytest.mark.parametrize(("tokens", "seconds"), [((10, 10), (1.0, 2.0)), ((), ()), ((1, 2), (1.0,)), ((0, 1), (1.0, 2.0))])
+def test_curve_refuses_samples_that_make_no_function(tokens: tuple[int, ...], seconds: tuple[float, ...]) -> None:
+    with pytest.raises(UserError, match="tokens"):
+        Curve(tokens, seconds)
+
+
+def test_profile_survives_toml_and_json(tmp_path: Path) -> None:
+    profile, _ = random_instance(seed=1, ranks=3, items=5)
+    odd = replace(profile, notes=('quotes " and \\ and \x7f\n', "ü"), versions={"a b.c": "1", "torch": "2"})
+    save_profile(odd, tmp_path / "new" / "p.toml")
+    assert load_profile(tmp_path / "new" / "p.toml") == odd
+    assert profile_from_dict(json.loads(json.dumps(profile_to_dict(odd), allow_nan=False))) == odd
+    assert math.isinf(load_profile(tmp_path / "new" / "p.toml").devices[0].device_to_host_bytes_per_s)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["p.toml"], "no temporary file is left"
+
+
+def test_plan_survives_toml_and_json(tmp_path: Path) -> None:
+    plan = replace(
+        make_plan_of((0, 2, 4), (1, 0), 4),
+        predicted_step_s=1e-7,
+        bound_step_s=math.inf,
+        memory=(RankMemory(1, 10**12, 2),),
+        idle=(IdleRank(2, "slow"),),
+        reasons=("a long sentence that goes on a line of its own", "short"),
+    )
+    save_plan(plan, tmp_path / "plan.toml")
+    assert load_plan(tmp_path / "plan.toml") == plan
+    assert plan_from_dict(json.loads(json.dumps(plan_to_dict(plan), allow_nan=False))) == plan
+
+
+def test_figures_of_one_curve_stay_on_one_line(tmp_path: Path) -> None:
+    save_profile(make_profile(), tmp_path / "p.toml")
+    assert "forward_s = { tokens = [10], seconds = [0.1], spread = [] }" in (tmp_path / "p.toml").read_text()
+
+
+def test_a_hand_written_plan_may_leave_out_what_planning_fills_in(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(
+        "schema_version = 1\nglobal_batch = 2\nsequence_length = 10\nitems = 4\n"
+        "[[pipelines]]\nmicro_batch = 1\nmicro_batches = 2\n"
+        "stages = [{ ranks = [0], first = 0, last = 2, warm_up = 1 }, { ranks = [1], first = 2, last = 4, warm_up = 0 }]\n"
+    )
+    assert load_plan(tmp_path / "plan.toml") == make_plan_of((0, 2, 4), (0, 1), 2)
+
+
+def test_all_problems_of_a_profile_are_listed_with_file_key_and_value(tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    save_profile(make_profile(), path)
+    text = path.read_text().replace('name = "x1"', "nam = 7", 1).replace("latency_s = 0.0", 'latency_s = "fast"', 1)
+    text = text.replace("tokens = [10], seconds = [0.1]", "tokens = [10, 5], seconds = [0.1, 0.2]", 1)
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_profile(path)
+    message = str(caught.value)
+    assert all(line.startswith(f"{path}: ") for line in message.splitlines())
+    assert "devices[0].nam = 7: unknown key; did you mean name?" in message
+    assert "devices[0].name: missing key" in message
+    assert "strictly increasing (tokens: [10, 5])" in message
+    assert "copy_latency_s = 'fast': must be a number" in message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("bytes_per_s = 100.0", "bytes_per_s = 0.0", "links[0].bytes_per_s = 0.0: a speed is above zero"),
+        ("memory_bytes = 10000000", "memory_bytes = -1", "devices[0].memory_bytes = -1: must not be negative"),
+        ("rank = 1", "rank = 0", "devices.rank = [0, 0]"),
+        ("source = 1\n", "source = 0\n", "missing the link 1 -> 0"),
+        ("schema_version = 1", "schema_version = 9", "version 1"),
+        ("memory_bytes = 10000000", "memory_bytes = 1e7", "without a decimal point"),
+        ("[devices.layers.head]", "[devices.layers.tail]", "no times for head"),
+        ("notes = []", "notes = [", "not a TOML file"),
+    ],
+)
+def test_edits_that_make_no_cluster_are_refused(tmp_path: Path, old: str, new: str, expected: str) -> None:
+    path = tmp_path / "p.toml"
+    save_profile(make_profile(bytes_per_s=100.0), path)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(UserError) as caught:
+        load_profile(path)
+    assert expected in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere\.toml: cannot be read"):
+        load_plan(tmp_path / "nowhere.toml")
