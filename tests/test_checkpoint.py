@@ -37,7 +37,7 @@ METADATA: dict[str, Any] = {
     "job": {"train": {"steps": 200, "dtype": "fp32"}, "note": "ünï", "nothing": None},
     "plan": '[[pipelines]]\nmicro_batch = 2 # "two"\n',
     "empty": "",
-    "loss_curve": np.array([3.5, 1 / 3, np.nan]),
+    "losses": np.array([3.5, 1 / 3, np.nan]),
     "rng_keys": np.arange(9, dtype=np.uint8),
 }
 RNG = np.random.default_rng(0)
@@ -100,7 +100,7 @@ def test_plain_h5py_reads_it(tmp_path: Path) -> None:
 
 def test_the_example_in_the_documentation_runs(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    metadata = {"step": 120, "job": {"train": {}}, "loss_curve": np.array([3.0, 2.0, 1.5, 1.25])}
+    metadata = {"step": 120, "job": {"train": {}}, "losses": np.array([3.0, 2.0, 1.5, 1.25])}
     with CheckpointWriter(checkpoint_path(tmp_path, 120), metadata) as writer:
         for kind in ("parameters", "moments1", "moments2"):
             writer.write(kind, "wide", np.full((2, 3), -7, np.float32), "float32")

@@ -234,7 +234,7 @@ def test_line_fit() -> None:
         sizes, [(50e-6 + size / 1e8) * (1.1 if size == sizes[-1] else 1) for size in sizes]
     )
     assert latency_s == pytest.approx(50e-6, rel=0.05) and bytes_per_s == pytest.approx(1e8, rel=0.1)
-    assert fit_line([1000], [1e-3]) == (0.0, pytest.approx(1e6))
+    assert fit_line([1000], [1e-3]) == pytest.approx((0.0, 1e6))
     latency_s, bytes_per_s = fit_line([1000, 2000], [2e-3, 1e-3])
     assert latency_s > 0 and bytes_per_s == float("inf"), "noise: larger is not slower"
     latency_s, bytes_per_s = fit_line([1000, 2000], [1e-6, 1e-3])

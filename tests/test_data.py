@@ -176,6 +176,19 @@ def test_packing_loses_no_token(tokenizer: PreTrainedTokenizerFast) -> None:
     assert dataset.targets.ravel().tolist() == stream[1 : count * 16 + 1]
 
 
+@pytest.mark.parametrize(("length", "count"), [(3, 2), (4, 1), (6, 1), (7, 0)])
+def test_a_sequence_needs_one_token_more_than_its_length(
+    tokenizer: PreTrainedTokenizerFast, length: int, count: int
+) -> None:
+    """a b <end> q x z <end>: 7 tokens."""
+    texts = ["ab", "qxz"]
+    if count:
+        assert len(build_sequences(texts, tokenizer, length, True, 0.0, 0).tokens) == count
+    else:
+        with pytest.raises(UserError, match="it gives 0, from 7 tokens in 2 documents"):
+            build_sequences(texts, tokenizer, length, True, 0.0, 0)
+
+
 def test_padding_teaches_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
     texts = ["", "a", "ab", "abcd", "abcdqxzj"]
     ids = {text: tokenizer(text)["input_ids"] for text in texts}
@@ -194,7 +207,7 @@ def test_a_tokenizer_that_cuts_and_pads_by_itself_is_not_obeyed(tokenizer: PreTr
     cutting = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token=END_TOKEN)
     plain = build_sequences(TEXTS, tokenizer, 16, packing=True, held_out=0.1, seed=3)
     cutting.backend_tokenizer.enable_truncation(5)
-    cutting.backend_tokenizer.enable_padding(length=7)
+    cutting.backend_tokenizer.enable_padding(length=500)
     assert build_sequences(TEXTS, cutting, 16, packing=True, held_out=0.1, seed=3).fingerprint() == plain.fingerprint()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -192,4 +193,15 @@ def test_missing_and_repeated_tensors_are_noticed(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"never added.*lm_head\.weight"):
         writer.close()
     writer.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_a_plain_error_and_leaves_nothing(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # Python ignores the signal; writing fails instead
+    try:
+        with pytest.raises(UserError, match=r"could not be written .* Free space"):
+            export(build("llama"), tmp_path / "model", 10**9)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []

@@ -151,6 +151,7 @@ lerning_rate = 3
         (["train.checkpoint.every=2"], "[checkpoint] is a table of its own"),
         (["data.text=a.txt"], 'text = "a.txt": must be a list of texts in quotes, at least 1'),
         (["data.packing=1"], "packing = 1: must be true or false"),
+        (["train.learning_rate=inf"], "learning_rate = inf: must be a number above 0"),
         (["train.steps=2.0"], "steps = 2.0: must be a whole number of at least 1"),
     ],
 )

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planning_samples import make_plan_of, make_profile, random_instance
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.files import (
@@ -21,6 +20,7 @@ from hetero_mpi.planning.files import (
 )
 from hetero_mpi.planning.plan import IdleRank, RankMemory
 from hetero_mpi.planning.profile import Curve
+from tests.planning_samples import make_plan_of, make_profile, random_instance
 
 
 def test_curve_is_piecewise_linear_and_extended_by_its_end_segments() -> None:
@@ -31,7 +31,9 @@ def test_curve_is_piecewise_linear_and_extended_by_its_end_segments() -> None:
     assert Curve((10,), (2.0,)).at(5) == 1.0, "one sample: through the origin"
 
 
-@pytest.mark.parametrize(("tokens", "seconds"), [((10, 10), (1.0, 2.0)), ((), ()), ((1, 2), (1.0,)), ((0, 1), (1.0, 2.0))])
+@pytest.mark.parametrize(
+    ("tokens", "seconds"), [((10, 10), (1.0, 2.0)), ((), ()), ((1, 2), (1.0,)), ((0, 1), (1.0, 2.0))]
+)
 def test_curve_refuses_samples_that_make_no_function(tokens: tuple[int, ...], seconds: tuple[float, ...]) -> None:
     with pytest.raises(UserError, match="tokens"):
         Curve(tokens, seconds)
@@ -70,7 +72,8 @@ def test_a_hand_written_plan_may_leave_out_what_planning_fills_in(tmp_path: Path
     (tmp_path / "plan.toml").write_text(
         "schema_version = 1\nglobal_batch = 2\nsequence_length = 10\nitems = 4\n"
         "[[pipelines]]\nmicro_batch = 1\nmicro_batches = 2\n"
-        "stages = [{ ranks = [0], first = 0, last = 2, warm_up = 1 }, { ranks = [1], first = 2, last = 4, warm_up = 0 }]\n"
+        "stages = [{ ranks = [0], first = 0, last = 2, warm_up = 1 }, "
+        "{ ranks = [1], first = 2, last = 4, warm_up = 0 }]\n"
     )
     assert load_plan(tmp_path / "plan.toml") == make_plan_of((0, 2, 4), (0, 1), 2)
 
@@ -118,3 +121,17 @@ def test_edits_that_make_no_cluster_are_refused(tmp_path: Path, old: str, new: s
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere\.toml: cannot be read"):
         load_plan(tmp_path / "nowhere.toml")
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = make_plan_of((0, 2, 4), (1, 0), 4), make_plan_of((0, 4), (0,), 4)
+    save_plan(old, tmp_path / "plan.toml")
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save_plan(new, tmp_path / "plan.toml")
+    assert load_plan(tmp_path / "plan.toml") == old
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.toml"]

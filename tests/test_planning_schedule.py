@@ -1,16 +1,17 @@
 """Schedules drawn as grids, the dry run, and simulated times checked by hand."""
 
 import random
+from dataclasses import replace
 from textwrap import dedent
 
 import pytest
-from planning_samples import make_model, make_plan_of, make_profile
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.dry_run import grid, interpret, validate
 from hetero_mpi.planning.memory import in_flight, predict_memory, stage_memory
 from hetero_mpi.planning.schedule import Action, Op, Schedule, one_f_one_b, parse_action
 from hetero_mpi.planning.simulator import duration, makespan_s, simulate
+from tests.planning_samples import make_model, make_plan_of, make_profile
 
 
 def actions(text: str) -> tuple[Action, ...]:
@@ -130,7 +131,8 @@ def test_two_stages_with_a_link_by_hand() -> None:
     times = {str(e.action): (round(e.start_s, 9), round(e.end_s, 9)) for e in result.events}
     assert times == {
         "0F0": (0.0, 1.1), "0SEND_F0": (1.1, 3.1), "0F1": (1.1, 2.2), "0SEND_F1": (3.1, 5.1),
-        "0RECV_B0": (2.2, 9.6), "0B0": (9.6, 11.8), "0RECV_B1": (11.8, 14.1), "0B1": (14.1, 16.3), "0STEP": (16.3, 16.3),
+        "0RECV_B0": (2.2, 9.6), "0B0": (9.6, 11.8),
+        "0RECV_B1": (11.8, 14.1), "0B1": (14.1, 16.3), "0STEP": (16.3, 16.3),
         "1RECV_F0": (0.0, 3.1), "1F0": (3.1, 4.6), "1B0": (4.6, 7.6), "1SEND_B0": (7.6, 9.6),
         "1RECV_F1": (7.6, 7.6), "1F1": (7.6, 9.1), "1B1": (9.1, 12.1), "1SEND_B1": (12.1, 14.1), "1STEP": (16.3, 16.3),
     }  # fmt: skip
@@ -141,8 +143,6 @@ def test_two_stages_with_a_link_by_hand() -> None:
 
 
 def test_copies_recompute_reduce_and_step_are_priced() -> None:
-    from dataclasses import replace
-
     profile = make_profile((1.0, 2.0), make_model(tied=True), latency_s=1.0, bytes_per_s=1000.0)
     slow_copy = replace(
         profile.devices[1],
@@ -156,11 +156,12 @@ def test_copies_recompute_reduce_and_step_are_priced() -> None:
     plan = make_plan_of((0, 2, 4), (0, 1), 2)
     first, last = plan.pipelines[0].stages
     plan = replace(plan, pipelines=(replace(plan.pipelines[0], stages=(first, replace(last, recompute=True))),))
-    seconds = {text: duration(parse_action(text), plan, profile) for text in
-               ("0F0", "1F0", "0B1", "1B1", "0SEND_F0", "1SEND_B0", "1RECV_F0", "1STEP", "0STEP", "0REDUCE", "1REDUCE")}  # fmt: skip
+    priced = actions("0F0 1F0 0B1 1B1 0SEND_F0 1SEND_B0 1RECV_F0 1STEP 0STEP 0REDUCE 1REDUCE")
+    seconds = {str(action): duration(action, plan, profile) for action in priced}
     there, back = (1 + 4) + (0.5 + 40), (0.5 + 8) + (1 + 4)
     assert seconds == pytest.approx({
-        "0F0": 1.1, "1F0": 3.0, "0B1": 2.2, "1B1": 9.0, "0SEND_F0": (1 + 1) + (0.5 + 10), "1SEND_B0": (0.5 + 2) + (1 + 1),
+        "0F0": 1.1, "1F0": 3.0, "0B1": 2.2, "1B1": 9.0, "0SEND_F0": (1 + 1) + (0.5 + 10),
+        "1SEND_B0": (0.5 + 2) + (1 + 1),
         "1RECV_F0": 0.0, "1STEP": 0.25 + 1.4, "0STEP": 0.0, "0REDUCE": there + back, "1REDUCE": there + back,
     })  # fmt: skip
     result = simulate(plan, profile)

@@ -168,6 +168,13 @@ def test_several_pipelines_and_recompute() -> None:
     assert "64 sequences = 7 micro-batches x 8 sequences + 1 micro-batch x 8 sequences" in lines[-2]
 
 
+def test_a_tied_matrix_held_at_both_ends_is_counted_once() -> None:
+    tied = replace(PROFILE, model=replace(MODEL, tied=True, tied_bytes=4 * 1_048_576))
+    alone = replace(PLAN, pipelines=(PipelinePlan((StagePlan((1,), 0, 8, 0),), 8, 8),))
+    assert "7.21 M" in plan_lines(alone, PROFILE)[2]
+    assert "6.16 M" in plan_lines(alone, tied)[2]
+
+
 def test_no_line_is_too_long() -> None:
     long = replace(PROFILE, notes=("word " * 60,), mpi_library="Open MPI 5.0.11")
     wordy = replace(PLAN, reasons=("word " * 60,), idle=(IdleRank(2, "word " * 60),))

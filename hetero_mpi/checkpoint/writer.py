@@ -35,7 +35,7 @@ class CheckpointWriter:
     A directory of checkpoints belongs to one run: temporary files that other processes left in it are removed.
 
     ``metadata`` must hold ``step`` (int). Values: bool, int and float become attributes of the group ``metadata``, str
-    a text, numpy arrays (float64 loss curve, RNG keys) a dataset; everything else that JSON can hold becomes JSON text.
+    a text, numpy arrays (the losses) a dataset; everything else that JSON can hold becomes JSON text.
 
     Raises CheckpointError when the file cannot be written (disk full, no permission), with the file and the reason.
     """

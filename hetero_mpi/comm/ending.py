@@ -1,8 +1,8 @@
 """How a rank leaves the job: with all others, or, when it fails alone, taking them with it and saying why once.
 
-Several ranks often fail together. Each then waits in proportion to its rank before it speaks and calls ``MPI_Abort``: the
-lowest speaks first and its abort ends the others while they wait. Errors of MPI itself wait longest, for they are mostly
-echoes of another rank's death.
+Several ranks often fail together. Each then waits in proportion to its rank before it speaks and calls ``MPI_Abort``:
+the lowest speaks first and its abort ends the others while they wait. Errors of MPI itself wait longest, for they are
+mostly echoes of another rank's death.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class Member(Protocol):
 
 
 def leave_together(guard: Any, code: int) -> bool:
-    """Wait until all ranks are at their end, on the communicator kept for this. False: one with ``code != 0`` is alone."""
+    """Wait until all ranks are at their end, on the communicator kept for this.
+
+    False: this rank ends badly (``code != 0``) and some other rank has not come to its end within ``SETTLE_S``.
+    """
     mine, everyone = np.array([code], np.int32), np.empty(guard.Get_size(), np.int32)
     request = guard.Iallgather(mine, everyone)
     deadline = time.monotonic() + SETTLE_S
@@ -57,7 +60,8 @@ def end_alone(world: Member, cause: BaseException | str, code: int = 1) -> NoRet
     from mpi4py import MPI
 
     interrupted = isinstance(cause, KeyboardInterrupt)
-    # Whoever aborts first has the launcher terminate the rest: a handler that postpones SIGTERM would let them speak too.
+    # Whoever aborts first has the launcher terminate the rest: a handler that postpones SIGTERM would let them
+    # speak too.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     turn_s = min(TURN_S, LONGEST_TURN_S / world.size) * world.rank
@@ -82,7 +86,7 @@ def _cause_text(cause: BaseException | str) -> str:
 
 
 def _set_alarm() -> None:
-    """The kernel ends this process should ``MPI_Abort`` not return; no thread and no interpreter lock is needed for it."""
+    """The kernel ends this process should ``MPI_Abort`` not return; that needs neither thread nor interpreter lock."""
     if hasattr(signal, "alarm") and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(ABORT_S)

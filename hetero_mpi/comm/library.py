@@ -1,7 +1,8 @@
 """Which MPI library is loaded, and which launcher started this process: text and environment variables only.
 
-Both questions are answered without initialising MPI, because a launcher of one MPI and a library of another either start N
-separate worlds of one rank, silently, or end in the library's own abort. Here they become a message with a remedy.
+Both questions are answered without initialising MPI, because a launcher of one MPI and a library of another either
+start N separate worlds of one rank, silently, or end in the library's own abort. Here they become a message with a
+remedy.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ def _read(environment: Mapping[str, str], launcher: str, family: str, size: str,
 def launched_as(environment: Mapping[str, str], library_family: str) -> LaunchedAs | None:
     """Who started this process, from its environment; ``None``: nobody, it runs alone.
 
-    Launchers may be nested (an MPI launcher inside an srun step, for instance). The variables of the loaded library's own
-    launcher come first, then the other MPI launcher's, and SLURM's only if there is neither: inside a batch script SLURM
-    describes the job, not this process, so only the variables of a *step* count.
+    Launchers may be nested (an MPI launcher inside an srun step, for instance). The variables of the loaded library's
+    own launcher come first, then the other MPI launcher's, and SLURM's only if there is neither: inside a batch script
+    SLURM describes the job, not this process, so only the variables of a *step* count.
     """
     open_mpi = _read(environment, "Open MPI's mpirun", OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
     pmi = _read(environment, "MPICH's mpiexec (or another PMI launcher)", MPICH, "PMI_SIZE", "PMI_RANK")
@@ -103,6 +104,6 @@ def world_size_problem(launched: LaunchedAs | None, library: MpiLibrary, world_s
 def _mismatch(launched: LaunchedAs, but: str) -> str:
     return (
         f"{launched.launcher} started {launched.size} process{'es' if launched.size != 1 else ''}, but {but}: "
-        f"launcher and library must belong together. "
-        f"Start with `python -m hetero_mpi launch -np {launched.size} -- ...`, which finds the launcher of this library."
+        "launcher and library must belong together. Start with "
+        f"`python -m hetero_mpi launch -np {launched.size} -- ...`, which finds the launcher of this library."
     )

@@ -1,7 +1,8 @@
 """How fast messages move between each pair of ranks, host buffer to host buffer, over the transport that training uses.
 
-Pairs are measured in rounds in which every rank has one partner at most (the circle method of round-robin tournaments), so
-a cluster of n ranks takes n - 1 or n rounds, and each direction of a pair on its own: home links are faster one way.
+Pairs are measured in rounds in which every rank has one partner at most (the circle method of round-robin
+tournaments), so a cluster of n ranks takes n - 1 or n rounds, and each direction of a pair on its own: home links are
+faster one way.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class LinkSamples:
 def measure_links(world: World, transport: Transport, sizes_bytes: Sequence[int], repeats: int) -> list[LinkSamples]:
     """Measure every directed pair; all ranks return the whole list, by (source, destination). Collective.
 
-    The time of a message is the median round trip of it and a one-byte answer, less half the median round trip of one byte
-    both ways. ``repeats`` round trips per size, after one that warms the path up.
+    The time of a message is the median round trip of it and a one-byte answer, less half the median round trip of one
+    byte both ways. ``repeats`` round trips per size, after one that warms the path up.
     """
     own: list[LinkSamples] = []
     for pairs in rounds(world.size):

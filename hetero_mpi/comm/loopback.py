@@ -19,7 +19,7 @@ Route = tuple[int, int, int]
 
 
 class LoopbackNetwork:
-    """``n`` transports that reach each other: ``network.transports[rank]`` belongs to the thread that plays ``rank``."""
+    """``n`` transports that reach each other: ``transports[rank]`` belongs to the thread that plays ``rank``."""
 
     def __init__(self, n: int) -> None:
         self._lock = threading.Lock()

@@ -1,9 +1,9 @@
-"""The transport over MPI: one communication thread owns MPI for its requests, so that messages move while ranks compute.
+"""The transport over MPI: one communication thread owns MPI for its requests, so messages move while ranks compute.
 
-MPI libraries make little progress on a message unless somebody calls into them. Here a thread does: it takes requests from
-a queue, starts them, polls ``Testsome`` and sleeps in between, briefly at first and up to a millisecond when nothing comes.
-With nothing pending it blocks on its queue and makes no MPI call at all, so that collectives on the main thread have MPI to
-themselves (they need it when the library grants THREAD_SERIALIZED only).
+MPI libraries make little progress on a message unless somebody calls into them. Here a thread does: it takes requests
+from a queue, starts them, polls ``Testsome`` and sleeps in between, briefly at first and up to a millisecond when
+nothing comes. With nothing pending it blocks on its queue and makes no MPI call at all, so that collectives on the
+main thread have MPI to themselves (they need it when the library grants THREAD_SERIALIZED only).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ CLOSE_S = 0.5
 class MpiTransport:
     """Messages between the ranks of ``comm``. The constructor is collective (it duplicates the communicator).
 
-    ``threaded=False`` makes the same calls on the caller's thread: ``wait`` polls, nothing moves outside it. For debugging,
-    and for MPI libraries that allow no second thread.
+    ``threaded=False`` makes the same calls on the caller's thread: ``wait`` polls, nothing moves outside it. For
+    debugging, and for MPI libraries that allow no second thread.
 
     :raises UserError: ``threaded`` with a library that grants neither THREAD_MULTIPLE nor THREAD_SERIALIZED.
     """
@@ -45,8 +45,8 @@ class MpiTransport:
 
         if threaded and MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             raise UserError(
-                "The communication thread needs an MPI library with THREAD_SERIALIZED or THREAD_MULTIPLE, this one grants "
-                "less: set `communication_thread = false` in [cluster], or use another MPI build."
+                "The communication thread needs an MPI library with THREAD_SERIALIZED or THREAD_MULTIPLE, this one "
+                "grants less: set `communication_thread = false` in [cluster], or use another MPI build."
             )
         # Never freed by hand: freeing is collective, and a rank that fails could not wait for the others.
         self._progress = _Progress(comm.Dup(), MPI, piece_bytes)
@@ -137,7 +137,7 @@ class _CommunicationThread:
     _stopping = False
 
     def _next(self, pause: _Pause) -> Request | None:
-        """The next request from the queue; sleeps there as long as the pause says, or for good if nothing is pending."""
+        """The next request; sleeps on the queue as long as the pause says, or for good if nothing is pending."""
         try:
             if self._progress.requests:
                 sleep_s = pause.next_s()
@@ -188,8 +188,8 @@ class _Progress:
     def start(self, request: Request) -> None:
         """Hand a request to MPI. What MPI refuses completes with that error.
 
-        A message of n bytes is n // piece_bytes full pieces and a last one that is shorter, or even empty: so a receiver
-        with another length always sees a piece of a wrong length, and never waits for one that will not come.
+        A message of n bytes is n // piece_bytes full pieces and a last one that is shorter, or even empty: so a
+        receiver with another length always sees a piece of a wrong length, and never waits for one that will not come.
         """
         call = self._comm.Isend if request.kind == "send" else self._comm.Irecv
         size = request.buffer.size

@@ -1,10 +1,11 @@
 """Moving bytes between ranks beside the computation: the contract that all transports keep.
 
-Bytes and tags, nothing about models. A buffer is a one-dimensional, contiguous ``uint8`` numpy array that belongs to the
-transport from the call until ``wait`` returns: it is sent from, and received into, where it lies.
+Bytes and tags, nothing about models. A buffer is a one-dimensional, contiguous ``uint8`` numpy array that belongs to
+the transport from the call until ``wait`` returns: it is sent from, and received into, where it lies.
 
 * Messages of one (source, tag) arrive in the order in which they were sent.
-* ``post_receive`` and ``send`` return at once. A send may complete only when the receive is posted: post receives early.
+* ``post_receive`` and ``send`` return at once. A send may complete only when the receive is posted: post receives
+  early.
 * A message must be exactly as long as the buffer that receives it; the receiver's ``wait`` raises if it is not.
 * Whatever goes wrong with a request is raised by ``wait`` for it.
 """

@@ -1,7 +1,7 @@
 """Which software runs on the ranks, and which differences between them are refused.
 
-A rank may have its own torch build: that is the point of the program. The packages that decide what is computed and what
-goes over the wire may not differ.
+A rank may have its own torch build: that is the point of the program. The packages that decide what is computed and
+what goes over the wire may not differ.
 """
 
 from __future__ import annotations

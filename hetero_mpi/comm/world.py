@@ -75,8 +75,8 @@ class World:
     def join(cls) -> World:
         """Initialise MPI (once) and look around. Collective.
 
-        :raises UserError: no MPI library can be loaded, or the launcher belongs to another MPI than the library, so that
-            the world has the wrong size. Every process sees that for itself.
+        :raises UserError: no MPI library can be loaded, or the launcher belongs to another MPI than the
+            library, so that the world has the wrong size. Every process sees that for itself.
         """
         _be_polite(os.environ)
         mpi = _import_mpi()
@@ -106,8 +106,8 @@ class World:
         }
         name = socket.gethostname()
         world = cls(comm, rank, size, name, (name,) * size, 0, size, str(library), levels[mpi.Query_thread()])
-        # Ranks that share memory know each other by the lowest of their ranks. A host is that *and* the name: containers on
-        # unlike machines may share a name, network namespaces of one kernel may share memory.
+        # Ranks that share memory know each other by the lowest of their ranks. A host is that *and* the name:
+        # containers on unlike machines may share a name, network namespaces of one kernel may share memory.
         shared = comm.Split_type(mpi.COMM_TYPE_SHARED)
         lowest = np.array([rank], np.int64)
         shared.Bcast(lowest, root=0)
@@ -214,7 +214,10 @@ class World:
         self.doing = before
 
     def subset(self, ranks: Sequence[int]) -> World | None:
-        """A world of only these ranks (increasing), numbered anew, for collectives among them; None on other ranks. Collective."""
+        """A world of only these ranks (increasing), numbered anew, for collectives among them; None on other ranks.
+
+        Collective over all ranks of this world.
+        """
         from mpi4py import MPI
 
         member = self.rank in ranks
@@ -225,7 +228,10 @@ class World:
         return replace(self, comm=comm, rank=comm.Get_rank(), size=comm.Get_size(), hosts=hosts)
 
     def release(self, ranks: Sequence[int], problem: CollectiveUserError | None) -> None:
-        """Wake ``ranks`` from ``sleep_until_released``, with the error the others end with. Rank 0 sends; free on others."""
+        """Wake ``ranks`` from ``sleep_until_released``, with the error that the others end with.
+
+        Only rank 0 sends; on other ranks the call does nothing.
+        """
         if self.rank == 0:
             payload = _encode([str(problem), problem.exit_code] if problem is not None else None)
             for rank in ranks:
@@ -297,7 +303,10 @@ def run_guarded(main: Callable[[World], int]) -> int:
 
 
 def describe_problems(problems: Sequence[str | None], hosts: Sequence[str]) -> str | None:
-    """One text for what the ranks report (``None``: nothing): a problem that all share stands alone, others are ascribed."""
+    """One text for what the ranks report (``None``: nothing).
+
+    A problem that all share stands alone, others are ascribed to their ranks and hosts.
+    """
     distinct = list(dict.fromkeys(problem for problem in problems if problem is not None))
     if not distinct:
         return None
@@ -311,7 +320,10 @@ def describe_problems(problems: Sequence[str | None], hosts: Sequence[str]) -> s
 
 
 def host_labels(places: Sequence[tuple[str, int]]) -> tuple[str, ...]:
-    """A unique host name per rank from (host name, lowest rank in shared memory): equal names of unlike machines get ``#2``."""
+    """A unique host name per rank from (host name, lowest rank in shared memory).
+
+    Equal names of unlike machines get ``#2`` and so on.
+    """
     names: dict[str, list[int]] = {}
     for name, group in places:
         groups = names.setdefault(name, [])
@@ -322,7 +334,7 @@ def host_labels(places: Sequence[tuple[str, int]]) -> tuple[str, ...]:
 
 
 def _be_polite(environment: dict[str, str] | os._Environ[str]) -> None:
-    """Let waiting ranks give up their core when a host has more ranks than cores (Open MPI reads this when it starts)."""
+    """Let waiting ranks give up their core on a host with more ranks than cores (Open MPI reads this as it starts)."""
     ranks_here = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
     if ranks_here.isdigit() and int(ranks_here) > (os.cpu_count() or 1):
         environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")

@@ -218,11 +218,11 @@ def host_bytes(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
-def host_cores() -> int:
-    """Cores this process may run on."""
+def own_cores() -> list[int]:
+    """Numbers of the cores this process may run on (a launcher may have bound it to a few)."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def set_threads(threads: int) -> None:

@@ -64,7 +64,8 @@ def resolve(name: str) -> str:
 def choose_interface(addresses: Iterable[str], local: Sequence[LocalAddress]) -> InterfaceChoice | None:
     """The networks that hold the other hosts' ``addresses`` (IPv4); ``None`` when all of them are this machine's own.
 
-    A host in no local subnet is reached through a router: its address alone is added, and the interface that leads there.
+    A host in no local subnet is reached through a router: its address alone is added, with the interface that leads to
+    it.
     """
     own = {item.address for item in local}
     networks: dict[str, None] = {}

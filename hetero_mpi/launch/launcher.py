@@ -1,7 +1,7 @@
 """Start the job with the launcher that belongs to the MPI library which mpi4py loads in this environment.
 
-Open MPI and MPICH are served. Every automatic choice is said on stderr with its reason; ``--print`` shows the command line,
-which can be changed and run by hand: plain ``mpirun`` is first-class.
+Open MPI and MPICH are served. Every automatic choice is said on stderr with its reason; ``--print`` shows the command
+line, which can be changed and run by hand: plain ``mpirun`` is first-class.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def build_command(
 
 
 def _add_hosts(command: CommandLine, family: str, hostfile: str, entries: Sequence[HostEntry]) -> None:
-    """The host file as it is if the launcher reads its style, else its hosts in the one form that both launchers read."""
+    """The host file as it is if the launcher reads its style, else its hosts in the form that both launchers read."""
     if any(entry.style not in (None, family) for entry in entries):
         option = "--host" if family == OPEN_MPI else "-hosts"
         command.add(f"{hostfile} is not written in {family}'s style", option, host_list(entries))

@@ -19,6 +19,11 @@ def describe_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 0.1 else f"{seconds * 1000:.3g} ms"
 
 
+def ratio(numerator: float, denominator: float) -> float:
+    """1 for 0 / 0: a profile edited to zero seconds must not break a sentence."""
+    return numerator / denominator if denominator > 0 else 1.0
+
+
 def describe_bytes(count: float) -> str:
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(count) >= size:
@@ -72,7 +77,7 @@ def _single_rank(best: Candidate, space: Space) -> str:
 def _slower(seconds: float, best_s: float) -> str:
     if seconds <= best_s * (1 + ROUNDING):
         return f"as fast ({describe_seconds(seconds)} per step)"
-    return f"{seconds / best_s:.2f}x slower ({describe_seconds(seconds)} per step)"
+    return f"{ratio(seconds, best_s):.2f}x slower ({describe_seconds(seconds)} per step)"
 
 
 def _even_split(best: Candidate) -> str:
@@ -103,7 +108,9 @@ def what_limits(plan: Plan, profile: ClusterProfile) -> str:
     rank = max(sorted(result.busy_s), key=lambda r: result.busy_s[r])
     number, _, stage = next(entry for entry in numbered if rank in entry[2].ranks)
     held = describe_items(stage.first, stage.last, plan.items)
-    busiest = f"stage {number} (rank {rank}: {held}) computes {result.busy_s[rank] / result.step_s:.0%} of the step"
+    busiest = (
+        f"stage {number} (rank {rank}: {held}) computes {ratio(result.busy_s[rank], result.step_s):.0%} of the step"
+    )
     links: dict[tuple[int, int], float] = {}
     for event in result.events:
         if event.action.op in (Op.SEND_F, Op.SEND_B):
@@ -123,7 +130,7 @@ def what_limits(plan: Plan, profile: ClusterProfile) -> str:
 
 def _gap(plan: Plan, found: Optimum) -> str:
     def over(bound_s: float) -> str:
-        return f"{describe_seconds(bound_s)} (+{max(0.0, plan.predicted_step_s / bound_s - 1):.1%})"
+        return f"{describe_seconds(bound_s)} (+{max(0.0, ratio(plan.predicted_step_s, bound_s) - 1):.1%})"
 
     text = f"predicted {describe_seconds(plan.predicted_step_s)}; all ranks always busy: {over(plan.bound_step_s)}"
     if found.exhaustive:

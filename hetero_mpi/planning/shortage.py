@@ -89,7 +89,8 @@ def explain_shortage(space: Space) -> str:
     lines = [
         "the model does not fit in memory on these ranks "
         f"(sequences of {space.request.sequence_length} tokens, {space.profile.model.dtype}). "
-        f"The split that comes closest has {count} stage{'s' if count > 1 else ''} and micro-batches of {instance.micro_batch}:"
+        f"The split that comes closest has {count} stage{'s' if count > 1 else ''} "
+        f"and micro-batches of {instance.micro_batch}:"
     ]
     for i, rank in enumerate(instance.ranks(found.order)):
         depth = min(count - i, instance.micro_batches)
@@ -113,8 +114,8 @@ def explain_shortage(space: Space) -> str:
 
 def _nothing_helps(space: Space) -> str:
     return (
-        "None of these alone makes it fit: the smallest micro-batch, shorter sequences, bf16, no memory reserve, "
-        f"{MORE_RANKS} more ranks like the largest. Use a smaller model, or ranks with more memory."
+        "None of these alone makes it fit: the smallest micro-batch, shorter sequences, bf16 where it is offered, "
+        f"no memory reserve, {MORE_RANKS} more ranks like the largest. Use a smaller model, or ranks with more memory."
     )
 
 

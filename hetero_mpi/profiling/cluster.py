@@ -13,7 +13,7 @@ from hetero_mpi.comm.links import fit_line, measure_links
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.comm.versions import own_versions
 from hetero_mpi.comm.world import World
-from hetero_mpi.device.backend import Backend, host_cores
+from hetero_mpi.device.backend import Backend
 from hetero_mpi.job import ProfileTable, TrainTable
 from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.cost import model_cost
@@ -33,6 +33,8 @@ class Subject:
     sequence_length: int
     micro_batches: tuple[int, ...]
     """Sequences per micro-batch the planner may choose from, increasing."""
+    cores: float
+    """CPU cores this rank can count on."""
     threads: int
     """CPU threads of this rank."""
     memory_bytes: int | None
@@ -133,7 +135,7 @@ def _device_profile(
         copy_latency_s=times.copy_latency_s,
         device_to_host_bytes_per_s=times.device_to_host_bytes_per_s,
         host_to_device_bytes_per_s=times.host_to_device_bytes_per_s,
-        cores=host_cores() / world.local_size,
+        cores=subject.cores,
         forward_overhead_s=times.forward_overhead_s,
         backward_overhead_s=times.backward_overhead_s,
     )

@@ -95,7 +95,8 @@ def plan_lines(plan: Plan, profile: ClusterProfile) -> list[str]:
     lines += table(headers, _stage_rows(plan, profile))
     tokens = " or ".join(dict.fromkeys(f"{one.micro_batch * plan.sequence_length:,}" for one in plan.pipelines))
     lines.append(
-        f"  weights: parameters; compute: forward + backward of {tokens} tokens; warm-up: micro-batches ahead of the first backward"
+        f"  weights: parameters; compute: forward + backward of {tokens} tokens; "
+        "warm-up: micro-batches ahead of the first backward"
     )
     for idle in sorted(plan.idle, key=lambda idle: idle.rank):
         lines += _wrapped(f"  rank {idle.rank} idles: ", idle.reason)

@@ -7,10 +7,14 @@ and runs its own actions. Ranks that the plan leaves idle sleep until the end.
 from __future__ import annotations
 
 import contextlib
+import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from transformers.utils import logging as transformers_logging
 
 import hetero_mpi
 from hetero_mpi.checkpoint import CheckpointReader
@@ -18,7 +22,7 @@ from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.comm.versions import MUST_MATCH, own_versions
 from hetero_mpi.comm.world import CollectiveUserError, World
-from hetero_mpi.device.backend import Backend, host_cores, open_backend, set_threads
+from hetero_mpi.device.backend import Backend, open_backend, own_cores, set_threads
 from hetero_mpi.job import Job, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
 from hetero_mpi.model.chain import Chain, uses_dropout
 from hetero_mpi.model.families import read_config
@@ -67,6 +71,8 @@ class Setting:
     """On rank 0 only."""
     chain: Chain
     backend: Backend
+    cores: float
+    """CPU cores this rank can count on; under 1 ranks share cores."""
     threads: int
 
     @property
@@ -83,6 +89,7 @@ def train(world: World, options: Options) -> int:
     loaded, run_dir = _read_job(world, options)
     with _claimed(world, run_dir):
         setup_logging(run_dir, world.rank, world.size)
+        transformers_logging.disable_progress_bar()  # rank 0 alone talks, and says what it loads
         world.check_versions(own_versions(world.library), MUST_MATCH)
         transport = MpiTransport(world.comm, threaded=loaded.job.cluster.communication_thread)
         with transport:
@@ -118,9 +125,9 @@ def _train_active(
 ) -> None:
     """The part of a run that idle ranks sleep through. ``world`` holds the active ranks."""
     rank = setting.world.rank
-    checkpoint, reader, state = _open_checkpoint(setting, world, options)
-    trainer = _build(setting, world, plan, schedule, resuming=checkpoint is not None)
-    with reader if reader is not None else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        checkpoint, reader, state = _open_checkpoint(setting, world, options, stack)
+        trainer = _build(setting, world, plan, schedule, resuming=checkpoint is not None)
         if checkpoint is not None:
             world.doing = "restoring the checkpoint"
             restore(trainer, reader, state.step)
@@ -170,7 +177,8 @@ def _claimed(world: World, run_dir: Path) -> Iterator[None]:
 def _set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path) -> Setting:
     """Devices, data (rank 0) and the model's shape."""
     job, material = loaded.job, None
-    threads = job.cluster.threads if isinstance(job.cluster.threads, int) else max(1, host_cores() // world.local_size)
+    cores = _share_of_cores(world)
+    threads = job.cluster.threads if isinstance(job.cluster.threads, int) else _threads(cores)
     set_threads(threads)
     with world.together("opening the device"):
         backend = open_backend(job.cluster.device, world.local_rank)
@@ -188,7 +196,20 @@ def _set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path
             f"{job.data.sequence_length} tokens")  # fmt: skip
     parameters = sum(spec.count for spec in chain.parameters.values())
     say(f"model: {chain.config.model_type}, {chain.blocks} blocks, {parameters:,} parameters, {job.train.dtype}")
-    return Setting(world, transport, loaded, run_dir, material, chain, backend, threads)
+    return Setting(world, transport, loaded, run_dir, material, chain, backend, cores, threads)
+
+
+def _share_of_cores(world: World) -> float:
+    """Cores this rank can count on: every core it may run on counts 1 / the ranks of this host that may run on it."""
+    everyone = world.all_gather_json([world.host, own_cores()])
+    users = Counter(core for host, cores in everyone if host == world.host for core in cores)
+    return sum(1 / users[core] for core in own_cores())
+
+
+def _threads(cores: float) -> int:
+    """Threads under "auto": what the user's environment says, else one for each whole core."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return int(wanted) if wanted.isdigit() and int(wanted) > 0 else max(1, int(cores))
 
 
 def _say_ranks(world: World, backend: Backend, threads: int) -> None:
@@ -204,7 +225,7 @@ def _plan(setting: Setting, given: Given) -> tuple[ClusterProfile, Plan, Schedul
         job.train.global_batch, job.train.micro_batch, world.size, uses_dropout(setting.chain.model)
     )
     subject = Subject(
-        setting.chain, job.train, job.data.sequence_length, choices, setting.threads, job.cluster.memory_bytes
+        setting.chain, job.train, job.data.sequence_length, choices, setting.cores, setting.threads, job.cluster.memory_bytes
     )
     profile = obtain_profile(
         world, setting.transport, setting.backend, setting.loaded, subject, setting.run_dir, given, say
@@ -216,7 +237,7 @@ def _plan(setting: Setting, given: Given) -> tuple[ClusterProfile, Plan, Schedul
 
 
 def _open_checkpoint(
-    setting: Setting, world: World, options: Options
+    setting: Setting, world: World, options: Options, stack: contextlib.ExitStack
 ) -> tuple[Path | None, CheckpointReader | None, RunState]:
     """(path, open file on rank 0, where the run stands) of the checkpoint to resume from; nothing when starting anew."""
     if options.resume is None:
@@ -226,7 +247,7 @@ def _open_checkpoint(
         if world.rank == 0:
             path, remarks = find_checkpoint(setting.run_dir, options.resume)
             say(*remarks)
-            reader = CheckpointReader(path)
+            reader = stack.enter_context(CheckpointReader(path))
             check_fits(reader, path, setting.chain, setting.job.train, setting.job.data.sequence_length)
             losses = [float(loss) for loss in reader.metadata["losses"]]
             shared = {"path": str(path), "step": int(reader.metadata["step"]), "losses": losses}

@@ -1,5 +1,5 @@
-"""What every transport must do, as cases for two ranks. Under mpirun this program runs them over MPI, with and without the
-communication thread; the loopback transport runs the same cases between threads of the test process.
+"""What every transport must do, as cases for two ranks. Under mpirun this program runs them over MPI, with and without
+the communication thread; the loopback transport runs the same cases between threads of the test process.
 
     mpirun -np 2 python tests/programs/comm_conformance.py
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -153,10 +154,11 @@ def close_leaves_nothing_pending(make: MakeTransport, rank: int) -> None:
 
 def unsuitable_buffers_are_refused(make: MakeTransport, rank: int) -> None:
     """Only what can be moved without a copy is taken."""
-    read_only = np.zeros(4, np.uint8)
+    read_only: Any = np.zeros(4, np.uint8)
     read_only.flags.writeable = False
+    unsuitable: list[Any] = [np.zeros(4, np.float32), np.zeros((2, 2), np.uint8), np.zeros(8, np.uint8)[::2], read_only]
     with make() as transport:
-        for buffer in (np.zeros(4, np.float32), np.zeros((2, 2), np.uint8), np.zeros(8, np.uint8)[::2], read_only):
+        for buffer in unsuitable:
             try:
                 transport.post_receive(1 - rank, 1, buffer)
             except ValueError:

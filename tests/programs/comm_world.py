@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 import numpy as np
 
@@ -53,12 +55,11 @@ def check_agreement(world: World) -> None:
     with world.together("something easy"):
         assert world.doing == "something easy"
     assert world.doing == "testing"
-    for raise_it in (
-        lambda: world.agree("no disk" if world.rank == last else None),
-        lambda: in_block(world, "no disk" if world.rank == last else None),
-    ):
+    problem = "no disk" if world.rank == last else None
+    ways: tuple[Callable[[str | None], None], ...] = (world.agree, partial(in_block, world))
+    for raise_it in ways:
         try:
-            raise_it()
+            raise_it(problem)
         except CollectiveUserError as error:
             assert "no disk" in str(error) and (world.size == 1 or f"rank {last} on {world.hosts[last]}" in str(error))
             assert error.exit_code == UserError.exit_code

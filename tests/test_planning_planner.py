@@ -1,0 +1,326 @@
+"""The planner against brute force, its invariances, what it says when nothing fits, and hand-written plans."""
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning.bounds import fluid_bound_s, plan_bound_s
+from hetero_mpi.planning.cost import EMBEDDING
+from hetero_mpi.planning.memory import predict_memory
+from hetero_mpi.planning.optimum import space_of
+from hetero_mpi.planning.orders import all_orders
+from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.planner import complete_plan, make_plan
+from hetero_mpi.planning.profile import ClusterProfile, Curve, LayerTimes
+from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.search import Effort, best_classic, deepen, evaluate
+from hetero_mpi.planning.simulator import simulate
+from tests.planning_samples import SEQUENCE, make_device, make_model, make_plan_of, make_profile, random_instance
+
+EQUAL = 1 + 1e-9
+
+
+def brute_force_s(profile: ClusterProfile, request: PlanRequest) -> float:
+    """The least simulated step over all sizes, subsets, orders and cuts at classic warm-up; inf: nothing fits."""
+    items, best = len(profile.model.layers), math.inf
+    for size in request.micro_batch_choices:
+        count = request.global_batch // size
+        for stages in range(1, min(len(profile.devices), items) + 1):
+            for order in itertools.permutations(range(len(profile.devices)), stages):
+                for inner in itertools.combinations(range(1, items), stages - 1):
+                    cuts = (0, *inner, items)
+                    held = tuple(StagePlan((r,), cuts[i], cuts[i + 1], stages - 1 - i) for i, r in enumerate(order))
+                    plan = Plan((PipelinePlan(held, size, count),), request.global_batch, SEQUENCE, items)
+                    memory = predict_memory(plan, profile, request.memory_reserve)
+                    if all(m.peak_bytes <= m.usable_bytes for m in memory):
+                        best = min(best, simulate(plan, profile).step_s)
+    return best
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_classic_search_equals_brute_force_and_the_plan_is_no_slower(block: int) -> None:
+    for seed in range(block * 15, block * 15 + 15):
+        profile, request = random_instance(seed, ranks=1 + seed % 3, items=2 + seed % 5)
+        expected = brute_force_s(profile, request)
+        space = space_of(profile, request)
+        orders = all_orders(space.sizes, space.shortest, space.longest)
+        assert orders is not None
+        found = best_classic(space.outlooks, orders, Effort(10**8))
+        if expected == math.inf:
+            assert found is None
+            with pytest.raises(UserError, match=r"short by \d+ bytes"):
+                make_plan(profile, request)
+            continue
+        assert found is not None
+        assert found.step_s == pytest.approx(expected, rel=1e-9), f"seed {seed}"
+        plan = make_plan(profile, request)
+        assert plan.bound_step_s <= plan.predicted_step_s * EQUAL
+        assert plan.predicted_step_s <= expected * EQUAL
+        assert all(m.peak_bytes <= m.usable_bytes for m in plan.memory)
+        assert complete_plan(plan, profile, request).predicted_step_s == plan.predicted_step_s
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 10**6), ranks=st.integers(1, 4), items=st.integers(2, 7), data=st.data())
+def test_bounds_are_at_or_under_every_simulation(seed: int, ranks: int, items: int, data: st.DataObject) -> None:
+    profile, request = random_instance(seed, ranks, items)
+    stages = data.draw(st.integers(1, min(ranks, items)))
+    order = data.draw(st.permutations(range(ranks)))[:stages]
+    cuts = [0, *sorted(data.draw(st.sets(st.integers(1, items - 1), min_size=stages - 1, max_size=stages - 1))), items]
+    extra = sorted(data.draw(st.lists(st.integers(0, 3), min_size=stages, max_size=stages)), reverse=True)
+    plan = make_plan_of(cuts, order, request.global_batch, [stages - 1 - i + extra[i] for i in range(stages)])
+    step_s = simulate(plan, profile).step_s
+    assert plan_bound_s(plan, profile) <= step_s * EQUAL
+    if all(m.peak_bytes <= m.usable_bytes for m in predict_memory(plan, profile, request.memory_reserve)):
+        assert fluid_bound_s(profile, replace(request, micro_batch_choices=(1,))) <= step_s * EQUAL
+
+
+def test_fluid_bound_by_hand() -> None:
+    """Forward 2.6 s and backward 5.2 s per sequence, four sequences; then with a second rank of half the speed."""
+    request = PlanRequest(4, SEQUENCE, (1,), memory_reserve=0.0)
+    work = 4 * 3 * 2.6
+    assert fluid_bound_s(make_profile((1.0,)), request) == pytest.approx(work)
+    assert fluid_bound_s(make_profile((1.0, 2.0)), request) == pytest.approx(work / 1.5)
+    assert fluid_bound_s(make_profile((1.0, 2.0), memory_bytes=1000), request) == math.inf
+    # A very slow rank must take what the fast one cannot hold: of the embedding (0.3 s for 19,000 bytes), the cheapest.
+    everything = 2 * 19_000 + 2 * 9_400
+    tight = make_profile((1.0, 1000.0), memory_bytes=(everything - 1_900, 10**7))
+    assert fluid_bound_s(tight, request) == pytest.approx(4 * 0.03 * 1000)
+
+
+def described(plan: Plan, profile: ClusterProfile) -> list[tuple[str, int, int, int, int]]:
+    names = [(profile.devices[s.ranks[0]].name, s) for s in plan.pipelines[0].stages]
+    return [(name, s.first, s.last, s.warm_up, plan.pipelines[0].micro_batch) for name, s in names]
+
+
+def renumbered(profile: ClusterProfile, order: list[int]) -> ClusterProfile:
+    """Old rank ``order[i]`` becomes rank i."""
+    new = {old: i for i, old in enumerate(order)}
+    links = [replace(k, source=new[k.source], destination=new[k.destination]) for k in profile.links]
+    random.Random(0).shuffle(links)
+    devices = tuple(replace(profile.devices[old], rank=i) for i, old in enumerate(order))
+    return replace(profile, devices=devices, links=tuple(links))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_how_ranks_are_numbered_changes_nothing(seed: int) -> None:
+    profile, request = random_instance(seed * 7, ranks=4, items=6)
+    order = random.Random(seed).sample(range(4), 4)
+    other = renumbered(profile, order)
+    try:
+        plan = make_plan(profile, request)
+    except UserError:
+        with pytest.raises(UserError):
+            make_plan(other, request)
+        return
+    again = make_plan(other, request)
+    assert described(again, other) == described(plan, profile)
+    assert again.predicted_step_s == plan.predicted_step_s
+    assert [order[s.ranks[0]] for s in again.pipelines[0].stages] == [s.ranks[0] for s in plan.pipelines[0].stages]
+
+
+def test_ties_between_unlike_ranks_are_broken_by_what_they_are() -> None:
+    """Equal speed, unlike memory: either order is as fast."""
+    profile = make_profile((1.0, 1.0), make_model(4), memory_bytes=(10_000_000, 20_000_000))
+    devices = tuple(replace(d, name=name) for d, name in zip(profile.devices, ("small", "large"), strict=True))
+    profile, request = replace(profile, devices=devices), PlanRequest(8, SEQUENCE, (1,))
+    other = renumbered(profile, [1, 0])
+    assert described(make_plan(other, request), other) == described(make_plan(profile, request), profile)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_bound_of_an_order_holds_for_every_cut_and_depth(seed: int) -> None:
+    """Links slow enough to be what limits; whatever the depth, the bound is at or under every split's simulation."""
+    profile, request = random_instance(seed, ranks=3, items=5)
+    slow = tuple(replace(link, latency_s=link.latency_s + seed) for link in profile.links)
+    roomy = tuple(replace(device, memory_bytes=10**9) for device in profile.devices)
+    request = replace(request, micro_batch_choices=(1,))
+    space = space_of(replace(profile, links=slow, devices=roomy), request)
+    outlook = space.outlooks[0]
+    for order in itertools.permutations(range(len(space.classes)), min(3, len(space.classes))):
+        cuts_of = itertools.combinations(range(1, 5), len(order) - 1)
+        splits = [evaluate(outlook.instance, order, (0, *inner, 5), None) for inner in cuts_of]
+        deep = [deepen(split, 0.0, Effort(10**6)) for split in splits]
+        least = min(split.step_s for split in deep)
+        assert outlook.bound_s(order) <= least * EQUAL
+        ideal = evaluate(outlook.instance, order, outlook.best_cuts(order), (99,) * (len(order) - 1) + (0,))
+        assert least <= ideal.step_s * 1.3
+
+
+def test_many_ranks_in_few_classes_are_planned_alike_however_numbered() -> None:
+    profile = make_profile([1, 1, 1, 1, 2, 2, 2, 2, 4, 4, 4, 4], make_model(20), latency_s=0.02, bytes_per_s=1e5)
+    request = PlanRequest(16, SEQUENCE, (1, 2))
+    plan = make_plan(profile, request)
+    other = renumbered(profile, random.Random(3).sample(range(12), 12))
+    assert described(make_plan(other, request), other) == described(plan, profile)
+    alone = 16 * 3 * 20.6
+    assert plan.bound_step_s <= plan.predicted_step_s < 0.3 * alone
+
+
+def test_equal_ranks_get_equal_blocks() -> None:
+    even = replace(make_model(6), layers=tuple(replace(x, boundary_bytes_per_token=0) for x in make_model(6).layers))
+    profile = make_profile((1.0, 1.0, 1.0), even)
+    plan = make_plan(profile, PlanRequest(32, SEQUENCE, (1,)))
+    assert [(s.first, s.last) for s in plan.pipelines[0].stages] == [(0, 3), (3, 5), (5, 8)]
+    assert [s.ranks for s in plan.pipelines[0].stages] == [(0,), (1,), (2,)]
+
+
+def test_a_slow_rank_is_left_out_with_the_price_of_using_it() -> None:
+    profile = make_profile((1.0, 1.0, 40.0))
+    plan = make_plan(profile, PlanRequest(8, SEQUENCE, (1,)))
+    assert [idle.rank for idle in plan.idle] == [2]
+    with_it = make_plan(profile, PlanRequest(8, SEQUENCE, (1,), allow_idle=False))
+    assert with_it.idle == ()
+    slow, fast = with_it.predicted_step_s, plan.predicted_step_s
+    assert plan.idle[0].reason == f"using rank 2 too would take {slow:.3g} s per step instead of {fast:.3g} s"
+
+
+def test_reasons_compare_with_one_rank_and_the_even_split() -> None:
+    profile = make_profile((1.0, 2.0), make_model(7))
+    plan = make_plan(profile, PlanRequest(16, SEQUENCE, (1,)))
+    alone = 16 * 3 * 7.6
+    even = simulate(make_plan_of((0, 4, 9), tuple(s.ranks[0] for s in plan.pipelines[0].stages), 16), profile).step_s
+    text = "\n".join(plan.reasons)
+    assert f"rank 0 alone: {alone / plan.predicted_step_s:.2f}x slower ({alone:.3g} s per step)" in text
+    assert f"equally many items each: {even / plan.predicted_step_s:.2f}x slower" in text
+    assert "limited by compute: stage" in text
+    assert "all ranks always busy" in text
+
+
+def test_more_ranks_than_items_is_no_error() -> None:
+    plan = make_plan(make_profile([1.0] * 6), PlanRequest(64, SEQUENCE, (1,)))
+    assert len(plan.idle) >= 2
+    assert len(plan.idle) + len(plan.pipelines[0].stages) == 6
+    plan = make_plan(make_profile([1.0] * 3, make_model(0)), PlanRequest(64, SEQUENCE, (1,)))
+    assert [idle.reason for idle in plan.idle] == ["2 items of work, 3 ranks"]
+
+
+def test_of_equally_fast_plans_the_one_with_fewer_ranks() -> None:
+    nothing = LayerTimes(Curve((SEQUENCE,), (0.0,)), Curve((SEQUENCE,), (0.0,)))
+    device = make_device(0)
+    device = replace(device, layers={**device.layers, EMBEDDING: nothing})  # embedding | head gains nothing
+    profile = replace(make_profile(model=make_model(0)), devices=(device, replace(device, rank=1)))
+    plan = make_plan(profile, PlanRequest(4, SEQUENCE, (1,)))
+    assert [stage.ranks for stage in plan.pipelines[0].stages] == [(0,)]
+    assert plan.idle[0].reason.startswith("using rank 1 too would not shorten the step")
+
+
+def test_ranks_without_the_dtype_are_not_used() -> None:
+    profile = make_profile((1.0, 1.0))
+    profile = replace(profile, model=replace(profile.model, dtype="bf16"))
+    with pytest.raises(UserError, match="no rank's device offers the job's dtype bf16"):
+        make_plan(profile, PlanRequest(4, SEQUENCE, (1,)))
+    able = replace(profile.devices[1], dtypes=("fp32", "bf16"))
+    plan = make_plan(replace(profile, devices=(profile.devices[0], able)), PlanRequest(4, SEQUENCE, (1,)))
+    assert [stage.ranks for stage in plan.pipelines[0].stages] == [(1,)]
+    assert plan.idle[0].reason == "its device does not offer bf16 (it offers fp32)"
+
+
+def test_slow_links_are_hidden_by_deeper_warm_up_as_far_as_memory_goes() -> None:
+    request = PlanRequest(16, SEQUENCE, (1,), memory_reserve=0.0)
+    profile = make_profile((1.0, 1.0), make_model(8), latency_s=6.0)
+    plan = make_plan(profile, request)
+    depth = plan.pipelines[0].stages[0].warm_up
+    assert depth > 1
+    shallow = make_plan_of(
+        (0, plan.pipelines[0].stages[0].last, 10), [s.ranks[0] for s in plan.pipelines[0].stages], 16
+    )
+    assert plan.predicted_step_s < 0.95 * simulate(shallow, profile).step_s
+    peak = max(m.peak_bytes for m in plan.memory)
+    tight = replace(profile, devices=tuple(replace(d, memory_bytes=peak - 1) for d in profile.devices))
+    less = make_plan(tight, request)
+    assert max(m.peak_bytes for m in less.memory) < peak
+    assert less.predicted_step_s >= plan.predicted_step_s
+
+
+def test_recompute_is_used_only_where_memory_forces_it() -> None:
+    request = PlanRequest(8, SEQUENCE, (1,), recompute_choices=(False, True), memory_reserve=0.0)
+    roomy = make_plan(make_profile((1.0,)), request)
+    assert not roomy.pipelines[0].stages[0].recompute
+    # 4 | 6 items need 63,700 and 70,500 bytes, 5 | 5 need 76,100 and 61,100; recomputing the first five, 61,100 too.
+    short = make_profile((1.0, 1.0), make_model(8), memory_bytes=66_000)
+    with pytest.raises(UserError):
+        make_plan(short, replace(request, recompute_choices=(False,)))
+    plan = make_plan(short, request)
+    assert [(stage.first, stage.last, stage.recompute) for stage in plan.pipelines[0].stages] == [
+        (0, 5, True),
+        (5, 10, False),
+    ]
+    assert [m.peak_bytes for m in plan.memory] == [61_100, 61_100]
+
+
+def test_what_is_short_and_only_what_was_verified_to_help() -> None:
+    profile = make_profile((1.0, 1.0), make_model(4), memory_bytes=(55_000, 54_000))
+    request = PlanRequest(8, SEQUENCE, (4,))
+    with pytest.raises(UserError) as caught:
+        make_plan(profile, request)
+    message = str(caught.value)
+    assert "is short by" in message and "rank " in message
+    remedies = message.partition("each by itself:\n")[2].splitlines()
+    assert any("train.micro_batch = 1" in line for line in remedies)
+    for line in remedies:
+        if "micro_batch" in line:
+            make_plan(profile, replace(request, micro_batch_choices=(int(line.rpartition("= ")[2]),)))
+        if "sequence_length" in line:
+            make_plan(profile, replace(request, sequence_length=int(line.rpartition("= ")[2])))
+    assert not any("bf16" in line for line in remedies), "these devices do not offer bf16"
+
+
+def test_when_no_single_change_helps_it_is_said() -> None:
+    with pytest.raises(UserError, match="None of these alone makes it fit"):
+        make_plan(make_profile((1.0,), memory_bytes=100), PlanRequest(4, SEQUENCE, (1,)))
+
+
+@pytest.mark.parametrize("choices", [(3,), (), (0,)])
+def test_micro_batches_must_divide_the_batch(choices: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match="must divide the global batch"):
+        make_plan(make_profile(), PlanRequest(4, SEQUENCE, choices))
+
+
+def test_a_hand_written_plan_is_completed() -> None:
+    profile, request = make_profile((1.0, 1.0, 1.0)), PlanRequest(4, SEQUENCE, (1,))
+    given_plan = make_plan_of((0, 1, 4), (2, 0), 4)
+    plan = complete_plan(given_plan, profile, request)
+    assert plan.pipelines == given_plan.pipelines
+    assert plan.predicted_step_s == simulate(given_plan, profile).step_s
+    assert plan.bound_step_s == fluid_bound_s(profile, request)
+    assert [m.rank for m in plan.memory] == [0, 2]
+    assert [(idle.rank, idle.reason) for idle in plan.idle] == [(1, "not named in the given plan")]
+
+
+@pytest.mark.parametrize(
+    ("cuts", "ranks", "batches", "expected"),
+    [
+        ((0, 2, 3), (0, 1), 4, "items = 3: the model's chain has 4 items"),
+        ((0, 2, 3), (0, 1), 4, "ends with item 2: the chain's last item is 3"),
+        ((0, 2, 2, 4), (0, 1, 2), 4, "holds items [2, 2): it must begin with item 2 and hold at least one"),
+        ((1, 2, 4), (0, 1), 4, "holds items [1, 2): it must begin with item 0"),
+        ((0, 2, 4), (0, 0), 4, "stage 1 names rank 0 again"),
+        ((0, 2, 4), (0, 7), 4, "stage 1 names rank 7: the profile has ranks 0 to 2"),
+        ((0, 2, 4), (0, 1), 5, "global_batch = 5: the job says 4"),
+    ],
+)
+def test_hand_written_plans_that_do_not_fit_the_job(
+    cuts: tuple[int, ...], ranks: tuple[int, ...], batches: int, expected: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        complete_plan(make_plan_of(cuts, ranks, batches), make_profile((1.0,) * 3), PlanRequest(4, SEQUENCE, (1,)))
+    assert expected in str(caught.value)
+
+
+def test_hand_written_plans_with_a_wrong_batch_depth_or_too_little_memory() -> None:
+    profile, request = make_profile((1.0, 1.0)), PlanRequest(4, SEQUENCE, (1,))
+    plan = make_plan_of((0, 2, 4), (0, 1), 4)
+    with pytest.raises(UserError, match="1 x 3: must be positive and add up to global_batch = 4"):
+        complete_plan(replace(plan, pipelines=(replace(plan.pipelines[0], micro_batches=3),)), profile, request)
+    with pytest.raises(UserError, match="deadlocks"):
+        complete_plan(make_plan_of((0, 2, 4), (0, 1), 4, (0, 2)), profile, request)
+    small = make_profile((1.0, 1.0), memory_bytes=(10_000_000, 1000))
+    with pytest.raises(UserError, match=r"rank 1 needs .* short by \d+ bytes"):
+        complete_plan(plan, small, request)

@@ -1,0 +1,158 @@
+"""N ranks equal one process: the first promise of the program.
+
+One real mpirun per rank count goes through all cases; each is held against a plain transformers loop (training_cases.py).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
+from hetero_mpi.report.metrics import read_metrics
+from tests import training_cases
+from tests.mpi import run_mpi
+from tests.training_cases import FULL, NORMAL, STEPS, Case, Reference
+
+RANKS = (1, 2, 3, 4)
+TOLERANCE = 1e-6
+RESUMED = ("llama-even", "gemma2-tied-ends", "gpt_neox-dropout-reversed")
+"""Cases that are also resumed after step 1, under another plan."""
+
+
+@dataclass
+class Bench:
+    """Files and results that the tests of one session share; every mpirun and every reference runs once."""
+
+    directory: Path
+    cases: tuple[Case, ...]
+    finished: dict[int, Path] = field(default_factory=dict)
+    references: dict[str, Reference] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.text = training_cases.corpus(self.directory)
+        self.tokenizer = training_cases.tokenizer_directory(self.directory, self.text)
+
+    def run(self, ranks: int, case: Case) -> Path:
+        """The run directory of a case on so many ranks."""
+        if ranks not in self.finished:
+            self.finished[ranks] = self._run_all(ranks)
+        return self.finished[ranks] / case.name
+
+    def reference(self, case: Case) -> Reference:
+        if case.name not in self.references:
+            model = training_cases.model_directory(self.directory, case)
+            self.references[case.name] = training_cases.run_reference(case, model, self.tokenizer, self.text)
+        return self.references[case.name]
+
+    def _run_all(self, ranks: int) -> Path:
+        root = self.directory / f"np{ranks}"
+        root.mkdir()
+        entries = []
+        for case in self.cases:
+            model = training_cases.model_directory(self.directory, case)
+            job = root / f"{case.name}.toml"
+            job.write_text(training_cases.job_text(case, model, self.tokenizer, self.text))
+            plan = training_cases.write_plan(root / f"{case.name}.plan.toml", case, ranks)
+            entry = {"job": str(job), "plan": str(plan) if plan else None, "run_dir": str(root / case.name)}
+            entries.append(entry)
+            if case.name in RESUMED:
+                other = "uneven" if case.split != "uneven" else "even"
+                plan = training_cases.write_plan(root / f"{case.name}.other.toml", case, ranks, other)
+                resume = str(checkpoint_path(root / case.name / "checkpoints", 1))
+                entries.append({**entry, "plan": str(plan), "resume": resume, "run_dir": f"{entry['run_dir']}-resumed"})
+        listed = root / "cases.json"
+        listed.write_text(json.dumps(entries))
+        result = run_mpi(ranks, ["tests/programs/train_cases.py", str(listed)], timeout_s=120 + 20 * len(entries))
+        assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+        return root
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("equality"), NORMAL)
+
+
+@pytest.fixture(scope="module")
+def full_bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("equality-full"), FULL)
+
+
+def losses(run: Path) -> list[float]:
+    return [step.loss for step in read_metrics(run / "metrics.jsonl").steps]
+
+
+def tensors(run: Path, step: int) -> dict[tuple[str, str], np.ndarray]:
+    """(kind, name) -> array of everything in the checkpoint after ``step`` steps."""
+    with CheckpointReader(checkpoint_path(run / "checkpoints", step)) as reader:
+        kinds = ("parameters", "moments1", "moments2")
+        return {(kind, name): reader.read(kind, name)[0] for kind in kinds for name in reader.names(kind)}
+
+
+def check_against_reference(bench: Bench, ranks: int, case: Case) -> None:
+    run, reference = bench.run(ranks, case), bench.reference(case)
+    assert len(losses(run)) == STEPS
+    np.testing.assert_allclose(losses(run), reference.losses, rtol=TOLERANCE)
+    after_one = tensors(run, 1)
+    assert {name for kind, name in after_one if kind == "moments1"} == set(reference.first_moments)
+    for name, expected in reference.first_moments.items():
+        difference = torch.from_numpy(after_one["moments1", name]) - expected
+        assert expected.norm() > 0, f"{name} has no gradient: the comparison would be empty"
+        assert difference.norm() / expected.norm() <= TOLERANCE, name
+    evaluation = read_metrics(run / "metrics.jsonl").evaluations[-1].loss
+    assert evaluation == pytest.approx(reference.evaluation_loss, rel=1e-5)
+
+
+def check_same_bits(first: Path, second: Path, step: int) -> None:
+    ours, theirs = tensors(first, step), tensors(second, step)
+    assert ours.keys() == theirs.keys()
+    for key, array in ours.items():
+        assert np.array_equal(array, theirs[key]), key
+
+
+@pytest.mark.parametrize("case", NORMAL, ids=lambda case: case.name)
+@pytest.mark.parametrize("ranks", RANKS, ids=lambda ranks: f"np{ranks}")
+def test_ranks_equal_one_plain_process(bench: Bench, ranks: int, case: Case) -> None:
+    check_against_reference(bench, ranks, case)
+
+
+@pytest.mark.parametrize("case", NORMAL, ids=lambda case: case.name)
+def test_another_split_gives_the_same_bits(bench: Bench, case: Case) -> None:
+    alone = bench.run(1, case)
+    for ranks in RANKS[1:]:
+        assert losses(bench.run(ranks, case)) == losses(alone)
+        check_same_bits(bench.run(ranks, case), alone, STEPS)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("ranks", RANKS, ids=lambda ranks: f"np{ranks}")
+def test_resuming_under_another_plan_gives_the_same_bits(bench: Bench, ranks: int, name: str) -> None:
+    case = next(case for case in NORMAL if case.name == name)
+    straight = bench.run(ranks, case)
+    resumed = straight.with_name(f"{name}-resumed")
+    assert losses(resumed) == losses(straight)[1:]
+    check_same_bits(resumed, straight, STEPS)
+
+
+@pytest.mark.parametrize("case", NORMAL, ids=lambda case: case.name)
+def test_the_model_directory_loads_in_a_plain_process(bench: Bench, case: Case) -> None:
+    run = bench.run(3, case)
+    model = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
+    saved = {name: array for (kind, name), array in tensors(run, STEPS).items() if kind == "parameters"}
+    for name, parameter in model.named_parameters():
+        assert np.array_equal(parameter.detach().numpy(), saved[name]), name
+    assert (run / "model" / "tokenizer.json").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", FULL, ids=lambda case: case.name)
+@pytest.mark.parametrize("ranks", RANKS, ids=lambda ranks: f"np{ranks}")
+def test_full_product(full_bench: Bench, ranks: int, case: Case) -> None:
+    check_against_reference(full_bench, ranks, case)
+    assert losses(full_bench.run(ranks, case)) == losses(full_bench.run(1, case))

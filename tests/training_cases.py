@@ -1,0 +1,262 @@
+"""The cases of the equality tests, and the plain transformers loop they are held against.
+
+The reference knows nothing of stages, transports or our optimizer: one process, ``AutoModelForCausalLM``, torch's AdamW,
+transformers' scheduler. It takes from us only the batches and, for dropout, the seeds.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
+
+from hetero_mpi.data.sequences import Dataset, build_sequences
+from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer, train_bpe
+from hetero_mpi.model.stage import MicroBatch, dropout_seed
+from hetero_mpi.planning.files import save_plan
+from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+
+STEPS, GLOBAL_BATCH, SEQUENCE, BLOCKS, SEED = 3, 8, 24, 4, 7
+ITEMS = BLOCKS + 2
+CLIP_NORM = 0.5
+TRAIN = {
+    "steps": STEPS,
+    "global_batch": GLOBAL_BATCH,
+    "seed": SEED,
+    "learning_rate": 3e-3,
+    "schedule": "cosine",
+    "warmup_steps": 1,
+    "weight_decay": 0.1,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "epsilon": 1e-8,
+    "clip_norm": CLIP_NORM,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train: a model, how its data is cut, and how it is split."""
+
+    name: str
+    family: str
+    tied: bool
+    dropout: float
+    packing: bool
+    """False: one document per sequence, so the targets of the sequences are of very unequal length."""
+    micro_batch: int
+    split: str
+    """``even``, ``uneven``, ``ends`` (embedding and head alone), ``reversed`` (rank 0 last) or ``planner``."""
+    reference_micro_batch: int = 0
+    """Micro-batch of the reference where it is to differ; 0: the same."""
+
+    @property
+    def config(self) -> dict[str, object]:
+        keys = {
+            "model_type": self.family,
+            "vocab_size": 320,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": BLOCKS,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": self.tied,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "pad_token_id": 0,
+            "initializer_range": 0.2,  # large enough that every gradient is far from rounding noise
+        }
+        if self.family == "gpt_neox":
+            keys |= {"hidden_dropout": self.dropout, "attention_dropout": self.dropout}
+        elif self.dropout:
+            keys["attention_dropout"] = self.dropout
+        return keys
+
+
+NORMAL = (
+    Case("llama-even", "llama", False, 0.0, True, 2, "even"),
+    Case("qwen3-tied-unequal", "qwen3", True, 0.0, False, 1, "uneven"),
+    Case("gemma2-tied-ends", "gemma2", True, 0.0, True, 4, "ends"),
+    Case("gpt_neox-dropout-reversed", "gpt_neox", False, 0.1, False, 2, "reversed"),
+    Case("phi3-planner", "phi3", False, 0.0, False, 2, "planner"),
+    Case("llama-tied-dropout", "llama", True, 0.1, True, 2, "reversed"),
+    Case("llama-other-micro-batch", "llama", False, 0.0, False, 1, "uneven", reference_micro_batch=8),
+)
+"""Pairwise: every value of every field meets most values of the others."""
+
+FULL = tuple(
+    Case(f"{family}-{tied}-{dropout}-{packing}-{micro_batch}-{split}", family, tied, dropout, packing, micro_batch, split)
+    for family in ("llama", "qwen3", "gemma2", "gpt_neox", "phi3")
+    for tied in (False, True)
+    for dropout in (0.0, 0.1)
+    for packing in (False, True)
+    for micro_batch in (1, 4)
+    for split in ("even", "uneven", "ends", "reversed")
+)
+
+
+def cuts(split: str, ranks: int) -> list[int]:
+    """Boundaries of the stages along the chain of ``ITEMS`` items."""
+    if ranks == 1:
+        return [0, ITEMS]
+    if split in ("even", "reversed"):
+        return [round(i * ITEMS / ranks) for i in range(ranks + 1)]
+    if split == "uneven":
+        return {2: [0, 5, 6], 3: [0, 1, 4, 6], 4: [0, 1, 2, 5, 6]}[ranks]
+    return {2: [0, 1, 6], 3: [0, 1, 5, 6], 4: [0, 1, 3, 5, 6]}[ranks]
+
+
+def write_plan(path: Path, case: Case, ranks: int, split: str | None = None) -> Path | None:
+    """The case's hand-written plan for so many ranks; None where the planner decides."""
+    split = split or case.split
+    if split == "planner":
+        return None
+    order = list(range(ranks))[:: -1 if split == "reversed" else 1]
+    edges = cuts(split, ranks)
+    micro_batches = GLOBAL_BATCH // case.micro_batch
+    stages = tuple(
+        StagePlan((order[i],), edges[i], edges[i + 1], min(ranks - 1 - i, micro_batches)) for i in range(ranks)
+    )
+    pipeline = PipelinePlan(stages, case.micro_batch, micro_batches)
+    save_plan(Plan((pipeline,), GLOBAL_BATCH, SEQUENCE, ITEMS), path)
+    return path
+
+
+def corpus(directory: Path) -> Path:
+    """A file of documents, one per line, from 3 to 40 words long."""
+    rng = random.Random(1)
+    words = ["".join(rng.choice("abcdefgh") for _ in range(rng.randint(2, 7))) for _ in range(80)]
+    lines = [" ".join(rng.choice(words) for _ in range(rng.choice((3, 5, 12, 40)))) for _ in range(60)]
+    path = directory / "corpus.txt"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def tokenizer_directory(directory: Path, text: Path) -> Path:
+    """A small tokenizer trained on the corpus."""
+    target = directory / "tokenizer"
+    save_tokenizer(train_bpe(text.read_text().splitlines(), 320), target)
+    return target
+
+
+def model_directory(directory: Path, case: Case) -> Path:
+    """Random start weights of the case's model, as transformers writes them."""
+    target = directory / f"{case.name}-start"
+    if not target.exists():
+        torch.manual_seed(3)
+        keys = dict(case.config)
+        config = AutoConfig.for_model(keys.pop("model_type"), **keys)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(target)
+    return target
+
+
+def job_text(case: Case, model: Path, tokenizer: Path, text: Path) -> str:
+    """The case as a job file."""
+    train = "\n".join(f"{key} = {value!r}".replace("'", '"') for key, value in TRAIN.items())
+    return f"""
+[model]
+path = "{model}"
+[tokenizer]
+path = "{tokenizer}"
+[data]
+text = ["{text}"]
+documents = "line"
+packing = {str(case.packing).lower()}
+sequence_length = {SEQUENCE}
+held_out = 0.1
+[train]
+micro_batch = {case.micro_batch}
+{train}
+[checkpoint]
+every = 1
+keep = 100
+[cluster]
+threads = 1  # bits may depend on the number of threads
+[profile]
+repeats = 1
+largest_message_bytes = 65536
+"""
+
+
+@dataclass
+class Reference:
+    """What the plain loop computed."""
+
+    losses: list[float]
+    first_moments: dict[str, torch.Tensor]
+    """AdamW's first moment after step 1: the clipped gradient times (1 - beta1)."""
+    evaluation_loss: float
+    parameters: dict[str, torch.Tensor]
+
+
+def dataset_of(case: Case, tokenizer: Path, text: Path) -> Dataset:
+    """The sequences that our program trains on."""
+    documents = [line for line in text.read_text().split("\n") if line.strip()]
+    return build_sequences(documents, load_tokenizer(tokenizer), SEQUENCE, case.packing, 0.1, SEED)
+
+
+def run_reference(case: Case, model_path: Path, tokenizer: Path, text: Path) -> Reference:
+    """Train the case in this process."""
+    torch.set_num_threads(1)
+    dataset = dataset_of(case, tokenizer, text)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    model.train()
+    position: dict[str, MicroBatch] = {}
+    if case.dropout:
+        _seed_before_items(model, position)
+    decay = [p for p in model.parameters() if p.ndim >= 2]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": TRAIN["weight_decay"]}, {"params": rest, "weight_decay": 0.0}],
+        lr=TRAIN["learning_rate"],
+        betas=(TRAIN["beta1"], TRAIN["beta2"]),
+        eps=TRAIN["epsilon"],
+    )
+    scheduler = get_scheduler("cosine", optimizer, TRAIN["warmup_steps"], STEPS)
+    rows = case.reference_micro_batch or case.micro_batch
+    losses, first_moments = [], {}
+    for step in range(STEPS):
+        batch = dataset.batch(step, GLOBAL_BATCH)
+        optimizer.zero_grad()
+        total = 0.0
+        for first in range(0, GLOBAL_BATCH, rows):
+            position["now"] = MicroBatch(0, step, first, batch.target_tokens)
+            tokens, targets = batch.tokens[first : first + rows], batch.targets[first : first + rows]
+            loss = _summed_loss(model, tokens, targets) / batch.target_tokens
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        scheduler.step()
+        losses.append(total)
+        if step == 0:
+            first_moments = {n: optimizer.state[p]["exp_avg"].clone() for n, p in model.named_parameters()}
+    model.eval()
+    held_out = next(dataset.held_out_batches(10_000, 64))
+    with torch.no_grad():
+        evaluation = _summed_loss(model, held_out.tokens, held_out.targets).item() / held_out.target_tokens
+    parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return Reference(losses, first_moments, evaluation, parameters)
+
+
+def _summed_loss(model: torch.nn.Module, tokens: np.ndarray, targets: np.ndarray) -> torch.Tensor:
+    logits = model(input_ids=torch.from_numpy(tokens).long(), use_cache=False).logits.float()
+    return F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(targets).long().flatten(), reduction="sum")
+
+
+def _seed_before_items(model: torch.nn.Module, position: dict[str, MicroBatch]) -> None:
+    embedding = model.get_input_embeddings()
+    base = model.base_model
+    for item, module in enumerate([embedding, *base.layers]):
+
+        def seed(module: torch.nn.Module, arguments: object, item: int = item) -> None:
+            torch.manual_seed(dropout_seed(SEED, position["now"], item))
+
+        module.register_forward_pre_hook(seed)
