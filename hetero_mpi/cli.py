@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(namespace: argparse.Namespace) -> int:
     from hetero_mpi.comm.world import World, run_guarded
+
+    # bitsandbytes (through peft) warns of an optional kernel package that we never call.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
     def command(world: World) -> int:
         world.doing = "importing torch and transformers"

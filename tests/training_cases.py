@@ -92,7 +92,9 @@ NORMAL = (
 """Pairwise: every value of every field meets most values of the others."""
 
 FULL = tuple(
-    Case(f"{family}-{tied}-{dropout}-{packing}-{micro_batch}-{split}", family, tied, dropout, packing, micro_batch, split)
+    Case(
+        f"{family}-{tied}-{dropout}-{packing}-{micro_batch}-{split}", family, tied, dropout, packing, micro_batch, split
+    )
     for family in ("llama", "qwen3", "gemma2", "gpt_neox", "phi3")
     for tied in (False, True)
     for dropout in (0.0, 0.1)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
 
 from hetero_mpi.device.backend import DTYPES, Backend
 from hetero_mpi.model.chain import Chain, build_on_meta, uses_dropout

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -103,7 +104,12 @@ class FileStart:
         return keys
 
 
-Start = SeededStart | FileStart
+class Start(Protocol):
+    """Where start weights come from."""
+
+    def fill(self, chain: Chain, model: PreTrainedModel, item: int) -> None:
+        """Give the meta parameters of ``item`` in ``model`` their values, fp32 in host memory."""
+        ...
 
 
 def materialize(module: nn.Module) -> None:

@@ -225,7 +225,13 @@ def _plan(setting: Setting, given: Given) -> tuple[ClusterProfile, Plan, Schedul
         job.train.global_batch, job.train.micro_batch, world.size, uses_dropout(setting.chain.model)
     )
     subject = Subject(
-        setting.chain, job.train, job.data.sequence_length, choices, setting.cores, setting.threads, job.cluster.memory_bytes
+        setting.chain,
+        job.train,
+        job.data.sequence_length,
+        choices,
+        setting.cores,
+        setting.threads,
+        job.cluster.memory_bytes,
     )
     profile = obtain_profile(
         world, setting.transport, setting.backend, setting.loaded, subject, setting.run_dir, given, say

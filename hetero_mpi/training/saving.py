@@ -165,7 +165,8 @@ def _state_of(trainer: Trainer):  # type: ignore[no-untyped-def]
 
 
 def _by_item(chain: Chain, coming: Iterator[tuple[Parcel, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    item, state = 0, {}
+    item = 0
+    state: dict[str, torch.Tensor] = {}
     for parcel, tensor in coming:
         if chain.parameters[parcel.name].item != item:
             yield state
