@@ -311,9 +311,6 @@ def _contradictions(known: _Known, name: str) -> list[tuple[tuple[str, str], str
         divisors = [size for size in range(1, batch + 1) if batch % size == 0 and size <= 1024]
         rule = f"must divide train.global_batch = {batch}: {', '.join(map(str, divisors))}"
         found.append((("train", "micro_batch"), rule))
-    warmup, steps = known("train", "warmup_steps"), known("train", "steps")
-    if warmup is not None and steps is not None and warmup > steps:
-        found.append((("train", "warmup_steps"), f"must be at most train.steps = {steps}"))
     run_dir = known("output", "run_dir")
     if run_dir is not None and (problem := _run_dir_problem(run_dir, name)):
         found.append((("output", "run_dir"), problem))

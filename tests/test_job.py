@@ -103,7 +103,6 @@ dtype = "bf16"
 [train]
 stpes = 5
 micro_batch = "some"
-warmup_steps = 200
 learning_rate = nan
 beta1 = 1.0
 data = 1
@@ -130,7 +129,6 @@ lerning_rate = 3
         'such as "llama"',
         "small.toml: [tokenizer] path: a tokenizer is needed: set it, or tokenizer.train_vocab_size "
         "(only model.path brings its own)",
-        "small.toml: [train] warmup_steps = 200: must be at most train.steps = 100",
     ]
 
 

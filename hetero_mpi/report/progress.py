@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +15,22 @@ from hetero_mpi.report import units
 
 LINE_EVERY_S = 5.0
 LINES_PER_RUN = 10
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Does a person watch this stream?
+
+    Open MPI gives every rank a pseudo-terminal, also when its own output goes to a file; then the launcher's stdout, which
+    is this process's parent's, tells. Where that cannot be seen the answer is no: plain lines are right everywhere.
+    """
+    if not stream.isatty():
+        return False
+    if not any(name.startswith(("OMPI_", "PMIX_", "PMI_")) for name in os.environ):
+        return True
+    try:
+        return os.readlink(f"/proc/{os.getppid()}/fd/1").startswith(("/dev/pts/", "/dev/tty"))
+    except OSError:
+        return False
 
 
 class Progress:
@@ -39,7 +56,7 @@ class Progress:
         self._shown_s = self._started_s
         self._shown_step = first_step
         self._bar: tqdm[None] | None = None
-        if self._stream.isatty():
+        if is_terminal(self._stream):
             self._bar = tqdm(
                 total=total_steps, initial=first_step, file=self._stream, unit="step", dynamic_ncols=True, leave=True
             )
