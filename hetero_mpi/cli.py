@@ -17,7 +17,7 @@ from hetero_mpi.errors import UserError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
-    namespace = _parser().parse_args(arguments)
+    namespace = parser().parse_args(arguments)
     try:
         return int(namespace.run(namespace))
     except UserError as error:
@@ -62,14 +62,14 @@ def _reference(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     from hetero_mpi.launch import command
 
-    parser = argparse.ArgumentParser(
+    top = argparse.ArgumentParser(
         prog="hetero-mpi", description="Train language models over whatever mixed machines you have, in one MPI job."
     )
-    parser.add_argument("--version", action="version", version=f"hetero_mpi {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    top.add_argument("--version", action="version", version=f"hetero_mpi {__version__}")
+    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train a model: mpirun -np 3 python -m hetero_mpi train job.toml")
     train.add_argument("job", type=Path, metavar="JOB", help="job file (TOML); jobs/reference.toml documents every key")
@@ -95,4 +95,4 @@ def _parser() -> argparse.ArgumentParser:
 
     reference = commands.add_parser("reference", help="print a job file that documents every key")
     reference.set_defaults(run=_reference)
-    return parser
+    return top

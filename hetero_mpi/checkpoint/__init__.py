@@ -1,6 +1,6 @@
 """Checkpoints: one self-describing HDF5 file per step, keyed by Hugging Face parameter names (docs/checkpoint.md)."""
 
-from hetero_mpi.checkpoint.directory import checkpoint_path, newest_good, prune
+from hetero_mpi.checkpoint.directory import checkpoint_path, newest_good, prune, set_aside
 from hetero_mpi.checkpoint.errors import CheckpointError
 from hetero_mpi.checkpoint.reader import CheckpointReader, verify
 from hetero_mpi.checkpoint.writer import CheckpointWriter
@@ -12,5 +12,6 @@ __all__ = [
     "checkpoint_path",
     "newest_good",
     "prune",
+    "set_aside",
     "verify",
 ]

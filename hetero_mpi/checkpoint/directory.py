@@ -46,8 +46,31 @@ def prune(directory: str | os.PathLike[str], keep: int) -> list[Path]:
     return removed
 
 
+def set_aside(directory: str | os.PathLike[str], step: int) -> Path | None:
+    """Move checkpoints of later steps than ``step`` out of the way; return the directory they are in now, if any.
+
+    They belong to a run that this one does not continue, and would count as its newest.
+    """
+    directory = Path(directory)
+    later = [path for path in _newest_first(directory) if _step_of(path) > step]
+    if not later:
+        return None
+    number = 1
+    while (target := directory.with_name(f"{directory.name}-set-aside-{number}")).exists():
+        number += 1
+    target.mkdir()
+    for path in later:
+        path.rename(target / path.name)
+    return target
+
+
 def _newest_first(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
-    steps = {path: int(match[1]) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))}
-    return sorted(steps, key=lambda path: steps[path], reverse=True)
+    return sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name)), key=_step_of, reverse=True)
+
+
+def _step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None, path
+    return int(match[1])

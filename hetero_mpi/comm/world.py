@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,13 @@ class CollectiveUserError(UserError):
 
 
 @dataclass
+class Activity:
+    """What a rank is doing; the worlds a rank belongs to share it, as it does one thing at a time."""
+
+    text: str = "starting"
+
+
+@dataclass
 class World:
     """All ranks of the job (``MPI.COMM_WORLD``). Its methods are collective: every rank calls them in the same order,
     from its main thread, while no transport has requests in flight.
@@ -68,8 +75,18 @@ class World:
     """For example ``Open MPI 5.0.11``."""
     thread_level: str
     """``multiple``, ``serialized``, ``funneled`` or ``single``."""
-    doing: str = "starting"
-    """What this rank is doing, for the message should it fail: ``world.doing = "loading weights"``."""
+    activity: Activity = field(default_factory=Activity)
+    numbers: tuple[int, ...] = ()
+    """Each rank's number in the whole job, by which messages name it; empty: its own."""
+
+    @property
+    def doing(self) -> str:
+        """What this rank is doing, for the message should it fail: ``world.doing = "loading weights"``."""
+        return self.activity.text
+
+    @doing.setter
+    def doing(self, text: str) -> None:
+        self.activity.text = text
 
     @classmethod
     def join(cls) -> World:
@@ -188,7 +205,7 @@ class World:
 
         :raises CollectiveUserError: each distinct problem once, with the ranks and hosts that have it.
         """
-        text = describe_problems(self.all_gather_json(problem), self.hosts)
+        text = describe_problems(self.all_gather_json(problem), self.hosts, self.numbers)
         if text is not None:
             raise CollectiveUserError(text)
 
@@ -208,7 +225,8 @@ class World:
         except UserError as error:
             problem = error
         outcomes = self.all_gather_json([str(problem), problem.exit_code] if problem else None)
-        text = describe_problems([outcome[0] if outcome else None for outcome in outcomes], self.hosts)
+        problems = [outcome[0] if outcome else None for outcome in outcomes]
+        text = describe_problems(problems, self.hosts, self.numbers)
         if text is not None:
             raise CollectiveUserError(text, next(outcome[1] for outcome in outcomes if outcome)) from problem
         self.doing = before
@@ -216,7 +234,7 @@ class World:
     def subset(self, ranks: Sequence[int]) -> World | None:
         """A world of only these ranks (increasing), numbered anew, for collectives among them; None on other ranks.
 
-        Collective over all ranks of this world.
+        Its messages still call the ranks by their numbers in the whole job. Collective over all ranks of this world.
         """
         from mpi4py import MPI
 
@@ -225,7 +243,17 @@ class World:
         if not member:
             return None
         hosts = tuple(self.hosts[rank] for rank in ranks)
-        return replace(self, comm=comm, rank=comm.Get_rank(), size=comm.Get_size(), hosts=hosts)
+        neighbours = [rank for rank in ranks if self.hosts[rank] == self.host]
+        return replace(
+            self,
+            comm=comm,
+            rank=comm.Get_rank(),
+            size=comm.Get_size(),
+            hosts=hosts,
+            numbers=tuple(self.numbers[rank] if self.numbers else rank for rank in ranks),
+            local_rank=neighbours.index(self.rank),
+            local_size=len(neighbours),
+        )
 
     def release(self, ranks: Sequence[int], problem: CollectiveUserError | None) -> None:
         """Wake ``ranks`` from ``sleep_until_released``, with the error that the others end with.
@@ -302,10 +330,11 @@ def run_guarded(main: Callable[[World], int]) -> int:
     return code
 
 
-def describe_problems(problems: Sequence[str | None], hosts: Sequence[str]) -> str | None:
+def describe_problems(problems: Sequence[str | None], hosts: Sequence[str], numbers: Sequence[int] = ()) -> str | None:
     """One text for what the ranks report (``None``: nothing).
 
-    A problem that all share stands alone, others are ascribed to their ranks and hosts.
+    A problem that all share stands alone, others are ascribed to their ranks and hosts. ``numbers``: what the ranks are
+    called, where not by their positions.
     """
     distinct = list(dict.fromkeys(problem for problem in problems if problem is not None))
     if not distinct:
@@ -314,7 +343,11 @@ def describe_problems(problems: Sequence[str | None], hosts: Sequence[str]) -> s
         return distinct[0]
     lines = []
     for text in distinct:
-        places = [f"{rank} on {hosts[rank]}" for rank, problem in enumerate(problems) if problem == text]
+        places = [
+            f"{numbers[rank] if numbers else rank} on {hosts[rank]}"
+            for rank, problem in enumerate(problems)
+            if problem == text
+        ]
         lines.append(f"rank{'s' if len(places) > 1 else ''} {', '.join(places)}: {text}")
     return "\n".join(lines)
 

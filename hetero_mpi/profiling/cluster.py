@@ -21,6 +21,8 @@ from hetero_mpi.planning.codec import decode, encode
 from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LinkProfile
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
 
+MEMORY_GIVEN = "given as [cluster] memory_bytes"
+"""Why a device may use so much memory, when the job says so."""
 _SMALLEST_MESSAGE = 1024
 
 
@@ -50,7 +52,7 @@ def sampled_micro_batches(choices: Sequence[int]) -> tuple[int, ...]:
 
 
 def profile_key(world: World, backend: Backend, subject: Subject) -> str:
-    """Equal keys mean equal devices, model shape, dtype, sequence length, micro-batches and versions. Collective."""
+    """Equal keys mean equal devices, model shape, dtype, sequence length, micro-batches, given memory and versions. Collective."""
     devices = world.all_gather_json([world.host, backend.name, backend.description(), subject.threads])
     model = {name: list(spec.shape) for name, spec in subject.chain.parameters.items()}
     content = [
@@ -59,6 +61,7 @@ def profile_key(world: World, backend: Backend, subject: Subject) -> str:
         subject.train.dtype,
         subject.sequence_length,
         subject.micro_batches,
+        subject.memory_bytes,
         own_versions(world.library),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
@@ -120,7 +123,7 @@ def _device_profile(
     world: World, backend: Backend, subject: Subject, times: DeviceTimes, usable_bytes: int, reason: str
 ) -> DeviceProfile:
     if subject.memory_bytes is not None:
-        usable_bytes, reason = subject.memory_bytes, "given as [cluster] memory_bytes"
+        usable_bytes, reason = subject.memory_bytes, MEMORY_GIVEN
     return DeviceProfile(
         rank=world.rank,
         host=world.host,

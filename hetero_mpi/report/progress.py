@@ -25,7 +25,7 @@ def is_terminal(stream: TextIO) -> bool:
     """
     if not stream.isatty():
         return False
-    if not any(name.startswith(("OMPI_", "PMIX_", "PMI_")) for name in os.environ):
+    if not any(name in os.environ for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")):
         return True
     try:
         return os.readlink(f"/proc/{os.getppid()}/fd/1").startswith(("/dev/pts/", "/dev/tty"))

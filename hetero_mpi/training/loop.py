@@ -66,6 +66,8 @@ class Loop:
         self.directory, self.metadata, self.state = directory, metadata, state
         self.schedule = LearningRate(job.train)
         self.result = LoopResult(last_checkpoint=resumed_from)
+        self._good_checkpoint: Path | None = None
+        """The newest checkpoint whose weights have since given a finite step."""
         self._held_out = self._broadcast_held_out()
 
     def run(self, metrics: MetricsWriter | None, display: Progress | None) -> LoopResult:
@@ -121,19 +123,28 @@ class Loop:
         self.state.step = step + 1
         self.state.losses.append(verdict.loss)
         if verdict.finite:
+            self.state.updates += 1
+            self._good_checkpoint = self.result.last_checkpoint
             return
         self.result.skipped += 1
-        checkpoint = self.result.last_checkpoint
-        remedy = (
-            f"the last good checkpoint is {checkpoint}: lower [train] learning_rate or look at the data, then --resume {checkpoint}"
-            if checkpoint is not None
-            else "there is no checkpoint yet: lower [train] learning_rate, add warmup_steps, or look at the data"
-        )
         if not math.isfinite(verdict.loss):
-            self.world.agree(f"step {step + 1}: the loss is {verdict.loss}; {remedy}")
+            self.world.agree(f"step {step + 1}: the loss is {verdict.loss}; {self._remedy()}")
         if in_a_row == _SKIPS_IN_A_ROW:
-            self.world.agree(f"step {step + 1}: gradients were not finite in {in_a_row} steps in a row; {remedy}")
+            self.world.agree(
+                f"step {step + 1}: gradients were not finite in {in_a_row} steps in a row; {self._remedy()}"
+            )
         say(f"step {step + 1}: gradients are not finite (norm {verdict.grad_norm}); the step is skipped on every rank")
+
+    def _remedy(self) -> str:
+        """What to do about a run that has lost its way. Collective: only rank 0 sees whether a checkpoint is still there."""
+        good = self._good_checkpoint
+        checkpoint = self.world.broadcast_json(str(good) if good is not None and good.exists() else None)
+        if checkpoint is None:
+            return "there is no good checkpoint: lower [train] learning_rate, add warmup_steps, or look at the data"
+        return (
+            f"the last good checkpoint is {checkpoint}: lower [train] learning_rate or look at the data, "
+            f"then --resume {checkpoint}"
+        )
 
     def _evaluate(self, metrics: MetricsWriter | None) -> None:
         self.world.doing = "evaluating"

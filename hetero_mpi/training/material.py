@@ -37,6 +37,7 @@ def prepare(loaded: LoadedJob) -> Material:
     """
     job = loaded.job
     config = _model_keys(loaded)
+    _check_model(loaded, config)
     corpus = read_documents(loaded.text_patterns(), job.data.documents, job.data.max_bytes)
     notes: list[str] = []
     if job.tokenizer.train_vocab_size is not None:
@@ -47,14 +48,7 @@ def prepare(loaded: LoadedJob) -> Material:
         tokenizer = load_tokenizer(loaded.resolve(job.tokenizer.path or str(job.model.path)))
     if job.model.path is None:
         notes.extend(_complete(config, tokenizer))
-    model = read_config(config)
-    check_vocabulary(tokenizer, model.vocab_size)
-    positions = getattr(model, "max_position_embeddings", None)
-    if positions is not None and job.data.sequence_length > positions:
-        raise UserError(
-            f"{loaded.path}: [data] sequence_length = {job.data.sequence_length}: the model has positions for {positions} "
-            f"tokens (max_position_embeddings); shorten the sequences"
-        )
+    check_vocabulary(tokenizer, read_config(config).vocab_size)
     dataset = build_sequences(
         corpus, tokenizer, job.data.sequence_length, job.data.packing, job.data.held_out, job.train.seed
     )
@@ -74,6 +68,17 @@ def _model_keys(loaded: LoadedJob) -> dict[str, Any]:
         return dict(model.config)
     assert model.config is not None
     return read_config(loaded.resolve(model.config)).to_dict()
+
+
+def _check_model(loaded: LoadedJob, config: dict[str, Any]) -> None:
+    """Refuse what cannot be trained before a long corpus is read."""
+    positions = getattr(read_config(config), "max_position_embeddings", None)
+    length = loaded.job.data.sequence_length
+    if positions is not None and length > positions:
+        raise UserError(
+            f"{loaded.path}: [data] sequence_length = {length}: the model has positions for {positions} tokens "
+            f"(max_position_embeddings); shorten the sequences"
+        )
 
 
 def _complete(config: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[str]:

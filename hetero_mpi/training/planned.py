@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hetero_mpi.comm.transport import Transport
@@ -27,7 +27,7 @@ from hetero_mpi.planning.planner import complete_plan, make_plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Schedule, one_f_one_b
-from hetero_mpi.profiling.cluster import Subject, profile_cluster, profile_key
+from hetero_mpi.profiling.cluster import MEMORY_GIVEN, Subject, profile_cluster, profile_key
 
 _LARGEST_AUTO = 16
 """Sequences per micro-batch that "auto" goes up to."""
@@ -141,7 +141,15 @@ def _read(
             f"{subject.train.dtype} and {subject.sequence_length}: leave the profile out to measure"
         )
     say(f"Profile: {path} ({profile.source}, {profile.date}; not measured on exactly these ranks, used as you asked)")
-    return profile
+    return profile if subject.memory_bytes is None else _with_memory(profile, subject.memory_bytes)
+
+
+def _with_memory(profile: ClusterProfile, usable_bytes: int) -> ClusterProfile:
+    """The job's ``[cluster] memory_bytes`` holds whatever the profile says."""
+    devices = tuple(
+        replace(device, memory_bytes=usable_bytes, memory_reason=MEMORY_GIVEN) for device in profile.devices
+    )
+    return replace(profile, devices=devices)
 
 
 def request_of(loaded: LoadedJob, choices: tuple[int, ...]) -> PlanRequest:

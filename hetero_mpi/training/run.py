@@ -17,12 +17,13 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 import hetero_mpi
-from hetero_mpi.checkpoint import CheckpointReader
+from hetero_mpi.checkpoint import CheckpointReader, set_aside
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.comm.versions import MUST_MATCH, own_versions
 from hetero_mpi.comm.world import CollectiveUserError, World
 from hetero_mpi.device.backend import Backend, open_backend, own_cores, set_threads
+from hetero_mpi.errors import UserError
 from hetero_mpi.job import Job, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
 from hetero_mpi.model.chain import Chain, uses_dropout
 from hetero_mpi.model.families import read_config
@@ -130,7 +131,7 @@ def _train_active(
         trainer = _build(setting, world, plan, schedule, resuming=checkpoint is not None)
         if checkpoint is not None:
             world.doing = "restoring the checkpoint"
-            restore(trainer, reader, state.step)
+            restore(trainer, reader, state.updates)
     metadata = _metadata(setting, plan, profile) if rank == 0 else {}
     dataset = setting.material.dataset if setting.material is not None else None
     loop = Loop(trainer, setting.job, plan, dataset, setting.run_dir / "checkpoints", metadata, state, checkpoint)
@@ -246,8 +247,11 @@ def _open_checkpoint(
     setting: Setting, world: World, options: Options, stack: contextlib.ExitStack
 ) -> tuple[Path | None, CheckpointReader | None, RunState]:
     """(path, open file on rank 0, where the run stands) of the checkpoint to resume from; nothing when starting anew."""
+    checkpoints = setting.run_dir / "checkpoints"
     if options.resume is None:
-        return None, None, RunState(0, [])
+        if world.rank == 0:
+            _set_aside(checkpoints, 0)
+        return None, None, RunState(0, [], 0)
     reader, shared = None, None
     with world.together("opening the checkpoint"):
         if world.rank == 0:
@@ -255,11 +259,23 @@ def _open_checkpoint(
             say(*remarks)
             reader = stack.enter_context(CheckpointReader(path))
             check_fits(reader, path, setting.chain, setting.job.train, setting.job.data.sequence_length)
-            losses = [float(loss) for loss in reader.metadata["losses"]]
-            shared = {"path": str(path), "step": int(reader.metadata["step"]), "losses": losses}
-            say(f"Resuming from {path}, after step {shared['step']}")
+            step, losses = int(reader.metadata["step"]), [float(loss) for loss in reader.metadata["losses"]]
+            if step > setting.job.train.steps:
+                raise UserError(
+                    f"{path} was written after step {step}, and the job ends at [train] steps = {setting.job.train.steps}: "
+                    f"raise it, or resume from an earlier checkpoint"
+                )
+            say(f"Resuming from {path}, after step {step}")
+            _set_aside(checkpoints, step)
+            shared = {"path": str(path), "step": step, "losses": losses, "updates": int(reader.metadata["updates"])}
     shared = world.broadcast_json(shared)
-    return Path(shared["path"]), reader, RunState(shared["step"], list(shared["losses"]))
+    return Path(shared["path"]), reader, RunState(shared["step"], list(shared["losses"]), shared["updates"])
+
+
+def _set_aside(checkpoints: Path, step: int) -> None:
+    aside = set_aside(checkpoints, step)
+    if aside is not None:
+        say(f"Checkpoints of an earlier run from after step {step} are in {aside} now")
 
 
 def _build(setting: Setting, world: World, plan: Plan, schedule: Schedule, resuming: bool) -> Trainer:

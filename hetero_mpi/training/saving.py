@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.checkpoint import CheckpointReader, CheckpointWriter, checkpoint_path, newest_good, prune
+from hetero_mpi.checkpoint import CheckpointReader, CheckpointWriter, checkpoint_path, newest_good, prune, verify
 from hetero_mpi.data.tokenizer import save_tokenizer
 from hetero_mpi.errors import UserError
-from hetero_mpi.export import ModelDirectoryWriter
+from hetero_mpi.model.directory import ModelDirectoryWriter
 from hetero_mpi.job import TrainTable
 from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.optimizer import MOMENTS
@@ -33,6 +33,8 @@ class RunState:
     """Optimizer steps taken; the next one has this number, and the data position follows from it."""
     losses: list[float]
     """Loss of every step so far, nats per token."""
+    updates: int
+    """Steps of the optimizer: fewer than ``step`` when some were skipped."""
 
 
 def save_checkpoint(trainer: Trainer, state: RunState, directory: Path, metadata: dict[str, Any], keep: int) -> Path:
@@ -51,7 +53,8 @@ def save_checkpoint(trainer: Trainer, state: RunState, directory: Path, metadata
         for _ in coming:
             pass
         return path
-    described = {**metadata, "step": state.step, "losses": np.array(state.losses, dtype=np.float64)}
+    losses = np.array(state.losses, dtype=np.float64)
+    described = {**metadata, "step": state.step, "updates": state.updates, "losses": losses}
     with CheckpointWriter(path, described) as writer:
         for parcel, tensor in coming:
             writer.write(parcel.kind, parcel.name, tensor.numpy(), "float32")
@@ -72,6 +75,9 @@ def find_checkpoint(run_dir: Path, wanted: str) -> tuple[Path, list[str]]:
         path = Path(wanted)
         if not path.exists():
             raise UserError(f"{path}: no such checkpoint; `--resume latest` takes the newest one of the run directory")
+        damage = verify(path)
+        if damage is not None:
+            raise UserError(damage)
         return path, []
     directory = run_dir / "checkpoints"
     path_or_none, skipped = newest_good(directory)
@@ -115,8 +121,13 @@ def check_fits(reader: CheckpointReader, path: Path, chain: Chain, train: TrainT
         )
 
 
-def restore(trainer: Trainer, reader: CheckpointReader | None, steps: int) -> None:
-    """Bring parameters and moments from rank 0's checkpoint to the ranks that hold them now. Collective."""
+def restore(trainer: Trainer, reader: CheckpointReader | None, updates: int) -> None:
+    """Bring parameters and moments from rank 0's checkpoint to the ranks that hold them now. Collective.
+
+    Args:
+        reader: the open checkpoint on rank 0, else None.
+        updates: steps the optimizer had taken.
+    """
 
     def produce(parcel: Parcel) -> torch.Tensor:
         assert reader is not None
@@ -133,7 +144,7 @@ def restore(trainer: Trainer, reader: CheckpointReader | None, steps: int) -> No
         moments[_MOMENT_OF[parcel.kind]] = tensor
         if len(moments) == len(MOMENTS):
             assert trainer.optimizer is not None
-            trainer.optimizer.restore(parcel.name, waiting.pop(parcel.name), steps)
+            trainer.optimizer.restore(parcel.name, waiting.pop(parcel.name), updates)
 
     distribute(trainer.rank, trainer.transport, parcels(trainer.chain, trainer.plan, KINDS), produce, keep)
     trainer.share_tied_weight()

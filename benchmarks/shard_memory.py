@@ -1,0 +1,141 @@
+"""How much memory does a rank need to hold its share of a model? Resident set per rank for 1, 2 and 4 ranks.
+
+    python benchmarks/shard_memory.py [--json FILE] [--check]
+
+Creates a random Llama of about 1.1 GB (fp32) in a temporary directory and has 1, 2 and 4 ranks load their shares of it from
+the files, by an even split of the chain. Printed per rank: bytes of its own parameters, growth of the resident set after
+loading, and growth of its peak while loading. The promise: growth is the own shard, the peak exceeds it by one item at most.
+``--check`` exits 1 where a rank's peak exceeds its shard by more than the largest item and 64 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RANKS = (1, 2, 4)
+ALLOWANCE_BYTES = 64 << 20
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def main() -> int:
+    arguments = _arguments()
+    if arguments.load is not None:
+        return _load(arguments.load)
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        total = _create(model)
+        print(f"Llama of {total / 1e9:.2f} GB (fp32), {CONFIG['num_hidden_layers']} blocks, in {model.name}/")
+        rows = [row for ranks in RANKS for row in _measure(ranks, model)]
+    print(f"{'ranks':>5} {'rank':>4} {'own shard':>10} {'RSS growth':>11} {'peak growth':>12} {'largest item':>13}")
+    for row in rows:
+        own, rss, peak, item = (row[key] / 1e6 for key in ("shard_bytes", "rss_bytes", "peak_bytes", "item_bytes"))
+        print(f"{row['ranks']:>5} {row['rank']:>4} {own:>7.0f} MB {rss:>8.0f} MB {peak:>9.0f} MB {item:>10.0f} MB")
+    worst = max(row["peak_bytes"] - row["shard_bytes"] - row["item_bytes"] for row in rows)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"model_bytes": total, "rows": rows}, indent=1) + "\n")
+    print(f"largest peak above own shard + one item: {worst / 1e6:.0f} MB (bar: {ALLOWANCE_BYTES / 1e6:.0f} MB)")
+    return int(arguments.check and worst > ALLOWANCE_BYTES)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures there")
+    parser.add_argument("--check", action="store_true", help="exit 1 where the bar is missed")
+    parser.add_argument(
+        "--load", type=Path, metavar="MODEL", help=argparse.SUPPRESS
+    )  # a rank's part, started by this program
+    return parser.parse_args()
+
+
+def _create(directory: Path) -> int:
+    """Write the model, in a process of its own so that its memory goes away; returns its bytes."""
+    code = (
+        "import json, sys, torch; from transformers import AutoConfig, AutoModelForCausalLM\n"
+        "keys = json.loads(sys.argv[1]); config = AutoConfig.for_model(keys.pop('model_type'), **keys)\n"
+        "model = AutoModelForCausalLM.from_config(config, dtype=torch.float32); model.save_pretrained(sys.argv[2])\n"
+        "print(sum(p.nbytes for p in model.parameters()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(CONFIG), str(directory)], capture_output=True, text=True, check=True
+    )
+    return int(done.stdout.split()[-1])
+
+
+def _measure(ranks: int, model: Path) -> list[dict[str, Any]]:
+    from hetero_mpi.launch.launcher import build_command, find_launcher
+
+    program = [sys.executable, str(Path(__file__).resolve()), "--load", str(model)]
+    command = build_command(find_launcher(), ranks, None, program)
+    import os
+
+    environment = {**os.environ, **command.environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command.arguments, capture_output=True, text=True, env=environment)
+    if done.returncode != 0:
+        raise SystemExit(f"{command}\n{done.stdout}{done.stderr}")
+    return list(json.loads(next(line for line in done.stdout.splitlines() if line.startswith("["))))
+
+
+def _load(directory: Path) -> int:
+    """One rank: load the share, report the memory."""
+    from hetero_mpi.comm.world import World, run_guarded
+
+    def command(world: World) -> int:
+        import psutil
+        from transformers.utils import logging
+
+        from hetero_mpi.device.backend import Backend
+        from hetero_mpi.model.chain import Chain
+        from hetero_mpi.model.families import read_config
+        from hetero_mpi.model.files import ModelFiles
+        from hetero_mpi.model.stage import Stage
+        from hetero_mpi.model.weights import FileStart
+
+        logging.disable_progress_bar()
+        backend, files = Backend(), ModelFiles(directory)
+        chain = Chain(read_config(files.config))
+        sizes = [sum(spec.count for spec in chain.specs(item, item + 1)) * 4 for item in range(chain.items)]
+        first, last = (_cut(sizes, part / world.size) for part in (world.rank, world.rank + 1))
+        process = psutil.Process()
+        before, peak_before = process.memory_info().rss, backend.peak_bytes()
+        stage = Stage(chain, first, last, backend, "fp32", FileStart(files, chain))
+        row = {
+            "ranks": world.size,
+            "rank": world.rank,
+            "shard_bytes": sum(parameter.nbytes for parameter in stage.parameters.values()),
+            "rss_bytes": process.memory_info().rss - before,
+            "peak_bytes": max(0, backend.peak_bytes() - max(before, peak_before)),
+            "item_bytes": max(sizes[first:last]),
+        }
+        rows = world.gather_json(row)
+        if rows is not None:
+            print(json.dumps(rows), flush=True)
+        return 0
+
+    return run_guarded(command)
+
+
+def _cut(sizes: list[int], share: float) -> int:
+    """The item boundary nearest to ``share`` of all bytes."""
+    reached = [sum(sizes[:item]) for item in range(len(sizes) + 1)]
+    return min(range(len(reached)), key=lambda item: abs(reached[item] - share * reached[-1]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
