@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from hetero_mpi.checkpoint import CheckpointReader, CheckpointWriter, checkpoint_path, newest_good, prune, verify
 from hetero_mpi.data.tokenizer import save_tokenizer
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.directory import ModelDirectoryWriter
 from hetero_mpi.job import TrainTable
 from hetero_mpi.model.chain import Chain
+from hetero_mpi.model.directory import ModelDirectoryWriter
 from hetero_mpi.model.optimizer import MOMENTS
 from hetero_mpi.training.redistribute import Parcel, collect, distribute, parcels
 from hetero_mpi.training.trainer import Trainer

@@ -1,0 +1,128 @@
+"""Runs training jobs, one after the other, in one MPI job and records how each ended: ``train_outcomes.py LIST.json OUT.json``.
+
+Starting ranks costs more than training these models, so they are started once. Each entry of the list holds the options of
+``train`` and, if wanted, what goes wrong: ``damage`` (a file of which rank 0 destroys some bytes before), ``breaks`` (the
+name of a function below that breaks something in the running program) and ``elsewhere`` (a path for it). The output holds
+for each entry and rank what was raised, its text and exit code (0: nothing), and what was printed.
+"""
+
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from hetero_mpi.comm.world import World, run_guarded
+from hetero_mpi.errors import UserError
+from hetero_mpi.model.optimizer import Optimizer
+from hetero_mpi.model.stage import MicroBatch, Stage
+from hetero_mpi.training import run
+from hetero_mpi.training.run import Options, train
+
+Breaking = contextlib.AbstractContextManager[None]
+
+
+@contextlib.contextmanager
+def nothing(world: World, entry: dict[str, Any]) -> Iterator[None]:
+    yield
+
+
+@contextlib.contextmanager
+def model_elsewhere_on_rank_1(world: World, entry: dict[str, Any]) -> Iterator[None]:
+    """On rank 1's machine another directory lies at the model's path."""
+    if world.rank != 1:
+        yield
+        return
+    with mock.patch.object(run, "model_directory", lambda loaded: Path(entry["elsewhere"])):
+        yield
+
+
+@contextlib.contextmanager
+def forward_fails_on_rank_1(world: World, entry: dict[str, Any]) -> Iterator[None]:
+    """Rank 1's device gives up in the second step."""
+    forward = Stage.forward
+
+    def failing(
+        stage: Stage, position: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if world.rank == 1 and position.step == 1:
+            raise RuntimeError("the device fell off the bus")
+        return forward(stage, position, x, targets)
+
+    with mock.patch.object(Stage, "forward", failing):
+        yield
+
+
+@contextlib.contextmanager
+def gradients_overflow_in_step_2(world: World, entry: dict[str, Any]) -> Iterator[None]:
+    """Some gradient is infinite in the second step although the loss is finite, as happens in narrow dtypes."""
+    calls = 0
+    squared_norms = Optimizer.squared_norms
+
+    def overflowing(optimizer: Optimizer) -> dict[str, float]:
+        nonlocal calls
+        calls += 1
+        norms = squared_norms(optimizer)
+        return dict.fromkeys(norms, float("inf")) if calls == 2 else norms
+
+    with mock.patch.object(Optimizer, "squared_norms", overflowing):
+        yield
+
+
+WAYS: dict[str, Callable[[World, dict[str, Any]], Breaking]] = {
+    way.__name__: way
+    for way in (nothing, model_elsewhere_on_rank_1, forward_fails_on_rank_1, gradients_overflow_in_step_2)
+}
+
+
+def damage(path: Path) -> None:
+    """Destroy a few bytes in the middle, as a failing disk does."""
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 64] = bytes(byte ^ 0xFF for byte in content[middle : middle + 64])
+    path.write_bytes(content)
+
+
+def options_of(entry: dict[str, Any]) -> Options:
+    paths = {key: Path(entry[key]) for key in ("job", "plan", "profile") if entry.get(key)}
+    return Options(
+        **paths,
+        overrides=tuple(entry.get("set", ())),
+        run_dir=entry.get("run_dir"),
+        resume=entry.get("resume"),
+        dry_run=bool(entry.get("dry_run")),
+    )
+
+
+def outcome_of(world: World, entry: dict[str, Any]) -> dict[str, Any]:
+    """How one job ended on this rank."""
+    if world.rank == 0 and "damage" in entry:
+        damage(Path(entry["damage"]))
+    world.barrier()
+    raised, text, code = "", "", 0
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), WAYS[entry.get("breaks", "nothing")](world, entry):
+        try:
+            code = train(world, options_of(entry))
+        except UserError as error:
+            raised, text, code = type(error).__name__, str(error), error.exit_code
+    return {"raised": raised, "text": text, "code": code, "printed": printed.getvalue()}
+
+
+def main(world: World) -> int:
+    listed, results = Path(sys.argv[1]), Path(sys.argv[2])
+    outcomes = []
+    for entry in json.loads(listed.read_text()):
+        outcomes.append(world.gather_json(outcome_of(world, entry)))
+        if world.rank == 0:
+            results.write_text(json.dumps(outcomes))  # also when a later entry takes all ranks down
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded(main))

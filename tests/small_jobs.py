@@ -1,0 +1,106 @@
+"""Small training jobs for tests: a made-up corpus, a tokenizer, random models, and job files made of a few changes.
+
+``run_entries`` runs many jobs in one mpirun (programs/train_outcomes.py) and gives back how each ended on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from tests import training_cases
+from tests.mpi import run_mpi
+from tests.training_cases import Case
+
+SEQUENCE = training_cases.SEQUENCE
+GLOBAL_BATCH = 4
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: per rank, what was raised ("": nothing), its text and the exit code; what rank 0 printed."""
+
+    raised: tuple[str, ...]
+    texts: tuple[str, ...]
+    codes: tuple[int, ...]
+    printed: str
+    printed_elsewhere: str
+    """By all ranks but 0: nothing, if all is well."""
+
+
+class Workshop:
+    """A directory with what jobs need. Models are Llama with hidden size 32."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.text = training_cases.corpus(directory)
+        self.tokenizer = training_cases.tokenizer_directory(directory, self.text)
+
+    def model(self, name: str = "llama", blocks: int = 2, tied: bool = False, **config: Any) -> Path:
+        """A model directory with random weights; ``config`` changes keys of its config.json beforehand."""
+        case = _Sized(name, "llama", tied, 0.0, True, 1, "even", blocks=blocks, changes=tuple(config.items()))
+        return training_cases.model_directory(self.directory, case)
+
+    def values(self, model: Path | None) -> dict[str, Any]:
+        """The tables of a job of 4 steps on ``model`` (None: fill [model] in yourself)."""
+        return {
+            "model": {"path": str(model)} if model is not None else {},
+            "tokenizer": {"path": str(self.tokenizer)},
+            "data": {
+                "text": [str(self.text)],
+                "documents": "line",
+                "sequence_length": SEQUENCE,
+                "held_out": 0.1,
+            },
+            "train": {
+                "steps": 4,
+                "global_batch": GLOBAL_BATCH,
+                "micro_batch": 1,
+                "learning_rate": 3e-3,
+                "schedule": "constant",  # a longer run then begins as a shorter one
+                "seed": 7,
+            },
+            "checkpoint": {"every": 1, "keep": 100},
+            "cluster": {"threads": 1},
+            "profile": {"repeats": 1, "largest_message_bytes": 65536},
+        }
+
+    def job(self, name: str, values: dict[str, Any], **tables: dict[str, Any]) -> Path:
+        """Write ``NAME.toml``: ``values`` with the keys of ``tables`` put over them."""
+        merged = {table: {**values.get(table, {}), **tables.get(table, {})} for table in {**values, **tables}}
+        path = self.directory / f"{name}.toml"
+        path.write_text(tomli_w.dumps(merged))
+        return path
+
+    def run_entries(self, ranks: int, entries: dict[str, dict[str, Any]], timeout_s: float = 300) -> dict[str, Outcome]:
+        """Run jobs one after the other on so many ranks: name -> how it ended. Paths may be ``Path``."""
+        listed, results = self.directory / f"np{ranks}.json", self.directory / f"np{ranks}-outcomes.json"
+        listed.write_text(json.dumps(list(entries.values()), default=str))
+        result = run_mpi(ranks, ["tests/programs/train_outcomes.py", str(listed), str(results)], timeout_s)
+        assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+        return {
+            name: Outcome(
+                raised=tuple(rank["raised"] for rank in ranks_of_entry),
+                texts=tuple(rank["text"] for rank in ranks_of_entry),
+                codes=tuple(rank["code"] for rank in ranks_of_entry),
+                printed=ranks_of_entry[0]["printed"],
+                printed_elsewhere="".join(rank["printed"] for rank in ranks_of_entry[1:]),
+            )
+            for name, ranks_of_entry in zip(entries, json.loads(results.read_text()), strict=True)
+        }
+
+
+@dataclass(frozen=True)
+class _Sized(Case):
+    """A case of the equality tests with another number of blocks and other changes of its configuration."""
+
+    blocks: int = 2
+    changes: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def config(self) -> dict[str, object]:
+        return {**super().config, "num_hidden_layers": self.blocks, **dict(self.changes)}

@@ -1,0 +1,342 @@
+"""Bad input ends a run on all ranks together, with one clear text: the rule, the values, the next step.
+
+One mpirun goes through all cases; a few true command lines show what a person sees.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hetero_mpi.checkpoint import checkpoint_path
+from hetero_mpi.planning.files import save_plan, save_profile
+from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.report.metrics import read_metrics
+from hetero_mpi.report.run_directory import claim
+from tests.mpi import run_mpi
+from tests.planning_samples import make_model, make_profile
+from tests.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
+
+ITEMS = 4
+"""Embedding, two blocks, head."""
+Make = Callable[["Scene", str], dict[str, Any]]
+
+
+class Scene(Workshop):
+    """The files of all cases, good and bad."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.good_model = self.model()
+        self.profile = directory / "profile.toml"
+        self.good_run = directory / "good-run"
+
+    def good(self) -> dict[str, Any]:
+        values = self.values(self.good_model)
+        values["profile"]["path"] = str(self.profile)  # measured once, by the first job
+        return values
+
+    def entry(self, name: str, **tables: dict[str, Any]) -> dict[str, Any]:
+        """The good job with some keys changed."""
+        return {"job": self.job(name, self.good(), **tables), "run_dir": self.directory / f"{name}-run"}
+
+    def resumed(self, name: str, **tables: dict[str, Any]) -> dict[str, Any]:
+        return {**self.entry(name, **tables), "run_dir": self.good_run, "resume": "latest"}
+
+    def planned(self, name: str, plan: Plan) -> dict[str, Any]:
+        path = self.directory / f"{name}.plan.toml"
+        save_plan(plan, path)
+        return {**self.entry(name), "plan": path}
+
+    def copy_of_model(self, name: str) -> Path:
+        copy = self.directory / f"{name}-model"
+        shutil.copytree(self.good_model, copy)
+        return copy
+
+
+def plan_of(edges: tuple[int, ...], ranks: tuple[int, ...] = (0, 1), micro_batches: int = GLOBAL_BATCH) -> Plan:
+    stages = tuple(
+        StagePlan((rank,), first, last, 1) for rank, first, last in zip(ranks, edges[:-1], edges[1:], strict=True)
+    )
+    return Plan((PipelinePlan(stages, 1, micro_batches),), GLOBAL_BATCH, SEQUENCE, ITEMS)
+
+
+def truncated_weights(scene: Scene, name: str) -> dict[str, Any]:
+    model = scene.copy_of_model(name)
+    weights = model / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 100)
+    return scene.entry(name, model={"path": str(model)})
+
+
+def corrupt_header(scene: Scene, name: str) -> dict[str, Any]:
+    model = scene.copy_of_model(name)
+    weights = model / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[8:20] = b"\xff" * 12
+    weights.write_bytes(content)
+    return scene.entry(name, model={"path": str(model)})
+
+
+def missing_shard(scene: Scene, name: str) -> dict[str, Any]:
+    model = scene.copy_of_model(name)
+    names = list(load_file(model / "model.safetensors"))
+    (model / "model.safetensors").unlink()
+    index = {"weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    return scene.entry(name, model={"path": str(model)})
+
+
+def unproven_family(scene: Scene, name: str) -> dict[str, Any]:
+    model = scene.copy_of_model(name)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+    return scene.entry(name, model={"path": str(model)})
+
+
+def other_shapes(scene: Scene, name: str) -> dict[str, Any]:
+    model = scene.copy_of_model(name)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
+    return scene.entry(name, model={"path": str(model)}, profile={"path": ""})
+
+
+def infinite_weights(scene: Scene, name: str) -> dict[str, Any]:
+    model = scene.copy_of_model(name)
+    tensors = load_file(model / "model.safetensors")
+    tensors["lm_head.weight"] = torch.full_like(tensors["lm_head.weight"], float("inf"))
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    return scene.entry(name, model={"path": str(model)})
+
+
+def empty_text(scene: Scene, name: str) -> dict[str, Any]:
+    for number, content in enumerate((b"  \n", b"\xff\xfe\xff")):
+        (scene.directory / f"useless-{number}.txt").write_bytes(content)
+    return scene.entry(name, data={"text": [str(scene.directory / "useless-*.txt")]})
+
+
+def little_text(scene: Scene, name: str) -> dict[str, Any]:
+    path = scene.directory / "little.txt"
+    path.write_text("abc def\n")
+    return scene.entry(name, data={"text": [str(path)]})
+
+
+def named_profile(scene: Scene, name: str, ranks: int, blocks: int) -> dict[str, Any]:
+    path = scene.directory / f"{name}.profile.toml"
+    save_profile(make_profile((1.0,) * ranks, make_model(blocks)), path)
+    return {**scene.entry(name), "profile": path}
+
+
+def damaged_elsewhere(scene: Scene, name: str) -> dict[str, Any]:
+    model = scene.copy_of_model(name)
+    os.truncate(model / "model.safetensors", 5000)
+    return {**scene.entry(name), "breaks": "model_elsewhere_on_rank_1", "elsewhere": model}
+
+
+CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
+    "unknown-keys": (
+        lambda s, n: s.entry(n, train={"stepz": 3, "learning_rate": "fast"}, modle={"path": "x"}, data={"packng": 1}),
+        ("modle", "did you mean [model]?", "[train] stepz = 3", "did you mean steps?", '[train] learning_rate = "fast"',
+         "[data] packng = 1", "did you mean packing?"),
+    ),
+    "missing-job": (lambda s, n: {"job": s.directory / "absent.toml"}, ("absent.toml",)),
+    "missing-model": (
+        lambda s, n: s.entry(n, model={"path": str(s.directory / "lama-start")}),
+        ("lama-start", "llama-start"),
+    ),
+    "missing-tokenizer": (
+        lambda s, n: s.entry(n, tokenizer={"path": str(s.directory / "no-tokenizer")}),
+        ("tokenizer.json", "no-tokenizer"),
+    ),
+    "no-tokenizer-in-model": (
+        lambda s, n: s.entry(n, tokenizer={"path": ""}),
+        ("holds no tokenizer", "tokenizer.train_vocab_size"),
+    ),
+    "no-file": (
+        lambda s, n: s.entry(n, data={"text": [str(s.directory / "absent-*.txt")]}),
+        ("data.text must match at least one file", "absent-*.txt"),
+    ),
+    "no-usable-text": (empty_text, ("useless-0.txt: is empty", "useless-1.txt: is not UTF-8", "other files")),
+    "little-text": (little_text, ("at least 2 sequence(s) of 24 tokens", "Add text", "sequence_length")),
+    "truncated-weights": (truncated_weights, ("truncated-weights-model/model.safetensors", "Download it again")),
+    "corrupt-header": (corrupt_header, ("corrupt-header-model/model.safetensors", "header", "Download it again")),
+    "missing-shard": (missing_shard, ("1 of the 1 files", "model-00001-of-00002.safetensors", "Download them")),
+    "unproven-family": (unproven_family, ("'gpt2'", "refused", "llama")),
+    "other-shapes": (other_shapes, ("other-shapes-model", "mlp", "(64, 32)", "(48, 32)", "mixes two models")),
+    "fits-nowhere": (
+        lambda s, n: s.entry(n, cluster={"memory_bytes": 100_000}),
+        ("does not fit in memory", "rank 0", "rank 1", "is short by", " bytes: it needs", "more ranks"),
+    ),
+    "plan-of-other-items": (
+        lambda s, n: s.planned(n, plan_of((0, 1, 3))),
+        ("ends with item 2", "the chain's last item is 3"),
+    ),
+    "plan-of-other-rank": (
+        lambda s, n: s.planned(n, plan_of((0, 1, 4), (0, 5))),
+        ("names rank 5", "ranks 0 to 1"),
+    ),
+    "plan-of-other-batch": (
+        lambda s, n: s.planned(n, plan_of((0, 1, 4), micro_batches=3)),
+        ("micro_batch x micro_batches = 1 x 3", "global_batch = 4"),
+    ),
+    "missing-plan": (lambda s, n: {**s.entry(n), "plan": s.directory / "absent.plan.toml"}, ("absent.plan.toml",)),
+    "profile-of-3-ranks": (
+        lambda s, n: named_profile(s, n, 3, 2),
+        ("describes 3 ranks, this job has 2", "start 3 ranks"),
+    ),
+    "profile-of-other-model": (
+        lambda s, n: named_profile(s, n, 2, 1),
+        ("3 items", "this job's has 4", "leave it out to measure"),
+    ),
+    "missing-profile": (
+        lambda s, n: {**s.entry(n), "profile": s.directory / "absent.profile.toml"},
+        ("absent.profile.toml: no such profile", "leave --profile out"),
+    ),
+    "nothing-to-resume": (
+        lambda s, n: {**s.entry(n), "resume": "latest"},
+        ("no whole checkpoint to resume from", "start without --resume"),
+    ),
+    "resume-missing-file": (
+        lambda s, n: {**s.entry(n), "resume": str(s.directory / "absent.h5")},
+        ("absent.h5: no such checkpoint", "--resume latest"),
+    ),
+    "resume-other-model": (
+        lambda s, n: s.resumed(n, model={"path": str(s.model("deeper", blocks=3))}, profile={"path": ""}),
+        ("checkpoint of another model", "it lacks 'model.layers.2.", "resume with the job that wrote it"),
+    ),
+    "resume-other-seed": (lambda s, n: s.resumed(n, train={"seed": 8}), ("[train] seed = 7", "says 8", "set it back")),
+    "resume-other-batch": (
+        lambda s, n: s.resumed(n, train={"global_batch": 2}, profile={"path": ""}),
+        ("[train] global_batch = 4", "says 2", "set it back"),
+    ),
+    "resume-beyond-the-end": (
+        lambda s, n: s.resumed(n, train={"steps": 2}),
+        ("after step 4", "[train] steps = 2", "raise it"),
+    ),
+    "infinite-weights": (
+        infinite_weights,
+        ("step 1: the loss is nan", "there is no good checkpoint", "lower [train] learning_rate"),
+    ),
+    "run-directory-in-use": (
+        lambda s, n: s.entry(n),
+        ("one run at a time", f"process {os.getpid()}", "--run-dir"),
+    ),
+    "long-sequences": (
+        lambda s, n: s.entry(n, data={"sequence_length": 100}),
+        ("[data] sequence_length = 100", "positions for 64 tokens", "shorten"),
+    ),
+    "no-such-device": (
+        lambda s, n: s.entry(n, cluster={"device": "cuda"}, profile={"path": ""}),
+        ("device 'cuda' is asked for", "offers cpu", '[cluster] device = "auto"'),
+    ),
+    "damaged-on-rank-1": (damaged_elsewhere, ("rank 1 on ", "damaged-on-rank-1-model/model.safetensors")),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return Scene(tmp_path_factory.mktemp("bad-input"))
+
+
+@pytest.fixture(scope="module")
+def outcomes(scene: Scene) -> dict[str, Outcome]:
+    entries = {"good": {**scene.entry("good"), "run_dir": scene.good_run}}
+    entries |= {name: make(scene, name) for name, (make, _) in CASES.items()}
+    entries["learning-rate"] = {
+        **scene.resumed("learning-rate", train={"steps": 9, "learning_rate": 1e30}),
+        "resume": checkpoint_path(scene.good_run / "checkpoints", 3),
+        "run_dir": scene.directory / "learning-rate-run",
+    }
+    entries["damaged-newest"] = {
+        **scene.resumed("damaged-newest"),
+        "damage": checkpoint_path(scene.good_run / "checkpoints", 4),
+    }
+    entries["damaged-named"] = {
+        **scene.resumed("damaged-named"),
+        "resume": checkpoint_path(scene.good_run / "checkpoints", 2),
+        "damage": checkpoint_path(scene.good_run / "checkpoints", 2),
+    }
+    entries["good-again"] = scene.entry("good-again")
+    with ExitStack() as stack:
+        stack.enter_context(claim(scene.directory / "run-directory-in-use-run"))
+        return scene.run_entries(2, entries)
+
+
+def check_ended_together(outcome: Outcome, parts: tuple[str, ...]) -> None:
+    assert outcome.raised == ("CollectiveUserError",) * 2, outcome
+    assert outcome.codes == (2, 2)
+    assert outcome.texts[0] == outcome.texts[1]
+    for part in parts:
+        assert part in outcome.texts[0]
+    assert "Traceback" not in outcome.texts[0]
+    assert outcome.printed_elsewhere == ""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_ends_all_ranks_with_a_clear_text_np2(outcomes: dict[str, Outcome], name: str) -> None:
+    if name == "no-such-device" and torch.cuda.is_available():
+        pytest.skip("this machine has the device")
+    check_ended_together(outcomes[name], CASES[name][1])
+
+
+def test_a_good_job_runs_before_and_after_all_the_bad_ones_np2(outcomes: dict[str, Outcome], scene: Scene) -> None:
+    for name in ("good", "good-again"):
+        assert outcomes[name].raised == ("", ""), outcomes[name]
+    first, again = (read_metrics(run / "metrics.jsonl") for run in (scene.good_run, scene.directory / "good-again-run"))
+    assert len(again.steps) == 4
+    # The resumed run has written lines of its own over those of its steps.
+    assert [step.loss for step in first.steps] == [step.loss for step in again.steps]
+
+
+def test_a_loss_that_is_no_number_names_step_and_last_good_checkpoint_np2(
+    outcomes: dict[str, Outcome], scene: Scene
+) -> None:
+    good = checkpoint_path(scene.good_run / "checkpoints", 3)
+    parts = ("the loss is nan", f"the last good checkpoint is {good}", f"--resume {good}", "learning_rate")
+    check_ended_together(outcomes["learning-rate"], parts)
+    lines = (scene.directory / "learning-rate-run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["loss"] is None and json.loads(lines[-1])["non_finite"] is True
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_remark_np2(outcomes: dict[str, Outcome], scene: Scene) -> None:
+    outcome = outcomes["damaged-newest"]
+    assert outcome.raised == ("", ""), outcome
+    newest, used = (checkpoint_path(scene.good_run / "checkpoints", step) for step in (4, 3))
+    assert f"passed over {newest}" in outcome.printed
+    assert f"Resuming from {used}, after step 3" in outcome.printed
+    named = checkpoint_path(scene.good_run / "checkpoints", 2)
+    check_ended_together(outcomes["damaged-named"], (str(named), "damaged", "Resume from an older checkpoint"))
+
+
+def test_a_person_sees_the_problems_once_and_nothing_else_np2(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text('[model]\npath = "nowhere"\n[data]\ntext = ["*.txt"]\n[train]\nstepz = 3\nglobal_batch = 0\n')
+    result = run_mpi(2, ["-m", "hetero_mpi", "train", str(job)])
+    assert result.returncode == 2
+    assert result.stdout == ""
+    for part in ("[train] stepz = 3", "did you mean steps?", "[train] global_batch = 0"):
+        assert result.stderr.count(part) == 1, result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_unexpected_error_on_one_rank_ends_all_np3(tmp_path: Path) -> None:
+    workshop = Workshop(tmp_path)
+    job = workshop.job("job", workshop.values(workshop.model()))
+    (tmp_path / "list.json").write_text(
+        json.dumps([{"job": str(job), "run_dir": str(tmp_path / "run"), "breaks": "forward_fails_on_rank_1"}])
+    )
+    arguments = ["tests/programs/train_outcomes.py", str(tmp_path / "list.json"), str(tmp_path / "out.json")]
+    result = run_mpi(3, arguments, timeout_s=60)
+    assert result.returncode != 0
+    output = result.stdout + result.stderr
+    assert output.count("rank 1/3 on ") == output.count("failed while training step 2:") == 1, output
+    assert output.count("Traceback") == output.count("RuntimeError: the device fell off the bus") == 1
+    assert not (tmp_path / "run" / "model").exists()
