@@ -24,6 +24,8 @@ Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Patterns = Annotated[list[str], Field(min_length=1)]
+"""Files, as glob patterns."""
 
 
 class Table(BaseModel):
@@ -38,10 +40,37 @@ class ModelTable(Table):
     """Which model. Exactly one of ``path`` and ``config``."""
 
     path: str | None = None
-    """Local Hugging Face model directory (config.json, *.safetensors) to start from."""
+    """Hugging Face model directory (config.json, *.safetensors) to start from, or the name of a model of the hub, "org/name",
+    which is looked up in the local Hugging Face cache. Only rank 0 needs it."""
+    download: bool = True
+    """May rank 0 fetch a model of the hub that is not in its Hugging Face cache?"""
+    shard_cache: str | None = None
+    """Where ranks without the model directory keep the tensors that rank 0 sends them, for the next start (checked by hash);
+    may be deleted at any time. Empty: nowhere."""
     config: str | dict[str, Any] | None = None
     """A ``config.json`` file, or its keys inline as ``[model.config]`` with ``model_type``: weights start from
     ``train.seed``."""
+    quantization: Literal["none", "nf4"] = "none"
+    """"nf4" holds the linear layers of blocks in 4 bits (needs an adapter); embedding, norms and head stay in the compute dtype."""
+    double_quantization: bool = True
+    """Quantise the scales of NF4 weights too: 0.516 instead of 0.5625 bytes per weight."""
+
+
+class AdapterTable(Table):
+    """LoRA: small trained tensors beside frozen weights."""
+
+    method: Literal["none", "lora"] = "none"
+    """"none" trains the model's own weights; "lora" trains adapters and writes a PEFT adapter directory."""
+    path: str | None = None
+    """PEFT adapter directory to start from, with the same rank and targets; empty: a new adapter."""
+    rank: Positive = 16
+    """Width of the adapters (r)."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Scale of the adapters: their output counts alpha / rank."""
+    dropout: Fraction = 0.0
+    """Dropout before the adapters."""
+    targets: Literal["all-linear"] | list[str] = "all-linear"
+    """Linear layers inside the blocks that get an adapter, by name such as ["q_proj", "v_proj"], or "all-linear"."""
 
 
 class TokenizerTable(Table):
@@ -55,22 +84,37 @@ class TokenizerTable(Table):
 
 
 class DataTable(Table):
-    """What to learn from. Only rank 0 needs these files."""
+    """What to learn from: text, or instruction records. Exactly one of ``text`` and ``records``. Only rank 0 needs these
+    files."""
 
-    text: list[str] = Field(min_length=1)
+    text: Patterns | None = None
     """Text files (UTF-8), as glob patterns; ``{stdlib}`` is the running Python's standard library, relative paths start
     at the job file. A pattern that begins with ``!`` takes files away again: ``!{stdlib}/site-packages/**``."""
+    records: Patterns | None = None
+    """Instruction records, as glob patterns of files with JSON lines or one JSON array. A record is recognised by its
+    keys: ``instruction``, ``input``, ``output`` (alpaca), ``messages`` or ``conversations`` (chat), or ``prompt`` and
+    ``completion``."""
+    evaluation: Patterns | None = None
+    """Files of the same kind that measure the evaluation loss and are never trained on; then ``held_out`` does not
+    apply."""
     documents: Literal["file", "line"] = "file"
-    """What one document is: a whole file, or a non-empty line."""
+    """Text: what one document is: a whole file, or a non-empty line."""
+    template: Literal["auto", "chat", "plain"] = "auto"
+    """Records: how they become text. "chat": by the tokenizer's chat template; "plain": under the headings
+    ``## Task`` and ``## Answer``; "auto": by the chat template where there is one, else plain (chat records always
+    need the user's word for "plain")."""
+    train_on_prompt: bool = False
+    """Records: true learns the prompts too; false learns the answers only."""
     packing: bool = True
-    """true: documents are joined (an end token between them) and cut to full sequences; false: one document per
-    sequence, cut or padded."""
+    """true: documents are joined (an end token between them) and cut to full sequences, records are joined whole;
+    what stands in one sequence sees what stands before it. false: one document or record per sequence, cut or
+    padded."""
     sequence_length: Positive = 256
     """Tokens per sequence."""
     held_out: Fraction = 0.02
     """Share of the sequences that is never trained on and measures the evaluation loss."""
     max_bytes: Positive | None = None
-    """Read at most this many bytes of text (files in sorted order); empty: everything."""
+    """Text: read at most this many bytes (files in sorted order); empty: everything."""
 
 
 class TrainTable(Table):
@@ -84,8 +128,10 @@ class TrainTable(Table):
     """Sequences per micro-batch; must divide ``global_batch``. "auto": the planner chooses."""
     seed: Seed = 0
     """Seed of initial weights, order of samples and dropout."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Compute dtype of the whole job. bf16 keeps fp32 master weights, gradients and moments."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Compute dtype of the whole job; "auto": the best all ranks can do. Narrow ones keep fp32 masters, gradients, moments."""
+    recompute: bool | Literal["auto"] = "auto"
+    """Compute a block's forward again in backward instead of keeping its activations; "auto": only where memory is short."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
     """Peak learning rate of AdamW."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -166,6 +212,7 @@ class Job(Table):
     """A whole job file."""
 
     model: ModelTable
+    adapter: AdapterTable = AdapterTable()
     tokenizer: TokenizerTable = TokenizerTable()
     data: DataTable
     train: TrainTable = TrainTable()
@@ -201,7 +248,18 @@ class LoadedJob:
 
     def text_patterns(self) -> tuple[str, ...]:
         """``data.text`` as absolute glob patterns; the job file's own directory is escaped, as it is no pattern."""
-        return tuple(self._pattern(text) for text in self.job.data.text)
+        return self._patterns(self.job.data.text)
+
+    def record_patterns(self) -> tuple[str, ...]:
+        """``data.records``, likewise."""
+        return self._patterns(self.job.data.records)
+
+    def evaluation_patterns(self) -> tuple[str, ...]:
+        """``data.evaluation``, likewise; none when the evaluation data is a share of the training data."""
+        return self._patterns(self.job.data.evaluation)
+
+    def _patterns(self, texts: Sequence[str] | None) -> tuple[str, ...]:
+        return tuple(self._pattern(text) for text in texts or ())
 
     def _pattern(self, text: str) -> str:
         expanded = Path(text.removeprefix("!").replace("{stdlib}", glob.escape(_stdlib()))).expanduser()
@@ -306,6 +364,10 @@ def _contradictions(known: _Known, name: str) -> list[tuple[tuple[str, str], str
     if type(rows) is int and vocab_size is not None and vocab_size > rows:
         rule = f"must be at most model.config.vocab_size = {rows}: every token needs a row of the embedding"
         found.append((("tokenizer", "train_vocab_size"), rule))
+    found += _data_contradictions(known)
+    if known("model", "quantization") == "nf4" and known("adapter", "method") == "none":
+        rule = 'frozen 4-bit weights cannot be trained themselves: set adapter.method = "lora"'
+        found.append((("model", "quantization"), rule))
     micro, batch = known("train", "micro_batch"), known("train", "global_batch")
     if type(micro) is int and batch is not None and batch % micro:
         divisors = [size for size in range(1, batch + 1) if batch % size == 0 and size <= 1024]
@@ -314,6 +376,26 @@ def _contradictions(known: _Known, name: str) -> list[tuple[tuple[str, str], str
     run_dir = known("output", "run_dir")
     if run_dir is not None and (problem := _run_dir_problem(run_dir, name)):
         found.append((("output", "run_dir"), problem))
+    return found
+
+
+def _data_contradictions(known: _Known) -> list[tuple[tuple[str, str], str]]:
+    if not known.all_sound(("data", "text"), ("data", "records")):
+        return []
+    text, records = known("data", "text"), known("data", "records")
+    if (text is None) == (records is None):
+        state = "neither is set" if text is None else "both are set"
+        return [(("data", "text"), f"set exactly one of data.text and data.records; {state}")]
+    other, used = ("records", "text") if records is None else ("text", "records")
+    keys = ("template", "train_on_prompt") if records is None else ("documents", "max_bytes")
+    found = []
+    for key in keys:
+        usual = DataTable.model_fields[key].get_default()
+        if known.all_sound(("data", key)) and known("data", key) != usual:
+            found.append((("data", key), f"applies to data.{other} only, and this job has data.{used}: leave it out"))
+    if known("data", "template") == "chat" and known("tokenizer", "train_vocab_size") is not None:
+        rule = 'a tokenizer trained here (tokenizer.train_vocab_size) has no chat template: use "plain"'
+        found.append((("data", "template"), rule))
     return found
 
 

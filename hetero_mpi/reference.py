@@ -22,10 +22,14 @@ HEADER = """\
 
 EXAMPLES: dict[tuple[str, str], str] = {
     ("model", "path"): '"models/SmolLM2-135M"',
+    ("model", "shard_cache"): '"~/.cache/hetero_mpi"',
     ("model", "config"): '{ model_type = "llama", hidden_size = 256, num_hidden_layers = 8 }',
+    ("adapter", "path"): '"runs/first/adapter"',
     ("tokenizer", "path"): '"models/SmolLM2-135M"',
     ("tokenizer", "train_vocab_size"): "4096",
     ("data", "text"): '["{stdlib}/**/*.py", "notes/*.txt"]',
+    ("data", "records"): '["data/*.jsonl", "more/alpaca.json"]',
+    ("data", "evaluation"): '["evaluation/*.jsonl"]',
     ("data", "max_bytes"): "30_000_000",
     ("profile", "path"): '"profiles/homelab.toml"',
     ("cluster", "memory_bytes"): "8_000_000_000",

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
@@ -22,7 +23,7 @@ from tests.training_cases import FULL, NORMAL, STEPS, Case, Reference
 
 RANKS = (1, 2, 3, 4)
 TOLERANCE = 1e-6
-RESUMED = ("llama-even", "gemma2-tied-ends", "gpt_neox-dropout-reversed")
+RESUMED = ("llama-even", "gemma2-tied-ends", "gpt_neox-dropout-reversed", "phi3-nf4")
 """Cases that are also resumed after step 1, under another plan."""
 
 
@@ -33,6 +34,7 @@ class Bench:
     directory: Path
     cases: tuple[Case, ...]
     finished: dict[int, Path] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
     references: dict[str, Reference] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -41,24 +43,32 @@ class Bench:
 
     def run(self, ranks: int, case: Case) -> Path:
         """The run directory of a case on so many ranks."""
+        assert ranks not in self.failed, f"the run on {ranks} ranks failed before"
         if ranks not in self.finished:
+            self.failed.add(ranks)  # until it is finished: a broken run is not repeated for every test
             self.finished[ranks] = self._run_all(ranks)
+            self.failed.discard(ranks)
         return self.finished[ranks] / case.name
 
     def reference(self, case: Case) -> Reference:
         if case.name not in self.references:
-            model = training_cases.model_directory(self.directory, case)
-            self.references[case.name] = training_cases.run_reference(case, model, self.tokenizer, self.text)
+            model, adapter = self.start(case)
+            self.references[case.name] = training_cases.run_reference(case, model, adapter, self.tokenizer, self.text)
         return self.references[case.name]
+
+    def start(self, case: Case) -> tuple[Path, Path | None]:
+        """Directories of the case's start weights and, where it tunes an adapter, of that."""
+        model = training_cases.model_directory(self.directory, case)
+        return model, None if case.tuning == "full" else training_cases.adapter_directory(self.directory, case)
 
     def _run_all(self, ranks: int) -> Path:
         root = self.directory / f"np{ranks}"
         root.mkdir()
         entries = []
         for case in self.cases:
-            model = training_cases.model_directory(self.directory, case)
+            model, adapter = self.start(case)
             job = root / f"{case.name}.toml"
-            job.write_text(training_cases.job_text(case, model, self.tokenizer, self.text))
+            job.write_text(training_cases.job_text(case, model, self.tokenizer, self.text, adapter))
             plan = training_cases.write_plan(root / f"{case.name}.plan.toml", case, ranks)
             entry = {"job": str(job), "plan": str(plan) if plan else None, "run_dir": str(root / case.name)}
             entries.append(entry)
@@ -98,6 +108,9 @@ def tensors(run: Path, step: int) -> dict[tuple[str, str], np.ndarray]:
 def check_against_reference(bench: Bench, ranks: int, case: Case) -> None:
     run, reference = bench.run(ranks, case), bench.reference(case)
     assert len(losses(run)) == STEPS
+    if case.dtype == "bf16":
+        check_bf16(run, reference)
+        return
     np.testing.assert_allclose(losses(run), reference.losses, rtol=TOLERANCE)
     after_one = tensors(run, 1)
     assert {name for kind, name in after_one if kind == "moments1"} == set(reference.first_moments)
@@ -107,6 +120,17 @@ def check_against_reference(bench: Bench, ranks: int, case: Case) -> None:
         assert difference.norm() / expected.norm() <= TOLERANCE, name
     evaluation = read_metrics(run / "metrics.jsonl").evaluations[-1].loss
     assert evaluation == pytest.approx(reference.evaluation_loss, rel=1e-5)
+
+
+def check_bf16(run: Path, reference: Reference) -> None:
+    """In bf16 the plain loop adds gradients up in bf16 (we in fp32) and, in full training, steps without fp32 masters, so only
+    the first loss has the same bits; afterwards 2 %, and 2 % of each gradient's norm (8 bits of mantissa)."""
+    assert losses(run)[0] == pytest.approx(reference.losses[0], rel=1e-6)
+    np.testing.assert_allclose(losses(run), reference.losses, rtol=0.02)
+    after_one = tensors(run, 1)
+    for name, expected in reference.first_moments.items():
+        difference = torch.from_numpy(after_one["moments1", name]) - expected.float()
+        assert difference.norm() / expected.float().norm() <= 0.02, name
 
 
 def check_same_bits(first: Path, second: Path, step: int) -> None:
@@ -141,13 +165,24 @@ def test_resuming_under_another_plan_gives_the_same_bits(bench: Bench, ranks: in
 
 
 @pytest.mark.parametrize("case", NORMAL, ids=lambda case: case.name)
-def test_the_model_directory_loads_in_a_plain_process(bench: Bench, case: Case) -> None:
+def test_the_result_loads_in_a_plain_process(bench: Bench, case: Case) -> None:
     run = bench.run(3, case)
-    model = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
-    saved = {name: array for (kind, name), array in tensors(run, STEPS).items() if kind == "parameters"}
-    for name, parameter in model.named_parameters():
-        assert np.array_equal(parameter.detach().numpy(), saved[name]), name
-    assert (run / "model" / "tokenizer.json").exists()
+    saved = {
+        name: torch.from_numpy(array) for (kind, name), array in tensors(run, STEPS).items() if kind == "parameters"
+    }
+    if case.tuning == "full":
+        result = run / "model"
+        model = AutoModelForCausalLM.from_pretrained(result)
+        assert model.dtype == training_cases.DTYPES[case.dtype]
+    else:
+        result = run / "adapter"
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bench.start(case)[0]), result)
+    loaded = {
+        name.replace("base_model.model.", "").replace(".default.", "."): p for name, p in model.named_parameters()
+    }
+    for name, array in saved.items():
+        assert torch.equal(loaded[name].detach(), array.to(loaded[name].dtype)), name
+    assert (result / "tokenizer.json").exists()
 
 
 @pytest.mark.long

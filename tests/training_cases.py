@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, get_scheduler
 
 from hetero_mpi.data.sequences import Dataset, build_sequences
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer, train_bpe
@@ -24,6 +25,9 @@ from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 STEPS, GLOBAL_BATCH, SEQUENCE, BLOCKS, SEED = 3, 8, 24, 4, 7
 ITEMS = BLOCKS + 2
 CLIP_NORM = 0.5
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TRAIN = {
     "steps": STEPS,
     "global_batch": GLOBAL_BATCH,
@@ -54,6 +58,10 @@ class Case:
     """``even``, ``uneven``, ``ends`` (embedding and head alone), ``reversed`` (rank 0 last) or ``planner``."""
     reference_micro_batch: int = 0
     """Micro-batch of the reference where it is to differ; 0: the same."""
+    tuning: str = "full"
+    """``full``, ``lora`` or ``nf4`` (LoRA over 4-bit weights)."""
+    recompute: bool = False
+    dtype: str = "fp32"
 
     @property
     def config(self) -> dict[str, object]:
@@ -88,6 +96,14 @@ NORMAL = (
     Case("phi3-planner", "phi3", False, 0.0, False, 2, "planner"),
     Case("llama-tied-dropout", "llama", True, 0.1, True, 2, "reversed"),
     Case("llama-other-micro-batch", "llama", False, 0.0, False, 1, "uneven", reference_micro_batch=8),
+    Case("gemma2-recompute", "gemma2", True, 0.0, True, 4, "uneven", recompute=True),
+    Case("llama-lora-dropout-recompute", "llama", False, 0.1, False, 2, "ends", tuning="lora", recompute=True),
+    Case("qwen3-tied-lora", "qwen3", True, 0.0, True, 1, "reversed", tuning="lora"),
+    Case("phi3-nf4", "phi3", False, 0.0, True, 2, "even", tuning="nf4"),
+    Case("gpt_neox-nf4-recompute", "gpt_neox", False, 0.0, False, 4, "uneven", tuning="nf4", recompute=True),
+    Case("llama-nf4-planner", "llama", True, 0.0, False, 2, "planner", tuning="nf4"),
+    Case("llama-bf16", "llama", False, 0.0, True, 2, "uneven", dtype="bf16"),
+    Case("gemma2-nf4-bf16", "gemma2", True, 0.0, True, 2, "even", tuning="nf4", dtype="bf16"),
 )
 """Pairwise: every value of every field meets most values of the others."""
 
@@ -124,11 +140,27 @@ def write_plan(path: Path, case: Case, ranks: int, split: str | None = None) -> 
     edges = cuts(split, ranks)
     micro_batches = GLOBAL_BATCH // case.micro_batch
     stages = tuple(
-        StagePlan((order[i],), edges[i], edges[i + 1], min(ranks - 1 - i, micro_batches)) for i in range(ranks)
+        StagePlan((order[i],), edges[i], edges[i + 1], min(ranks - 1 - i, micro_batches), case.recompute)
+        for i in range(ranks)
     )
     pipeline = PipelinePlan(stages, case.micro_batch, micro_batches)
     save_plan(Plan((pipeline,), GLOBAL_BATCH, SEQUENCE, ITEMS), path)
     return path
+
+
+def adapter_directory(directory: Path, case: Case) -> Path:
+    """A start adapter whose B is random: with B at its usual zero, A has no gradient and a comparison proves nothing."""
+    target = directory / f"{case.name}-adapter"
+    if not target.exists():
+        keys = dict(case.config)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(keys.pop("model_type"), **keys))
+        adapted = get_peft_model(model, LoraConfig(**LORA))
+        torch.manual_seed(5)
+        for name, parameter in adapted.named_parameters():
+            if ".lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        adapted.save_pretrained(target)
+    return target
 
 
 def corpus(directory: Path) -> Path:
@@ -159,12 +191,22 @@ def model_directory(directory: Path, case: Case) -> Path:
     return target
 
 
-def job_text(case: Case, model: Path, tokenizer: Path, text: Path) -> str:
+def job_text(case: Case, model: Path, tokenizer: Path, text: Path, adapter: Path | None) -> str:
     """The case as a job file."""
+    tuned = ""
+    if adapter is not None:
+        quantization = "nf4" if case.tuning == "nf4" else "none"
+        tuned = f"""quantization = "{quantization}"
+[adapter]
+method = "lora"
+path = "{adapter}"
+rank = {LORA["r"]}
+alpha = {LORA["lora_alpha"]}"""
     train = "\n".join(f"{key} = {value!r}".replace("'", '"') for key, value in TRAIN.items())
     return f"""
 [model]
 path = "{model}"
+{tuned}
 [tokenizer]
 path = "{tokenizer}"
 [data]
@@ -175,6 +217,8 @@ sequence_length = {SEQUENCE}
 held_out = 0.1
 [train]
 micro_batch = {case.micro_batch}
+dtype = "{case.dtype}"
+recompute = {str(case.recompute).lower()}
 {train}
 [checkpoint]
 every = 1
@@ -204,19 +248,29 @@ def dataset_of(case: Case, tokenizer: Path, text: Path) -> Dataset:
     return build_sequences(documents, load_tokenizer(tokenizer), SEQUENCE, case.packing, 0.1, SEED)
 
 
-def run_reference(case: Case, model_path: Path, tokenizer: Path, text: Path) -> Reference:
+def load_reference(case: Case, model_path: Path, adapter: Path | None) -> torch.nn.Module:
+    """The case's start in a plain process: transformers, peft and bitsandbytes by themselves."""
+    dtype = DTYPES[case.dtype]
+    quantization = BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=dtype) if case.tuning == "nf4" else None
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, quantization_config=quantization)
+    return PeftModel.from_pretrained(model, adapter, is_trainable=True) if adapter is not None else model
+
+
+def run_reference(case: Case, model_path: Path, adapter: Path | None, tokenizer: Path, text: Path) -> Reference:
     """Train the case in this process."""
     torch.set_num_threads(1)
     dataset = dataset_of(case, tokenizer, text)
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    model = load_reference(case, model_path, adapter)
     model.train()
     position: dict[str, MicroBatch] = {}
     if case.dropout:
         _seed_before_items(model, position)
-    decay = [p for p in model.parameters() if p.ndim >= 2]
-    rest = [p for p in model.parameters() if p.ndim < 2]
+    trained = {_short(n): p for n, p in model.named_parameters() if p.requires_grad}
+    decay = [p for p in trained.values() if p.ndim >= 2]
+    rest = [p for p in trained.values() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": TRAIN["weight_decay"]}, {"params": rest, "weight_decay": 0.0}],
+        [{"params": decay, "weight_decay": TRAIN["weight_decay"]}]
+        + ([{"params": rest, "weight_decay": 0.0}] if rest else []),
         lr=TRAIN["learning_rate"],
         betas=(TRAIN["beta1"], TRAIN["beta2"]),
         eps=TRAIN["epsilon"],
@@ -234,18 +288,35 @@ def run_reference(case: Case, model_path: Path, tokenizer: Path, text: Path) -> 
             loss = _summed_loss(model, tokens, targets) / batch.target_tokens
             loss.backward()
             total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        torch.nn.utils.clip_grad_norm_(list(trained.values()), CLIP_NORM)
         optimizer.step()
         scheduler.step()
         losses.append(total)
         if step == 0:
-            first_moments = {n: optimizer.state[p]["exp_avg"].clone() for n, p in model.named_parameters()}
-    model.eval()
+            first_moments = {n: optimizer.state[p]["exp_avg"].clone() for n, p in trained.items()}
+    held_out_mode(model)
     held_out = next(dataset.held_out_batches(10_000, 64))
     with torch.no_grad():
         evaluation = _summed_loss(model, held_out.tokens, held_out.targets).item() / held_out.target_tokens
-    parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
+    parameters = {n: p.detach().clone() for n, p in trained.items()}
     return Reference(losses, first_moments, evaluation, parameters)
+
+
+def held_out_mode(model: torch.nn.Module) -> None:
+    """No dropout. Packed layers stay as they are: in eval mode bitsandbytes repacks their bytes on some CPUs."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.eval()
+    for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+        if hasattr(config, "attention_dropout"):
+            config.attention_dropout = 0.0
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+
+
+def _short(name: str) -> str:
+    return name.replace("base_model.model.", "").replace(".default.", ".")
 
 
 def _summed_loss(model: torch.nn.Module, tokens: np.ndarray, targets: np.ndarray) -> torch.Tensor:
@@ -254,8 +325,8 @@ def _summed_loss(model: torch.nn.Module, tokens: np.ndarray, targets: np.ndarray
 
 
 def _seed_before_items(model: torch.nn.Module, position: dict[str, MicroBatch]) -> None:
-    embedding = model.get_input_embeddings()
-    base = model.base_model
+    plain = model.get_base_model() if isinstance(model, PeftModel) else model
+    embedding, base = plain.get_input_embeddings(), plain.base_model
     for item, module in enumerate([embedding, *base.layers]):
 
         def seed(module: torch.nn.Module, arguments: object, item: int = item) -> None:

@@ -213,6 +213,23 @@ def open_backend(wanted: str, local_rank: int) -> Backend:
     return _BACKENDS[wanted](local_rank)
 
 
+def best_dtype(ranks: list[tuple[str, list[str]]]) -> tuple[str, str]:
+    """(compute dtype for all ranks, the reason), from each rank's (backend name, dtypes).
+
+    Accelerators decide: bf16 where all of them have it (CPUs always do), else fp16. CPUs alone compute in fp32, which most of them
+    do faster than narrow types.
+    """
+    accelerators = [(rank, name, dtypes) for rank, (name, dtypes) in enumerate(ranks) if name != "cpu"]
+    if not accelerators:
+        return "fp32", "all ranks are CPUs, and most of these are slower in narrow types"
+    without = [f"rank {rank} ({name})" for rank, name, dtypes in accelerators if "bf16" not in dtypes]
+    if not without:
+        return "bf16", "every rank can compute in it"
+    if all("fp16" in dtypes for _, _, dtypes in accelerators):
+        return "fp16", f"{', '.join(without)} cannot compute in bf16"
+    return "fp32", f"{', '.join(without)} can compute neither in bf16 nor in fp16"
+
+
 def host_bytes(tensor: torch.Tensor) -> np.ndarray:
     """The memory of a contiguous host tensor as a flat ``uint8`` array, without a copy (numpy has no bfloat16)."""
     return tensor.detach().view(-1).view(torch.uint8).numpy()

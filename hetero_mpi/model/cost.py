@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torch import nn
+
 from hetero_mpi.model.chain import Chain
+from hetero_mpi.model.quantize import packed_bytes
+from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.cost import LayerCost, ModelCost
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -12,43 +16,65 @@ GRADIENT_BYTES = 4
 """Gradients are added up in fp32, whatever the compute dtype."""
 ADAM_BYTES = 8
 """Two fp32 moments."""
+ADAPTER_BYTES = 4
+"""Adapters are held and trained in fp32."""
 
 
-def model_cost(chain: Chain, dtype: str, sequence_length: int, activation_bytes: Mapping[str, float]) -> ModelCost:
+def model_cost(
+    chain: Chain, tuning: Tuning, dtype: str, sequence_length: int, activation_bytes: Mapping[str, float]
+) -> ModelCost:
     """The cost of every item of the chain.
 
     Args:
-        chain: the model.
+        chain, tuning: the model and what of it is trained.
         dtype: compute dtype.
         sequence_length: tokens per sequence for which ``activation_bytes`` holds.
         activation_bytes: kind -> bytes kept from forward to backward, per token.
     """
-    master_bytes = 0 if dtype == "fp32" else 4
     tied = chain.parameters[chain.tied[1]].count if chain.tied is not None else 0
-    layers = []
-    for item, kind in enumerate(chain.kinds):
-        own = sum(spec.count for spec in chain.specs(item, item + 1))
-        copy = tied if item == chain.items - 1 else 0
-        head = item == chain.items - 1
-        layers.append(
-            LayerCost(
-                kind=kind,
-                parameters=own + copy,
-                trainable_parameters=own,
-                # The head's copy of a tied matrix has a gradient but neither moments nor a master of its own.
-                parameter_bytes=(own + copy) * BYTES[dtype] + copy * GRADIENT_BYTES,
-                activation_bytes_per_token=activation_bytes[kind],
-                # Backward holds the gradients of one item's activations; the head those of its fp32 logits, twice.
-                workspace_bytes_per_token=2.0 * chain.config.vocab_size * 4 if head else activation_bytes[kind],
-                boundary_bytes_per_token=0 if head else chain.config.hidden_size * BYTES[dtype],
-            )
-        )
+    layers = tuple(_layer_cost(chain, tuning, item, dtype, tied, activation_bytes) for item in range(chain.items))
+    master_bytes = 4 if tuning.full and dtype != "fp32" else 0
     return ModelCost(
         model_type=chain.config.model_type,
         dtype=dtype,
         sequence_length=sequence_length,
-        tied=chain.tied is not None,
+        tied=chain.tied is not None and tuning.full,
         state_bytes_per_trainable_parameter=GRADIENT_BYTES + ADAM_BYTES + master_bytes,
-        layers=tuple(layers),
-        tied_bytes=tied * GRADIENT_BYTES,
+        layers=layers,
+        tied_bytes=tied * GRADIENT_BYTES if tuning.full else 0,
     )
+
+
+def _layer_cost(
+    chain: Chain, tuning: Tuning, item: int, dtype: str, tied: int, activation_bytes: Mapping[str, float]
+) -> LayerCost:
+    head, kind = item == chain.items - 1, chain.kinds[item]
+    held = sum(spec.count for spec in chain.specs(item, item + 1))
+    copy = tied if head else 0
+    adapters = 0 if tuning.full else sum(spec.count for spec in tuning.specs(item, item + 1))
+    packed, largest = _packed(chain, item) if tuning.nf4 and 0 < item < chain.items - 1 else (0, 0)
+    parameter_bytes = (held - packed + copy) * BYTES[dtype] + packed_bytes(packed, tuning.double)
+    # The head's copy of a trained tied matrix has a gradient but neither moments nor a master of its own.
+    parameter_bytes += adapters * ADAPTER_BYTES + (copy * GRADIENT_BYTES if tuning.full else 0)
+    return LayerCost(
+        kind=kind,
+        parameters=held + copy + adapters,
+        trainable_parameters=held if tuning.full else adapters,
+        parameter_bytes=parameter_bytes,
+        activation_bytes_per_token=activation_bytes[kind],
+        # Backward holds the gradients of one item's activations; the head those of its fp32 logits, twice.
+        workspace_bytes_per_token=2.0 * chain.config.vocab_size * 4 if head else activation_bytes[kind],
+        boundary_bytes_per_token=0 if head else chain.config.hidden_size * BYTES[dtype],
+        workspace_bytes=largest * BYTES[dtype],
+    )
+
+
+def _packed(chain: Chain, item: int) -> tuple[int, int]:
+    """(weights that NF4 packs, weights of the largest matrix, which is unpacked to compute) of a block."""
+    weights = [
+        module.weight.numel()
+        for name in chain.module_names(item)
+        for module in chain.model.get_submodule(name).modules()
+        if type(module) is nn.Linear
+    ]
+    return sum(weights), max(weights, default=0)

@@ -68,8 +68,10 @@ class Optimizer:
             }
             for decay in (True, False)
         ]
+        groups = [group for group in groups if group["params"]]
+        # A stage may hold nothing that is trained, such as an embedding beside adapters.
         self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            groups or [{"params": [torch.nn.Parameter(torch.zeros(1))]}],
             lr=train.learning_rate,
             betas=(train.beta1, train.beta2),
             eps=train.epsilon,
@@ -103,6 +105,8 @@ class Optimizer:
 
     def step(self, step: int, scale: float) -> None:
         """One AdamW step with gradients multiplied by ``scale`` (1: not clipped)."""
+        if not self.targets:
+            return
         if scale != 1.0:
             torch._foreach_mul_([self.gradient(name) for name in self.targets], scale)
         rate = self.schedule.at(step)
@@ -175,14 +179,45 @@ class Judge:
             vector[-1] = loss
         return vector
 
-    def decide(self, summed: np.ndarray) -> Verdict:
-        """The verdict from the sum of all ranks' parts."""
+    def decide(self, summed: np.ndarray, loss_scale: float = 1.0) -> Verdict:
+        """The verdict from the sum of all ranks' parts; gradients are ``loss_scale`` times too large."""
         total = 0.0
         for value in summed[:-1].tolist():
             total += value
-        norm, loss = float(np.sqrt(total)), float(summed[-1])
+        norm, loss = float(np.sqrt(total)) / loss_scale, float(summed[-1])
         finite = bool(np.isfinite(norm) and np.isfinite(loss))
-        scale = 1.0
+        scale = 1.0 / loss_scale
         if finite and self.clip_norm is not None:
-            scale = min(1.0, self.clip_norm / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_'s formula
+            scale *= min(1.0, self.clip_norm / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_'s formula
         return Verdict(loss, norm, scale, finite)
+
+
+@dataclass
+class LossScale:
+    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2), by the common verdict.
+
+    The loss is multiplied before backward so that small gradients do not vanish in fp16. An overflow halves the factor and skips
+    the step on every rank; ``PATIENCE`` good steps in a row double it. In other dtypes the factor is 1 and stays so.
+    """
+
+    value: float
+    good_steps: int = 0
+
+    PATIENCE = 1000
+    START = 2.0**16
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> LossScale:
+        """The start for a compute dtype."""
+        return cls(cls.START if dtype == torch.float16 else 1.0)
+
+    def update(self, finite: bool) -> None:
+        """After each step's verdict."""
+        if self.value == 1.0:
+            return
+        if not finite:
+            self.value, self.good_steps = max(2.0, self.value / 2), 0
+        elif self.good_steps + 1 == self.PATIENCE:
+            self.value, self.good_steps = self.value * 2, 0
+        else:
+            self.good_steps += 1

@@ -8,14 +8,18 @@ parameter names are transformers' everywhere.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from hetero_mpi.device.backend import DTYPES, Backend
-from hetero_mpi.model.chain import Chain, build_on_meta, uses_dropout
+from hetero_mpi.model.adapter import adapter_parameters, inject
+from hetero_mpi.model.chain import Chain, build_on_meta
+from hetero_mpi.model.quantize import quantize_linears, set_training
 from hetero_mpi.model.seeds import seed_from
+from hetero_mpi.model.tuning import Tuning, full_training
 from hetero_mpi.model.weights import Start, materialize, restore_buffers
 
 IGNORED = -100
@@ -54,7 +58,16 @@ class Stage:
     """
 
     def __init__(
-        self, chain: Chain, first: int, last: int, backend: Backend, dtype: str, start: Start | None, seed: int = 0
+        self,
+        chain: Chain,
+        first: int,
+        last: int,
+        backend: Backend,
+        dtype: str,
+        start: Start | None,
+        seed: int = 0,
+        tuning: Tuning | None = None,
+        recompute: bool = False,
     ) -> None:
         """Build own layers only.
 
@@ -62,26 +75,35 @@ class Stage:
             chain: the model.
             first, last: items ``[first, last)``.
             backend: device of this rank.
-            dtype: compute dtype (``fp32``, ``bf16``).
-            start: where weights come from; None leaves them uninitialised, to be filled from a checkpoint.
-            seed: the job's seed, which keys the dropout masks.
+            dtype: compute dtype (``fp32``, ``bf16``, ``fp16``).
+            start: where the model's weights come from; None leaves them uninitialised, to be filled from a checkpoint.
+            seed: the job's seed, which keys the dropout masks and the start of adapters.
+            tuning: what is trained; everything by default.
+            recompute: run the forward of blocks again in backward instead of keeping their activations.
 
         Raises:
             UserError: the model's files do not fit its configuration.
         """
         self.chain, self.first, self.last = chain, first, last
         self.backend, self.dtype, self.seed = backend, DTYPES[dtype], seed
+        self.tuning = tuning if tuning is not None else full_training(chain)
         self.masters: dict[str, torch.Tensor] = {}
         self.tied_head: nn.Parameter | None = None
         self.model = build_on_meta(chain.config)
         self._materialize(start)
         restore_buffers(self.model, backend.device)
-        self.model.train()
-        self.parameters = {spec.name: self.model.get_parameter(spec.name) for spec in chain.specs(first, last)}
-        self._kept: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self.parameters = self._trained_parameters()
+        if recompute:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        set_training(self.model, True)
+        self._kept: dict[int, tuple[MicroBatch, torch.Tensor | None, torch.Tensor]] = {}
         self._position: MicroBatch | None = None
-        if uses_dropout(chain.model):
+        if self.tuning.uses_dropout(chain):
             self._key_dropout()
+        self._input: torch.Tensor | None = None
+        if not self.is_first:
+            entrance = self.model.get_submodule(chain.module_names(first)[0])
+            entrance.register_forward_pre_hook(self._enter, with_kwargs=True)
 
     @property
     def is_first(self) -> bool:
@@ -108,7 +130,7 @@ class Stage:
             x = x.detach().requires_grad_(True)
         self._position = position
         y = self._run(x, targets, position.target_tokens)
-        self._kept[position.index] = (None if self.is_first else x, y)
+        self._kept[position.index] = (position, None if self.is_first else x, y)
         return y.detach()
 
     def backward(self, index: int, dy: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -116,29 +138,32 @@ class Stage:
 
         Args:
             index: the micro-batch given to ``forward``.
-            dy: gradient of the output (B, T, D); None on the last stage.
+            dy: gradient of the output (B, T, D); on the last stage the factor of the loss (a scalar), None for 1.
 
         Returns:
             Gradient of the input (B, T, D), or None on the first stage.
         """
-        x, y = self._kept.pop(index)
-        torch.autograd.backward(y, dy)
+        position, x, y = self._kept.pop(index)
+        self._position, self._input = position, x  # recomputing has the same input and draws the same random numbers again
+        if y.requires_grad:  # not where a first stage holds nothing that is trained
+            torch.autograd.backward(y, dy)
         return None if x is None else x.grad
 
     @torch.no_grad()
     def evaluate(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Forward without dropout and without keeping anything; the last stage returns the *sum* of the targets' losses."""
-        self.model.eval()
+        set_training(self.model, False)
         try:
             return self._run(x, targets, 1)
         finally:
-            self.model.train()
+            set_training(self.model, True)
 
     def forget(self) -> None:
         """Drop what unfinished micro-batches kept (after an error or a skipped step)."""
         self._kept.clear()
 
     def _run(self, x: torch.Tensor, targets: torch.Tensor | None, divisor: int) -> torch.Tensor:
+        self._input = x
         inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
         if not self.is_last:
             return self.model.base_model(**inputs, use_cache=False).last_hidden_state
@@ -146,6 +171,13 @@ class Stage:
         logits = self.model(**inputs, use_cache=False).logits
         total = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
         return total / divisor
+
+    def _enter(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
+        """The received tensor enters at the first own module: what a model does to its embeddings (Granite's multiplier,
+        Starcoder's dropout) has been done to it already. ``inputs_embeds`` only gives masks and positions their shape."""
+        if arguments:
+            return (self._input, *arguments[1:]), keywords
+        return arguments, {**keywords, "hidden_states": self._input}
 
     def _materialize(self, start: Start | None) -> None:
         chain, model = self.chain, self.model
@@ -181,20 +213,39 @@ class Stage:
         module, _, attribute = head.rpartition(".")
         weight = self.model.get_parameter(embedding).detach()
         weight = weight if self.is_first else weight.to(self.backend.device, self.dtype)
-        self.tied_head = nn.Parameter(weight)
+        self.tied_head = nn.Parameter(weight, requires_grad=self.tuning.full)
         setattr(self.model.get_submodule(module), attribute, self.tied_head)
 
     def _place(self, item: int) -> None:
-        """Move an item's parameters to the device in the compute dtype; keep fp32 masters where that is narrower."""
-        for spec in self.chain.specs(item, item + 1):
-            parameter = self.model.get_parameter(spec.name)
-            value = parameter.detach().to(self.backend.device)
-            if self.dtype != torch.float32:
-                self.masters[spec.name] = value
-            parameter.data = value.to(self.dtype)
+        """Move an item to the device in the compute dtype; keep fp32 masters where that is narrower and weights are trained."""
+        if self.tuning.nf4 and 0 < item < self.chain.items - 1:
+            for name in self.chain.module_names(item):
+                quantize_linears(self.model.get_submodule(name), self.backend.device, self.dtype, self.tuning.double)
+        for name in self.chain.module_names(item):
+            for full_name, parameter in self.model.get_submodule(name).named_parameters(prefix=name):
+                if parameter is not self.tied_head and parameter.is_floating_point():
+                    self._place_parameter(full_name, parameter)
         if item == 0 and self.tied_head is not None:
             assert self.chain.tied is not None
             self.tied_head.data = self.model.get_parameter(self.chain.tied[1]).data
+
+    def _place_parameter(self, name: str, parameter: nn.Parameter) -> None:
+        value = parameter.detach().to(self.backend.device)
+        trained = self.tuning.full and name in self.chain.parameters
+        if trained and self.dtype != torch.float32:
+            self.masters[name] = value
+        parameter.data = value.to(self.chain.dtype_of(name, self.dtype))
+        parameter.requires_grad_(trained)
+
+    def _trained_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters this rank trains, after adapters are in place."""
+        if self.tuning.adapter is None:
+            return {spec.name: self.model.get_parameter(spec.name) for spec in self.tuning.specs(self.first, self.last)}
+        modules = self.tuning.modules_in(self.first, self.last)
+        self.model.is_loaded_in_4bit = self.tuning.nf4  # peft looks here to choose its layers for packed weights
+        inject(self.model, self.tuning.adapter, modules, self.backend.device, self.seed)
+        found = adapter_parameters(self.model)
+        return {spec.name: found[spec.name] for spec in self.tuning.specs(self.first, self.last)}
 
     def _key_dropout(self) -> None:
         """Seed the generators before every item, so that masks depend on (seed, step, first sample, item) alone."""

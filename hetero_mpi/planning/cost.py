@@ -30,6 +30,8 @@ class LayerCost:
     """Bytes used only while this item runs (logits and their gradient, for the head), per token of the micro-batch."""
     boundary_bytes_per_token: int
     """Bytes of this item's output per token, were it sent on; the gradient coming back is as large. 0: head."""
+    workspace_bytes: int = 0
+    """Bytes used only while this item runs, whatever the tokens (one matrix unpacked from 4 bits)."""
 
 
 @dataclass(frozen=True)

@@ -56,15 +56,25 @@ def stage_memory(
     shared_bytes = shared_parameters(model, first, last) * head.parameter_bytes // max(1, head.parameters)
     input_bytes = model.layers[first - 1].boundary_bytes_per_token * tokens if first > 0 else 0
     output_bytes = layers[-1].boundary_bytes_per_token * tokens if last < len(model.layers) else 0
-    kept = math.ceil(sum(layer.activation_bytes_per_token for layer in layers) * tokens)
-    workspace = math.ceil(max(layer.workspace_bytes_per_token for layer in layers) * tokens)
+    kept = sum(_kept_per_token(model, item, recompute) for item in range(first, last))
+    workspace = max(math.ceil(layer.workspace_bytes_per_token * tokens) + layer.workspace_bytes for layer in layers)
+    again = max((layer.activation_bytes_per_token for layer in layers), default=0.0) if recompute else 0.0
     return StageMemory(
         parameters=sum(layer.parameter_bytes for layer in layers) - shared_bytes,
         state=math.ceil(stage_trainable(model, first, last) * model.state_bytes_per_trainable_parameter),
-        activations=in_flight * (input_bytes if recompute else kept),
-        workspace=workspace + (kept if recompute else 0),
+        activations=in_flight * math.ceil(kept * tokens),
+        workspace=workspace + math.ceil(again * tokens),
         staging=2 * STAGING_BUFFERS * (input_bytes + output_bytes),
     )
+
+
+def _kept_per_token(model: ModelCost, item: int, recompute: bool) -> float:
+    """Bytes an item keeps until backward; a block that is recomputed keeps its input only."""
+    layer = model.layers[item]
+    block = 0 < item < len(model.layers) - 1
+    if not (recompute and block):
+        return layer.activation_bytes_per_token
+    return min(layer.activation_bytes_per_token, model.layers[item - 1].boundary_bytes_per_token)
 
 
 def in_flight(actions: Sequence[Action]) -> int:

@@ -38,6 +38,15 @@ def compute_s(profile: ClusterProfile, device: DeviceProfile, first: int, last: 
     return total
 
 
+def recompute_s(profile: ClusterProfile, device: DeviceProfile, first: int, last: int, tokens: int) -> float:
+    """Seconds of the forward that backward repeats: of the blocks among the items [first, last)."""
+    blocks = profile.model.layers[max(first, 1) : min(last, len(profile.model.layers) - 1)]
+    total = 0.0
+    for layer in blocks:
+        total += device.layers[layer.kind].forward_s.at(tokens)
+    return total
+
+
 def optimizer_s(profile: ClusterProfile, device: DeviceProfile, first: int, last: int) -> float:
     """Seconds of one optimizer step over the items [first, last)."""
     return device.optimizer_fixed_s + device.optimizer_s_per_parameter * stage_trainable(profile.model, first, last)
@@ -74,7 +83,7 @@ def duration(action: Action, plan: Plan, profile: ClusterProfile) -> float:
     if action.op is Op.F:
         return compute_s(profile, device, stage.first, stage.last, tokens, Op.F)
     if action.op is Op.B:
-        again = compute_s(profile, device, stage.first, stage.last, tokens, Op.F) if stage.recompute else 0.0
+        again = recompute_s(profile, device, stage.first, stage.last, tokens) if stage.recompute else 0.0
         return again + compute_s(profile, device, stage.first, stage.last, tokens, Op.B)
     if action.op in (Op.SEND_F, Op.SEND_B):
         peer = numbered[action.stage + (1 if action.op is Op.SEND_F else -1)][2]

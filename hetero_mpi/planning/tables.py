@@ -121,18 +121,21 @@ class Instance:
             per_micro_batch[a, b] = parts.activations
         return fixed, per_micro_batch
 
-    def _times(self, rank: int) -> tuple[Table, Table]:
-        """Forward and backward seconds, added up item by item exactly as ``simulator.compute_s`` does."""
+    def _times(self, rank: int) -> tuple[Table, Table, Table]:
+        """Seconds of forward, backward and repeated forward, added up item by item exactly as ``simulator`` does."""
         device = self.profile.devices[rank]
         times = [device.layers[layer.kind] for layer in self.profile.model.layers]
-        both = []
-        for curves in ([t.forward_s for t in times], [t.backward_s for t in times]):
-            seconds = [curve.at(self.tokens) for curve in curves]
+        forward = [t.forward_s.at(self.tokens) for t in times]
+        backward = [t.backward_s.at(self.tokens) for t in times]
+        again = [0.0, *forward[1:-1], 0.0]
+        parts = ((forward, device.forward_overhead_s), (backward, device.backward_overhead_s), (again, 0.0))
+        tables = []
+        for seconds, overhead in parts:
             table = np.full((self.items + 1, self.items + 1), np.inf)
             for a in range(self.items):
-                table[a, a + 1 :] = list(accumulate(seconds[a:], initial=0.0))[1:]
-            both.append(table)
-        return both[0], both[1]
+                table[a, a + 1 :] = list(accumulate(seconds[a:], initial=overhead))[1:]
+            tables.append(table)
+        return tables[0], tables[1], tables[2]
 
     def _optimizer(self, rank: int) -> Table:
         table = np.full((self.items + 1, self.items + 1), np.inf)
@@ -142,13 +145,13 @@ class Instance:
 
     def _stage(self, kind: int, depth: int) -> StageTable:
         """Recompute only where the stage does not fit without: it never makes a step shorter."""
-        forward, backward = self.times[kind]
+        forward, backward, repeated = self.times[kind]
         fits = {choice: self.need_bytes(depth, choice) <= self.usable[kind] for choice in self.memory}
         nowhere = np.zeros(forward.shape, dtype=bool)
         plain, again = fits.get(False, nowhere), fits.get(True, nowhere)
         recompute = again & ~plain
         ahead = np.where(plain | again, forward, np.inf)
-        back = np.where(recompute, forward + backward, backward)
+        back = np.where(recompute, repeated + backward, backward)
         back = np.where(plain | again, back, np.inf)
         return StageTable(ahead, back, ahead + back, recompute)
 

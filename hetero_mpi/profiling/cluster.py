@@ -17,6 +17,7 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.job import ProfileTable, TrainTable
 from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.cost import model_cost
+from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.codec import decode, encode
 from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LinkProfile
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
@@ -31,6 +32,7 @@ class Subject:
     """What is profiled: the model and how it will run."""
 
     chain: Chain
+    tuning: Tuning
     train: TrainTable
     sequence_length: int
     micro_batches: tuple[int, ...]
@@ -55,9 +57,11 @@ def profile_key(world: World, backend: Backend, subject: Subject) -> str:
     """Equal keys mean equal devices, model shape, dtype, sequence length, micro-batches, given memory and versions. Collective."""
     devices = world.all_gather_json([world.host, backend.name, backend.description(), subject.threads])
     model = {name: list(spec.shape) for name, spec in subject.chain.parameters.items()}
+    trained = [sorted(subject.tuning.trainable), subject.tuning.nf4, subject.tuning.double]
     content = [
         devices,
         model,
+        trained,
         subject.train.dtype,
         subject.sequence_length,
         subject.micro_batches,
@@ -84,6 +88,7 @@ def profile_cluster(
     memory = backend.memory(_sharing(world, backend))
     benchmark = DeviceBenchmark(
         subject.chain,
+        subject.tuning,
         backend,
         subject.train,
         subject.sequence_length,
@@ -106,7 +111,7 @@ def profile_cluster(
         key=key,
         mpi_library=world.library,
         versions=own_versions(world.library) if world.size == 1 else world.broadcast_json(own_versions(world.library)),
-        model=model_cost(subject.chain, subject.train.dtype, subject.sequence_length, activations),
+        model=model_cost(subject.chain, subject.tuning, subject.train.dtype, subject.sequence_length, activations),
         devices=devices,
         links=links,
         notes=_notes(devices),

@@ -20,6 +20,7 @@ from hetero_mpi.job import TrainTable
 from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
+from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.model.weights import materialize
 from hetero_mpi.planning.profile import Curve, LayerTimes
 
@@ -61,7 +62,7 @@ class DeviceBenchmark:
     """Times the kinds of a model on one backend.
 
     Args:
-        chain, backend, train: the model, where it runs, and the job's optimizer settings.
+        chain, tuning, backend, train: the model, what of it is trained, where it runs, and the job's optimizer settings.
         sequence_length: tokens per sequence.
         micro_batches: sequences per micro-batch to time, increasing.
         repeats: timed repetitions; the median counts.
@@ -71,6 +72,7 @@ class DeviceBenchmark:
     def __init__(
         self,
         chain: Chain,
+        tuning: Tuning,
         backend: Backend,
         train: TrainTable,
         sequence_length: int,
@@ -78,7 +80,7 @@ class DeviceBenchmark:
         repeats: int,
         line_up: Callable[[], None],
     ) -> None:
-        self.chain, self.backend, self.train = chain, backend, train
+        self.chain, self.tuning, self.backend, self.train = chain, tuning, backend, train
         self.sequence_length, self.micro_batches = sequence_length, tuple(micro_batches)
         self.repeats, self.line_up = repeats, line_up
 
@@ -100,7 +102,7 @@ class DeviceBenchmark:
         return DeviceTimes(layers, overhead[0], overhead[1], activations, fixed, slope, *self._copy_speeds())
 
     def _stage(self, first: int, last: int) -> Stage:
-        return Stage(self.chain, first, last, self.backend, self.train.dtype, ProfilingStart())
+        return Stage(self.chain, first, last, self.backend, self.train.dtype, ProfilingStart(), 0, self.tuning)
 
     def _inputs(self, stage: Stage, rows: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """(x, targets, dy) of a micro-batch of ``rows`` sequences."""

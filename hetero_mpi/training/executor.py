@@ -31,6 +31,8 @@ class StepData:
     targets: torch.Tensor | None
     target_tokens: int
     """Targets of the whole global batch."""
+    loss_scale: float = 1.0
+    """Factor of the loss in backward (fp16)."""
 
 
 class Executor:
@@ -148,7 +150,7 @@ class Executor:
         if op is Op.F:
             self._forward(index, data)
         elif op is Op.B:
-            self._backward(index)
+            self._backward(index, data.loss_scale)
         elif op in (Op.RECV_F, Op.RECV_B):
             inbox = self.activations_in if op is Op.RECV_F else self.gradients_in
             assert inbox is not None
@@ -171,8 +173,11 @@ class Executor:
         else:
             self._outputs[Op.SEND_F, index] = y
 
-    def _backward(self, index: int) -> None:
-        dx = self.stage.backward(index, self._inputs.pop((Op.RECV_B, index), None))
+    def _backward(self, index: int, loss_scale: float) -> None:
+        dy = self._inputs.pop((Op.RECV_B, index), None)
+        if self.stage.is_last and loss_scale != 1.0:
+            dy = torch.tensor(loss_scale, device=self.stage.backend.device)
+        dx = self.stage.backward(index, dy)
         if self.gradients_in is not None:
             self.gradients_in.release()
         if self.activations_in is not None:

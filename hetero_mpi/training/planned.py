@@ -159,6 +159,7 @@ def request_of(loaded: LoadedJob, choices: tuple[int, ...]) -> PlanRequest:
         global_batch=job.train.global_batch,
         sequence_length=job.data.sequence_length,
         micro_batch_choices=choices,
+        recompute_choices=(False, True) if job.train.recompute == "auto" else (job.train.recompute,),
         allow_idle=job.plan.allow_idle,
         memory_reserve=job.plan.memory_reserve,
     )

@@ -14,7 +14,7 @@ import torch
 
 from hetero_mpi.comm.transport import Request, Transport
 from hetero_mpi.device.backend import host_bytes
-from hetero_mpi.model.chain import Chain
+from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.plan import Plan
 
 _TAG = 1 << 14
@@ -39,11 +39,14 @@ def owners(plan: Plan) -> dict[int, int]:
     return {item: stage.ranks[0] for stage in plan.pipelines[0].stages for item in range(stage.first, stage.last)}
 
 
-def parcels(chain: Chain, plan: Plan, kinds: Iterable[str], dtype: torch.dtype = torch.float32) -> list[Parcel]:
-    """All tensors of the given kinds, in the model's order, item by item."""
-    holder = owners(plan)
-    specs = sorted(chain.parameters.values(), key=lambda spec: spec.item)  # stable: the model's order within an item
-    return [Parcel(kind, spec.name, spec.shape, dtype, holder[spec.item]) for spec in specs for kind in kinds]
+def parcels(tuning: Tuning, plan: Plan, kinds: Iterable[str], dtype: torch.dtype = torch.float32) -> list[Parcel]:
+    """All tensors of the given kinds, in the model's order, item by item. Constants are parameters in fp32, without moments."""
+    holder, kinds = owners(plan), tuple(kinds)
+    tensors = [(spec, kind, dtype) for spec in tuning.trainable.values() for kind in kinds]
+    if "parameters" in kinds:
+        tensors += [(spec, "parameters", torch.float32) for spec in tuning.constants.values()]
+    tensors.sort(key=lambda tensor: tensor[0].item)  # stable: the model's order within an item
+    return [Parcel(kind, spec.name, spec.shape, own, holder[spec.item]) for spec, kind, own in tensors]
 
 
 def collect(

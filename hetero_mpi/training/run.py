@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.comm.versions import MUST_MATCH, own_versions
 from hetero_mpi.comm.world import CollectiveUserError, World
-from hetero_mpi.device.backend import Backend, open_backend, own_cores, set_threads
+from hetero_mpi.device.backend import Backend, best_dtype, open_backend, own_cores, set_threads
 from hetero_mpi.errors import UserError
 from hetero_mpi.job import Job, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
-from hetero_mpi.model.chain import Chain, uses_dropout
+from hetero_mpi.model.adapter_files import check_adapter
+from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.families import read_config
-from hetero_mpi.model.files import ModelFiles
-from hetero_mpi.model.weights import FileStart, SeededStart, Start
+from hetero_mpi.model.tuning import Tuning, tuning_of
+from hetero_mpi.model.weights import SeededStart, Start
 from hetero_mpi.planning.files import plan_to_dict, profile_to_dict
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.profile import ClusterProfile
@@ -40,10 +41,19 @@ from hetero_mpi.report.progress import Progress
 from hetero_mpi.report.run_directory import claim
 from hetero_mpi.report.summary import final_lines
 from hetero_mpi.report.tables import plan_lines, profile_lines
+from hetero_mpi.training.files import FileSupply, open_files
 from hetero_mpi.training.loop import Loop, LoopResult
 from hetero_mpi.training.material import Material, model_directory, prepare
 from hetero_mpi.training.planned import Given, micro_batch_choices, obtain_plan, obtain_profile, request_of
-from hetero_mpi.training.saving import RunState, check_fits, find_checkpoint, restore, save_model
+from hetero_mpi.training.saving import (
+    RunState,
+    check_fits,
+    find_checkpoint,
+    load_adapter,
+    restore,
+    save_adapter,
+    save_model,
+)
 from hetero_mpi.training.trainer import Trainer, active_ranks
 
 
@@ -71,6 +81,7 @@ class Setting:
     material: Material | None
     """On rank 0 only."""
     chain: Chain
+    tuning: Tuning
     backend: Backend
     cores: float
     """CPU cores this rank can count on; under 1 ranks share cores."""
@@ -131,7 +142,9 @@ def _train_active(
         trainer = _build(setting, world, plan, schedule, resuming=checkpoint is not None)
         if checkpoint is not None:
             world.doing = "restoring the checkpoint"
-            restore(trainer, reader, state.updates)
+            restore(trainer, reader, state)
+        elif setting.job.adapter.path is not None:
+            _start_adapter(setting, world, trainer)
     metadata = _metadata(setting, plan, profile) if rank == 0 else {}
     dataset = setting.material.dataset if setting.material is not None else None
     loop = Loop(trainer, setting.job, plan, dataset, setting.run_dir / "checkpoints", metadata, state, checkpoint)
@@ -141,9 +154,13 @@ def _train_active(
             metrics = stack.enter_context(MetricsWriter(setting.run_dir / "metrics.jsonl", state.step))
             display = stack.enter_context(Progress(setting.job.train.steps, state.step))
         result = loop.run(metrics, display)
-    world.doing = "writing the model"
+    world.doing = "writing the result"
     tokenizer = setting.material.tokenizer if setting.material is not None else None
-    save_model(trainer, setting.run_dir / "model", setting.job.output.shard_bytes, tokenizer)
+    if setting.tuning.full:
+        save_model(trainer, setting.run_dir / "model", setting.job.output.shard_bytes, tokenizer)
+    else:
+        base = model_directory(setting.loaded)
+        save_adapter(trainer, setting.run_dir / "adapter", str(base) if base is not None else None, tokenizer)
     if rank == 0:
         _say_end(setting, plan, profile, result)
 
@@ -184,12 +201,15 @@ def _set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path
     with world.together("opening the device"):
         backend = open_backend(job.cluster.device, world.local_rank)
     _say_ranks(world, backend, threads)
+    loaded = _with_dtype(world, loaded, backend)
+    job = loaded.job
     with world.together("preparing the data"):
         if world.rank == 0:
             material = prepare(loaded)
     keys = world.broadcast_json(material.config if material is not None else None)
     with world.together("reading the model's configuration"):
         chain = Chain(read_config(keys))
+        tuning = tuning_of(job, chain)
     if material is not None:
         dataset = material.dataset
         say(*material.notes)
@@ -197,7 +217,21 @@ def _set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path
             f"{job.data.sequence_length} tokens")  # fmt: skip
     parameters = sum(spec.count for spec in chain.parameters.values())
     say(f"model: {chain.config.model_type}, {chain.blocks} blocks, {parameters:,} parameters, {job.train.dtype}")
-    return Setting(world, transport, loaded, run_dir, material, chain, backend, cores, threads)
+    return Setting(world, transport, loaded, run_dir, material, chain, tuning, backend, cores, threads)
+
+
+def _with_dtype(world: World, loaded: LoadedJob, backend: Backend) -> LoadedJob:
+    """The job with its compute dtype settled, which must be one value for all ranks."""
+    ranks = [(name, dtypes) for name, dtypes in world.all_gather_json([backend.name, list(backend.dtypes())])]
+    wanted = loaded.job.train.dtype
+    if wanted == "auto":
+        wanted, reason = best_dtype(ranks)
+        say(f"dtype {wanted}: {reason}")
+    lacking = [f"rank {rank} ({name})" for rank, (name, dtypes) in enumerate(ranks) if wanted not in dtypes]
+    if lacking:
+        say(f"{', '.join(lacking)} cannot compute in {wanted} and will idle")
+    table = loaded.job.train.model_copy(update={"dtype": wanted})
+    return replace(loaded, job=loaded.job.model_copy(update={"train": table}))
 
 
 def _share_of_cores(world: World) -> float:
@@ -223,10 +257,11 @@ def _say_ranks(world: World, backend: Backend, threads: int) -> None:
 def _plan(setting: Setting, given: Given) -> tuple[ClusterProfile, Plan, Schedule]:
     world, job = setting.world, setting.job
     choices, reason = micro_batch_choices(
-        job.train.global_batch, job.train.micro_batch, world.size, uses_dropout(setting.chain.model)
+        job.train.global_batch, job.train.micro_batch, world.size, setting.tuning.uses_dropout(setting.chain)
     )
     subject = Subject(
         setting.chain,
+        setting.tuning,
         job.train,
         job.data.sequence_length,
         choices,
@@ -258,7 +293,7 @@ def _open_checkpoint(
             path, remarks = find_checkpoint(setting.run_dir, options.resume)
             say(*remarks)
             reader = stack.enter_context(CheckpointReader(path))
-            check_fits(reader, path, setting.chain, setting.job.train, setting.job.data.sequence_length)
+            check_fits(reader, path, setting.tuning, setting.job.train, setting.job.data.sequence_length)
             step, losses = int(reader.metadata["step"]), [float(loss) for loss in reader.metadata["losses"]]
             if step > setting.job.train.steps:
                 raise UserError(
@@ -268,8 +303,18 @@ def _open_checkpoint(
             say(f"Resuming from {path}, after step {step}")
             _set_aside(checkpoints, step)
             shared = {"path": str(path), "step": step, "losses": losses, "updates": int(reader.metadata["updates"])}
+            shared["loss_scale"] = reader.metadata["loss_scale"]
     shared = world.broadcast_json(shared)
-    return Path(shared["path"]), reader, RunState(shared["step"], list(shared["losses"]), shared["updates"])
+    return (
+        Path(shared["path"]),
+        reader,
+        RunState(
+            shared["step"],
+            list(shared["losses"]),
+            shared["updates"],
+            (shared["loss_scale"][0], shared["loss_scale"][1]),
+        ),
+    )
 
 
 def _set_aside(checkpoints: Path, step: int) -> None:
@@ -280,26 +325,46 @@ def _set_aside(checkpoints: Path, step: int) -> None:
 
 def _build(setting: Setting, world: World, plan: Plan, schedule: Schedule, resuming: bool) -> Trainer:
     """This rank's trainer, with its start weights unless they come from a checkpoint."""
-    with world.together("loading weights"):
-        start: Start | None = None
-        directory = model_directory(setting.loaded)
-        if not resuming and directory is None:
-            start = SeededStart(setting.job.train.seed)
-        elif not resuming and directory is not None:
-            files = ModelFiles(directory)
-            files.check()
-            start = FileStart(files, setting.chain)
+    start: Start | None = None
+    files: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    directory = model_directory(setting.loaded)
+    needs_start = not (resuming and setting.tuning.full)  # an adapter's checkpoint does not hold the model
+    if needs_start and directory is None:
+        start = SeededStart(setting.job.train.seed)
+    elif needs_start and directory is not None:
+        files = supply = _open_files(setting, world, plan, directory)
+        start = supply.start
+        world.doing = "sending the model's files to ranks without them"
+        supply.serve()
+    with world.together("loading weights"), files:
         return Trainer(
             setting.world.rank,
             world,
             setting.transport,
             setting.chain,
+            setting.tuning,
             plan,
             schedule,
             setting.backend,
             setting.job.train,
             start,
         )
+
+
+def _start_adapter(setting: Setting, world: World, trainer: Trainer) -> None:
+    """Load the adapter the job starts from; only rank 0 needs its files."""
+    assert setting.job.adapter.path is not None
+    directory = setting.loaded.resolve(setting.job.adapter.path) if setting.world.rank == 0 else None
+    with world.together("reading the adapter"):
+        if directory is not None:
+            check_adapter(directory, setting.tuning)
+    load_adapter(trainer, directory)
+
+
+def _open_files(setting: Setting, world: World, plan: Plan, directory: Path) -> FileSupply:
+    cache = setting.job.model.shard_cache
+    cache_root = setting.loaded.resolve(cache) if cache is not None else None
+    return open_files(world, setting.world.rank, setting.transport, setting.chain, plan, directory, cache_root)
 
 
 def _metadata(setting: Setting, plan: Plan, profile: ClusterProfile) -> dict[str, Any]:

@@ -15,9 +15,11 @@ from hetero_mpi.checkpoint import CheckpointReader, CheckpointWriter, checkpoint
 from hetero_mpi.data.tokenizer import save_tokenizer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job import TrainTable
+from hetero_mpi.model.adapter_files import read_adapter, write_adapter
 from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.directory import ModelDirectoryWriter
 from hetero_mpi.model.optimizer import MOMENTS
+from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.training.redistribute import Parcel, collect, distribute, parcels
 from hetero_mpi.training.trainer import Trainer
 
@@ -35,6 +37,8 @@ class RunState:
     """Loss of every step so far, nats per token."""
     updates: int
     """Steps of the optimizer: fewer than ``step`` when some were skipped."""
+    loss_scale: tuple[float, int] | None = None
+    """(factor, good steps since its last change) of fp16's loss scaling, as a checkpoint has it; None: its start."""
 
 
 def save_checkpoint(trainer: Trainer, state: RunState, directory: Path, metadata: dict[str, Any], keep: int) -> Path:
@@ -48,13 +52,20 @@ def save_checkpoint(trainer: Trainer, state: RunState, directory: Path, metadata
         The file's path (on rank 0 it exists).
     """
     path = checkpoint_path(directory, state.step)
-    coming = collect(trainer.rank, trainer.transport, parcels(trainer.chain, trainer.plan, KINDS), _state_of(trainer))
+    coming = collect(trainer.rank, trainer.transport, parcels(trainer.tuning, trainer.plan, KINDS), _state_of(trainer))
     if trainer.rank != 0:
         for _ in coming:
             pass
         return path
     losses = np.array(state.losses, dtype=np.float64)
-    described = {**metadata, "step": state.step, "updates": state.updates, "losses": losses}
+    scale = trainer.loss_scale
+    described = {
+        **metadata,
+        "step": state.step,
+        "updates": state.updates,
+        "losses": losses,
+        "loss_scale": [scale.value, scale.good_steps],
+    }
     with CheckpointWriter(path, described) as writer:
         for parcel, tensor in coming:
             writer.write(parcel.kind, parcel.name, tensor.numpy(), "float32")
@@ -88,19 +99,19 @@ def find_checkpoint(run_dir: Path, wanted: str) -> tuple[Path, list[str]]:
     return path_or_none, remarks
 
 
-def check_fits(reader: CheckpointReader, path: Path, chain: Chain, train: TrainTable, sequence_length: int) -> None:
+def check_fits(reader: CheckpointReader, path: Path, tuning: Tuning, train: TrainTable, sequence_length: int) -> None:
     """Refuse a checkpoint of another model or of a run whose steps would not continue in this one.
 
     Raises:
         UserError: with the first difference.
     """
     names = set(reader.names("parameters"))
-    own = set(chain.parameters)
+    own = set(tuning.trainable) | set(tuning.constants)
     if names != own:
         extra, lacking = sorted(names - own), sorted(own - names)
         detail = f"it holds {extra[0]!r}, which this model does not have" if extra else f"it lacks {lacking[0]!r}"
         raise UserError(f"{path} is a checkpoint of another model: {detail}; resume with the job that wrote it")
-    for name, spec in chain.parameters.items():
+    for name, spec in tuning.trainable.items():
         shape = tuple(reader.shape("parameters", name))
         if shape != spec.shape:
             raise UserError(
@@ -121,13 +132,15 @@ def check_fits(reader: CheckpointReader, path: Path, chain: Chain, train: TrainT
         )
 
 
-def restore(trainer: Trainer, reader: CheckpointReader | None, updates: int) -> None:
+def restore(trainer: Trainer, reader: CheckpointReader | None, state: RunState) -> None:
     """Bring parameters and moments from rank 0's checkpoint to the ranks that hold them now. Collective.
 
     Args:
         reader: the open checkpoint on rank 0, else None.
-        updates: steps the optimizer had taken.
+        state: what the checkpoint says of the run.
     """
+    if state.loss_scale is not None:
+        trainer.loss_scale.value, trainer.loss_scale.good_steps = state.loss_scale
 
     def produce(parcel: Parcel) -> torch.Tensor:
         assert reader is not None
@@ -144,15 +157,15 @@ def restore(trainer: Trainer, reader: CheckpointReader | None, updates: int) -> 
         moments[_MOMENT_OF[parcel.kind]] = tensor
         if len(moments) == len(MOMENTS):
             assert trainer.optimizer is not None
-            trainer.optimizer.restore(parcel.name, waiting.pop(parcel.name), updates)
+            trainer.optimizer.restore(parcel.name, waiting.pop(parcel.name), state.updates)
 
-    distribute(trainer.rank, trainer.transport, parcels(trainer.chain, trainer.plan, KINDS), produce, keep)
+    distribute(trainer.rank, trainer.transport, parcels(trainer.tuning, trainer.plan, KINDS), produce, keep)
     trainer.share_tied_weight()
 
 
 def save_model(trainer: Trainer, directory: Path, shard_bytes: int, tokenizer: PreTrainedTokenizerFast | None) -> None:
     """Write the model as a Hugging Face directory on rank 0, item by item, its tokenizer beside it. Collective."""
-    listed = parcels(trainer.chain, trainer.plan, ("parameters",), trainer.dtype)
+    listed = parcels(trainer.tuning, trainer.plan, ("parameters",), trainer.dtype)
     coming = collect(trainer.rank, trainer.transport, listed, lambda parcel: trainer.compute_parameter(parcel.name))
     if trainer.rank != 0:
         for _ in coming:
@@ -163,6 +176,33 @@ def save_model(trainer: Trainer, directory: Path, shard_bytes: int, tokenizer: P
             writer.add(state)
         if tokenizer is not None:
             save_tokenizer(tokenizer, writer.path)
+
+
+def save_adapter(
+    trainer: Trainer, directory: Path, base: str | None, tokenizer: PreTrainedTokenizerFast | None
+) -> None:
+    """Write the adapter as a PEFT directory on rank 0, with the tokenizer. Collective. ``base``: what it was trained on."""
+    listed = parcels(trainer.tuning, trainer.plan, ("parameters",))
+    coming = collect(trainer.rank, trainer.transport, listed, lambda parcel: trainer.parameter(parcel.name))
+    state = {parcel.name: tensor.clone() for parcel, tensor in coming}
+    if trainer.rank == 0:
+        assert trainer.tuning.adapter is not None
+        write_adapter(directory, trainer.tuning.adapter, trainer.tuning.suffixes(), state, base)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, directory)
+
+
+def load_adapter(trainer: Trainer, directory: Path | None) -> None:
+    """Start from a PEFT directory that rank 0 has (``directory``, None elsewhere). Collective."""
+    stored = read_adapter(directory, trainer.tuning) if directory is not None else {}
+    listed = parcels(trainer.tuning, trainer.plan, ("parameters",))
+    distribute(
+        trainer.rank,
+        trainer.transport,
+        listed,
+        lambda parcel: stored[parcel.name],
+        lambda parcel, tensor: trainer.set_parameter(parcel.name, tensor),
+    )
 
 
 def _state_of(trainer: Trainer):  # type: ignore[no-untyped-def]
@@ -179,8 +219,8 @@ def _by_item(chain: Chain, coming: Iterator[tuple[Parcel, torch.Tensor]]) -> Ite
     item = 0
     state: dict[str, torch.Tensor] = {}
     for parcel, tensor in coming:
-        if chain.parameters[parcel.name].item != item:
+        if chain.item_of(parcel.name) != item:
             yield state
-            item, state = chain.parameters[parcel.name].item, {}
+            item, state = chain.item_of(parcel.name), {}
         state[parcel.name] = tensor
     yield state

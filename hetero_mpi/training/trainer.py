@@ -13,8 +13,9 @@ from hetero_mpi.comm.world import World
 from hetero_mpi.device.backend import DTYPES, Backend, host_bytes
 from hetero_mpi.job import TrainTable
 from hetero_mpi.model.chain import Chain
-from hetero_mpi.model.optimizer import Judge, Optimizer, Verdict
+from hetero_mpi.model.optimizer import Judge, LossScale, Optimizer, Verdict
 from hetero_mpi.model.stage import Stage
+from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.model.weights import Start
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.schedule import Action, Event, Op, Schedule, stages
@@ -61,6 +62,7 @@ class Trainer:
         world: World,
         transport: Transport,
         chain: Chain,
+        tuning: Tuning,
         plan: Plan,
         schedule: Schedule,
         backend: Backend,
@@ -78,11 +80,12 @@ class Trainer:
             UserError: the model's files do not fit.
         """
         self.rank, self.world, self.transport = rank, world, transport
-        self.chain, self.plan, self.backend = chain, plan, backend
+        self.chain, self.tuning, self.plan, self.backend = chain, tuning, plan, backend
         self.actions: tuple[Action, ...] = schedule.get(rank, ())
-        self.judge = Judge(list(chain.parameters), train.clip_norm)
+        self.judge = Judge(list(tuning.trainable), train.clip_norm)
         self.place = place_of(rank, plan)
         self.dtype = DTYPES[train.dtype]
+        self.loss_scale = LossScale.of(self.dtype)
         self.events: list[Event] = []
         self.stage: Stage | None = None
         self.optimizer: Optimizer | None = None
@@ -90,7 +93,9 @@ class Trainer:
         if self.place is not None:
             pipeline = plan.pipelines[self.place.pipeline]
             own = pipeline.stages[self.place.position]
-            self.stage = Stage(chain, own.first, own.last, backend, train.dtype, start, train.seed)
+            self.stage = Stage(
+                chain, own.first, own.last, backend, train.dtype, start, train.seed, tuning, own.recompute
+            )
             self.optimizer = Optimizer(self.stage, train)
             self.executor = Executor(
                 self.stage,
@@ -132,21 +137,32 @@ class Trainer:
         return float(self.world.all_reduce_sum(np.array([total]))[0])
 
     def parameter(self, name: str) -> torch.Tensor:
-        """The fp32 value of a parameter of this rank, in host memory."""
+        """The fp32 value of a parameter or constant of this rank, in host memory."""
         assert self.optimizer is not None
+        if name in self.tuning.constants:
+            return self._constant(name)
         return self.backend.to_host(self.optimizer.targets[name])
 
     def compute_parameter(self, name: str) -> torch.Tensor:
-        """A parameter of this rank in the compute dtype, in host memory."""
+        """A parameter of this rank in the compute dtype, or a constant in fp32, in host memory."""
         assert self.stage is not None
-        return self.backend.to_host(self.stage.parameters[name])
+        if name in self.tuning.constants:
+            return self._constant(name)
+        return self.backend.to_host(self.stage.parameters[name].to(self.dtype))
 
     def set_parameter(self, name: str, value: torch.Tensor) -> None:
-        """Overwrite a parameter (and what it is rounded to) from an fp32 host tensor."""
+        """Overwrite a parameter (and what it is rounded to) or a constant from an fp32 host tensor."""
         assert self.optimizer is not None and self.stage is not None
         with torch.no_grad():
+            if name in self.tuning.constants:
+                self.stage.model.get_parameter(name).copy_(value)
+                return
             self.optimizer.targets[name].copy_(value)
             self.stage.parameters[name].copy_(self.optimizer.targets[name])
+
+    def _constant(self, name: str) -> torch.Tensor:
+        assert self.stage is not None
+        return self.backend.to_host(self.stage.model.get_parameter(name).float())
 
     def share_tied_weight(self) -> None:
         """Bring the embedding's values to the head's copy of a tied matrix. Called by every active rank."""
@@ -176,6 +192,7 @@ class Trainer:
             place(tokens) if self.stage.is_first else None,
             place(targets) if self.stage.is_last else None,
             target_tokens,
+            self.loss_scale.value,
         )
 
     def _finish_step(self, step: int) -> Verdict:
@@ -193,17 +210,21 @@ class Trainer:
         return verdict
 
     def _verdict(self, squared_norms: dict[str, float], loss: float | None) -> Verdict:
-        return self.judge.decide(self.world.all_reduce_sum(self.judge.fill(squared_norms, loss)))
+        summed = self.world.all_reduce_sum(self.judge.fill(squared_norms, loss))
+        verdict = self.judge.decide(summed, self.loss_scale.value)
+        self.loss_scale.update(verdict.finite)
+        return verdict
 
     def _tied_ends(self) -> tuple[int, int] | None:
-        """(rank of the embedding, rank of the head) of a tied model."""
-        if self.chain.tied is None:
+        """(rank of the embedding, rank of the head) of a tied model that is trained itself."""
+        if self.chain.tied is None or not self.tuning.full:
             return None
         pipeline = self.plan.pipelines[0]
         return pipeline.stages[0].ranks[0], pipeline.stages[-1].ranks[0]
 
     def _add_own_tied_gradient(self) -> None:
-        if self.stage is not None and self.stage.tied_head is not None and self.stage.is_first:
+        ends = self._tied_ends()
+        if ends is not None and ends[0] == ends[1]:
             assert self.optimizer is not None and self.chain.tied is not None
             self.optimizer.gradient(self.chain.tied[1]).add_(self.optimizer.tied_gradient())
 

@@ -1,0 +1,93 @@
+"""PEFT adapter directories (``adapter_config.json``, ``adapter_model.safetensors``), as ``PeftModel.from_pretrained`` reads them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.job import AdapterTable
+from hetero_mpi.model.adapter import FILE_PREFIX, lora_config
+from hetero_mpi.model.tuning import Tuning
+
+_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def write_adapter(
+    directory: Path, adapter: AdapterTable, targets: list[str], state: dict[str, torch.Tensor], base: str | None
+) -> None:
+    """Write an adapter.
+
+    Args:
+        targets: last parts of the adapted modules' names.
+        state: adapter tensor (without peft's prefix) -> fp32 host tensor.
+        base: model directory it belongs to, for ``base_model_name_or_path``.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    config = lora_config(adapter, targets)
+    config.base_model_name_or_path = base
+    config.inference_mode = True
+    config.save_pretrained(str(directory))
+    temporary = directory / f".{_WEIGHTS}.tmp"
+    content = {FILE_PREFIX + name: tensor.contiguous() for name, tensor in state.items()}
+    save_file(content, str(temporary), metadata={"format": "pt"})
+    os.replace(temporary, directory / _WEIGHTS)
+
+
+def check_adapter(directory: Path, tuning: Tuning) -> None:
+    """Refuse an adapter that does not fit.
+
+    Raises:
+        UserError: missing or damaged files, another rank, alpha or set of targets than the job's.
+    """
+    config = _read_config(directory)
+    adapter = tuning.adapter
+    assert adapter is not None
+    for key, ours, theirs in (
+        ("rank", adapter.rank, config.get("r")),
+        ("alpha", adapter.alpha, config.get("lora_alpha")),
+    ):
+        if ours != theirs:
+            raise UserError(
+                f"{directory}: the adapter has {key} = {theirs}, the job says [adapter] {key} = {ours}; make them equal"
+            )
+    shapes = _shapes(directory)
+    if set(shapes) != set(tuning.trainable):
+        odd = sorted(set(shapes) ^ set(tuning.trainable))[0]
+        where = "the adapter but not by this job" if odd in shapes else "this job but not by the adapter"
+        raise UserError(f"{directory}: {odd} is trained by {where}; set [adapter] targets as the adapter has them")
+    for name, shape in shapes.items():
+        if shape != tuning.trainable[name].shape:
+            raise UserError(
+                f"{directory}: {name} has shape {shape}, this model needs {tuning.trainable[name].shape}: another model's adapter"
+            )
+
+
+def read_adapter(directory: Path, tuning: Tuning) -> dict[str, torch.Tensor]:
+    """name (without peft's prefix) -> fp32 host tensor of an adapter that fits (``check_adapter``)."""
+    with safe_open(directory / _WEIGHTS, framework="pt") as file:
+        return {name: file.get_tensor(FILE_PREFIX + name).float().contiguous() for name in tuning.trainable}
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{directory}: not a PEFT adapter directory: {_CONFIG} cannot be read ({error})") from None
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{directory}: hetero_mpi continues LoRA adapters, this one is {config.get('peft_type')!r}")
+    return dict(config)
+
+
+def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(directory / _WEIGHTS, framework="pt") as file:
+            return {name.removeprefix(FILE_PREFIX): tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{directory / _WEIGHTS}: missing or damaged ({error}); save the adapter again") from None

@@ -1,0 +1,74 @@
+"""What is trained, and how the rest is held: everything (full training), or LoRA adapters over frozen, perhaps NF4, weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.job import AdapterTable, Job
+from hetero_mpi.model.adapter import adapter_shapes
+from hetero_mpi.model.chain import Chain, ParameterSpec, build_on_meta, uses_dropout
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The trained tensors of a whole model and the state of the others; the same on every rank."""
+
+    trainable: dict[str, ParameterSpec]
+    """Name -> trained tensor, in the model's order. Adapter tensors bear their names in adapter files, without the prefix."""
+    constants: dict[str, ParameterSpec] = field(default_factory=dict)
+    """Name -> tensor that is never trained but belongs into checkpoints and model directories (full training only)."""
+    adapter: AdapterTable | None = None
+    """None: full training."""
+    modules: tuple[tuple[int, str], ...] = ()
+    """(item, full name) of every adapted module."""
+    nf4: bool = False
+    """Linear layers of blocks are held in NF4."""
+    double: bool = True
+    """The scales of NF4 weights are quantised too."""
+
+    @property
+    def full(self) -> bool:
+        """Are the model's own weights trained?"""
+        return self.adapter is None
+
+    def modules_in(self, first: int, last: int) -> list[str]:
+        """Adapted modules of the items ``[first, last)``."""
+        return [name for item, name in self.modules if first <= item < last]
+
+    def specs(self, first: int, last: int) -> list[ParameterSpec]:
+        """Trained tensors of the items ``[first, last)``."""
+        return [spec for spec in self.trainable.values() if first <= spec.item < last]
+
+    def suffixes(self) -> list[str]:
+        """Last parts of the adapted modules' names, as adapter configurations list them."""
+        return sorted({name.rpartition(".")[2] for _, name in self.modules})
+
+    def uses_dropout(self, chain: Chain) -> bool:
+        """Are random numbers drawn in training?"""
+        return uses_dropout(chain.model) or (self.adapter is not None and self.adapter.dropout > 0)
+
+
+def full_training(chain: Chain) -> Tuning:
+    """Every parameter is trained."""
+    return Tuning(dict(chain.parameters), dict(chain.constants))
+
+
+def tuning_of(job: Job, chain: Chain) -> Tuning:
+    """The job's tuning of a model.
+
+    Raises:
+        UserError: the adapter's targets match nothing, or lie outside the blocks.
+    """
+    if job.adapter.method == "none":
+        return full_training(chain)
+    modules, shapes = adapter_shapes(build_on_meta(chain.config), job.adapter)
+    outside = [name for name in modules if not name.startswith(f"{chain.blocks_name}.")]
+    if outside:
+        raise UserError(
+            f"[adapter] targets = {job.adapter.targets!r} match {outside[0]}, which is not inside a block; "
+            f"adapt linear layers of blocks only"
+        )
+    trainable = {name: ParameterSpec(name, chain.item_of(name), shape) for name, shape in shapes.items()}
+    placed = tuple((chain.item_of(name), name) for name in modules)
+    return Tuning(trainable, {}, job.adapter, placed, job.model.quantization == "nf4", job.model.double_quantization)
