@@ -55,6 +55,13 @@ def _launch(namespace: argparse.Namespace) -> int:
     return command.main(namespace)
 
 
+def _export(namespace: argparse.Namespace) -> int:
+    from hetero_mpi.export import export
+
+    print(export(namespace.source, namespace.target, namespace.merge))
+    return 0
+
+
 def _reference(namespace: argparse.Namespace) -> int:
     from hetero_mpi.reference import reference_text
 
@@ -92,6 +99,12 @@ def parser() -> argparse.ArgumentParser:
     launch = commands.add_parser("launch", help="start ranks with the launcher that belongs to the loaded MPI library")
     command.add_arguments(launch)
     launch.set_defaults(run=_launch)
+
+    export = commands.add_parser("export", help="turn a run or a checkpoint into a Hugging Face or PEFT directory")
+    export.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="run directory or checkpoint file")
+    export.add_argument("target", type=Path, metavar="OUT", help="directory to write")
+    export.add_argument("--merge", action="store_true", help="add the adapter to its base weights: a whole model")
+    export.set_defaults(run=_export)
 
     reference = commands.add_parser("reference", help="print a job file that documents every key")
     reference.set_defaults(run=_reference)

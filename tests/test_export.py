@@ -1,0 +1,106 @@
+"""``export``: runs and checkpoints become directories that plain transformers and peft load."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hetero_mpi.checkpoint import checkpoint_path
+from hetero_mpi.errors import UserError
+from hetero_mpi.export import export
+from tests import training_cases
+from tests.mpi import ROOT, run_mpi
+from tests.training_cases import Case
+
+FULL = Case("full", "gemma2", True, 0.0, True, 4, "even", dtype="bf16")
+TUNED = Case("tuned", "llama", False, 0.0, True, 4, "even", tuning="nf4")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A full run and an NF4 + LoRA run on two ranks."""
+    root = tmp_path_factory.mktemp("export")
+    text = training_cases.corpus(root)
+    tokenizer = training_cases.tokenizer_directory(root, text)
+    entries = []
+    for case in (FULL, TUNED):
+        model = training_cases.model_directory(root, case)
+        adapter = training_cases.adapter_directory(root, case) if case.tuning != "full" else None
+        job = root / f"{case.name}.toml"
+        job.write_text(training_cases.job_text(case, model, tokenizer, text, adapter))
+        entries.append({"job": str(job), "run_dir": str(root / case.name)})
+    (root / "cases.json").write_text(json.dumps(entries))
+    result = run_mpi(2, ["tests/programs/train_cases.py", str(root / "cases.json")], timeout_s=120)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    return root
+
+
+TOKENS = torch.arange(40).view(2, 20) * 7 % 320
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=TOKENS, use_cache=False).logits.float()
+
+
+def test_a_full_run_np2(runs: Path, tmp_path: Path) -> None:
+    sentence = export(runs / "full", tmp_path / "out", merge=False)
+    assert "bfloat16" in sentence
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    written = AutoModelForCausalLM.from_pretrained(runs / "full" / "model")
+    assert ours.dtype == torch.bfloat16 and torch.equal(logits(ours), logits(written))
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<|end|>"
+
+
+def test_an_earlier_checkpoint_np2(runs: Path, tmp_path: Path) -> None:
+    export(checkpoint_path(runs / "full" / "checkpoints", 1), tmp_path / "out", merge=False)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert not torch.equal(logits(ours), logits(AutoModelForCausalLM.from_pretrained(runs / "full" / "model")))
+
+
+def test_an_adapter_np2(runs: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hetero_mpi", "export", str(runs / "tuned"), str(tmp_path / "out")],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    start = runs / "tuned-start"
+    base = logits(AutoModelForCausalLM.from_pretrained(start))
+    ours, written = (
+        logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(start), directory))
+        for directory in (tmp_path / "out", runs / "tuned" / "adapter")
+    )
+    assert torch.equal(ours, written) and not torch.allclose(ours, base, atol=1e-3)
+
+
+def test_a_merged_model_np2(runs: Path, tmp_path: Path) -> None:
+    export(runs / "tuned", tmp_path / "out", merge=True)
+    base = AutoModelForCausalLM.from_pretrained(runs / "tuned-start")
+    merged = PeftModel.from_pretrained(base, runs / "tuned" / "adapter").merge_and_unload()
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.allclose(logits(ours), logits(merged), rtol=1e-5, atol=1e-5)
+    assert ours.dtype == torch.float32
+
+
+def test_what_cannot_be_exported_np2(runs: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="leave --merge out"):
+        export(runs / "full", tmp_path / "out", merge=True)
+    with pytest.raises(UserError, match="neither a checkpoint file nor a run directory"):
+        export(tmp_path, tmp_path / "out", merge=False)
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UserError, match="no whole checkpoint"):
+        export(tmp_path, tmp_path / "out", merge=False)
+    (runs / "tuned-start").rename(runs / "moved")
+    try:
+        with pytest.raises(UserError, match="merging needs the base weights"):
+            export(runs / "tuned", tmp_path / "out", merge=True)
+    finally:
+        (runs / "moved").rename(runs / "tuned-start")
+    assert not (tmp_path / "out").exists()
