@@ -28,8 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train(namespace: argparse.Namespace) -> int:
     from hetero_mpi.comm.world import World, run_guarded
 
-    # bitsandbytes (through peft) warns of an optional kernel package that we never call.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    _quiet_libraries()
 
     def command(world: World) -> int:
         world.doing = "importing torch and transformers"
@@ -47,6 +46,34 @@ def _train(namespace: argparse.Namespace) -> int:
         return train(world, options)
 
     return run_guarded(command)
+
+
+def _generate(namespace: argparse.Namespace) -> int:
+    from hetero_mpi.comm.world import World, run_guarded
+
+    _quiet_libraries()
+
+    def command(world: World) -> int:
+        world.doing = "importing torch and transformers"
+        from hetero_mpi.training.generate import Options, generate
+
+        options = Options(
+            source=namespace.source,
+            prompt=namespace.prompt,
+            max_new_tokens=namespace.max_new_tokens,
+            temperature=namespace.temperature,
+            top_p=namespace.top_p,
+            seed=namespace.seed,
+            raw=namespace.raw,
+        )
+        return generate(world, options)
+
+    return run_guarded(command)
+
+
+def _quiet_libraries() -> None:
+    # bitsandbytes (through peft) warns of an optional kernel package that we never call.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def _launch(namespace: argparse.Namespace) -> int:
@@ -95,6 +122,34 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("--profile", type=Path, metavar="FILE", help="use this profile instead of measuring")
     train.add_argument("--dry-run", action="store_true", help="validate, profile, plan and predict, then stop")
     train.set_defaults(run=_train)
+
+    generate = commands.add_parser("generate", help="continue a prompt; under mpirun the model is split over the ranks")
+    generate.add_argument(
+        "source",
+        type=Path,
+        metavar="RUN_OR_DIR",
+        help="run directory, Hugging Face model directory or PEFT adapter directory",
+    )
+    generate.add_argument("--prompt", required=True, metavar="TEXT")
+    generate.add_argument(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="at most so many (by default 128, or what the model's positions allow)",
+    )
+    generate.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 (default): always the most likely token"
+    )
+    generate.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw from the fewest tokens that together have probability P",
+    )
+    generate.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the draws (default 0)")
+    generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
+    generate.set_defaults(run=_generate)
 
     launch = commands.add_parser("launch", help="start ranks with the launcher that belongs to the loaded MPI library")
     command.add_arguments(launch)

@@ -172,6 +172,19 @@ class OutputTable(Table):
     """Largest safetensors file of the model directory, in bytes; also bounds rank 0's memory while it is written."""
 
 
+class SampleTable(Table):
+    """A text that the trained model writes at the end of a run, to be looked at; also kept in the run directory."""
+
+    prompt: str | None = None
+    """What it begins with (for a job with records: what is asked). Empty: no sample."""
+    max_new_tokens: Positive = 64
+    """Tokens to write at most."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0 always takes the most likely token; 1 draws by the model's own probabilities, seeded by ``train.seed``."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the fewest tokens that together have this probability."""
+
+
 class PlanTable(Table):
     """What the planner may decide."""
 
@@ -218,6 +231,7 @@ class Job(Table):
     train: TrainTable = TrainTable()
     checkpoint: CheckpointTable = CheckpointTable()
     output: OutputTable = OutputTable()
+    sample: SampleTable = SampleTable()
     plan: PlanTable = PlanTable()
     profile: ProfileTable = ProfileTable()
     cluster: ClusterTable = ClusterTable()

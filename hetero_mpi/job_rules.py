@@ -44,7 +44,7 @@ def _describe(annotation: Any, bounds: Mapping[str, Any]) -> str:
         return " or ".join(as_toml(choice) for choice in get_args(annotation))
     if get_origin(annotation) is list:
         least = bounds.get("min_length")
-        return "a list of texts in quotes" + (f", at least {least}" if least else "")
+        return "a list of texts in quotes" + (f" (at least {least})" if least else "")
     if get_origin(annotation) is dict:
         return "a table of keys"
     if annotation in (int, float):
@@ -53,14 +53,14 @@ def _describe(annotation: Any, bounds: Mapping[str, Any]) -> str:
 
 
 def _bounds(metadata: Iterable[Any]) -> dict[str, Any]:
-    names = ("ge", "gt", "lt", "min_length")
+    names = ("ge", "gt", "lt", "le", "min_length")
     return {name: getattr(entry, name) for entry in metadata for name in names if hasattr(entry, name)}
 
 
 def _range(bounds: Mapping[str, Any]) -> str:
     words = [
         f"{word} {bounds[name]}"
-        for name, word in (("ge", "of at least"), ("gt", "above"), ("lt", "below"))
+        for name, word in (("ge", "of at least"), ("gt", "above"), ("lt", "below"), ("le", "at most"))
         if name in bounds
     ]
     return " " + " and ".join(words) if words else ""

@@ -31,6 +31,7 @@ EXAMPLES: dict[tuple[str, str], str] = {
     ("data", "records"): '["data/*.jsonl", "more/alpaca.json"]',
     ("data", "evaluation"): '["evaluation/*.jsonl"]',
     ("data", "max_bytes"): "30_000_000",
+    ("sample", "prompt"): '"def main("',
     ("profile", "path"): '"profiles/homelab.toml"',
     ("cluster", "memory_bytes"): "8_000_000_000",
 }

@@ -76,7 +76,7 @@ class Workshop:
         path.write_text(tomli_w.dumps(merged))
         return path
 
-    def run_entries(self, ranks: int, entries: dict[str, dict[str, Any]], timeout_s: float = 300) -> dict[str, Outcome]:
+    def run_entries(self, ranks: int, entries: dict[str, dict[str, Any]], timeout_s: float = 180) -> dict[str, Outcome]:
         """Run jobs one after the other on so many ranks: name -> how it ended. Paths may be ``Path``."""
         listed, results = self.directory / f"np{ranks}.json", self.directory / f"np{ranks}-outcomes.json"
         listed.write_text(json.dumps(list(entries.values()), default=str))

@@ -114,7 +114,6 @@ lerning_rate = 3
         "--set train.steps.x=[1: the value is no TOML value: Unclosed array (at end of document)",
         "small.toml: steps = 3: unknown outside a table; it belongs to [train]",
         "small.toml: trian = {a = 1}: unknown table; did you mean '[train]'?",
-        "small.toml: [data] text: is required: a list of texts in quotes, at least 1",
         "small.toml: [data] sequence_length = true: must be a whole number of at least 1",
         'small.toml: [data] dtype = "bf16": unknown key in this table; it belongs to [train]',
         'small.toml: [train] micro_batch = "some": must be a whole number of at least 1 or "auto"',
@@ -129,6 +128,7 @@ lerning_rate = 3
         'such as "llama"',
         "small.toml: [tokenizer] path: a tokenizer is needed: set it, or tokenizer.train_vocab_size "
         "(only model.path brings its own)",
+        "small.toml: [data] text: set exactly one of data.text and data.records; neither is set",
     ]
 
 
@@ -147,7 +147,25 @@ lerning_rate = 3
         (["train=3"], "must be table.key=value"),
         (["train.steps"], "must be table.key=value"),
         (["train.checkpoint.every=2"], "[checkpoint] is a table of its own"),
-        (["data.text=a.txt"], 'text = "a.txt": must be a list of texts in quotes, at least 1'),
+        (["data.text=a.txt"], 'text = "a.txt": must be a list of texts in quotes (at least 1) or empty ("")'),
+        (["data.records=[]"], "records = []: must be a list of texts in quotes (at least 1)"),
+        (
+            ["data.records=['a.jsonl']"],
+            'text = ["notes/*.txt", "{stdlib}/*.py", "!a/**"]: set exactly one of data.text',
+        ),
+        (["data.text="], '[data] text = "": set exactly one of data.text and data.records; neither is set'),
+        (["data.template=jinja"], 'must be "auto" or "chat" or "plain"'),
+        (["data.template=plain"], 'template = "plain": applies to data.records only, and this job has data.text'),
+        (["data.train_on_prompt=true"], "train_on_prompt = true: applies to data.records only"),
+        (
+            ["data.text=", "data.records=['a.jsonl']", "data.max_bytes=5", "data.documents=line"],
+            "max_bytes = 5: applies to data.text only, and this job has data.records: leave it out",
+        ),
+        (["data.text=", "data.records=['a']", "data.documents=line"], 'documents = "line": applies to data.text only'),
+        (
+            ["data.text=", "data.records=['a']", "data.template=chat"],
+            'template = "chat": a tokenizer trained here (tokenizer.train_vocab_size) has no chat template: use "plain"',
+        ),
         (["data.packing=1"], "packing = 1: must be true or false"),
         (["train.learning_rate=inf"], "learning_rate = inf: must be a number above 0"),
         (["train.steps=2.0"], "steps = 2.0: must be a whole number of at least 1"),
@@ -204,6 +222,11 @@ def test_paths_start_at_the_job_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
         f"{stdlib}/*.py",
         f"!{tmp_path}/jobs[[]1]/a/**",
     )
+    assert loaded.record_patterns() == loaded.evaluation_patterns() == ()
+    records = load_job("jobs[1]/small.toml", ["data.text=", "data.records=['a.jsonl']", "data.evaluation=['/b.json']"])
+    assert records.text_patterns() == ()
+    assert records.record_patterns() == (str(tmp_path / "jobs[[]1]" / "a.jsonl"),)
+    assert records.evaluation_patterns() == ("/b.json",)
 
 
 def test_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,6 +271,8 @@ def test_every_example_of_the_reference_is_a_valid_value() -> None:
     for (table, key), example in EXAMPLES.items():
         assert f"# {key} = {example}\n" in reference_text()
         complete = {"model.path": "m", "data.text": "['a.txt']", f"{table}.{key}": example}
+        if (table, key) == ("data", "records"):
+            complete["data.text"] = ""
         if (table, key) == ("model", "config"):
             complete |= {"model.path": "", "tokenizer.path": "t"}
         load_job(REFERENCE, [f"{dotted}={value}" for dotted, value in complete.items()])

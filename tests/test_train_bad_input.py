@@ -138,14 +138,14 @@ def named_profile(scene: Scene, name: str, ranks: int, blocks: int) -> dict[str,
 def damaged_elsewhere(scene: Scene, name: str) -> dict[str, Any]:
     model = scene.copy_of_model(name)
     os.truncate(model / "model.safetensors", 5000)
-    return {**scene.entry(name), "breaks": "model_elsewhere_on_rank_1", "elsewhere": model}
+    return {**scene.entry(name), "breaks": "model_is_elsewhere", "rank": 0, "elsewhere": model}
 
 
 CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     "unknown-keys": (
         lambda s, n: s.entry(n, train={"stepz": 3, "learning_rate": "fast"}, modle={"path": "x"}, data={"packng": 1}),
-        ("modle", "did you mean [model]?", "[train] stepz = 3", "did you mean steps?", '[train] learning_rate = "fast"',
-         "[data] packng = 1", "did you mean packing?"),
+        ("modle", "did you mean '[model]'?", "[train] stepz = 3", "did you mean 'steps'?", '[train] learning_rate = "fast"',
+         "[data] packng = 1", "did you mean 'packing'?"),
     ),
     "missing-job": (lambda s, n: {"job": s.directory / "absent.toml"}, ("absent.toml",)),
     "missing-model": (
@@ -170,7 +170,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     "corrupt-header": (corrupt_header, ("corrupt-header-model/model.safetensors", "header", "Download it again")),
     "missing-shard": (missing_shard, ("1 of the 1 files", "model-00001-of-00002.safetensors", "Download them")),
     "unproven-family": (unproven_family, ("'gpt2'", "refused", "llama")),
-    "other-shapes": (other_shapes, ("other-shapes-model", "mlp", "(64, 32)", "(48, 32)", "mixes two models")),
+    "other-shapes": (other_shapes, ("other-shapes-model", "mlp", "(32, 64)", "(32, 48)", "mixes two models")),
     "fits-nowhere": (
         lambda s, n: s.entry(n, cluster={"memory_bytes": 100_000}),
         ("does not fit in memory", "rank 0", "rank 1", "is short by", " bytes: it needs", "more ranks"),
@@ -237,7 +237,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
         lambda s, n: s.entry(n, cluster={"device": "cuda"}, profile={"path": ""}),
         ("device 'cuda' is asked for", "offers cpu", '[cluster] device = "auto"'),
     ),
-    "damaged-on-rank-1": (damaged_elsewhere, ("rank 1 on ", "damaged-on-rank-1-model/model.safetensors")),
+    "damaged-before-loading": (damaged_elsewhere, ("rank 0 on ", "damaged-before-loading-model/model.safetensors")),
 }  # fmt: skip
 
 
@@ -251,9 +251,15 @@ def outcomes(scene: Scene) -> dict[str, Outcome]:
     entries = {"good": {**scene.entry("good"), "run_dir": scene.good_run}}
     entries |= {name: make(scene, name) for name, (make, _) in CASES.items()}
     entries["learning-rate"] = {
-        **scene.resumed("learning-rate", train={"steps": 9, "learning_rate": 1e30}),
+        **scene.resumed("learning-rate", train={"steps": 20, "learning_rate": 1e30}),
         "resume": checkpoint_path(scene.good_run / "checkpoints", 3),
         "run_dir": scene.directory / "learning-rate-run",
+    }
+    entries["lost"] = {
+        **scene.resumed("lost", train={"steps": 9}),
+        "resume": checkpoint_path(scene.good_run / "checkpoints", 3),
+        "run_dir": scene.directory / "lost-run",
+        "breaks": "loss_is_no_number_in_step_2",
     }
     entries["damaged-newest"] = {
         **scene.resumed("damaged-newest"),
@@ -296,14 +302,19 @@ def test_a_good_job_runs_before_and_after_all_the_bad_ones_np2(outcomes: dict[st
     assert [step.loss for step in first.steps] == [step.loss for step in again.steps]
 
 
-def test_a_loss_that_is_no_number_names_step_and_last_good_checkpoint_np2(
-    outcomes: dict[str, Outcome], scene: Scene
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [("lost", "step 5: the loss is nan"), ("learning-rate", "gradients were not finite in 10 steps in a row")],
+)
+def test_a_lost_run_names_step_and_last_good_checkpoint_np2(
+    outcomes: dict[str, Outcome], scene: Scene, name: str, cause: str
 ) -> None:
+    # Step 4 was good, so the checkpoint it started from is; whether the one written after it is, nobody knows.
     good = checkpoint_path(scene.good_run / "checkpoints", 3)
-    parts = ("the loss is nan", f"the last good checkpoint is {good}", f"--resume {good}", "learning_rate")
-    check_ended_together(outcomes["learning-rate"], parts)
-    lines = (scene.directory / "learning-rate-run" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1])["loss"] is None and json.loads(lines[-1])["non_finite"] is True
+    parts = (cause, f"the last good checkpoint is {good}", f"--resume {good}", "learning_rate")
+    check_ended_together(outcomes[name], parts)
+    lines = (scene.directory / f"{name}-run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["non_finite"] is True
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_remark_np2(outcomes: dict[str, Outcome], scene: Scene) -> None:
@@ -322,9 +333,18 @@ def test_a_person_sees_the_problems_once_and_nothing_else_np2(tmp_path: Path) ->
     result = run_mpi(2, ["-m", "hetero_mpi", "train", str(job)])
     assert result.returncode == 2
     assert result.stdout == ""
-    for part in ("[train] stepz = 3", "did you mean steps?", "[train] global_batch = 0"):
+    for part in ("[train] stepz = 3", "did you mean 'steps'?", "[train] global_batch = 0"):
         assert result.stderr.count(part) == 1, result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_person_sees_why_a_run_was_lost_np2(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    entry = infinite_weights(scene, "lost")
+    result = run_mpi(2, ["-m", "hetero_mpi", "train", str(entry["job"]), "--run-dir", str(entry["run_dir"])])
+    assert result.returncode == 2
+    assert (result.stdout + result.stderr).count("step 1: the loss is nan; there is no good checkpoint") == 1
+    assert "Traceback" not in result.stderr and "MPI_A" not in result.stderr, "nobody had to abort"
 
 
 def test_an_unexpected_error_on_one_rank_ends_all_np3(tmp_path: Path) -> None:

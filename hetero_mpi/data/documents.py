@@ -45,6 +45,8 @@ class Corpus:
     paths: tuple[Path, ...]
     documents: Literal["file", "line"]
     max_bytes: int | None
+    key: str = "data.text"
+    """The job's key that names these files, for messages."""
     report: CorpusReport = field(default_factory=CorpusReport)
     """Of the latest complete iteration."""
 
@@ -64,19 +66,30 @@ class Corpus:
         if not report.documents:
             reasons = "; ".join(f"{path}: {reason}" for path, reason in list(report.skipped.items())[:3])
             raise UserError(
-                f"data.text must match files with text in UTF-8; {_shown(self.patterns)} matched "
+                f"{self.key} must match files with text in UTF-8; {_shown(self.patterns)} matched "
                 f"{len(self.paths)} file(s) without any ({reasons}). Point it at other files."
             )
 
 
 def read_documents(
-    patterns: Sequence[str], documents: Literal["file", "line"] = "file", max_bytes: int | None = None
+    patterns: Sequence[str],
+    documents: Literal["file", "line"] = "file",
+    max_bytes: int | None = None,
+    key: str = "data.text",
 ) -> Corpus:
-    """The documents of all files that match the glob patterns: sorted by path, each file once, directories ignored.
+    """The documents of all files that match the glob patterns of the job's ``key`` (see :func:`matching_files`).
 
-    A pattern that begins with ``!`` takes files of the patterns before it away again. ``documents``: one document per
-    file, or per non-empty line. ``max_bytes``: stop after so many bytes of text. Files that are not UTF-8, empty or
-    unreadable are skipped and named in the report. Raises UserError when nothing matches.
+    ``documents``: one document per file, or per non-empty line. ``max_bytes``: stop after so many bytes of text. Files
+    that are not UTF-8, empty or unreadable are skipped and named in the report. Raises UserError when nothing matches.
+    """
+    return Corpus(tuple(patterns), matching_files(key, patterns), documents, max_bytes, key)
+
+
+def matching_files(key: str, patterns: Sequence[str]) -> tuple[Path, ...]:
+    """The files that match the glob patterns of the job's ``key``: sorted by path, each once, directories ignored.
+
+    A pattern that begins with ``!`` takes files of the patterns before it away again. Raises UserError when nothing
+    matches.
     """
     # A link and its target are one file; the real path is its identity and its place in the order.
     paths: dict[str, Path] = {}
@@ -93,8 +106,8 @@ def read_documents(
         what = (
             f"only directories, such as {directories[0]} (add /**/*.txt to read inside)" if directories else "nothing"
         )
-        raise UserError(f"data.text must match at least one file; {_shown(patterns)} matched {what}.")
-    return Corpus(tuple(patterns), tuple(paths[real] for real in sorted(paths)), documents, max_bytes)
+        raise UserError(f"{key} must match at least one file; {_shown(patterns)} matched {what}.")
+    return tuple(paths[real] for real in sorted(paths))
 
 
 def _read_text(path: Path, max_bytes: int | None, report: CorpusReport) -> str:

@@ -8,19 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.order import Indices, batch_indices, permutation
+from hetero_mpi.data.tokenizer import BATCH_CHARACTERS, end_token, own_tokens_only
 from hetero_mpi.errors import UserError
 
 Tokens = npt.NDArray[np.int32]
 
 IGNORED = -100
-"""Target where nothing is to be learnt (padding); the value that torch's cross-entropy ignores."""
-
-BATCH_CHARACTERS = 2_000_000
-"""Text handed to the tokenizer at once: enough for all its threads, little enough to keep its Python lists small."""
+"""Target where nothing is to be learnt (padding, prompts); the value that torch's cross-entropy ignores."""
 
 HELD_OUT_STREAM = 2**64 - 1
 """Key of the held-out split; epochs count from 0 and never get here."""
@@ -77,6 +74,17 @@ class Dataset:
         return Batch(self.tokens[chosen], targets, int(np.count_nonzero(targets != IGNORED)))
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Sequences before they are shared out. ``tokens`` and ``targets``: int32 [N, T]."""
+
+    tokens: Tokens
+    targets: Tokens
+    found: str
+    """What they were made from, for messages: ``812 tokens in 4 documents``."""
+    notes: tuple[str, ...] = ()
+
+
 def build_sequences(
     documents: Iterable[str],
     tokenizer: PreTrainedTokenizerFast,
@@ -84,6 +92,7 @@ def build_sequences(
     packing: bool,
     held_out: float,
     seed: int,
+    evaluation: Iterable[str] | None = None,
 ) -> Dataset:
     """Tokenise the documents and cut them to sequences of ``sequence_length`` tokens; split off the held-out share.
 
@@ -91,26 +100,55 @@ def build_sequences(
     [iT, iT + T) and the targets are one further, so that no token is lost between sequences. Otherwise each document is
     one sequence, cut or padded on the right, and documents of fewer than 2 tokens are dropped.
 
-    The split is a function of (seed, number of sequences). Raises UserError when there is too little text for one
-    training and (if ``held_out`` > 0) one held-out sequence, or when the tokenizer has no end token.
+    The split is a function of (seed, number of sequences); ``evaluation`` documents take the place of the held-out
+    share. Raises UserError when there is too little text for one training and (if ``held_out`` > 0) one held-out
+    sequence, or when the tokenizer has no end token.
     """
-    end = tokenizer.eos_token_id
-    if end is None:
+    rows = _text_rows(documents, tokenizer, sequence_length, packing)
+    advice = "Add text ({}) or lower data.sequence_length."
+    if evaluation is None:
+        return share_out(rows, held_out, seed, "the text", advice.format("data.text, data.max_bytes"))
+    other = _text_rows(evaluation, tokenizer, sequence_length, packing)
+    return join_evaluation(rows, other, seed, "the text", advice.format("data.text or data.evaluation"))
+
+
+def share_out(rows: Rows, held_out: float, seed: int, what: str, advice: str) -> Dataset:
+    """The dataset of which ``held_out`` is a share of the sequences.
+
+    Raises UserError when there are too few, which names ``what`` (the text, the records) and gives the advice.
+    """
+    needed = 2 if held_out > 0 else 1
+    share = ", one to train on and one held out (data.held_out)" if held_out > 0 else ""
+    _require(rows, needed, what, share, advice)
+    count = len(rows.tokens)
+    evaluation = min(max(1, round(held_out * count)), count - 1) if held_out > 0 else 0
+    shuffled = permutation(count, seed, HELD_OUT_STREAM)
+    train = np.sort(shuffled[evaluation:])
+    return Dataset(rows.tokens, rows.targets, train, shuffled[:evaluation], seed, rows.notes)
+
+
+def join_evaluation(rows: Rows, evaluation: Rows, seed: int, what: str, advice: str) -> Dataset:
+    """The dataset that trains on all of ``rows`` and evaluates on ``evaluation``. Raises as :func:`share_out`."""
+    _require(rows, 1, what, "", advice)
+    _require(evaluation, 1, f"{what} of data.evaluation", "", advice)
+    count = len(rows.tokens)
+    return Dataset(
+        np.concatenate([rows.tokens, evaluation.tokens]),
+        np.concatenate([rows.targets, evaluation.targets]),
+        np.arange(count, dtype=np.int64),
+        count + permutation(len(evaluation.tokens), seed, HELD_OUT_STREAM),
+        seed,
+        (*rows.notes, *(f"evaluation: {note}" for note in evaluation.notes)),
+    )
+
+
+def _require(rows: Rows, needed: int, what: str, share: str, advice: str) -> None:
+    count, length = rows.tokens.shape
+    if count < needed:
         raise UserError(
-            "documents are joined by the tokenizer's end token; this tokenizer has none: set eos_token in its "
-            "tokenizer_config.json, or train one with tokenizer.train_vocab_size"
+            f"{what} must give at least {needed} sequence(s) of {length} tokens{share}; it gives {count}, from "
+            f"{rows.found}. {advice}"
         )
-    notes: tuple[str, ...] = ()
-    if packing:
-        tokens, targets, found = _pack(_encoded(documents, tokenizer), int(end), sequence_length)
-    else:
-        pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        tokens, targets, dropped = _pad(_encoded(documents, tokenizer), int(end), int(pad), sequence_length)
-        found = f"{len(tokens)} documents of at least 2 tokens"
-        if dropped:
-            notes = (f"{dropped:,} documents of fewer than 2 tokens dropped",)
-    train, evaluation = _split(len(tokens), held_out, seed, found, sequence_length)
-    return Dataset(tokens, targets, train, evaluation, seed, notes)
 
 
 def unigram_entropy(targets: Tokens) -> float:
@@ -120,12 +158,17 @@ def unigram_entropy(targets: Tokens) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
+def _text_rows(documents: Iterable[str], tokenizer: PreTrainedTokenizerFast, length: int, packing: bool) -> Rows:
+    end = end_token(tokenizer)
+    if packing:
+        return _pack(_encoded(documents, tokenizer), end, length)
+    pad = end if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+    return _pad(_encoded(documents, tokenizer), end, pad, length)
+
+
 def _encoded(documents: Iterable[str], tokenizer: PreTrainedTokenizerFast) -> Iterator[list[int]]:
     """Token ids of each document, without special tokens; tokenised in batches so that all threads have work."""
-    # A copy, since a tokenizer.json may ask for cutting and padding, which here is nobody's business but ours.
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    backend.no_truncation()
-    backend.no_padding()
+    backend = own_tokens_only(tokenizer)
     waiting: list[str] = []
     characters = 0
     for document in documents:
@@ -137,18 +180,18 @@ def _encoded(documents: Iterable[str], tokenizer: PreTrainedTokenizerFast) -> It
     yield from (encoding.ids for encoding in backend.encode_batch_fast(waiting, add_special_tokens=False))
 
 
-def _pack(encoded: Iterable[list[int]], end: int, length: int) -> tuple[Tokens, Tokens, str]:
-    """One stream of all documents, as overlapping views: int32 [N, T] tokens and [N, T] targets; and what was found."""
+def _pack(encoded: Iterable[list[int]], end: int, length: int) -> Rows:
+    """One stream of all documents; tokens and targets are overlapping views of it."""
     parts = [np.array([*ids, end], dtype=np.int32) for ids in encoded]
     stream = np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
     count = max(len(stream) - 1, 0) // length
     tokens = stream[: count * length].reshape(count, length)
     targets = stream[1 : count * length + 1].reshape(count, length) if count else tokens
-    return tokens, targets, f"{len(stream)} tokens in {len(parts)} documents"
+    return Rows(tokens, targets, f"{len(stream)} tokens in {len(parts)} documents")
 
 
-def _pad(encoded: Iterable[list[int]], end: int, pad: int, length: int) -> tuple[Tokens, Tokens, int]:
-    """One document per row, int32 [N, T] tokens and targets, and how many documents were too short."""
+def _pad(encoded: Iterable[list[int]], end: int, pad: int, length: int) -> Rows:
+    """One document per row; a note says how many documents were too short."""
     parts: list[Tokens] = []
     dropped = 0
     for ids in encoded:
@@ -161,18 +204,5 @@ def _pad(encoded: Iterable[list[int]], end: int, pad: int, length: int) -> tuple
     for row, part in enumerate(parts):
         tokens[row, : len(part) - 1] = part[:-1]
         targets[row, : len(part) - 1] = part[1:]
-    return tokens, targets, dropped
-
-
-def _split(count: int, held_out: float, seed: int, found: str, length: int) -> tuple[Indices, Indices]:
-    """Indices of the training sequences (ascending) and of the held-out ones (in order of their keyed hash)."""
-    needed = 2 if held_out > 0 else 1
-    if count < needed:
-        share = ", one to train on and one held out (data.held_out)" if held_out > 0 else ""
-        raise UserError(
-            f"the text must give at least {needed} sequence(s) of {length} tokens{share}; it gives {count}, from "
-            f"{found}. Add text (data.text, data.max_bytes) or lower data.sequence_length."
-        )
-    evaluation = min(max(1, round(held_out * count)), count - 1) if held_out > 0 else 0
-    shuffled = permutation(count, seed, HELD_OUT_STREAM)
-    return np.sort(shuffled[evaluation:]), shuffled[:evaluation]
+    notes = (f"{dropped:,} documents of fewer than 2 tokens dropped",) if dropped else ()
+    return Rows(tokens, targets, f"{len(parts)} documents of at least 2 tokens", notes)

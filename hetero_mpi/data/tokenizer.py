@@ -13,6 +13,9 @@ from hetero_mpi.errors import UserError
 END_TOKEN = "<|end|>"
 """Ends a document, and pads (padding is never a target, so that one token can do both)."""
 
+BATCH_CHARACTERS = 2_000_000
+"""Text handed to a tokenizer at once: enough for all its threads, little enough to keep its Python lists small."""
+
 
 def train_bpe(documents: Iterable[str], vocab_size: int, sequence_length: int | None = None) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer (as GPT-2's): lossless for any text, and the same for the same documents.
@@ -79,6 +82,25 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) ->
     """Write the tokenizer's files into ``directory`` (made when missing), for ``AutoTokenizer.from_pretrained``."""
     Path(directory).mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(str(directory))
+
+
+def own_tokens_only(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
+    """The tokenizer's engine without cutting and padding, which a tokenizer.json may ask for. A copy."""
+    engine = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    engine.no_truncation()
+    engine.no_padding()
+    return engine
+
+
+def end_token(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The id of the token that ends documents and answers. Raises UserError when the tokenizer has none."""
+    end = tokenizer.eos_token_id
+    if end is None:
+        raise UserError(
+            "documents and answers end with the tokenizer's end token; this tokenizer has none: set eos_token in its "
+            "tokenizer_config.json, or train one with tokenizer.train_vocab_size"
+        )
+    return int(end)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:

@@ -5,6 +5,8 @@ Every rank has one ``Backend``. Nothing outside this room asks which vendor it i
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import platform
 from dataclasses import dataclass
@@ -245,6 +247,16 @@ def own_cores() -> list[int]:
 def set_threads(threads: int) -> None:
     """Fix torch's CPU threads for this rank (bits of a matrix product may depend on their number)."""
     torch.set_num_threads(threads)
+
+
+def return_freed_memory() -> None:
+    """Give memory freed inside the process back to the system, where the C library keeps it (glibc).
+
+    Packing weights frees many medium-sized blocks between small ones that stay; without this the resident set of a rank is
+    twice its share after loading NF4 weights.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library (musl, macOS) decides by itself
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def cgroup_free_bytes() -> int | None:

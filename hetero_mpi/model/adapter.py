@@ -41,7 +41,8 @@ def adapter_shapes(whole: PreTrainedModel, adapter: AdapterTable) -> tuple[list[
         UserError: the targets match nothing, or something that is not inside a block.
     """
     wanted: list[str] | str = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
-    linears = sorted({name.rpartition(".")[2] for name, m in whole.named_modules() if isinstance(m, nn.Linear)})
+    linear_names = {name for name, module in whole.named_modules() if isinstance(module, nn.Linear)}
+    linears = sorted({name.rpartition(".")[2] for name in linear_names})
     try:
         with torch.device("meta"):
             inject_adapter_in_model(lora_config(adapter, wanted), whole)
@@ -54,6 +55,12 @@ def adapter_shapes(whole: PreTrainedModel, adapter: AdapterTable) -> tuple[list[
         _short(name): tuple(parameter.shape) for name, parameter in whole.named_parameters() if f".{_NAME}." in name
     }
     modules = sorted({name.rpartition(".lora_")[0] for name in shapes})
+    others = [name for name in modules if name not in linear_names]
+    if others:
+        raise UserError(
+            f"[adapter] targets = {adapter.targets!r} reach {others[0]}, which is no linear layer: in this family peft adapts the "
+            f'fused experts in place of layers like gate_proj; name others instead, such as ["q_proj", "v_proj"]'
+        )
     return modules, shapes
 
 

@@ -17,6 +17,9 @@ from hetero_mpi.model.adapter import FILE_PREFIX, lora_config
 from hetero_mpi.model.tuning import Tuning
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_A = ".lora_A.weight"
+_NOT_PLAIN = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "modules_to_save", "layer_replication")
+"""Keys of peft's configuration that change what an adapter computes."""
 
 
 def write_adapter(
@@ -67,6 +70,24 @@ def check_adapter(directory: Path, tuning: Tuning) -> None:
             raise UserError(
                 f"{directory}: {name} has shape {shape}, this model needs {tuning.trainable[name].shape}: another model's adapter"
             )
+
+
+def adapter_of(directory: Path) -> tuple[AdapterTable, str | None]:
+    """What an adapter is, as the job's keys say it (targets by their full names), and its base model's directory.
+
+    Raises:
+        UserError: missing or damaged files, or a kind of adapter that is not plain LoRA.
+    """
+    config = _read_config(directory)
+    unusual = [key for key in _NOT_PLAIN if config.get(key) not in (None, False, "none", {}, [])]
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if unusual or type(rank) is not int or not isinstance(alpha, int | float) or rank < 1 or alpha <= 0:
+        what = f"{unusual[0]} = {config[unusual[0]]!r}" if unusual else f"r = {rank!r}, lora_alpha = {alpha!r}"
+        raise UserError(f"{directory / _CONFIG}: hetero_mpi knows plain LoRA, not {what}; merge the adapter with peft")
+    names = sorted(name.removesuffix(_A) for name in _shapes(directory) if name.endswith(_A))
+    return AdapterTable(method="lora", rank=rank, alpha=float(alpha), targets=names), config.get(
+        "base_model_name_or_path"
+    )
 
 
 def read_adapter(directory: Path, tuning: Tuning) -> dict[str, torch.Tensor]:

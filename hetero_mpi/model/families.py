@@ -1,7 +1,7 @@
 """Which model families may be trained, and why others are refused.
 
-A family is taken only when its split run was shown to equal the whole model (``tests/test_model_families.py`` tries every
-name below, forward and backward): a family that is not proven is refused by name, not run on hope.
+A family is taken only when its split run was shown to equal the whole model (``model/proven.py``, docs/models.md): a family
+that is not proven is refused by name, not run on hope. So are the settings under which a proven family would differ.
 """
 
 from __future__ import annotations
@@ -15,8 +15,20 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hetero_mpi.errors import UserError
+from hetero_mpi.model.proven import PROVEN_FAMILIES, REFUSED_FAMILIES
 
-PROVEN_FAMILIES = ("gemma", "gemma2", "gpt_neox", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
+_WELL_KNOWN = (
+    "deepseek_v3",
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "llama",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "qwen2",
+    "qwen3",
+)
 
 
 def read_config(source: dict[str, Any] | str | Path) -> PreTrainedConfig:
@@ -26,7 +38,8 @@ def read_config(source: dict[str, Any] | str | Path) -> PreTrainedConfig:
         source: the keys of a ``config.json``, or the path of one.
 
     Raises:
-        UserError: no such file, not JSON, no or unknown ``model_type``, a value transformers refuses, a family not proven.
+        UserError: no such file, not JSON, no or unknown ``model_type``, a value transformers refuses, a family not proven,
+            a setting that splitting cannot keep.
     """
     keys = source if isinstance(source, dict) else _read_json(Path(source))
     family = keys.get("model_type")
@@ -42,6 +55,7 @@ def read_config(source: dict[str, Any] | str | Path) -> PreTrainedConfig:
         raise UserError(
             f"transformers refuses this {family} configuration: {error}; correct the value it names"
         ) from error
+    _refuse_settings(config)
     config.use_cache = False
     return config
 
@@ -52,18 +66,35 @@ def require_proven(family: str) -> None:
         return
     if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         near = difflib.get_close_matches(family, PROVEN_FAMILIES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise UserError(
             f"model_type {family!r} is no causal language model that transformers knows{hint} Proven are: {_names()}"
         )
+    reason = (
+        f"it {REFUSED_FAMILIES[family]}" if family in REFUSED_FAMILIES else "transformers has no pipeline plan for it"
+    )
     raise UserError(
-        f"model_type {family!r} has not been shown to give the same numbers when split over ranks, so it is refused; "
+        f"model_type {family!r} has not been shown to give the same numbers when split over ranks, so it is refused ({reason}); "
         f"proven are: {_names()}"
     )
 
 
+def _refuse_settings(config: PreTrainedConfig) -> None:
+    if getattr(config, "output_router_logits", False):
+        raise UserError(
+            "output_router_logits = true adds an auxiliary loss of the routers, which is not a sum over micro-batches and would "
+            "depend on the plan; set it to false"
+        )
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    if shared > 0:
+        raise UserError(
+            f"num_kv_shared_layers = {shared}: the last {shared} blocks use keys and values of earlier ones, which other ranks may "
+            f"hold; only {config.model_type} models without shared keys and values can be split"
+        )
+
+
 def _names() -> str:
-    return ", ".join(PROVEN_FAMILIES)
+    return f"{len(PROVEN_FAMILIES)} families (docs/models.md), among them {', '.join(_WELL_KNOWN)}"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -8,10 +8,11 @@ Importing this module, and everything but ``read``, needs no torch.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,9 @@ INDEX = "model.safetensors.index.json"
 AGAIN = "Download it again."
 
 _LONGEST_HEADER_BYTES = 100_000_000
+_SAMPLE_BYTES = 4096
+_SAYS_NOTHING = ("transformers_version", "_name_or_path")
+"""Keys of a config.json that differ between copies of one model."""
 _DTYPES = {
     "F64": ("float64", 8),
     "F32": ("float32", 4),
@@ -42,6 +46,9 @@ _DTYPES = {
     "BOOL": ("bool", 1),
 }
 """safetensors dtype -> torch's name for it, bytes per element."""
+_ITEM_BYTES = dict(_DTYPES.values())
+SAFETENSORS_DTYPE = {name: stored for stored, (name, _) in _DTYPES.items()}
+"""torch's name of a dtype -> its name in safetensors files."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,73 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
     bytes: int
+
+
+@dataclass(frozen=True)
+class ListedTensor:
+    """A tensor as ``Contents`` lists it; ``sample`` is a hash of some of its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sample: str
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a model directory holds, without its tensors: so little that it can be sent, enough to tell two models apart.
+
+    Sizes and times of files say nothing (the next fine-tuning of a model has files of the same size, and a copy may be cut into
+    other files); hashing all bytes would read the whole model at each start. So every tensor is known by its name,
+    dtype, shape and a hash of two blocks of its bytes, in its middle and at its end.
+    """
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, ListedTensor]
+
+    @cached_property
+    def identity(self) -> str:
+        """sha256, in hexadecimal, of all that is known."""
+        canonical = {"config": _telling(self.config), "tensors": self.to_dict()["tensors"]}
+        return hashlib.sha256(json.dumps(canonical, sort_keys=True).encode()).hexdigest()
+
+    def difference(self, other: Contents) -> str | None:
+        """The first thing in which ``other`` differs, in words; None where both are of the same model."""
+        if self.identity == other.identity:
+            return None
+        here, there = _telling(self.config), _telling(other.config)
+        for key in sorted({*here, *there}):
+            mine, its = here.get(key, "absent"), there.get(key, "absent")
+            if mine != its:
+                return f"{key} in config.json is {its!r}, not {mine!r}"
+        for name in sorted({*self.tensors, *other.tensors}):
+            own, foreign = self.tensors.get(name), other.tensors.get(name)
+            if own is None or foreign is None:
+                return f"it {'lacks' if foreign is None else 'also has'} the tensor {name}"
+            if (own.dtype, own.shape) != (foreign.dtype, foreign.shape):
+                return f"{name} is {foreign.dtype} {list(foreign.shape)}, not {own.dtype} {list(own.shape)}"
+            if own.sample != foreign.sample:
+                return f"{name} has other values"
+        raise AssertionError("other identities, but nothing differs")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it; the order of the tensors is kept."""
+        tensors = {name: [t.dtype, list(t.shape), t.sample] for name, t in self.tensors.items()}
+        return {"config": dict(self.config), "tensors": tensors}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Contents:
+        """The inverse of ``to_dict``."""
+        listed = values["tensors"].items()
+        tensors = {name: ListedTensor(dtype, tuple(shape), sample) for name, (dtype, shape, sample) in listed}
+        return cls(values["config"], tensors)
+
+
+def _telling(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in _SAYS_NOTHING}
 
 
 class ModelFiles:
@@ -77,7 +151,7 @@ class ModelFiles:
         index = self.weight_map
         found: dict[str, StoredTensor] = {}
         for file in self.files:
-            for name, tensor in _read_header(self.directory / file).items():
+            for name, tensor in read_header(self.directory / file).items():
                 if index is None or index.get(name) == file:
                     found[name] = tensor
         missing = sorted(set(index or ()) - set(found))
@@ -123,17 +197,18 @@ class ModelFiles:
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, in host memory of its own: nothing else of the file is read or kept."""
-        import torch
+        return read_tensor(name, self.names[name])
 
-        stored = self.names[name]
-        tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
-        if stored.bytes:
-            with open(stored.file, "rb") as file:
-                file.seek(stored.offset)
-                got = file.readinto(tensor.reshape(-1).view(torch.uint8).numpy())
-            if got != stored.bytes:
-                raise UserError(f"{stored.file}: ends inside of {name} ({got} of {stored.bytes} bytes). {AGAIN}")
-        return tensor
+    def read_item(self, item: int, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The tensors of one item of the chain (see ``TensorSource`` in weights.py)."""
+        return {name: self.read(name) for name in names}
+
+    def contents(self) -> Contents:
+        """What is here, known from headers and a few blocks of every tensor."""
+        tensors = {}
+        for name, stored in self.names.items():
+            tensors[name] = ListedTensor(stored.dtype, stored.shape, _sample(stored))
+        return Contents(self.config, tensors)
 
     def _no_weights(self) -> str:
         if any(self.directory.glob("pytorch_model*.bin*")):
@@ -144,6 +219,30 @@ class ModelFiles:
         others = sorted(path.name for path in self.directory.glob("*.safetensors"))
         seen = f"only {', '.join(others[:5])}" if others else "no *.safetensors at all"
         return f"{self.directory}: neither {WEIGHTS} nor {INDEX} is here ({seen}). Download the weights into it."
+
+
+def read_tensor(name: str, stored: StoredTensor) -> torch.Tensor:
+    """The tensor ``name`` from where it lies, in host memory of its own."""
+    import torch
+
+    tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+    if stored.bytes:
+        with open(stored.file, "rb") as file:
+            file.seek(stored.offset)
+            got = file.readinto(tensor.reshape(-1).view(torch.uint8).numpy())
+        if got != stored.bytes:
+            raise UserError(f"{stored.file}: ends inside of {name} ({got} of {stored.bytes} bytes). {AGAIN}")
+    return tensor
+
+
+def _sample(stored: StoredTensor) -> str:
+    size = min(stored.bytes, _SAMPLE_BYTES)
+    digest = hashlib.blake2b(digest_size=8)
+    with open(stored.file, "rb", buffering=0) as file:
+        for start in ((stored.bytes - size) // 2, stored.bytes - size):
+            file.seek(stored.offset + start)
+            digest.update(file.read(size))
+    return digest.hexdigest()
 
 
 def _read_json(path: Path, remedy: str) -> dict[str, Any]:
@@ -175,7 +274,7 @@ def _or_near(near: list[str]) -> str:
     return f"; near it: {', '.join(near)}" if near else ""
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
     """Parse a safetensors header and hold the file's length against it."""
     actual = path.stat().st_size
     with open(path, "rb") as file:

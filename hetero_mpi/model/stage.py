@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hetero_mpi.device.backend import DTYPES, Backend
+from hetero_mpi.device.backend import DTYPES, Backend, return_freed_memory
 from hetero_mpi.model.adapter import adapter_parameters, inject
 from hetero_mpi.model.chain import Chain, build_on_meta
 from hetero_mpi.model.quantize import quantize_linears, set_training
@@ -144,7 +144,10 @@ class Stage:
             Gradient of the input (B, T, D), or None on the first stage.
         """
         position, x, y = self._kept.pop(index)
-        self._position, self._input = position, x  # recomputing has the same input and draws the same random numbers again
+        self._position, self._input = (
+            position,
+            x,
+        )  # recomputing has the same input and draws the same random numbers again
         if y.requires_grad:  # not where a first stage holds nothing that is trained
             torch.autograd.backward(y, dy)
         return None if x is None else x.grad
@@ -162,14 +165,20 @@ class Stage:
         """Drop what unfinished micro-batches kept (after an error or a skipped step)."""
         self._kept.clear()
 
-    def _run(self, x: torch.Tensor, targets: torch.Tensor | None, divisor: int) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
+        """Own layers on ``x``, as transformers' model is called with ``keywords``; the last stage gives logits (B, T, V)."""
         self._input = x
         inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
         if not self.is_last:
-            return self.model.base_model(**inputs, use_cache=False).last_hidden_state
+            return self.model.base_model(**inputs, **keywords).last_hidden_state
+        return self.model(**inputs, **keywords).logits
+
+    def _run(self, x: torch.Tensor, targets: torch.Tensor | None, divisor: int) -> torch.Tensor:
+        y = self.apply(x, use_cache=False)
+        if not self.is_last:
+            return y
         assert targets is not None
-        logits = self.model(**inputs, use_cache=False).logits
-        total = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        total = F.cross_entropy(y.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
         return total / divisor
 
     def _enter(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
@@ -190,6 +199,7 @@ class Stage:
                 self._tie()
             if item in own:
                 self._place(item)
+                return_freed_memory()
             else:
                 for name in chain.module_names(item):
                     model.set_submodule(name, PassThrough())

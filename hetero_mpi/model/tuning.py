@@ -26,11 +26,13 @@ class Tuning:
     """Linear layers of blocks are held in NF4."""
     double: bool = True
     """The scales of NF4 weights are quantised too."""
+    frozen: bool = False
+    """Nothing is trained: the model is only used."""
 
     @property
     def full(self) -> bool:
         """Are the model's own weights trained?"""
-        return self.adapter is None
+        return self.adapter is None and not self.frozen
 
     def modules_in(self, first: int, last: int) -> list[str]:
         """Adapted modules of the items ``[first, last)``."""
@@ -54,21 +56,35 @@ def full_training(chain: Chain) -> Tuning:
     return Tuning(dict(chain.parameters), dict(chain.constants))
 
 
+def nothing_trained() -> Tuning:
+    """A model that is only used: no gradients, no masters."""
+    return Tuning({}, frozen=True)
+
+
 def tuning_of(job: Job, chain: Chain) -> Tuning:
     """The job's tuning of a model.
 
     Raises:
-        UserError: the adapter's targets match nothing, or lie outside the blocks.
+        UserError: as ``adapter_tuning``.
     """
     if job.adapter.method == "none":
         return full_training(chain)
-    modules, shapes = adapter_shapes(build_on_meta(chain.config), job.adapter)
+    return adapter_tuning(chain, job.adapter, job.model.quantization == "nf4", job.model.double_quantization)
+
+
+def adapter_tuning(chain: Chain, adapter: AdapterTable, nf4: bool, double: bool) -> Tuning:
+    """An adapter over frozen weights.
+
+    Raises:
+        UserError: the adapter's targets match nothing, or lie outside the blocks.
+    """
+    modules, shapes = adapter_shapes(build_on_meta(chain.config), adapter)
     outside = [name for name in modules if not name.startswith(f"{chain.blocks_name}.")]
     if outside:
         raise UserError(
-            f"[adapter] targets = {job.adapter.targets!r} match {outside[0]}, which is not inside a block; "
+            f"[adapter] targets = {adapter.targets!r} match {outside[0]}, which is not inside a block; "
             f"adapt linear layers of blocks only"
         )
     trainable = {name: ParameterSpec(name, chain.item_of(name), shape) for name, shape in shapes.items()}
     placed = tuple((chain.item_of(name), name) for name in modules)
-    return Tuning(trainable, {}, job.adapter, placed, job.model.quantization == "nf4", job.model.double_quantization)
+    return Tuning(trainable, {}, adapter, placed, nf4, double)

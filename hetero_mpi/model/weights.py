@@ -6,9 +6,11 @@ memory is its own shard plus one item.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,7 +26,6 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.chain import Chain
-from hetero_mpi.model.files import ModelFiles
 from hetero_mpi.model.seeds import seed_from
 
 
@@ -45,9 +46,29 @@ class SeededStart:
                 if not own or (chain.tied is not None and own == [chain.tied[0]]):
                     continue  # a tied head takes the embedding's values
                 materialize(module)
+                _forget(module.named_parameters(recurse=False))
                 with torch.random.fork_rng(devices=[]), torch.no_grad():
                     torch.default_generator.manual_seed(seed_from(self.seed, name))
                     model._init_weights(module)
+                _require_values(chain, name, module.named_parameters(recurse=False))
+
+
+class TensorSource(Protocol):
+    """The tensors of a Hugging Face directory, under their names in its files, wherever they are: on this rank's disk
+    (``ModelFiles``), or with rank 0.
+    """
+
+    directory: Path
+    """For messages."""
+
+    @property
+    def names(self) -> Mapping[str, Any]:
+        """All tensors, in the same order on every rank."""
+        ...
+
+    def read_item(self, item: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """The tensors of one item of the chain, in their own dtype, in host memory. Items are asked for in increasing order."""
+        ...
 
 
 class FileStart:
@@ -60,14 +81,14 @@ class FileStart:
         UserError: tensors are missing from the files or have another shape than the configuration says.
     """
 
-    def __init__(self, files: ModelFiles, chain: Chain) -> None:
+    def __init__(self, files: TensorSource, chain: Chain) -> None:
         self.files = files
         self.mapping = get_model_conversion_mapping(chain.model)
         self.keys_of_item = self._assign(chain)
 
     def fill(self, chain: Chain, model: PreTrainedModel, item: int) -> None:
         """As ``SeededStart.fill``."""
-        state = {key: self.files.read(key) for key in self.keys_of_item[item]}
+        state = self.files.read_item(item, self.keys_of_item[item])
         info, _ = convert_and_load_state_dict_in_model(
             model, state, LoadStateDictConfig(weight_mapping=self.mapping, dtype=torch.float32), None
         )
@@ -83,7 +104,7 @@ class FileStart:
             )
         missing = [
             spec.name
-            for spec in chain.specs(item, item + 1)
+            for spec in (*chain.specs(item, item + 1), *chain.constant_specs(item, item + 1))
             if model.get_parameter_or_buffer(spec.name).device.type == "meta"
         ]
         if missing:
@@ -97,9 +118,8 @@ class FileStart:
         for key in self.files.names:
             name, _ = rename_source_key(key, renamings, converters, chain.model.base_model_prefix, names)
             name = name if name in names else key
-            if (
-                name in chain.parameters
-            ):  # anything else (a tied copy, a rotary buffer of old files) is not a weight of ours
+            # Anything else (a tied copy, a rotary buffer of old files) is not a weight of ours.
+            if name in chain.parameters or name in chain.constants:
                 keys[chain.item_of(name)].append(key)
         return keys
 
@@ -113,10 +133,27 @@ class Start(Protocol):
 
 
 def materialize(module: nn.Module) -> None:
-    """Replace the meta parameters directly in ``module`` by uninitialised fp32 host tensors."""
+    """Replace the meta parameters directly in ``module`` by uninitialised host tensors, fp32 unless they are integers."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         if parameter.device.type == "meta":
-            setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32)))
+            dtype = torch.float32 if parameter.is_floating_point() else parameter.dtype
+            setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype), parameter.requires_grad))
+
+
+def _forget(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Fill with NaN, so that what nothing initialises is seen."""
+    for _, tensor in tensors:
+        if tensor.is_floating_point():
+            tensor.detach().fill_(math.nan)
+
+
+def _require_values(chain: Chain, module: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and math.isnan(tensor.detach().sum().item()):
+            raise UserError(
+                f"{module}.{name}: transformers gives the {chain.config.model_type} family no rule that initialises it; start "
+                f"from a model directory instead ([model] path; transformers' from_config and save_pretrained write one)"
+            )
 
 
 def restore_buffers(model: PreTrainedModel, device: torch.device) -> None:
@@ -129,6 +166,7 @@ def restore_buffers(model: PreTrainedModel, device: torch.device) -> None:
             continue
         for name, buffer in buffers:
             module.register_buffer(name, torch.empty(buffer.shape, dtype=buffer.dtype), persistent=False)
+        _forget(module.named_buffers(recurse=False))
         # Parameters of this module hold their start already: transformers' initialisers leave flagged tensors alone.
         flagged = list(module.parameters(recurse=False))
         for parameter in flagged:
@@ -136,4 +174,12 @@ def restore_buffers(model: PreTrainedModel, device: torch.device) -> None:
         with torch.no_grad():
             model._init_weights(module)
         for name, _ in buffers:
+            _require_buffer(model, name, getattr(module, name))
             module.register_buffer(name, getattr(module, name).to(device), persistent=False)
+
+
+def _require_buffer(model: PreTrainedModel, name: str, buffer: torch.Tensor) -> None:
+    if buffer.is_floating_point() and math.isnan(buffer.sum().item()):
+        raise UserError(
+            f"transformers gives the {model.config.model_type} family no rule that computes its buffer {name}"
+        )

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.documents import read_documents
+from hetero_mpi.data.instructions import build_record_sequences
+from hetero_mpi.data.records import read_records
 from hetero_mpi.data.sequences import Dataset, build_sequences
+from hetero_mpi.data.template import Template, choose_form, plain_texts
 from hetero_mpi.data.tokenizer import check_vocabulary, load_tokenizer, train_bpe, vocabulary_note
 from hetero_mpi.errors import UserError
-from hetero_mpi.job import LoadedJob
+from hetero_mpi.job import Job, LoadedJob
+from hetero_mpi.model import hub
 from hetero_mpi.model.families import read_config
 from hetero_mpi.model.files import ModelFiles
+from hetero_mpi.report.logs import say
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,13 @@ class Material:
     dataset: Dataset
     notes: tuple[str, ...]
     """Remarks for a person."""
+    template: Literal["chat", "plain"] | None = None
+    """What turned records into text; None: the job has text."""
+
+
+def prompt_template(job: Job) -> Template | None:
+    """How the job's model expects a prompt: the last argument of ``data.template.render_prompt``."""
+    return None if job.data.records is None else job.data.template
 
 
 def prepare(loaded: LoadedJob) -> Material:
@@ -35,33 +48,81 @@ def prepare(loaded: LoadedJob) -> Material:
     Raises:
         UserError: anything missing, damaged or contradictory.
     """
-    job = loaded.job
     config = _model_keys(loaded)
     _check_model(loaded, config)
-    corpus = read_documents(loaded.text_patterns(), job.data.documents, job.data.max_bytes)
-    notes: list[str] = []
+    return _from_text(loaded, config) if loaded.job.data.records is None else _from_records(loaded, config)
+
+
+def _from_text(loaded: LoadedJob, config: dict[str, Any]) -> Material:
+    data = loaded.job.data
+    corpus = read_documents(loaded.text_patterns(), data.documents, data.max_bytes)
+    evaluation = None
+    if data.evaluation is not None:
+        evaluation = read_documents(loaded.evaluation_patterns(), data.documents, key="data.evaluation")
+    tokenizer, notes = _tokenizer(loaded, config, corpus)
+    dataset = build_sequences(
+        corpus, tokenizer, data.sequence_length, data.packing, data.held_out, loaded.job.train.seed, evaluation
+    )
+    for name, read in (("corpus", corpus), ("evaluation", evaluation)):
+        if read is not None:
+            notes.append(f"{name}: {read.report.files:,} files, {read.report.bytes / 1e6:.1f} MB of text")
+    notes.extend(dataset.notes)
+    return Material(config, tokenizer, dataset, tuple(notes))
+
+
+def _from_records(loaded: LoadedJob, config: dict[str, Any]) -> Material:
+    data = loaded.job.data
+    records = read_records(loaded.record_patterns())
+    evaluation = read_records(loaded.evaluation_patterns(), "data.evaluation") if data.evaluation is not None else None
+    tokenizer, notes = _tokenizer(loaded, config, plain_texts(records.records))
+    form = choose_form(tokenizer, data.template, (*records.records, *(evaluation.records if evaluation else ())))
+    notes.extend(records.lines())
+    notes.extend(f"evaluation: {line}" for line in (evaluation.lines() if evaluation else ()))
+    notes.append("records become text by " + _FORMS[form.kind])
+    dataset = build_record_sequences(
+        records.records,
+        tokenizer,
+        form,
+        data.sequence_length,
+        data.packing,
+        data.held_out,
+        loaded.job.train.seed,
+        data.train_on_prompt,
+        None if evaluation is None else evaluation.records,
+    )
+    if form.kind == "plain":
+        # So that whoever loads the result can ask it in the words it was taught in.
+        tokenizer.chat_template = form.source
+    return Material(config, tokenizer, dataset, (*notes, *dataset.notes), form.kind)
+
+
+_FORMS = {
+    "chat": "the tokenizer's chat template",
+    "plain": "the plain form (## Task, ## Answer), which is saved as the tokenizer's chat template",
+}
+
+
+def _tokenizer(
+    loaded: LoadedJob, config: dict[str, Any], texts: Iterable[str]
+) -> tuple[PreTrainedTokenizerFast, list[str]]:
+    """The job's tokenizer, trained on the texts or loaded, and remarks; completes the configuration from it."""
+    job, notes = loaded.job, []
     if job.tokenizer.train_vocab_size is not None:
-        tokenizer = train_bpe(corpus, job.tokenizer.train_vocab_size, job.data.sequence_length)
+        tokenizer = train_bpe(texts, job.tokenizer.train_vocab_size, job.data.sequence_length)
         note = vocabulary_note(tokenizer, job.tokenizer.train_vocab_size)
         notes.extend([note] if note else [])
     else:
-        tokenizer = load_tokenizer(loaded.resolve(job.tokenizer.path or str(job.model.path)))
+        tokenizer = load_tokenizer(_tokenizer_directory(loaded))
     if job.model.path is None:
         notes.extend(_complete(config, tokenizer))
     check_vocabulary(tokenizer, read_config(config).vocab_size)
-    dataset = build_sequences(
-        corpus, tokenizer, job.data.sequence_length, job.data.packing, job.data.held_out, job.train.seed
-    )
-    report = corpus.report
-    notes.append(f"corpus: {report.files:,} files, {report.bytes / 1e6:.1f} MB of text")
-    notes.extend(dataset.notes)
-    return Material(config, tokenizer, dataset, tuple(notes))
+    return tokenizer, notes
 
 
 def _model_keys(loaded: LoadedJob) -> dict[str, Any]:
     model = loaded.job.model
     if model.path is not None:
-        files = ModelFiles(loaded.resolve(model.path))
+        files = ModelFiles(_obtain(loaded, model.path))
         files.check()
         return dict(files.config)
     if isinstance(model.config, dict):
@@ -87,11 +148,35 @@ def _complete(config: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> lis
     if "vocab_size" not in config:
         config["vocab_size"] = len(tokenizer)
         notes.append(f"vocab_size {len(tokenizer):,}: the tokenizer's")
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    for key in ("bos_token_id", "eos_token_id"):
         config.setdefault(key, getattr(tokenizer, key))
+    # The embedding of a padding token is zero and learns nothing: no good for a token that also ends documents.
+    pads_with_end = tokenizer.pad_token_id == tokenizer.eos_token_id
+    config.setdefault("pad_token_id", None if pads_with_end else tokenizer.pad_token_id)
     return notes
 
 
 def model_directory(loaded: LoadedJob) -> Path | None:
-    """The directory start weights come from, or None when they are initialised from the seed."""
-    return None if loaded.job.model.path is None else loaded.resolve(loaded.job.model.path)
+    """The directory start weights come from on this machine (it may not be there), or None when they are initialised from
+    the seed. Asks no network.
+    """
+    text = loaded.job.model.path
+    if text is None:
+        return None
+    path = loaded.resolve(text)
+    return (hub.cached(text) if hub.is_hub_id(text, path) else None) or path
+
+
+def _obtain(loaded: LoadedJob, text: str) -> Path:
+    """The model's directory on rank 0; a model of the hub is fetched if need be."""
+    path = loaded.resolve(text)
+    if hub.is_hub_id(text, path):
+        return hub.obtain(text, path, loaded.job.model.download, say)
+    return path
+
+
+def _tokenizer_directory(loaded: LoadedJob) -> Path:
+    own = loaded.job.tokenizer.path
+    directory = loaded.resolve(own) if own is not None else model_directory(loaded)
+    assert directory is not None  # the job has one or the other
+    return directory

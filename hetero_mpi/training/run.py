@@ -45,6 +45,7 @@ from hetero_mpi.training.files import FileSupply, open_files
 from hetero_mpi.training.loop import Loop, LoopResult
 from hetero_mpi.training.material import Material, model_directory, prepare
 from hetero_mpi.training.planned import Given, micro_batch_choices, obtain_plan, obtain_profile, request_of
+from hetero_mpi.training.sample import write_sample
 from hetero_mpi.training.saving import (
     RunState,
     check_fits,
@@ -161,6 +162,7 @@ def _train_active(
     else:
         base = model_directory(setting.loaded)
         save_adapter(trainer, setting.run_dir / "adapter", str(base) if base is not None else None, tokenizer)
+    write_sample(trainer, setting.loaded, tokenizer, setting.run_dir)
     if rank == 0:
         _say_end(setting, plan, profile, result)
 
@@ -195,8 +197,8 @@ def _claimed(world: World, run_dir: Path) -> Iterator[None]:
 def _set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path) -> Setting:
     """Devices, data (rank 0) and the model's shape."""
     job, material = loaded.job, None
-    cores = _share_of_cores(world)
-    threads = job.cluster.threads if isinstance(job.cluster.threads, int) else _threads(cores)
+    cores = share_of_cores(world)
+    threads = job.cluster.threads if isinstance(job.cluster.threads, int) else default_threads(cores)
     set_threads(threads)
     with world.together("opening the device"):
         backend = open_backend(job.cluster.device, world.local_rank)
@@ -223,7 +225,7 @@ def _set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path
 def _with_dtype(world: World, loaded: LoadedJob, backend: Backend) -> LoadedJob:
     """The job with its compute dtype settled, which must be one value for all ranks."""
     ranks = [(name, dtypes) for name, dtypes in world.all_gather_json([backend.name, list(backend.dtypes())])]
-    wanted = loaded.job.train.dtype
+    wanted: str = loaded.job.train.dtype
     if wanted == "auto":
         wanted, reason = best_dtype(ranks)
         say(f"dtype {wanted}: {reason}")
@@ -234,14 +236,14 @@ def _with_dtype(world: World, loaded: LoadedJob, backend: Backend) -> LoadedJob:
     return replace(loaded, job=loaded.job.model_copy(update={"train": table}))
 
 
-def _share_of_cores(world: World) -> float:
+def share_of_cores(world: World) -> float:
     """Cores this rank can count on: every core it may run on counts 1 / the ranks of this host that may run on it."""
     everyone = world.all_gather_json([world.host, own_cores()])
     users = Counter(core for host, cores in everyone if host == world.host for core in cores)
     return sum(1 / users[core] for core in own_cores())
 
 
-def _threads(cores: float) -> int:
+def default_threads(cores: float) -> int:
     """Threads under "auto": what the user's environment says, else one for each whole core."""
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     return int(wanted) if wanted.isdigit() and int(wanted) > 0 else max(1, int(cores))
@@ -373,6 +375,7 @@ def _metadata(setting: Setting, plan: Plan, profile: ClusterProfile) -> dict[str
         "plan": plan_to_dict(plan),
         "profile": profile_to_dict(profile),
         "model_config": setting.chain.config.to_dict(),
+        "base_model": str(base) if (base := model_directory(setting.loaded)) is not None else None,
         "seed": setting.job.train.seed,
         "versions": own_versions(setting.world.library),
     }

@@ -2,8 +2,8 @@
 
 Starting ranks costs more than training these models, so they are started once. Each entry of the list holds the options of
 ``train`` and, if wanted, what goes wrong: ``damage`` (a file of which rank 0 destroys some bytes before), ``breaks`` (the
-name of a function below that breaks something in the running program) and ``elsewhere`` (a path for it). The output holds
-for each entry and rank what was raised, its text and exit code (0: nothing), and what was printed.
+name of a function below that breaks something in the running program) with ``elsewhere`` (a path) and ``rank`` for it.
+The output holds for each entry and rank what was raised, its text and exit code (0: nothing), and what was printed.
 """
 
 import contextlib
@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hetero_mpi.comm.world import World, run_guarded
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.optimizer import Optimizer
+from hetero_mpi.model.files import ModelFiles
+from hetero_mpi.model.optimizer import Judge, Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.training import run
 from hetero_mpi.training.run import Options, train
@@ -33,9 +36,9 @@ def nothing(world: World, entry: dict[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def model_elsewhere_on_rank_1(world: World, entry: dict[str, Any]) -> Iterator[None]:
-    """On rank 1's machine another directory lies at the model's path."""
-    if world.rank != 1:
+def model_is_elsewhere(world: World, entry: dict[str, Any]) -> Iterator[None]:
+    """On the machine of ``entry["rank"]`` another directory lies at the model's path."""
+    if world.rank != entry["rank"]:
         yield
         return
     with mock.patch.object(run, "model_directory", lambda loaded: Path(entry["elsewhere"])):
@@ -59,6 +62,17 @@ def forward_fails_on_rank_1(world: World, entry: dict[str, Any]) -> Iterator[Non
 
 
 @contextlib.contextmanager
+def weights_are_locked(world: World, entry: dict[str, Any]) -> Iterator[None]:
+    """Reading any tensor of the model's files is an error."""
+
+    def refuse(files: ModelFiles, name: str) -> torch.Tensor:
+        raise AssertionError(f"{name} was read")
+
+    with mock.patch.object(ModelFiles, "read", refuse):
+        yield
+
+
+@contextlib.contextmanager
 def gradients_overflow_in_step_2(world: World, entry: dict[str, Any]) -> Iterator[None]:
     """Some gradient is infinite in the second step although the loss is finite, as happens in narrow dtypes."""
     calls = 0
@@ -74,9 +88,31 @@ def gradients_overflow_in_step_2(world: World, entry: dict[str, Any]) -> Iterato
         yield
 
 
+@contextlib.contextmanager
+def loss_is_no_number_in_step_2(world: World, entry: dict[str, Any]) -> Iterator[None]:
+    """The loss of the second step of this run is NaN."""
+    calls = 0
+    fill = Judge.fill
+
+    def failing(judge: Judge, squared_norms: dict[str, float], loss: float | None) -> NDArray[np.float64]:
+        nonlocal calls
+        calls += 1
+        return fill(judge, squared_norms, float("nan") if calls == 2 and loss is not None else loss)
+
+    with mock.patch.object(Judge, "fill", failing):
+        yield
+
+
 WAYS: dict[str, Callable[[World, dict[str, Any]], Breaking]] = {
     way.__name__: way
-    for way in (nothing, model_elsewhere_on_rank_1, forward_fails_on_rank_1, gradients_overflow_in_step_2)
+    for way in (
+        nothing,
+        model_is_elsewhere,
+        forward_fails_on_rank_1,
+        weights_are_locked,
+        gradients_overflow_in_step_2,
+        loss_is_no_number_in_step_2,
+    )
 }
 
 

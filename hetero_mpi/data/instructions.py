@@ -1,0 +1,128 @@
+"""Instruction records -> token sequences whose targets are the answers."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from hetero_mpi.data.records import Record
+from hetero_mpi.data.sequences import IGNORED, Dataset, Rows, Tokens, join_evaluation, share_out
+from hetero_mpi.data.template import Form, Tokenized, tokenize_records
+from hetero_mpi.data.tokenizer import end_token
+from hetero_mpi.errors import UserError
+
+ADVICE = "Add records ({}), lower data.sequence_length, or set data.packing = false."
+
+
+def build_record_sequences(
+    records: Iterable[Record],
+    tokenizer: PreTrainedTokenizerFast,
+    form: Form,
+    sequence_length: int,
+    packing: bool,
+    held_out: float,
+    seed: int,
+    train_on_prompt: bool = False,
+    evaluation: Iterable[Record] | None = None,
+) -> Dataset:
+    """Sequences of ``sequence_length`` tokens; targets are the tokens of answers, or of everything, and -100 elsewhere.
+
+    Packed, each sequence holds as many whole records as fit, in the order of the files::
+
+        tokens   <user> Hi <answer> Hello <end> <user> Why ? <answer> So <end> <pad> <pad>
+        targets   -100 -100  Hello  <end>  -100  -100 -100 -100  So  <end> -100  -100  -100
+
+    and a record sees those before it in its sequence through attention, as packed documents do. Otherwise each sequence
+    holds one record. A record that is longer than a sequence is cut, and one that loses all of its answers by that is
+    dropped; the notes count both. No record's first token is a target: nothing of its own stands before it.
+
+    The split is a function of (seed, number of sequences); ``evaluation`` records take the place of the held-out share.
+    Raises UserError when no record keeps a target, when there are too few for the shares, when the tokenizer has no
+    end token or its template fails.
+    """
+
+    def rows_of(some: Iterable[Record], key: str) -> Rows:
+        tokenized = tokenize_records(tokenizer, form, some)
+        pad = end_token(tokenizer) if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+        return _rows(tokenized, sequence_length, packing, train_on_prompt, pad, key)
+
+    rows = rows_of(records, "data.records")
+    if evaluation is None:
+        advice = ADVICE.format("data.records") + " data.held_out = 0 holds nothing out." * (held_out > 0)
+        return share_out(rows, held_out, seed, "data.records", advice)
+    return join_evaluation(rows, rows_of(evaluation, "data.evaluation"), seed, "the records", ADVICE.format("any key"))
+
+
+def _rows(
+    tokenized: Iterable[Tokenized], length: int, packing: bool, train_on_prompt: bool, pad: int, key: str
+) -> Rows:
+    kept: list[tuple[Tokens, Tokens]] = []
+    longest, cut, dropped = 0, 0, []
+    for entry in tokenized:
+        # A sequence of T inputs with targets one further is T + 1 tokens.
+        ids, answer = entry.ids[: length + 1], entry.answer[: length + 1]
+        longest = max(longest, len(entry.ids))
+        if not answer[1:].any():
+            dropped.append(entry.record.source)
+            continue
+        cut += len(ids) < len(entry.ids)
+        labels = np.where(answer | train_on_prompt, ids, IGNORED).astype(np.int32)
+        labels[0] = IGNORED
+        kept.append((ids, labels))
+    if not kept:
+        raise UserError(
+            f"{key} must leave answers to learn; with data.sequence_length = {length} all {len(dropped):,} records are cut "
+            f"before their first answer, such as {dropped[0]}. Raise data.sequence_length: the longest record has "
+            f"{longest:,} tokens."
+        )
+    lengths = [len(ids) for ids, _ in kept]
+    groups = pack(lengths, length + 1) if packing else [[index] for index in range(len(kept))]
+    tokens = np.full((len(groups), length + 1), pad, dtype=np.int32)
+    labels = np.full((len(groups), length + 1), IGNORED, dtype=np.int32)
+    for row, group in enumerate(groups):
+        ids_row = np.concatenate([kept[index][0] for index in group])
+        tokens[row, : len(ids_row)] = ids_row
+        labels[row, : len(ids_row)] = np.concatenate([kept[index][1] for index in group])
+    notes = _notes(lengths, int((labels != IGNORED).sum()), len(groups), cut, dropped, length)
+    return Rows(tokens[:, :-1], labels[:, 1:], f"{len(kept)} records", notes)
+
+
+def _notes(
+    lengths: Sequence[int], learnt: int, sequences: int, cut: int, dropped: Sequence[str], length: int
+) -> tuple[str, ...]:
+    total = sum(lengths)
+    notes = [
+        f"{len(lengths):,} records of {total:,} tokens in {sequences:,} sequences "
+        f"({100 * total / (sequences * (length + 1)):.0f} % full); {learnt:,} tokens are learnt"
+    ]
+    if cut:
+        notes.append(
+            f"{cut:,} records are longer than a sequence and lose their ends (data.sequence_length = {length})"
+        )
+    if dropped:
+        notes.append(f"{len(dropped):,} records dropped, as a sequence ends before their answer, such as {dropped[0]}")
+    return tuple(notes)
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Share records of ``lengths`` out to sequences of ``capacity`` tokens: each whole, in few sequences.
+
+    Longest first, each into the fullest sequence that has room (best fit decreasing; Johnson, "Near-optimal bin packing
+    algorithms", 1973): at most 11/9 of the fewest possible sequences. Returns the indices of each sequence's records,
+    ascending, sequences ordered by their first record: a function of the lengths alone.
+    """
+    groups: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (free tokens, group), sorted
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        place = bisect.bisect_left(rooms, (lengths[index], -1))
+        if place < len(rooms):
+            free, group = rooms.pop(place)
+        else:
+            free, group = capacity, len(groups)
+            groups.append([])
+        groups[group].append(index)
+        bisect.insort(rooms, (free - lengths[index], group))
+    return sorted(sorted(group) for group in groups)

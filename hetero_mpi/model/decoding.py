@@ -1,0 +1,140 @@
+"""One stage's part in writing text: own layers with a KV cache, and the choice of a token from the last stage's logits.
+
+transformers sizes its attention masks by one layer of the cache, the first of each kind of attention. On a later stage that layer
+is another rank's and holds nothing; so here the layers of other stages count the tokens that have passed, without keeping them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from hetero_mpi.device.backend import HOST
+from hetero_mpi.model.quantize import set_training
+from hetero_mpi.model.seeds import seed_from
+from hetero_mpi.model.stage import Stage
+
+NOT_A_NUMBER = -1
+"""What ``pick`` gives instead of a token when the model's output is not a number."""
+_TWO_ROTARIES = ("phi3", "phimoe")
+"""Families whose rotary embedding changes at a length, where their ``generate`` computes the whole text again."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen."""
+
+    temperature: float = 0.0
+    """0: the most likely token (greedy)."""
+    top_p: float = 1.0
+    """Draw from the fewest tokens that together have this probability (nucleus sampling, arXiv:1904.09751)."""
+    seed: int = 0
+
+
+def pick(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
+    """The token at ``position`` of the text; ``NOT_A_NUMBER`` when there is none to choose.
+
+    Random numbers are drawn on the host from (seed, position), so that they depend neither on the device nor on the partition.
+
+    Args:
+        logits: (V,) fp32, on any device.
+    """
+    if torch.isnan(logits).any():
+        return NOT_A_NUMBER
+    if sampling.temperature == 0:
+        return int(torch.argmax(logits))
+    scaled = logits.to(HOST, torch.float64)
+    scaled = (scaled - scaled.max()) / sampling.temperature
+    likely, tokens = torch.softmax(scaled, 0).sort(descending=True, stable=True)
+    before = likely.cumsum(0) - likely  # of the tokens that are likelier: the first is always kept
+    generator = torch.Generator().manual_seed(seed_from(sampling.seed, "token", position))
+    chosen = torch.multinomial(likely.masked_fill(before >= sampling.top_p, 0.0), 1, generator=generator)
+    return int(tokens[chosen])
+
+
+def begins_anew_at(config: PreTrainedConfig) -> int | None:
+    """The length (tokens) at which a text is computed again from its beginning, as the family's ``generate`` does it."""
+    if config.model_type not in _TWO_ROTARIES:
+        return None
+    original = getattr(config, "original_max_position_embeddings", None)
+    return None if original is None else int(original) + 1
+
+
+class Decoder:
+    """Continues one text through a stage's layers; a context manager, inside which the stage is in evaluation mode.
+
+    Parameters, gradients and random generators are left as they are.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.begin()
+
+    def __enter__(self) -> Decoder:
+        set_training(self.stage.model, False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        set_training(self.stage.model, True)
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the text."""
+        self._passed = 0
+        self._cache, self._counting = _cache(self.stage)
+
+    @torch.no_grad()
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        """The next tokens of the text.
+
+        Args:
+            x: token ids (1, T) int64 on the first stage, else the previous stage's output (1, T, D).
+
+        Returns:
+            Output (1, T, D); on the last stage the logits (V,) after the last token, fp32.
+        """
+        length = x.shape[1]
+        for layer in self._counting:
+            layer.cumulative_length = self._passed
+        positions = torch.arange(self._passed, self._passed + length, device=x.device).unsqueeze(0)
+        last: dict[str, Any] = {"logits_to_keep": 1} if self.stage.is_last else {}
+        y = self.stage.apply(x, position_ids=positions, past_key_values=self._cache, use_cache=True, **last)
+        self._passed += length
+        return y[0, -1].float() if self.stage.is_last else y
+
+
+class _Counting(DynamicLayer):
+    """The cache of a full-attention layer that another stage holds: as long as the layer's, and empty."""
+
+    cumulative_length = 0
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
+
+
+def _cache(stage: Stage) -> tuple[DynamicCache, list[Any]]:
+    """transformers' cache for the model, and those of its layers that only count."""
+    cache = DynamicCache(config=stage.model.config)
+    own = _own_layers(stage)
+    counting = []
+    for index, layer in enumerate(cache.layers):
+        if index in own or not isinstance(layer, DynamicLayer):
+            continue
+        if not isinstance(layer, DynamicSlidingWindowLayer):  # which counts by itself
+            layer = cache.layers[index] = _Counting()
+        counting.append(layer)
+    return cache, counting
+
+
+def _own_layers(stage: Stage) -> set[int]:
+    """Indices in the cache of the attention layers that the stage holds (a block may have several)."""
+    blocks = stage.model.get_submodule(stage.chain.blocks_name)
+    found = (getattr(module, "layer_idx", None) for module in blocks.modules())
+    return {index for index in found if isinstance(index, int)}

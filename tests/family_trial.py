@@ -1,0 +1,320 @@
+"""Tries families of models: does a split over three stages equal the whole model?
+
+    OMP_NUM_THREADS=1 python -m tests.family_trial            # every family, a minute; writes docs/models.md
+    OMP_NUM_THREADS=1 python -m tests.family_trial llama phi  # some, printed
+
+The reference is transformers' own whole model in fp32, loaded by ``from_pretrained``; one process, no MPI.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import transformers
+from peft import get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.errors import UserError
+from hetero_mpi.job import AdapterTable
+from hetero_mpi.model.adapter import adapter_shapes, lora_config
+from hetero_mpi.model.chain import Chain, ParameterSpec, build_on_meta, uses_dropout
+from hetero_mpi.model.files import ModelFiles
+from hetero_mpi.model.proven import PROVEN_FAMILIES, REFUSED_FAMILIES
+from hetero_mpi.model.stage import IGNORED, MicroBatch, Stage
+from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.model.weights import FileStart, SeededStart
+from tests.family_configs import VOCABULARY, dropout_rates, families, tiny_keys
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+LIMIT = 1e-6
+"""Relative difference allowed in the loss and in every gradient's norm. (Most families give the same bits.)"""
+
+
+class Different(Exception):
+    """The split model is not the whole one; the text says where."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was seen of a family that passed."""
+
+    tied: str
+    kinds: tuple[str, ...]
+    experts: str
+    adapted: tuple[str, ...]
+    """Last parts of the names of the linear layers in blocks that take a LoRA adapter."""
+    all_linear: bool
+    """Are they what "all-linear" means?"""
+    from_scratch: bool
+    """Has transformers a rule for every start weight?"""
+
+
+def try_family(family: str) -> Trial:
+    """Compare forward, backward and loading, untied and tied, and dropout over two partitions.
+
+    Raises:
+        Different: a number differs.
+        Exception: whatever stands in the way of running the family.
+    """
+    tied = set()
+    for wanted in (False, True):
+        config = _config({**tiny_keys(family), "tie_word_embeddings": wanted})
+        chain = Chain(config)
+        with tempfile.TemporaryDirectory() as directory:
+            whole = _whole_model(config, directory)
+            start = FileStart(ModelFiles(directory), chain)
+            _compare(chain, whole, start)
+            tied.add(chain.tied is not None)
+            if not wanted:
+                _compare_dropout(family, start)
+                adapter = _adapter(chain)
+                modules = _compare_adapter(chain, whole, start, adapter)
+    experts = [p for n, p in chain.model.named_parameters() if p.ndim == 3 and "expert" in n]
+    return Trial(
+        "either" if len(tied) == 2 else ("always" if True in tied else "never"),
+        tuple(dict.fromkeys(chain.kinds[1:-1])),
+        "fused" if experts else ("separate" if any(".experts." in n for n in chain.parameters) else ""),
+        tuple(sorted({name.rpartition(".")[2] for name in modules})),
+        adapter.targets == "all-linear",
+        _can_start_from_scratch(chain),
+    )
+
+
+def row(family: str, trial: Trial | None) -> str:
+    """The family's line in docs/models.md; ``trial``: None for a refused one."""
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
+    if trial is None:
+        return f"| {family} | {name} | {REFUSED_FAMILIES[family]} |"
+    scratch = "yes" if trial.from_scratch else "no"
+    adapted = ("" if trial.all_linear else "by name: ") + ", ".join(trial.adapted)
+    cells = (family, name, "proven", trial.tied, ", ".join(trial.kinds), trial.experts, adapted, scratch)
+    return f"| {' | '.join(cells)} |"
+
+
+def _config(keys: dict[str, object]) -> PreTrainedConfig:
+    arguments = {name: value for name, value in keys.items() if name != "model_type"}
+    config = AutoConfig.for_model(str(keys["model_type"]), **arguments)
+    config.use_cache = False
+    return config
+
+
+def _whole_model(config: PreTrainedConfig, directory: str) -> PreTrainedModel:
+    """A random model, saved to ``directory`` and loaded again."""
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.ndim < 2 and tensor.is_floating_point():  # start as ones and zeros: mistakes there would not show
+                tensor.add_(0.1 * torch.randn_like(tensor))
+    model.save_pretrained(directory)
+    return AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32).train()
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two sequences of 24 tokens; the second one's last 15 targets do not count."""
+    generator = torch.Generator().manual_seed(9)
+    tokens, targets = torch.randint(1, VOCABULARY, (2, 2, 24), generator=generator)
+    targets[1, 9:] = IGNORED
+    return tokens, targets
+
+
+def _stages(chain: Chain, start: FileStart, *cuts: int, tuning: Tuning | None = None) -> list[Stage]:
+    bounds = zip((0, *cuts), (*cuts, chain.items), strict=True)
+    return [Stage(chain, first, last, Backend(), "fp32", start, tuning=tuning) for first, last in bounds]
+
+
+def _run(chain: Chain, stages: list[Stage]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss (mean over the targets) and gradients, the two shares of a tied matrix added as the trainer does."""
+    x, targets = _batch()
+    position = MicroBatch(0, 0, 0, int((targets != IGNORED).sum()))
+    for stage in stages:
+        x = stage.forward(position, x, targets if stage.is_last else None)
+    gradient = None
+    for stage in reversed(stages):
+        gradient = stage.backward(0, gradient)
+    found = {n: p.grad for stage in stages for n, p in stage.parameters.items() if p.grad is not None}
+    if chain.tied is not None and chain.tied[1] in found:
+        found[chain.tied[1]] = found[chain.tied[1]] + stages[-1].tied_head.grad
+    return float(x), found
+
+
+def _compare(chain: Chain, whole: PreTrainedModel, start: FileStart) -> None:
+    stages = _stages(chain, start, 2, 4)
+    values = whole.state_dict()
+    for stage in stages:
+        for name, parameter in stage.model.named_parameters():
+            if stage.first <= chain.item_of(name) < stage.last and not torch.equal(parameter, values[name]):
+                raise Different(f"{name} is loaded with other values")
+    loss, found = _run(chain, stages)
+    _require_equal(
+        loss, _run_whole(whole), found, {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+    )
+
+
+def _run_whole(whole: torch.nn.Module) -> float:
+    tokens, targets = _batch()
+    logits = whole(input_ids=tokens, use_cache=False).logits.float()
+    summed = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    loss = summed / (targets != IGNORED).sum()
+    loss.backward()
+    return float(loss)
+
+
+def _adapter(chain: Chain) -> AdapterTable:
+    """LoRA on all linear layers of the blocks that peft adapts as such."""
+    everything = AdapterTable(method="lora", rank=4)
+    try:
+        adapter_shapes(build_on_meta(chain.config), everything)
+        return everything
+    except UserError:
+        pass
+    linears = {n.rpartition(".")[2] for n, m in chain.model.named_modules() if isinstance(m, torch.nn.Linear)}
+    targets = []
+    for name in sorted(linears - {"lm_head"}):
+        adapter = AdapterTable(method="lora", rank=4, targets=[name])
+        try:
+            adapter_shapes(build_on_meta(chain.config), adapter)
+        except UserError:
+            continue
+        targets.append(name)
+    return AdapterTable(method="lora", rank=4, targets=targets)
+
+
+def _compare_adapter(chain: Chain, whole: PreTrainedModel, start: FileStart, adapter: AdapterTable) -> list[str]:
+    """Three stages with LoRA against plain peft, from a random B; ``whole`` is changed. Returns the adapted modules."""
+    modules, shapes = adapter_shapes(build_on_meta(chain.config), adapter)
+    trainable = {name: ParameterSpec(name, chain.item_of(name), shape) for name, shape in shapes.items()}
+    tuning = Tuning(trainable, adapter=adapter, modules=tuple((chain.item_of(name), name) for name in modules))
+    stages = _stages(chain, start, 2, 4, tuning=tuning)
+    values = {name: parameter for stage in stages for name, parameter in stage.parameters.items()}
+    for name, parameter in values.items():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    reference = get_peft_model(whole, lora_config(adapter, adapter.targets)).train()
+    own = {n.removeprefix("base_model.model.").replace(".default.", "."): p for n, p in reference.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in values.items():
+            own[name].copy_(parameter)
+    loss, found = _run(chain, stages)
+    expected = _run_whole(reference)
+    _require_equal(loss, expected, found, {n: own[n].grad for n in values if own[n].grad is not None})
+    return modules
+
+
+def _compare_dropout(family: str, start: FileStart) -> None:
+    """With dropout everywhere: one stage and four stages draw the same masks."""
+    rates = dropout_rates(family)
+    config = _config({**tiny_keys(family), "tie_word_embeddings": False, **rates})
+    chain = Chain(config)
+    if bool(rates) is not uses_dropout(chain.model):
+        raise Different(f"{sorted(rates)} are not seen as dropout")
+    _require_equal(*_interleaved(_run(chain, _stages(chain, start)), _run(chain, _stages(chain, start, 1, 3, 5))))
+
+
+def _interleaved(
+    one: tuple[float, dict[str, torch.Tensor]], other: tuple[float, dict[str, torch.Tensor]]
+) -> tuple[float, float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    return one[0], other[0], one[1], other[1]
+
+
+def _require_equal(
+    loss: float, expected: float, found: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor]
+) -> None:
+    if not abs(loss - expected) <= LIMIT * abs(expected):
+        raise Different(f"loss {loss} instead of {expected}")
+    if set(found) != set(gradients):
+        raise Different(f"gradients of other parameters: {sorted(set(found) ^ set(gradients))[:3]}")
+    if not any(gradient.norm() > 0 for gradient in gradients.values()):
+        raise Different("no gradient at all")
+    for name, gradient in gradients.items():
+        if not (found[name] - gradient).norm() <= LIMIT * gradient.norm():
+            raise Different(f"gradient of {name} differs by {(found[name] - gradient).norm() / gradient.norm():.1e}")
+
+
+def _can_start_from_scratch(chain: Chain) -> bool:
+    try:
+        Stage(chain, 0, chain.items, Backend(), "fp32", SeededStart(1))
+    except UserError:
+        return False
+    return True
+
+
+def document(rows: list[str]) -> str:
+    """docs/models.md."""
+    proven = "\n".join(line for line in rows if "| proven |" in line)
+    refused = "\n".join(row(family, None) for family in sorted(REFUSED_FAMILIES))
+    return _TEXT.format(
+        version=transformers.__version__,
+        count=len(PROVEN_FAMILIES),
+        plans=len(families()),
+        proven=proven,
+        refused=refused,
+    )
+
+
+_TEXT = """# Model families
+
+{count} of the {plans} causal-LM families for which transformers {version} has a pipeline plan are proven; everything else is
+refused by name. This page is written by `OMP_NUM_THREADS=1 python -m tests.family_trial` (two minutes);
+`tests/test_all_families.py` holds it, and the table that decides (`hetero_mpi/model/proven.py`), to what the trial sees.
+
+**Proven** means, for a tiny random model of four blocks, in fp32 on the CPU:
+
+* three stages give the loss and every parameter's gradient of transformers' own whole model to 1e-6 (nearly all to the bit), with
+  tied and with separate embeddings, from the weights that `from_pretrained` loads;
+* with dropout in all places, one stage and four stages draw the same masks;
+* with LoRA (random B) three stages give the loss and gradients of plain peft.
+
+The columns:
+
+* *tied*: whether the output projection can be the embedding's matrix: either way, always or never.
+* *kinds*: kinds of blocks seen. Blocks of one attention type but with other shapes (dense, mixture of experts) are numbered.
+* *experts*: *fused* experts are three-dimensional parameters: bitsandbytes leaves them unquantised, and they get no adapter.
+* *LoRA*: the linear layers in blocks that take an adapter, which is what `targets = "all-linear"` gives. *By name*: peft would
+  adapt the fused experts in place of layers like gate_proj, which is refused; name the layers shown instead.
+* *from scratch*: whether transformers has a rule for every start weight; where not, start from a model directory.
+
+Refused in every family: `output_router_logits = true` (the routers' auxiliary loss is not a sum over micro-batches) and
+`num_kv_shared_layers` above 0 (blocks that use the keys and values of others). gemma4_text is taken where
+`hidden_size_per_layer_input` is 0.
+
+| model_type | class | result | tied | kinds | experts | LoRA | from scratch |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+{proven}
+
+## Refused
+
+| model_type | class | it ... |
+| --- | --- | --- |
+{refused}
+
+All other families (GPT-2, OPT, Falcon, Bloom, ...) have no pipeline plan in transformers.
+"""
+
+
+def main() -> None:
+    """Try the families named, or all and write docs/models.md."""
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    rows = []
+    for family in sys.argv[1:] or families():
+        try:
+            rows.append(row(family, try_family(family)))
+        except Exception as error:  # any exception is the answer for this family
+            rows.append(f"| {family} | {type(error).__name__}: {str(error)[:200]} |")
+        print(rows[-1], flush=True)
+    if not sys.argv[1:]:
+        DOCUMENT.write_text(document(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

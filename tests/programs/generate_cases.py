@@ -1,0 +1,64 @@
+"""Generates from what a list names, one after the other, in one MPI job: ``generate_cases.py LIST.json OUT.json``.
+
+An entry holds the options of ``generate``, or of ``train`` (``job``, ``run_dir``); ``shares`` are items [first, last) for each
+rank instead of the program's division. The output holds for each entry and rank the tokens, what was raised, and what was printed.
+"""
+
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from hetero_mpi.comm.world import World, run_guarded
+from hetero_mpi.errors import UserError
+from hetero_mpi.training import generate as command
+from hetero_mpi.training import run
+
+
+def perform(world: World, entry: dict[str, Any]) -> None:
+    if "job" in entry:
+        run.train(world, run.Options(Path(entry["job"]), run_dir=entry["run_dir"]))
+        return
+    chosen = {key: value for key, value in entry.items() if key != "shares"}
+    command.generate(world, command.Options(**{**chosen, "source": Path(entry["source"])}))
+
+
+def outcome_of(world: World, entry: dict[str, Any]) -> dict[str, Any]:
+    """How one entry ended on this rank."""
+    tokens: list[int] = []
+    run_task = command.run_task
+
+    def keep(*arguments: Any) -> list[int]:
+        tokens.extend(run_task(*arguments))
+        return tokens
+
+    world.barrier()
+    error, printed = "", io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(printed))
+        stack.enter_context(mock.patch.object(command, "run_task", keep))
+        if "shares" in entry and world.size == len(entry["shares"]):
+            shares = [tuple(share) for share in entry["shares"]]
+            stack.enter_context(mock.patch.object(command, "share_out", lambda sizes, memory: shares))
+        try:
+            perform(world, entry)
+        except UserError as problem:
+            error = str(problem)
+    return {"tokens": tokens, "error": error, "printed": printed.getvalue()}
+
+
+def main(world: World) -> int:
+    listed, results = Path(sys.argv[1]), Path(sys.argv[2])
+    outcomes = {}
+    for name, entry in json.loads(listed.read_text()).items():
+        outcomes[name] = world.gather_json(outcome_of(world, entry))
+        if world.rank == 0:
+            results.write_text(json.dumps(outcomes))  # also when a later entry takes all ranks down
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded(main))

@@ -1,0 +1,253 @@
+"""Record files: every accepted shape, and every bad record named with file and line; and jobs that bring them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_mpi.data.records import Message, read_records
+from hetero_mpi.data.template import render_prompt
+from hetero_mpi.data.tokenizer import save_tokenizer, train_bpe
+from hetero_mpi.errors import UserError
+from hetero_mpi.job import LoadedJob, load_job
+from hetero_mpi.training.material import prepare, prompt_template
+
+USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+ALPACA = {"instruction": "Say hello", "input": "", "output": "Hello"}
+
+
+def write(directory: Path, values: list[Any], name: str = "a.jsonl") -> str:
+    path = directory / name
+    path.write_text("\n".join(json.dumps(value, ensure_ascii=False) for value in values), encoding="utf-8")
+    return str(path)
+
+
+def turns(*pairs: tuple[str, str]) -> tuple[Message, ...]:
+    return tuple(Message(role, content) for role, content in pairs)  # type: ignore[arg-type]
+
+
+# Shapes
+
+
+@pytest.mark.parametrize(
+    ("value", "shape", "messages"),
+    [
+        (ALPACA, "alpaca", turns(("user", "Say hello"), ("assistant", "Hello"))),
+        (
+            {"instruction": "Add", "input": "1, 2", "output": "3", "text": "ignored"},
+            "alpaca",
+            turns(("user", "Add\n\n1, 2"), ("assistant", "3")),
+        ),
+        ({"instruction": "Add", "input": None, "output": "3"}, "alpaca", turns(("user", "Add"), ("assistant", "3"))),
+        ({"prompt": "Grass is", "completion": " green"}, "prompt/completion",
+         turns(("user", "Grass is"), ("assistant", " green"))),
+        (
+            {"prompt": "not this", "messages": [{"role": "system", "content": "Be brief"}, USER, ASSISTANT, USER]},
+            "chat",
+            turns(("system", "Be brief"), ("user", "Hi"), ("assistant", "Hello")),
+        ),
+        (
+            {"id": 7, "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello\u2028!"}]},
+            "chat",
+            turns(("user", "Hi"), ("assistant", "Hello\u2028!")),
+        ),
+    ],
+)  # fmt: skip
+def test_shapes(tmp_path: Path, value: dict[str, Any], shape: str, messages: tuple[Message, ...]) -> None:
+    for name, values in (("a.jsonl", [value]), ("a.json", [[value]])):
+        (record,) = read_records([write(tmp_path, values, name)]).records
+        assert (record.shape, record.messages) == (shape, messages)
+
+
+def test_files_are_sorted_and_sources_are_named(tmp_path: Path) -> None:
+    """JSON lines or an array is told by the content, not by the name; empty lines and a byte order mark are no matter."""
+    (tmp_path / "b.json").write_text(
+        f"\ufeff{json.dumps(ALPACA)}\r\n\n {json.dumps({'messages': [USER, ASSISTANT]})}\n"
+    )
+    (tmp_path / "a.jsonl").write_text(json.dumps([{"prompt": "a", "completion": "b"}] * 2, indent=1))
+    found = read_records([f"{tmp_path}/b*", f"{tmp_path}/a*"])
+    assert [record.source.removeprefix(f"{tmp_path}/") for record in found.records] == [
+        "a.jsonl, record 1", "a.jsonl, record 2", "b.json, line 1", "b.json, line 3"]  # fmt: skip
+    assert found.lines() == ["4 records from 2 files (1 alpaca, 1 chat, 2 prompt/completion)"]
+
+
+def test_records_without_an_answer_are_left_out_and_counted(tmp_path: Path) -> None:
+    silent = [{**ALPACA, "output": " "}, {"messages": [USER]}, {"prompt": "a", "completion": None}, {"messages": []}]
+    found = read_records([write(tmp_path, [ALPACA, *silent])])
+    assert len(found.records) == 1
+    assert found.lines()[1] == f"4 records without an answer left out, such as {tmp_path}/a.jsonl, line 2"
+    with pytest.raises(UserError, match=r"data.records must hold .*; none of its 4 records has one, such as .*line 1"):
+        read_records([write(tmp_path, silent)])
+
+
+# Bad records
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('{"prompt": "a" "completion": "b"}', "line 2: broken JSON at column 16: Expecting ',' delimiter"),
+        ("just text", "line 2: broken JSON at column 1: Expecting value"),
+        ("[" * 100_000, "line 2: JSON nested too deeply"),
+        ("3", "line 2: must be a JSON object; it is a number"),
+        ('{"text": "a"}', "line 2: no shape has these keys: 'text'"),
+        ("{}", "line 2: no shape has these keys: no keys"),
+        (
+            '{"instruction": "a", "response": "b"}',
+            "line 2: 'output' is missing for the alpaca shape; the record has 'instruction', 'response'",
+        ),
+        ('{"completion": "a"}', "'prompt' is missing for the prompt/completion shape"),
+        ('{"prompt": ["a"], "completion": "b"}', "'prompt' must be text; it is a list"),
+        ('{"prompt": "a", "completion": 3}', "'completion' must be text; it is a number"),
+        ('{"instruction": " ", "output": "b"}', "'instruction' is empty: there is no prompt"),
+        ('{"prompt": "a", "completion": "\\ud800"}', "'completion' holds half a character"),
+        ('{"messages": "a"}', "'messages' must be a list of messages; it is text"),
+        ('{"messages": ["a"]}', "messages[0] must be an object with 'role' and 'content'; it is text"),
+        ('{"messages": [{"from": "human"}]}', "messages[0] must have 'role' and 'content'; it has 'from'"),
+        (
+            '{"messages": [{"role": "tool", "content": "a"}]}',
+            "messages[0] has the role 'tool'; accepted are system, user",
+        ),
+        ('{"messages": [{"role": "user", "content": [1]}]}', "'messages[0].content' must be text; it is a list"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "messages[0] is an answer"),
+        (json.dumps({"messages": [USER, {"role": "system", "content": "a"}, ASSISTANT]}), "messages[1] is a system"),
+    ],
+)
+def test_a_bad_record_is_named_with_its_line(tmp_path: Path, line: str, expected: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{json.dumps(ALPACA)}\n{line}\n")
+    with pytest.raises(UserError) as caught:
+        read_records([str(path)])
+    title, problem, *shapes = str(caught.value).split("\n")
+    assert title == "data.records must hold records that can be learnt from; 1 cannot:"
+    assert problem.startswith(f"  {path}, line 2: ") and expected in problem
+    assert [shape.split("  ")[1] for shape in shapes[1:]] == ["alpaca", "chat", "chat (ShareGPT)", "prompt/completion"]
+
+
+def test_a_handful_of_bad_records_is_named_and_the_rest_counted(tmp_path: Path) -> None:
+    broken = write(tmp_path, [ALPACA, *range(7)], "a.jsonl")
+    array = write(tmp_path, [[ALPACA, 3]], "b.json")
+    (tmp_path / "c.json").write_text('[{"prompt": "a"},\n {"prompt" 3}]')
+    with pytest.raises(UserError) as caught:
+        read_records([f"{tmp_path}/*"], "data.evaluation")
+    lines = str(caught.value).split("\n")
+    assert lines[0] == "data.evaluation must hold records that can be learnt from; 9 cannot:"
+    assert lines[1:7] == [f"  {broken}, line {n}: must be a JSON object; it is a number" for n in range(2, 7)] + [
+        "  and 4 more"
+    ]
+    with pytest.raises(UserError) as caught:
+        read_records([f"{tmp_path}/*.json"])
+    assert str(caught.value).split("\n")[1:3] == [
+        f"  {array}, record 2: must be a JSON object; it is a number",
+        f"  {tmp_path}/c.json, line 2: broken JSON at column 12: Expecting ':' delimiter",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b" \n\n", "a.jsonl: the file of records is empty"),
+        (b"[ ]", "a.jsonl: the file holds no records: its JSON array is empty"),
+        (b"{}\n{\xff}", "a.jsonl, line 2: records must be JSON in UTF-8"),
+    ],
+)
+def test_useless_files(tmp_path: Path, content: bytes, expected: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        read_records([f"{tmp_path}/*"])
+    assert expected in str(caught.value)
+    with pytest.raises(UserError, match=r"data.records must match at least one file; .* matched nothing"):
+        read_records([f"{tmp_path}/none*"])
+
+
+# Jobs
+
+JOB = """\
+[model.config]
+model_type = "llama"
+hidden_size = 8
+intermediate_size = 8
+num_hidden_layers = 1
+num_attention_heads = 1
+max_position_embeddings = 64
+[tokenizer]
+path = "tokenizer"
+[data]
+records = ["a.jsonl"]
+sequence_length = 32
+packing = false
+held_out = 0.5
+"""
+
+
+@pytest.fixture
+def workshop(tmp_path: Path) -> Path:
+    save_tokenizer(train_bpe(["## Task\nSay hello\n\n## Answer\nHello"], 300), tmp_path / "tokenizer")
+    write(tmp_path, [ALPACA, {"prompt": "Say", "completion": "hello"}])
+    write(tmp_path, [ALPACA], "b.jsonl")
+    (tmp_path / "c.txt").write_text("Hello hello")
+    (tmp_path / "job.toml").write_text(JOB)
+    return tmp_path
+
+
+def job(workshop: Path, *overrides: str) -> LoadedJob:
+    return load_job(workshop / "job.toml", overrides)
+
+
+def test_a_job_with_records(workshop: Path) -> None:
+    material = prepare(job(workshop))
+    assert material.template == "plain"
+    assert material.notes[-3:-1] == (
+        "2 records from 1 files (1 alpaca, 1 prompt/completion)",
+        "records become text by the plain form (## Task, ## Answer), which is saved as the tokenizer's chat template",
+    )
+    assert (len(material.dataset.train), len(material.dataset.held_out)) == (1, 1)
+    prompt = render_prompt(material.tokenizer, "Say", prompt_template(job(workshop).job))
+    save_tokenizer(material.tokenizer, workshop / "result")
+    again = prepare(job(workshop, "tokenizer.path=result"))
+    assert again.template == "chat" and again.dataset.fingerprint() == material.dataset.fingerprint()
+    assert render_prompt(again.tokenizer, "Say", "auto") == prompt
+    trained = prepare(job(workshop, "tokenizer.path=", "tokenizer.train_vocab_size=270"))
+    assert len(trained.tokenizer) == 270
+
+
+def test_evaluation_files_take_the_place_of_the_held_out_share(workshop: Path) -> None:
+    dataset = prepare(job(workshop, "data.evaluation=['b.jsonl']")).dataset
+    assert (dataset.train.tolist(), dataset.held_out.tolist()) == ([0, 1], [2])
+    assert dataset.tokens[2].tolist() == dataset.tokens[0].tolist(), "the same record, read from the other file"
+    text = ["data.records=", "data.text=['a.jsonl']", "data.evaluation=['c.txt']", "data.sequence_length=2"]
+    material = prepare(job(workshop, *text))
+    assert material.template is None and prompt_template(job(workshop, *text).job) is None
+    (batch,) = material.dataset.held_out_batches(9)
+    assert material.tokenizer.decode(batch.tokens.ravel()) in "Hello hello"
+    assert 2 not in material.dataset.held_out and len(batch.tokens) == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["data.sequence_length=65"], r"sequence_length = 65: the model has positions for 64 tokens"),
+        (["model.config.vocab_size=270"], r"the tokenizer's largest id is \d+, the model's vocab_size is 270"),
+        (["data.template=chat"], r'"chat" needs a tokenizer with a chat template; this one has none'),
+        (["data.evaluation=['chat.jsonl']"], r"this one has none \(.*chat.jsonl, line 1 is a chat\)"),
+        (["data.sequence_length=2"], r"data.sequence_length = 2 all 2 records are cut before their first answer"),
+        (["data.evaluation=['none']"], r"data.evaluation must match at least one file"),
+        (["data.records=['c.txt']"], r"c.txt, line 1: broken JSON at column 1"),
+        (
+            ["data.records=['b.jsonl']"],
+            r"data.records must give at least 2 sequence\(s\) .*; it gives 1, from 1 records",
+        ),
+        (
+            ["data.records=", "data.text=['a.jsonl']", "data.evaluation=['c.txt']"],
+            r"the text of data.evaluation must give at least 1 sequence\(s\) of 32 tokens; it gives 0",
+        ),
+    ],
+)
+def test_what_a_job_cannot_be_made_of(workshop: Path, overrides: list[str], expected: str) -> None:
+    write(workshop, [{"messages": [USER, ASSISTANT]}], "chat.jsonl")
+    packed = ["data.packing=true"] if "data.text" in str(overrides) else []
+    with pytest.raises(UserError, match=expected):
+        prepare(job(workshop, *overrides, *packed))

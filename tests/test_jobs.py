@@ -1,0 +1,51 @@
+"""The job files that come with the program: all load, and the quickstart does what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hetero_mpi.job import load_job
+from hetero_mpi.planning.files import load_plan, load_profile
+from hetero_mpi.report.metrics import read_metrics
+from tests.mpi import ROOT, run_mpi
+
+JOBS = sorted(path for path in (ROOT / "jobs").glob("*.toml") if path.name != "reference.toml")
+QUICKSTART = ROOT / "jobs" / "quickstart.toml"
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)
+def test_job_loads(path: Path) -> None:
+    loaded = load_job(path)
+    assert loaded.name == path.stem
+
+
+def test_quickstart_trains_a_model_that_loads_elsewhere_np3(tmp_path: Path) -> None:
+    """A dry run, then 6 steps that use its profile and plan, as a careful person would do it."""
+    run = tmp_path / "run"
+    command = ["-m", "hetero_mpi", "train", str(QUICKSTART), "--run-dir", str(run), "--set", "train.steps=6"]
+    dry = run_mpi(3, [*command, "--dry-run"], timeout_s=200)
+    assert dry.returncode == 0, dry.stderr
+    assert "Dry run" in dry.stdout and not (run / "model").exists()
+    assert len(load_profile(run / "profile.toml").devices) == 3
+
+    result = run_mpi(3, [*command, "--plan", str(run / "plan.toml")], timeout_s=300)
+    assert result.returncode == 0, result.stderr
+    assert f"Profile: {run / 'profile.toml'}" in result.stdout
+    assert "Unigram entropy" in result.stdout
+    metrics = read_metrics(run / "metrics.jsonl")
+    assert [step.step for step in metrics.steps] == [1, 2, 3, 4, 5, 6]
+    losses = [step.loss for step in metrics.steps]
+    assert losses[-1] < losses[0] - 0.05, losses
+    assert metrics.steps[0].predicted_step_s == load_plan(run / "plan.toml").predicted_step_s
+
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    tokens = tokenizer("def main(arguments):\n    return 0\n", return_tensors="pt").input_ids
+    with torch.no_grad():
+        loss = model(input_ids=tokens, labels=tokens).loss
+    assert tokenizer.decode(tokens[0]).startswith("def main(arguments):")
+    assert 0 < float(loss) < losses[0], "it has learnt something of Python"

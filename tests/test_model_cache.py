@@ -1,0 +1,272 @@
+"""What a rank keeps of a model it has not got, how two models are told apart, and models by their name on the hub."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import constants, errors
+from safetensors.torch import load_file, save_file
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.model import hub
+from hetero_mpi.model.cache import ShardCache
+from hetero_mpi.model.files import Contents, ModelFiles
+
+TENSORS = {
+    "model.embed_tokens.weight": torch.arange(40_000, dtype=torch.float32).reshape(200, 200),
+    "model.norm.weight": torch.arange(5).to(torch.bfloat16),
+    "model.eight": torch.tensor([0.5, 2.0]).to(torch.float8_e4m3fn),
+    "model.scalar": torch.tensor(7, dtype=torch.int64),
+    "model.empty": torch.empty(0, 3),
+}
+CONFIG = {"model_type": "llama", "hidden_size": 200, "transformers_version": "5.20.0", "rope_scaling": None}
+
+
+def write(directory: Path, config: dict[str, object] = CONFIG, **changed: torch.Tensor) -> Contents:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors = {**TENSORS, **{name.replace("_", "."): tensor for name, tensor in changed.items()}}
+    save_file(tensors, directory / "model.safetensors")
+    return ModelFiles(directory).contents()
+
+
+@pytest.fixture
+def contents(tmp_path: Path) -> Contents:
+    return write(tmp_path / "llama")
+
+
+def test_contents_travel_as_json(contents: Contents) -> None:
+    again = Contents.from_dict(json.loads(json.dumps(contents.to_dict())))
+    assert again.identity == contents.identity and list(again.tensors) == list(contents.tensors)
+    assert {name: tensor.bytes for name, tensor in again.tensors.items()} == {n: t.nbytes for n, t in TENSORS.items()}
+
+
+def test_a_copy_in_other_files_is_the_same_model(contents: Contents, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "config.json").write_text(json.dumps({**CONFIG, "transformers_version": "5.23.0"}))
+    names = list(TENSORS)
+    parts = {"b.safetensors": names[:2], "a.safetensors": names[2:]}
+    for file, own in parts.items():
+        save_file({name: TENSORS[name] for name in own}, copy / file)
+    index = {"weight_map": {name: file for file, own in parts.items() for name in own}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert contents.difference(ModelFiles(copy).contents()) is None
+
+
+def test_another_model_is_told_apart_by_name(contents: Contents, tmp_path: Path) -> None:
+    rows = TENSORS["model.embed_tokens.weight"].clone()
+    rows[-1, -1] += 1  # new tokens are the last rows
+    without = {key: value for key, value in CONFIG.items() if key != "rope_scaling"}
+    others = {
+        "hidden_size in config.json is 64, not 200": write(tmp_path / "1", {**CONFIG, "hidden_size": 64}),
+        "rope_scaling in config.json is 'absent', not None": write(tmp_path / "2", without),
+        "it also has the tensor model.more": write(tmp_path / "3", model_more=torch.ones(2)),
+        "model.scalar is int32 [], not int64 []": write(tmp_path / "4", model_scalar=torch.tensor(7).int()),
+        "model.norm.weight has other values": write(tmp_path / "5", model_norm_weight=TENSORS["model.norm.weight"] + 1),
+    }
+    for difference, other in others.items():
+        assert contents.difference(other) == difference
+    save_file({**TENSORS, "model.embed_tokens.weight": rows}, tmp_path / "llama" / "model.safetensors")
+    found = contents.difference(ModelFiles(tmp_path / "llama").contents())
+    assert found == "model.embed_tokens.weight has other values"
+
+
+def test_an_entry_comes_back_to_the_bit(contents: Contents, tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path / "cache", contents.identity)
+    assert not cache.holds(3, contents.tensors)
+    cache.prepare(1000)
+    cache.keep(3, TENSORS)
+    entry = next(cache.directory.glob("*.safetensors"))
+    assert {path.name for path in cache.directory.iterdir()} == {"item-00003.safetensors", "item-00003.json"}
+    assert load_file(entry).keys() == TENSORS.keys()  # an ordinary safetensors file
+    again = ShardCache(tmp_path / "cache", contents.identity)
+    assert again.holds(3, contents.tensors) and not again.holds(2, contents.tensors) and again.remarks == []
+    for name, tensor in again.read(3, list(TENSORS)).items():
+        assert (tensor.dtype, tensor.shape) == (TENSORS[name].dtype, TENSORS[name].shape)
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), TENSORS[name].reshape(-1).view(torch.uint8)), name
+
+
+def flip_a_bit(path: Path, manifest: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path, manifest: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def lose(path: Path, manifest: Path) -> None:
+    path.unlink()
+
+
+def other_item(path: Path, manifest: Path) -> None:
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "item": 4}))
+
+
+def other_model(path: Path, manifest: Path) -> None:
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "model": "0" * 64}))
+
+
+def no_json(path: Path, manifest: Path) -> None:
+    manifest.write_bytes(b"\xff{")
+
+
+def no_object(path: Path, manifest: Path) -> None:
+    manifest.write_text("[]")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (flip_a_bit, "its bytes do not give the manifest's sha256"),
+        (truncate, "bytes, and its manifest says"),
+        (lose, "the file is gone"),
+        (other_item, "its manifest is of another model or item"),
+        (other_model, "its manifest is of another model or item"),
+        (no_json, "it cannot be read"),
+        (no_object, "it cannot be read"),
+    ],
+)
+def test_an_entry_that_does_not_match_is_named_and_removed(contents, tmp_path, spoil, reason) -> None:  # type: ignore[no-untyped-def]
+    cache = ShardCache(tmp_path / "cache", contents.identity)
+    cache.keep(3, TENSORS)
+    path = cache.directory / "item-00003.safetensors"
+    spoil(path, path.with_suffix(".json"))
+    again = ShardCache(tmp_path / "cache", contents.identity)
+    assert not again.holds(3, contents.tensors)
+    (remark,) = again.remarks
+    assert str(path) in remark and reason in remark and "received again" in remark
+    assert list(cache.directory.iterdir()) == []
+    again.keep(3, TENSORS)
+    assert again.holds(3, contents.tensors)
+
+
+def test_an_entry_of_other_tensors_does_not_match(contents: Contents, tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path / "cache", contents.identity)
+    cache.keep(3, {"model.norm.weight": TENSORS["model.norm.weight"]})
+    assert not cache.holds(3, contents.tensors)
+    assert "it holds other tensors than are needed now" in cache.remarks[0]
+
+
+def test_what_a_crash_left_behind_is_no_entry(contents: Contents, tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path / "cache", contents.identity)
+    save_file({"x": torch.ones(3)}, cache.directory / "item-00003.safetensors")
+    assert not cache.holds(3, contents.tensors) and cache.remarks == []
+
+
+def test_a_cache_that_cannot_be_used_is_a_clear_error(contents: Contents, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        UserError, match=r"\[model\] shard_cache must be a directory .*file cannot be used.*leave it empty"
+    ):
+        ShardCache(tmp_path / "file", contents.identity)
+    cache = ShardCache(tmp_path / "cache", contents.identity)
+    with pytest.raises(UserError, match=r"is to keep 1,000,000,000,000,000,000 bytes, and [\d,]+ bytes are free there"):
+        cache.prepare(10**18)
+    shutil.rmtree(cache.directory)
+    with pytest.raises(UserError, match=r"cannot be used: .*No such file"):
+        cache.keep(1, TENSORS)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty Hugging Face cache and no network."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+def put(home: Path, name: str) -> Path:
+    """A model in the cache's layout."""
+    folder = home / f"models--{name.replace('/', '--')}"
+    snapshot = folder / "snapshots" / ("a1" * 20)
+    snapshot.parent.mkdir(parents=True)
+    write(snapshot)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(snapshot.name)
+    return snapshot
+
+
+def test_a_model_in_the_cache_is_found_without_a_network(home: Path, tmp_path: Path) -> None:
+    snapshot = put(home, "org/some-model_1.5B")
+    told: list[str] = []
+    found = hub.obtain("org/some-model_1.5B", tmp_path / "org" / "some-model_1.5B", True, told.append)
+    assert found.samefile(snapshot) and told == []
+    assert hub.cached("org/other") is None
+
+
+def test_where_was_looked_is_said(home: Path, tmp_path: Path) -> None:
+    for download, rule in ((True, "HF_HUB_OFFLINE is set"), (False, r"\[model\] download = false")):
+        pattern = rf'path = "org/absent" .*{tmp_path}/org/absent.*{home}: nothing of it is there; {rule}.*`hf download'
+        with pytest.raises(UserError, match=pattern):
+            hub.obtain("org/absent", tmp_path / "org" / "absent", download, print)
+    (put(home, "org/half") / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"neither model\.safetensors nor .* is here.*HF_HUB_OFFLINE"):
+        hub.obtain("org/half", tmp_path / "org" / "half", True, print)
+
+
+def answer(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
+    """What huggingface_hub raises when the server refuses."""
+    error = kind.__new__(kind)
+    Exception.__init__(error, "403 Client Error.\n\nAccess is restricted.")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (answer(errors.GatedRepoError), "gated model.*accept its terms.*huggingface-cli login"),
+        (answer(errors.RepositoryNotFoundError), "has no model org/x, or it is private.*huggingface-cli login"),
+        (OSError("no route to host\nmore"), r"could not be fetched from https://\S+ \(no route to host\)"),
+        (ConnectionError(), r"could not be fetched from https://\S+ \(ConnectionError\)"),
+    ],
+    ids=["gated", "unknown", "no-network", "silent"],
+)
+def test_what_the_hub_answers_becomes_advice(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, advice: str
+) -> None:
+    def refuse(name: str, local_files_only: bool = False, **arguments: object) -> str:
+        raise FileNotFoundError("not here") if local_files_only else error
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    told: list[str] = []
+    with pytest.raises(UserError, match=advice) as raised:
+        hub.obtain("org/x", tmp_path / "org" / "x", True, told.append)
+    assert "hf download org/x" in str(raised.value) and "fetching org/x" in told[0]
+
+
+def test_only_configuration_tokenizer_and_weights_are_asked_for(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json",
+             "pytorch_model.bin", "modeling_llama.py", "original/consolidated.00.pth", "onnx/model.safetensors",
+             "consolidated.safetensors", "README.md", "model.gguf"]  # fmt: skip
+    asked: list[str] = []
+
+    def download(name: str, local_files_only: bool = False, **patterns: list[str]) -> str:
+        if local_files_only:
+            raise FileNotFoundError("not here")
+        allow, ignore = patterns["allow_patterns"], patterns["ignore_patterns"]
+        asked.extend(huggingface_hub.utils.filter_repo_objects(files, allow_patterns=allow, ignore_patterns=ignore))
+        return str(put(home, name))
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert hub.obtain("org/x", tmp_path / "org" / "x", True, print).is_dir()
+    assert asked == files[:4]
+
+
+def test_a_path_is_not_taken_for_a_name(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    assert hub.is_hub_id("meta-llama/Llama-3.1-8B", tmp_path / "meta-llama" / "Llama-3.1-8B")
+    assert not hub.is_hub_id("models/lama", tmp_path / "models" / "lama")  # a mistyped directory beside others
+    for text in ("llama", "/a/b", "../x", "./x/y", "a/b/c", "~/llama", "a b/c", "org/"):
+        assert not hub.is_hub_id(text, tmp_path / "absent" / "x"), text

@@ -1,0 +1,179 @@
+"""The dense families, cut into three stages, give the whole model's numbers. One process, no MPI."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.errors import UserError
+from hetero_mpi.model.chain import Chain
+from hetero_mpi.model.families import read_config
+from hetero_mpi.model.files import ModelFiles
+from hetero_mpi.model.stage import IGNORED, MicroBatch, Stage
+from hetero_mpi.model.weights import FileStart, SeededStart, Start
+
+BLOCKS = 4
+ITEMS = BLOCKS + 2
+CUTS = (0, 2, 5, ITEMS)
+DENSE = ("gemma", "gemma2", "gpt_neox", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
+"""Families that the keys below fit; ``test_all_families.py`` has them all."""
+EVERY_FAMILY = pytest.mark.parametrize("family", DENSE)
+TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+
+
+def keys(family: str, tied: bool) -> dict[str, object]:
+    return {
+        "model_type": family,
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": BLOCKS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "sliding_window": 8,  # shorter than the sequences: masks matter where a family has them
+        "tie_word_embeddings": tied,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        "initializer_range": 0.2,  # large enough that every gradient is far from rounding noise
+    }
+
+
+def whole_model(family: str, tied: bool) -> PreTrainedModel:
+    torch.manual_seed(5)
+    arguments = {name: value for name, value in keys(family, tied).items() if name != "model_type"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **arguments), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim < 2:  # norms and biases start as ones and zeros: mistakes there would not show
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.train()
+
+
+def cut(chain: Chain, start: Start, cuts: tuple[int, ...] = CUTS) -> list[Stage]:
+    return [Stage(chain, first, last, Backend(), "fp32", start) for first, last in pairwise(cuts)]
+
+
+def chain_of(family: str, tied: bool) -> Chain:
+    return Chain(read_config(keys(family, tied)))
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two sequences of 24 tokens; the second one's last 15 targets do not count."""
+    generator = torch.Generator().manual_seed(9)
+    tokens = torch.randint(1, 320, (2, 24), generator=generator)
+    targets = torch.randint(1, 320, (2, 24), generator=generator)
+    targets[1, 9:] = IGNORED
+    return tokens, targets
+
+
+def run_stages(stages: list[Stage]) -> float:
+    """Forward and backward through all stages; returns the loss, the mean over the targets."""
+    tokens, targets = batch()
+    position = MicroBatch(0, 0, 0, int((targets != IGNORED).sum()))
+    x = tokens
+    for stage in stages:
+        x = stage.forward(position, x, targets if stage.is_last else None)
+    gradient = None
+    for stage in reversed(stages):
+        gradient = stage.backward(0, gradient)
+    assert gradient is None, "token ids have no gradient"
+    return float(x)
+
+
+def gradients(stages: list[Stage], chain: Chain) -> dict[str, torch.Tensor]:
+    """name -> gradient, the head's share of a tied matrix added to the embedding's as the trainer does."""
+    found = {name: p.grad for stage in stages for name, p in stage.parameters.items() if p.grad is not None}
+    if chain.tied is not None:
+        head = stages[-1].tied_head
+        assert head is not None and head.grad is not None
+        found[chain.tied[1]] = found[chain.tied[1]] + head.grad
+    return found
+
+
+@TIED
+@EVERY_FAMILY
+def test_three_stages_equal_the_whole_model(family: str, tied: bool, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    model, chain = whole_model(family, tied), chain_of(family, tied)
+    assert chain.items == ITEMS and (chain.tied is not None) is tied
+    model.save_pretrained(tmp_path)
+    stages = cut(chain, FileStart(ModelFiles(tmp_path), chain))
+    loss = run_stages(stages)
+
+    tokens, targets = batch()
+    logits = model(input_ids=tokens, use_cache=False).logits.float()
+    summed = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    expected = summed / (targets != IGNORED).sum()
+    expected.backward()
+
+    assert loss == expected.item()
+    found = gradients(stages, chain)
+    assert set(found) == {name for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.norm() > 0, f"{name}: the comparison would be empty"
+        difference = (found[name] - parameter.grad).norm() / parameter.grad.norm()
+        # The order in which autograd adds the two shares of a tied matrix is its own affair.
+        limit = 1e-6 if chain.tied is not None and name == chain.tied[1] else 0.0
+        assert difference <= limit, (name, difference)
+
+
+@TIED
+@EVERY_FAMILY
+def test_file_start_equals_from_pretrained(family: str, tied: bool, tmp_path: Path) -> None:
+    whole_model(family, tied).save_pretrained(tmp_path, max_shard_size="20KB")
+    expected = dict(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).named_parameters())
+    chain = chain_of(family, tied)
+    files = ModelFiles(tmp_path)
+    assert len(files.files) > 1, "several files"
+    stages = cut(chain, FileStart(files, chain))
+    found = {name: parameter for stage in stages for name, parameter in stage.parameters.items()}
+    assert found.keys() == expected.keys()
+    for name, parameter in expected.items():
+        assert torch.equal(found[name], parameter), name
+    if chain.tied is not None:
+        assert stages[-1].tied_head is not None and torch.equal(stages[-1].tied_head, expected[chain.tied[1]])
+
+
+@TIED
+@EVERY_FAMILY
+def test_seeded_start_does_not_depend_on_the_partition(family: str, tied: bool) -> None:
+    chain = chain_of(family, tied)
+    whole = cut(chain, SeededStart(3), (0, ITEMS))[0]
+    for cuts in (CUTS, (0, 1, ITEMS), (0, ITEMS - 1, ITEMS)):
+        stages = cut(chain, SeededStart(3), cuts)
+        found = {name: parameter for stage in stages for name, parameter in stage.parameters.items()}
+        assert found.keys() == whole.parameters.keys()
+        for name, parameter in whole.parameters.items():
+            assert torch.equal(found[name], parameter), (name, cuts)
+        if tied:
+            assert torch.equal(stages[-1].tied_head, whole.tied_head)
+    matrices = [p for p in whole.parameters.values() if p.ndim >= 2]
+    assert all(0.15 < p.std() < 0.25 for p in matrices), "the family's own rule: initializer_range"
+    other = cut(chain, SeededStart(4), (0, ITEMS))[0]
+    assert not any(torch.equal(other.parameters[name], p) for name, p in whole.parameters.items() if p.ndim >= 2), (
+        "another seed gives other weights"
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("gpt2", "has not been shown"),
+        ("hrm_text", "has not been shown"),
+        ("lama", "did you mean 'llama'? Proven"),
+        ("zzz", "transformers knows. Proven"),
+    ],
+)
+def test_other_families_are_refused_by_name(family: str, text: str) -> None:
+    with pytest.raises(UserError, match=r"[Pp]roven are") as refused:
+        read_config({"model_type": family})
+    assert repr(family) in str(refused.value) and text in str(refused.value)

@@ -1,0 +1,375 @@
+"""The command ``train`` as its user meets it: options, files, idle ranks, bf16, resuming.
+
+One mpirun of 3 ranks and one of 4 go through all cases.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli
+import torch
+from transformers import AutoModelForCausalLM
+
+from hetero_mpi import __version__
+from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.model.chain import Chain
+from hetero_mpi.model.families import read_config
+from hetero_mpi.model.stage import Stage
+from hetero_mpi.model.weights import SeededStart
+from hetero_mpi.planning.files import load_plan, load_profile, save_plan, save_profile
+from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.report.metrics import read_metrics
+from tests.mpi import ROOT, run_mpi
+from tests.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
+
+STEP_KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "predicted_step_s"}
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+Tensors = dict[tuple[str, str], np.ndarray]
+
+
+def plan_of(ranks: tuple[int, ...], edges: tuple[int, ...]) -> Plan:
+    """Stages of the items between ``edges`` on ``ranks``; micro-batches of 1."""
+    bounds = zip(ranks, edges[:-1], edges[1:], strict=True)
+    stages = tuple(StagePlan((rank,), first, last, len(ranks) - 1 - i) for i, (rank, first, last) in enumerate(bounds))
+    return Plan((PipelinePlan(stages, 1, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, edges[-1])
+
+
+def tensors(run: Path, step: int) -> Tensors:
+    """(kind, name) -> array of everything in the checkpoint after ``step`` steps."""
+    with CheckpointReader(checkpoint_path(run / "checkpoints", step)) as reader:
+        kinds = ("parameters", "moments1", "moments2")
+        found = {(kind, name): reader.read(kind, name) for kind in kinds for name in reader.names(kind)}
+    assert {dtype for _, dtype in found.values()} == {"float32"}, "also where computing is narrower"
+    return {key: array for key, (array, _) in found.items()}
+
+
+def check_same_bits(ours: Tensors, theirs: Tensors) -> None:
+    assert ours.keys() == theirs.keys()
+    for key, array in ours.items():
+        assert np.array_equal(array, theirs[key]), key
+
+
+def losses(run: Path) -> list[float]:
+    return [step.loss for step in read_metrics(run / "metrics.jsonl").steps]
+
+
+class Three(Workshop):
+    """What 3 ranks do with a model of 4 items. Runs of a name share the directory ``run(name)``."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        values = self.values(self.model(tied=True))
+        shared: dict[str, Any] = {"profile": {"path": str(directory / "shared.profile.toml")}}
+        bf16: dict[str, Any] = {"train": {"dtype": "bf16"}, "profile": {"path": str(directory / "bf16.profile.toml")}}
+        seeded: dict[str, Any] = {
+            "model": {"path": "", "config": CONFIG},
+            "train": {"steps": 1, "learning_rate": 1e-30, "weight_decay": 0.0},
+            "profile": {"path": str(directory / "seeded.profile.toml")},
+        }
+        self.jobs = {
+            "plain": self.job("plain", values),
+            "shared": self.job("shared", values, **shared),
+            "bf16": self.job("bf16", values, **bf16),
+            "no-thread": self.job("no-thread", values, **shared, cluster={"communication_thread": False}),
+            "seeded": self.job("seeded", values, **seeded),
+        }
+        self.split = self.save(plan_of((0, 1, 2), (0, 1, 3, 4)), "split")
+        self.other = self.save(plan_of((2, 0), (0, 2, 4)), "other")
+        self.alone = self.save(plan_of((1,), (0, 4)), "alone")
+
+    def save(self, plan: Plan, name: str) -> Path:
+        path = self.directory / f"{name}.plan.toml"
+        save_plan(plan, path)
+        return path
+
+    def run(self, name: str) -> Path:
+        return self.directory / f"run-{name}"
+
+    def entry(self, job: str, run: str, **options: Any) -> dict[str, Any]:
+        return {"job": self.jobs[job], "run_dir": self.run(run), **options}
+
+    def entries(self) -> dict[str, dict[str, Any]]:
+        third = checkpoint_path(self.run("skipped") / "checkpoints", 3)
+        second = checkpoint_path(self.run("bf16") / "checkpoints", 2)
+        return {
+            "dry": self.entry("plain", "main", dry_run=True, breaks="weights_are_locked"),
+            "first": self.entry("plain", "main", set=["train.steps=2"]),
+            "resumed": self.entry("plain", "main", resume="latest"),
+            "finished": self.entry("plain", "main", resume="latest"),
+            "used": self.entry("shared", "used", set=["train.steps=2"]),
+            "afresh": self.entry("shared", "used", set=["train.steps=1"]),
+            "measured": self.entry("shared", "measured", plan=self.split),
+            "alone": self.entry("shared", "alone", plan=self.alone),
+            "no-thread": self.entry("no-thread", "no-thread", plan=self.split),
+            "skipped": self.entry("shared", "skipped", plan=self.split, breaks="gradients_overflow_in_step_2"),
+            "skipped-resumed": self.entry("shared", "skipped-resumed", plan=self.other, resume=third),
+            "bf16": self.entry("bf16", "bf16", plan=self.split, set=["train.steps=5"]),
+            "bf16-alone": self.entry("bf16", "bf16-alone", plan=self.alone, set=["train.steps=5"]),
+            "bf16-resumed": self.entry(
+                "bf16", "bf16-resumed", plan=self.other, resume=second, set=["train.steps=5"]
+            ),
+            "fp32": self.entry("shared", "fp32", set=["train.steps=5"]),
+            "seeded": self.entry("seeded", "seeded", plan=self.split),
+            "seeded-alone": self.entry("seeded", "seeded-alone", plan=self.alone),
+        }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Three:
+    return Three(tmp_path_factory.mktemp("np3"))
+
+
+@pytest.fixture(scope="module")
+def snapshots() -> dict[str, Any]:
+    return {}
+
+
+@pytest.fixture(scope="module")
+def outcomes(three: Three) -> dict[str, Outcome]:
+    found = three.run_entries(3, three.entries())
+    for name, outcome in found.items():
+        assert outcome.raised == ("", "", ""), (name, outcome)
+        assert outcome.printed_elsewhere == "", "rank 0 alone talks"
+    return found
+
+
+def test_dry_run_stops_before_any_weight_is_read_np3(outcomes: dict[str, Outcome], three: Three) -> None:
+    printed = outcomes["dry"].printed
+    for part in ("3 ranks", "rank 2:", "Plan:", "because:", "Batch:", "Predicted", "Dry run: stopping"):
+        assert part in printed
+    assert "step 1/" not in printed
+
+
+def test_a_run_directory_keeps_its_profile_and_its_place_np3(outcomes: dict[str, Outcome], three: Three) -> None:
+    run = three.run("main")
+    assert "Profiling 3 ranks" in outcomes["dry"].printed
+    for name in ("first", "resumed", "finished"):
+        printed = outcomes[name].printed
+        assert f"Profile: {run / 'profile.toml'}" in printed and "same devices, model and versions" in printed
+        assert "Profiling" not in printed
+    assert len(load_profile(run / "profile.toml").devices) == 3
+    assert load_plan(run / "plan.toml").predicted_step_s > 0
+    assert "step 2/2" in outcomes["first"].printed and "step 3/" not in outcomes["first"].printed
+    assert "after step 2" in outcomes["resumed"].printed and "step 1/" not in outcomes["resumed"].printed
+    assert "after step 4" in outcomes["finished"].printed and "step 4/4" not in outcomes["finished"].printed
+    assert str(run / "model") in outcomes["finished"].printed
+    metrics = read_metrics(run / "metrics.jsonl")
+    assert [step.step for step in metrics.steps] == [1, 2, 3, 4]
+    assert [evaluation.step for evaluation in metrics.evaluations] == [2, 4]
+    assert losses(run) == losses(three.run("measured")), "as if it had never stopped"
+
+
+def test_a_fresh_start_sets_the_checkpoints_of_an_earlier_run_aside_np3(
+    outcomes: dict[str, Outcome], three: Three
+) -> None:
+    run = three.run("used")
+    aside = run / "checkpoints-set-aside-1"
+    assert f"are in {aside} now" in outcomes["afresh"].printed
+    assert [path.name for path in sorted(aside.iterdir())] == [f"step-{step:08d}.h5" for step in (1, 2)]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000001.h5"]
+    assert [step.step for step in read_metrics(run / "metrics.jsonl").steps] == [1]
+    assert "set-aside" not in outcomes["resumed"].printed + outcomes["finished"].printed
+
+
+def test_metrics_and_logs_np3(outcomes: dict[str, Outcome], three: Three) -> None:
+    run = three.run("measured")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "evaluation_loss" not in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    for line in steps:
+        assert set(line) == STEP_KEYS
+        assert all(np.isfinite(value) and value > 0 for value in line.values())
+    assert lines[-1]["step"] == 4 and lines[-1]["evaluation_loss"] > 0
+    logs = sorted((run / "logs").iterdir())
+    assert [log.name for log in logs] == ["rank-0000.log", "rank-0001.log", "rank-0002.log"]
+    for rank, log in enumerate(logs):
+        assert f" {rank}/3 INFO " in log.read_text()
+
+
+def test_another_split_and_no_thread_give_the_same_bits_np3(outcomes: dict[str, Outcome], three: Three) -> None:
+    expected = tensors(three.run("measured"), 4)
+    for name in ("alone", "no-thread"):
+        assert losses(three.run(name)) == losses(three.run("measured"))
+        check_same_bits(tensors(three.run(name), 4), expected)
+    assert "rank 0 idles: not named in the given plan" in outcomes["alone"].printed
+    assert load_plan(three.run("alone") / "plan.toml").pipelines[0].stages[0].ranks == (1,)
+
+
+def test_resuming_after_a_skipped_step_gives_the_same_bits_np3(outcomes: dict[str, Outcome], three: Three) -> None:
+    assert "step 2: gradients are not finite (norm inf); the step is skipped" in outcomes["skipped"].printed
+    assert "1 steps were skipped" in outcomes["skipped"].printed
+    straight = three.run("skipped")
+    check_same_bits(tensors(straight, 1), tensors(straight, 2))
+    check_same_bits(tensors(three.run("skipped-resumed"), 4), tensors(straight, 4))
+    second, third = (tensors(straight, step)["parameters", "model.norm.weight"] for step in (2, 3))
+    assert not np.array_equal(second, third)
+
+
+def test_bf16_np3(outcomes: dict[str, Outcome], three: Three) -> None:
+    narrow, full = losses(three.run("bf16")), losses(three.run("fp32"))
+    assert len(narrow) == 5
+    np.testing.assert_allclose(narrow, full, rtol=0.02)
+    assert narrow != full
+    expected = tensors(three.run("bf16"), 5)
+    for name in ("bf16-alone", "bf16-resumed"):
+        assert losses(three.run(name)) == narrow[-len(losses(three.run(name))) :]
+        check_same_bits(tensors(three.run(name), 5), expected)
+    assert len(losses(three.run("bf16-resumed"))) == 3
+    model = AutoModelForCausalLM.from_pretrained(three.run("bf16") / "model", dtype="auto")
+    for name, parameter in model.named_parameters():
+        master = torch.from_numpy(expected["parameters", name])
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, master.bfloat16()), name
+        assert not torch.equal(master, master.bfloat16().float()), f"{name}: masters are more precise"
+
+
+def test_start_weights_depend_on_seed_and_names_alone_np3(outcomes: dict[str, Outcome], three: Three) -> None:
+    # No padding token although the tokenizer names one: it is the end token, whose embedding has to learn.
+    chain = Chain(read_config({**CONFIG, "pad_token_id": None}))
+    expected = Stage(chain, 0, chain.items, Backend(), "fp32", SeededStart(7)).parameters
+    for name in ("seeded", "seeded-alone"):
+        found = {key: array for (kind, key), array in tensors(three.run(name), 1).items() if kind == "parameters"}
+        assert found.keys() == expected.keys()
+        for key, parameter in expected.items():
+            assert np.array_equal(found[key], parameter.detach().numpy()), key
+
+
+class Four(Workshop):
+    """4 ranks and a model of 3 items."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        values = self.values(self.model(blocks=1))
+        values["profile"]["path"] = str(directory / "profile.toml")
+        values["train"]["steps"] = 2
+        job = self.job("job", values)
+        plan = directory / "plan.toml"
+        save_plan(plan_of((3, 1), (0, 2, 3)), plan)
+        self.listed: dict[str, dict[str, Any]] = {
+            "spare": {"job": job, "run_dir": directory / "spare"},
+            "spare-lost": {"job": job, "run_dir": directory / "lost", "breaks": "loss_is_no_number_in_step_2"},
+            "leader-idle": {"job": job, "run_dir": directory / "leader", "plan": plan},
+            "leader-idle-lost": {
+                "job": job,
+                "run_dir": directory / "leader-lost",
+                "plan": plan,
+                "breaks": "loss_is_no_number_in_step_2",
+            },
+            "damaged": {
+                "job": job,
+                "run_dir": directory / "damaged",
+                "plan": plan,
+                "breaks": "model_is_elsewhere",
+                "rank": 3,
+                "elsewhere": directory / "absent",
+            },
+        }
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Outcome]]:
+    workshop = Four(tmp_path_factory.mktemp("np4"))
+    return workshop.directory, workshop.run_entries(4, workshop.listed)
+
+
+def test_spare_ranks_idle_and_are_told_why_np4(four: tuple[Path, dict[str, Outcome]]) -> None:
+    directory, outcomes = four
+    assert outcomes["spare"].raised == ("",) * 4
+    plan = load_plan(directory / "spare" / "plan.toml")
+    assert plan.idle and all(idle.reason for idle in plan.idle)
+    for idle in plan.idle:
+        assert f"rank {idle.rank} idles: {idle.reason[:20]}" in outcomes["spare"].printed
+        assert (directory / "spare" / "logs" / f"rank-{idle.rank:04}.log").stat().st_size > 0
+    assert len(losses(directory / "spare")) == 2
+
+
+@pytest.mark.parametrize("name", ["spare-lost", "leader-idle-lost"])
+def test_an_error_wakes_idle_ranks_and_ends_them_np4(four: tuple[Path, dict[str, Outcome]], name: str) -> None:
+    outcome = four[1][name]
+    assert outcome.raised == ("CollectiveUserError",) * 4 and outcome.codes == (2,) * 4
+    assert len(set(outcome.texts)) == 1 and "step 2: the loss is nan" in outcome.texts[0]
+
+
+def test_messages_name_ranks_by_their_number_in_the_job_np4(four: tuple[Path, dict[str, Outcome]]) -> None:
+    outcome = four[1]["damaged"]  # active are 0, 1 and 3: rank 3 is the third of them
+    assert outcome.raised == ("CollectiveUserError",) * 4
+    assert outcome.texts[0].startswith("rank 3 on ") and "absent" in outcome.texts[0]
+
+
+def test_rank_0_may_be_idle_np4(four: tuple[Path, dict[str, Outcome]]) -> None:
+    directory, outcomes = four
+    run = directory / "leader"
+    assert outcomes["leader-idle"].raised == ("",) * 4
+    assert losses(run) == losses(directory / "spare")
+    assert read_metrics(run / "metrics.jsonl").evaluations
+    assert "rank 0 idles" in outcomes["leader-idle"].printed
+    AutoModelForCausalLM.from_pretrained(run / "model")
+    assert "step 2: checkpoint" in (run / "logs" / "rank-0000.log").read_text()
+
+
+def test_a_true_command_line_np2(tmp_path: Path) -> None:
+    """--dry-run, then --plan and --profile with edited files of the dry run, --set and --run-dir."""
+    workshop = Workshop(tmp_path)
+    job = workshop.job("job", workshop.values(workshop.model()))
+    dry, run = tmp_path / "dry", tmp_path / "run"
+    command = ["-m", "hetero_mpi", "train", str(job)]
+    first = run_mpi(2, [*command, "--dry-run", "--run-dir", str(dry)])
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.count("Dry run: stopping before any weight is read") == 1
+    assert sorted(path.name for path in dry.iterdir()) == [".lock", "logs", "plan.toml", "profile.toml"]
+
+    profile, plan = load_profile(dry / "profile.toml"), load_plan(dry / "plan.toml")
+    edited = replace(profile, source="edited by hand", key="another")
+    save_profile(edited, dry / "profile.toml")
+    stages = (StagePlan((1,), 0, 1, 1), StagePlan((0,), 1, 4, 0))
+    save_plan(replace(plan, pipelines=(replace(plan.pipelines[0], stages=stages),)), dry / "plan.toml")
+    given = ["--plan", str(dry / "plan.toml"), "--profile", str(dry / "profile.toml")]
+    second = run_mpi(2, [*command, *given, "--set", "train.steps=2", "--run-dir", str(run)])
+    assert second.returncode == 0, second.stderr
+    assert second.stdout.count(f"Profile: {dry / 'profile.toml'} (edited by hand") == 1
+    assert second.stdout.count("step 2/2") == second.stdout.count("Written:") == 1
+    assert "because: given by hand" in second.stdout
+    assert load_plan(run / "plan.toml").pipelines[0].stages == stages
+    assert sorted(path.name for path in run.iterdir()) == [
+        ".lock", "checkpoints", "logs", "metrics.jsonl", "model", "plan.toml",
+    ]  # fmt: skip
+
+
+def test_version_and_reference_need_no_launcher() -> None:
+    version = subprocess.run(
+        [sys.executable, "-m", "hetero_mpi", "--version"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (version.returncode, version.stdout) == (0, f"hetero_mpi {__version__}\n")
+    reference = subprocess.run(
+        [sys.executable, "-m", "hetero_mpi", "reference"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (reference.returncode, reference.stdout) == (0, (ROOT / "jobs" / "reference.toml").read_text())
+
+
+def test_the_console_script_is_the_same_command(capsys: pytest.CaptureFixture[str]) -> None:
+    script = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["hetero-mpi"]
+    module, _, function = script.partition(":")
+    main = getattr(importlib.import_module(module), function)
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"hetero_mpi {__version__}\n"
+    assert main(["reference"]) == 0

@@ -1,0 +1,250 @@
+"""One copy of the files: ranks without the model train on exactly what rank 0 has, receive only their own items, and keep them.
+
+One mpirun on 3 ranks goes through all entries (programs/train_files.py). Tied Qwen 3 in bf16, 4 blocks, several files:
+
+    rank 0   embedding, block 0     block 1 .. 2   rank 1     block 3, head (and the embedding again)   rank 2
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from hetero_mpi.report.metrics import read_metrics
+from tests import training_cases
+from tests.mpi import run_mpi
+from tests.training_cases import NORMAL, Case
+
+CASE = next(case for case in NORMAL if case.name == "qwen3-tied-unequal")
+RANKS = 3
+ITEMS_OF = {1: (2, 3), 2: (0, 4, 5)}
+"""What ranks 1 and 2 load under an even split of six items; the embedding (0) is rank 2's too, as the head is tied to it."""
+
+NF4 = ["model.quantization=nf4", "adapter.method=lora"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended, per rank."""
+
+    raised: list[str]
+    texts: list[str]
+    printed: str
+    received_bytes: list[int]
+    most_at_once: int
+
+
+class Scene:
+    """A model, copies of it, and the jobs that run over them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.text = training_cases.corpus(directory)
+        self.tokenizer = training_cases.tokenizer_directory(directory, self.text)
+        self.model = self._model(CASE)
+        self.nowhere = directory / "nowhere"
+        self.cache = directory / "cache"
+
+    def entry(self, name: str, model: str | None = None, **more: Any) -> dict[str, Any]:
+        """A job of two steps, and ``more`` for programs/train_files.py."""
+        job = self.directory / f"{name}.toml"
+        cache = more.pop("cache", "")
+        text = training_cases.job_text(CASE, self.model, self.tokenizer, self.text, None)
+        text = text.replace(f'path = "{self.model}"', f'path = "{model or self.model}"\nshard_cache = "{cache}"')
+        if model is not None:  # it brings its tokenizer
+            text = text.replace(f'path = "{self.tokenizer}"', "")
+        job.write_text(text)
+        plan = training_cases.write_plan(self.directory / "even.plan.toml", CASE, RANKS, "even")
+        measured = "nf4" if name.startswith("nf4") else "everywhere"
+        profile = self.directory / measured / "profile.toml" if name != measured else None
+        common = {"job": job, "plan": plan, "profile": profile, "run_dir": self.directory / name}
+        return {**common, "set": ["train.steps=2", *more.pop("set", ())], **more}
+
+    def hidden(self, *ranks: int) -> dict[str, str]:
+        return {str(rank): str(self.nowhere) for rank in ranks}
+
+    def cached_items(self) -> dict[int, Path]:
+        return {int(path.stem.removeprefix("item-")): path for path in self.cache.glob("*/item-*.safetensors")}
+
+    def other_values(self) -> Path:
+        """A model of the same shapes, file names and file sizes."""
+        other = self.directory / "other-values"
+        shutil.copytree(self.model, other)
+        for path in other.glob("*.safetensors"):
+            save_file({name: tensor * 1.01 for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+        return other
+
+    def hub(self, home: Path, name: str) -> None:
+        """The layout of the Hugging Face cache, made by hand."""
+        folder = home / "hub" / f"models--{name.replace('/', '--')}"
+        snapshot = folder / "snapshots" / ("0123456789" * 4)
+        shutil.copytree(self.model, snapshot)
+        for path in self.tokenizer.iterdir():
+            shutil.copy(path, snapshot)
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text(snapshot.name)
+
+    def item_bytes(self) -> dict[int, int]:
+        """Item -> bytes of its tensors, from the files alone."""
+        sizes = dict.fromkeys(range(6), 0)
+        for path in self.model.glob("*.safetensors"):
+            for name, tensor in load_file(path).items():
+                assert tensor.dtype == torch.bfloat16
+                block = name.removeprefix("model.layers.").split(".")[0]
+                item = int(block) + 1 if block.isdigit() else 0 if "embed_tokens" in name else 5
+                sizes[item] += tensor.nbytes
+        return sizes
+
+    def losses(self, name: str) -> list[float]:
+        return [step.loss for step in read_metrics(self.directory / name / "metrics.jsonl").steps]
+
+    def _model(self, case: Case) -> Path:
+        start = AutoModelForCausalLM.from_pretrained(training_cases.model_directory(self.directory, case))
+        target = self.directory / "model"
+        start.to(torch.bfloat16).save_pretrained(target, max_shard_size="30KB")
+        assert len(list(target.glob("*.safetensors"))) > 2
+        return target
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return Scene(tmp_path_factory.mktemp("files"))
+
+
+@pytest.fixture(scope="module")
+def outcomes(scene: Scene) -> dict[str, Outcome]:
+    home = scene.directory / "huggingface"
+    scene.hub(home, "tiny/qwen3")
+    scene.hub(home, "tiny/half")
+    next((home / "hub" / "models--tiny--half" / "snapshots").rglob("model-00002-*")).unlink()
+    (scene.directory / "file").write_text("not a directory")
+    hidden = scene.hidden(1, 2)
+    spoilt = [str(scene.cache / "*" / "item-00002.safetensors")]
+    entries = {
+        "everywhere": scene.entry("everywhere"),
+        "hidden": scene.entry("hidden", at=hidden),
+        "fails": scene.entry("fails", at=hidden, fails=2),
+        "damaged-there": scene.entry("damaged-there", at={"1": str(scene.directory / "damaged")}),
+        "other-there": scene.entry("other-there", at={"1": str(scene.other_values())}),
+        "unusable": scene.entry("unusable", at=hidden, cache=scene.directory / "file"),
+        "cache-first": scene.entry("cache-first", at=hidden, cache=scene.cache),
+        "cache-second": scene.entry("cache-second", at=hidden, cache=scene.cache),
+        "cache-spoilt": scene.entry("cache-spoilt", at=hidden, cache=scene.cache, spoil=spoilt),
+        "nf4": scene.entry("nf4", set=NF4),
+        "nf4-hidden": scene.entry("nf4-hidden", at=hidden, set=NF4),
+        "hub": scene.entry("hub", "tiny/qwen3", at=scene.hidden(2)),
+        "hub-half": scene.entry("hub-half", "tiny/half"),
+        "hub-absent": scene.entry("hub-absent", "tiny/absent"),
+    }
+    damaged = shutil.copytree(scene.model, scene.directory / "damaged")
+    cut = next(damaged.glob("model-00002-*"))
+    cut.write_bytes(cut.read_bytes()[:-100])
+    listed, results = scene.directory / "entries.json", scene.directory / "outcomes.json"
+    listed.write_text(json.dumps(list(entries.values()), default=str))
+    environment = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(home / "hub")}
+    result = run_mpi(RANKS, ["tests/programs/train_files.py", str(listed), str(results)], 240, environment)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    return {
+        name: Outcome(
+            [rank["raised"] for rank in ranks],
+            [rank["text"] for rank in ranks],
+            ranks[0]["printed"],
+            [rank["received_bytes"] for rank in ranks],
+            ranks[0]["most_at_once"],
+        )
+        for name, ranks in zip(entries, json.loads(results.read_text()), strict=True)
+    }
+
+
+def expected_bytes(scene: Scene, items: dict[int, tuple[int, ...]]) -> list[int]:
+    sizes = scene.item_bytes()
+    return [sum(sizes[item] for item in items.get(rank, ())) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("name", ["hidden", "damaged-there", "other-there", "cache-first", "cache-second",
+                                  "cache-spoilt", "hub"])  # fmt: skip
+def test_the_run_equals_the_one_where_all_ranks_have_the_files_np3(
+    outcomes: dict[str, Outcome], scene: Scene, name: str
+) -> None:
+    assert outcomes["everywhere"].raised == outcomes[name].raised == [""] * RANKS, outcomes[name].texts
+    assert len(scene.losses("everywhere")) == 2
+    assert scene.losses(name) == scene.losses("everywhere")
+    final = [load_file(scene.directory / run / "model" / "model.safetensors") for run in (name, "everywhere")]
+    assert all(torch.equal(tensor, final[1][key]) for key, tensor in final[0].items())
+
+
+@pytest.mark.parametrize(
+    ("name", "items"),
+    [
+        ("everywhere", {}),
+        ("hidden", ITEMS_OF),
+        ("nf4-hidden", ITEMS_OF),
+        ("damaged-there", {1: ITEMS_OF[1]}),
+        ("other-there", {1: ITEMS_OF[1]}),
+        ("cache-first", ITEMS_OF),
+        ("cache-second", {}),
+        ("cache-spoilt", {1: (2,)}),
+        ("hub", {2: ITEMS_OF[2]}),
+    ],
+)
+def test_a_rank_receives_only_what_it_lacks_np3(
+    outcomes: dict[str, Outcome], scene: Scene, name: str, items: dict[int, tuple[int, ...]]
+) -> None:
+    assert outcomes[name].received_bytes == expected_bytes(scene, items)
+    assert outcomes[name].most_at_once <= 2
+
+
+def test_frozen_weights_are_sent_like_trained_ones_np3(outcomes: dict[str, Outcome], scene: Scene) -> None:
+    assert outcomes["nf4"].raised == outcomes["nf4-hidden"].raised == [""] * RANKS, outcomes["nf4-hidden"].texts
+    assert scene.losses("nf4-hidden") == scene.losses("nf4") != scene.losses("everywhere")
+
+
+def test_rank_0_says_what_it_sends_and_why_np3(outcomes: dict[str, Outcome], scene: Scene) -> None:
+    printed = outcomes["hidden"].printed
+    assert f"): no {scene.nowhere}; sending " in printed and "kB to rank 2" in printed
+    assert " of the model in " in printed and "/s)" in printed
+    assert "sending" not in outcomes["everywhere"].printed
+    other = outcomes["other-there"].printed
+    assert "is not rank 0's model (" in other and "has other values); sending" in other and "rank 1 (" in other
+    assert "damaged/model-00002-" in outcomes["damaged-there"].printed
+    second = outcomes["cache-second"].printed
+    assert (
+        "2 of its 2 items are in its shard cache" in second and "3 of its 3 items" in second and "sending" not in second
+    )
+
+
+def test_a_spoilt_entry_is_named_and_replaced_np3(outcomes: dict[str, Outcome], scene: Scene) -> None:
+    entry = scene.cached_items()[2]
+    assert f"{entry} does not match (its bytes do not give the manifest's sha256)" in outcomes["cache-spoilt"].printed
+    assert set(scene.cached_items()) == {0, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("fails", ("rank 2 on ", "this item cannot be converted")),
+        ("unusable", ("ranks 1 on ", "[model] shard_cache must be a directory", "/file ", "leave it empty")),
+        ("hub-half", ('path = "tiny/half"', "1 of the ", "model-00002-", "hf download tiny/half", "HF_HUB_OFFLINE")),
+        (
+            "hub-absent",
+            ('path = "tiny/absent"', "/huggingface/hub: nothing of it is there", "HF_HUB_OFFLINE", "hf download"),
+        ),
+    ],
+)
+def test_what_cannot_be_done_ends_all_ranks_with_a_clear_text_np3(
+    outcomes: dict[str, Outcome], name: str, parts: tuple[str, ...]
+) -> None:
+    outcome = outcomes[name]
+    assert outcome.raised == ["CollectiveUserError"] * RANKS
+    assert len(set(outcome.texts)) == 1
+    for part in parts:
+        assert part in outcome.texts[0]
+    assert "Traceback" not in outcome.texts[0]
