@@ -32,7 +32,8 @@ def _train(namespace: argparse.Namespace) -> int:
 
     def command(world: World) -> int:
         world.doing = "importing torch and transformers"
-        from hetero_mpi.training.run import Options, train
+        from hetero_mpi.training.run import train
+        from hetero_mpi.training.setup import Options
 
         options = Options(
             job=namespace.job,

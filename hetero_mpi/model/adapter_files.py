@@ -1,4 +1,4 @@
-"""PEFT adapter directories (``adapter_config.json``, ``adapter_model.safetensors``), as ``PeftModel.from_pretrained`` reads them."""
+"""PEFT adapter directories: ``adapter_config.json`` and ``adapter_model.safetensors``, as ``PeftModel`` reads them."""
 
 from __future__ import annotations
 

@@ -129,11 +129,11 @@ def _read(
         )
     kinds = tuple(layer.kind for layer in profile.model.layers)
     parameters = sum(layer.trainable_parameters for layer in profile.model.layers)
-    own = sum(spec.count for spec in subject.chain.parameters.values())
+    own = sum(spec.count for spec in subject.tuning.trainable.values())
     if kinds != subject.chain.kinds or parameters != own:
         raise UserError(
-            f"{path} was made with a model of {len(kinds)} items and {parameters:,} parameters, this job's has "
-            f"{subject.chain.items} and {own:,}: use that model's profile, or leave it out to measure"
+            f"{path} was made for {parameters:,} trained parameters in {len(kinds)} items, this job trains {own:,} in "
+            f"{subject.chain.items}: use a profile of this model and adapter, or leave it out to measure"
         )
     if (profile.model.dtype, profile.model.sequence_length) != (subject.train.dtype, subject.sequence_length):
         raise UserError(

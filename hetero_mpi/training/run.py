@@ -7,44 +7,32 @@ and runs its own actions. Ranks that the plan leaves idle sleep until the end.
 from __future__ import annotations
 
 import contextlib
-import os
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
-import hetero_mpi
 from hetero_mpi.checkpoint import CheckpointReader, set_aside
 from hetero_mpi.comm.mpi_transport import MpiTransport
-from hetero_mpi.comm.transport import Transport
 from hetero_mpi.comm.versions import MUST_MATCH, own_versions
 from hetero_mpi.comm.world import CollectiveUserError, World
-from hetero_mpi.device.backend import Backend, best_dtype, open_backend, own_cores, set_threads
 from hetero_mpi.errors import UserError
-from hetero_mpi.job import Job, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
+from hetero_mpi.job import job_to_dict
 from hetero_mpi.model.adapter_files import check_adapter
-from hetero_mpi.model.chain import Chain
-from hetero_mpi.model.families import read_config
-from hetero_mpi.model.tuning import Tuning, tuning_of
+from hetero_mpi.model.hub import is_hub_id
 from hetero_mpi.model.weights import SeededStart, Start
 from hetero_mpi.planning.files import plan_to_dict, profile_to_dict
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.schedule import Schedule
-from hetero_mpi.profiling.cluster import Subject
 from hetero_mpi.report.logs import say, setup_logging
 from hetero_mpi.report.metrics import MetricsWriter
 from hetero_mpi.report.progress import Progress
-from hetero_mpi.report.run_directory import claim
 from hetero_mpi.report.summary import final_lines
-from hetero_mpi.report.tables import plan_lines, profile_lines
 from hetero_mpi.training.files import FileSupply, open_files
 from hetero_mpi.training.loop import Loop, LoopResult
-from hetero_mpi.training.material import Material, model_directory, prepare
-from hetero_mpi.training.planned import Given, micro_batch_choices, obtain_plan, obtain_profile, request_of
+from hetero_mpi.training.material import model_directory
+from hetero_mpi.training.planned import Given
 from hetero_mpi.training.sample import write_sample
 from hetero_mpi.training.saving import (
     RunState,
@@ -55,42 +43,8 @@ from hetero_mpi.training.saving import (
     save_adapter,
     save_model,
 )
+from hetero_mpi.training.setup import Options, Setting, claimed, plan_run, read_job, set_up
 from hetero_mpi.training.trainer import Trainer, active_ranks
-
-
-@dataclass(frozen=True)
-class Options:
-    """The command line of ``train``."""
-
-    job: Path
-    overrides: tuple[str, ...] = ()
-    run_dir: str | None = None
-    resume: str | None = None
-    plan: Path | None = None
-    profile: Path | None = None
-    dry_run: bool = False
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What every rank knows before planning."""
-
-    world: World
-    transport: Transport
-    loaded: LoadedJob
-    run_dir: Path
-    material: Material | None
-    """On rank 0 only."""
-    chain: Chain
-    tuning: Tuning
-    backend: Backend
-    cores: float
-    """CPU cores this rank can count on; under 1 ranks share cores."""
-    threads: int
-
-    @property
-    def job(self) -> Job:
-        return self.loaded.job
 
 
 def train(world: World, options: Options) -> int:
@@ -99,21 +53,21 @@ def train(world: World, options: Options) -> int:
     Raises:
         UserError: anything the user can put right, on all ranks together.
     """
-    loaded, run_dir = _read_job(world, options)
-    with _claimed(world, run_dir):
+    loaded, run_dir = read_job(world, options)
+    with claimed(world, run_dir):
         setup_logging(run_dir, world.rank, world.size)
         transformers_logging.disable_progress_bar()  # rank 0 alone talks, and says what it loads
         world.check_versions(own_versions(world.library), MUST_MATCH)
         transport = MpiTransport(world.comm, threaded=loaded.job.cluster.communication_thread)
         with transport:
-            setting = _set_up(world, transport, loaded, run_dir)
+            setting = set_up(world, transport, loaded, run_dir)
             _train(setting, options)
     return 0
 
 
 def _train(setting: Setting, options: Options) -> None:
     world = setting.world
-    profile, plan, schedule = _plan(setting, Given(options.profile, options.plan))
+    profile, plan, schedule = plan_run(setting, Given(options.profile, options.plan))
     if options.dry_run:
         say("Dry run: stopping before any weight is read")
         return
@@ -156,128 +110,9 @@ def _train_active(
             display = stack.enter_context(Progress(setting.job.train.steps, state.step))
         result = loop.run(metrics, display)
     world.doing = "writing the result"
-    tokenizer = setting.material.tokenizer if setting.material is not None else None
-    if setting.tuning.full:
-        save_model(trainer, setting.run_dir / "model", setting.job.output.shard_bytes, tokenizer)
-    else:
-        base = model_directory(setting.loaded)
-        save_adapter(trainer, setting.run_dir / "adapter", str(base) if base is not None else None, tokenizer)
-    write_sample(trainer, setting.loaded, tokenizer, setting.run_dir)
+    result_directory = _write_result(setting, trainer)
     if rank == 0:
-        _say_end(setting, plan, profile, result)
-
-
-def _read_job(world: World, options: Options) -> tuple[LoadedJob, Path]:
-    """Rank 0 reads the job file; everybody gets the job. Only rank 0 need have the file."""
-    shared: dict[str, Any] | None = None
-    with world.together("reading the job"):
-        if world.rank == 0:
-            loaded = load_job(options.job, options.overrides)
-            shared = {
-                "job": job_to_dict(loaded.job),
-                "path": str(loaded.path),
-                "name": loaded.name,
-                "directory": str(loaded.directory),
-                "run_dir": str(run_directory(loaded, options.run_dir)),
-            }
-    shared = world.broadcast_json(shared)
-    loaded = LoadedJob(job_from_dict(shared["job"]), Path(shared["path"]), shared["name"], Path(shared["directory"]))
-    return loaded, Path(shared["run_dir"])
-
-
-@contextlib.contextmanager
-def _claimed(world: World, run_dir: Path) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        with world.together("claiming the run directory"):
-            if world.rank == 0:
-                stack.enter_context(claim(run_dir))
-        yield
-
-
-def _set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path) -> Setting:
-    """Devices, data (rank 0) and the model's shape."""
-    job, material = loaded.job, None
-    cores = share_of_cores(world)
-    threads = job.cluster.threads if isinstance(job.cluster.threads, int) else default_threads(cores)
-    set_threads(threads)
-    with world.together("opening the device"):
-        backend = open_backend(job.cluster.device, world.local_rank)
-    _say_ranks(world, backend, threads)
-    loaded = _with_dtype(world, loaded, backend)
-    job = loaded.job
-    with world.together("preparing the data"):
-        if world.rank == 0:
-            material = prepare(loaded)
-    keys = world.broadcast_json(material.config if material is not None else None)
-    with world.together("reading the model's configuration"):
-        chain = Chain(read_config(keys))
-        tuning = tuning_of(job, chain)
-    if material is not None:
-        dataset = material.dataset
-        say(*material.notes)
-        say(f"data: {len(dataset.train):,} training and {len(dataset.held_out):,} held-out sequences of "
-            f"{job.data.sequence_length} tokens")  # fmt: skip
-    parameters = sum(spec.count for spec in chain.parameters.values())
-    say(f"model: {chain.config.model_type}, {chain.blocks} blocks, {parameters:,} parameters, {job.train.dtype}")
-    return Setting(world, transport, loaded, run_dir, material, chain, tuning, backend, cores, threads)
-
-
-def _with_dtype(world: World, loaded: LoadedJob, backend: Backend) -> LoadedJob:
-    """The job with its compute dtype settled, which must be one value for all ranks."""
-    ranks = [(name, dtypes) for name, dtypes in world.all_gather_json([backend.name, list(backend.dtypes())])]
-    wanted: str = loaded.job.train.dtype
-    if wanted == "auto":
-        wanted, reason = best_dtype(ranks)
-        say(f"dtype {wanted}: {reason}")
-    lacking = [f"rank {rank} ({name})" for rank, (name, dtypes) in enumerate(ranks) if wanted not in dtypes]
-    if lacking:
-        say(f"{', '.join(lacking)} cannot compute in {wanted} and will idle")
-    table = loaded.job.train.model_copy(update={"dtype": wanted})
-    return replace(loaded, job=loaded.job.model_copy(update={"train": table}))
-
-
-def share_of_cores(world: World) -> float:
-    """Cores this rank can count on: every core it may run on counts 1 / the ranks of this host that may run on it."""
-    everyone = world.all_gather_json([world.host, own_cores()])
-    users = Counter(core for host, cores in everyone if host == world.host for core in cores)
-    return sum(1 / users[core] for core in own_cores())
-
-
-def default_threads(cores: float) -> int:
-    """Threads under "auto": what the user's environment says, else one for each whole core."""
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    return int(wanted) if wanted.isdigit() and int(wanted) > 0 else max(1, int(cores))
-
-
-def _say_ranks(world: World, backend: Backend, threads: int) -> None:
-    rows = world.all_gather_json([world.host, backend.name, backend.description(), threads])
-    say(f"hetero_mpi {hetero_mpi.__version__}, {world.library}, {world.size} rank{'s' if world.size > 1 else ''}")
-    for rank, (host, name, description, count) in enumerate(rows):
-        say(f"  rank {rank}: {host}, {name} ({description}), {count} thread{'s' if count > 1 else ''}")
-
-
-def _plan(setting: Setting, given: Given) -> tuple[ClusterProfile, Plan, Schedule]:
-    world, job = setting.world, setting.job
-    choices, reason = micro_batch_choices(
-        job.train.global_batch, job.train.micro_batch, world.size, setting.tuning.uses_dropout(setting.chain)
-    )
-    subject = Subject(
-        setting.chain,
-        setting.tuning,
-        job.train,
-        job.data.sequence_length,
-        choices,
-        setting.cores,
-        setting.threads,
-        job.cluster.memory_bytes,
-    )
-    profile = obtain_profile(
-        world, setting.transport, setting.backend, setting.loaded, subject, setting.run_dir, given, say
-    )
-    say(*profile_lines(profile))
-    plan, schedule = obtain_plan(world, profile, request_of(setting.loaded, choices), setting.run_dir, given)
-    say(*plan_lines(plan, profile), reason)
-    return profile, plan, schedule
+        _say_end(setting, plan, profile, result, result_directory)
 
 
 def _open_checkpoint(
@@ -381,9 +216,30 @@ def _metadata(setting: Setting, plan: Plan, profile: ClusterProfile) -> dict[str
     }
 
 
-def _say_end(setting: Setting, plan: Plan, profile: ClusterProfile, result: LoopResult) -> None:
+def _write_result(setting: Setting, trainer: Trainer) -> Path:
+    """The model or the adapter, and a sample where the job asks for one. Collective; returns the directory."""
+    job, tokenizer = setting.job, setting.material.tokenizer if setting.material is not None else None
+    directory = setting.run_dir / ("model" if setting.tuning.full else "adapter")
+    if setting.tuning.full:
+        save_model(trainer, directory, job.output.shard_bytes, tokenizer)
+    else:
+        save_adapter(trainer, directory, _base_model(setting), tokenizer)
+    write_sample(trainer, setting.loaded, tokenizer, setting.run_dir)
+    return directory
+
+
+def _base_model(setting: Setting) -> str | None:
+    """What an adapter is said to belong to: the hub id where the job gives one, which travels, else the directory."""
+    path = setting.job.model.path
+    if path is not None and is_hub_id(path, setting.loaded.resolve(path)):
+        return path
+    directory = model_directory(setting.loaded)
+    return str(directory) if directory is not None else None
+
+
+def _say_end(setting: Setting, plan: Plan, profile: ClusterProfile, result: LoopResult, result_directory: Path) -> None:
     assert setting.material is not None
-    written = {"model": setting.run_dir / "model"}
+    written = {result_directory.name: result_directory}
     if result.last_checkpoint is not None:
         written["checkpoint"] = result.last_checkpoint
     written |= {"metrics": setting.run_dir / "metrics.jsonl", "logs": setting.run_dir / "logs"}

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from hetero_mpi.comm.world import World, run_guarded
-from hetero_mpi.training.run import Options, train
+from hetero_mpi.training.run import train
+from hetero_mpi.training.setup import Options
 
 
 def main(world: World) -> int:

@@ -22,7 +22,8 @@ from hetero_mpi.comm.world import World, run_guarded
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.weights import FileStart
 from hetero_mpi.training import files, run
-from hetero_mpi.training.run import Options, train
+from hetero_mpi.training.run import train
+from hetero_mpi.training.setup import Options
 
 
 class Meter:

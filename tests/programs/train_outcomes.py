@@ -25,7 +25,8 @@ from hetero_mpi.model.files import ModelFiles
 from hetero_mpi.model.optimizer import Judge, Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.training import run
-from hetero_mpi.training.run import Options, train
+from hetero_mpi.training.run import train
+from hetero_mpi.training.setup import Options
 
 Breaking = contextlib.AbstractContextManager[None]
 

@@ -1,0 +1,182 @@
+"""What happens before a run is planned, and the plan: job, devices, data, the model's shape, the profile.
+
+``train`` and ``profile`` both begin here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import hetero_mpi
+from hetero_mpi.comm.transport import Transport
+from hetero_mpi.comm.world import World
+from hetero_mpi.device.backend import Backend, best_dtype, open_backend, own_cores, set_threads
+from hetero_mpi.job import Job, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
+from hetero_mpi.model.chain import Chain
+from hetero_mpi.model.families import read_config
+from hetero_mpi.model.tuning import Tuning, tuning_of
+from hetero_mpi.planning.plan import Plan
+from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.schedule import Schedule
+from hetero_mpi.profiling.cluster import Subject
+from hetero_mpi.report.logs import say
+from hetero_mpi.report.run_directory import claim
+from hetero_mpi.report.tables import plan_lines, profile_lines
+from hetero_mpi.training.material import Material, prepare
+from hetero_mpi.training.planned import Given, micro_batch_choices, obtain_plan, obtain_profile, request_of
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line of ``train``."""
+
+    job: Path
+    overrides: tuple[str, ...] = ()
+    run_dir: str | None = None
+    resume: str | None = None
+    plan: Path | None = None
+    profile: Path | None = None
+    dry_run: bool = False
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every rank knows before planning."""
+
+    world: World
+    transport: Transport
+    loaded: LoadedJob
+    run_dir: Path
+    material: Material | None
+    """On rank 0 only."""
+    chain: Chain
+    tuning: Tuning
+    backend: Backend
+    cores: float
+    """CPU cores this rank can count on; under 1 ranks share cores."""
+    threads: int
+
+    @property
+    def job(self) -> Job:
+        return self.loaded.job
+
+
+def read_job(world: World, options: Options) -> tuple[LoadedJob, Path]:
+    """Rank 0 reads the job file; everybody gets the job. Only rank 0 need have the file."""
+    shared: dict[str, Any] | None = None
+    with world.together("reading the job"):
+        if world.rank == 0:
+            loaded = load_job(options.job, options.overrides)
+            shared = {
+                "job": job_to_dict(loaded.job),
+                "path": str(loaded.path),
+                "name": loaded.name,
+                "directory": str(loaded.directory),
+                "run_dir": str(run_directory(loaded, options.run_dir)),
+            }
+    shared = world.broadcast_json(shared)
+    loaded = LoadedJob(job_from_dict(shared["job"]), Path(shared["path"]), shared["name"], Path(shared["directory"]))
+    return loaded, Path(shared["run_dir"])
+
+
+@contextlib.contextmanager
+def claimed(world: World, run_dir: Path) -> Iterator[None]:
+    """Hold the run directory (rank 0); every rank is refused together while another run has it."""
+    with contextlib.ExitStack() as stack:
+        with world.together("claiming the run directory"):
+            if world.rank == 0:
+                stack.enter_context(claim(run_dir))
+        yield
+
+
+def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path) -> Setting:
+    """Devices, data (rank 0) and the model's shape."""
+    job, material = loaded.job, None
+    cores = share_of_cores(world)
+    threads = job.cluster.threads if isinstance(job.cluster.threads, int) else default_threads(cores)
+    set_threads(threads)
+    with world.together("opening the device"):
+        backend = open_backend(job.cluster.device, world.local_rank)
+    _say_ranks(world, backend, threads)
+    loaded = _with_dtype(world, loaded, backend)
+    job = loaded.job
+    with world.together("preparing the data"):
+        if world.rank == 0:
+            material = prepare(loaded)
+    keys = world.broadcast_json(material.config if material is not None else None)
+    with world.together("reading the model's configuration"):
+        chain = Chain(read_config(keys))
+        tuning = tuning_of(job, chain)
+    if material is not None:
+        dataset = material.dataset
+        say(*material.notes)
+        say(f"data: {len(dataset.train):,} training and {len(dataset.held_out):,} held-out sequences of "
+            f"{job.data.sequence_length} tokens")  # fmt: skip
+    parameters = sum(spec.count for spec in chain.parameters.values())
+    say(f"model: {chain.config.model_type}, {chain.blocks} blocks, {parameters:,} parameters, {job.train.dtype}")
+    return Setting(world, transport, loaded, run_dir, material, chain, tuning, backend, cores, threads)
+
+
+def _with_dtype(world: World, loaded: LoadedJob, backend: Backend) -> LoadedJob:
+    """The job with its compute dtype settled, which must be one value for all ranks."""
+    ranks = [(name, dtypes) for name, dtypes in world.all_gather_json([backend.name, list(backend.dtypes())])]
+    wanted: str = loaded.job.train.dtype
+    if wanted == "auto":
+        wanted, reason = best_dtype(ranks)
+        say(f"dtype {wanted}: {reason}")
+    lacking = [f"rank {rank} ({name})" for rank, (name, dtypes) in enumerate(ranks) if wanted not in dtypes]
+    if lacking:
+        say(f"{', '.join(lacking)} cannot compute in {wanted} and will idle")
+    table = loaded.job.train.model_copy(update={"dtype": wanted})
+    return replace(loaded, job=loaded.job.model_copy(update={"train": table}))
+
+
+def share_of_cores(world: World) -> float:
+    """Cores this rank can count on: every core it may run on counts 1 / the ranks of this host that may run on it."""
+    everyone = world.all_gather_json([world.host, own_cores()])
+    users = Counter(core for host, cores in everyone if host == world.host for core in cores)
+    return sum(1 / users[core] for core in own_cores())
+
+
+def default_threads(cores: float) -> int:
+    """Threads under "auto": what the user's environment says, else one for each whole core."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return int(wanted) if wanted.isdigit() and int(wanted) > 0 else max(1, int(cores))
+
+
+def _say_ranks(world: World, backend: Backend, threads: int) -> None:
+    rows = world.all_gather_json([world.host, backend.name, backend.description(), threads])
+    say(f"hetero_mpi {hetero_mpi.__version__}, {world.library}, {world.size} rank{'s' if world.size > 1 else ''}")
+    for rank, (host, name, description, count) in enumerate(rows):
+        say(f"  rank {rank}: {host}, {name} ({description}), {count} thread{'s' if count > 1 else ''}")
+
+
+def plan_run(setting: Setting, given: Given) -> tuple[ClusterProfile, Plan, Schedule]:
+    """Profile and plan, both shown; the schedule has passed a dry run. Collective."""
+    world, job = setting.world, setting.job
+    choices, reason = micro_batch_choices(
+        job.train.global_batch, job.train.micro_batch, world.size, setting.tuning.uses_dropout(setting.chain)
+    )
+    subject = Subject(
+        setting.chain,
+        setting.tuning,
+        job.train,
+        job.data.sequence_length,
+        choices,
+        setting.cores,
+        setting.threads,
+        job.cluster.memory_bytes,
+    )
+    profile = obtain_profile(
+        world, setting.transport, setting.backend, setting.loaded, subject, setting.run_dir, given, say
+    )
+    say(*profile_lines(profile))
+    plan, schedule = obtain_plan(world, profile, request_of(setting.loaded, choices), setting.run_dir, given)
+    say(*plan_lines(plan, profile), reason)
+    return profile, plan, schedule
