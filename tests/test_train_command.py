@@ -274,14 +274,7 @@ class Four(Workshop):
                 "plan": plan,
                 "breaks": "loss_is_no_number_in_step_2",
             },
-            "damaged": {
-                "job": job,
-                "run_dir": directory / "damaged",
-                "plan": plan,
-                "breaks": "model_is_elsewhere",
-                "rank": 3,
-                "elsewhere": directory / "absent",
-            },
+            "full": {"job": job, "run_dir": directory / "full", "plan": plan, "breaks": "loading_fails", "rank": 3},
         }
 
 
@@ -310,9 +303,9 @@ def test_an_error_wakes_idle_ranks_and_ends_them_np4(four: tuple[Path, dict[str,
 
 
 def test_messages_name_ranks_by_their_number_in_the_job_np4(four: tuple[Path, dict[str, Outcome]]) -> None:
-    outcome = four[1]["damaged"]  # active are 0, 1 and 3: rank 3 is the third of them
+    outcome = four[1]["full"]  # active are 0, 1 and 3: rank 3 is the third of them
     assert outcome.raised == ("CollectiveUserError",) * 4
-    assert outcome.texts[0].startswith("rank 3 on ") and "absent" in outcome.texts[0]
+    assert outcome.texts[0].startswith("rank 3 on ") and "the shelf is full: make room" in outcome.texts[0]
 
 
 def test_rank_0_may_be_idle_np4(four: tuple[Path, dict[str, Outcome]]) -> None:

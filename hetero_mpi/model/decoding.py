@@ -15,12 +15,15 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hetero_mpi.device.backend import HOST
+from hetero_mpi.errors import UserError
 from hetero_mpi.model.quantize import set_training
 from hetero_mpi.model.seeds import seed_from
 from hetero_mpi.model.stage import Stage
 
 NOT_A_NUMBER = -1
 """What ``pick`` gives instead of a token when the model's output is not a number."""
+OWN_CACHE = ("minimax",)
+"""Families that bring a cache class of their own, whose layers cannot be told which of them are elsewhere."""
 _TWO_ROTARIES = ("phi3", "phimoe")
 """Families whose rotary embedding changes at a length, where their ``generate`` computes the whole text again."""
 
@@ -55,6 +58,15 @@ def pick(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
     generator = torch.Generator().manual_seed(seed_from(sampling.seed, "token", position))
     chosen = torch.multinomial(likely.masked_fill(before >= sampling.top_p, 0.0), 1, generator=generator)
     return int(tokens[chosen])
+
+
+def require_decodable(config: PreTrainedConfig) -> None:
+    """Raise ``UserError`` for a family that can be trained but not decoded here."""
+    if config.model_type in OWN_CACHE:
+        raise UserError(
+            f"model_type {config.model_type!r} has a cache of its own in transformers, which cannot be divided over stages: "
+            f"generate with transformers from the model directory"
+        )
 
 
 def begins_anew_at(config: PreTrainedConfig) -> int | None:

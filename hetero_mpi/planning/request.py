@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MEMORY_GIVEN = "given as [cluster] memory_bytes"
+"""Why a device may use so much memory, when the job says so."""
+
 
 @dataclass(frozen=True)
 class PlanRequest:

@@ -20,10 +20,9 @@ from hetero_mpi.model.cost import model_cost
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.codec import decode, encode
 from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LinkProfile
+from hetero_mpi.planning.request import MEMORY_GIVEN
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
 
-MEMORY_GIVEN = "given as [cluster] memory_bytes"
-"""Why a device may use so much memory, when the job says so."""
 _SMALLEST_MESSAGE = 1024
 
 

@@ -20,6 +20,7 @@ from hetero_mpi.job import ClusterTable, Job, job_from_dict
 from hetero_mpi.model import hub
 from hetero_mpi.model.adapter_files import adapter_of, check_adapter
 from hetero_mpi.model.chain import Chain
+from hetero_mpi.model.decoding import require_decodable
 from hetero_mpi.model.families import read_config
 from hetero_mpi.model.files import ModelFiles
 from hetero_mpi.model.tuning import adapter_tuning
@@ -118,7 +119,7 @@ def stop_tokens(config: dict[str, Any], directory: Path | None, tokenizer: PreTr
 def _model(path: Path) -> Source:
     files = ModelFiles(path)
     files.check()
-    read_config(files.config)
+    require_decodable(read_config(files.config))
     stored = files.config.get("dtype") or files.config.get("torch_dtype")
     if stored is None:
         stored = next((t.dtype for t in files.names.values() if t.dtype in _DTYPES), "float32")
@@ -194,6 +195,7 @@ def _adapted(job: Job, metadata: dict[str, Any], result: Path, cluster: dict[str
     config = metadata["model_config"]
     if base is not None:
         config = _model(Path(base)).config
+    require_decodable(read_config(config))
     source = Source(
         config,
         str(base) if base is not None else None,

@@ -1,9 +1,9 @@
-"""From a job to a plan: the micro-batches the planner may choose from, the profile (loaded, reused or measured) and the plan."""
+"""From a job to a plan: the profile (loaded, reused or measured) and the plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_mpi.comm.transport import Transport
@@ -27,11 +27,8 @@ from hetero_mpi.planning.planner import complete_plan, make_plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Schedule, one_f_one_b
-from hetero_mpi.profiling.cluster import MEMORY_GIVEN, Subject, profile_cluster, profile_key
-
-_LARGEST_AUTO = 16
-"""Sequences per micro-batch that "auto" goes up to."""
-
+from hetero_mpi.profiling.cluster import Subject, profile_cluster, profile_key
+from hetero_mpi.training.request import with_memory
 
 @dataclass(frozen=True)
 class Given:
@@ -39,22 +36,6 @@ class Given:
 
     profile: Path | None
     plan: Path | None
-
-
-def micro_batch_choices(global_batch: int, wanted: int | str, ranks: int, dropout: bool) -> tuple[tuple[int, ...], str]:
-    """Sequences per micro-batch the planner may choose from, and why in words.
-
-    With dropout the masks depend on the composition of the micro-batches, so the machines may not decide it.
-    """
-    if isinstance(wanted, int):
-        return (wanted,), f"micro-batch {wanted}: as the job says"
-    divisors = [d for d in range(1, global_batch + 1) if global_batch % d == 0]
-    if dropout:
-        chosen = max([d for d in divisors if 4 * d <= global_batch], default=1)
-        return (chosen,), f"micro-batch {chosen}: fixed, since dropout masks depend on it"
-    limit = min(_LARGEST_AUTO, max(1, global_batch // ranks))
-    choices = tuple(d for d in divisors if d <= limit)
-    return choices, f"micro-batch: the planner's choice among {', '.join(map(str, choices))}"
 
 
 def obtain_profile(
@@ -141,25 +122,4 @@ def _read(
             f"{subject.train.dtype} and {subject.sequence_length}: leave the profile out to measure"
         )
     say(f"Profile: {path} ({profile.source}, {profile.date}; not measured on exactly these ranks, used as you asked)")
-    return profile if subject.memory_bytes is None else _with_memory(profile, subject.memory_bytes)
-
-
-def _with_memory(profile: ClusterProfile, usable_bytes: int) -> ClusterProfile:
-    """The job's ``[cluster] memory_bytes`` holds whatever the profile says."""
-    devices = tuple(
-        replace(device, memory_bytes=usable_bytes, memory_reason=MEMORY_GIVEN) for device in profile.devices
-    )
-    return replace(profile, devices=devices)
-
-
-def request_of(loaded: LoadedJob, choices: tuple[int, ...]) -> PlanRequest:
-    """The job as planning sees it."""
-    job = loaded.job
-    return PlanRequest(
-        global_batch=job.train.global_batch,
-        sequence_length=job.data.sequence_length,
-        micro_batch_choices=choices,
-        recompute_choices=(False, True) if job.train.recompute == "auto" else (job.train.recompute,),
-        allow_idle=job.plan.allow_idle,
-        memory_reserve=job.plan.memory_reserve,
-    )
+    return profile if subject.memory_bytes is None else with_memory(profile, subject.memory_bytes)

@@ -11,7 +11,7 @@ from hetero_mpi.comm.world import CollectiveUserError
 from hetero_mpi.data.template import render_prompt
 from hetero_mpi.errors import UserError
 from hetero_mpi.job import LoadedJob
-from hetero_mpi.model.decoding import Sampling
+from hetero_mpi.model.decoding import Sampling, require_decodable
 from hetero_mpi.report.logs import say
 from hetero_mpi.training.generate_source import stop_tokens
 from hetero_mpi.training.material import model_directory, prompt_template
@@ -62,6 +62,7 @@ def _task(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFas
     table, config = loaded.job.sample, trainer.chain.config
     assert table.prompt is not None
     try:
+        require_decodable(config)
         prompt = render_prompt(tokenizer, table.prompt, prompt_template(loaded.job))
         stops = stop_tokens(config.to_dict(), model_directory(loaded), tokenizer)
     except UserError as error:

@@ -29,7 +29,8 @@ from hetero_mpi.report.logs import say
 from hetero_mpi.report.run_directory import claim
 from hetero_mpi.report.tables import plan_lines, profile_lines
 from hetero_mpi.training.material import Material, prepare
-from hetero_mpi.training.planned import Given, micro_batch_choices, obtain_plan, obtain_profile, request_of
+from hetero_mpi.training.planned import Given, obtain_plan, obtain_profile
+from hetero_mpi.training.request import micro_batch_choices, request_of
 
 
 @dataclass(frozen=True)
@@ -157,11 +158,11 @@ def _say_ranks(world: World, backend: Backend, threads: int) -> None:
         say(f"  rank {rank}: {host}, {name} ({description}), {count} thread{'s' if count > 1 else ''}")
 
 
-def plan_run(setting: Setting, given: Given) -> tuple[ClusterProfile, Plan, Schedule]:
-    """Profile and plan, both shown; the schedule has passed a dry run. Collective."""
-    world, job = setting.world, setting.job
+def subject_of(setting: Setting) -> tuple[Subject, str]:
+    """What is profiled, and why the planner may choose among just these micro-batches, in words."""
+    job = setting.job
     choices, reason = micro_batch_choices(
-        job.train.global_batch, job.train.micro_batch, world.size, setting.tuning.uses_dropout(setting.chain)
+        job.train.global_batch, job.train.micro_batch, setting.world.size, setting.tuning.uses_dropout(setting.chain)
     )
     subject = Subject(
         setting.chain,
@@ -173,10 +174,18 @@ def plan_run(setting: Setting, given: Given) -> tuple[ClusterProfile, Plan, Sche
         setting.threads,
         job.cluster.memory_bytes,
     )
+    return subject, reason
+
+
+def plan_run(setting: Setting, given: Given) -> tuple[ClusterProfile, Plan, Schedule]:
+    """Profile and plan, both shown; the schedule has passed a dry run. Collective."""
+    world = setting.world
+    subject, reason = subject_of(setting)
     profile = obtain_profile(
         world, setting.transport, setting.backend, setting.loaded, subject, setting.run_dir, given, say
     )
     say(*profile_lines(profile))
-    plan, schedule = obtain_plan(world, profile, request_of(setting.loaded, choices), setting.run_dir, given)
+    request = request_of(setting.loaded, subject.micro_batches)
+    plan, schedule = obtain_plan(world, profile, request, setting.run_dir, given)
     say(*plan_lines(plan, profile), reason)
     return profile, plan, schedule

@@ -24,7 +24,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.model.files import ModelFiles
 from hetero_mpi.model.optimizer import Judge, Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
-from hetero_mpi.training import run
+from hetero_mpi.training import run, trainer
 from hetero_mpi.training.run import train
 from hetero_mpi.training.setup import Options
 
@@ -43,6 +43,16 @@ def model_is_elsewhere(world: World, entry: dict[str, Any]) -> Iterator[None]:
         yield
         return
     with mock.patch.object(run, "model_directory", lambda loaded: Path(entry["elsewhere"])):
+        yield
+
+
+@contextlib.contextmanager
+def loading_fails(world: World, entry: dict[str, Any]) -> Iterator[None]:
+    """``entry["rank"]`` cannot build its stage, for a reason that its user can put right."""
+    if world.rank != entry["rank"]:
+        yield
+        return
+    with mock.patch.object(trainer, "Stage", side_effect=UserError("the shelf is full: make room")):
         yield
 
 
@@ -109,6 +119,7 @@ WAYS: dict[str, Callable[[World, dict[str, Any]], Breaking]] = {
     for way in (
         nothing,
         model_is_elsewhere,
+        loading_fails,
         forward_fails_on_rank_1,
         weights_are_locked,
         gradients_overflow_in_step_2,

@@ -1,0 +1,49 @@
+"""A job as planning sees it. Needs neither torch nor MPI: the offline commands ask the planner as a run does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hetero_mpi.job import LoadedJob
+from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.request import MEMORY_GIVEN, PlanRequest
+
+_LARGEST_AUTO = 16
+"""Sequences per micro-batch that "auto" goes up to."""
+
+
+def micro_batch_choices(global_batch: int, wanted: int | str, ranks: int, dropout: bool) -> tuple[tuple[int, ...], str]:
+    """Sequences per micro-batch the planner may choose from, and why in words.
+
+    With dropout the masks depend on the composition of the micro-batches, so the machines may not decide it.
+    """
+    if isinstance(wanted, int):
+        return (wanted,), f"micro-batch {wanted}: as the job says"
+    divisors = [d for d in range(1, global_batch + 1) if global_batch % d == 0]
+    if dropout:
+        chosen = max([d for d in divisors if 4 * d <= global_batch], default=1)
+        return (chosen,), f"micro-batch {chosen}: fixed, since dropout masks depend on it"
+    limit = min(_LARGEST_AUTO, max(1, global_batch // ranks))
+    choices = tuple(d for d in divisors if d <= limit)
+    return choices, f"micro-batch: the planner's choice among {', '.join(map(str, choices))}"
+
+
+def request_of(loaded: LoadedJob, choices: tuple[int, ...]) -> PlanRequest:
+    """The job as planning sees it."""
+    job = loaded.job
+    return PlanRequest(
+        global_batch=job.train.global_batch,
+        sequence_length=job.data.sequence_length,
+        micro_batch_choices=choices,
+        recompute_choices=(False, True) if job.train.recompute == "auto" else (job.train.recompute,),
+        allow_idle=job.plan.allow_idle,
+        memory_reserve=job.plan.memory_reserve,
+    )
+
+
+def with_memory(profile: ClusterProfile, usable_bytes: int) -> ClusterProfile:
+    """The job's ``[cluster] memory_bytes`` holds whatever the profile says."""
+    devices = tuple(
+        replace(device, memory_bytes=usable_bytes, memory_reason=MEMORY_GIVEN) for device in profile.devices
+    )
+    return replace(profile, devices=devices)
