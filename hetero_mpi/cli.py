@@ -72,6 +72,51 @@ def _generate(namespace: argparse.Namespace) -> int:
     return run_guarded(command)
 
 
+def _profile(namespace: argparse.Namespace) -> int:
+    from hetero_mpi.comm.world import World, run_guarded
+
+    _quiet_libraries()
+
+    def command(world: World) -> int:
+        world.doing = "importing torch and transformers"
+        from hetero_mpi.training.profile_command import Options, profile
+
+        return profile(world, Options(namespace.job, namespace.output, tuple(namespace.set)))
+
+    return run_guarded(command)
+
+
+def _inspect(namespace: argparse.Namespace) -> int:
+    from hetero_mpi import offline
+
+    print("\n".join(offline.inspect(namespace.file, namespace.output)))
+    return 0
+
+
+def _plan(namespace: argparse.Namespace) -> int:
+    from hetero_mpi import offline
+
+    text = offline.plan(
+        namespace.job,
+        tuple(namespace.set),
+        namespace.profile,
+        namespace.plan,
+        namespace.output,
+        namespace.explain,
+        namespace.json,
+    )
+    print(text)
+    return 0
+
+
+def _simulate(namespace: argparse.Namespace) -> int:
+    from hetero_mpi import offline
+
+    lines = offline.simulation(namespace.job, tuple(namespace.set), namespace.profile, namespace.plan, namespace.output)
+    print("\n".join(lines))
+    return 0
+
+
 def _quiet_libraries() -> None:
     # bitsandbytes (through peft) warns of an optional kernel package that we never call.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -156,6 +201,8 @@ def parser() -> argparse.ArgumentParser:
     command.add_arguments(launch)
     launch.set_defaults(run=_launch)
 
+    _add_offline_commands(commands)
+
     export = commands.add_parser("export", help="turn a run or a checkpoint into a Hugging Face or PEFT directory")
     export.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="run directory or checkpoint file")
     export.add_argument("target", type=Path, metavar="OUT", help="directory to write")
@@ -165,3 +212,47 @@ def parser() -> argparse.ArgumentParser:
     reference = commands.add_parser("reference", help="print a job file that documents every key")
     reference.set_defaults(run=_reference)
     return top
+
+
+def _add_offline_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """``profile`` and what can be asked of its file without the cluster: ``inspect``, ``plan``, ``simulate``."""
+    profile = commands.add_parser(
+        "profile", help="measure these ranks and their links: mpirun -np 3 ... profile job.toml"
+    )
+    profile.add_argument("job", type=Path, metavar="JOB", help="job file (TOML)")
+    profile.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="profile to write (TOML)")
+    profile.set_defaults(run=_profile)
+
+    inspect = commands.add_parser("inspect", help="show a profile, a plan or a checkpoint")
+    inspect.add_argument("file", type=Path, metavar="FILE", help="what it is, is seen by its content")
+    inspect.add_argument("-o", "--output", type=Path, metavar="PNG", help="a profile's picture (default: beside it)")
+    inspect.set_defaults(run=_inspect)
+
+    plan = commands.add_parser("plan", help="plan a job for the cluster of a profile; needs no cluster")
+    plan.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write the plan, to be edited and given to train"
+    )
+    plan.add_argument("--explain", action="store_true", help="also answer what-if questions, by planning again")
+    plan.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    plan.set_defaults(run=_plan)
+
+    simulate = commands.add_parser("simulate", help="predict a step: timeline, trace, why ranks wait; needs no cluster")
+    simulate.add_argument(
+        "-o", "--output", type=Path, metavar="DIR", help="where pictures and trace go (default: RUN_DIR/simulation)"
+    )
+    simulate.set_defaults(run=_simulate)
+
+    for command in (plan, simulate):
+        command.add_argument("job", type=Path, metavar="JOB", help="job file (TOML)")
+        command.add_argument(
+            "--profile", type=Path, required=True, metavar="FILE", help="of the cluster, and the model"
+        )
+        command.add_argument("--plan", type=Path, metavar="FILE", help="this plan, instead of the planner's")
+    for command in (profile, plan, simulate):
+        command.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            metavar="TABLE.KEY=VALUE",
+            help="override a key of the job; may be repeated",
+        )

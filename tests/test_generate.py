@@ -6,13 +6,13 @@ import contextlib
 import json
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from hetero_mpi.data.template import render_prompt
@@ -73,7 +73,7 @@ MODELS = (
     written("qwen3-tied-ends", "qwen3", True, shares=ENDS),
     written("gemma2-sliding-tied", "gemma2", True, changes=SLIDING, shares=UNEVEN),
     written("gemma2-sliding-idle", "gemma2", changes=SLIDING, shares=IDLE),
-    written("gpt_neox", "gpt_neox", shares=UNEVEN),
+    written("gpt_neox", "gpt_neox", changes=(("initializer_range", 0.4),), shares=UNEVEN),
     written("phi3-sliding", "phi3", changes=(("sliding_window", 6),)),
     written(
         "phi3-two-rotaries",
@@ -432,7 +432,7 @@ def stages_of(path: Path, cuts: tuple[int, ...]) -> list[Stage]:
     backend = open_backend("cpu", 0)
     return [
         Stage(chain, first, last, backend, "fp32", FileStart(ModelFiles(path), chain), tuning=nothing_trained())
-        for first, last in zip(edges, edges[1:], strict=False)
+        for first, last in pairwise(edges)
     ]
 
 

@@ -194,7 +194,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     ),
     "profile-of-other-model": (
         lambda s, n: named_profile(s, n, 2, 1),
-        ("3 items", "this job's has 4", "leave it out to measure"),
+        ("in 3 items", "this job trains", "in 4: use a profile", "leave it out to measure"),
     ),
     "missing-profile": (
         lambda s, n: {**s.entry(n), "profile": s.directory / "absent.profile.toml"},

@@ -27,7 +27,7 @@ ITEMS = BLOCKS + 2
 CLIP_NORM = 0.5
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TRAIN = {
     "steps": STEPS,
     "global_batch": GLOBAL_BATCH,
@@ -103,6 +103,7 @@ NORMAL = (
     Case("gpt_neox-nf4-recompute", "gpt_neox", False, 0.0, False, 4, "uneven", tuning="nf4", recompute=True),
     Case("llama-nf4-planner", "llama", True, 0.0, False, 2, "planner", tuning="nf4"),
     Case("llama-bf16", "llama", False, 0.0, True, 2, "uneven", dtype="bf16"),
+    Case("llama-lora-fp16", "llama", False, 0.0, True, 2, "even", tuning="lora", dtype="fp16"),
     Case("gemma2-nf4-bf16", "gemma2", True, 0.0, True, 2, "even", tuning="nf4", dtype="bf16"),
 )
 """Pairwise: every value of every field meets most values of the others."""
@@ -250,7 +251,8 @@ def dataset_of(case: Case, tokenizer: Path, text: Path) -> Dataset:
 
 def load_reference(case: Case, model_path: Path, adapter: Path | None) -> torch.nn.Module:
     """The case's start in a plain process: transformers, peft and bitsandbytes by themselves."""
-    dtype = DTYPES[case.dtype]
+    # A plain fp16 loop without loss scaling would be no reference: fp16 is held against fp32.
+    dtype = DTYPES["fp32" if case.dtype == "fp16" else case.dtype]
     quantization = BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=dtype) if case.tuning == "nf4" else None
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, quantization_config=quantization)
     return PeftModel.from_pretrained(model, adapter, is_trainable=True) if adapter is not None else model

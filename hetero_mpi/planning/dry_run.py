@@ -175,13 +175,15 @@ def _stage_problems(
 
 
 def _reduce_problems(schedule: Schedule, plan: Plan) -> list[tuple[int, int, str]]:
-    """REDUCE is there once, after the last backward, on exactly the ranks of both ends, or nowhere."""
-    ends: set[int] = set()
+    """REDUCE is there once, after the last backward, on exactly the ranks of both ends, or nowhere; with several
+    pipelines on every rank, since every item is held more than once."""
+    several = len(plan.pipelines) > 1
+    ends: set[int] = set(schedule) if several else set()
     for pipeline in plan.pipelines:
         if ends_are_split(pipeline):
             ends |= {*pipeline.stages[0].ranks, *pipeline.stages[-1].ranks}
     places = {rank: [i for i, a in enumerate(actions) if a.op is Op.REDUCE] for rank, actions in schedule.items()}
-    if not any(places.values()):
+    if not several and not any(places.values()):
         return []
     problems = []
     for rank in sorted(schedule):

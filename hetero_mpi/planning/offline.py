@@ -185,7 +185,9 @@ def _fit(profile: ClusterProfile) -> list[DeviceProfile]:
 
 def _representatives(used: Sequence[int], profile: ClusterProfile) -> list[int]:
     """One used rank of each class of interchangeable ranks, fastest first."""
-    chosen = [next(rank for rank in members if rank in used) for members in rank_classes(profile) if set(members) & set(used)]
+    chosen = [
+        next(rank for rank in members if rank in used) for members in rank_classes(profile) if set(members) & set(used)
+    ]
     return sorted(chosen, key=lambda rank: (whole_model_s(profile, profile.devices[rank]), rank))
 
 

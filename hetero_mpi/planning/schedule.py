@@ -99,7 +99,8 @@ def one_f_one_b(plan: Plan, tied: bool) -> Schedule:
 
     A stage that warms up deeper than the classic depth keeps more micro-batches in flight, which hides slow links. Free
     of deadlock when no stage warms up deeper than the one before it; ``dry_run.validate`` says so of any schedule.
-    ``tied``: the ends share their matrix; the two ranks that hold them then REDUCE before the STEP.
+    ``tied``: the ends share their matrix; the two ranks that hold them then REDUCE before the STEP. With several
+    pipelines every rank REDUCEs: each item is held once per pipeline.
     """
     schedule: Schedule = {}
     for number, index, stage in stages(plan):
@@ -107,7 +108,8 @@ def one_f_one_b(plan: Plan, tied: bool) -> Schedule:
         position = pipeline.stages.index(stage)
         last = position == len(pipeline.stages) - 1
         actions = _micro_batches(number, position == 0, last, stage.warm_up, pipeline.micro_batches)
-        if tied and (position == 0 or last) and ends_are_split(pipeline):
+        split_end = tied and (position == 0 or last) and ends_are_split(pipeline)
+        if split_end or len(plan.pipelines) > 1:
             actions.append(Action(Op.REDUCE, number))
         actions.append(Action(Op.STEP, number))
         for rank in stage.ranks:
@@ -135,3 +137,25 @@ def _micro_batches(number: int, first: bool, last: bool, warm_up: int, count: in
             actions += forward(depth + m)
         actions += backward(m)
     return actions
+
+
+def gradients_first(schedule: Schedule) -> Schedule:
+    """The same lists, except that a rank takes the gradient it needs next before it sends its latest activation.
+
+    That is the order of DeepSpeed's pipeline engine, which sends an output at the beginning of the following turn::
+
+        1F1B       0F1 0SEND_F1 0RECV_B0 0B0
+        this       0F1 0RECV_B0 0SEND_F1 0B0
+
+    An activation then travels only after a gradient has come: where links are slow, every micro-batch pays for a round
+    trip that 1F1B hides.
+    """
+    return {rank: tuple(_swapped(actions)) for rank, actions in schedule.items()}
+
+
+def _swapped(actions: tuple[Action, ...]) -> list[Action]:
+    result = list(actions)
+    for i in range(len(result) - 1):
+        if result[i].op is Op.SEND_F and result[i + 1].op is Op.RECV_B:
+            result[i], result[i + 1] = result[i + 1], result[i]
+    return result

@@ -1,7 +1,8 @@
 """Predicts a step: a discrete-event simulation of exactly the action lists that the executor runs.
 
 Resources: every rank computes one action at a time; every directed link carries one message at a time, in the order in
-which they were sent. Sends do not block their rank: a communication thread moves them.
+which they were sent. Sends do not block their rank: a communication thread moves them. ``network.Network`` says where
+that is otherwise (blocking sends, one network card per host).
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hetero_mpi.planning.dry_run import awaited, validate
-from hetero_mpi.planning.memory import stage_trainable
+from hetero_mpi.planning.memory import GRADIENT_BYTES, stage_trainable
+from hetero_mpi.planning.network import THREADED, Network, Resource, replica_sync_s
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile
-from hetero_mpi.planning.schedule import Action, Event, Op, Schedule, one_f_one_b, stages
+from hetero_mpi.planning.schedule import WHOLE_STEP, Action, Event, Op, Schedule, ends_are_split, one_f_one_b, stages
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,10 @@ def message_bytes(action: Action, plan: Plan, profile: ClusterProfile) -> int:
     _, index, stage = stages(plan)[action.stage]
     boundary = {Op.SEND_F: stage.last, Op.RECV_B: stage.last, Op.SEND_B: stage.first, Op.RECV_F: stage.first}
     if action.op is Op.REDUCE:
-        return profile.model.tied_bytes
+        copies = GRADIENT_BYTES * stage_trainable(profile.model, stage.first, stage.last)
+        return (profile.model.tied_bytes if _sums_ends(plan, profile, index, stage) else 0) + (
+            copies if len(plan.pipelines) > 1 else 0
+        )
     if action.op not in boundary:
         return 0
     tokens = plan.pipelines[index].micro_batch * plan.sequence_length
@@ -91,7 +96,8 @@ def duration(action: Action, plan: Plan, profile: ClusterProfile) -> float:
     if action.op is Op.STEP:
         return optimizer_s(profile, device, stage.first, stage.last)
     if action.op is Op.REDUCE:
-        return reduce_s(profile, *_ends(pipeline))
+        tied = reduce_s(profile, *_ends(pipeline)) if _sums_ends(plan, profile, index, stage) else 0.0
+        return tied + (replica_sync_s(plan, profile, stage.first, stage.last) if len(plan.pipelines) > 1 else 0.0)
     return 0.0
 
 
@@ -99,12 +105,19 @@ def _ends(pipeline: PipelinePlan) -> tuple[int, int]:
     return pipeline.stages[0].ranks[0], pipeline.stages[-1].ranks[0]
 
 
+def _sums_ends(plan: Plan, profile: ClusterProfile, index: int, stage: StagePlan) -> bool:
+    """Does this stage's REDUCE exchange the tied gradient with the other end of its pipeline?"""
+    pipeline = plan.pipelines[index]
+    return profile.model.tied and ends_are_split(pipeline) and stage in (pipeline.stages[0], pipeline.stages[-1])
+
+
 @dataclass
 class _State:
     """The simulated cluster: when each rank and link is free, when each message arrives."""
 
     clock: dict[int, float]
-    link_free: dict[tuple[int, int], float] = field(default_factory=dict)
+    network: Network
+    free: dict[Resource, float] = field(default_factory=dict)
     arrival: dict[Action, float] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
 
@@ -128,7 +141,9 @@ class _Durations:
         return self.known[key]
 
 
-def simulate(plan: Plan, profile: ClusterProfile, schedule: Schedule | None = None) -> Simulation:
+def simulate(
+    plan: Plan, profile: ClusterProfile, schedule: Schedule | None = None, network: Network = THREADED
+) -> Simulation:
     """One step of ``plan``; ``schedule`` is 1F1B at the plan's depths by default. Deterministic.
 
     Raises ``UserError`` when the schedule deadlocks or does not run the plan.
@@ -136,7 +151,17 @@ def simulate(plan: Plan, profile: ClusterProfile, schedule: Schedule | None = No
     lists = schedule if schedule is not None else one_f_one_b(plan, profile.model.tied)
     validate(lists, plan)
     costs = _Durations(plan, profile)
-    state = _State(dict.fromkeys(sorted(lists), 0.0))
+    state = _State(dict.fromkeys(sorted(lists), 0.0), network)
+    if network.shared_nic:
+        _in_time_order(lists, state, costs)
+    else:
+        _rank_by_rank(lists, state, costs)
+    _finish(lists, state, costs)
+    return _summary(state)
+
+
+def _rank_by_rank(lists: Schedule, state: _State, costs: _Durations) -> None:
+    """Every rank as far as it comes, in turn: enough where each link has one sender, whose order is its own list."""
     position = dict.fromkeys(state.clock, 0)
     moved = True
     while moved:
@@ -145,13 +170,28 @@ def simulate(plan: Plan, profile: ClusterProfile, schedule: Schedule | None = No
             while _advance(rank, lists[rank][position[rank]], state, costs):
                 position[rank] += 1
                 moved = True
-    _finish(lists, state, costs)
-    return _summary(state)
+
+
+def _in_time_order(lists: Schedule, state: _State, costs: _Durations) -> None:
+    """Always the action that can begin first (then the lower rank): senders that share a card queue as they come."""
+    position = dict.fromkeys(state.clock, 0)
+    while True:
+        ready = []
+        for rank, clock in state.clock.items():
+            action = lists[rank][position[rank]]
+            message = awaited(action)
+            if action.op not in WHOLE_STEP and (message is None or message in state.arrival):
+                ready.append((max(clock, state.arrival[message]) if message else clock, rank))
+        if not ready:
+            return
+        _, rank = min(ready)
+        _advance(rank, lists[rank][position[rank]], state, costs)
+        position[rank] += 1
 
 
 def _advance(rank: int, action: Action, state: _State, costs: _Durations) -> bool:
     """Does ``action`` on ``rank`` if it can be done now. The collective end of the step is left to ``_finish``."""
-    if action.op in (Op.REDUCE, Op.STEP):
+    if action.op in WHOLE_STEP:
         return False
     seconds, size = costs.of(action)
     start = state.clock[rank]
@@ -162,9 +202,13 @@ def _advance(rank: int, action: Action, state: _State, costs: _Durations) -> boo
         state.clock[rank] = end = max(start, state.arrival[message])
     elif action.op in (Op.SEND_F, Op.SEND_B):
         peer = costs.stages[action.stage + (1 if action.op is Op.SEND_F else -1)].ranks[0]
-        start = max(start, state.link_free.get((rank, peer), 0.0))
+        occupied = state.network.resources(costs.profile, rank, peer)
+        start = max(start, *(state.free.get(resource, 0.0) for resource in occupied))
         end = start + seconds
-        state.link_free[rank, peer] = state.arrival[action] = end
+        state.free.update(dict.fromkeys(occupied, end))
+        state.arrival[action] = end
+        if state.network.blocking_sends:
+            state.clock[rank] = end
     else:
         state.clock[rank] = end = start + seconds
     state.events.append(Event(rank, 0, action, start, end, size))

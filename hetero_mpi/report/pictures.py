@@ -67,7 +67,9 @@ def timeline(
     if len(shown) <= NUMBERED_BARS:
         _write_numbers(axes, shown, {rank: lane for lane, rank in enumerate(ranks)}, factor, last_s)
     names = labels or {}
-    axes.set_yticks(range(len(ranks)), [_lane_name(rank, names) for rank in ranks], fontsize=9 if len(ranks) <= 8 else 7)
+    axes.set_yticks(
+        range(len(ranks)), [_lane_name(rank, names) for rank in ranks], fontsize=9 if len(ranks) <= 8 else 7
+    )
     axes.set_ylim(len(ranks) - 0.5, -0.5)
     axes.set_xlim(0, last_s * factor)
     axes.set_xlabel(f"time since the step began ({unit})")
@@ -116,7 +118,9 @@ def _save(figure: Figure, path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=PIXELS_PER_INCH)
     except OSError as error:
-        raise UserError(f"{path}: the picture cannot be written ({error.strerror}); name another place with -o") from error
+        raise UserError(
+            f"{path}: the picture cannot be written ({error.strerror}); name another place with -o"
+        ) from error
     return path
 
 
@@ -146,9 +150,7 @@ def _draw_lane(axes: Axes, lane: int, events: Sequence[Event], factor: float) ->
             axes.broken_barh(spans, place, facecolors=colour, edgecolors="white", linewidth=0.4)
 
 
-def _write_numbers(
-    axes: Axes, events: Sequence[Event], lanes: Mapping[int, int], factor: float, last_s: float
-) -> None:
+def _write_numbers(axes: Axes, events: Sequence[Event], lanes: Mapping[int, int], factor: float, last_s: float) -> None:
     for event in events:
         if event.end_s - event.start_s >= 0.012 * last_s:
             middle = (event.start_s + event.end_s) / 2 * factor
@@ -217,7 +219,10 @@ def _draw_curves(axes: Axes, kind: str, devices: Sequence[tuple[str, DeviceProfi
 
 
 def _draw_curve(axes: Axes, curve: Curve, colour: str, line: str, label: str | None) -> None:
-    points = [(t, s, v) for t, s, v in zip(curve.tokens, curve.seconds, curve.spread or [0.0] * len(curve.tokens), strict=True)]
+    points = [
+        (t, s, v)
+        for t, s, v in zip(curve.tokens, curve.seconds, curve.spread or [0.0] * len(curve.tokens), strict=True)
+    ]
     points = [point for point in points if point[1] > 0]  # a logarithmic axis has no zero
     if not points:
         return

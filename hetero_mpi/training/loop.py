@@ -133,7 +133,9 @@ class Loop:
             self.world.agree(
                 f"step {step + 1}: gradients were not finite in {in_a_row} steps in a row; {self._remedy()}"
             )
-        say(f"step {step + 1}: gradients are not finite (norm {verdict.grad_norm}); the step is skipped on every rank")
+        scale = self.trainer.loss_scale.value
+        then = "" if scale == 1.0 else f", and the loss is scaled by {scale:g} from now on"
+        say(f"step {step + 1}: gradients are not finite; the step is skipped on every rank{then}")
 
     def _remedy(self) -> str:
         """What to do about a run that has lost its way. Collective: only rank 0 sees whether a checkpoint is still there."""

@@ -30,6 +30,7 @@ from hetero_mpi.planning.schedule import Schedule, one_f_one_b
 from hetero_mpi.profiling.cluster import Subject, profile_cluster, profile_key
 from hetero_mpi.training.request import with_memory
 
+
 @dataclass(frozen=True)
 class Given:
     """What the command line gives instead of computing it (rank 0's view)."""

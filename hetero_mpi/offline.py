@@ -1,0 +1,254 @@
+"""The commands that need no cluster: ``inspect``, ``plan`` and ``simulate``. Neither torch nor MPI is imported.
+
+Costs of the model come from the profile, so a laptop answers for any cluster whose profile it has.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.job import LoadedJob, load_job, run_directory
+from hetero_mpi.planning.codec import encode
+from hetero_mpi.planning.files import load_plan, load_profile, plan_to_dict, save_plan
+from hetero_mpi.planning.idling import idling
+from hetero_mpi.planning.offline import losses, what_ifs
+from hetero_mpi.planning.plan import Plan
+from hetero_mpi.planning.planner import complete_plan, make_plan
+from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.report import units
+from hetero_mpi.report.inspection import (
+    checkpoint_lines,
+    costed_plan_lines,
+    idling_lines,
+    inspection_lines,
+    plan_inspection_lines,
+    what_if_lines,
+)
+from hetero_mpi.report.tables import plan_lines
+from hetero_mpi.training.request import micro_batch_choices, request_of, with_memory
+
+HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
+BLOCK_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""What the number of blocks is called in a ``config.json``."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A job, on the cluster of a profile."""
+
+    loaded: LoadedJob
+    profile: ClusterProfile
+    request: PlanRequest
+    remarks: tuple[str, ...]
+    """What was taken for granted, for a person."""
+
+
+def inspect(path: Path, picture: Path | None) -> list[str]:
+    """Show a profile, a plan or a checkpoint, told apart by content; of a profile also draws a picture.
+
+    Raises:
+        UserError: it is none of them, or damaged.
+    """
+    try:
+        with path.open("rb") as file:
+            is_hdf5 = file.read(len(HDF5_MAGIC)) == HDF5_MAGIC
+        if is_hdf5:
+            return _inspect_checkpoint(path)
+        content = tomli.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path") from error
+    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path}: neither an HDF5 nor a TOML file ({error}); give a profile, a plan or a checkpoint"
+        ) from error
+    if "pipelines" in content:
+        return plan_inspection_lines(load_plan(path))
+    if "devices" not in content:
+        hint = "; it looks like a job: ask with `plan` or `simulate`" if "train" in content or "data" in content else ""
+        raise UserError(f"{path}: neither a profile ([[devices]]), nor a plan ([[pipelines]]), nor a checkpoint{hint}")
+    profile = load_profile(path)
+    from hetero_mpi.report.pictures import profile_picture
+
+    drawn = profile_picture(profile, picture or path.with_suffix(".png"))
+    return [*inspection_lines(profile), "", f"Picture: {drawn}"]
+
+
+def plan(
+    job: Path, overrides: tuple[str, ...], profile: Path, given: Path | None, output: Path | None, explain: bool, as_json: bool
+) -> str:  # fmt: skip
+    """The text to print: the planner's plan for a job, or the given one, with everything that is known about it."""
+    question = ask(job, overrides, profile)
+    own, chosen = _plans(question, given)
+    result = simulate(chosen, question.profile)
+    lost = losses(chosen, own, question.profile, question.request)
+    answers = list(what_ifs(own, question.profile, question.request)) if explain else []
+    if output is not None:
+        _written(output, lambda: save_plan(chosen, output))
+    if as_json:
+        tokens = chosen.global_batch * chosen.sequence_length
+        figures: dict[str, Any] = {
+            "plan": plan_to_dict(chosen),
+            "step_s": chosen.predicted_step_s,
+            "tokens_per_s": tokens / chosen.predicted_step_s if chosen.predicted_step_s > 0 else float("inf"),
+            "bound_step_s": chosen.bound_step_s,
+            "gap": chosen.predicted_step_s / chosen.bound_step_s - 1 if chosen.bound_step_s > 0 else 0.0,
+            "utilisation": {
+                rank: seconds / result.step_s for rank, seconds in result.busy_s.items() if result.step_s > 0
+            },
+            "limit": lost.limit,
+            "lost": asdict(lost),
+            "planner_step_s": own.predicted_step_s,
+            "what_if": [asdict(answer) for answer in answers],
+            "remarks": question.remarks,
+        }
+        return json.dumps(encode(figures, infinity_as_text=True), indent=1)
+    lines = [*question.remarks, *costed_plan_lines(chosen, question.profile, result.busy_s, lost)]
+    if given is not None:
+        lines.append(f"The planner's own plan: {units.seconds(own.predicted_step_s)} per step")
+        lines += [f"  {reason}" for reason in own.reasons]
+    lines += what_if_lines(answers, own.predicted_step_s)
+    if output is not None:
+        lines.append(f"Written: {output}")
+    return "\n".join(lines)
+
+
+def simulation(
+    job: Path, overrides: tuple[str, ...], profile: Path, given: Path | None, directory: Path | None
+) -> list[str]:
+    """Simulate a step; writes ``timeline.png``, ``timeline.svg`` and ``trace.json``. Returns the lines to print."""
+    from hetero_mpi.report.pictures import timeline
+    from hetero_mpi.report.trace import save_trace
+
+    question = ask(job, overrides, profile)
+    chosen = _plans(question, given)[1] if given is not None else make_plan(question.profile, question.request)
+    result = simulate(chosen, question.profile)
+    folder = directory if directory is not None else run_directory(question.loaded) / "simulation"
+    labels = {device.rank: device.name for device in question.profile.devices}
+    used, ranks = len(result.busy_s), len(question.profile.devices)
+    title = f"predicted step: {units.seconds(result.step_s)}, {used} of {ranks} ranks, {question.loaded.name}"
+    written: list[Path] = []
+
+    def write() -> None:
+        written.extend(timeline(result.events, folder / "timeline", title, labels))
+        written.append(save_trace(result.events, folder / "trace.json", labels))
+
+    _written(folder, write)
+    tokens = chosen.global_batch * chosen.sequence_length
+    return [
+        *question.remarks,
+        *plan_lines(chosen, question.profile),
+        f"Simulated step: {units.seconds(result.step_s)}, {len(result.events):,} events, {tokens:,} tokens",
+        *idling_lines(result.step_s, result.busy_s, idling(result.events, chosen)),
+        "Written (trace.json opens in https://ui.perfetto.dev):",
+        *(f"  {path}" for path in written),
+    ]
+
+
+def ask(job: Path, overrides: tuple[str, ...], profile_path: Path) -> Question:
+    """Read a job and a profile that fits it.
+
+    Raises:
+        UserError: one of them is damaged, or the profile was made for another model, dtype or sequence length.
+    """
+    loaded = load_job(job, overrides)
+    profile = load_profile(profile_path)
+    config = _model_keys(loaded)
+    problems = _differences(loaded, config, profile)
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise UserError(
+            f"{profile_path} was not made for {job}:\n{listed}\n"
+            f"Plan with a profile of this job (`profile JOB -o FILE`), or change the job (--set table.key=value)."
+        )
+    train = loaded.job.train
+    settled = train.model_copy(update={"dtype": profile.model.dtype})
+    loaded = replace(loaded, job=loaded.job.model_copy(update={"train": settled}))
+    if loaded.job.cluster.memory_bytes is not None:
+        profile = with_memory(profile, loaded.job.cluster.memory_bytes)
+    remarks = [f"Profile: {profile_path} ({profile.source}, {profile.date})"]
+    if config is None:
+        remarks.append("The model's configuration is not here: taken to be the profile's, without dropout")
+    choices, reason = micro_batch_choices(
+        train.global_batch, train.micro_batch, len(profile.devices), uses_dropout(loaded, config or {})
+    )
+    return Question(loaded, profile, request_of(loaded, choices), (*remarks, reason))
+
+
+def uses_dropout(loaded: LoadedJob, config: dict[str, Any]) -> bool:
+    """Does the job draw random numbers in training, as far as its files say? (A family's own defaults are not seen.)"""
+    rates = [value for key, value in config.items() if isinstance(value, float) and ("drop" in key or "jitter" in key)]
+    return any(rate > 0 for rate in rates) or (loaded.job.adapter.method != "none" and loaded.job.adapter.dropout > 0)
+
+
+def _plans(question: Question, given: Path | None) -> tuple[Plan, Plan]:
+    """(the planner's plan, the one asked about)"""
+    own = make_plan(question.profile, question.request)
+    if given is None:
+        return own, own
+    return own, complete_plan(load_plan(given), question.profile, question.request)
+
+
+def _model_keys(loaded: LoadedJob) -> dict[str, Any] | None:
+    """Keys of the job's ``config.json``, as far as they are on this machine."""
+    model = loaded.job.model
+    if isinstance(model.config, dict):
+        return model.config
+    path = (
+        loaded.resolve(model.config) if model.config is not None else loaded.resolve(model.path or "") / "config.json"
+    )
+    try:
+        keys = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return keys if isinstance(keys, dict) else None
+
+
+def _differences(loaded: LoadedJob, config: dict[str, Any] | None, profile: ClusterProfile) -> list[str]:
+    """What the job says otherwise than the profile's model."""
+    job, model = loaded.job, profile.model
+    found = []
+    if job.data.sequence_length != model.sequence_length:
+        found.append(f"data.sequence_length = {job.data.sequence_length}: the profile has {model.sequence_length}")
+    if job.train.dtype not in ("auto", model.dtype):
+        found.append(f'train.dtype = "{job.train.dtype}": the profile has "{model.dtype}"')
+    kind = (config or {}).get("model_type")
+    if kind is not None and kind != model.model_type:
+        found.append(f'model_type = "{kind}": the profile has "{model.model_type}"')
+    blocks = next((config[key] for key in BLOCK_KEYS if config and key in config), None)
+    if blocks is not None and blocks != len(model.layers) - 2:
+        found.append(f"{blocks} blocks: the profile has {len(model.layers) - 2}")
+    inside = model.layers[1:-1]
+    frozen = sum(layer.trainable_parameters for layer in inside) < sum(layer.parameters for layer in inside) / 2
+    if inside and frozen != (job.adapter.method != "none"):
+        measured = "an adapter over frozen weights" if frozen else "training of all weights"
+        found.append(f'adapter.method = "{job.adapter.method}": the profile has {measured}')
+    return found
+
+
+def _inspect_checkpoint(path: Path) -> list[str]:
+    from hetero_mpi.checkpoint import CheckpointReader
+
+    with CheckpointReader(path) as reader:
+        names = reader.names("parameters")
+        values = 0
+        for name in names:
+            count = 1
+            for length in reader.shape("parameters", name):
+                count *= length
+            values += count
+        return checkpoint_lines(reader.metadata, len(names), values, path.stat().st_size)
+
+
+def _written(place: Path, write: Any) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise UserError(f"{place}: cannot be written ({error.strerror}); name another place with -o") from error

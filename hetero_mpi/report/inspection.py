@@ -1,0 +1,215 @@
+"""Tables of the offline commands: a profile with its residuals, a checkpoint's contents, why ranks wait, what a plan loses."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hetero_mpi.planning.codec import encode
+from hetero_mpi.planning.explain import describe_items
+from hetero_mpi.planning.idling import Idling
+from hetero_mpi.planning.offline import Losses, WhatIf
+from hetero_mpi.planning.plan import Plan
+from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LinkProfile
+from hetero_mpi.report import units
+from hetero_mpi.report.tables import plan_lines, profile_lines, table
+
+MOST_LINKS = 12
+"""Links listed one by one; of more, those that fit their line worst."""
+
+
+def residuals(link: LinkProfile) -> list[float]:
+    """Relative error of ``latency_s + bytes / bytes_per_s`` at each sample of a link."""
+    samples = zip(link.sample_bytes, link.sample_s, strict=True)
+    return [(link.latency_s + size / link.bytes_per_s) / seconds - 1 for size, seconds in samples if seconds > 0]
+
+
+def inspection_lines(profile: ClusterProfile) -> list[str]:
+    """A profile in full: the summary, every curve with its spread, every link (or the worst) with its residuals."""
+    lines = profile_lines(profile)
+    for ranks, device in distinct_devices(profile):
+        lines += [
+            "",
+            f"{_ranks_text(ranks)}: {device.name} ({device.backend}), {units.size(device.memory_bytes)} usable",
+        ]
+        lines += table(("layer", "tokens", "forward", "spread", "backward", "spread"), _curve_rows(device))
+        lines.append(f"  optimizer: {units.seconds(device.optimizer_fixed_s)} + "
+                     f"{units.seconds(device.optimizer_s_per_parameter * 1e6)} per million trained parameters")  # fmt: skip
+        lines.append(f"  copies: to the host {units.bandwidth(device.device_to_host_bytes_per_s)}, "
+                     f"from it {units.bandwidth(device.host_to_device_bytes_per_s)}, "
+                     f"latency {units.seconds(device.copy_latency_s)}")  # fmt: skip
+    return lines + _link_table(profile)
+
+
+def plan_inspection_lines(plan: Plan) -> list[str]:
+    """A plan file by itself, without the profile it was made for."""
+    rows = []
+    for index, pipeline in enumerate(plan.pipelines):
+        for stage in pipeline.stages:
+            rows.append(
+                (
+                    str(index) if len(plan.pipelines) > 1 else "",
+                    str(len(rows)),
+                    ", ".join(map(str, stage.ranks)),
+                    describe_items(stage.first, stage.last, plan.items),
+                    f"{pipeline.micro_batches} x {pipeline.micro_batch}",
+                    "yes" if stage.recompute else "",
+                    str(stage.warm_up),
+                    *next(
+                        ((units.size(m.peak_bytes), units.size(m.usable_bytes)) for m in plan.memory if m.rank in stage.ranks),
+                        ("", ""),
+                    ),
+                )
+            )  # fmt: skip
+    lines = [f"Plan: {len(rows)} stages, schedule {plan.schedule}, global batch {plan.global_batch} "
+             f"sequences of {plan.sequence_length} tokens, chain of {plan.items} items"]  # fmt: skip
+    headers = ("pipeline", "stage", "rank", "items", "micro-batches", "recompute", "warm-up", "memory", "of")
+    lines += table(headers, rows)
+    if plan.predicted_step_s > 0:
+        lines.append(
+            f"  predicted {units.seconds(plan.predicted_step_s)} per step; bound {units.seconds(plan.bound_step_s)}"
+        )
+    lines += [f"  rank {idle.rank} idles: {idle.reason}" for idle in plan.idle]
+    return lines + [f"  because: {reason}" for reason in plan.reasons]
+
+
+def checkpoint_lines(metadata: Mapping[str, Any], tensors: int, values: int, size_bytes: int) -> list[str]:
+    """What a checkpoint says of itself. ``values``: numbers in its trained tensors."""
+    job, config = metadata.get("job", {}), metadata.get("model_config", {})
+    losses = [float(loss) for loss in metadata.get("losses", ())]
+    kind = config.get("model_type", "?")
+    adapter = job.get("adapter", {}).get("method", "none")
+    trained = "all its weights" if adapter == "none" else f"a {adapter} adapter"
+    lines = [f"Checkpoint after step {metadata.get('step', '?')} of {job.get('train', {}).get('steps', '?')}, "
+             f"{units.size(size_bytes)}"]  # fmt: skip
+    if losses:
+        lines.append(
+            f"  loss: {losses[-1]:.4f} at the last step, {losses[0]:.4f} at the first, {min(losses):.4f} at best"
+        )
+    blocks = next((config[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config), "?")
+    lines.append(f"  model: {kind}, {blocks} blocks; trained: {trained}")
+    lines.append(f"  dtype: computed in {job.get('train', {}).get('dtype', '?')}")
+    lines.append(f"  sizes: {tensors:,} trained tensors, {values:,} numbers, and their moments")
+    versions = metadata.get("versions", {})
+    return [*lines, "  versions: " + ", ".join(f"{name} {version}" for name, version in versions.items())]
+
+
+def costed_plan_lines(plan: Plan, profile: ClusterProfile, busy_s: Mapping[int, float], lost: Losses) -> list[str]:
+    """A plan with prediction and bound, how busy it keeps every rank, and what limits it."""
+    lines = plan_lines(plan, profile)
+    step_s = plan.predicted_step_s
+    used = ", ".join(f"rank {rank} {units.percent(_share(busy_s[rank], step_s))}" for rank in sorted(busy_s))
+    lines.append(f"Utilisation: {used}")
+    words = {
+        "device": "the speed of the devices",
+        "link": "links",
+        "memory": "memory",
+        "granularity": "granularity (whole items, whole micro-batches)",
+    }
+    parts = [(lost.links, "links"), (lost.memory, "memory"), (lost.granularity, "granularity")]
+    if lost.choice > 0:
+        parts.insert(0, (lost.choice, "the plan itself (the planner's own is faster)"))
+    spent = ", ".join(f"{units.percent(share)} to {name}" for share, name in parts)
+    return [*lines, f"Limited by {words[lost.limit]}; of the step are lost: {spent}"]
+
+
+def idling_lines(step_s: float, busy_s: Mapping[int, float], causes: Mapping[int, Idling]) -> list[str]:
+    """Per rank, in shares of the step: computing, and idling by cause."""
+    headers = (
+        "rank",
+        "computes",
+        "idles",
+        "waits for activations",
+        "for gradients",
+        "for the link",
+        "for others at the end",
+    )
+    rows = []
+    for rank in sorted(busy_s):
+        cause = causes[rank]
+        parts = (cause.total_s, cause.activations_s, cause.gradients_s, cause.link_s, cause.end_s)
+        rows.append((str(rank), *(units.percent(_share(seconds, step_s)) for seconds in (busy_s[rank], *parts))))
+    return table(headers, rows)
+
+
+def what_if_lines(answers: Sequence[WhatIf], step_s: float) -> list[str]:
+    """``what if link 0 - 1 10x faster: -18 % (410 ms per step)``"""
+    lines = []
+    for answer in answers:
+        if answer.step_s is None:
+            lines.append(f"  {answer.change}: no plan ({answer.problem})")
+        else:
+            change = _share(answer.step_s, step_s) - 1
+            verdict = (
+                "no change" if abs(change) < 0.0005 else f"{'+' if change > 0 else '-'}{units.percent(abs(change))}"
+            )
+            lines.append(f"  {answer.change}: {verdict} ({units.seconds(answer.step_s)} per step)")
+    return ["What if (planned again for each):", *lines] if lines else []
+
+
+def distinct_devices(profile: ClusterProfile) -> list[tuple[list[int], DeviceProfile]]:
+    """Devices that differ in more than rank and host, each with the ranks that are like it."""
+    groups: dict[str, list[DeviceProfile]] = {}
+    for device in profile.devices:
+        figures = {key: value for key, value in encode(device).items() if key not in ("rank", "host", "memory_reason")}
+        groups.setdefault(repr(figures), []).append(device)
+    return [([device.rank for device in members], members[0]) for members in groups.values()]
+
+
+def _curve_rows(device: DeviceProfile) -> list[tuple[str, ...]]:
+    rows = []
+    for kind, times in device.layers.items():
+        tokens = sorted({*times.forward_s.tokens, *times.backward_s.tokens})
+        for count in tokens:
+            cells = [*_sample(times.forward_s, count), *_sample(times.backward_s, count)]
+            rows.append((kind if count == tokens[0] else "", f"{count:,}", *cells))
+    return rows
+
+
+def _sample(curve: Curve, tokens: int) -> tuple[str, str]:
+    """(seconds, spread) at one token count; empty where it was not measured."""
+    if tokens not in curve.tokens:
+        return "", ""
+    place = curve.tokens.index(tokens)
+    return units.seconds(curve.seconds[place]), units.percent(curve.spread[place]) if curve.spread else ""
+
+
+def _link_table(profile: ClusterProfile) -> list[str]:
+    if not profile.links:
+        return []
+    errors = {(link.source, link.destination): residuals(link) for link in profile.links}
+    worst = {pair: max(map(abs, found), default=0.0) for pair, found in errors.items()}
+    listed = sorted(
+        profile.links, key=lambda link: (-worst[link.source, link.destination], link.source, link.destination)
+    )
+    shown = sorted(listed[:MOST_LINKS], key=lambda link: (link.source, link.destination))
+    rows = []
+    for link in shown:
+        found = errors[link.source, link.destination]
+        middle = units.percent(statistics.median(map(abs, found))) if found else ""
+        rows.append((
+            f"{link.source} -> {link.destination}", "same host" if link.same_host else "", units.seconds(link.latency_s),
+            units.bandwidth(link.bytes_per_s), middle, units.percent(worst[link.source, link.destination]) if found else "",
+            str(len(found)) if found else "",
+        ))  # fmt: skip
+    what = (
+        "Links"
+        if len(rows) == len(profile.links)
+        else f"Links: the {len(rows)} of {len(profile.links)} that fit a line worst"
+    )
+    headers = ("link", "where", "latency", "bandwidth", "residual (median)", "(worst)", "samples")
+    return [
+        "",
+        what,
+        *table(headers, rows),
+        "  residual: how far latency + bytes / bandwidth is from a measured message",
+    ]
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))}"
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 1.0

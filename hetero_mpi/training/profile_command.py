@@ -1,0 +1,58 @@
+"""The command ``profile``: measures the ranks it runs on, and the links between them, and writes the profile to a file.
+
+The set-up is that of ``train``, so that what is measured is what a run would do; nothing is trained and no run directory
+is touched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers.utils import logging as transformers_logging
+
+from hetero_mpi.comm.mpi_transport import MpiTransport
+from hetero_mpi.comm.versions import MUST_MATCH, own_versions
+from hetero_mpi.comm.world import World
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning.files import save_profile
+from hetero_mpi.profiling.cluster import profile_cluster
+from hetero_mpi.report.logs import say, setup_logging
+from hetero_mpi.report.tables import profile_lines
+from hetero_mpi.training import setup
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line of ``profile``."""
+
+    job: Path
+    output: Path
+    overrides: tuple[str, ...] = ()
+
+
+def profile(world: World, options: Options) -> int:
+    """Measure and write. Collective; returns the exit code.
+
+    Raises:
+        UserError: anything the user can put right, on all ranks together.
+    """
+    setup_logging(None, world.rank, world.size)
+    transformers_logging.disable_progress_bar()
+    world.check_versions(own_versions(world.library), MUST_MATCH)
+    loaded, run_dir = setup.read_job(world, setup.Options(options.job, options.overrides))
+    with MpiTransport(world.comm, threaded=loaded.job.cluster.communication_thread) as transport:
+        setting = setup.set_up(world, transport, loaded, run_dir)
+        subject, _ = setup.subject_of(setting)
+        measured = profile_cluster(world, transport, setting.backend, subject, setting.job.profile, say)
+    say(*profile_lines(measured))
+    with world.together("writing the profile"):
+        if world.rank == 0:
+            try:
+                save_profile(measured, options.output)
+            except OSError as error:
+                raise UserError(
+                    f"{options.output}: cannot be written ({error.strerror}); name another file with -o"
+                ) from error
+            say(f"Written: {options.output}")
+    return 0

@@ -1,0 +1,71 @@
+"""The common verdict and fp16's loss scaling."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hetero_mpi.job import TrainTable
+from hetero_mpi.model.optimizer import Judge, LearningRate, LossScale
+
+
+def test_the_verdict_does_not_depend_on_who_fills_which_slot() -> None:
+    """Three ranks or one: the same bits, though the squares are of very unlike size."""
+    squares = {f"p{i}": 10.0 ** (7 - i) / 3 for i in range(14)}
+    judge = Judge(list(squares), clip_norm=1.0)
+    alone = judge.decide(judge.fill(squares, 2.5))
+    names = list(squares)
+    shares = [judge.fill({n: squares[n] for n in names[i::3]}, 2.5 if i == 1 else None) for i in range(3)]
+    together = judge.decide(shares[2] + shares[0] + shares[1])
+    assert together == alone
+    assert alone.grad_norm == pytest.approx(math.sqrt(sum(squares.values())))
+    assert alone.scale == pytest.approx(1 / alone.grad_norm) and alone.finite and alone.loss == 2.5
+
+
+def test_gradients_within_the_norm_are_not_scaled() -> None:
+    judge = Judge(["a"], clip_norm=10.0)
+    assert judge.decide(judge.fill({"a": 4.0}, 1.0)).scale == 1.0
+    assert Judge(["a"], None).decide(judge.fill({"a": 4e8}, 1.0)).scale == 1.0
+
+
+@pytest.mark.parametrize("square, loss", [(math.inf, 1.0), (math.nan, 1.0), (1.0, math.nan)])
+def test_what_is_not_finite_is_seen(square: float, loss: float) -> None:
+    judge = Judge(["a", "b"], clip_norm=1.0)
+    assert not judge.decide(judge.fill({"a": square, "b": 1.0}, loss)).finite
+
+
+def test_scaled_gradients_give_the_same_verdict() -> None:
+    judge = Judge(["a", "b"], clip_norm=0.5)
+    plain = judge.decide(judge.fill({"a": 9.0, "b": 16.0}, 1.0))
+    scaled = judge.decide(judge.fill({"a": 9.0 * 1024**2, "b": 16.0 * 1024**2}, 1.0), loss_scale=1024.0)
+    assert scaled.grad_norm == plain.grad_norm == 5.0
+    assert scaled.scale * 1024 == pytest.approx(plain.scale)
+
+
+def test_loss_scale_halves_on_overflow_and_doubles_after_patience() -> None:
+    scale = LossScale.of(torch.float16)
+    assert scale.value == 65536.0
+    scale.update(finite=False)
+    assert (scale.value, scale.good_steps) == (32768.0, 0)
+    for _ in range(LossScale.PATIENCE - 1):
+        scale.update(finite=True)
+    assert scale.value == 32768.0
+    scale.update(finite=True)
+    assert (scale.value, scale.good_steps) == (65536.0, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wide_exponents_need_no_scale(dtype: torch.dtype) -> None:
+    scale = LossScale.of(dtype)
+    scale.update(finite=False)
+    assert scale.value == 1.0
+
+
+def test_learning_rate_is_a_function_of_the_step() -> None:
+    rate = LearningRate(TrainTable(steps=10, warmup_steps=4, learning_rate=1.0, schedule="linear"))
+    np.testing.assert_allclose(
+        [rate.at(step) for step in range(10)], [0, 0.25, 0.5, 0.75, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]
+    )
