@@ -31,6 +31,7 @@ from hetero_mpi.report.inspection import (
     inspection_lines,
     plan_inspection_lines,
     what_if_lines,
+    wrapped,
 )
 from hetero_mpi.report.tables import plan_lines
 from hetero_mpi.training.request import micro_batch_choices, request_of, with_memory
@@ -86,7 +87,8 @@ def plan(
 ) -> str:  # fmt: skip
     """The text to print: the planner's plan for a job, or the given one, with everything that is known about it."""
     question = ask(job, overrides, profile)
-    own, chosen = _plans(question, given)
+    chosen = _chosen(question, given)
+    own = chosen if given is None else make_plan(question.profile, question.request)
     result = simulate(chosen, question.profile)
     lost = losses(chosen, own, question.profile, question.request)
     answers = list(what_ifs(own, question.profile, question.request)) if explain else []
@@ -113,7 +115,7 @@ def plan(
     lines = [*question.remarks, *costed_plan_lines(chosen, question.profile, result.busy_s, lost)]
     if given is not None:
         lines.append(f"The planner's own plan: {units.seconds(own.predicted_step_s)} per step")
-        lines += [f"  {reason}" for reason in own.reasons]
+        lines += [line for reason in own.reasons for line in wrapped("  ", reason)]
     lines += what_if_lines(answers, own.predicted_step_s)
     if output is not None:
         lines.append(f"Written: {output}")
@@ -128,7 +130,7 @@ def simulation(
     from hetero_mpi.report.trace import save_trace
 
     question = ask(job, overrides, profile)
-    chosen = _plans(question, given)[1] if given is not None else make_plan(question.profile, question.request)
+    chosen = _chosen(question, given)
     result = simulate(chosen, question.profile)
     folder = directory if directory is not None else run_directory(question.loaded) / "simulation"
     labels = {device.rank: device.name for device in question.profile.devices}
@@ -188,12 +190,11 @@ def uses_dropout(loaded: LoadedJob, config: dict[str, Any]) -> bool:
     return any(rate > 0 for rate in rates) or (loaded.job.adapter.method != "none" and loaded.job.adapter.dropout > 0)
 
 
-def _plans(question: Question, given: Path | None) -> tuple[Plan, Plan]:
-    """(the planner's plan, the one asked about)"""
-    own = make_plan(question.profile, question.request)
+def _chosen(question: Question, given: Path | None) -> Plan:
+    """The given plan, checked and costed, or the planner's."""
     if given is None:
-        return own, own
-    return own, complete_plan(load_plan(given), question.profile, question.request)
+        return make_plan(question.profile, question.request)
+    return complete_plan(load_plan(given), question.profile, question.request)
 
 
 def _model_keys(loaded: LoadedJob) -> dict[str, Any] | None:

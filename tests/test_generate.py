@@ -436,10 +436,15 @@ def stages_of(path: Path, cuts: tuple[int, ...]) -> list[Stage]:
     ]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("family", [family for family in PROVEN_FAMILIES if family not in OWN_CACHE])
+def decoded_families() -> list[Any]:
+    """Every family; those whose masks differ most are tried always."""
+    names = [family for family in PROVEN_FAMILIES if family not in OWN_CACHE]
+    return [pytest.param(n, marks=() if n in ("gemma2", "gpt_oss", "phi3") else pytest.mark.long) for n in names]
+
+
+@pytest.mark.parametrize("family", decoded_families())
 def test_every_proven_family_decodes_over_three_stages(family: str, tmp_path: Path) -> None:
-    """The logits after a prompt of random tokens, and after each of more random tokens, are the whole model's."""
+    """The logits after a prompt of random tokens, after some more, and after single ones, are the whole model's."""
     torch.manual_seed(3)
     keys = tiny_keys(family)
     config = AutoConfig.for_model(keys.pop("model_type"), **keys)
@@ -450,10 +455,10 @@ def test_every_proven_family_decodes_over_three_stages(family: str, tmp_path: Pa
     past = None
     with contextlib.ExitStack() as stack, torch.no_grad():
         decoders = [stack.enter_context(Decoder(stage)) for stage in stages_of(tmp_path, (2, 4))]
-        for first, last in [(0, 10), *((index, index + 1) for index in range(10, 40))]:
+        for first, last in [(0, 10), (10, 15), *((index, index + 1) for index in range(15, 40))]:
             expected = whole(input_ids=tokens[:, first:last], past_key_values=past, use_cache=True)
             past = expected.past_key_values
             x = tokens[:, first:last]
             for decoder in decoders:
                 x = decoder.step(x)
-            torch.testing.assert_close(x, expected.logits[0, -1], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(x, expected.logits[0, -1], rtol=1e-4, atol=1e-4)

@@ -349,7 +349,7 @@ def test_a_person_sees_why_a_run_was_lost_np2(tmp_path: Path) -> None:
 
 def test_an_unexpected_error_on_one_rank_ends_all_np3(tmp_path: Path) -> None:
     workshop = Workshop(tmp_path)
-    job = workshop.job("job", workshop.values(workshop.model()))
+    job = workshop.job("job", workshop.values(workshop.model()), plan={"allow_idle": False})  # rank 1 has a stage
     (tmp_path / "list.json").write_text(
         json.dumps([{"job": str(job), "run_dir": str(tmp_path / "run"), "breaks": "forward_fails_on_rank_1"}])
     )

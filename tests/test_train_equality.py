@@ -124,8 +124,8 @@ def check_against_reference(bench: Bench, ranks: int, case: Case) -> None:
 
 def check_narrow(run: Path, reference: Reference, first: float) -> None:
     """In bf16 the plain loop adds gradients up in bf16 (we in fp32) and, in full training, steps without fp32 masters, so only
-    the first loss has the same bits; afterwards 2 %, and 2 % of each gradient's norm (8 bits of mantissa). fp16 with loss scaling is
-    held against fp32."""
+    the first loss has the same bits; afterwards 2 %, and 2 % of each gradient's norm (8 bits of mantissa). fp16 with loss
+    scaling is held against fp32."""
     assert losses(run)[0] == pytest.approx(reference.losses[0], rel=first)
     np.testing.assert_allclose(losses(run), reference.losses, rtol=0.02)
     after_one = tensors(run, 1)

@@ -231,6 +231,40 @@ class World:
             raise CollectiveUserError(text, next(outcome[1] for outcome in outcomes if outcome)) from problem
         self.doing = before
 
+    @contextmanager
+    def led(self, what: str) -> Iterator[None]:
+        """A block in which rank 0 alone works, while the other ranks pass through it and wait, asleep, for its outcome.
+
+        A ``UserError`` of rank 0 becomes one of every rank, at the block's end. The block must not communicate.
+        """
+        before, self.doing = self.doing, what
+        problem: UserError | None = None
+        try:
+            yield
+        except CollectiveUserError:
+            raise
+        except UserError as error:
+            assert self.rank == 0, "only rank 0 works in a led block"
+            problem = error
+        outcome = self._broadcast_asleep([str(problem), problem.exit_code] if problem else None)
+        if outcome is not None:
+            raise CollectiveUserError(*outcome) from problem
+        self.doing = before
+
+    def _broadcast_asleep(self, value: Any) -> Any:
+        """``broadcast_json`` from rank 0 for which nobody's waiting takes a core: MPI's own waiting spins."""
+        payload = _encode(value) if self.rank == 0 else np.empty(0, np.uint8)
+        length = np.array([payload.size], np.int64)
+        request = self.comm.Ibcast(length, root=0)
+        pause_s = 1e-4
+        while not request.Test():
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, RELEASE_POLL_S)
+        if self.rank != 0:
+            payload = np.empty(int(length[0]), np.uint8)
+        self._broadcast_bytes(payload, 0)
+        return _decode(payload)
+
     def subset(self, ranks: Sequence[int]) -> World | None:
         """A world of only these ranks (increasing), numbered anew, for collectives among them; None on other ranks.
 

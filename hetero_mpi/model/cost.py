@@ -69,6 +69,11 @@ def _layer_cost(
     )
 
 
+def fused_experts(chain: Chain) -> int:
+    """Parameters of experts held as one tensor of three dimensions, which bitsandbytes does not pack."""
+    return sum(spec.count for spec in chain.specs(1, chain.items - 1) if len(spec.shape) == 3)
+
+
 def _packed(chain: Chain, item: int) -> tuple[int, int]:
     """(weights that NF4 packs, weights of the largest matrix, which is unpacked to compute) of a block."""
     weights = [

@@ -80,6 +80,13 @@ def require_proven(family: str) -> None:
 
 
 def _refuse_settings(config: PreTrainedConfig) -> None:
+    quantized = getattr(config, "quantization_config", None)
+    if quantized is not None:
+        scheme = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise UserError(
+            f"the model's weights are stored quantised ({scheme}); hetero_mpi packs plain weights itself, the same bits for every "
+            f'device: give the unquantised model, and [model] quantization = "nf4" for 4 bits'
+        )
     if getattr(config, "output_router_logits", False):
         raise UserError(
             "output_router_logits = true adds an auxiliary loss of the routers, which is not a sum over micro-batches and would "

@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 
+from hetero_mpi.planning.memory import GRADIENT_BYTES
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.profile import ClusterProfile
 
-GRADIENT_BYTES = 4
-"""Gradients are summed in fp32."""
 Resource = tuple[str, str | int, int]
 """What carries one message at a time: ``("link", source, destination)``, ``("out", host, 0)`` or ``("in", host, 0)``."""
 

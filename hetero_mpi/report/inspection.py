@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,10 +14,23 @@ from hetero_mpi.planning.offline import Losses, WhatIf
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LinkProfile
 from hetero_mpi.report import units
-from hetero_mpi.report.tables import plan_lines, profile_lines, table
+from hetero_mpi.report.tables import WIDTH, plan_lines, profile_lines, table
 
 MOST_LINKS = 12
 """Links listed one by one; of more, those that fit their line worst."""
+
+LIMITS = {
+    "device": "the speed of the devices",
+    "link": "links",
+    "memory": "memory",
+    "granularity": "granularity (whole items, whole micro-batches)",
+}
+"""``Losses.limit`` in words."""
+
+
+def wrapped(start: str, text: str) -> list[str]:
+    """``start + text`` within the width of the tables, later lines indented below the text."""
+    return textwrap.wrap(start + text, WIDTH, subsequent_indent=" " * len(start), break_on_hyphens=False)
 
 
 def residuals(link: LinkProfile) -> list[float]:
@@ -44,24 +58,20 @@ def inspection_lines(profile: ClusterProfile) -> list[str]:
 
 def plan_inspection_lines(plan: Plan) -> list[str]:
     """A plan file by itself, without the profile it was made for."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
+    sizes = {m.rank: (units.size(m.peak_bytes), units.size(m.usable_bytes)) for m in plan.memory}
     for index, pipeline in enumerate(plan.pipelines):
         for stage in pipeline.stages:
-            rows.append(
-                (
-                    str(index) if len(plan.pipelines) > 1 else "",
-                    str(len(rows)),
-                    ", ".join(map(str, stage.ranks)),
-                    describe_items(stage.first, stage.last, plan.items),
-                    f"{pipeline.micro_batches} x {pipeline.micro_batch}",
-                    "yes" if stage.recompute else "",
-                    str(stage.warm_up),
-                    *next(
-                        ((units.size(m.peak_bytes), units.size(m.usable_bytes)) for m in plan.memory if m.rank in stage.ranks),
-                        ("", ""),
-                    ),
-                )
-            )  # fmt: skip
+            rows.append((
+                str(index) if len(plan.pipelines) > 1 else "",
+                str(len(rows)),
+                ", ".join(map(str, stage.ranks)),
+                describe_items(stage.first, stage.last, plan.items),
+                f"{pipeline.micro_batches} x {pipeline.micro_batch}",
+                "yes" if stage.recompute else "",
+                str(stage.warm_up),
+                *sizes.get(stage.ranks[0], ("", "")),
+            ))  # fmt: skip
     lines = [f"Plan: {len(rows)} stages, schedule {plan.schedule}, global batch {plan.global_batch} "
              f"sequences of {plan.sequence_length} tokens, chain of {plan.items} items"]  # fmt: skip
     headers = ("pipeline", "stage", "rank", "items", "micro-batches", "recompute", "warm-up", "memory", "of")
@@ -70,8 +80,11 @@ def plan_inspection_lines(plan: Plan) -> list[str]:
         lines.append(
             f"  predicted {units.seconds(plan.predicted_step_s)} per step; bound {units.seconds(plan.bound_step_s)}"
         )
-    lines += [f"  rank {idle.rank} idles: {idle.reason}" for idle in plan.idle]
-    return lines + [f"  because: {reason}" for reason in plan.reasons]
+    for idle in plan.idle:
+        lines += wrapped(f"  rank {idle.rank} idles: ", idle.reason)
+    for reason in plan.reasons:
+        lines += wrapped("  because: ", reason)
+    return lines
 
 
 def checkpoint_lines(metadata: Mapping[str, Any], tensors: int, values: int, size_bytes: int) -> list[str]:
@@ -101,17 +114,14 @@ def costed_plan_lines(plan: Plan, profile: ClusterProfile, busy_s: Mapping[int, 
     step_s = plan.predicted_step_s
     used = ", ".join(f"rank {rank} {units.percent(_share(busy_s[rank], step_s))}" for rank in sorted(busy_s))
     lines.append(f"Utilisation: {used}")
-    words = {
-        "device": "the speed of the devices",
-        "link": "links",
-        "memory": "memory",
-        "granularity": "granularity (whole items, whole micro-batches)",
-    }
-    parts = [(lost.links, "links"), (lost.memory, "memory"), (lost.granularity, "granularity")]
+    parts = [(lost.links, "links"), (lost.memory, "memory"), (lost.granularity, "whole items and micro-batches")]
     if lost.choice > 0:
-        parts.insert(0, (lost.choice, "the plan itself (the planner's own is faster)"))
+        parts.insert(0, (lost.choice, "this plan (the planner's own is faster)"))
     spent = ", ".join(f"{units.percent(share)} to {name}" for share, name in parts)
-    return [*lines, f"Limited by {words[lost.limit]}; of the step are lost: {spent}"]
+    lines += wrapped(
+        "Limited by: ", f"{LIMITS[lost.limit]}; against devices that are always busy, the step loses {spent}"
+    )
+    return lines
 
 
 def idling_lines(step_s: float, busy_s: Mapping[int, float], causes: Mapping[int, Idling]) -> list[str]:

@@ -227,9 +227,11 @@ def _draw_curve(axes: Axes, curve: Curve, colour: str, line: str, label: str | N
     if not points:
         return
     tokens, seconds, spread = zip(*points, strict=True)
-    bars = [second * width / 2 for second, width in zip(seconds, spread, strict=True)]
+    # Below by the same factor as above: a spread of more than the median must not lead under zero.
+    above = [second * width / 2 for second, width in zip(seconds, spread, strict=True)]
+    below = [second - second / (1 + width / 2) for second, width in zip(seconds, spread, strict=True)]
     axes.errorbar(
-        tokens, seconds, yerr=bars if any(bars) else None,
+        tokens, seconds, yerr=(below, above) if any(above) else None,
         color=colour, linestyle=line, linewidth=1.2, marker="o", markersize=3, capsize=2, label=label,
     )  # fmt: skip
 

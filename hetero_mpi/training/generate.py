@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.utils import logging as transformers_logging
 
 from hetero_mpi.comm.mpi_transport import MpiTransport
@@ -31,12 +32,12 @@ from hetero_mpi.model.families import read_config
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.tuning import Tuning, adapter_tuning, nothing_trained
 from hetero_mpi.model.weights import SeededStart, Start
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.plan import PipelinePlan, Plan, RankMemory, StagePlan
 from hetero_mpi.report import units
 from hetero_mpi.report.logs import say, setup_logging
 from hetero_mpi.training.files import open_files
 from hetero_mpi.training.generate_source import Opened, Source, open_source, stop_tokens
-from hetero_mpi.training.redistribute import distribute, parcels
+from hetero_mpi.training.redistribute import Parcel, distribute, parcels
 from hetero_mpi.training.setup import default_threads, share_of_cores
 from hetero_mpi.training.trainer import active_ranks
 from hetero_mpi.training.writing import Spelling, Writer
@@ -73,6 +74,21 @@ class Task:
         return cls(**{**values, "source": Source(**values["source"]), "sampling": Sampling(**values["sampling"])})
 
 
+@dataclass(frozen=True)
+class Setting:
+    """Everything that loading and writing need on a rank."""
+
+    world: World
+    transport: Transport
+    backend: Backend
+    chain: Chain
+    tuning: Tuning
+    plan: Plan
+    task: Task
+    opened: Opened | None
+    """On rank 0 only."""
+
+
 def generate(world: World, options: Options) -> int:
     """Continue a prompt and print the text as it comes. Collective; returns the exit code.
 
@@ -84,7 +100,7 @@ def generate(world: World, options: Options) -> int:
     world.check_versions(own_versions(world.library), MUST_MATCH)
     opened: Opened | None = None
     task: Task | None = None
-    with world.together("reading the model's directory"):
+    with world.led("reading the model's directory"):
         if world.rank == 0:
             check_options(options)
             opened = open_source(options.source)
@@ -98,9 +114,9 @@ def generate(world: World, options: Options) -> int:
         tuning = _tuning(task.source, chain)
     plan = _plan(world, backend, chain, tuning, task, cluster.memory_bytes)
     if opened is not None:
-        _say_task(opened, options, task, chain, plan)
+        _say_task(opened, options, task, chain, plan, world.size)
     with MpiTransport(world.comm, threaded=cluster.communication_thread) as transport:
-        run_task(world, transport, backend, chain, tuning, plan, task, opened)
+        run_task(Setting(world, transport, backend, chain, tuning, plan, task, opened))
     return 0
 
 
@@ -169,17 +185,9 @@ def share_out(item_bytes: Sequence[int], memory_bytes: Sequence[int]) -> list[tu
     return list(pairwise(cuts))
 
 
-def run_task(
-    world: World,
-    transport: Transport,
-    backend: Backend,
-    chain: Chain,
-    tuning: Tuning,
-    plan: Plan,
-    task: Task,
-    opened: Opened | None,
-) -> list[int]:
+def run_task(setting: Setting) -> list[int]:
     """Load and write; ranks that the plan leaves idle sleep. Collective; the new tokens, on active ranks."""
+    world, plan, task = setting.world, setting.plan, setting.task
     active = active_ranks(plan)
     members = world.subset(active)
     if members is None:
@@ -189,12 +197,12 @@ def run_task(
     problem: CollectiveUserError | None = None
     tokens: list[int] = []
     try:
-        stage = _load(world.rank, members, transport, backend, chain, tuning, plan, task.source, opened)
+        stage = _load(setting, members)
         world.doing = "generating"
         ranks = [stage.ranks[0] for stage in plan.pipelines[0].stages]
-        writer = Writer(world.rank, ranks, active, transport, chain, stage)
+        writer = Writer(world.rank, ranks, active, setting.transport, setting.chain, stage)
         coming = writer.tokens(task.prompt, task.sampling, task.stops, task.limit)
-        tokens = list(coming if opened is None else _told(coming, opened, task))
+        tokens = list(coming if setting.opened is None else _told(coming, setting.opened, task))
     except CollectiveUserError as error:
         problem = error
     world.release([rank for rank in range(world.size) if rank not in active], problem)
@@ -210,7 +218,7 @@ def _tuning(source: Source, chain: Chain) -> Tuning:
 
 
 def _plan(world: World, backend: Backend, chain: Chain, tuning: Tuning, task: Task, memory_bytes: int | None) -> Plan:
-    """One stage for each rank that takes part. Collective.
+    """One stage for each rank that takes part; the KV cache, which is small beside the parameters, is not counted. Collective.
 
     Raises:
         UserError: the model does not fit.
@@ -229,70 +237,62 @@ def _plan(world: World, backend: Backend, chain: Chain, tuning: Tuning, task: Ta
             f"cannot compute in {dtype}): start more ranks"
         )
     stages = tuple(StagePlan((rank,), first, last, 0) for rank, (first, last) in enumerate(shares) if first < last)
-    return Plan((PipelinePlan(stages, 1, 1),), 1, len(task.prompt) + task.limit, chain.items)
+    memory = tuple(RankMemory(stage.ranks[0], held[stage.ranks[0]], usable[stage.ranks[0]]) for stage in stages)
+    return Plan((PipelinePlan(stages, 1, 1),), 1, len(task.prompt) + task.limit, chain.items, memory=memory)
 
 
-def _say_task(opened: Opened, options: Options, task: Task, chain: Chain, plan: Plan) -> None:
+def _say_task(opened: Opened, options: Options, task: Task, chain: Chain, plan: Plan, ranks: int) -> None:
     say(f"model: {chain.config.model_type}, {chain.blocks} blocks, {task.source.dtype}" + ", NF4" * task.source.nf4)
     stages = plan.pipelines[0].stages
-    held = ", ".join(f"rank {stage.ranks[0]}: {stage.first}-{stage.last - 1}" for stage in stages)
-    say(f"items of the chain ({held}): so that every rank's memory is filled alike, on as few ranks as do that")
+    for stage, memory in zip(stages, plan.memory, strict=True):
+        of = f"{units.size(memory.peak_bytes)} of parameters, {units.size(memory.usable_bytes)} of memory"
+        say(f"  rank {memory.rank}: items {stage.first}-{stage.last - 1} of {chain.items}, {of}")
+    idle = ranks - len(stages)
+    if ranks > 1:
+        others = f"; {idle} rank{'s' if idle > 1 else ''} idle" if idle else ""
+        say(f"  parameters follow memory, so that the fullest rank is as little full as can be{others}")
     reason = "continued as it is: --raw" if options.raw else opened.reason
     say(f"prompt: {len(task.prompt)} tokens, {reason}", "")
 
 
-def _load(
-    rank: int,
-    world: World,
-    transport: Transport,
-    backend: Backend,
-    chain: Chain,
-    tuning: Tuning,
-    plan: Plan,
-    source: Source,
-    opened: Opened | None,
-) -> Stage | None:
-    """This rank's items, with their adapters. ``world`` holds the active ranks."""
-    own = next((stage for stage in plan.pipelines[0].stages if rank in stage.ranks), None)
-    stage: Stage | None = None
-
-    def build(start: Start) -> Stage | None:
-        return (
-            Stage(chain, own.first, own.last, backend, source.dtype, start, source.seed, tuning)
-            if own is not None
-            else None
-        )
-
+def _load(setting: Setting, members: World) -> Stage | None:
+    """This rank's items, with their adapters. ``members``: the active ranks."""
+    source, rank = setting.task.source, setting.world.rank
     if source.base is None:
-        stage = build(SeededStart(source.seed))
+        stage = _stage(setting, SeededStart(source.seed))
     else:
-        supply = open_files(world, rank, transport, chain, plan, Path(source.base), None)
-        world.doing = "sending the model's files to ranks without them"
+        supply = open_files(
+            members, rank, setting.transport, setting.chain, setting.plan, Path(source.base), cache_root=None
+        )
+        members.doing = "sending the model's files to ranks without them"
         supply.serve()
-        with world.together("loading weights"), supply:
-            stage = build(supply.start)
+        with members.together("loading weights"), supply:
+            stage = _stage(setting, supply.start)
     if source.adapter is not None:
-        _load_adapter(rank, transport, tuning, plan, stage, opened)
+        _load_adapter(setting, stage)
     return stage
 
 
-def _load_adapter(
-    rank: int, transport: Transport, tuning: Tuning, plan: Plan, stage: Stage | None, opened: Opened | None
-) -> None:
+def _stage(setting: Setting, start: Start) -> Stage | None:
+    source, rank = setting.task.source, setting.world.rank
+    for own in setting.plan.pipelines[0].stages:
+        if rank in own.ranks:
+            backend, tuning = setting.backend, setting.tuning
+            return Stage(setting.chain, own.first, own.last, backend, source.dtype, start, source.seed, tuning)
+    return None
+
+
+def _load_adapter(setting: Setting, stage: Stage | None) -> None:
     """Bring the adapter's tensors from rank 0 to the ranks that need them. Collective."""
-    stored = read_adapter(opened.adapter, tuning) if opened is not None and opened.adapter is not None else {}
+    directory = setting.opened.adapter if setting.opened is not None else None
+    stored = read_adapter(directory, setting.tuning) if directory is not None else {}
 
-    def keep(name: str, value: Any) -> None:
+    def keep(parcel: Parcel, value: torch.Tensor) -> None:
         assert stage is not None
-        stage.parameters[name].data.copy_(value)
+        stage.parameters[parcel.name].data.copy_(value)
 
-    distribute(
-        rank,
-        transport,
-        parcels(tuning, plan, ("parameters",)),
-        lambda parcel: stored[parcel.name],
-        lambda parcel, tensor: keep(parcel.name, tensor),
-    )
+    listed = parcels(setting.tuning, setting.plan, ("parameters",))
+    distribute(setting.world.rank, setting.transport, listed, lambda parcel: stored[parcel.name], keep)
 
 
 def _told(coming: Iterator[int], opened: Opened, task: Task) -> Iterator[int]:

@@ -191,7 +191,7 @@ def _run(path: Path) -> Opened:
 
 def _adapted(job: Job, metadata: dict[str, Any], result: Path, cluster: dict[str, Any]) -> Source:
     """An adapter of a run over the base model that its job tuned, quantised as there."""
-    base = metadata.get("base_model") or adapter_of(result)[1]
+    base = adapter_of(result)[1] or metadata.get("base_model")
     config = metadata["model_config"]
     if base is not None:
         config = _model(Path(base)).config

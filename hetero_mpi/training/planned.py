@@ -59,7 +59,7 @@ def obtain_profile(
     cached = named or run_dir / "profile.toml"
     key = profile_key(world, backend, subject)
     found: ClusterProfile | None = None
-    with world.together("reading the profile"):
+    with world.led("reading the profile"):
         if world.rank == 0 and cached.exists() and (named is not None or settings.reuse):
             found = _read(cached, subject, world.size, named is not None, key, say)
         elif world.rank == 0 and given.profile is not None:
@@ -83,7 +83,7 @@ def obtain_plan(
         UserError: nothing fits, or the given plan does not.
     """
     plan: Plan | None = None
-    with world.together("planning"):
+    with world.led("planning"):
         if world.rank == 0:
             if given.plan is not None:
                 plan = complete_plan(load_plan(given.plan), profile, request)

@@ -46,7 +46,7 @@ def profile(world: World, options: Options) -> int:
         subject, _ = setup.subject_of(setting)
         measured = profile_cluster(world, transport, setting.backend, subject, setting.job.profile, say)
     say(*profile_lines(measured))
-    with world.together("writing the profile"):
+    with world.led("writing the profile"):
         if world.rank == 0:
             try:
                 save_profile(measured, options.output)

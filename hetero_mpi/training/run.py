@@ -125,7 +125,7 @@ def _open_checkpoint(
             _set_aside(checkpoints, 0)
         return None, None, RunState(0, [], 0)
     reader, shared = None, None
-    with world.together("opening the checkpoint"):
+    with world.led("opening the checkpoint"):
         if world.rank == 0:
             path, remarks = find_checkpoint(setting.run_dir, options.resume)
             say(*remarks)
@@ -192,7 +192,7 @@ def _start_adapter(setting: Setting, world: World, trainer: Trainer) -> None:
     """Load the adapter the job starts from; only rank 0 needs its files."""
     assert setting.job.adapter.path is not None
     directory = setting.loaded.resolve(setting.job.adapter.path) if setting.world.rank == 0 else None
-    with world.together("reading the adapter"):
+    with world.led("reading the adapter"):
         if directory is not None:
             check_adapter(directory, setting.tuning)
     load_adapter(trainer, directory)

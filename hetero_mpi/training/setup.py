@@ -19,6 +19,7 @@ from hetero_mpi.comm.world import World
 from hetero_mpi.device.backend import Backend, best_dtype, open_backend, own_cores, set_threads
 from hetero_mpi.job import Job, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
 from hetero_mpi.model.chain import Chain
+from hetero_mpi.model.cost import fused_experts
 from hetero_mpi.model.families import read_config
 from hetero_mpi.model.tuning import Tuning, tuning_of
 from hetero_mpi.planning.plan import Plan
@@ -71,7 +72,7 @@ class Setting:
 def read_job(world: World, options: Options) -> tuple[LoadedJob, Path]:
     """Rank 0 reads the job file; everybody gets the job. Only rank 0 need have the file."""
     shared: dict[str, Any] | None = None
-    with world.together("reading the job"):
+    with world.led("reading the job"):
         if world.rank == 0:
             loaded = load_job(options.job, options.overrides)
             shared = {
@@ -90,7 +91,7 @@ def read_job(world: World, options: Options) -> tuple[LoadedJob, Path]:
 def claimed(world: World, run_dir: Path) -> Iterator[None]:
     """Hold the run directory (rank 0); every rank is refused together while another run has it."""
     with contextlib.ExitStack() as stack:
-        with world.together("claiming the run directory"):
+        with world.led("claiming the run directory"):
             if world.rank == 0:
                 stack.enter_context(claim(run_dir))
         yield
@@ -107,7 +108,7 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
     _say_ranks(world, backend, threads)
     loaded = _with_dtype(world, loaded, backend)
     job = loaded.job
-    with world.together("preparing the data"):
+    with world.led("preparing the data"):
         if world.rank == 0:
             material = prepare(loaded)
     keys = world.broadcast_json(material.config if material is not None else None)
@@ -121,6 +122,10 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
             f"{job.data.sequence_length} tokens")  # fmt: skip
     parameters = sum(spec.count for spec in chain.parameters.values())
     say(f"model: {chain.config.model_type}, {chain.blocks} blocks, {parameters:,} parameters, {job.train.dtype}")
+    if tuning.nf4 and (experts := fused_experts(chain)):
+        say(
+            f"NF4 packs linear layers only: {experts:,} parameters of fused experts stay in {job.train.dtype} and are counted so"
+        )
     return Setting(world, transport, loaded, run_dir, material, chain, tuning, backend, cores, threads)
 
 

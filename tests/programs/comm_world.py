@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -48,6 +49,26 @@ def check_arrays(world: World) -> None:
     assert int(world.all_reduce_sum(np.asarray(world.rank))) == world.size * (world.size - 1) // 2
 
 
+def check_leading(world: World) -> None:
+    """Rank 0 works, the others sleep through it; its problem is everybody's, in its own words, with its exit code."""
+    passed = []
+    with world.led("something slow"):
+        assert world.doing == "something slow"
+        if world.rank == 0:
+            time.sleep(0.2)
+        passed.append(world.rank)
+    assert passed == [world.rank] and world.doing == "testing"
+    caught = None
+    try:
+        with world.led("something hard"):
+            if world.rank == 0:
+                raise UserError("the disk is full")
+    except CollectiveUserError as error:
+        caught = error
+    assert str(caught) == "the disk is full" and caught is not None and caught.exit_code == UserError.exit_code
+    world.doing = "testing"
+
+
 def check_agreement(world: World) -> None:
     """A problem of the last rank is raised by every rank; no problem, no error."""
     last = world.size - 1
@@ -79,6 +100,7 @@ def main(world: World) -> int:
     world.doing = "testing"
     check_json(world)
     check_arrays(world)
+    check_leading(world)
     check_agreement(world)
     world.doing = "measuring links"
     with MpiTransport(world.comm) as transport:

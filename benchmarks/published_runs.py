@@ -1,0 +1,275 @@
+"""Does the simulator predict steps that others measured on mixed nodes?
+
+    python benchmarks/published_runs.py [--runs FILE] [--json FILE] [--check]
+
+Predicts every run of ``data/sailor_runs.csv`` (OPT-350M on nodes of RTX 3090, RTX 2080 and Titan RTX) from the measured layer
+times in ``data/sailor_opt350m_layers.csv`` and from the run's own description. Nothing is fitted: what follows below as a
+constant is a property of that cluster, of the model or of the software that ran there, the same for all runs.
+``--runs`` predicts other runs: a file with the same columns, or with those of the publication's own table (``PUBLISHED``).
+``--check`` exits 1 where the mean absolute error of the step time is above the bar.
+
+How a run becomes a simulation: a node is one rank, whose times are those measured with all its GPUs on one layer; every
+pipeline is simulated as DeepSpeed's engine orders it (``schedule.gradients_first``), with sends that block the sending stage and
+one network card per node; then gradients are summed over the pipelines in rings, and the optimizer runs.
+The peak of memory is counted per GPU from published activation formulas; it is shown beside the measured one, without a bar. (The
+formulas leave out what the runtime itself takes. The 4.1 GB of N2_D1 are less than its activations would need without recompute; why
+was not published.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from hetero_mpi.planning.cost import EMBEDDING, HEAD, LayerCost, ModelCost  # noqa: E402
+from hetero_mpi.planning.memory import in_flight, stage_memory  # noqa: E402
+from hetero_mpi.planning.network import Network  # noqa: E402
+from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
+from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile  # noqa: E402
+from hetero_mpi.planning.schedule import Op, gradients_first, one_f_one_b, stages  # noqa: E402
+from hetero_mpi.planning.simulator import simulate  # noqa: E402
+
+DATA = ROOT / "benchmarks" / "data"
+BAR = 0.08
+
+BLOCKS, HIDDEN, HEADS, SEQUENCE, VOCABULARY, POSITIONS = 24, 1024, 16, 2048, 50272, 2050
+"""OPT-350M as it was profiled: all 24 blocks 1024 wide, a head of its own (the measured gradient sums are too long for a
+shared one: 21.6 s in N4_D4 need 1.6 GB of gradients, not 1.4)."""
+FP32_BYTES = 4
+"""Weights, messages and gradients were fp32."""
+TRAINING_BYTES = 16
+"""Weight, gradient and two Adam moments per parameter, all fp32."""
+UNLIKE_BYTES_PER_S = 0.115e9
+"""Between nodes of different GPUs: what is left of Gigabit Ethernet, as published with the runs."""
+LIKE_BYTES_PER_S = 2.8e9
+"""Between nodes of the same GPU, as published with the runs."""
+NETWORK = Network(blocking_sends=True, shared_nic=True)
+"""The engine sends from the stream that computes; a message is cut over all GPUs of a node (each sends its share), so that the
+node's card carries it once."""
+
+PUBLISHED = {
+    "file": "run",
+    "mbs": "micro_batch",
+    "gbs": "global_batch",
+    "layers_per_stage": "items",
+    "gpu_per_stage": "nodes",
+    "real_s": "step_s",
+    "red_grads_s": "sync_s",
+    "max_mem_bytes": "peak_bytes",
+}
+"""Column of the publication's table -> column here."""
+
+
+@dataclass(frozen=True)
+class Node:
+    gpu: str
+    gpus: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measured run. ``nodes[stage][pipeline]``; measurements that are not given are 0."""
+
+    name: str
+    micro_batch: int
+    global_batch: int
+    items: tuple[int, ...]
+    nodes: tuple[tuple[Node, ...], ...]
+    step_s: float
+    sync_s: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    run: str
+    measured_s: float
+    predicted_s: float
+    measured_sync_s: float
+    predicted_sync_s: float
+    measured_peak_bytes: int
+    predicted_peak_bytes: int
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+Times = dict[tuple[str, int, str], list[tuple[int, float, float, float]]]
+"""(GPU, how many share a layer, layer kind) -> (sequences, forward, backward, optimizer seconds), sequences rising."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=Path, default=DATA / "sailor_runs.csv", metavar="FILE", help="runs to predict")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures there")
+    parser.add_argument("--check", action="store_true", help="exit 1 where the bar is missed")
+    arguments = parser.parse_args()
+    times = read_times(DATA / "sailor_opt350m_layers.csv")
+    predictions = [predict(run, times) for run in read_runs(arguments.runs)]
+    print_table(predictions)
+    mean = mean_error(predictions)
+    if arguments.json:
+        rows = [{**asdict(p), "error": p.error if p.measured_s else None} for p in predictions]
+        arguments.json.write_text(json.dumps({"mean_absolute_error": mean, "rows": rows}, indent=1) + "\n")
+    print(f"mean absolute error of the step time: {100 * mean:.1f} % (bar: {100 * BAR:.0f} %)")
+    return int(arguments.check and mean > BAR)
+
+
+def _records(path: Path) -> list[dict[str, str]]:
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    return list(csv.DictReader(lines))
+
+
+def read_times(path: Path) -> Times:
+    times: Times = {}
+    for record in _records(path):
+        key = record["gpu"], int(record["gpus"]), record["layer"]
+        seconds = (float(record[column]) for column in ("forward_s", "backward_s", "optimizer_s"))
+        times.setdefault(key, []).append((int(record["sequences"]), *seconds))  # type: ignore[arg-type]
+    return {key: sorted(rows) for key, rows in times.items()}
+
+
+def read_runs(path: Path) -> list[Run]:
+    runs = []
+    for record in _records(path):
+        row = {PUBLISHED.get(column, column): value for column, value in record.items()}
+        runs.append(
+            Run(
+                name=Path(row["run"]).stem.removeprefix("plan_config_"),
+                micro_batch=int(row["micro_batch"]),
+                global_batch=int(row["global_batch"]),
+                items=tuple(int(count) for count in row["items"].split("|")),
+                nodes=tuple(tuple(_node(text) for text in stage.split("+")) for stage in row["nodes"].split("|")),
+                step_s=float(row.get("step_s") or 0),
+                sync_s=float(row.get("sync_s") or 0),
+                peak_bytes=int(float(row.get("peak_bytes") or 0)),
+            )
+        )
+    return runs
+
+
+def _node(text: str) -> Node:
+    gpu, _, gpus = text.strip().rpartition("x")
+    return Node(gpu, int(gpus))
+
+
+def predict(run: Run, times: Times) -> Prediction:
+    plan, profile = plan_of(run), profile_of(run, times)
+    schedule = gradients_first(one_f_one_b(plan, tied=False))
+    simulation = simulate(plan, profile, schedule, NETWORK)
+    sync = max((e.end_s - e.start_s for e in simulation.events if e.action.op is Op.REDUCE), default=0.0)
+    nodes = [run.nodes[s][p] for p in range(len(run.nodes[0])) for s in range(len(run.items))]
+    peak = 0
+    for number, _, stage in stages(plan):
+        flying = in_flight(schedule[stage.ranks[0]])
+        model = model_cost(nodes[number].gpus)
+        parts = stage_memory(model, stage.first, stage.last, run.micro_batch * SEQUENCE, flying)
+        peak = max(peak, parts.total - parts.staging)  # messages were sent from the device, not from host buffers
+    return Prediction(run.name, run.step_s, simulation.step_s, run.sync_s, sync, run.peak_bytes, peak)
+
+
+def plan_of(run: Run) -> Plan:
+    """One pipeline per column of nodes; micro-batches that do not come out even go to the first pipelines."""
+    count = len(run.nodes[0])
+    share, left = divmod(run.global_batch // run.micro_batch, count)
+    cuts = [sum(run.items[:s]) for s in range(len(run.items) + 1)]
+    depth = len(run.items)
+    pipelines = []
+    for p in range(count):
+        held = tuple(StagePlan((p * depth + s,), cuts[s], cuts[s + 1], depth - 1 - s) for s in range(depth))
+        pipelines.append(PipelinePlan(held, run.micro_batch, share + (p < left)))
+    return Plan(tuple(pipelines), run.global_batch, SEQUENCE, BLOCKS + 2)
+
+
+def profile_of(run: Run, times: Times) -> ClusterProfile:
+    """The run's nodes as ranks, pipeline by pipeline, in the order of ``plan_of``."""
+    nodes = [run.nodes[s][p] for p in range(len(run.nodes[0])) for s in range(len(run.items))]
+    links = tuple(
+        LinkProfile(a, b, 0.0, LIKE_BYTES_PER_S if nodes[a].gpu == nodes[b].gpu else UNLIKE_BYTES_PER_S, False)
+        for a in range(len(nodes))
+        for b in range(len(nodes))
+        if a != b
+    )
+    devices = tuple(device_of(rank, node, times) for rank, node in enumerate(nodes))
+    source = "derived from layer times measured by eth-easl/sailor (MIT)"
+    return ClusterProfile(source, "2025", run.name, "NCCL", {}, model_cost(), devices, links)
+
+
+def device_of(rank: int, node: Node, times: Times) -> DeviceProfile:
+    """A node as one rank: the times of all its GPUs sharing every layer. Its memory is not known here."""
+    kinds = (EMBEDDING, "first_block", "block", HEAD)
+    if (node.gpu, node.gpus, "block") not in times:
+        known = ", ".join(f"{gpu}x{gpus}" for gpu, gpus, kind in sorted(times) if kind == "block")
+        raise SystemExit(f"{node.gpu}x{node.gpus}: no measured layer times for this node; known: {known}")
+    rows = {kind: times[node.gpu, node.gpus, kind] for kind in kinds}
+    step_s = (BLOCKS + 2) * rows["block"][0][3]
+    return DeviceProfile(
+        rank=rank,
+        host=f"node{rank}",
+        backend="cuda",
+        name=f"{node.gpus} x {node.gpu}",
+        memory_bytes=0,
+        memory_reason="not published with the runs",
+        dtypes=("fp32",),
+        layers={kind: LayerTimes(_curve(rows[kind], 1), _curve(rows[kind], 2)) for kind in kinds},
+        optimizer_fixed_s=0.0,
+        optimizer_s_per_parameter=step_s / sum(layer.parameters for layer in model_cost().layers),
+    )
+
+
+def _curve(rows: Iterable[tuple[int, float, float, float]], column: int) -> Curve:
+    rows = list(rows)
+    return Curve(tuple(row[0] * SEQUENCE for row in rows), tuple(float(row[column]) for row in rows))
+
+
+def model_cost(gpus: int = 1) -> ModelCost:
+    """OPT-350M, of which each of ``gpus`` GPUs holds its share.
+
+    Activations that a block keeps, in bytes per token: ``h (18 + 48/t) + 9 a s / t`` for hidden size h, a heads, sequence
+    s and t GPUs: the count of Korthikanti et al. 2022 (section 4.1) with fp32 tensors and one-byte dropout masks. The
+    loss needs the logits, their softmax and their gradient.
+    """
+
+    def layer(kind: str, parameters: int, kept: float, workspace: float, boundary: int) -> LayerCost:
+        held = parameters // gpus
+        return LayerCost(kind, held, held, held * FP32_BYTES, kept, workspace, boundary)
+
+    boundary = HIDDEN * FP32_BYTES
+    block = 12 * HIDDEN * HIDDEN + 13 * HIDDEN
+    kept = HIDDEN * (18 + 48 / gpus) + 9 * HEADS * SEQUENCE / gpus
+    chain = [layer(EMBEDDING, (VOCABULARY + POSITIONS) * HIDDEN, HIDDEN, 0.0, boundary)]
+    chain += [layer("first_block" if i == 0 else "block", block, kept, 0.0, boundary) for i in range(BLOCKS)]
+    chain += [layer(HEAD, VOCABULARY * HIDDEN, 2 * boundary, 3 * FP32_BYTES * VOCABULARY / gpus, 0)]
+    return ModelCost("opt", "fp32", SEQUENCE, False, TRAINING_BYTES - FP32_BYTES, tuple(chain))
+
+
+def mean_error(predictions: list[Prediction]) -> float:
+    """Mean absolute relative error of the step time over the runs whose time was measured."""
+    errors = [abs(p.error) for p in predictions if p.measured_s]
+    return sum(errors) / len(errors) if errors else 0.0
+
+
+def print_table(predictions: list[Prediction]) -> None:
+    print("                     step time                    gradient sum             peak of a GPU's memory")
+    print("run            measured predicted  error     measured predicted       measured predicted")
+    for p in predictions:
+        measured, error = (f"{p.measured_s:.2f} s", f"{100 * p.error:+.1f} %") if p.measured_s else ("-", "-")
+        sync = f"{p.measured_sync_s:.2f} s" if p.measured_sync_s else "-"
+        peak = f"{p.measured_peak_bytes / 1e9:.2f} GB" if p.measured_peak_bytes else "-"
+        print(
+            f"{p.run:<12} {measured:>10} {p.predicted_s:>7.2f} s {error:>7} {sync:>11} {p.predicted_sync_s:>7.2f} s "
+            f"{peak:>13} {p.predicted_peak_bytes / 1e9:>6.2f} GB"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

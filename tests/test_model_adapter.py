@@ -1,0 +1,137 @@
+"""Adapters and packed weights: what is refused, and which bits are kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from bitsandbytes.functional import quantize_4bit
+from bitsandbytes.nn import Linear4bit
+
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.errors import UserError
+from hetero_mpi.job import Job, load_job
+from hetero_mpi.model.adapter_files import check_adapter, read_adapter, write_adapter
+from hetero_mpi.model.chain import Chain
+from hetero_mpi.model.cost import model_cost
+from hetero_mpi.model.families import read_config
+from hetero_mpi.model.quantize import packed_bytes
+from hetero_mpi.model.stage import MicroBatch, Stage
+from hetero_mpi.model.tuning import Tuning, tuning_of
+from hetero_mpi.model.weights import SeededStart
+from tests.training_cases import Case
+
+CASE = Case("plain", "llama", True, 0.0, True, 2, "even")
+
+
+def chain() -> Chain:
+    return Chain(read_config({**CASE.config, "hidden_size": 64, "intermediate_size": 128}))
+
+
+def job(quantization: str = "none", **adapter: object) -> Job:
+    tables = {"model": {"path": "x", "quantization": quantization}, "data": {"text": ["x"]}}
+    return Job.model_validate({**tables, "adapter": {"method": "lora", "rank": 4, "alpha": 8.0, **adapter}})
+
+
+def stage(tuning: Tuning, first: int, last: int, dtype: str = "fp32") -> Stage:
+    return Stage(chain(), first, last, Backend(), dtype, SeededStart(1), 7, tuning)
+
+
+def test_targets_that_match_nothing() -> None:
+    with pytest.raises(UserError, match=r"match no module.*q_proj.*all-linear"):
+        tuning_of(job(targets=["c_attn"]), chain())
+
+
+def test_targets_outside_the_blocks() -> None:
+    with pytest.raises(UserError, match="lm_head, which is not inside a block"):
+        tuning_of(job(targets=["lm_head", "q_proj"]), chain())
+
+
+def test_packed_weights_need_an_adapter(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text('[model]\npath = "x"\nquantization = "nf4"\n[data]\ntext = ["x"]\n')
+    with pytest.raises(UserError, match="cannot be trained themselves"):
+        load_job(path)
+
+
+def test_weights_that_are_stored_quantised_are_refused() -> None:
+    keys = {**CASE.config, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    with pytest.raises(UserError, match=r"stored quantised \(gptq\)"):
+        read_config(keys)
+
+
+def test_a_stage_without_targets_is_no_error() -> None:
+    embedding = stage(tuning_of(job(), chain()), 0, 1)
+    assert embedding.parameters == {}
+    y = embedding.forward(MicroBatch(0, 0, 0, 1), torch.zeros(1, 4, dtype=torch.long))
+    assert y.shape == (1, 4, 64) and embedding.backward(0, torch.ones_like(y)) is None
+
+
+def test_start_values_do_not_depend_on_the_partition() -> None:
+    tuning = tuning_of(job(), chain())
+    whole = stage(tuning, 0, 6).parameters
+    parts = {**stage(tuning, 0, 2).parameters, **stage(tuning, 2, 6).parameters}
+    assert list(whole) == list(parts) == list(tuning.trainable)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    first, second = (whole[f"model.layers.{i}.self_attn.q_proj.lora_A.weight"] for i in (0, 1))
+    assert not torch.equal(first, second) and bool(first.any())
+    assert not whole["model.layers.0.self_attn.q_proj.lora_B.weight"].any()
+
+
+def test_packed_bits_are_bitsandbytes_own_and_survive_evaluation() -> None:
+    """bitsandbytes repacks weights in place in eval mode on some CPUs: the bytes must not move between vendors like that."""
+    tuning = tuning_of(job("nf4"), chain())
+    plain, packed = stage(tuning_of(job(), chain()), 1, 2, "bf16"), stage(tuning, 1, 2, "bf16")
+    name = "model.layers.0.self_attn.q_proj"
+    layer = packed.model.get_submodule(name).base_layer
+    assert isinstance(layer, Linear4bit)
+    weight = plain.model.get_submodule(name).base_layer.weight.detach()
+    expected, _ = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+    before = layer.weight.data.clone()
+    assert torch.equal(before, expected)
+    packed.evaluate(torch.randn(1, 8, 64, dtype=torch.bfloat16))
+    assert torch.equal(layer.weight.data, before)
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_packed_bytes_are_counted_right(double: bool) -> None:
+    weight = torch.randn(96, 64)
+    data, state = quantize_4bit(weight, blocksize=64, compress_statistics=double, quant_type="nf4")
+    held = data.nbytes + state.absmax.nbytes + (state.state2.absmax.nbytes if double else 0)
+    assert packed_bytes(weight.numel(), double) == held
+
+
+def test_costs_of_packed_and_adapted_blocks() -> None:
+    """A block: its matrices in NF4, two norms of 64 in bf16, adapters in fp32."""
+    tuning = tuning_of(job("nf4"), chain())
+    cost = model_cost(chain(), tuning, "bf16", 16, dict.fromkeys(chain().kinds, 1.0))
+    block = cost.layers[1]
+    adapters = sum(spec.count for spec in tuning.specs(1, 2))
+    weights = sum(spec.count for spec in chain().specs(1, 2)) - 2 * 64
+    assert block.trainable_parameters == adapters
+    assert block.parameter_bytes == packed_bytes(weights, True) + 2 * 64 * 2 + adapters * 4
+    assert block.workspace_bytes == 128 * 64 * 2
+    assert not cost.tied and cost.state_bytes_per_trainable_parameter == 12
+    assert cost.layers[0].trainable_parameters == 0
+
+
+def test_adapter_directories_round_trip_and_are_checked(tmp_path: Path) -> None:
+    tuning = tuning_of(job(), chain())
+    state = {name: torch.randn(spec.shape) for name, spec in tuning.trainable.items()}
+    assert tuning.adapter is not None
+    write_adapter(tmp_path / "a", tuning.adapter, tuning.suffixes(), state, "base")
+    check_adapter(tmp_path / "a", tuning)
+    back = read_adapter(tmp_path / "a", tuning)
+    assert all(torch.equal(back[name], state[name]) for name in state)
+    assert json.loads((tmp_path / "a" / "adapter_config.json").read_text())["base_model_name_or_path"] == "base"
+    with pytest.raises(UserError, match="rank = 4, the job says"):
+        check_adapter(tmp_path / "a", tuning_of(job(rank=8), chain()))
+    with pytest.raises(UserError, match="set \\[adapter\\] targets as the adapter has them"):
+        check_adapter(tmp_path / "a", tuning_of(job(targets=["q_proj"]), chain()))
+    (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"short")
+    with pytest.raises(UserError, match="missing or damaged"):
+        check_adapter(tmp_path / "a", tuning)
+    with pytest.raises(UserError, match="not a PEFT adapter directory"):
+        check_adapter(tmp_path, tuning)

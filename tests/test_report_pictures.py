@@ -1,0 +1,110 @@
+"""Timeline, profile picture and Chrome trace, made from events and a profile."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import struct
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.schedule import Action, Event, Op, parse_action
+from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.report.pictures import profile_picture, timeline
+from hetero_mpi.report.trace import save_trace, trace
+from tests.planning_samples import make_model, make_plan_of, make_profile, random_instance
+
+
+def predicted(ranks: int, micro_batches: int) -> tuple[Event, ...]:
+    """A step of ``ranks`` unlike ranks over slow links, two blocks each; both ends tied."""
+    items = 2 * ranks + 2
+    slowness = [1 + 0.1 * (rank % 4) for rank in range(ranks)]
+    profile = make_profile(slowness, make_model(items - 2, tied=True), latency_s=0.2, bytes_per_s=5e3)
+    cuts = [round(place * items / ranks) for place in range(ranks + 1)]
+    return simulate(make_plan_of(cuts, list(range(ranks)), micro_batches), profile).events
+
+
+def colours_of(path: Path) -> tuple[int, int, int]:
+    """(width, height, number of different 8-byte pieces) of a PNG: the last says how much is drawn."""
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = struct.unpack(">II", content[16:24])
+    data, place = b"", 8
+    while place < len(content):
+        (length,) = struct.unpack(">I", content[place : place + 4])
+        if content[place + 4 : place + 8] == b"IDAT":
+            data += content[place + 8 : place + 8 + length]
+        place += length + 12
+    pixels = zlib.decompress(data)
+    return width, height, len({pixels[i : i + 8] for i in range(0, len(pixels), 8)})
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 4), (3, 8), (32, 40)])
+def test_a_timeline_is_a_picture_of_any_number_of_ranks(tmp_path: Path, ranks: int, micro_batches: int) -> None:
+    png, svg = timeline(predicted(ranks, micro_batches), tmp_path / "new" / "step", "a step", {0: "a name"})
+    width, height, different = colours_of(png)
+    assert png == tmp_path / "new" / "step.png" and width >= 1500 and different > 200
+    assert height >= 35 * ranks, "a lane of 35 pixels for every rank"
+    text = svg.read_text()
+    assert text.startswith("<?xml") and text.count("<path") > 2 * ranks * micro_batches
+
+
+def test_a_timeline_of_measured_events_is_drawn_by_the_same_code(tmp_path: Path) -> None:
+    """Measured steps have a number, and receives that overlap what else the rank does."""
+    events = [replace(event, step=17) for event in predicted(3, 8)]
+    events.append(Event(1, 17, Action(Op.RECV_F, 1, 0), 0.0, 3.0, 100))
+    assert timeline(events, tmp_path / "step")[0].stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 20])
+def test_a_profile_is_a_picture_of_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
+    profile: ClusterProfile = random_instance(seed=1, ranks=ranks, items=6)[0]
+    width, height, different = colours_of(profile_picture(profile, tmp_path / "p.png"))
+    assert width >= 1300 and height >= 500 and different > 300
+
+
+def test_zeros_and_no_limits_are_drawn_too(tmp_path: Path) -> None:
+    """A profile edited by hand may say that something takes no time."""
+    profile_picture(make_profile((0.0, 0.0)), tmp_path / "p.png")
+    assert (tmp_path / "p.png").is_file()
+
+
+def test_a_picture_that_cannot_be_written_says_where_else(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="-o"):
+        profile_picture(make_profile(), tmp_path / "file" / "p.png")
+
+
+def test_a_trace_has_one_complete_event_per_event(tmp_path: Path) -> None:
+    events = predicted(3, 8)
+    path = save_trace(events, tmp_path / "new" / "trace.json", {1: "Strix Halo"})
+    entries = json.loads(path.read_text())["traceEvents"]
+    complete = [entry for entry in entries if entry["ph"] == "X"]
+    assert len(complete) == len(events)
+    for event, entry in zip(events, complete, strict=True):
+        assert parse_action(entry["name"]) == event.action and entry["pid"] == event.rank
+        assert entry["ts"] == pytest.approx(event.start_s * 1e6)
+        assert entry["dur"] == pytest.approx((event.end_s - event.start_s) * 1e6)
+        assert entry["args"] == {"step": 0, "bytes": event.bytes}
+    names = {entry["pid"]: entry["args"]["name"] for entry in entries if entry["name"] == "process_name"}
+    assert names == {0: "rank 0", 1: "rank 1: Strix Halo", 2: "rank 2"}
+
+
+def test_events_of_a_lane_do_not_overlap() -> None:
+    """Perfetto draws a lane's events above each other where they overlap: computing and sending are lanes of their own."""
+    complete = [entry for entry in trace(predicted(4, 8))["traceEvents"] if entry["ph"] == "X"]
+    for lane in {(entry["pid"], entry["tid"]) for entry in complete}:
+        own = sorted((e["ts"], e["ts"] + e["dur"]) for e in complete if (e["pid"], e["tid"]) == lane)
+        assert all(end <= start + 1e-3 for (_, end), (start, _) in itertools.pairwise(own))
+
+
+def test_steps_follow_each_other_in_a_trace() -> None:
+    action = Action(Op.F, 0, 0)
+    events = [Event(0, 5, action, 0.0, 2.0), Event(1, 5, action, 1.0, 3.0), Event(0, 6, action, 0.5, 1.0)]
+    found = [(entry["ts"], entry["dur"]) for entry in trace(events)["traceEvents"] if entry["ph"] == "X"]
+    assert found == [(0.0, 2e6), (1e6, 2e6), (3.5e6, 0.5e6)]
