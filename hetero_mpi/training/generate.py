@@ -237,8 +237,8 @@ def _plan(world: World, backend: Backend, chain: Chain, tuning: Tuning, task: Ta
             f"cannot compute in {dtype}): start more ranks"
         )
     stages = tuple(StagePlan((rank,), first, last, 0) for rank, (first, last) in enumerate(shares) if first < last)
-    memory = tuple(RankMemory(stage.ranks[0], held[stage.ranks[0]], usable[stage.ranks[0]]) for stage in stages)
-    return Plan((PipelinePlan(stages, 1, 1),), 1, len(task.prompt) + task.limit, chain.items, memory=memory)
+    fill = tuple(RankMemory(stage.ranks[0], held[stage.ranks[0]], usable[stage.ranks[0]]) for stage in stages)
+    return Plan((PipelinePlan(stages, 1, 1),), 1, len(task.prompt) + task.limit, chain.items, memory=fill)
 
 
 def _say_task(opened: Opened, options: Options, task: Task, chain: Chain, plan: Plan, ranks: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +138,7 @@ def _adapter(path: Path) -> tuple[Source, Path, Path]:
             f"put the model there, or correct the path"
         )
     source = _model(base)
-    source = Source(source.config, source.base, source.dtype, table.model_dump())
+    source = replace(source, adapter=table.model_dump())
     chain = Chain(read_config(source.config))
     modules = dict(chain.model.named_modules())
     foreign = [target for target in table.targets if target not in modules]
@@ -173,23 +173,17 @@ def _run(path: Path) -> Opened:
             f"{path}: the run has not written {result.name}/ yet; --resume it to its end, or make a directory of its newest "
             f"checkpoint: python -m hetero_mpi export {path} OUT"
         )
-    cluster = job.cluster.model_dump()
     if job.adapter.method == "none":
-        source = _model(result)
-        source = Source(source.config, source.base, job.train.dtype, seed=job.train.seed, cluster=cluster)
+        adapter, source = None, replace(_model(result), dtype=job.train.dtype, cluster=job.cluster.model_dump())
     else:
-        source = _adapted(job, metadata, result, cluster)
-    tokenizer = _tokenizer(source, result)
-    template = prompt_template(job)
+        adapter, source = result, _adapted(job, metadata, result)
+    tokenizer, template = _tokenizer(source, result), prompt_template(job)
     if template is None:
-        return Opened(
-            source, tokenizer, _adapter_of(job, result), None, "continued as it is: the run learnt text", True
-        )
-    reason = "wrapped as the run's records were"
-    return Opened(source, tokenizer, _adapter_of(job, result), template, reason)
+        return Opened(source, tokenizer, adapter, None, "continued as it is: the run learnt text", learnt_text=True)
+    return Opened(source, tokenizer, adapter, template, "wrapped as the run's records were")
 
 
-def _adapted(job: Job, metadata: dict[str, Any], result: Path, cluster: dict[str, Any]) -> Source:
+def _adapted(job: Job, metadata: dict[str, Any], result: Path) -> Source:
     """An adapter of a run over the base model that its job tuned, quantised as there."""
     base = adapter_of(result)[1] or metadata.get("base_model")
     config = metadata["model_config"]
@@ -204,16 +198,12 @@ def _adapted(job: Job, metadata: dict[str, Any], result: Path, cluster: dict[str
         job.model.quantization == "nf4",
         job.model.double_quantization,
         job.train.seed,
-        cluster,
+        job.cluster.model_dump(),
     )
     check_adapter(
         result, adapter_tuning(Chain(read_config(config)), job.adapter, source.nf4, job.model.double_quantization)
     )
     return source
-
-
-def _adapter_of(job: Job, result: Path) -> Path | None:
-    return None if job.adapter.method == "none" else result
 
 
 def _newest_metadata(directory: Path) -> tuple[Job, dict[str, Any]] | None:
