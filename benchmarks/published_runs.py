@@ -11,9 +11,9 @@ constant is a property of that cluster, of the model or of the software that ran
 How a run becomes a simulation: a node is one rank, whose times are those measured with all its GPUs on one layer; every
 pipeline is simulated as DeepSpeed's engine orders it (``schedule.gradients_first``), with sends that block the sending stage and
 one network card per node; then gradients are summed over the pipelines in rings, and the optimizer runs.
-The peak of memory is counted per GPU from published activation formulas; it is shown beside the measured one, without a bar. (The
-formulas leave out what the runtime itself takes. The 4.1 GB of N2_D1 are less than its activations would need without recompute; why
-was not published.)
+The peak of memory is counted per GPU from published activation formulas and shown beside the measured one, without a bar. (They
+leave out what the runtime itself takes. The 4.1 GB of N2_D1 are less than its activations alone would need without recompute;
+the publication does not say why.)
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def plan(
             "remarks": question.remarks,
         }
         return json.dumps(encode(figures, infinity_as_text=True), indent=1)
-    lines = [*question.remarks, *costed_plan_lines(chosen, question.profile, result.busy_s, lost)]
+    lines = [*_said(question), *costed_plan_lines(chosen, question.profile, result.busy_s, lost)]
     if given is not None:
         lines.append(f"The planner's own plan: {units.seconds(own.predicted_step_s)} per step")
         lines += [line for reason in own.reasons for line in wrapped("  ", reason)]
@@ -145,7 +145,7 @@ def simulation(
     _written(folder, write)
     tokens = chosen.global_batch * chosen.sequence_length
     return [
-        *question.remarks,
+        *_said(question),
         *plan_lines(chosen, question.profile),
         f"Simulated step: {units.seconds(result.step_s)}, {len(result.events):,} events, {tokens:,} tokens",
         *idling_lines(result.step_s, result.busy_s, idling(result.events, chosen)),
@@ -182,6 +182,10 @@ def ask(job: Path, overrides: tuple[str, ...], profile_path: Path) -> Question:
         train.global_batch, train.micro_batch, len(profile.devices), uses_dropout(loaded, config or {})
     )
     return Question(loaded, profile, request_of(loaded, choices), (*remarks, reason))
+
+
+def _said(question: Question) -> list[str]:
+    return [line for remark in question.remarks for line in wrapped("", remark)]
 
 
 def uses_dropout(loaded: LoadedJob, config: dict[str, Any]) -> bool:

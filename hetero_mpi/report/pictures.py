@@ -147,7 +147,10 @@ def _draw_lane(axes: Axes, lane: int, events: Sequence[Event], factor: float) ->
         ]
         place = (lane + 0.24, 0.14) if kind == "send" else (lane - 0.38, 0.58)
         if spans:
-            axes.broken_barh(spans, place, facecolors=colour, edgecolors="white", linewidth=0.4)
+            # A white edge parts one bar from the next; a send may be so short that its edge is all there is to see.
+            axes.broken_barh(
+                spans, place, facecolors=colour, edgecolors=colour if kind == "send" else "white", linewidth=0.4
+            )
 
 
 def _write_numbers(axes: Axes, events: Sequence[Event], lanes: Mapping[int, int], factor: float, last_s: float) -> None:
@@ -207,7 +210,7 @@ def _draw_curves(axes: Axes, kind: str, devices: Sequence[tuple[str, DeviceProfi
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.seconds(value)))
     axes.yaxis.set_minor_formatter(NullFormatter())
     counts = sorted({t for _, d in devices for t in d.layers[kind].forward_s.tokens})
-    axes.set_xticks(counts[:: math.ceil(len(counts) / 8)])
+    axes.set_xticks(_apart(counts))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.tick_params(labelsize=8)
@@ -216,6 +219,16 @@ def _draw_curves(axes: Axes, kind: str, devices: Sequence[tuple[str, DeviceProfi
     axes.grid(color=FAINT, linewidth=0.6)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+
+
+def _apart(counts: Sequence[int]) -> list[int]:
+    """Those of ``counts`` whose labels have room beside each other on a logarithmic axis."""
+    chosen: list[int] = []
+    least = max(1.6, (counts[-1] / counts[0]) ** 0.2)
+    for count in counts:
+        if not chosen or count >= least * chosen[-1]:
+            chosen.append(count)
+    return chosen
 
 
 def _draw_curve(axes: Axes, curve: Curve, colour: str, line: str, label: str | None) -> None:

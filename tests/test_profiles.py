@@ -1,0 +1,66 @@
+"""The shipped clusters: each loads, says where its figures come from, and can be planned with."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hetero_mpi.planning.dry_run import validate
+from hetero_mpi.planning.files import load_profile
+from hetero_mpi.planning.planner import make_plan
+from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.schedule import one_f_one_b
+
+ROOT = Path(__file__).resolve().parents[1]
+PROFILES = sorted((ROOT / "profiles").glob("*.toml"))
+SMALL = 6
+"""Ranks up to which planning takes no noticeable time."""
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import make_profiles  # noqa: E402
+
+
+@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
+def test_a_shipped_profile_loads_and_names_its_source(path: Path) -> None:
+    profile = load_profile(path)
+    assert profile.source.startswith(("measured by ", "derived from ")) and len(profile.source) > 40
+    assert profile.notes, "assumptions are stated"
+    if "derived" in profile.source:
+        assert any("data-sheet" in note or "Derived" in note for note in profile.notes)
+    assert all(device.memory_reason and device.memory_bytes > 10**9 for device in profile.devices)
+
+
+@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
+def test_a_shipped_profile_can_be_planned_with(path: Path) -> None:
+    profile = load_profile(path)
+    if len(profile.devices) > SMALL:
+        assert all(profile.model.dtype in device.dtypes for device in profile.devices)
+        return
+    plan = make_plan(profile, PlanRequest(8, profile.model.sequence_length, (1, 2)))
+    validate(one_f_one_b(plan, profile.model.tied), plan)
+    assert 0 < plan.bound_step_s <= plan.predicted_step_s
+    assert all(memory.peak_bytes <= memory.usable_bytes for memory in plan.memory)
+
+
+def test_files_are_what_their_maker_writes(tmp_path: Path) -> None:
+    """Nobody's edit is lost: figures change in ``benchmarks/make_profiles.py``, not in its output."""
+    from hetero_mpi.planning.files import save_profile
+
+    for name, make in make_profiles.CLUSTERS.items():
+        save_profile(make(), tmp_path / f"{name}.toml")
+        assert (tmp_path / f"{name}.toml").read_text() == (ROOT / "profiles" / f"{name}.toml").read_text(), name
+
+
+def test_the_two_homelab_cards_keep_their_published_ratio() -> None:
+    fast, slow = load_profile(ROOT / "profiles" / "homelab-5090-strix-halo.toml").devices
+    step = [d.layers["block"].forward_s for d in (fast, slow)]
+    slope = [(curve.seconds[-1] - curve.seconds[0]) / (curve.tokens[-1] - curve.tokens[0]) for curve in step]
+    assert slope[1] / slope[0] == pytest.approx(3243 / 289, rel=1e-3)
+
+
+def test_the_readme_has_one_line_per_file() -> None:
+    text = (ROOT / "profiles" / "README.md").read_text()
+    listed = [line.split("](")[0].removeprefix("| [") for line in text.splitlines() if line.startswith("| [")]
+    assert sorted(listed) == [path.name for path in PROFILES]

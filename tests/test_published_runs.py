@@ -1,0 +1,97 @@
+"""The published runs: read as they stand, predicted without a constant of their own, within the bar."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import published_runs as runs  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def times() -> runs.Times:
+    return runs.read_times(runs.DATA / "sailor_opt350m_layers.csv")
+
+
+def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "published_runs.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_check_passes_and_prints_the_figure_last(tmp_path: Path) -> None:
+    done = start("--check", "--json", str(tmp_path / "raw.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    raw = json.loads((tmp_path / "raw.json").read_text())
+    assert raw["mean_absolute_error"] < 0.045
+    assert done.stdout.splitlines()[-1].startswith(
+        f"mean absolute error of the step time: {100 * raw['mean_absolute_error']:.1f} %"
+    )
+    assert [row["run"] for row in raw["rows"]] == ["N2_D1", "N4_D2", "N4_D4", "N6_D2"]
+
+
+def test_other_runs_in_the_publications_columns(tmp_path: Path) -> None:
+    table = tmp_path / "other.csv"
+    table.write_text(
+        "file,model,stages,dp,mbs,gbs,real_s,red_grads_s,max_mem_bytes,layers_per_stage,gpu_per_stage\n"
+        "a/b/plan_config_X.json,OPT-350M,2,2,1,6,,,,10|16,RTX-3090x1+Titan-RTXx4|RTX-3090x2+RTX-2080x4\n"
+        "y.json,OPT-350M,1,1,4,8,1.0,,,26,RTX-3090x1\n"
+    )
+    assert start("--runs", str(table)).returncode == 0
+    missed = start("--runs", str(table), "--check")
+    assert missed.returncode == 1 and "(bar: 8 %)" in missed.stdout.splitlines()[-1]
+    unknown = start("--runs", str(table_with(tmp_path, "RTX-9090x8")))
+    assert unknown.returncode != 0 and "RTX-9090x8: no measured layer times" in unknown.stderr
+
+
+def table_with(folder: Path, node: str) -> Path:
+    path = folder / "unknown.csv"
+    path.write_text(f"run,micro_batch,global_batch,items,nodes\nz,2,8,26,{node}\n")
+    return path
+
+
+def test_one_node_alone_takes_what_its_layers_take(times: runs.Times) -> None:
+    """26 items, 4 micro-batches of 2 sequences, no messages: the sum of the published times."""
+    run = runs.Run("alone", 2, 8, (26,), ((runs.Node("RTX-3090", 8),),), 0.0, 0.0, 0)
+    rows = {
+        kind: next(r for r in times["RTX-3090", 8, kind] if r[0] == 2)
+        for kind in ("embedding", "first_block", "block", "head")
+    }
+    forward_backward = sum(
+        n * sum(rows[k][1:3]) for k, n in (("embedding", 1), ("first_block", 1), ("block", 23), ("head", 1))
+    )
+    expected = 4 * forward_backward + 26 * times["RTX-3090", 8, "block"][0][3]
+    assert runs.predict(run, times).predicted_s == pytest.approx(expected)
+
+
+def test_slow_links_cost_a_round_trip_per_micro_batch(times: runs.Times) -> None:
+    """Two unlike nodes: every micro-batch of 2 * 2048 * 1024 fp32 values crosses there and back at 0.115 GB/s."""
+    node = runs.Node("Titan-RTX", 2)
+    unlike = runs.Run("", 2, 256, (12, 14), ((runs.Node("RTX-3090", 2),), (node,)), 0.0, 0.0, 0)
+    like = runs.Run("", 2, 256, (12, 14), ((node,), (node,)), 0.0, 0.0, 0)
+    crossing = 2 * 2048 * 1024 * 4 / 0.115e9
+    faster = 2 * 2048 * 1024 * 4 / 2.8e9
+    gap = runs.predict(unlike, times).predicted_s - runs.predict(like, times).predicted_s
+    assert gap == pytest.approx(127 * 2 * (crossing - faster), rel=0.02)
+
+
+def test_uneven_batches_are_dealt_out_completely(times: runs.Times) -> None:
+    node = runs.Node("RTX-3090", 4)
+    plan = runs.plan_of(runs.Run("", 2, 14, (26,), ((node, node, node),), 0.0, 0.0, 0))
+    assert [pipeline.micro_batches for pipeline in plan.pipelines] == [3, 2, 2]
+
+
+@pytest.mark.parametrize("name", ["sailor_opt350m_layers", "sailor_runs", "zorse_llama_layers"])
+def test_figures_name_their_source_and_licence(name: str) -> None:
+    text = (runs.DATA / f"{name}.csv").read_text()
+    heading = " ".join(line for line in text.splitlines() if line.startswith("#"))
+    assert "MIT licence" in heading and ("eth-easl/sailor" in heading or "benson-guo/zorse" in heading)
+    rows = list(csv.reader(line for line in text.splitlines() if not line.startswith("#")))
+    assert len(rows) > 4 and len({len(row) for row in rows}) == 1
