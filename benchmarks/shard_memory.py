@@ -6,7 +6,7 @@ Creates a random Llama of about 1.1 GB (fp32) in a temporary directory and has 1
 the files, by an even split of the chain: for full training in fp32, for LoRA over bf16 weights and for LoRA over NF4 weights.
 Printed per rank: bytes of its own parameters, growth of the resident set after loading, and growth of its peak while loading.
 The promise: growth is the own shard; the peak exceeds it by two items in fp32 at most (one as read, one while it is packed).
-``--check`` exits 1 where a rank's peak exceeds its shard by more than twice the largest item and 64 MB.
+``--check`` exits 1 where a rank's peak exceeds its shard by more than twice the largest item and 100 MB.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RANKS = (1, 2, 4)
 HELD = {"full": "fp32", "lora": "bf16", "nf4": "bf16"}
 """What is trained, and the compute dtype."""
-ALLOWANCE_BYTES = 64_000_000
+ALLOWANCE_BYTES = 100_000_000
+"""bitsandbytes packs with about 10 bytes of temporaries per weight of a matrix (29 MB here), allocators round up."""
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 32000,
