@@ -1,0 +1,169 @@
+"""One contender of ``peers.py`` that is not hetero_mpi: one plain process, or a schedule of torch.distributed.pipelining over gloo.
+
+    python benchmarks/peers_worker.py JOB.toml plain STEPS
+    torchrun --nproc-per-node 2 benchmarks/peers_worker.py JOB.toml ScheduleZBVZeroBubble STEPS
+
+Same model, start weights, data, optimizer and learning rate as the job; prints one JSON line: seconds and loss of every step.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from hetero_mpi.job import Job, load_job  # noqa: E402
+from hetero_mpi.model.optimizer import LearningRate, decays  # noqa: E402
+from hetero_mpi.training.material import Material, prepare  # noqa: E402
+
+SINGLE = {"Schedule1F1B": pipelining.Schedule1F1B, "ScheduleGPipe": pipelining.ScheduleGPipe}
+LOOPED = {
+    "ScheduleInterleaved1F1B": pipelining.ScheduleInterleaved1F1B,
+    "ScheduleInterleavedZeroBubble": pipelining.ScheduleInterleavedZeroBubble,
+    "ScheduleLoopedBFS": pipelining.ScheduleLoopedBFS,
+}
+V_SHAPED = {"ScheduleZBVZeroBubble": ScheduleZBVZeroBubble, "ScheduleDualPipeV": ScheduleDualPipeV}
+SCHEDULES = (*SINGLE, *LOOPED, *V_SHAPED)
+
+
+class Part(nn.Module):
+    """Consecutive layers of a Llama, with the embedding on the first part and norm + head on the last."""
+
+    def __init__(self, model: Any, first: int, last: int) -> None:
+        super().__init__()
+        base, blocks = model.model, len(model.model.layers)
+        self.embedding = base.embed_tokens if first == 0 else None
+        self.layers = nn.ModuleList(base.layers[first:last])
+        self.norm, self.head = (base.norm, model.lm_head) if last == blocks else (None, None)
+        self.rotary = base.rotary_emb
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x) if self.embedding is not None else x
+        positions = torch.arange(x.shape[1]).unsqueeze(0)
+        rotary = self.rotary(x, position_ids=positions)
+        for layer in self.layers:
+            x = layer(x, attention_mask=None, position_embeddings=rotary, position_ids=positions)
+        return self.head(self.norm(x)) if self.head is not None else x
+
+
+def main() -> int:
+    path, contender, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    torch.set_num_threads(1)
+    loaded = load_job(path)
+    material = prepare(loaded)
+    model = AutoModelForCausalLM.from_pretrained(loaded.resolve(str(loaded.job.model.path)), dtype=torch.float32)
+    model.train()
+    if contender == "plain":
+        print(json.dumps(plain(model, material, loaded.job, steps)), flush=True)
+        return 0
+    dist.init_process_group("gloo")
+    result = pipelined(model, material, loaded.job, steps, contender)
+    if result is not None:
+        print(json.dumps(result), flush=True)
+    dist.destroy_process_group()
+    return 0
+
+
+def optimizer_of(parameters: list[tuple[str, nn.Parameter]], job: Job) -> torch.optim.AdamW:
+    """The job's AdamW, fused as ours is."""
+    train = job.train
+    groups = [
+        {"params": [p for n, p in parameters if decays(n, p) is decay], "weight_decay": train.weight_decay * decay}
+        for decay in (True, False)
+    ]
+    return torch.optim.AdamW(
+        groups, lr=train.learning_rate, betas=(train.beta1, train.beta2), eps=train.epsilon, fused=True
+    )
+
+
+def plain(model: Any, material: Material, job: Job, steps: int) -> dict[str, list[float]]:
+    """One process, one thread, gradient accumulation over the micro-batches."""
+    optimizer, rate = optimizer_of(list(model.named_parameters()), job), LearningRate(job.train)
+    rows, seconds, losses = int(job.train.micro_batch), [], []
+    for step in range(steps):
+        start = time.perf_counter()
+        batch = material.dataset.batch(step, job.train.global_batch)
+        tokens, targets = torch.from_numpy(batch.tokens).long(), torch.from_numpy(batch.targets).long()
+        optimizer.zero_grad()
+        total = 0.0
+        for first in range(0, len(tokens), rows):
+            logits = model(input_ids=tokens[first : first + rows], use_cache=False).logits
+            loss = summed_loss(logits, targets[first : first + rows]) / batch.target_tokens
+            loss.backward()
+            total += loss.item()
+        update(optimizer, rate, step)
+        seconds.append(time.perf_counter() - start)
+        losses.append(total)
+    return {"seconds": seconds, "losses": losses}
+
+
+def pipelined(model: Any, material: Material, job: Job, steps: int, contender: str) -> dict[str, list[float]] | None:
+    """Both ranks run a schedule of torch's; the rank with the head gives the losses, rank 0 the times."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    count = size if contender in SINGLE else 2 * size
+    blocks = len(model.model.layers)
+    edges = [i * blocks // count for i in range(count + 1)]
+    mine = [i for i in range(count) if i % size == rank]
+    if contender in V_SHAPED:
+        mine = [rank, count - 1 - rank]
+    parts = {i: Part(model, edges[i], edges[i + 1]) for i in mine}
+    stages = [pipelining.PipelineStage(parts[i], i, count, torch.device("cpu")) for i in mine]
+    micro_batches = job.train.global_batch // int(job.train.micro_batch)
+    tokens_of_step = job.train.global_batch * job.data.sequence_length
+
+    def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return summed_loss(logits, targets) / tokens_of_step
+
+    kinds: dict[str, Any] = {**SINGLE, **LOOPED, **V_SHAPED}
+    schedule = kinds[contender](
+        stages[0] if contender in SINGLE else stages, micro_batches, loss_fn=loss_of, scale_grads=False
+    )
+    named = [(n, p) for part in parts.values() for n, p in part.named_parameters()]
+    optimizer, rate = optimizer_of(named, job), LearningRate(job.train)
+    seconds, totals = [], []
+    for step in range(steps):
+        dist.barrier()
+        start = time.perf_counter()
+        batch = material.dataset.batch(step, job.train.global_batch)
+        tokens, targets = torch.from_numpy(batch.tokens).long(), torch.from_numpy(batch.targets).long()
+        optimizer.zero_grad()
+        losses: list[torch.Tensor] = []
+        arguments = (tokens,) if 0 in parts else ()
+        if count - 1 in parts:
+            schedule.step(*arguments, target=targets, losses=losses)
+        else:
+            schedule.step(*arguments)
+        update(optimizer, rate, step)
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+        total = torch.tensor([sum(float(loss) for loss in losses)], dtype=torch.float64)
+        dist.all_reduce(total)
+        totals.append(float(total))
+    return {"seconds": seconds, "losses": totals} if rank == 0 else None
+
+
+def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def update(optimizer: torch.optim.AdamW, rate: LearningRate, step: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate.at(step)
+    optimizer.step()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
