@@ -14,14 +14,13 @@ its own, drawn between 1 - noise and 1 + noise: devices that are equal, as a mea
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from profile_parts import Card, Shape, device, model_of, sheet_times
 
-from hetero_mpi.planning.bounds import fluid_bound_s
+from hetero_mpi.planning.memory import stage_memory, usable_bytes
 from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
 from hetero_mpi.planning.request import PlanRequest
 
@@ -76,7 +75,7 @@ def generate(devices: int, seed: int, noise: float = 0.0) -> Case:
     request = _request(devices)
     for shape, adapters in _jobs(wanted):
         profile = _profile(f"{devices}-{seed}", places, SHAPES[shape], adapters)
-        if fluid_bound_s(profile, request) < math.inf:
+        if _fits(profile, request):
             break
     if noise:
         profile = with_noise(profile, noise, seed)
@@ -93,6 +92,19 @@ def _jobs(wanted: str) -> Iterator[tuple[str, bool]]:
     names = list(SHAPES)
     for name in reversed(names[: names.index(wanted) + 1]):
         yield name, True
+
+
+def _fits(profile: ClusterProfile, request: PlanRequest) -> bool:
+    """Can the devices hold all items, each as deep in flight as a pipeline of all of them would ask of its first stage?"""
+    model, room = profile.model, 0
+    deepest = min(len(profile.devices), len(model.layers))
+    for one in profile.devices:
+        usable = usable_bytes(one.memory_bytes, request.memory_reserve)
+        room += sum(
+            stage_memory(model, 1, last, SEQUENCE, deepest, recompute=True).total <= usable
+            for last in range(2, len(model.layers))
+        )
+    return room >= len(model.layers) + 2
 
 
 def _profile(name: str, places: list[tuple[int, _Host]], shape: Shape, adapters: bool) -> ClusterProfile:

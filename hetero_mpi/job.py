@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from hetero_mpi.errors import UserError
+from hetero_mpi.job_contradictions import Known, contradictions
 from hetero_mpi.job_rules import as_toml, broken_keys, may_be_empty, unknown_table
 from hetero_mpi.job_toml import apply_override, read_toml
 
@@ -210,6 +211,13 @@ class ProfileTable(Table):
 class ClusterTable(Table):
     """The ranks."""
 
+    emulate: str | None = None
+    """Profile whose devices and links the ranks imitate, a rank each: the job's model, with as many blocks, stands in for the
+    profile's, and every action and message lasts as long as the profile says. Empty: the ranks are themselves."""
+    time_scale: Annotated[float, Field(gt=0)] = 1.0
+    """Emulation: seconds that a second of the emulated cluster takes here; above 1 where the stand-in is too slow."""
+    emulate_first: bool = False
+    """Emulation: may fewer ranks than the profile has imitate its first ones?"""
     device: Literal["auto", "cpu", "cuda", "rocm", "xpu", "mps"] = "auto"
     """Device of every rank; "auto": the local rank's accelerator where there is one, else the CPU."""
     threads: Positive | Literal["auto"] = "auto"
@@ -334,96 +342,11 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> LoadedJob:
                 table[key] = None
         for key, rule in broken_keys(name, model, table, TABLES).items():
             report(name, key, rule)
-    for (name, key), rule in _contradictions(_Known(values, broken), path.stem):
+    for (name, key), rule in contradictions(Known(values, broken, TABLES), path.stem):
         report(name, key, rule)
     if problems:
         raise UserError("\n".join(problems))
     return LoadedJob(job=Job.model_validate(values), path=path, name=path.stem, directory=path.absolute().parent)
-
-
-@dataclass(frozen=True)
-class _Known:
-    """The values of a file in the making, with defaults filled in; a broken value reads as empty (None)."""
-
-    values: Mapping[str, Mapping[str, Any]]
-    broken: set[tuple[str, str]]
-
-    def __call__(self, table: str, key: str) -> Any:
-        if (table, key) in self.broken:
-            return None
-        return self.values[table].get(key, TABLES[table].model_fields[key].get_default())
-
-    def all_sound(self, *keys: tuple[str, str]) -> bool:
-        return not any(key in self.broken for key in keys)
-
-
-def _contradictions(known: _Known, name: str) -> list[tuple[tuple[str, str], str]]:
-    """Rules between keys, as ((table, key), rule); a rule about a broken value keeps silent."""
-    found: list[tuple[tuple[str, str], str]] = []
-    model_path, config = known("model", "path"), known("model", "config")
-    tokenizer_path, vocab_size = known("tokenizer", "path"), known("tokenizer", "train_vocab_size")
-    if known.all_sound(("model", "path"), ("model", "config")):
-        if (model_path is None) == (config is None):
-            state = "neither is set" if model_path is None else "both are set"
-            found.append((("model", "path"), f"set exactly one of model.path and model.config; {state}"))
-        if isinstance(config, dict) and "model_type" not in config:
-            found.append((("model", "config"), 'needs model_type, the family\'s name in transformers, such as "llama"'))
-    if known.all_sound(("model", "path"), ("tokenizer", "path"), ("tokenizer", "train_vocab_size")):
-        if tokenizer_path is None and vocab_size is None and model_path is None:
-            rule = "a tokenizer is needed: set it, or tokenizer.train_vocab_size (only model.path brings its own)"
-            found.append((("tokenizer", "path"), rule))
-        if tokenizer_path is not None and vocab_size is not None:
-            found.append((("tokenizer", "path"), "set tokenizer.path or tokenizer.train_vocab_size, not both"))
-    rows = config.get("vocab_size") if isinstance(config, dict) else None
-    if type(rows) is int and vocab_size is not None and vocab_size > rows:
-        rule = f"must be at most model.config.vocab_size = {rows}: every token needs a row of the embedding"
-        found.append((("tokenizer", "train_vocab_size"), rule))
-    found += _data_contradictions(known)
-    if known("model", "quantization") == "nf4" and known("adapter", "method") == "none":
-        rule = 'frozen 4-bit weights cannot be trained themselves: set adapter.method = "lora"'
-        found.append((("model", "quantization"), rule))
-    micro, batch = known("train", "micro_batch"), known("train", "global_batch")
-    if type(micro) is int and batch is not None and batch % micro:
-        divisors = [size for size in range(1, batch + 1) if batch % size == 0 and size <= 1024]
-        rule = f"must divide train.global_batch = {batch}: {', '.join(map(str, divisors))}"
-        found.append((("train", "micro_batch"), rule))
-    run_dir = known("output", "run_dir")
-    if run_dir is not None and (problem := _run_dir_problem(run_dir, name)):
-        found.append((("output", "run_dir"), problem))
-    return found
-
-
-def _data_contradictions(known: _Known) -> list[tuple[tuple[str, str], str]]:
-    if not known.all_sound(("data", "text"), ("data", "records")):
-        return []
-    text, records = known("data", "text"), known("data", "records")
-    if (text is None) == (records is None):
-        state = "neither is set" if text is None else "both are set"
-        return [(("data", "text"), f"set exactly one of data.text and data.records; {state}")]
-    other, used = ("records", "text") if records is None else ("text", "records")
-    keys = ("template", "train_on_prompt") if records is None else ("documents", "max_bytes")
-    found = []
-    for key in keys:
-        usual = DataTable.model_fields[key].get_default()
-        if known.all_sound(("data", key)) and known("data", key) != usual:
-            found.append((("data", key), f"applies to data.{other} only, and this job has data.{used}: leave it out"))
-    if known("data", "template") == "chat" and known("tokenizer", "train_vocab_size") is not None:
-        rule = 'a tokenizer trained here (tokenizer.train_vocab_size) has no chat template: use "plain"'
-        found.append((("data", "template"), rule))
-    return found
-
-
-def _run_dir_problem(text: str, name: str) -> str | None:
-    rest = text.replace("{name}", name)
-    if not text.strip():
-        return "must name a directory"
-    if "{" in rest or "}" in rest:
-        return "may hold {name} and no other placeholder"
-    cwd = Path.cwd()
-    inside = Path(rest).expanduser()
-    if not inside.is_absolute() and not (cwd / inside).resolve().is_relative_to(cwd.resolve()):
-        return f"must stay inside the working directory {cwd}; write an absolute path to go elsewhere"
-    return None
 
 
 def _stdlib() -> str:

@@ -28,7 +28,7 @@ ROOMS = [
 ]
 """Bottom to top; a room may import from those before it, and from itself."""
 FURNITURE = {"errors"}
-JOB_FILES = {"job", "job_rules", "job_toml"}
+JOB_FILES = {"job", "job_contradictions", "job_rules", "job_toml"}
 BANS = {
     "planning": {"torch", "mpi4py", "pydantic", "h5py", "transformers"},
     "comm": {"torch", "transformers"},

@@ -325,7 +325,9 @@ def test_the_reason_for_a_wrong_prediction() -> None:
     assert "25 % longer" in final_lines(PLAN, shared, steps)[0]
     assert final_lines(PLAN, shared, steps)[1].startswith("  ranks share cores on box (0.5 cores per rank)")
     assert final_lines(PLAN, idle_shares, steps)[1].startswith("  the machines are not as fast as when")
-    assert "was not measured here" in final_lines(PLAN, replace(PROFILE, source="emulated"), steps)[1]
+    assert "was not measured here" in final_lines(PLAN, replace(PROFILE, source="derived from sheets"), steps)[1]
+    emulated = final_lines(PLAN, replace(PROFILE, source="emulated, measured"), steps)
+    assert emulated[0].startswith("Step time, emulated: ") and "raise [cluster] time_scale" in emulated[1]
     assert "too few" in final_lines(PLAN, PROFILE, steps[:2])[0]
 
 

@@ -1,4 +1,4 @@
-"""All ranks of the job: joining it, small collectives, problems that are everybody's, and an orderly end.
+"""All ranks of the job: joining it, problems that are everybody's, and an orderly end.
 
 Only JSON and raw arrays travel. Nothing is pickled: mpi4py's lower-case methods are never used.
 """
@@ -6,7 +6,6 @@ Only JSON and raw arrays travel. Nothing is pickled: mpi4py's lower-case methods
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import socket
 import sys
@@ -18,9 +17,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hetero_mpi.comm.ending import end_alone, leave_together
+from hetero_mpi.comm.group import Group, decode, encode
 from hetero_mpi.comm.library import (
     MpiLibrary,
     foreign_launcher_problem,
@@ -34,8 +33,6 @@ from hetero_mpi.errors import UserError
 RELEASE_POLL_S = 0.05
 """How often a sleeping rank looks whether it may go on."""
 _RELEASE_TAG = 1
-PIECE_BYTES = 1 << 30
-"""Largest array piece of one collective call: MPI counts are 32 bit in most libraries."""
 
 
 class CollectiveUserError(UserError):
@@ -54,15 +51,11 @@ class Activity:
 
 
 @dataclass
-class World:
+class World(Group):
     """All ranks of the job (``MPI.COMM_WORLD``). Its methods are collective: every rank calls them in the same order,
     from its main thread, while no transport has requests in flight.
     """
 
-    comm: Any
-    """A duplicate of ``MPI.COMM_WORLD`` for the collectives below."""
-    rank: int
-    size: int
     host: str
     """This rank's host, unique even if two machines bear the same name (then ``name#2``)."""
     hosts: tuple[str, ...]
@@ -136,70 +129,6 @@ class World:
         world.local_rank, world.local_size = neighbours.index(rank), len(neighbours)
         return world
 
-    def barrier(self) -> None:
-        """Return when all ranks have come here."""
-        self.comm.Barrier()
-
-    def broadcast_json(self, value: Any, root: int = 0) -> Any:
-        """``root``'s value on every rank, as JSON gives it back (tuples become lists, keys become strings)."""
-        payload = _encode(value) if self.rank == root else np.empty(0, np.uint8)
-        length = np.array([payload.size], np.int64)
-        self.comm.Bcast(length, root=root)
-        if self.rank != root:
-            payload = np.empty(int(length[0]), np.uint8)
-        self._broadcast_bytes(payload, root)
-        return _decode(payload)
-
-    def gather_json(self, value: Any, root: int = 0) -> list[Any] | None:
-        """Every rank's value in rank order on ``root``, ``None`` elsewhere."""
-        payload = _encode(value)
-        lengths = np.zeros(self.size, np.int64)
-        self.comm.Allgather(np.array([payload.size], np.int64), lengths)
-        everything = np.empty(int(lengths.sum()), np.uint8)
-        assert everything.size < PIECE_BYTES, "gathered JSON is meant for small values"
-        receive = [everything, lengths] if self.rank == root else None
-        self.comm.Gatherv(payload, receive, root=root)
-        return _split(everything, lengths) if self.rank == root else None
-
-    def all_gather_json(self, value: Any) -> list[Any]:
-        """Every rank's value in rank order, on every rank."""
-        payload = _encode(value)
-        lengths = np.zeros(self.size, np.int64)
-        self.comm.Allgather(np.array([payload.size], np.int64), lengths)
-        everything = np.empty(int(lengths.sum()), np.uint8)
-        assert everything.size < PIECE_BYTES, "gathered JSON is meant for small values"
-        self.comm.Allgatherv(payload, [everything, lengths])
-        return _split(everything, lengths)
-
-    def broadcast_array(self, array: NDArray[Any] | None, root: int = 0) -> NDArray[Any]:
-        """``root``'s array (any shape, plain numeric dtype) on every rank; other ranks pass ``None``."""
-        if self.rank == root:
-            assert array is not None and array.dtype.kind in "biufc", "root must give an array of plain numbers"
-            array = np.ascontiguousarray(array).reshape(array.shape)
-        header = self.broadcast_json([array.dtype.str, array.shape] if array is not None else None, root)
-        if self.rank != root or array is None:
-            array = np.empty(tuple(header[1]), np.dtype(header[0]))
-        self._broadcast_bytes(array.reshape(-1).view(np.uint8), root)
-        return array
-
-    def all_reduce_sum(self, array: NDArray[Any]) -> NDArray[Any]:
-        """The element-wise sum over the ranks, with the same bits on every rank. Equal shape and dtype everywhere.
-
-        Summed on rank 0 and broadcast: MPI does not promise that ``Allreduce`` gives all ranks the same bits, and
-        decisions are taken from such sums.
-        """
-        flat = np.ascontiguousarray(array).reshape(-1)
-        total = np.empty_like(flat)
-        step = max(1, PIECE_BYTES // max(1, flat.itemsize))
-        for first in range(0, flat.size, step):
-            self.comm.Reduce(flat[first : first + step], total[first : first + step], root=0)
-        self._broadcast_bytes(total.view(np.uint8), 0)
-        return total.reshape(array.shape)
-
-    def _broadcast_bytes(self, flat: NDArray[np.uint8], root: int) -> None:
-        for first in range(0, flat.size, PIECE_BYTES):
-            self.comm.Bcast(flat[first : first + PIECE_BYTES], root=root)
-
     def agree(self, problem: str | None) -> None:
         """If any rank has a problem, every rank raises it.
 
@@ -246,24 +175,10 @@ class World:
         except UserError as error:
             assert self.rank == 0, "only rank 0 works in a led block"
             problem = error
-        outcome = self._broadcast_asleep([str(problem), problem.exit_code] if problem else None)
+        outcome = self.broadcast_asleep([str(problem), problem.exit_code] if problem else None)
         if outcome is not None:
             raise CollectiveUserError(*outcome) from problem
         self.doing = before
-
-    def _broadcast_asleep(self, value: Any) -> Any:
-        """``broadcast_json`` from rank 0 for which nobody's waiting takes a core: MPI's own waiting spins."""
-        payload = _encode(value) if self.rank == 0 else np.empty(0, np.uint8)
-        length = np.array([payload.size], np.int64)
-        request = self.comm.Ibcast(length, root=0)
-        pause_s = 1e-4
-        while not request.Test():
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, RELEASE_POLL_S)
-        if self.rank != 0:
-            payload = np.empty(int(length[0]), np.uint8)
-        self._broadcast_bytes(payload, 0)
-        return _decode(payload)
 
     def subset(self, ranks: Sequence[int]) -> World | None:
         """A world of only these ranks (increasing), numbered anew, for collectives among them; None on other ranks.
@@ -295,7 +210,7 @@ class World:
         Only rank 0 sends; on other ranks the call does nothing.
         """
         if self.rank == 0:
-            payload = _encode([str(problem), problem.exit_code] if problem is not None else None)
+            payload = encode([str(problem), problem.exit_code] if problem is not None else None)
             for rank in ranks:
                 self.comm.Send(payload, dest=rank, tag=_RELEASE_TAG)
 
@@ -311,7 +226,7 @@ class World:
             time.sleep(RELEASE_POLL_S)
         payload = np.empty(status.Get_count(MPI.BYTE), np.uint8)
         self.comm.Recv(payload, source=0, tag=_RELEASE_TAG)
-        outcome = _decode(payload)
+        outcome = decode(payload)
         if outcome is not None:
             raise CollectiveUserError(*outcome)
 
@@ -439,16 +354,3 @@ def _system_exit(leaving: SystemExit) -> tuple[int, str | None]:
     if leaving.code is None or isinstance(leaving.code, int):
         return leaving.code or 0, None
     return 1, str(leaving.code)
-
-
-def _encode(value: Any) -> NDArray[np.uint8]:
-    return np.frombuffer(json.dumps(value).encode(), np.uint8)
-
-
-def _decode(payload: NDArray[np.uint8]) -> Any:
-    return json.loads(payload.tobytes())
-
-
-def _split(everything: NDArray[np.uint8], lengths: NDArray[np.int64]) -> list[Any]:
-    ends = np.cumsum(lengths)
-    return [_decode(everything[end - length : end]) for end, length in zip(ends, lengths, strict=True)]

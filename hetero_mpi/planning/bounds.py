@@ -1,8 +1,6 @@
-"""Lower bounds on the step time: of a plan, and of an instance (no plan of a single pipeline can be faster)."""
+"""Lower bounds on the step time: of a plan, of an instance, and of an instance that one pipeline must carry."""
 
 from __future__ import annotations
-
-from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,34 +55,92 @@ def fluid_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
 
 def _fluid_s(profile: ClusterProfile, request: PlanRequest, micro_batch: int) -> float:
     """The linear program: least T such that every kind of item is dealt out, and no rank works longer than T or holds
-    more than it can."""
+    more than it can. Equal ranks share one row: dealing out evenly among them is as good as any other way."""
     devices = usable_devices(profile)
     if not devices:
         return float("inf")
     tokens = micro_batch * request.sequence_length
     micro_batches = request.global_batch // micro_batch
-    kinds = [(layer, len(list(same))) for layer, same in groupby(profile.model.layers)]
-    work = np.zeros((len(devices), len(kinds)))
-    held = np.zeros(len(kinds))
+    kinds = list(dict.fromkeys((layer, place == 0) for place, layer in enumerate(reversed(profile.model.layers))))
     keeps = not any(request.recompute_choices)
     shared = profile.model.tied_bytes // GRADIENT_BYTES if profile.model.tied else 0
-    for k, (layer, _) in enumerate(kinds):
+    held, trained = [], []
+    for layer, is_head in kinds:
         # A rank that holds both ends of a tied model keeps their matrix once: the relaxation never counts it twice.
-        twice = shared if k == len(kinds) - 1 else 0
+        twice = shared if is_head else 0
         trainable = max(0, layer.trainable_parameters - twice)
         parameter_bytes = layer.parameter_bytes * (layer.parameters - twice) / max(1, layer.parameters)
         activations = layer.activation_bytes_per_token * tokens if keeps else 0.0
-        held[k] = (
-            max(0.0, parameter_bytes) + trainable * profile.model.state_bytes_per_trainable_parameter + activations
-        )
-        for r, device in enumerate(devices):
-            times = device.layers[layer.kind]
-            compute = times.forward_s.at(tokens) + times.backward_s.at(tokens)
-            work[r, k] = micro_batches * compute + device.optimizer_s_per_parameter * trainable
-    usable = np.array([usable_bytes(device.memory_bytes, request.memory_reserve) for device in devices], dtype=float)
-    counts = np.array([count for _, count in kinds], dtype=float)
+        state = trainable * profile.model.state_bytes_per_trainable_parameter
+        held.append(max(0.0, parameter_bytes) + state + activations)
+        trained.append(trainable)
+    ranks: dict[tuple[float, ...], int] = {}
+    for device in devices:
+        curves = [(device.layers[layer.kind].forward_s, device.layers[layer.kind].backward_s) for layer, _ in kinds]
+        compute = [micro_batches * (forward.at(tokens) + backward.at(tokens)) for forward, backward in curves]
+        work = [s + device.optimizer_s_per_parameter * n for s, n in zip(compute, trained, strict=True)]
+        row = (*work, float(usable_bytes(device.memory_bytes, request.memory_reserve)))
+        ranks[row] = ranks.get(row, 0) + 1
+    table = np.array(sorted(ranks))
+    many = np.array([ranks[row] for row in sorted(ranks)], dtype=float)
+    counts = [
+        sum((other, place == 0) == kind for place, other in enumerate(reversed(profile.model.layers))) for kind in kinds
+    ]
+    # A group of n equal ranks works n times as fast and holds n times as much.
+    dealt = _deal_out_s(
+        table[:, :-1] / many[:, None], np.array(held), table[:, -1] * many, np.array(counts, dtype=float)
+    )
     # Every used rank also spends its optimizer's fixed time, and at least one rank is used.
-    return float(_deal_out_s(work, held, usable, counts) + min(device.optimizer_fixed_s for device in devices))
+    return float(dealt + min(device.optimizer_fixed_s for device in devices))
+
+
+def pipeline_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
+    """What one pipeline of whole items cannot beat, whatever its links and warm-up: at or over ``fluid_bound_s``.
+
+    The largest of three, at the best micro-batch size:
+
+    * the fluid bound;
+    * whole blocks: a rank that holds n of them works n times a block's time per micro-batch, so that T is at least the L-th
+      smallest of all such times (L blocks; a rank holds no more of them than fit);
+    * filling: stage s cannot begin before the first micro-batch has passed all stages before it and come back after it, so
+      that ``M c_s <= T - sum over j < s of c_j``. With speeds v in descending order that allows at most
+      ``T/M * sum over j of v_j (1 - 1/M)^j`` work, on no more ranks than items: the sum is linear in every c, so that each
+      stage is either as long as it may be or empty, and by rearrangement the fastest goes first.
+    """
+    return min(_pipeline_s(profile, request, micro_batch) for micro_batch in request.micro_batch_choices)
+
+
+def _pipeline_s(profile: ClusterProfile, request: PlanRequest, micro_batch: int) -> float:
+    model, devices = profile.model, usable_devices(profile)
+    fluid = _fluid_s(profile, request, micro_batch)
+    blocks = model.layers[1:-1]
+    if not blocks or not devices or fluid == float("inf"):
+        return fluid
+    tokens = micro_batch * request.sequence_length
+    count = request.global_batch // micro_batch
+
+    def seconds(device: DeviceProfile, kind: str) -> float:
+        return device.layers[kind].forward_s.at(tokens) + device.layers[kind].backward_s.at(tokens)
+
+    kinds = {layer.kind for layer in blocks}
+    state = model.state_bytes_per_trainable_parameter
+    held = min(layer.parameter_bytes + layer.trainable_parameters * state for layer in blocks)
+    longest: list[float] = []
+    for device in devices:
+        room = usable_bytes(device.memory_bytes, request.memory_reserve) / max(held, 1.0)
+        shortest = min(seconds(device, kind) for kind in kinds)
+        longest += [count * n * shortest for n in range(1, 1 + min(len(blocks), int(room)))]
+    whole = sorted(longest)[len(blocks) - 1] if len(longest) >= len(blocks) else float("inf")
+    times = [seconds(device, blocks[0].kind) for device in devices]
+    if min(times) <= 0:
+        return max(fluid, whole)
+    work = sum(
+        min(seconds(device, layer.kind) / block for device, block in zip(devices, times, strict=True))
+        for layer in model.layers
+    )
+    speeds = sorted((1 / block for block in times), reverse=True)[: len(model.layers)]
+    filled = work * count / sum(speed * (1 - 1 / count) ** place for place, speed in enumerate(speeds))
+    return max(fluid, whole, filled)
 
 
 def _deal_out_s(
@@ -121,17 +177,20 @@ def _deal_out_s(
 def _simplex(
     rows: NDArray[np.float64], right: NDArray[np.float64], gain: NDArray[np.float64]
 ) -> NDArray[np.float64] | None:
-    """Maximises gain.x where rows.x <= right (right >= 0), x >= 0; None when unbounded. Bland's rule: never cycles."""
+    """Maximises gain.x where rows.x <= right (right >= 0), x >= 0; None when unbounded.
+
+    Dantzig's rule (the variable with the most to gain) first, since it needs few pivots; then Bland's, which never cycles.
+    """
     count, variables = rows.shape
     table = np.hstack([rows, np.eye(count), right[:, None]])
     price = np.concatenate([gain, np.zeros(count + 1)])
     basis = np.arange(variables, variables + count)
     tiny = 1e-11
-    for _ in range(PIVOTS):
+    for pivot in range(PIVOTS):
         entering = np.flatnonzero(price[:-1] > tiny)
         if entering.size == 0:
             break
-        column = entering[0]
+        column = entering[0] if pivot >= PIVOTS // 2 else int(price[:-1].argmax())
         positive = np.flatnonzero(table[:, column] > tiny)
         if positive.size == 0:
             return None
@@ -139,8 +198,10 @@ def _simplex(
         ties = positive[ratios <= ratios.min() + tiny]
         row = ties[np.argmin(basis[ties])]
         table[row] /= table[row, column]
-        others = np.arange(count) != row
-        table[others] -= np.outer(table[others, column], table[row])
+        # Most rows of this table are zero in most columns: only the others change.
+        touched = np.flatnonzero(table[:, column])
+        touched = touched[touched != row]
+        table[touched] -= np.outer(table[touched, column], table[row])
         price -= price[column] * table[row]
         basis[row] = column
     solution = np.zeros(variables + count)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from hetero_mpi.planning.optimum import Optimum, Space, added
 from hetero_mpi.planning.plan import IdleRank, Plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.schedule import Op, stages
-from hetero_mpi.planning.search import ROUNDING, Candidate, classic, evaluate
-from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.search import ROUNDING, Candidate, Effort, classic, evaluate
+from hetero_mpi.planning.simulator import Simulation, simulate
 
+IDLE_EFFORT = 150_000
+"""Effort for trying to use the ranks that a plan leaves out."""
+UNTRIED = "the search over many ranks found no faster pipeline with it (not simulated one by one)"
 BUSY = 0.85
 """From this share of the step on, a rank or link is what limits the plan."""
 
@@ -42,8 +46,9 @@ def describe_items(first: int, last: int, items: int) -> str:
     return " + ".join(parts + (["head"] if last == items else []))
 
 
-def reasons(plan: Plan, found: Optimum, space: Space) -> tuple[str, ...]:
+def reasons(plan: Plan, found: Optimum, simulation: Simulation) -> tuple[str, ...]:
     """Why ``plan``, the optimum, is the plan."""
+    space = found.space
     best = found.best
     assert best is not None
     lines = [
@@ -52,7 +57,7 @@ def reasons(plan: Plan, found: Optimum, space: Space) -> tuple[str, ...]:
         _single_rank(best, space),
         _even_split(best),
         _depth(best),
-        what_limits(plan, space.profile),
+        what_limits(plan, space.profile, simulation),
         _gap(plan, found),
     ]
     return tuple(line for line in lines if line)
@@ -101,9 +106,12 @@ def _depth(best: Candidate) -> str:
     )
 
 
-def what_limits(plan: Plan, profile: ClusterProfile) -> str:
-    """The busiest stage or link, when it is busy nearly all the time; else what keeps all of them waiting."""
-    result = simulate(plan, profile)
+def what_limits(plan: Plan, profile: ClusterProfile, simulation: Simulation | None = None) -> str:
+    """The busiest stage or link, when it is busy nearly all the time; else what keeps all of them waiting.
+
+    ``simulation``: the plan's, where it is at hand.
+    """
+    result = simulation or simulate(plan, profile)
     numbered = stages(plan)
     rank = max(sorted(result.busy_s), key=lambda r: result.busy_s[r])
     number, _, stage = next(entry for entry in numbered if rank in entry[2].ranks)
@@ -143,6 +151,7 @@ def idle_ranks(best: Candidate, space: Space) -> tuple[IdleRank, ...]:
     used = set(best.instance.ranks(best.order))
     kinds = {rank: kind for kind, members in enumerate(space.classes) for rank in members}
     known: dict[int, Candidate | None] = {}
+    effort = Effort(IDLE_EFFORT)
     result = []
     for device in space.profile.devices:
         if device.rank in used:
@@ -154,11 +163,26 @@ def idle_ranks(best: Candidate, space: Space) -> tuple[IdleRank, ...]:
             reason = f"{best.instance.items} items of work, {len(space.profile.devices)} ranks"
         else:
             kind = kinds[device.rank]
-            if kind not in known:
-                known[kind] = added(best, kind, space)
-            reason = _why_not(device.rank, known[kind], best)
+            if kind not in known and effort.left > 0:
+                known[kind] = added(best, kind, space, effort)
+            reason = _why_not(device.rank, known[kind], best) if kind in known else UNTRIED
+            if kind in known and known[kind] is None:
+                reason += _with_recompute(best, kind, space)
         result.append(IdleRank(device.rank, reason))
     return tuple(result)
+
+
+def _with_recompute(best: Candidate, kind: int, space: Space) -> str:
+    """Whether one more rank of class ``kind`` fits when forwards may be repeated, found by planning for it."""
+    if True in space.request.recompute_choices:
+        return ""
+    again = Space(space.profile, replace(space.request, recompute_choices=(False, True)), space.classes)
+    sizes = [outlook.instance.micro_batch for outlook in space.outlooks]
+    instance = again.outlooks[sizes.index(best.instance.micro_batch)].instance
+    larger = added(evaluate(instance, best.order, best.cuts, best.warm_up), kind, again, Effort(IDLE_EFFORT))
+    if larger is None:
+        return ", nor with recompute"
+    return f'; with train.recompute = "auto" it fits: {describe_seconds(larger.step_s)} per step'
 
 
 def _why_not(rank: int, larger: Candidate | None, best: Candidate) -> str:

@@ -6,13 +6,13 @@ An order is a sequence of classes of interchangeable ranks; leaving ranks out is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from hetero_mpi.planning.search import Order
 
 FEW = 2000
 """So many orders are all looked at."""
-LOOKS = 6000
+LOOKS = 1000
 """The local search looks at no more orders than this."""
 STARTS = 3
 
@@ -31,32 +31,41 @@ def all_orders(sizes: list[int], shortest: int, longest: int, limit: int = FEW) 
 
 
 def found_orders(
-    sizes: list[int], weights: list[list[float]], shortest: int, longest: int, cost: Callable[[Order], float]
+    starts: Sequence[Order],
+    sizes: list[int],
+    shortest: int,
+    longest: int,
+    cost: Callable[[Order], float],
+    looks: int = LOOKS,
 ) -> list[Order]:
-    """Good orders among very many, the best by ``cost`` first, by local search from sorted starts. Deterministic.
+    """Good orders among very many, the best by ``cost`` first, by local search from the best of ``starts``.
 
-    ``weights``: one list per way of sorting, a figure per class (speed, memory): the starts are the first k ranks of
-    each sorting, forward and reversed, for every k, and so are these ranks in the order of every other sorting.
+    At most ``looks`` orders are looked at besides the starts. The first change that helps is taken, so that few looks go far.
+    Deterministic.
     """
-    known: dict[Order, float] = {}
-
-    def look(order: Order) -> float:
-        if order not in known:
-            known[order] = cost(order) if len(known) < LOOKS else math.inf
-        return known[order]
+    known = {start: cost(start) for start in starts}
+    left = looks
 
     def ranking(order: Order) -> tuple[float, int, Order]:
-        return look(order), len(order), order
+        return known[order], len(order), order
 
-    starts = sorted(set(_starts(sizes, weights, shortest, longest)), key=ranking)
-    for start in starts[:STARTS]:
-        here = start
-        while True:
-            there = min(_moves(here, sizes, shortest, longest), key=ranking, default=here)
-            if ranking(there) >= ranking(here):
-                break
-            here = there
+    for start in sorted(known, key=ranking)[:STARTS]:
+        here, improved = start, True
+        while improved and left > 0:
+            improved = False
+            for there in sorted(_moves(here, sizes, shortest, longest)):
+                if there not in known and left > 0:
+                    known[there], left = cost(there), left - 1
+                if there in known and ranking(there) < ranking(here):
+                    here, improved = there, True
+                    break
     return sorted((order for order in known if known[order] < math.inf), key=ranking)
+
+
+def sorted_starts(sizes: list[int], weights: list[list[float]], shortest: int, longest: int) -> list[Order]:
+    """Orders to begin with: the first k ranks of each sorting by a weight of the classes, in the order of every sorting and
+    of its reverse, for every k. ``weights``: one list per way of sorting (speed, memory), largest first."""
+    return sorted(set(_starts(sizes, weights, shortest, longest)))
 
 
 def _starts(sizes: list[int], weights: list[list[float]], shortest: int, longest: int) -> Iterator[Order]:

@@ -13,29 +13,37 @@ from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.explain import describe_bytes, idle_ranks, reasons, what_limits
 from hetero_mpi.planning.memory import predict_memory
+from hetero_mpi.planning.natural import in_natural_order
 from hetero_mpi.planning.optimum import optimise, space_of
 from hetero_mpi.planning.plan import IdleRank, Plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import one_f_one_b, stages
-from hetero_mpi.planning.shortage import explain_shortage
-from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.shortage import explain_shortage, rescued
+from hetero_mpi.planning.simulator import Simulation, simulate
 
 
 def make_plan(profile: ClusterProfile, request: PlanRequest) -> Plan:
     """The fastest single pipeline that fits in memory, by simulated step time; deterministic.
 
     Decides which ranks take part and in which order, the items of every stage, the micro-batch size, the warm-up
-    depths and where to recompute. How ranks are numbered changes nothing; of equally fast plans, the one with fewer
-    ranks is taken. Raises ``UserError`` when nothing fits: what is short by how much, and which changes were found to
+    depths and where to recompute. How ranks are numbered changes nothing, unless the request is indifferent to small
+    differences: then ranks stand in their own order where that costs no more (``natural``). Of equally fast plans, the one with
+    fewer ranks is taken. Raises ``UserError`` when nothing fits: what is short by how much, and which changes were found to
     help.
     """
     space = space_of(profile, request)
     found = optimise(space)
     if found.best is None:
-        raise UserError(explain_shortage(space))
-    plan = _with_figures(found.best.plan(), profile, request)
-    return replace(plan, idle=idle_ranks(found.best, space), reasons=reasons(plan, found, space))
+        rescue = None if found.exhaustive else rescued(space)
+        if rescue is None:
+            raise UserError(explain_shortage(space))
+        found = rescue
+    found = in_natural_order(found, request.indifference)
+    assert found.best is not None
+    simulation = simulate(found.best.plan(), profile)
+    plan = _with_figures(found.best.plan(), profile, request, simulation)
+    return replace(plan, idle=idle_ranks(found.best, found.space), reasons=reasons(plan, found, simulation))
 
 
 def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan:
@@ -49,7 +57,8 @@ def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
     if problems:
         raise UserError("\n".join(f"plan: {problem}" for problem in problems))
     validate(one_f_one_b(plan, profile.model.tied), plan)
-    full = _with_figures(plan, profile, request)
+    simulation = simulate(plan, profile)
+    full = _with_figures(plan, profile, request, simulation)
     short = [m for m in full.memory if m.peak_bytes > m.usable_bytes]
     if short:
         lines = [
@@ -62,13 +71,13 @@ def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
     idle = tuple(
         IdleRank(device.rank, "not named in the given plan") for device in profile.devices if device.rank not in named
     )
-    return replace(full, idle=idle, reasons=("given by hand", what_limits(full, profile)))
+    return replace(full, idle=idle, reasons=("given by hand", what_limits(full, profile, simulation)))
 
 
-def _with_figures(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan:
+def _with_figures(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: Simulation) -> Plan:
     return replace(
         plan,
-        predicted_step_s=simulate(plan, profile).step_s,
+        predicted_step_s=simulation.step_s,
         bound_step_s=fluid_bound_s(profile, request),
         memory=predict_memory(plan, profile, request.memory_reserve),
     )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.cost import ModelCost
 
 SCHEMA_VERSION = 1
+EMULATED = "emulated"
+"""How the ``source`` of a profile begins whose devices and links ranks only imitate."""
 
 
 @dataclass(frozen=True)
@@ -113,15 +116,25 @@ class ClusterProfile:
     notes: tuple[str, ...] = field(default=())
     """Remarks for a reader, such as "3 ranks share 2 cores: timed all at once"."""
 
+    @property
+    def emulated(self) -> bool:
+        """Do ranks only imitate these devices and links?"""
+        return self.source.startswith(EMULATED)
+
     def link(self, source: int, destination: int) -> LinkProfile:
         """The directed link from rank ``source`` to rank ``destination``."""
-        for link in self.links:
-            if link.source == source and link.destination == destination:
-                return link
-        raise UserError(
-            f"every directed pair of ranks needs a link (missing: {source} -> {destination}); "
-            f"add a [[links]] table or measure the cluster again"
-        )
+        found = self._link_of.get((source, destination))
+        if found is None:
+            raise UserError(
+                f"every directed pair of ranks needs a link (missing: {source} -> {destination}); "
+                f"add a [[links]] table or measure the cluster again"
+            )
+        return found
+
+    @cached_property
+    def _link_of(self) -> dict[tuple[int, int], LinkProfile]:
+        """(source, destination) -> link: thousands of links are looked up thousands of times."""
+        return {(link.source, link.destination): link for link in reversed(self.links)}
 
     def transfer_s(self, source: int, destination: int, message_bytes: float) -> float:
         """Seconds of one message from device to device: copy to the host, link, copy to the device."""

@@ -23,5 +23,7 @@ class PlanRequest:
     recompute_choices: tuple[bool, ...] = (False,)
     allow_idle: bool = True
     """May ranks be left out when that is faster (or when there are more ranks than items)?"""
+    indifference: float = 0.0
+    """Plans within this share of the fastest are as good: of these, the one whose ranks follow one another is taken."""
     memory_reserve: float = 0.05
     """Share of every device's usable memory that is kept free."""

@@ -26,6 +26,10 @@ ROUNDING = 1e-9
 WORTHWHILE = 1e-3
 """A deeper warm-up costs memory: it must shorten the step by more than this share."""
 
+ALLOWANCES = (0.1, 0.3)
+ROUNDS = 4
+"""When the effort suffices for fewer rounds of the greedy search for depth, it is spent on better guesses."""
+
 Order = tuple[int, ...]
 
 
@@ -191,9 +195,13 @@ class Node:
     step_s: float = field(compare=False)
 
 
-def best_classic(outlooks: list[Outlook], orders: list[Order], effort: Effort) -> Candidate | None:
-    """The fastest plan at classic warm-up over ``orders``; the proven optimum unless ``effort`` runs out."""
-    best: Candidate | None = None
+def best_classic(
+    outlooks: list[Outlook], orders: list[Order], effort: Effort, best: Candidate | None = None
+) -> Candidate | None:
+    """The fastest plan at classic warm-up over ``orders``; the proven optimum unless ``effort`` runs out.
+
+    ``best``: a plan known already; it is returned when no classic plan beats it.
+    """
     heap: list[Node] = []
     for choice, outlook in enumerate(outlooks):
         for order in orders:
@@ -263,9 +271,18 @@ def deepen(candidate: Candidate, bound_s: float, effort: Effort) -> Candidate:
     """Deeper warm-up, greedily: the one change that helps most, as long as one helps by more than 0.1 % and fits.
 
     A change is one more micro-batch in flight at one stage, or at that stage and all before it (a stage must not be
-    deeper than the one before).
+    deeper than the one before). Where looking at all changes is dear, ``paced`` depths are tried first.
     """
-    while candidate.step_s > bound_s * (1 + WORTHWHILE) and effort.left > 0:
+    changes = 2 * (len(candidate.order) - 1)
+    cost = changes * 2 * len(candidate.order) * candidate.instance.micro_batches
+    if candidate.step_s > bound_s * (1 + WORTHWHILE) and cost > effort.left / ROUNDS:
+        for allowance, recompute in itertools.product(ALLOWANCES, (False, True)):
+            changed = paced(candidate, allowance, recompute)
+            if changed.warm_up == candidate.warm_up:
+                continue
+            effort.spend(changed)
+            candidate = changed if changed.step_s < candidate.step_s * (1 - WORTHWHILE) else candidate
+    while candidate.step_s > bound_s * (1 + WORTHWHILE) and effort.left > cost:
         best = candidate
         for warm_up in _deeper(candidate):
             changed = evaluate(candidate.instance, candidate.order, candidate.cuts, warm_up)
@@ -275,6 +292,60 @@ def deepen(candidate: Candidate, bound_s: float, effort: Effort) -> Candidate:
         if best.step_s >= candidate.step_s * (1 - WORTHWHILE):
             break
         candidate = best
+    return candidate
+
+
+def paced(candidate: Candidate, allowance: float = 0.0, recompute: bool = False) -> Candidate:
+    """Each stage so much deeper than the next that the gradient it needs is back in time, at the pace of the slowest.
+
+    A stage that is d micro-batches deeper than the next needs, after forward x, a gradient that the next computes after
+    forward x - d: the next has d periods for both and the messages. 1F1B's d = 1 suffices where it is quick; ``allowance``
+    (a share of the period) makes up for waiting in queues. As far as memory goes; ``recompute``: a stage may be made to
+    recompute for it.
+    """
+    instance, order, cuts = candidate.instance, candidate.order, candidate.cuts
+    spans = list(itertools.pairwise(cuts))
+    shallow = classic(len(order), instance.micro_batches)
+    tables = [instance.stage(kind, depth) for kind, depth in zip(order, _depths(instance, shallow), strict=True)]
+    compute = [float(table.total_s[span]) for table, span in zip(tables, spans, strict=True)]
+    links = [instance.messages(a, b) for a, b in itertools.pairwise(order)]
+    hops = [(float(out[cut]), float(back[cut])) for (out, back), cut in zip(links, cuts[1:], strict=False)]
+    period = max(*compute, *(max(hop) for hop in hops), 0.0)
+    if period <= 0 or period == math.inf:
+        return candidate
+    wanted = [0]
+    for after, hop in zip(reversed(compute[1:]), reversed(hops), strict=True):
+        wanted.insert(0, wanted[0] + max(1, math.ceil((after + sum(hop)) / period + allowance - ROUNDING)))
+    warm_up: list[int] = []
+    for place, (kind, span, was) in enumerate(zip(order, spans, tables, strict=True)):
+        depth = min(wanted[place], instance.micro_batches - 1)
+        depth = max(min(depth, warm_up[-1] - 1), shallow[place]) if warm_up else depth
+        while depth > shallow[place]:
+            deeper = instance.stage(kind, depth + 1)
+            if deeper.total_s[span] < math.inf and (recompute or not deeper.recompute[span] > was.recompute[span]):
+                break
+            depth -= 1
+        warm_up.append(depth)
+    if tuple(warm_up) == candidate.warm_up:
+        return candidate
+    return evaluate(instance, order, cuts, tuple(warm_up))
+
+
+def shifted(candidate: Candidate, effort: Effort) -> Candidate:
+    """The cuts moved by one item each, as long as that shortens the step and ``effort`` lasts."""
+    improved = True
+    while improved:
+        improved = False
+        for place in range(1, len(candidate.cuts) - 1):
+            for by in (-1, 1):
+                cut = candidate.cuts[place] + by
+                if effort.left <= 0 or not candidate.cuts[place - 1] < cut < candidate.cuts[place + 1]:
+                    continue
+                cuts = (*candidate.cuts[:place], cut, *candidate.cuts[place + 1 :])
+                changed = evaluate(candidate.instance, candidate.order, cuts, candidate.warm_up)
+                effort.spend(changed)
+                if changed.step_s < candidate.step_s * (1 - ROUNDING):
+                    candidate, improved = changed, True
     return candidate
 
 

@@ -1,28 +1,25 @@
-"""When nothing fits: which memory is short by how much at the plan that comes closest, and which changes would help.
-
-A change is only suggested after the memory of all orders was looked at again under it.
-"""
+"""When nothing fits: which memory is short by how much at the plan that comes closest, and which changes would help."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_mpi.planning.cost import ModelCost
 from hetero_mpi.planning.explain import describe_bytes, describe_items
 from hetero_mpi.planning.memory import stage_memory
-from hetero_mpi.planning.optimum import Space, space_of
-from hetero_mpi.planning.orders import all_orders, found_orders
-from hetero_mpi.planning.profile import ClusterProfile, LinkProfile
-from hetero_mpi.planning.request import PlanRequest
-from hetero_mpi.planning.search import Order
+from hetero_mpi.planning.noise import smoothed
+from hetero_mpi.planning.optimum import Optimum, Space, on_ranks, space_of
+from hetero_mpi.planning.orders import all_orders, found_orders, sorted_starts
+from hetero_mpi.planning.remedies import TOGETHER, nothing_helps, remedies
+from hetero_mpi.planning.search import Order, classic, evaluate
 from hetero_mpi.planning.tables import Instance, Table
 
-MORE_RANKS = 8
-SHORTEST_SEQUENCE = 32
+MOST_RANKS = 6
+"""The message names no more ranks than these, those that lack most."""
+SHORTAGE_LOOKS = 200
+"""Orders looked at besides those sorted by memory, where there are very many ranks."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,8 @@ def closest(space: Space) -> Closest:
         orders = all_orders(space.sizes, space.shortest, space.longest)
         if orders is None:
             memory = [float(usable) for usable in outlook.instance.usable]
-            orders = found_orders(space.sizes, [memory], space.shortest, space.longest, cost)
+            starts = sorted_starts(space.sizes, [memory], space.shortest, space.longest)
+            orders = found_orders(starts, space.sizes, space.shortest, space.longest, cost, SHORTAGE_LOOKS)
         order = min(orders, key=lambda order: (cost(order), len(order), order))
         if best is None or cost(order) < best.shortage_bytes:
             best = Closest(cost(order), outlook.instance, order)
@@ -81,24 +79,59 @@ def closest(space: Space) -> Closest:
     return best
 
 
+def rescued(space: Space) -> Optimum | None:
+    """A plan that fits although the search for a fast one found none: the split that leaves most memory free."""
+    calm = _few_classes(space)
+    found = closest(calm)
+    if found.shortage_bytes > 0:
+        return None
+    instance, order = found.instance, found.order
+    cuts = tuple(_Shortages(instance).cuts(order))
+    seed = evaluate(instance, order, cuts, classic(len(order), instance.micro_batches))
+    best, own = on_ranks(instance.ranks(order), seed, Space(space.profile, space.request, calm.classes))
+    return Optimum(best, False, 0.0, own) if best.step_s < math.inf else None
+
+
+def _few_classes(space: Space) -> Space:
+    """``space``, or with like ranks made equal where the orders are too many."""
+    many = all_orders(space.sizes, space.shortest, space.longest) is None
+    return space_of(smoothed(space.profile), space.request) if many else space
+
+
 def explain_shortage(space: Space) -> str:
     """The message for a model that fits nowhere."""
-    found = closest(space)
+    found = closest(_few_classes(space))
     instance, count = found.instance, len(found.order)
-    cuts = _Shortages(instance).cuts(found.order)
     lines = [
         "the model does not fit in memory on these ranks "
         f"(sequences of {space.request.sequence_length} tokens, {space.profile.model.dtype}). "
         f"The split that comes closest has {count} stage{'s' if count > 1 else ''} "
         f"and micro-batches of {instance.micro_batch}:"
     ]
+    short = _short_ranks(found, space)
+    told = sorted(short, reverse=True)[:MOST_RANKS]
+    lines += [text for lacking, text in short if (lacking, text) in told]
+    if len(short) > len(told):
+        rest = len(short) - len(told)
+        lines.append(f"  and {rest} more rank{'s' if rest > 1 else ''}, short by less")
+    helps = list(remedies(space))
+    together = any(text.startswith(TOGETHER) for text in helps)
+    heading = "What would make it fit:" if together else "What would make it fit, each by itself:"
+    lines.append(heading if helps else nothing_helps())
+    return "\n".join([*lines, *(f"  {text}" for text in helps)])
+
+
+def _short_ranks(found: Closest, space: Space) -> list[tuple[int, str]]:
+    """(bytes lacking, a line about it) of every rank that the closest split asks too much of, in its order."""
+    instance, count, result = found.instance, len(found.order), []
+    cuts = _Shortages(instance).cuts(found.order)
     for i, rank in enumerate(instance.ranks(found.order)):
         depth = min(count - i, instance.micro_batches)
         recompute = min(instance.memory, key=lambda choice: instance.need_bytes(depth, choice)[cuts[i], cuts[i + 1]])
         parts = stage_memory(space.profile.model, cuts[i], cuts[i + 1], instance.tokens, depth, recompute)
         usable = instance.usable[found.order[i]]
         if parts.total > usable:
-            lines.append(
+            text = (
                 f"  rank {rank} ({space.profile.devices[rank].name}) with "
                 f"{describe_items(cuts[i], cuts[i + 1], instance.items)} is short by {parts.total - usable} bytes: "
                 f"it needs {describe_bytes(parts.total)} (parameters {describe_bytes(parts.parameters)}, "
@@ -107,75 +140,5 @@ def explain_shortage(space: Space) -> str:
                 f"buffers {describe_bytes(parts.staging)}) and may use "
                 f"{describe_bytes(usable)}"
             )
-    remedies = [text for text in _remedies(space) if text]
-    lines.append("What would make it fit, each by itself:" if remedies else _nothing_helps(space))
-    return "\n".join([*lines, *(f"  {text}" for text in remedies)])
-
-
-def _nothing_helps(space: Space) -> str:
-    return (
-        "None of these alone makes it fit: the smallest micro-batch, shorter sequences, bf16 where it is offered, "
-        f"no memory reserve, {MORE_RANKS} more ranks like the largest. Use a smaller model, or ranks with more memory."
-    )
-
-
-def _remedies(space: Space) -> Iterator[str]:
-    """Changes that were tried and found to make it fit."""
-    profile, request = space.profile, space.request
-    smaller = [b for b in range(1, min(request.micro_batch_choices)) if request.global_batch % b == 0]
-    for size in reversed(smaller):
-        if _fits(profile, replace(request, micro_batch_choices=(size,))):
-            yield f"smaller micro-batches: train.micro_batch = {size}"
-            break
-    length = request.sequence_length // 2
-    while length >= min(SHORTEST_SEQUENCE, max(1, request.sequence_length // 2)):
-        if _fits(profile, replace(request, sequence_length=length)):
-            yield f"shorter sequences: data.sequence_length = {length}"
-            break
-        length //= 2
-    if request.memory_reserve > 0 and _fits(profile, replace(request, memory_reserve=0.0)):
-        yield "keeping no memory free: plan.memory_reserve = 0.0"
-    if profile.model.dtype == "fp32" and _fits(replace(profile, model=in_bf16(profile.model)), request):
-        yield 'half the bytes per value: train.dtype = "bf16" (estimated from the fp32 figures)'
-    for count in range(1, MORE_RANKS + 1):
-        if _fits(with_more_ranks(profile, count), request):
-            largest = max(profile.devices, key=lambda device: (device.memory_bytes, -device.rank))
-            yield f"{count} more rank{'s' if count > 1 else ''} like rank {largest.rank} ({largest.name})"
-            break
-
-
-def _fits(profile: ClusterProfile, request: PlanRequest) -> bool:
-    if not any(profile.model.dtype in device.dtypes for device in profile.devices):
-        return False
-    return closest(space_of(profile, request)).shortage_bytes <= 0
-
-
-def in_bf16(model: ModelCost) -> ModelCost:
-    """The fp32 model's costs with 2 bytes per value and an fp32 master weight; workspaces (fp32 logits) stay."""
-    layers = tuple(
-        replace(
-            layer,
-            parameter_bytes=math.ceil(layer.parameter_bytes / 2),
-            activation_bytes_per_token=layer.activation_bytes_per_token / 2,
-            boundary_bytes_per_token=math.ceil(layer.boundary_bytes_per_token / 2),
-        )
-        for layer in model.layers
-    )
-    state = model.state_bytes_per_trainable_parameter + 4
-    return replace(model, dtype="bf16", layers=layers, state_bytes_per_trainable_parameter=state)
-
-
-def with_more_ranks(profile: ClusterProfile, count: int) -> ClusterProfile:
-    """The cluster with ``count`` more ranks like the one with the most memory, linked as that one is."""
-    largest = max(profile.devices, key=lambda device: (device.memory_bytes, -device.rank))
-    devices, links = list(profile.devices), list(profile.links)
-    for _ in range(count):
-        new = len(devices)
-        like = {link.destination: link for link in links if link.source == largest.rank}
-        into = {link.source: link for link in links if link.destination == largest.rank}
-        some = next(iter(like.values()), LinkProfile(0, 0, 0.0, float("inf"), False))
-        for rank in range(new):
-            links.append(replace(like.get(rank, some), source=new, destination=rank))
-            links.append(replace(into.get(rank, some), source=rank, destination=new))
-        devices.append(replace(largest, rank=new))
-    return replace(profile, devices=tuple(devices), links=tuple(links))
+            result.append((parts.total - usable, text))
+    return result

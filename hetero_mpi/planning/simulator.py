@@ -264,27 +264,46 @@ def makespan_s(
     moved = True
     while moved:
         moved = False
+        # The planner spends most of its time in these loops: plain comparisons and local names on purpose.
         for s in range(count):
-            now, f, b = clock[s], forwards[s], backwards[s]
-            before = f + b
+            b = backwards[s]
+            if b == micro_batches:
+                continue
+            now, f, before = clock[s], forwards[s], forwards[s] + b
+            forward, backward, depth, arrived, returned = (
+                forward_s[s],
+                backward_s[s],
+                warm_up[s],
+                inputs[s],
+                gradients[s],
+            )
+            onward = inputs[s + 1] if s + 1 < count else None
+            homeward = gradients[s - 1] if s > 0 else None
+            out_free, back_free = link_out[s], link_back[s]
+            arrivals, returns = len(arrived), len(returned)
             while b < micro_batches:
                 # Before backward b, 1F1B has done warm_up + b + 1 forwards, as far as there are so many.
-                if f < micro_batches and f <= warm_up[s] + b:
-                    if f >= len(inputs[s]):
+                if f < micro_batches and f <= depth + b:
+                    if f >= arrivals:
                         break
-                    now = max(now, inputs[s][f]) + forward_s[s]
+                    if arrived[f] > now:
+                        now = arrived[f]
+                    now += forward
                     f += 1
-                    if s + 1 < count:
-                        link_out[s] = max(now, link_out[s]) + out_s[s]
-                        inputs[s + 1].append(link_out[s])
+                    if onward is not None:
+                        out_free = (now if now > out_free else out_free) + out_s[s]
+                        onward.append(out_free)
                 else:
-                    if b >= len(gradients[s]):
+                    if b >= returns:
                         break
-                    now = max(now, gradients[s][b]) + backward_s[s]
+                    if returned[b] > now:
+                        now = returned[b]
+                    now += backward
                     b += 1
-                    if s > 0:
-                        link_back[s] = max(now, link_back[s]) + back_s[s - 1]
-                        gradients[s - 1].append(link_back[s])
+                    if homeward is not None:
+                        back_free = (now if now > back_free else back_free) + back_s[s - 1]
+                        homeward.append(back_free)
             moved = moved or f + b > before
             clock[s], forwards[s], backwards[s] = now, f, b
+            link_out[s], link_back[s] = out_free, back_free
     return max(clock) if min(backwards) == micro_batches else float("inf")

@@ -6,15 +6,16 @@ Tables are indexed [first, last] by the items a stage would hold; entries with f
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.planning.bounds import usable_devices
 from hetero_mpi.planning.codec import encode
+from hetero_mpi.planning.cost import ModelCost
 from hetero_mpi.planning.memory import stage_memory, usable_bytes
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile
@@ -77,6 +78,41 @@ class StageTable:
     recompute: NDArray[np.bool_]
 
 
+def alike_stages(model: ModelCost) -> dict[tuple[int, int], Hashable]:
+    """Every stage [first, last) -> a key that is the same for stages with the same layers between the same neighbours.
+
+    Most blocks of a model are alike, so that there are few keys: what holds of one stage need not be worked out again.
+    """
+    items = len(model.layers)
+    kinds = list(dict.fromkeys(model.layers))
+    counts = np.zeros((items + 1, len(kinds)), dtype=int)
+    for item, layer in enumerate(model.layers):
+        counts[item + 1] = counts[item]
+        counts[item + 1, kinds.index(layer)] += 1
+    # What crosses a cut has one size in every transformer; where it has not, no two stages are taken to be alike.
+    one_boundary = len({layer.boundary_bytes_per_token for layer in model.layers[:-1]}) <= 1
+    keys: dict[tuple[int, int], Hashable] = {}
+    for a in range(items):
+        for b, held in enumerate((counts[a + 1 :] - counts[a]).tolist(), a + 1):
+            keys[a, b] = (a == 0, b == items, *held) if one_boundary else (a, b)
+    return keys
+
+
+@lru_cache(maxsize=64)
+def stage_bytes(model: ModelCost, tokens: int, recompute: bool) -> tuple[Table, Table]:
+    """(bytes whatever the depth, bytes of every micro-batch in flight): ``stage_memory`` of every stage."""
+    items = len(model.layers)
+    fixed = np.full((items + 1, items + 1), np.inf)
+    per_micro_batch = np.zeros_like(fixed)
+    known: dict[Hashable, tuple[int, int]] = {}
+    for (a, b), alike in alike_stages(model).items():
+        if alike not in known:
+            parts = stage_memory(model, a, b, tokens, 1, recompute)
+            known[alike] = parts.total - parts.activations, parts.activations
+        fixed[a, b], per_micro_batch[a, b] = known[alike]
+    return fixed, per_micro_batch
+
+
 class Instance:
     """The tables of one micro-batch size."""
 
@@ -88,19 +124,37 @@ class Instance:
         self.micro_batches = request.global_batch // micro_batch
         self.items = len(profile.model.layers)
         self.tokens = micro_batch * request.sequence_length
-        self.memory = {choice: self._memory(choice) for choice in set(request.recompute_choices)}
-        self.times = [self._times(members[0]) for members in classes]
-        self.step_s = [self._optimizer(members[0]) for members in classes]
+        self.memory = {
+            choice: stage_bytes(profile.model, self.tokens, choice) for choice in set(request.recompute_choices)
+        }
+        # Classes that differ in their links only share their tables.
+        costs = [
+            (
+                d.layers,
+                d.optimizer_fixed_s,
+                d.optimizer_s_per_parameter,
+                d.memory_bytes,
+                d.forward_overhead_s,
+                d.backward_overhead_s,
+            )
+            for d in profile.devices
+        ]
+        self.like = [costs.index(costs[members[0]]) for members in classes]
+        times = {rank: self._times(rank) for rank in set(self.like)}
+        step_s = {rank: self._optimizer(rank) for rank in set(self.like)}
+        self.times = [times[rank] for rank in self.like]
+        self.step_s = [step_s[rank] for rank in self.like]
         self.usable = [
             usable_bytes(profile.devices[members[0]].memory_bytes, request.memory_reserve) for members in classes
         ]
         # Remembered per instance: the keys are few, the tables are not.
-        self.stage = lru_cache(maxsize=None)(self._stage)
+        self.stage_of = lru_cache(maxsize=None)(self._stage)
         self.messages = lru_cache(maxsize=None)(self._messages)
         self.reduce_s = lru_cache(maxsize=None)(self._reduce_s)
 
-    def ranges(self) -> list[tuple[int, int]]:
-        return [(a, b) for a in range(self.items) for b in range(a + 1, self.items + 1)]
+    def stage(self, kind: int, depth: int) -> StageTable:
+        """A stage on a rank of class ``kind`` with ``depth`` micro-batches in flight."""
+        return self.stage_of(self.like[kind], depth)
 
     def need_bytes(self, depth: int, recompute: bool) -> Table:
         """Peak bytes of every stage with ``depth`` micro-batches in flight."""
@@ -111,15 +165,6 @@ class Instance:
         """Bytes that a rank of class ``kind`` lacks, at the cheapest choice of recompute; negative where it fits."""
         needs = [self.need_bytes(depth, choice) for choice in self.memory]
         return np.asarray(np.minimum.reduce(needs) - self.usable[kind])
-
-    def _memory(self, recompute: bool) -> tuple[Table, Table]:
-        fixed = np.full((self.items + 1, self.items + 1), np.inf)
-        per_micro_batch = np.zeros_like(fixed)
-        for a, b in self.ranges():
-            parts = stage_memory(self.profile.model, a, b, self.tokens, 1, recompute)
-            fixed[a, b] = parts.total - parts.activations
-            per_micro_batch[a, b] = parts.activations
-        return fixed, per_micro_batch
 
     def _times(self, rank: int) -> tuple[Table, Table, Table]:
         """Seconds of forward, backward and repeated forward, added up item by item exactly as ``simulator`` does."""
@@ -133,18 +178,25 @@ class Instance:
         for seconds, overhead in parts:
             table = np.full((self.items + 1, self.items + 1), np.inf)
             for a in range(self.items):
-                table[a, a + 1 :] = list(accumulate(seconds[a:], initial=overhead))[1:]
+                table[a, a + 1 :] = np.cumsum([overhead, *seconds[a:]])[1:]
             tables.append(table)
         return tables[0], tables[1], tables[2]
 
     def _optimizer(self, rank: int) -> Table:
+        device = self.profile.devices[rank]
         table = np.full((self.items + 1, self.items + 1), np.inf)
-        for a, b in self.ranges():
-            table[a, b] = optimizer_s(self.profile, self.profile.devices[rank], a, b)
+        trainable = [layer.trainable_parameters for layer in self.profile.model.layers]
+        for a in range(self.items):
+            table[a, a + 1 :] = device.optimizer_fixed_s + device.optimizer_s_per_parameter * np.cumsum(
+                trainable[a:], dtype=np.int64
+            )
+        # Both ends of a tied model share their matrix: the one stage of which the sum does not hold.
+        table[0, self.items] = optimizer_s(self.profile, device, 0, self.items)
         return table
 
-    def _stage(self, kind: int, depth: int) -> StageTable:
+    def _stage(self, rank: int, depth: int) -> StageTable:
         """Recompute only where the stage does not fit without: it never makes a step shorter."""
+        kind = self.like.index(rank)
         forward, backward, repeated = self.times[kind]
         fits = {choice: self.need_bytes(depth, choice) <= self.usable[kind] for choice in self.memory}
         nowhere = np.zeros(forward.shape, dtype=bool)

@@ -27,6 +27,8 @@ class StepMetrics:
     tokens_per_s: float
     step_s: float
     predicted_step_s: float
+    emulated: bool = False
+    """``step_s`` and ``tokens_per_s`` are those of devices that ranks imitate."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,10 @@ class MetricsWriter:
 
     def step(self, metrics: StepMetrics) -> None:
         """Write one step."""
-        self._write(asdict(metrics))
+        values = asdict(metrics)
+        if not metrics.emulated:
+            del values["emulated"]
+        self._write(values)
 
     def evaluation(self, step: int, loss: float) -> None:
         """Write the held-out loss after ``step`` steps."""

@@ -49,7 +49,8 @@ def time_lines(plan: Plan, profile: ClusterProfile, steps: Sequence[StepMetrics]
     if measured is None:
         return [f"Step time: {len(steps)} steps are too few to measure it (the first {WARM_UP_STEPS} do not count)"]
     tokens_per_s = statistics.median(step.tokens_per_s for step in steps[WARM_UP_STEPS:])
-    line = f"Step time: {units.seconds(measured)} measured (median), {tokens_per_s:,.0f} tokens/s"
+    what = f"Step time{', emulated' if profile.emulated else ''}"
+    line = f"{what}: {units.seconds(measured)} measured (median), {tokens_per_s:,.0f} tokens/s"
     if plan.predicted_step_s <= 0:
         return [line]
     difference = measured / plan.predicted_step_s - 1
@@ -65,6 +66,8 @@ def time_lines(plan: Plan, profile: ClusterProfile, steps: Sequence[StepMetrics]
 def _difference_reason(plan: Plan, profile: ClusterProfile) -> str:
     used = {rank for pipeline in plan.pipelines for stage in pipeline.stages for rank in stage.ranks}
     sharing = [device for device in profile.devices if device.rank in used and device.cores < 1]
+    if profile.emulated:
+        return "the ranks did not keep the emulated times (see the line Emulation): raise [cluster] time_scale"
     if sharing:
         hosts = ", ".join(sorted({device.host for device in sharing}))
         return (

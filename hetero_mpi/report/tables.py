@@ -33,7 +33,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in grid) for column in range(len(kept))]
     if not right[-1]:
         widths[-1] = min(widths[-1], PROSE)
-    names = [column for column in range(len(kept) - 1) if grid[0][column] in ("host", "device")]
+    names = [column for column in range(len(kept) - 1) if grid[0][column].endswith(("host", "device"))]
     while sum(widths) + 2 * len(widths) > WIDTH and any(widths[column] > SHORTEST_NAME for column in names):
         widths[max(names, key=lambda column: widths[column])] -= 1
     lines = []
@@ -65,7 +65,7 @@ def profile_lines(profile: ClusterProfile) -> list[str]:
         )
     ranks = len(profile.devices)
     lines = [f"Ranks: {ranks}, {profile.mpi_library}; figures {profile.source}, {profile.date}"]
-    lines += table(("rank", "host", "device", "forward", "backward", "memory", "why so much"), rows)
+    lines += table(("rank", *_places(profile), "forward", "backward", "memory", "why so much"), rows)
     lines += _wrapped(
         "  ", f"forward and backward: one block, one sequence of {tokens:,} tokens, {profile.model.dtype}"
     )
@@ -79,12 +79,13 @@ def plan_lines(plan: Plan, profile: ClusterProfile) -> list[str]:
     """The plan as a table: who holds what, how full and how busy it makes them, who idles, why, and what to expect."""
     stages = sum(len(pipeline.stages) for pipeline in plan.pipelines)
     pipelines = "" if len(plan.pipelines) == 1 else f" in {len(plan.pipelines)} pipelines"
-    lines = [f"Plan: {_plural(stages, 'stage')}{pipelines}, schedule {plan.schedule}"]
+    emulated = " on emulated devices" if profile.emulated else ""
+    lines = [f"Plan: {_plural(stages, 'stage')}{pipelines}{emulated}, schedule {plan.schedule}"]
     headers = (
         "pipeline",
         "stage",
         "rank",
-        "device",
+        _places(profile)[1],
         "items",
         "weights",
         "memory",
@@ -105,6 +106,11 @@ def plan_lines(plan: Plan, profile: ClusterProfile) -> list[str]:
     lines += [f"Batch: {line}" for line in _batch_lines(plan)]
     lines += _prediction_lines(plan)
     return lines
+
+
+def _places(profile: ClusterProfile) -> tuple[str, str]:
+    """Headings of the columns that name hosts and devices: nobody shall take emulated ones for real."""
+    return ("emulated host", "emulated device") if profile.emulated else ("host", "device")
 
 
 def items_text(first: int, last: int, items: int) -> str:

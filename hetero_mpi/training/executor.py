@@ -13,6 +13,7 @@ from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.planning.plan import PipelinePlan
 from hetero_mpi.planning.schedule import Action, Event, Op
 from hetero_mpi.training.channel import Inbox, Outbox
+from hetero_mpi.training.emulation import Emulation
 
 _FORWARD, _BACKWARD, _EVALUATION = 0, 1, 2
 
@@ -46,6 +47,7 @@ class Executor:
         transport: how tensors reach the neighbours.
         hidden: width D of the tensors between stages.
         sequence_length: tokens T per sequence.
+        emulation: makes actions and messages of steps last as those of other devices.
     """
 
     def __init__(
@@ -57,8 +59,11 @@ class Executor:
         transport: Transport,
         hidden: int,
         sequence_length: int,
+        emulation: Emulation | None = None,
     ) -> None:
         self.stage, self.index, self.pipeline = stage, index, pipeline
+        self.pace = emulation.pace if emulation is not None else None
+        wire = emulation.transport if emulation is not None else transport
         self.boundary = (pipeline.micro_batch, sequence_length, hidden)
         own, backend = pipeline.stages[position], stage.backend
         self.previous = pipeline.stages[position - 1].ranks[0] if position > 0 else None
@@ -68,15 +73,15 @@ class Executor:
         self.evaluation_in = self.evaluation_out = None
         depth = min(own.warm_up + 2, pipeline.micro_batches)
         if self.previous is not None:
-            source = (transport, self.previous)
+            source = (wire, self.previous)
             self.activations_in = Inbox(*source, tag_of(index, _FORWARD), backend, stage.dtype, depth)
             self.gradients_out = Outbox(*source, tag_of(index - 1, _BACKWARD), backend)
-            self.evaluation_in = Inbox(*source, tag_of(index, _EVALUATION), backend, stage.dtype, 2)
+            self.evaluation_in = Inbox(transport, self.previous, tag_of(index, _EVALUATION), backend, stage.dtype, 2)
         if self.next is not None:
-            sink = (transport, self.next)
+            sink = (wire, self.next)
             self.gradients_in = Inbox(*sink, tag_of(index, _BACKWARD), backend, stage.dtype, 2)
             self.activations_out = Outbox(*sink, tag_of(index + 1, _FORWARD), backend)
-            self.evaluation_out = Outbox(*sink, tag_of(index + 1, _EVALUATION), backend)
+            self.evaluation_out = Outbox(transport, self.next, tag_of(index + 1, _EVALUATION), backend)
 
         self.losses: list[torch.Tensor] = []
         """Shares of the loss of the running step's micro-batches (fp32 scalars), on the last stage."""
@@ -101,6 +106,8 @@ class Executor:
                 moved = 0
             else:
                 moved = self._perform(action.op, action.micro_batch, data)
+                if self.pace is not None:
+                    self.pace.hold(action.op, self.index, start)
             events.append(Event(self.rank, data.step, action, start - begin, time.perf_counter() - begin, moved))
         self.flush()
         assert not self._inputs and not self._outputs, "the step left tensors behind"

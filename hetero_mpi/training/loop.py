@@ -107,15 +107,19 @@ class Loop:
         return self.trainer.step(step, tokens, targets, max(1, target_tokens)), target_tokens
 
     def _line(self, step: int, verdict: Verdict, target_tokens: int, seconds: float) -> StepMetrics:
+        emulation, tokens = self.trainer.emulation, float(target_tokens)
+        if emulation is not None:
+            seconds, tokens = emulation.step_s(seconds), emulation.tokens(target_tokens)
         return StepMetrics(
             step=step + 1,
             loss=verdict.loss,
             grad_norm=verdict.grad_norm,
             lr=self.schedule.at(step),
             tokens=target_tokens,
-            tokens_per_s=target_tokens / seconds,
+            tokens_per_s=tokens / seconds,
             step_s=seconds,
             predicted_step_s=self.plan.predicted_step_s,
+            emulated=emulation is not None,
         )
 
     def _after(self, step: int, verdict: Verdict, in_a_row: int) -> None:

@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.versions import MUST_MATCH, own_versions
-from hetero_mpi.comm.world import World
+from hetero_mpi.comm.world import CollectiveUserError, World
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.files import save_profile
 from hetero_mpi.profiling.cluster import profile_cluster
@@ -41,6 +41,11 @@ def profile(world: World, options: Options) -> int:
     transformers_logging.disable_progress_bar()
     world.check_versions(own_versions(world.library), MUST_MATCH)
     loaded, run_dir = setup.read_job(world, setup.Options(options.job, options.overrides))
+    if loaded.job.cluster.emulate is not None:
+        raise CollectiveUserError(
+            f"[cluster] emulate = {loaded.job.cluster.emulate!r} takes all times from that profile, and nothing is measured: "
+            f'add --set cluster.emulate=""'
+        )
     with MpiTransport(world.comm, threaded=loaded.job.cluster.communication_thread) as transport:
         setting = setup.set_up(world, transport, loaded, run_dir)
         subject, _ = setup.subject_of(setting)

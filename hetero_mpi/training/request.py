@@ -12,6 +12,10 @@ _LARGEST_AUTO = 16
 """Sequences per micro-batch that "auto" goes up to."""
 
 
+INDIFFERENCE = 0.005
+"""Measured times are not exact to half a per cent: no plan is preferred for less."""
+
+
 def micro_batch_choices(global_batch: int, wanted: int | str, ranks: int, dropout: bool) -> tuple[tuple[int, ...], str]:
     """Sequences per micro-batch the planner may choose from, and why in words.
 
@@ -38,6 +42,7 @@ def request_of(loaded: LoadedJob, choices: tuple[int, ...]) -> PlanRequest:
         recompute_choices=(False, True) if job.train.recompute == "auto" else (job.train.recompute,),
         allow_idle=job.plan.allow_idle,
         memory_reserve=job.plan.memory_reserve,
+        indifference=INDIFFERENCE,
     )
 
 

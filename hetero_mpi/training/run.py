@@ -29,10 +29,12 @@ from hetero_mpi.report.logs import say, setup_logging
 from hetero_mpi.report.metrics import MetricsWriter
 from hetero_mpi.report.progress import Progress
 from hetero_mpi.report.summary import final_lines
+from hetero_mpi.training.emulation import Emulation, emulate, punctuality_lines
 from hetero_mpi.training.files import FileSupply, open_files
 from hetero_mpi.training.loop import Loop, LoopResult
 from hetero_mpi.training.material import model_directory
 from hetero_mpi.training.planned import Given
+from hetero_mpi.training.rehearsal import rehearse
 from hetero_mpi.training.sample import write_sample
 from hetero_mpi.training.saving import (
     RunState,
@@ -71,6 +73,9 @@ def _train(setting: Setting, options: Options) -> None:
     if options.dry_run:
         say("Dry run: stopping before any weight is read")
         return
+    emulation = None
+    if setting.job.cluster.emulate is not None:
+        emulation = emulate(world, setting.transport, setting.loaded, profile, plan, setting.cores)
     active = active_ranks(plan)
     members = world.subset(active)
     if members is None:
@@ -79,7 +84,7 @@ def _train(setting: Setting, options: Options) -> None:
         return
     problem: CollectiveUserError | None = None
     try:
-        _train_active(setting, members, profile, plan, schedule, options)
+        _train_active(setting, members, profile, plan, schedule, options, emulation)
     except CollectiveUserError as error:
         problem = error
     world.release([rank for rank in range(world.size) if rank not in active], problem)
@@ -88,27 +93,39 @@ def _train(setting: Setting, options: Options) -> None:
 
 
 def _train_active(
-    setting: Setting, world: World, profile: ClusterProfile, plan: Plan, schedule: Schedule, options: Options
+    setting: Setting,
+    world: World,
+    profile: ClusterProfile,
+    plan: Plan,
+    schedule: Schedule,
+    options: Options,
+    emulation: Emulation | None,
 ) -> None:
     """The part of a run that idle ranks sleep through. ``world`` holds the active ranks."""
     rank = setting.world.rank
+    own_plan = emulation.stand_in_plan if emulation is not None else plan
     with contextlib.ExitStack() as stack:
         checkpoint, reader, state = _open_checkpoint(setting, world, options, stack)
-        trainer = _build(setting, world, plan, schedule, resuming=checkpoint is not None)
+        trainer = _build(setting, world, own_plan, schedule, emulation, resuming=checkpoint is not None)
         if checkpoint is not None:
             world.doing = "restoring the checkpoint"
             restore(trainer, reader, state)
         elif setting.job.adapter.path is not None:
             _start_adapter(setting, world, trainer)
+    if emulation is not None:
+        world.doing = "rehearsing"
+        rehearse(trainer, world, emulation)
     metadata = _metadata(setting, plan, profile) if rank == 0 else {}
     dataset = setting.material.dataset if setting.material is not None else None
-    loop = Loop(trainer, setting.job, plan, dataset, setting.run_dir / "checkpoints", metadata, state, checkpoint)
+    loop = Loop(trainer, setting.job, own_plan, dataset, setting.run_dir / "checkpoints", metadata, state, checkpoint)
     with contextlib.ExitStack() as stack:
         metrics = display = None
         if rank == 0:
             metrics = stack.enter_context(MetricsWriter(setting.run_dir / "metrics.jsonl", state.step))
             display = stack.enter_context(Progress(setting.job.train.steps, state.step))
         result = loop.run(metrics, display)
+    if emulation is not None:
+        say(*punctuality_lines(world, emulation))
     world.doing = "writing the result"
     result_directory = _write_result(setting, trainer)
     if rank == 0:
@@ -160,7 +177,9 @@ def _set_aside(checkpoints: Path, step: int) -> None:
         say(f"Checkpoints of an earlier run from after step {step} are in {aside} now")
 
 
-def _build(setting: Setting, world: World, plan: Plan, schedule: Schedule, resuming: bool) -> Trainer:
+def _build(
+    setting: Setting, world: World, plan: Plan, schedule: Schedule, emulation: Emulation | None, resuming: bool
+) -> Trainer:
     """This rank's trainer, with its start weights unless they come from a checkpoint."""
     start: Start | None = None
     files: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -185,6 +204,7 @@ def _build(setting: Setting, world: World, plan: Plan, schedule: Schedule, resum
             setting.backend,
             setting.job.train,
             start,
+            emulation,
         )
 
 

@@ -22,6 +22,7 @@ from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.cost import fused_experts
 from hetero_mpi.model.families import read_config
 from hetero_mpi.model.tuning import Tuning, tuning_of
+from hetero_mpi.planning.files import save_profile
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.schedule import Schedule
@@ -29,6 +30,7 @@ from hetero_mpi.profiling.cluster import Subject
 from hetero_mpi.report.logs import say
 from hetero_mpi.report.run_directory import claim
 from hetero_mpi.report.tables import plan_lines, profile_lines
+from hetero_mpi.training.emulation import emulated_profile
 from hetero_mpi.training.material import Material, prepare
 from hetero_mpi.training.planned import Given, obtain_plan, obtain_profile
 from hetero_mpi.training.request import micro_batch_choices, request_of
@@ -186,11 +188,16 @@ def plan_run(setting: Setting, given: Given) -> tuple[ClusterProfile, Plan, Sche
     """Profile and plan, both shown; the schedule has passed a dry run. Collective."""
     world = setting.world
     subject, reason = subject_of(setting)
-    profile = obtain_profile(
-        world, setting.transport, setting.backend, setting.loaded, subject, setting.run_dir, given, say
-    )
+    if setting.job.cluster.emulate is not None:
+        profile = emulated_profile(world, setting.loaded, setting.chain, setting.tuning, given.profile)
+        if world.rank == 0:
+            save_profile(profile, setting.run_dir / "profile.toml")
+    else:
+        profile = obtain_profile(
+            world, setting.transport, setting.backend, setting.loaded, subject, setting.run_dir, given, say
+        )
     say(*profile_lines(profile))
-    request = request_of(setting.loaded, subject.micro_batches)
+    request = replace(request_of(setting.loaded, subject.micro_batches), sequence_length=profile.model.sequence_length)
     plan, schedule = obtain_plan(world, profile, request, setting.run_dir, given)
     say(*plan_lines(plan, profile), reason)
     return profile, plan, schedule

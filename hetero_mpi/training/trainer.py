@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.model.weights import Start
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.schedule import Action, Event, Op, Schedule, stages
+from hetero_mpi.training.emulation import Emulation
 from hetero_mpi.training.executor import Executor, StepData
 
 _TIED_GRADIENT, _TIED_WEIGHT = 1 << 12, (1 << 12) + 1
@@ -68,6 +70,7 @@ class Trainer:
         backend: Backend,
         train: TrainTable,
         start: Start | None,
+        emulation: Emulation | None = None,
     ) -> None:
         """Build this rank's stage.
 
@@ -75,11 +78,14 @@ class Trainer:
             rank: this rank's number in the plan.
             world: the active ranks (``active_ranks``), for collective calls.
             start: where weights come from; None: left to be filled from a checkpoint.
+            emulation: makes steps last as on other devices.
 
         Raises:
             UserError: the model's files do not fit.
         """
         self.rank, self.world, self.transport = rank, world, transport
+        self.emulation = emulation
+        self.end_transport = emulation.end_transport if emulation is not None else transport
         self.chain, self.tuning, self.plan, self.backend = chain, tuning, plan, backend
         self.actions: tuple[Action, ...] = schedule.get(rank, ())
         self.judge = Judge(list(tuning.trainable), train.clip_norm)
@@ -105,6 +111,7 @@ class Trainer:
                 transport,
                 chain.config.hidden_size,
                 plan.sequence_length,
+                emulation,
             )
 
     def step(self, step: int, tokens: np.ndarray, targets: np.ndarray, target_tokens: int) -> Verdict:
@@ -173,11 +180,11 @@ class Trainer:
         embedding, head = ends
         if self.rank == embedding:
             weight = self.compute_parameter(self.chain.tied[1])
-            self.transport.wait(self.transport.send(head, _TIED_WEIGHT, host_bytes(weight)))
+            self.end_transport.wait(self.end_transport.send(head, _TIED_WEIGHT, host_bytes(weight)))
         elif self.rank == head:
             assert self.stage is not None and self.stage.tied_head is not None
             weight = torch.empty(self.stage.tied_head.shape, dtype=self.stage.tied_head.dtype)
-            self.transport.wait(self.transport.post_receive(embedding, _TIED_WEIGHT, host_bytes(weight)))
+            self.end_transport.wait(self.end_transport.post_receive(embedding, _TIED_WEIGHT, host_bytes(weight)))
             with torch.no_grad():
                 self.stage.tied_head.copy_(weight)
 
@@ -204,12 +211,19 @@ class Trainer:
             # fp64, in the order of the micro-batches: the same bits for every partition.
             loss = float(torch.stack(self.executor.losses).double().cpu().sum())
         verdict = self._verdict(self.optimizer.squared_norms(), loss)
+        begin = time.perf_counter()
         if verdict.finite:
             self.optimizer.step(step, verdict.scale)
+        if self.emulation is not None:
+            assert self.place is not None
+            self.emulation.pace.hold(Op.STEP, self.place.index, begin)
+        if verdict.finite:
             self.share_tied_weight()
         return verdict
 
     def _verdict(self, squared_norms: dict[str, float], loss: float | None) -> Verdict:
+        if self.emulation is not None:
+            self.world.meet_asleep()  # ranks that are ahead take no core from those that emulate with it
         summed = self.world.all_reduce_sum(self.judge.fill(squared_norms, loss))
         verdict = self.judge.decide(summed, self.loss_scale.value)
         self.loss_scale.update(verdict.finite)
@@ -240,9 +254,9 @@ class Trainer:
         embedding, head = ends
         if self.rank == head:
             gradient = self.backend.to_host(self.optimizer.tied_gradient())
-            self.transport.wait(self.transport.send(embedding, _TIED_GRADIENT, host_bytes(gradient)))
+            self.end_transport.wait(self.end_transport.send(embedding, _TIED_GRADIENT, host_bytes(gradient)))
         else:
             own = self.optimizer.gradient(self.chain.tied[1])
             other = torch.empty(own.shape, dtype=torch.float32)
-            self.transport.wait(self.transport.post_receive(head, _TIED_GRADIENT, host_bytes(other)))
+            self.end_transport.wait(self.end_transport.post_receive(head, _TIED_GRADIENT, host_bytes(other)))
             own.add_(self.backend.from_host(other))

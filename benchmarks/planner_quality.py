@@ -1,0 +1,168 @@
+"""By how much the planner's pipelines beat simple rules: simulated step time of each rule's plan over the planner's.
+
+    python benchmarks/planner_quality.py [--devices 4 8 16] [--seeds 10] [--json FILE] [--check]
+
+Every rule splits the blocks over all ranks in their own order, in proportion to a figure per rank:
+
+    even       all alike
+    FLOPS      data-sheet peak (left out where a profile's devices are not in the table below)
+    memory     usable memory (HexiScale's rule)
+    speed      measured time of the whole model
+    single     the best single device holds everything
+
+The rules get the best of the micro-batch sizes, recompute where memory asks for it, and 1F1B's own warm-up depths; with more
+ranks than items they take those with the largest figures. A rule whose plan does not fit in memory is counted as such and left
+out of the means. Clusters: the generated suite with 5 % measurement noise, and the profiles of ``profiles/``.
+
+``--check``: no rule is faster than the planner anywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+for _threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_threads, "1")
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from clusters import TYPES, Case, generate  # noqa: E402
+
+from hetero_mpi.errors import UserError  # noqa: E402
+from hetero_mpi.planning.files import load_profile  # noqa: E402
+from hetero_mpi.planning.offline import whole_model_s  # noqa: E402
+from hetero_mpi.planning.optimum import Space  # noqa: E402
+from hetero_mpi.planning.planner import make_plan  # noqa: E402
+from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile  # noqa: E402
+from hetero_mpi.planning.request import PlanRequest  # noqa: E402
+from hetero_mpi.planning.search import evaluate  # noqa: E402
+
+PEAK_FLOPS = {
+    **{card.name: card.peak for card in TYPES},
+    "NVIDIA RTX 5090": 209.5e12,
+    "AMD Strix Halo (Radeon 8060S)": 59.4e12,
+    "Apple M4 Max (40 GPU cores)": 18.4e12,
+    "NVIDIA TITAN X (Pascal)": 11e12,
+    "NVIDIA A800 80GB": 312e12,
+    "NVIDIA RTX 4090": 165.2e12,
+    "NVIDIA RTX 3090": 71e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA RTX A6000": 154.8e12,
+    "NVIDIA P40": 11.8e12,
+    "AMD Radeon Pro W6800": 35.7e12,
+    "NVIDIA A10G": 125e12,
+    "NVIDIA T4": 65e12,
+    "NVIDIA V100 16GB": 125e12,
+}
+"""Dense peaks as in data sheets, in the dtype in which the card is fastest (P40: fp32)."""
+RULES = ("even", "FLOPS", "memory", "speed", "single")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--devices", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--seeds", type=int, default=10, help="seeds 0 to this, exclusive")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    results: list[dict[str, object]] = []
+    print(f"{'cluster':<46}{'planner':>10}" + "".join(f"{rule:>10}" for rule in RULES))
+    ratios: dict[str, list[float]] = {rule: [] for rule in RULES}
+    misfits = dict.fromkeys(RULES, 0)
+    for case in cases(arguments.devices, arguments.seeds):
+        try:
+            planned = make_plan(case.profile, case.request).predicted_step_s
+        except UserError as error:
+            print(f"{case.name[:45]:<46}{str(error).splitlines()[0]}")
+            continue
+        row: dict[str, float | None] = {}
+        for rule in RULES:
+            seconds = rule_step_s(rule, case.profile, case.request)
+            row[rule] = None if seconds is None or seconds == math.inf else seconds / planned
+            misfits[rule] += seconds == math.inf
+            ratios[rule] += [seconds / planned] if seconds is not None and seconds < math.inf else []
+        results.append({"cluster": case.name, "job": case.job, "planner_s": planned, **row})
+        cells = "".join(f"{'-' if row[rule] is None else f'{row[rule]:.2f}x':>10}" for rule in RULES)
+        print(f"{f'{case.name}, {case.job}'[:45]:<46}{planned:>8.3g} s{cells}")
+    print_summary(ratios, misfits)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1))
+    everything = [ratio for values in ratios.values() for ratio in values]
+    least = min(everything, default=math.inf)
+    print(f"slowest plan against any rule: {least:.4f}x (the rule's step time over the planner's; bar: at least 1)")
+    return 1 if arguments.check and not (everything and least >= 1 - 1e-9) else 0
+
+
+def cases(sizes: Sequence[int], seeds: int) -> Iterator[Case]:
+    """The profiles of ``profiles/``, then the generated suite."""
+    for file in sorted((ROOT / "profiles").glob("*.toml")):
+        try:
+            profile = load_profile(file)
+        except UserError as error:
+            print(f"{file.stem[:45]:<46}{str(error).splitlines()[0]}")
+            continue
+        batch = max(64, 4 * len(profile.devices))
+        request = PlanRequest(batch, profile.model.sequence_length, (1, 2, 4), recompute_choices=(False, True))
+        yield Case(file.stem, profile.model.dtype, profile, request)
+    for devices in sizes:
+        for seed in range(seeds):
+            yield generate(devices, seed, noise=0.05)
+
+
+def rule_step_s(rule: str, profile: ClusterProfile, request: PlanRequest) -> float | None:
+    """Step time of the rule's plan; infinite: it does not fit; None: the rule cannot be applied."""
+    able = [device for device in profile.devices if profile.model.dtype in device.dtypes]
+    items = len(profile.model.layers)
+    space = Space(profile, request, [[device.rank] for device in able])
+    instances = [outlook.instance for outlook in space.outlooks]
+    if rule == "single":
+        return min(
+            evaluate(instance, (kind,), (0, items)).step_s for instance in instances for kind in range(len(able))
+        )
+    figures = figures_of(rule, profile, able)
+    if figures is None:
+        return None
+    largest = sorted(range(len(able)), key=lambda kind: (-figures[kind], kind))[:items]
+    order = tuple(sorted(largest))
+    cuts = proportional([figures[kind] for kind in order], items)
+    return min(evaluate(instance, order, cuts).step_s for instance in instances)
+
+
+def figures_of(rule: str, profile: ClusterProfile, able: Sequence[DeviceProfile]) -> list[float] | None:
+    if rule == "FLOPS":
+        return [PEAK_FLOPS[one.name] for one in able] if all(one.name in PEAK_FLOPS for one in able) else None
+    if rule == "memory":
+        return [float(one.memory_bytes) for one in able]
+    return [1.0 if rule == "even" else 1 / whole_model_s(profile, one) for one in able]
+
+
+def proportional(figures: Sequence[float], items: int) -> tuple[int, ...]:
+    """Cuts that give every rank at least one item and otherwise shares in proportion, rounded to whole items."""
+    cuts, reached = [0], 0.0
+    for place, figure in enumerate(figures, 1):
+        reached += figure
+        wanted = round(items * reached / sum(figures))
+        cuts.append(min(max(wanted, cuts[-1] + 1), items - (len(figures) - place)))
+    return tuple(cuts)
+
+
+def print_summary(ratios: dict[str, list[float]], misfits: dict[str, int]) -> None:
+    rows = {
+        "geometric mean": {r: math.exp(sum(map(math.log, v)) / len(v)) if v else math.nan for r, v in ratios.items()},
+        "least": {r: min(v, default=math.nan) for r, v in ratios.items()},
+        "most": {r: max(v, default=math.nan) for r, v in ratios.items()},
+    }
+    for name, row in rows.items():
+        print(f"{name:<56}" + "".join(f"{row[rule]:>9.2f}x" for rule in RULES))
+    print(f"{'does not fit in memory':<56}" + "".join(f"{misfits[rule]:>10}" for rule in RULES))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""A transport whose messages take as long as those of another cluster: what is received is held back until its time.
+
+The sender knows when its message would arrive: when its link (and, between two hosts, both hosts' network cards) is free,
+and then a transfer later. It sends that moment, 8 bytes, beside the message; the receiver holds the message until then.
+The real transfer is hidden in that time, if it is the shorter one.
+
+* Messages of one directed pair of ranks queue behind each other.
+* All ranks of an emulated host share its card, one message in each direction at a time, first come, first served: as
+  ``planning.network.Network(shared_nic=True)`` says. The times until which cards are taken lie in a file that the ranks of
+  one real host map into memory, so ranks on different real hosts do not see each other's messages: each real host's ranks
+  share a card of their own.
+* Moments are read off the sender's clock. Ranks of one host share a clock; between hosts the clocks are compared once,
+  by ping-pong, to about half the variation of a round trip (clocks then drift apart, by milliseconds per minute at worst).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Literal
+
+import numpy as np
+
+from hetero_mpi.comm.sleeping import Sleeper
+from hetero_mpi.comm.transport import Buffer, Request, Transport
+from hetero_mpi.comm.world import World
+
+STAMP_TAG = 1 << 14
+"""Added to a message's tag for the moment that goes with it; MPI promises tags up to 32767."""
+_PING_TAG = STAMP_TAG - 1
+_PINGS = 20
+
+Delay = Callable[[int, int, int], float]
+"""(source rank, destination rank, bytes of the message) -> seconds that it takes."""
+Clock = Callable[[], float]
+
+
+class Cards:
+    """Until when each emulated host's network card is taken, in seconds of this machine's clock, per direction.
+
+    The table is a file in memory that the ranks of one real host share; a file lock makes booking one act.
+    """
+
+    def __init__(self, file_descriptor: int, hosts: Sequence[str]) -> None:
+        self._file = file_descriptor
+        names = sorted(set(hosts))
+        self._row = [names.index(host) for host in hosts]
+        self._memory = mmap.mmap(file_descriptor, 16 * len(names))
+        self._taken_until_s = np.frombuffer(self._memory, np.float64).reshape(len(names), 2)
+
+    @classmethod
+    def create(cls, path: str, hosts: Sequence[str]) -> Cards:
+        """The table in a file, made with all cards free unless it is there. ``hosts``: the emulated host of each rank."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        size = 16 * len(set(hosts))
+        if os.fstat(descriptor).st_size < size:
+            os.ftruncate(descriptor, size)
+        return cls(descriptor, hosts)
+
+    def book(self, source: int, destination: int, earliest_s: float, duration_s: float) -> float:
+        """Take both cards for a message that may start at ``earliest_s``; returns when it ends."""
+        out, into = self._row[source], self._row[destination]
+        if out == into:
+            return earliest_s + duration_s
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            taken = self._taken_until_s
+            end_s = max(earliest_s, float(taken[out, 0]), float(taken[into, 1])) + duration_s
+            taken[out, 0] = taken[into, 1] = end_s
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        return end_s
+
+
+def shared_cards(world: World, hosts: Sequence[str]) -> Cards:
+    """The table of this real host's ranks. Collective. ``hosts``: the emulated host of each rank of the whole job."""
+    path = None
+    if world.local_rank == 0:
+        descriptor, path = tempfile.mkstemp(prefix="hetero_mpi-cards-")
+        os.close(descriptor)
+    paths = {host: made for host, made in world.all_gather_json([world.host, path]) if made is not None}
+    cards = Cards.create(paths[world.host], hosts)
+    world.barrier()
+    if path is not None:
+        os.unlink(path)  # the ranks have it open; a crash leaves nothing behind
+    return cards
+
+
+class _Held(Request):
+    """A message with its moment: complete when both have been moved and the moment has come."""
+
+    def __init__(self, request: Request, stamp: Buffer, stamp_request: Request, offset_s: float) -> None:
+        super().__init__(request.kind, request.peer, request.tag, request.buffer)
+        self.parts = (request, stamp_request)
+        self._stamp, self._offset_s = stamp, offset_s
+
+    @property
+    def moment_s(self) -> float:
+        """When it arrives, on this rank's clock; known once ``parts`` are complete."""
+        return float(self._stamp.view(np.float64)[0]) + self._offset_s
+
+    @property
+    def completed(self) -> bool:
+        return all(part.completed for part in self.parts) and time.perf_counter() >= self.moment_s
+
+
+class EmulatedTransport:
+    """``inner`` with the delays of another cluster. Closing it leaves ``inner`` open.
+
+    Args:
+        inner: moves the bytes.
+        rank: this rank.
+        delay_s: seconds of a message by itself.
+        cards: network cards shared by ranks; None: every pair of ranks has a link to itself.
+        offsets_s: each rank's clock minus rank 0's, as ``clock_offsets_s`` says.
+        sleeper: how to wait.
+    """
+
+    def __init__(
+        self,
+        inner: Transport,
+        rank: int,
+        delay_s: Delay,
+        cards: Cards | None,
+        offsets_s: Sequence[float],
+        sleeper: Sleeper,
+    ) -> None:
+        self.inner, self.rank, self.delay_s, self.cards = inner, rank, delay_s, cards
+        self._offsets_s, self._sleeper = dict(enumerate(offsets_s)), sleeper
+        self._link_free_s: dict[int, float] = {}
+
+    def post_receive(self, source: int, tag: int, buffer: Buffer) -> Request:
+        """See ``Transport``."""
+        request = self.inner.post_receive(source, tag, buffer)
+        stamp = np.empty(8, np.uint8)
+        moment = self.inner.post_receive(source, tag + STAMP_TAG, stamp)
+        offset_s = self._offsets_s[self.rank] - self._offsets_s.get(source, 0.0)
+        return _Held(request, stamp, moment, offset_s)
+
+    def send(self, destination: int, tag: int, buffer: Buffer) -> Request:
+        """See ``Transport``. The message leaves now, or when those before it have arrived."""
+        request = self.inner.send(destination, tag, buffer)
+        stamp = np.array([self._arrival_s(destination, buffer.size)]).view(np.uint8)
+        moment = self.inner.send(destination, tag + STAMP_TAG, stamp)
+        return _Held(request, stamp, moment, 0.0)
+
+    def _arrival_s(self, destination: int, size_bytes: int) -> float:
+        duration_s = self.delay_s(self.rank, destination, size_bytes)
+        earliest_s = max(time.perf_counter(), self._link_free_s.get(destination, 0.0))
+        if self.cards is not None:
+            end_s = self.cards.book(self.rank, destination, earliest_s, duration_s)
+        else:
+            end_s = earliest_s + duration_s
+        self._link_free_s[destination] = end_s
+        return end_s
+
+    def wait(self, request: Request) -> None:
+        """See ``Transport``. Returns when the message has been moved and its moment has come, for sender and receiver."""
+        assert isinstance(request, _Held), "a request is waited for where it was made"
+        for part in request.parts:
+            self.inner.wait(part)
+        self._sleeper.until(request.moment_s)
+
+    def pending(self) -> int:
+        """See ``Transport``. Moments count as messages."""
+        return self.inner.pending()
+
+    def close(self) -> None:
+        """Nothing of its own is to be closed."""
+
+    def __enter__(self) -> EmulatedTransport:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def clock_offsets_s(world: World, transport: Transport) -> list[float]:
+    """Each rank's clock minus rank 0's, in seconds: 0 for ranks of rank 0's host, others by ping-pong. Collective."""
+    far = [rank for rank in range(world.size) if world.hosts[rank] != world.hosts[0]]
+    own = 0.0
+    for rank in far:
+        if world.rank == 0:
+            compare_clocks(transport, rank, "leads")
+        elif world.rank == rank:
+            own = compare_clocks(transport, 0, "follows")
+    return [float(offset) for offset in world.all_gather_json(own)]
+
+
+def compare_clocks(
+    transport: Transport, peer: int, role: Literal["leads", "follows"], clock: Clock = time.perf_counter
+) -> float:
+    """This rank's clock minus the leader's, in seconds (0 on the leader). Called by both ranks at once.
+
+    The follower asks for the leader's time; the answer is taken to be as old as half the round trip, of the quickest of 20
+    (the method of Cristian 1989).
+    """
+    best_s, offset_s = float("inf"), 0.0
+    answer = np.zeros(8, np.uint8)
+    for _ in range(_PINGS):
+        if role == "leads":
+            transport.wait(transport.post_receive(peer, _PING_TAG, answer))
+            transport.wait(transport.send(peer, _PING_TAG, np.array([clock()]).view(np.uint8)))
+            continue
+        begin = clock()
+        receive = transport.post_receive(peer, _PING_TAG, answer)
+        transport.wait(transport.send(peer, _PING_TAG, np.zeros(8, np.uint8)))
+        transport.wait(receive)
+        end = clock()
+        if end - begin < best_s:
+            best_s = end - begin
+            offset_s = (begin + end) / 2 - float(answer.view(np.float64)[0])
+    return offset_s

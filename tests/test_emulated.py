@@ -1,0 +1,263 @@
+"""Emulated clusters: a run on other machines' times has the numbers of a plain run, and the times it was promised."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hetero_mpi.comm.emulated_link import Cards, EmulatedTransport, compare_clocks
+from hetero_mpi.comm.loopback import LoopbackNetwork, LoopbackTransport
+from hetero_mpi.comm.sleeping import Sleeper
+from hetero_mpi.planning.files import load_profile, save_plan, save_profile
+from hetero_mpi.planning.network import THREADED, Network
+from hetero_mpi.planning.plan import Plan
+from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
+from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.report.metrics import StepMetrics, read_metrics
+from tests.planning_samples import make_model, make_plan_of, make_profile
+from tests.programs.comm_conformance import CASES
+from tests.small_jobs import SEQUENCE, Outcome, Workshop
+
+TOKENS, BATCH, STEPS = 256, 6, 7
+"""Of the emulated model: tokens per sequence. Its sequences of one micro-batch each; optimizer steps."""
+CUTS, RANKS = [0, 2, 3, 4], [0, 2, 1]
+BYTES_PER_S = 256 * 4096 / 0.040
+"""40 ms for one sequence's activations."""
+
+
+def three_ranks(tied: bool = False, speed: float = 1.0) -> ClusterProfile:
+    """Ranks 0 and 1 on one host, rank 2 on another; a block takes 10 ms forward and 20 ms backward."""
+
+    def device(rank: int, host: str, slowness: float) -> DeviceProfile:
+        def times(seconds: float) -> LayerTimes:
+            return LayerTimes(Curve((TOKENS,), (seconds * slowness,)), Curve((TOKENS,), (2 * seconds * slowness,)))
+
+        layers = {"embedding": times(0.002), "block": times(0.010), "head": times(0.012)}
+        return replace(
+            make_profile().devices[0],
+            rank=rank,
+            host=host,
+            backend="cuda",
+            name=f"card {rank}",
+            memory_bytes=10**9,
+            layers=layers,
+            optimizer_fixed_s=0.012,
+        )
+
+    model = replace(make_model(2, tied, 4096), sequence_length=TOKENS, tied_bytes=600_000 if tied else 0)
+    hosts = ["left", "left", "right"]
+    devices = tuple(device(rank, host, 1 / speed) for rank, host in enumerate(hosts))
+    links = tuple(
+        LinkProfile(a, b, 0.001, BYTES_PER_S * speed, hosts[a] == hosts[b])
+        for a in range(3)
+        for b in range(3)
+        if a != b
+    )
+    return replace(make_profile(), model=model, devices=devices, links=links)
+
+
+def first_two(profile: ClusterProfile) -> ClusterProfile:
+    links = tuple(link for link in profile.links if 2 not in (link.source, link.destination))
+    return replace(profile, devices=profile.devices[:2], links=links)
+
+
+def plan_of(sequence_length: int) -> Plan:
+    """Ranks 0, 2, 1 in this order: all messages cross between the hosts; warm-up hides the links, if not the card."""
+    return replace(make_plan_of(CUTS, RANKS, BATCH, warm_up=[5, 3, 0]), sequence_length=sequence_length)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """One mpirun of all jobs: outcomes, and where each wrote."""
+
+    directory: Path
+    outcomes: dict[str, Outcome]
+
+    def metrics(self, name: str) -> tuple[StepMetrics, ...]:
+        assert self.outcomes[name].raised[0] == "", self.outcomes[name].texts[0]
+        return read_metrics(self.directory / name / "metrics.jsonl").steps
+
+    def measured_s(self, name: str) -> float:
+        return statistics.median(step.step_s for step in self.metrics(name)[2:])
+
+
+@pytest.fixture(scope="module")
+def np3(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    shop = Workshop(tmp_path_factory.mktemp("emulated"))
+    directory = shop.directory
+    profiles = {"untied": three_ranks(), "tied": three_ranks(tied=True), "fast": three_ranks(speed=1000)}
+    profiles["four"] = replace(three_ranks(), model=replace(make_model(4, False, 4096), sequence_length=TOKENS))
+    profiles["two"] = first_two(three_ranks())
+    for name, profile in profiles.items():
+        save_profile(profile, directory / f"like-{name}.toml")
+    save_plan(plan_of(SEQUENCE), directory / "own-plan.toml")
+    save_plan(plan_of(TOKENS), directory / "emulated-plan.toml")
+    entries: dict[str, dict[str, object]] = {}
+
+    def entry(name: str, model: str, plan: str | None, **cluster: object) -> None:
+        values = shop.values(shop.model(model, 2, tied=model == "tied"))
+        train = {"steps": STEPS, "global_batch": BATCH, "micro_batch": 1}
+        job = shop.job(name, values, train=train, cluster=cluster, checkpoint={"every": 0})
+        entries[name] = {"job": job, "run_dir": str(directory / name)}
+        if plan is not None:
+            entries[name]["plan"] = directory / plan
+
+    entry("untied-plain", "untied", "own-plan.toml")
+    entry("untied", "untied", "emulated-plan.toml", emulate="like-untied.toml")
+    entry("tied-plain", "tied", "own-plan.toml")
+    entry("tied", "tied", "emulated-plan.toml", emulate="like-tied.toml", time_scale=0.8)
+    entry("too-fast", "untied", "emulated-plan.toml", emulate="like-fast.toml")
+    entry("too-few-blocks", "untied", None, emulate="like-four.toml")
+    entry("too-many-ranks", "untied", None, emulate="like-two.toml", emulate_first=True)
+    entry("tied-differently", "tied", None, emulate="like-untied.toml")
+    entry("two-profiles", "untied", None, emulate="like-untied.toml")
+    entries["two-profiles"]["profile"] = directory / "like-untied.toml"
+    return Runs(directory, shop.run_entries(3, entries, timeout_s=150))
+
+
+@pytest.mark.parametrize("name", ["untied", "tied"])
+def test_losses_have_the_bits_of_a_run_without_emulation(np3: Runs, name: str) -> None:
+    emulated, plain = np3.metrics(name), np3.metrics(f"{name}-plain")
+    assert [step.loss for step in emulated] == [step.loss for step in plain]
+    assert [step.grad_norm for step in emulated] == [step.grad_norm for step in plain]
+    assert len(emulated) == STEPS
+
+
+@pytest.mark.parametrize("name", ["untied", "tied"])
+def test_steps_last_as_predicted(np3: Runs, name: str) -> None:
+    predicted_s = np3.metrics(name)[0].predicted_step_s
+    assert np3.measured_s(name) == pytest.approx(predicted_s, rel=0.15)
+
+
+def test_ranks_of_a_host_share_its_card(np3: Runs) -> None:
+    """Without sharing, the step would be so much shorter that the test above would notice."""
+    own = simulate(plan_of(TOKENS), three_ranks(), network=THREADED).step_s
+    shared = simulate(plan_of(TOKENS), three_ranks(), network=Network(shared_nic=True)).step_s
+    assert shared > 1.3 * own
+    assert np3.metrics("untied")[0].predicted_step_s == pytest.approx(shared)
+    assert "share its network card" in np3.outcomes["untied"].printed
+
+
+def test_everything_a_person_sees_says_emulated(np3: Runs) -> None:
+    printed, plain = np3.outcomes["untied"].printed, np3.outcomes["untied-plain"].printed
+    for text in ("emulated host", "emulated device", "figures emulated, made up", "on emulated devices", "cuda card 2"):
+        assert text in printed
+    assert "Step time, emulated: " in printed and "Emulation: " in printed
+    assert all(step.emulated for step in np3.metrics("untied"))
+    assert not any(step.emulated for step in np3.metrics("untied-plain"))
+    assert "emulated" not in (np3.directory / "untied-plain" / "metrics.jsonl").read_text()
+    assert load_profile(np3.directory / "untied" / "profile.toml").source == "emulated, made up"
+    assert "emulated host" not in plain and "Step time: " in plain
+
+
+def test_rates_are_those_of_the_emulated_model(np3: Runs) -> None:
+    step, plain = np3.metrics("untied")[3], np3.metrics("untied-plain")[3]
+    assert step.tokens == plain.tokens
+    assert step.tokens_per_s == pytest.approx(step.tokens * TOKENS / SEQUENCE / step.step_s)
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("too-fast", ["must fit into the emulated times", "is to last", "rank ", "Set [cluster] time_scale = "]),
+        ("too-few-blocks", ["has 4, this job's model has 2", "Set num_hidden_layers = 4"]),
+        ("too-many-ranks", ["like-two.toml describes 2 ranks, this job has 3: start 2 ranks"]),
+        ("tied-differently", ["tied ends", "Set tie_word_embeddings = false"]),
+        ("two-profiles", ["brings its own profile", "leave --profile and profile.path out"]),
+    ],
+)
+def test_what_cannot_be_emulated_is_refused_on_all_ranks(np3: Runs, name: str, texts: list[str]) -> None:
+    outcome = np3.outcomes[name]
+    assert outcome.raised == ("CollectiveUserError",) * 3
+    assert all(text in outcome.texts[0] for text in texts), outcome.texts[0]
+
+
+def pair(delay_s: float, cards: Cards | None = None) -> list[EmulatedTransport]:
+    """Two emulated transports that reach each other."""
+    ends: tuple[LoopbackTransport, ...] = LoopbackNetwork(2).transports
+    return [
+        EmulatedTransport(end, rank, lambda a, b, size: delay_s, cards, [0.0, 0.0], Sleeper(False))
+        for rank, end in enumerate(ends)
+    ]
+
+
+def test_messages_of_a_pair_queue_behind_each_other() -> None:
+    sender, receiver = pair(0.02)
+    buffers = [np.zeros(3, np.uint8) for _ in range(3)]
+    receives = [receiver.post_receive(0, 1, buffer) for buffer in buffers]
+    sends = [sender.send(1, 1, np.full(3, index, np.uint8)) for index in range(3)]
+    assert not sends[0].completed and not receives[0].completed  # the bytes are there, their time is not
+    for request in (*receives, *sends):
+        (sender if request.kind == "send" else receiver).wait(request)
+    moments = [request.moment_s for request in receives]  # type: ignore[attr-defined]
+    assert np.diff(moments) == pytest.approx([0.02, 0.02])
+    assert [int(buffer[0]) for buffer in buffers] == [0, 1, 2]
+    assert [request.moment_s for request in sends] == moments  # type: ignore[attr-defined]
+
+
+def test_cards_serve_one_message_per_direction(tmp_path: Path) -> None:
+    """Ranks 0 and 1 on host a, 2 on b, 3 on c, every message 1 s::
+
+    second   0     1     2     3
+    a out    0->2  1->3  0->2
+    b in     0->2        0->2
+    c in           1->3
+    b out    2->0
+    a in     2->0
+    """
+    cards, others = (Cards.create(str(tmp_path / "cards"), ["a", "a", "b", "c"]) for _ in range(2))
+    assert cards.book(0, 2, 10.0, 1.0) == 11.0
+    assert others.book(1, 3, 10.0, 1.0) == 12.0  # another process sees the same cards
+    assert cards.book(2, 0, 10.0, 1.0) == 11.0
+    assert cards.book(0, 2, 10.0, 1.0) == 13.0
+    assert cards.book(0, 1, 10.0, 1.0) == 11.0  # inside the host: no card
+    assert others.book(3, 2, 20.0, 1.0) == 21.0
+
+
+@pytest.mark.parametrize("case", [case for name, case in CASES.items() if "close" not in name], ids=str)
+def test_emulated_links_keep_the_contract_of_transports(case: Callable[..., None]) -> None:
+    ends = pair(0.0005)
+    play_both(lambda rank: case(lambda: ends[rank], rank))
+
+
+def test_clocks_of_two_hosts_are_compared() -> None:
+    ends = LoopbackNetwork(2).transports
+    found: dict[int, float] = {}
+    clocks = {0: lambda: 100.0, 1: lambda: 142.0}
+
+    def play(rank: int) -> None:
+        found[rank] = compare_clocks(ends[rank], 1 - rank, "leads" if rank == 0 else "follows", clocks[rank])
+
+    play_both(play)
+    assert found == {0: 0.0, 1: 42.0}
+
+
+def play_both(play: Callable[[int], None]) -> None:
+    failures: list[BaseException] = []
+
+    def guarded(rank: int) -> None:
+        try:
+            play(rank)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+        assert not thread.is_alive(), "a rank hangs"
+    if failures:
+        raise failures[0]
+
+
+def test_a_metrics_line_of_an_emulated_step_says_so(np3: Runs) -> None:
+    line = (np3.directory / "untied" / "metrics.jsonl").read_text().splitlines()[0]
+    assert json.loads(line)["emulated"] is True

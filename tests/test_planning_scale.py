@@ -1,0 +1,260 @@
+"""Many ranks, ranks that differ by a measurement's noise, the order among equally good plans, and what makes a model fit."""
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning.bounds import fluid_bound_s, pipeline_bound_s
+from hetero_mpi.planning.lines import Lines, orders_along_lines
+from hetero_mpi.planning.memory import stage_memory
+from hetero_mpi.planning.noise import smoothed
+from hetero_mpi.planning.optimum import Space, optimise, space_of
+from hetero_mpi.planning.planner import make_plan
+from hetero_mpi.planning.profile import ClusterProfile, Curve, LayerTimes
+from hetero_mpi.planning.remedies import is_packed, is_trained_whole, with_adapters
+from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.search import Effort, classic, deepen, evaluate, paced
+from hetero_mpi.planning.shortage import rescued
+from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.tables import rank_classes, stage_bytes
+from tests.planning_samples import SEQUENCE, make_model, make_profile, random_instance
+
+EQUAL = 1 + 1e-9
+
+
+def noisy(profile: ClusterProfile, seed: int, noise: float = 0.05) -> ClusterProfile:
+    """Every curve and link times a factor of its own."""
+    draw = random.Random(seed)
+
+    def curve(exact: Curve) -> Curve:
+        by = draw.uniform(1 - noise, 1 + noise)
+        return replace(exact, seconds=tuple(s * by for s in exact.seconds))
+
+    devices = tuple(
+        replace(d, layers={k: LayerTimes(curve(t.forward_s), curve(t.backward_s)) for k, t in d.layers.items()})
+        for d in profile.devices
+    )
+    links = tuple(
+        replace(link, bytes_per_s=link.bytes_per_s * draw.uniform(1 - noise, 1 + noise)) for link in profile.links
+    )
+    return replace(profile, devices=devices, links=links)
+
+
+def on_hosts(profile: ClusterProfile, per_host: int) -> ClusterProfile:
+    """Consecutive ranks share a host; links inside are a hundred times as fast."""
+    host = [rank // per_host for rank in range(len(profile.devices))]
+    devices = tuple(replace(d, host=f"host{host[d.rank]}") for d in profile.devices)
+    links = tuple(
+        replace(link, same_host=True, latency_s=link.latency_s / 100, bytes_per_s=link.bytes_per_s * 100)
+        if host[link.source] == host[link.destination]
+        else link
+        for link in profile.links
+    )
+    return replace(profile, devices=devices, links=links)
+
+
+def many(seed: int = 0) -> tuple[ClusterProfile, PlanRequest]:
+    """Six hosts of four like ranks, three speeds; 30 blocks."""
+    slowness = [speed for speed in (1, 4, 1, 2, 2, 4) for _ in range(4)]
+    profile = on_hosts(make_profile(slowness, make_model(30), latency_s=0.05, bytes_per_s=1e4), 4)
+    return noisy(profile, seed), PlanRequest(48, SEQUENCE, (1, 2), recompute_choices=(False, True))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ranks_alike_but_for_noise_are_one_class(seed: int) -> None:
+    exact = on_hosts(make_profile([1] * 4 + [2] * 4 + [1] * 4, latency_s=0.1, bytes_per_s=1e4), 4)
+    measured = noisy(exact, seed)
+    assert len(rank_classes(measured)) == 12
+    assert sorted(map(sorted, rank_classes(smoothed(measured)))) == sorted(map(sorted, rank_classes(exact)))
+
+
+def test_smoothing_keeps_unlike_ranks_apart_and_takes_the_least_memory() -> None:
+    profile = make_profile((1.0, 1.05, 1.3), memory_bytes=(1000, 1010, 1000))
+    profile = replace(profile, devices=tuple(replace(d, name="one name") for d in profile.devices))
+    calm = smoothed(profile)
+    assert calm.devices[0].layers == calm.devices[1].layers != calm.devices[2].layers
+    assert [device.memory_bytes for device in calm.devices] == [1000, 1000, 1000]
+    assert calm.devices[0].layers["block"].forward_s.seconds[0] == pytest.approx(1.025)
+    assert calm.devices[2].layers == profile.devices[2].layers
+    assert smoothed(calm) == calm
+
+
+def test_a_plan_for_many_noisy_ranks_is_simulated_with_their_own_figures_and_repeatable() -> None:
+    profile, request = many()
+    plan = make_plan(profile, request)
+    assert plan == make_plan(profile, request)
+    assert plan.predicted_step_s == simulate(plan, profile).step_s
+    assert all(m.peak_bytes <= m.usable_bytes for m in plan.memory)
+    bound_s = pipeline_bound_s(profile, request)
+    assert fluid_bound_s(profile, request) == plan.bound_step_s <= bound_s <= plan.predicted_step_s <= 1.35 * bound_s
+
+
+def test_many_noisy_ranks_numbered_anew_give_the_same_plan() -> None:
+    profile, request = many(1)
+    order = random.Random(1).sample(range(24), 24)
+    new = {old: rank for rank, old in enumerate(order)}
+    other = replace(
+        profile,
+        devices=tuple(replace(profile.devices[old], rank=rank) for rank, old in enumerate(order)),
+        links=tuple(replace(k, source=new[k.source], destination=new[k.destination]) for k in profile.links),
+    )
+    # Which of several alike ranks is used depends on their numbers; what the plan costs, within their noise only.
+    assert make_plan(other, request).predicted_step_s == pytest.approx(
+        make_plan(profile, request).predicted_step_s, 0.05
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_equal_ranks_measured_with_noise_stand_in_their_own_order(seed: int) -> None:
+    profile = noisy(make_profile([1.0] * 4, make_model(10), latency_s=0.01), seed, noise=0.003)
+    request = PlanRequest(32, SEQUENCE, (1,))
+    fastest = make_plan(profile, request)
+    plan = make_plan(profile, replace(request, indifference=0.005))
+    assert [stage.ranks[0] for stage in plan.pipelines[0].stages] == list(range(len(plan.pipelines[0].stages)))
+    assert plan.predicted_step_s <= 1.005 * fastest.predicted_step_s
+    assert plan.predicted_step_s == simulate(plan, profile).step_s
+
+
+def test_order_is_not_preferred_to_more_than_the_indifference() -> None:
+    profile = make_profile((4.0, 1.0), make_model(8), latency_s=1.0, memory_bytes=(10_000_000, 60_000))
+    request = PlanRequest(8, SEQUENCE, (1,))
+    fastest = make_plan(profile, request)
+    plan = make_plan(profile, replace(request, indifference=0.005))
+    assert fastest.predicted_step_s <= plan.predicted_step_s <= 1.005 * fastest.predicted_step_s
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_line_yields_the_best_of_its_subsequences(seed: int) -> None:
+    """Each rank a class; memory plentiful, so that depth does not matter and the dynamic programming is exact."""
+    profile, request = random_instance(seed, ranks=4, items=6)
+    roomy = tuple(replace(device, memory_bytes=10**9) for device in profile.devices)
+    space = Space(replace(profile, devices=roomy), request, [[rank] for rank in range(4)])
+    outlook = space.outlooks[0]
+    line = tuple(random.Random(seed).sample(range(4), 4))
+    subsequences = [part for count in range(1, 5) for part in itertools.combinations(line, count)]
+    expected = min(float(outlook.remainder(part).work_s[0]) for part in subsequences)
+    value, order = Lines(outlook, space.sizes, False).best(line)[0]
+    assert value == pytest.approx(expected, rel=1e-12)
+    assert order in subsequences
+    assert float(outlook.remainder(order).work_s[0]) == pytest.approx(expected, rel=1e-12)
+    whole, everyone = Lines(outlook, space.sizes, True).best(line)[0]
+    assert everyone == line and whole == pytest.approx(float(outlook.remainder(line).work_s[0]), rel=1e-12)
+    assert Lines(outlook, space.sizes, True).cuts_of(line) is not None
+
+
+def test_all_ranks_are_used_when_none_may_idle() -> None:
+    profile = on_hosts(make_profile([1.0, 1.0, 30.0] * 3, make_model(12), latency_s=0.01), 3)
+    space = space_of(profile, PlanRequest(16, SEQUENCE, (1,), allow_idle=False))
+    for _, _, order in orders_along_lines(space.outlooks, space.sizes, [[1.0] * len(space.sizes)], True):
+        assert len(order) == 9
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_paced_depths_come_near_the_greedy_ones(seed: int) -> None:
+    """Six equal stages over links that a classic depth does not hide."""
+    draw = random.Random(seed)
+    profile = make_profile([1.0] * 6, make_model(22), latency_s=draw.uniform(1.0, 4.0))
+    space = space_of(profile, PlanRequest(64, SEQUENCE, (1,)))
+    outlook = space.outlooks[0]
+    order = (0,) * 6
+    shallow = evaluate(outlook.instance, order, outlook.best_cuts(order))
+    assert shallow.warm_up == classic(6, 64)
+    deep = deepen(shallow, 0.0, Effort(10**8))
+    quick = min(paced(shallow, allowance).step_s for allowance in (0.1, 0.3))
+    assert quick < 0.95 * shallow.step_s
+    assert quick <= 1.03 * deep.step_s
+
+
+def test_tables_hold_what_stage_memory_counts() -> None:
+    """Also where two kinds of blocks alternate."""
+    model = make_model(7, tied=True)
+    wide = replace(model.layers[1], kind="wide", activation_bytes_per_token=700.0, parameter_bytes=3000)
+    model = replace(model, layers=tuple(wide if i in (2, 4, 6) else x for i, x in enumerate(model.layers)))
+    for recompute, (a, b) in itertools.product((False, True), itertools.combinations(range(10), 2)):
+        if b <= len(model.layers):
+            parts = stage_memory(model, a, b, 30, 4, recompute)
+            fixed, each = stage_bytes(model, 30, recompute)
+            assert fixed[a, b] + 4 * each[a, b] == parts.total, (a, b, recompute)
+
+
+def test_pipeline_bound_by_hand() -> None:
+    """Two blocks of 3 s over three ranks: whole blocks forbid less than one each; filling makes the second wait."""
+    profile = make_profile((1.0, 1.0, 1.0))
+    request = PlanRequest(4, SEQUENCE, (1,), memory_reserve=0.0)
+    work = 4 * 3 * 2.6
+    speeds = 1 + 3 / 4 + 9 / 16
+    assert pipeline_bound_s(profile, request) == pytest.approx(work / speeds)
+    deep = PlanRequest(4000, SEQUENCE, (1,), memory_reserve=0.0)
+    assert pipeline_bound_s(profile, deep) == pytest.approx(4000 * 3.0)
+    assert fluid_bound_s(profile, deep) == pytest.approx(4000 * 3 * 2.6 / 3)
+
+
+def remedies_of(profile: ClusterProfile, request: PlanRequest) -> tuple[str, list[str]]:
+    with pytest.raises(UserError) as caught:
+        make_plan(profile, request)
+    message = str(caught.value)
+    return message, [line.strip() for line in message.partition("What would make it fit")[2].splitlines()[1:]]
+
+
+def test_recompute_adapters_and_four_bits_are_suggested_where_they_help() -> None:
+    request = PlanRequest(8, SEQUENCE, (1,), memory_reserve=0.0)
+    profile = make_profile((1.0, 1.0), make_model(6), memory_bytes=(56_000, 56_000))
+    _, lines = remedies_of(profile, request)
+    assert any('train.recompute = "auto"' in line for line in lines)
+    make_plan(profile, replace(request, recompute_choices=(False, True)))
+    packed = next(line for line in lines if 'model.quantization = "nf4" and adapter.method = "lora"' in line)
+    assert "estimated" in packed
+    make_plan(replace(profile, model=with_adapters(profile.model, packed=True)), request)
+
+
+def test_when_no_change_alone_helps_several_together_are_tried() -> None:
+    request = PlanRequest(8, SEQUENCE, (8,), memory_reserve=0.0)
+    profile = make_profile((1.0,), make_model(12), memory_bytes=40_000)
+    _, lines = remedies_of(profile, request)
+    assert len(lines) == 1 and lines[0].startswith('together: train.recompute = "auto", train.micro_batch = 1')
+    easier = replace(request, micro_batch_choices=(1,), recompute_choices=(False, True))
+    length = (
+        int(lines[0].partition("data.sequence_length = ")[2].split()[0]) if "sequence_length" in lines[0] else SEQUENCE
+    )
+    model = with_adapters(profile.model, packed=True) if "nf4" in lines[0] else profile.model
+    make_plan(replace(profile, model=model), replace(easier, sequence_length=length))
+    with pytest.raises(UserError):
+        make_plan(profile, easier)
+
+
+def test_adapters_over_four_bits_cost_what_they_should() -> None:
+    model = make_model(3)
+    assert is_trained_whole(model) and not is_packed(model)
+    packed = with_adapters(model, packed=True)
+    assert not is_trained_whole(packed) and is_packed(packed)
+    block = packed.layers[1]
+    assert (block.trainable_parameters, block.parameter_bytes) == (4, math.ceil(0.5625 * 400) + 16)
+    assert packed.layers[0].trainable_parameters == packed.layers[-1].trainable_parameters == 0
+
+
+def test_a_rank_that_fits_only_with_recompute_is_told_so() -> None:
+    profile = make_profile((1.0, 1.0), make_model(4), memory_bytes=(10_000_000, 30_600))
+    request = PlanRequest(8, SEQUENCE, (2,), memory_reserve=0.0)
+    plan = make_plan(profile, request)
+    assert [idle.rank for idle in plan.idle] == [1]
+    with_it = make_plan(profile, replace(request, recompute_choices=(False, True)))
+    told = plan.idle[0].reason
+    if with_it.idle:
+        assert told.endswith(", nor with recompute")
+    else:
+        assert 'with train.recompute = "auto" it fits' in told
+
+
+def test_what_fits_is_planned_even_if_the_fast_orders_do_not() -> None:
+    """Memory just enough in one order: the search over many ranks may miss it, ``rescued`` does not."""
+    profile, request = many(2)
+    space = space_of(profile, request)
+    assert optimise(space).best is not None
+    plenty = rescued(space)
+    assert plenty is not None and plenty.best is not None and plenty.best.step_s < math.inf
+    tiny = replace(profile, devices=tuple(replace(d, memory_bytes=5000) for d in profile.devices))
+    assert rescued(space_of(tiny, request)) is None
