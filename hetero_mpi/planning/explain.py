@@ -12,7 +12,7 @@ from hetero_mpi.planning.schedule import Op, stages
 from hetero_mpi.planning.search import ROUNDING, Candidate, Effort, classic, evaluate
 from hetero_mpi.planning.simulator import Simulation, simulate
 
-IDLE_EFFORT = 150_000
+IDLE_EFFORT = 100_000
 """Effort for trying to use the ranks that a plan leaves out."""
 UNTRIED = "the search over many ranks found no faster pipeline with it (not simulated one by one)"
 BUSY = 0.85

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hetero_mpi.planning.search import ALLOWANCES, ROUNDING, Order, Outlook
 from hetero_mpi.planning.tables import Table
 
-LOOKS = 12_000_000
+LOOKS = 9_000_000
 """Table entries that all lines together may work through: a count, not a clock, so that the same input gives the same plan."""
 DEEPER = 2
 """Depths up to this many times the number of stages are looked at."""
@@ -133,7 +133,7 @@ class Lines:
         if not (self.all_used and bests):
             onward[self.items], depth[self.items], following[self.items] = 0.0, 1, -1
         flying = np.clip(depth, 1, self.deepest)
-        compute = self.totals(kind)[flying - 1, np.arange(self.items + 1)]
+        compute = self._compute(kind, flying)
         work_s = np.maximum(self.instance.micro_batches * compute, compute + onward[:, None])
         cut = work_s.argmin(axis=0)
         items = np.arange(self.items + 1)
@@ -143,6 +143,17 @@ class Lines:
 
     def _order(self, index: int) -> Order:
         return self._path(index)[0]
+
+    def _compute(self, kind: int, flying: NDArray[np.int64]) -> Table:
+        """Forward + backward as [last, first], with ``flying[last]`` micro-batches in flight."""
+        if not self.all_used:
+            return np.asarray(self.totals(kind)[flying - 1, np.arange(self.items + 1)])
+        # A rank that is met once: only the tables of the depths that occur.
+        compute = np.empty((self.items + 1, self.items + 1))
+        for depth in np.unique(flying).tolist():
+            chosen = flying == depth
+            compute[chosen] = self.instance.stage(kind, depth).total_s.T[chosen]
+        return compute
 
     def _path(self, index: int) -> tuple[Order, tuple[int, ...]]:
         """(order, cuts) of the pipeline that begins with the step ``index``."""

@@ -22,7 +22,7 @@ from hetero_mpi.planning.optimum import Optimum, on_ranks
 from hetero_mpi.planning.search import Candidate
 from hetero_mpi.planning.tables import rank_classes
 
-EFFORT = 40_000
+EFFORT = 30_000
 """Effort for the plan of one order."""
 LONG = 12
 EXCHANGES = 8

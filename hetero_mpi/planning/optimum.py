@@ -44,7 +44,7 @@ NEAR = 0.005
 """A plan within this share of its bound is not worth cutting anew."""
 PLACES = 8
 """About so many places of a long pipeline are tried for one more rank."""
-LINE_EFFORT = 100_000
+LINE_EFFORT = 70_000
 """Effort for one of few long pipelines."""
 
 

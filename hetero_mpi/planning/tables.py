@@ -50,6 +50,8 @@ def rank_classes(profile: ClusterProfile) -> list[list[int]]:
     # Colours: what a rank is, then also what it is linked to; a few rounds tell unlike ranks apart.
     colours = _numbered(contents)
     for _ in range(3):
+        if len(set(colours.values())) == len(ranks):
+            break
         seen = {a: (colours[a], sorted((colours[b], links[a, b], links[b, a]) for b in ranks if b != a)) for a in ranks}
         colours = _numbered({rank: repr(view) for rank, view in seen.items()})
     classes: list[list[int]] = []
@@ -175,11 +177,12 @@ class Instance:
         again = [0.0, *forward[1:-1], 0.0]
         parts = ((forward, device.forward_overhead_s), (backward, device.backward_overhead_s), (again, 0.0))
         tables = []
+        held = np.triu(np.ones((self.items + 1, self.items + 1), dtype=bool), 1)
         for seconds, overhead in parts:
-            table = np.full((self.items + 1, self.items + 1), np.inf)
-            for a in range(self.items):
-                table[a, a + 1 :] = np.cumsum([overhead, *seconds[a:]])[1:]
-            tables.append(table)
+            # Row a: zeros, the overhead at a, then the seconds of items a, a + 1, ...: summed in this order.
+            summands = np.where(held, np.array([0.0, *seconds]), 0.0)
+            np.fill_diagonal(summands, overhead)
+            tables.append(np.where(held, np.cumsum(summands, axis=1), np.inf))
         return tables[0], tables[1], tables[2]
 
     def _optimizer(self, rank: int) -> Table:
