@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from hetero_mpi.checkpoint import CheckpointReader, newest_good
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
@@ -51,6 +52,7 @@ def export(source: Path, target: Path, merge: bool) -> str:
     Raises:
         UserError: no whole checkpoint, nothing to merge, or the base weights are not there.
     """
+    transformers_logging.disable_progress_bar()  # one for each item would say nothing
     path = _checkpoint(source)
     with CheckpointReader(path) as reader:
         opened = _open(reader, path)
