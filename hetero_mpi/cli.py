@@ -8,11 +8,15 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hetero_mpi import __version__
 from hetero_mpi.errors import UserError
+
+if TYPE_CHECKING:
+    from hetero_mpi.comm.world import World
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,12 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(namespace: argparse.Namespace) -> int:
-    from hetero_mpi.comm.world import World, run_guarded
-
-    _quiet_libraries()
-
     def command(world: World) -> int:
-        world.doing = "importing torch and transformers"
         from hetero_mpi.training.run import train
         from hetero_mpi.training.setup import Options
 
@@ -46,16 +45,11 @@ def _train(namespace: argparse.Namespace) -> int:
         )
         return train(world, options)
 
-    return run_guarded(command)
+    return _on_all_ranks(command)
 
 
 def _generate(namespace: argparse.Namespace) -> int:
-    from hetero_mpi.comm.world import World, run_guarded
-
-    _quiet_libraries()
-
     def command(world: World) -> int:
-        world.doing = "importing torch and transformers"
         from hetero_mpi.training.generate import Options, generate
 
         options = Options(
@@ -69,21 +63,16 @@ def _generate(namespace: argparse.Namespace) -> int:
         )
         return generate(world, options)
 
-    return run_guarded(command)
+    return _on_all_ranks(command)
 
 
 def _profile(namespace: argparse.Namespace) -> int:
-    from hetero_mpi.comm.world import World, run_guarded
-
-    _quiet_libraries()
-
     def command(world: World) -> int:
-        world.doing = "importing torch and transformers"
         from hetero_mpi.training.profile_command import Options, profile
 
         return profile(world, Options(namespace.job, namespace.output, tuple(namespace.set)))
 
-    return run_guarded(command)
+    return _on_all_ranks(command)
 
 
 def _inspect(namespace: argparse.Namespace) -> int:
@@ -117,9 +106,18 @@ def _simulate(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def _quiet_libraries() -> None:
+def _on_all_ranks(command: Callable[[World], int]) -> int:
+    """Join the other ranks and run ``command``, which imports its rooms itself; any failure ends all ranks."""
+    from hetero_mpi.comm.world import run_guarded
+
     # bitsandbytes (through peft) warns of an optional kernel package that we never call.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+    def guarded(world: World) -> int:
+        world.doing = "importing torch and transformers"
+        return command(world)
+
+    return run_guarded(guarded)
 
 
 def _launch(namespace: argparse.Namespace) -> int:

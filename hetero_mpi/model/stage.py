@@ -161,10 +161,6 @@ class Stage:
         finally:
             set_training(self.model, True)
 
-    def forget(self) -> None:
-        """Drop what unfinished micro-batches kept (after an error or a skipped step)."""
-        self._kept.clear()
-
     def apply(self, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
         """Own layers on ``x``, as transformers' model is called with ``keywords``; the last stage gives logits (B, T, V)."""
         self._input = x
