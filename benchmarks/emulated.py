@@ -28,10 +28,10 @@ from make_profiles import LLAMA_7B, M4_MAX, RTX_3090, RTX_4090, RTX_5090, STRIX_
 from profile_parts import GIGABIT, TEN_GIGABIT, Link, sheet_cluster  # noqa: E402
 
 from hetero_mpi.launch.launcher import build_command, find_launcher  # noqa: E402
+from hetero_mpi.planning.durations import duration  # noqa: E402
 from hetero_mpi.planning.files import load_plan, load_profile, save_profile  # noqa: E402
 from hetero_mpi.planning.profile import ClusterProfile  # noqa: E402
 from hetero_mpi.planning.schedule import Action, Op, stages  # noqa: E402
-from hetero_mpi.planning.simulator import duration  # noqa: E402
 from hetero_mpi.report.metrics import read_metrics  # noqa: E402
 from hetero_mpi.report.summary import measured_step_s  # noqa: E402
 

@@ -34,7 +34,7 @@ from hetero_mpi.planning.memory import in_flight, stage_memory  # noqa: E402
 from hetero_mpi.planning.network import Network  # noqa: E402
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile  # noqa: E402
-from hetero_mpi.planning.schedule import Op, gradients_first, one_f_one_b, stages  # noqa: E402
+from hetero_mpi.planning.schedule import Op, gradients_first, schedule_of, stages  # noqa: E402
 from hetero_mpi.planning.simulator import simulate  # noqa: E402
 
 DATA = ROOT / "benchmarks" / "data"
@@ -51,9 +51,9 @@ UNLIKE_BYTES_PER_S = 0.115e9
 """Between nodes of different GPUs: what is left of Gigabit Ethernet, as published with the runs."""
 LIKE_BYTES_PER_S = 2.8e9
 """Between nodes of the same GPU, as published with the runs."""
-NETWORK = Network(blocking_sends=True, shared_nic=True)
-"""The engine sends from the stream that computes; a message is cut over all GPUs of a node (each sends its share), so that the
-node's card carries it once."""
+NETWORK = Network(blocking_sends=True, shared_nic=True, late_sums=True)
+"""The engine sends from the stream that computes and sums gradients after the last backward; a message is cut over all GPUs
+of a node (each sends its share), so that the node's card carries it once."""
 
 PUBLISHED = {
     "file": "run",
@@ -164,13 +164,17 @@ def _node(text: str) -> Node:
 
 def predict(run: Run, times: Times) -> Prediction:
     plan, profile = plan_of(run), profile_of(run, times)
-    schedule = gradients_first(one_f_one_b(plan, tied=False))
+    schedule = gradients_first(schedule_of(plan, profile.model))
     simulation = simulate(plan, profile, schedule, NETWORK)
-    sync = max((e.end_s - e.start_s for e in simulation.events if e.action.op is Op.REDUCE), default=0.0)
+    sums: dict[int, float] = {}
+    for event in simulation.events:
+        if event.action.op is Op.REDUCE:
+            sums[event.rank] = sums.get(event.rank, 0.0) + event.end_s - event.start_s
+    sync = max(sums.values(), default=0.0)
     nodes = [run.nodes[s][p] for p in range(len(run.nodes[0])) for s in range(len(run.items))]
     peak = 0
     for number, _, stage in stages(plan):
-        flying = in_flight(schedule[stage.ranks[0]])
+        flying, _ = in_flight(schedule[stage.ranks[0]])
         model = model_cost(nodes[number].gpus)
         parts = stage_memory(model, stage.first, stage.last, run.micro_batch * SEQUENCE, flying)
         peak = max(peak, parts.total - parts.staging)  # messages were sent from the device, not from host buffers
@@ -186,7 +190,7 @@ def plan_of(run: Run) -> Plan:
     pipelines = []
     for p in range(count):
         held = tuple(StagePlan((p * depth + s,), cuts[s], cuts[s + 1], depth - 1 - s) for s in range(depth))
-        pipelines.append(PipelinePlan(held, run.micro_batch, share + (p < left)))
+        pipelines.append(PipelinePlan(held, run.micro_batch, run.micro_batch * (share + (p < left))))
     return Plan(tuple(pipelines), run.global_batch, SEQUENCE, BLOCKS + 2)
 
 

@@ -40,7 +40,7 @@ def brute_force_s(profile: ClusterProfile, request: PlanRequest) -> float:
                         held = tuple(
                             StagePlan((r,), cuts[i], cuts[i + 1], stages - 1 - i, again[i]) for i, r in enumerate(order)
                         )
-                        plan = Plan((PipelinePlan(held, size, count),), request.global_batch, SEQUENCE, items)
+                        plan = Plan((PipelinePlan(held, size, size * count),), request.global_batch, SEQUENCE, items)
                         memory = predict_memory(plan, profile, request.memory_reserve)
                         if all(m.peak_bytes <= m.usable_bytes for m in memory):
                             best = min(best, simulate(plan, profile).step_s)
@@ -335,8 +335,8 @@ def test_hand_written_plans_that_do_not_fit_the_job(
 def test_hand_written_plans_with_a_wrong_batch_depth_or_too_little_memory() -> None:
     profile, request = make_profile((1.0, 1.0)), PlanRequest(4, SEQUENCE, (1,))
     plan = make_plan_of((0, 2, 4), (0, 1), 4)
-    with pytest.raises(UserError, match="1 x 3: must be positive and add up to global_batch = 4"):
-        complete_plan(replace(plan, pipelines=(replace(plan.pipelines[0], micro_batches=3),)), profile, request)
+    with pytest.raises(UserError, match="sequences = 3: the pipelines' shares must add up to global_batch = 4"):
+        complete_plan(replace(plan, pipelines=(replace(plan.pipelines[0], sequences=3),)), profile, request)
     with pytest.raises(UserError, match="deadlocks"):
         complete_plan(make_plan_of((0, 2, 4), (0, 1), 4, (0, 2)), profile, request)
     small = make_profile((1.0, 1.0), memory_bytes=(10_000_000, 1000))

@@ -11,7 +11,7 @@ from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.files import load_profile
 from hetero_mpi.planning.planner import make_plan
 from hetero_mpi.planning.request import PlanRequest
-from hetero_mpi.planning.schedule import one_f_one_b
+from hetero_mpi.planning.schedule import schedule_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PROFILES = sorted((ROOT / "profiles").glob("*.toml"))
@@ -39,7 +39,7 @@ def test_a_shipped_profile_can_be_planned_with(path: Path) -> None:
         assert all(profile.model.dtype in device.dtypes for device in profile.devices)
         return
     plan = make_plan(profile, PlanRequest(8, profile.model.sequence_length, (1, 2)))
-    validate(one_f_one_b(plan, profile.model.tied), plan)
+    validate(schedule_of(plan, profile.model), plan, profile.model)
     assert 0 < plan.bound_step_s <= plan.predicted_step_s
     assert all(memory.peak_bytes <= memory.usable_bytes for memory in plan.memory)
 

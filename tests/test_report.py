@@ -104,7 +104,7 @@ PROFILE = ClusterProfile(
 )
 
 PLAN = Plan(
-    pipelines=(PipelinePlan((StagePlan((1,), 0, 3, 1), StagePlan((0,), 3, 8, 0)), micro_batch=8, micro_batches=8),),
+    pipelines=(PipelinePlan((StagePlan((1,), 0, 3, 1), StagePlan((0,), 3, 8, 0)), micro_batch=8, sequences=64),),
     global_batch=64,
     sequence_length=128,
     items=8,
@@ -155,8 +155,8 @@ def test_several_pipelines_and_recompute() -> None:
     plan = replace(
         PLAN,
         pipelines=(
-            replace(one, micro_batches=7, stages=(replace(one.stages[0], recompute=True), one.stages[1])),
-            PipelinePlan((StagePlan((2,), 0, 8, 0),), micro_batch=8, micro_batches=1),
+            replace(one, sequences=56, stages=(replace(one.stages[0], recompute=True), one.stages[1])),
+            PipelinePlan((StagePlan((2,), 0, 8, 0),), micro_batch=8, sequences=8),
         ),
         idle=(),
     )
@@ -170,7 +170,7 @@ def test_several_pipelines_and_recompute() -> None:
 
 def test_a_tied_matrix_held_at_both_ends_is_counted_once() -> None:
     tied = replace(PROFILE, model=replace(MODEL, tied=True, tied_bytes=4 * 1_048_576))
-    alone = replace(PLAN, pipelines=(PipelinePlan((StagePlan((1,), 0, 8, 0),), 8, 8),))
+    alone = replace(PLAN, pipelines=(PipelinePlan((StagePlan((1,), 0, 8, 0),), 8, 64),))
     assert "7.21 M" in plan_lines(alone, PROFILE)[2]
     assert "6.16 M" in plan_lines(alone, tied)[2]
 

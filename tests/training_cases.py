@@ -144,7 +144,7 @@ def write_plan(path: Path, case: Case, ranks: int, split: str | None = None) -> 
         StagePlan((order[i],), edges[i], edges[i + 1], min(ranks - 1 - i, micro_batches), case.recompute)
         for i in range(ranks)
     )
-    pipeline = PipelinePlan(stages, case.micro_batch, micro_batches)
+    pipeline = PipelinePlan(stages, case.micro_batch, case.micro_batch * micro_batches)
     save_plan(Plan((pipeline,), GLOBAL_BATCH, SEQUENCE, ITEMS), path)
     return path
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_mpi.planning.durations import Durations
 from hetero_mpi.planning.memory import GRADIENT_BYTES, usable_bytes
-from hetero_mpi.planning.plan import Plan
+from hetero_mpi.planning.plan import PipelinePlan, Plan
 from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile
 from hetero_mpi.planning.request import PlanRequest
-from hetero_mpi.planning.schedule import Action, Op, one_f_one_b, stages
-from hetero_mpi.planning.simulator import duration
+from hetero_mpi.planning.schedule import Action, Op, stages
 
 PIVOTS = 2000
 """The simplex method stops here at the latest; what it has then is still a valid bound."""
@@ -22,25 +22,48 @@ def usable_devices(profile: ClusterProfile) -> list[DeviceProfile]:
 
 
 def plan_bound_s(plan: Plan, profile: ClusterProfile) -> float:
-    """``max over s of [ sum over j < s (F_j + B_j + C_j + C'_j) + M (F_s + B_s) ]``, then REDUCE and the longest STEP.
+    """No simulation of ``plan`` is shorter, whatever its warm-up depths; links are taken to carry any number at once.
 
-    The first micro-batch has to reach stage s, which then computes M forwards and backwards, and the last gradient has
-    to travel back. C and C' are the messages from j to j + 1 and back. Links are taken to carry any number at once.
+    A stage s cannot end before the first micro-batch has reached it and it has computed all of them; a stage k before it
+    not before the last gradient has then come back: ``sum over j < s (F_j + C_j) + sum over m (F_s + B_s) + sum over
+    k <= j < s (C'_j + B_j)``, with I instead of B where backward is split (and W besides in the stage's own sum). C and C'
+    are the messages from j to j + 1 and back. Its first item's gradients are whole, and can be summed, only then; the
+    longest STEP comes after everything.
     """
+    costs = Durations(plan, profile)
     longest = 0.0
     for index, pipeline in enumerate(plan.pipelines):
         numbers = [number for number, of, _ in stages(plan) if of == index]
-        before = 0.0
-        for number in numbers:
-            compute = sum(duration(Action(op, number, 0), plan, profile) for op in (Op.F, Op.B))
-            longest = max(longest, before + pipeline.micro_batches * compute)
-            if number != numbers[-1]:
-                out = duration(Action(Op.SEND_F, number, 0), plan, profile)
-                back = duration(Action(Op.SEND_B, number + 1, 0), plan, profile)
-                before += compute + out + back
-    lists = one_f_one_b(plan, profile.model.tied).values()
-    end = {op: [duration(a, plan, profile) for actions in lists for a in actions if a.op is op] for op in Op}
-    return longest + max(end[Op.REDUCE], default=0.0) + max(end[Op.STEP])
+        for number, end_s in zip(numbers, _ends_s(numbers, pipeline, costs), strict=True):
+            ranks = costs.summed.get(costs.stages[number].first, ())
+            own = costs.stages[number].ranks[0] in ranks
+            summing = costs.of(Action(Op.REDUCE, number, item=costs.stages[number].first))[0] if own else 0.0
+            longest = max(longest, end_s + summing)
+    return longest + max(costs.of(Action(Op.STEP, number))[0] for number in range(len(costs.stages)))
+
+
+def _ends_s(numbers: list[int], pipeline: PipelinePlan, costs: Durations) -> list[float]:
+    """For each stage of a pipeline, a time before which its last backward cannot have ended."""
+    count = pipeline.micro_batches
+
+    def seconds(op: Op, number: int, m: int) -> float:
+        return costs.of(Action(op, number, m))[0]
+
+    ends = [0.0] * len(numbers)
+    arrival = 0.0
+    for s, number in enumerate(numbers):
+        split = pipeline.split_backward and s > 0
+        back = Op.I if split else Op.B
+        end = arrival + sum(seconds(Op.F, number, m) + seconds(back, number, m) for m in range(count))
+        weights = sum(seconds(Op.W, number, m) for m in range(count)) if split else 0.0
+        ends[s] = max(ends[s], end + weights)
+        for k in reversed(range(s)):
+            homeward = Op.I if pipeline.split_backward and k > 0 else Op.B
+            end += seconds(Op.SEND_B, numbers[k + 1], count - 1) + seconds(homeward, numbers[k], count - 1)
+            ends[k] = max(ends[k], end)
+        if s + 1 < len(numbers):
+            arrival += seconds(Op.F, number, 0) + seconds(Op.SEND_F, number, 0)
+    return ends
 
 
 def fluid_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:

@@ -1,7 +1,7 @@
 """Dataclasses of plain values <-> dictionaries, driven by their type hints; all problems are collected, not the first.
 
-Knows ``str``, ``int``, ``float``, ``bool``, ``tuple[X, ...]``, ``dict[str, X]`` and dataclasses of these: all that a
-profile or a plan is made of. Nothing is coerced except an integer given where a float is wanted.
+Knows ``str``, ``int``, ``float``, ``bool``, ``tuple[X, ...]``, ``dict[str, X]``, ``X | None`` and dataclasses of these:
+all that a profile or a plan is made of. Nothing is coerced except an integer given where a float is wanted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ T = TypeVar("T")
 def encode(value: Any, infinity_as_text: bool = False) -> Any:
     """``value`` as dictionaries, lists and scalars. ``infinity_as_text``: ``"inf"``, since JSON has no infinity."""
     if dataclasses.is_dataclass(value):
-        return {field.name: encode(getattr(value, field.name), infinity_as_text) for field in dataclasses.fields(value)}
+        values = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        # TOML has no null: what is not known is left out.
+        return {name: encode(item, infinity_as_text) for name, item in values.items() if item is not None}
     if isinstance(value, Mapping):
         return {str(key): encode(item, infinity_as_text) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
@@ -59,7 +61,8 @@ def _decode(kind: Any, data: Any, path: str, problems: list[str]) -> Any:
         if not isinstance(data, dict):
             return _refuse(path, data, "must be a table", problems)
         return {key: _decode(arguments[1], item, _join(path, key), problems) for key, item in data.items()}
-    assert not isinstance(kind, types.UnionType), f"no rule for {kind}"
+    if isinstance(kind, types.UnionType):
+        return _decode(next(of for of in arguments if of is not type(None)), data, path, problems)
     return _decode_scalar(kind, data, path, problems)
 
 

@@ -30,6 +30,9 @@ class LayerCost:
     """Bytes used only while this item runs (logits and their gradient, for the head), per token of the micro-batch."""
     boundary_bytes_per_token: int
     """Bytes of this item's output per token, were it sent on; the gradient coming back is as large. 0: head."""
+    deferred_bytes_per_token: float = 0.0
+    """Bytes kept from a split backward's input part until its weight part, per token of the micro-batch: inputs and
+    output gradients of the matrices."""
     workspace_bytes: int = 0
     """Bytes used only while this item runs, whatever the tokens (one matrix unpacked from 4 bits)."""
 

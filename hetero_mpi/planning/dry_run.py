@@ -11,8 +11,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from hetero_mpi.errors import UserError
+from hetero_mpi.planning.cost import ModelCost
 from hetero_mpi.planning.plan import Plan
-from hetero_mpi.planning.schedule import Action, Op, Schedule, ends_are_split, stages
+from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Op, Schedule, stages, summed_items
 
 SENDER_OF = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, +1)}
 """What a receive waits for: the operation, and the stage that does it, relative to the receiver."""
@@ -30,7 +31,7 @@ def awaited(action: Action) -> Action | None:
 
 @dataclass
 class Progress:
-    """How far the ranks came, each forward and backward taking one clock and everything else none."""
+    """How far the ranks came, each forward and (part of a) backward taking one clock and everything else none."""
 
     position: dict[int, int]
     """rank -> number of its actions done."""
@@ -44,8 +45,12 @@ def interpret(schedule: Schedule) -> Progress:
     progress = Progress(dict.fromkeys(schedule, 0), {rank: [] for rank in schedule})
     clock = dict.fromkeys(schedule, 0)
     sent: dict[Action, int] = {}
-    meeting = {op: {rank for rank, actions in schedule.items() if any(a.op is op for a in actions)} for op in Op}
-    arrived: dict[Op, set[int]] = {Op.REDUCE: set(), Op.STEP: set()}
+    meeting: dict[tuple[Op, int | None], set[int]] = {}
+    for rank, actions in schedule.items():
+        for action in actions:
+            if action.op in WHOLE_STEP:
+                meeting.setdefault((action.op, action.item), set()).add(rank)
+    arrived: dict[tuple[Op, int | None], set[int]] = {of: set() for of in meeting}
     moved = True
     while moved:
         moved = False
@@ -58,13 +63,14 @@ def interpret(schedule: Schedule) -> Progress:
                     if message not in sent:
                         break
                     clock[rank] = max(clock[rank], sent[message])
-                elif action.op in arrived:
-                    if rank not in arrived[action.op]:
-                        arrived[action.op].add(rank)
+                elif action.op in WHOLE_STEP:
+                    here = action.op, action.item
+                    if rank not in arrived[here]:
+                        arrived[here].add(rank)
                         moved = True
-                    if arrived[action.op] != meeting[action.op]:
+                    if arrived[here] != meeting[here]:
                         break
-                elif action.op in (Op.F, Op.B):
+                elif action.op in COMPUTE:
                     progress.computed[rank].append((clock[rank], action))
                     clock[rank] += 1
                 else:
@@ -76,7 +82,7 @@ def interpret(schedule: Schedule) -> Progress:
 
 
 def grid(schedule: Schedule) -> str:
-    """A table of clocks and ranks, as drawn in ``schedule.one_f_one_b``: who computes what, one clock each."""
+    """A table of clocks and ranks, as drawn in ``schedule.schedule_of``: who computes what, one clock each."""
     computed = interpret(schedule).computed
     clocks = 1 + max((clock for cells in computed.values() for clock, _ in cells), default=-1)
     rows = [["clock", *(str(clock) for clock in range(clocks))]]
@@ -86,19 +92,20 @@ def grid(schedule: Schedule) -> str:
     return _aligned(rows)
 
 
-def validate(schedule: Schedule, plan: Plan) -> None:
+def validate(schedule: Schedule, plan: Plan, model: ModelCost) -> None:
     """Raises ``UserError``, with every rank's list and the place where it is stuck, unless the schedule runs the plan.
 
     Checked: each stage's own ranks run it; every micro-batch has exactly one forward and, after it, one backward on
-    every stage, with its inputs received before and its outputs sent after; sends match receives; both ends of a tied
-    model reduce together or not at all; every rank ends with one STEP; nothing deadlocks.
+    every stage (in two parts where backward is split), with its inputs received before and its outputs sent after; sends
+    match receives; gradients held more than once are summed once, by exactly the ranks that hold them; every rank ends
+    with one STEP; nothing deadlocks.
     """
-    problems = _list_problems(schedule, plan)
+    problems = _list_problems(schedule, plan, model)
     if problems:
         rank, position, rule = problems[0]
         raise UserError(
             f"the schedule does not run the plan: {rule}\n{_lists(schedule, {rank: position})}\n"
-            f"Correct rank {rank}'s list, or generate it with planning.schedule.one_f_one_b."
+            f"Correct rank {rank}'s list, or generate it with planning.schedule.schedule_of."
         )
     progress = interpret(schedule)
     if progress.stuck:
@@ -114,7 +121,7 @@ def _wait(rank: int, action: Action) -> str:
     return f"rank {rank} waits at {action}" + (f" for {message}" if message is not None else " for the other ranks")
 
 
-def _list_problems(schedule: Schedule, plan: Plan) -> list[tuple[int, int, str]]:
+def _list_problems(schedule: Schedule, plan: Plan, model: ModelCost) -> list[tuple[int, int, str]]:
     """What is wrong with the lists one by one, as (rank, position, rule)."""
     problems: list[tuple[int, int, str]] = []
     numbered = stages(plan)
@@ -133,29 +140,38 @@ def _list_problems(schedule: Schedule, plan: Plan) -> list[tuple[int, int, str]]
                 problems.append((rank, len(actions), f"rank {rank} must end with its only STEP"))
     for number, index, stage in numbered:
         pipeline = plan.pipelines[index]
-        first, last = stage == pipeline.stages[0], stage == pipeline.stages[-1]
+        before = _wanted(stage is pipeline.stages[0], stage is pipeline.stages[-1], pipeline.split_backward)
         for rank in stage.ranks:
             own = [(i, action) for i, action in enumerate(schedule.get(rank, ())) if action.stage == number]
-            problems += _stage_problems(rank, number, own, first, last, pipeline.micro_batches)
-    return problems or _reduce_problems(schedule, plan)
+            problems += _stage_problems(rank, number, own, before, pipeline.micro_batches)
+    return problems or _reduce_problems(schedule, plan, model)
+
+
+def _wanted(first: bool, last: bool, split_backward: bool) -> dict[Op, tuple[Op, ...]]:
+    """What a stage does for every micro-batch -> what must come before it."""
+    split = split_backward and not first
+    backward = Op.I if split else Op.B
+    before: dict[Op, tuple[Op, ...]] = {
+        Op.F: () if first else (Op.RECV_F,),
+        backward: (Op.F,) if last else (Op.F, Op.RECV_B),
+    }
+    if split:
+        before |= {Op.W: (Op.I,)}
+    if not first:
+        before |= {Op.RECV_F: (), Op.SEND_B: (backward,)}
+    if not last:
+        before |= {Op.RECV_B: (), Op.SEND_F: (Op.F,)}
+    return before
 
 
 def _stage_problems(
-    rank: int, number: int, own: list[tuple[int, Action]], first: bool, last: bool, micro_batches: int
+    rank: int, number: int, own: list[tuple[int, Action]], before: dict[Op, tuple[Op, ...]], micro_batches: int
 ) -> list[tuple[int, int, str]]:
     """One stage on one rank: what must be there exactly once, and what must come before what."""
-    before: dict[Op, tuple[Op, ...]] = {
-        Op.F: () if first else (Op.RECV_F,),
-        Op.B: (Op.F,) if last else (Op.F, Op.RECV_B),
-    }
-    if not first:
-        before |= {Op.RECV_F: (), Op.SEND_B: (Op.B,)}
-    if not last:
-        before |= {Op.RECV_B: (), Op.SEND_F: (Op.F,)}
     problems: list[tuple[int, int, str]] = []
     seen: Counter[Action] = Counter()
     for position, action in own:
-        if action.op in (Op.REDUCE, Op.STEP):
+        if action.op in WHOLE_STEP:
             continue
         m = action.micro_batch
         if action.op not in before or m is None or not 0 <= m < micro_batches:
@@ -174,23 +190,20 @@ def _stage_problems(
     return problems
 
 
-def _reduce_problems(schedule: Schedule, plan: Plan) -> list[tuple[int, int, str]]:
-    """REDUCE is there once, after the last backward, on exactly the ranks of both ends, or nowhere; with several
-    pipelines on every rank, since every item is held more than once."""
-    several = len(plan.pipelines) > 1
-    ends: set[int] = set(schedule) if several else set()
-    for pipeline in plan.pipelines:
-        if ends_are_split(pipeline):
-            ends |= {*pipeline.stages[0].ranks, *pipeline.stages[-1].ranks}
-    places = {rank: [i for i, a in enumerate(actions) if a.op is Op.REDUCE] for rank, actions in schedule.items()}
-    if not several and not any(places.values()):
-        return []
+def _reduce_problems(schedule: Schedule, plan: Plan, model: ModelCost) -> list[tuple[int, int, str]]:
+    """Every rank REDUCEs exactly the items whose gradients it shares with others, after its last backward."""
+    summed = summed_items(plan, model)
     problems = []
     for rank in sorted(schedule):
-        wanted = [len(schedule[rank]) - 2] if rank in ends else []
-        if places[rank] != wanted:
-            rule = "must REDUCE once, just before its STEP" if wanted else "holds no split end and must not REDUCE"
-            problems.append((rank, places[rank][0] if places[rank] else len(schedule[rank]) - 1, f"rank {rank} {rule}"))
+        actions = schedule[rank]
+        found = [(i, action.item) for i, action in enumerate(actions) if action.op is Op.REDUCE]
+        wanted = {item for item, ranks in summed.items() if rank in ranks}
+        if sorted(item for _, item in found if item is not None) != sorted(wanted):
+            place = found[0][0] if found else len(actions) - 1
+            items = ", ".join(map(str, sorted(wanted))) or "none"
+            problems.append((rank, place, f"rank {rank} must REDUCE each of these items once: {items}"))
+        early = [i for i, _ in found if any(action.op in COMPUTE for action in actions[i:])]
+        problems += [(rank, i, f"rank {rank} must REDUCE after its last backward") for i in early[:1]]
     return problems
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_mpi.planning.cost import ModelCost
-from hetero_mpi.planning.plan import Plan, RankMemory
+from hetero_mpi.planning.plan import HostMemory, Plan, RankMemory
 from hetero_mpi.planning.profile import ClusterProfile
-from hetero_mpi.planning.schedule import Action, Op, Schedule, one_f_one_b, stages
+from hetero_mpi.planning.schedule import Action, Op, Schedule, schedule_of, stages
 
 STAGING_BUFFERS = 2
 """Host buffers per boundary and direction: one in transfer while the other is filled or read."""
@@ -25,7 +25,7 @@ class StageMemory:
     state: int
     """Gradients, optimizer moments, master weights."""
     activations: int
-    """Of all micro-batches in flight together."""
+    """Of all micro-batches in flight together, and of those whose weight gradients are put off."""
     workspace: int
     """The largest of any one item (logits, for a head), and what recomputing brings back at once."""
     staging: int
@@ -48,21 +48,23 @@ def stage_trainable(model: ModelCost, first: int, last: int) -> int:
 
 
 def stage_memory(
-    model: ModelCost, first: int, last: int, tokens: int, in_flight: int, recompute: bool = False
+    model: ModelCost, first: int, last: int, tokens: int, in_flight: int, recompute: bool = False, deferred: int = 0
 ) -> StageMemory:
-    """Bytes for the items [first, last), ``in_flight`` micro-batches of ``tokens`` tokens kept for their backward."""
+    """Bytes for the items [first, last), ``in_flight`` micro-batches of ``tokens`` tokens kept for their backward and
+    ``deferred`` ones for their weight gradients."""
     layers = model.layers[first:last]
     head = model.layers[-1]
     shared_bytes = shared_parameters(model, first, last) * head.parameter_bytes // max(1, head.parameters)
     input_bytes = model.layers[first - 1].boundary_bytes_per_token * tokens if first > 0 else 0
     output_bytes = layers[-1].boundary_bytes_per_token * tokens if last < len(model.layers) else 0
     kept = sum(_kept_per_token(model, item, recompute) for item in range(first, last))
+    put_off = sum(layer.deferred_bytes_per_token for layer in layers)
     workspace = max(math.ceil(layer.workspace_bytes_per_token * tokens) + layer.workspace_bytes for layer in layers)
     again = max((layer.activation_bytes_per_token for layer in layers), default=0.0) if recompute else 0.0
     return StageMemory(
         parameters=sum(layer.parameter_bytes for layer in layers) - shared_bytes,
         state=math.ceil(stage_trainable(model, first, last) * model.state_bytes_per_trainable_parameter),
-        activations=in_flight * math.ceil(kept * tokens),
+        activations=in_flight * math.ceil(kept * tokens) + deferred * math.ceil(put_off * tokens),
         workspace=workspace + math.ceil(again * tokens),
         staging=2 * STAGING_BUFFERS * (input_bytes + output_bytes),
     )
@@ -77,15 +79,20 @@ def _kept_per_token(model: ModelCost, item: int, recompute: bool) -> float:
     return min(layer.activation_bytes_per_token, model.layers[item - 1].boundary_bytes_per_token)
 
 
-def in_flight(actions: Sequence[Action]) -> int:
-    """The most micro-batches whose forward has begun and whose backward has not ended, at any point of the list."""
-    now = peak = 0
+def in_flight(actions: Sequence[Action]) -> tuple[int, int]:
+    """(in flight, deferred): the most micro-batches whose forward has begun and whose backward (or its input part) has not
+    ended, and the most that await their weight gradients while as many are in flight."""
+    now = waiting = 0
+    peak = (0, 0)
     for action in actions:
         if action.op is Op.F:
             now += 1
-            peak = max(peak, now)
-        elif action.op is Op.B:
+            peak = max(peak, (now, waiting))
+        elif action.op in (Op.B, Op.I):
             now -= 1
+            waiting += action.op is Op.I
+        elif action.op is Op.W:
+            waiting -= 1
     return peak
 
 
@@ -97,16 +104,32 @@ def usable_bytes(memory_bytes: int, reserve: float) -> int:
 def predict_memory(
     plan: Plan, profile: ClusterProfile, reserve: float = 0.0, schedule: Schedule | None = None
 ) -> tuple[RankMemory, ...]:
-    """Peak against usable bytes of every rank that holds a stage, in rank order. ``schedule``: 1F1B by default."""
-    actions = schedule if schedule is not None else one_f_one_b(plan, profile.model.tied)
+    """Peak against usable bytes of every rank that holds a stage, in rank order. ``schedule``: the plan's by default."""
+    actions = schedule if schedule is not None else schedule_of(plan, profile.model)
     peaks: dict[int, int] = {}
     for number, index, stage in stages(plan):
         tokens = plan.pipelines[index].micro_batch * plan.sequence_length
         for rank in stage.ranks:
-            flying = in_flight([action for action in actions[rank] if action.stage == number])
-            need = stage_memory(profile.model, stage.first, stage.last, tokens, flying, stage.recompute)
+            flying, deferred = in_flight([action for action in actions[rank] if action.stage == number])
+            need = stage_memory(profile.model, stage.first, stage.last, tokens, flying, stage.recompute, deferred)
             peaks[rank] = peaks.get(rank, 0) + need.total
     return tuple(
         RankMemory(rank, peaks[rank], usable_bytes(profile.devices[rank].memory_bytes, reserve))
         for rank in sorted(peaks)
     )
+
+
+def predict_hosts(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[HostMemory, ...]:
+    """Peak against usable bytes of every host that has a limit, in the profile's order.
+
+    Ranks that compute in the host's own memory (CPU, integrated GPUs) take all they need from it; of the others, their
+    staging buffers lie there, which are small enough to leave out.
+    """
+    peaks = {memory.rank: memory.peak_bytes for memory in predict_memory(plan, profile, reserve)}
+    found = []
+    for host in profile.hosts:
+        ranks = [d.rank for d in profile.devices if d.host == host.name and d.shares_host_memory and d.rank in peaks]
+        if ranks:
+            peak = sum(peaks[rank] for rank in ranks)
+            found.append(HostMemory(host.name, peak, usable_bytes(host.memory_bytes, reserve)))
+    return tuple(found)

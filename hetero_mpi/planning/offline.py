@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
+from hetero_mpi.planning.durations import compute_s
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.planner import make_plan
 from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LinkProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Op, stages
-from hetero_mpi.planning.simulator import compute_s
 from hetero_mpi.planning.tables import rank_classes
 
 FASTER = 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of the plan file's layout."""
 
 
@@ -27,8 +27,20 @@ class PipelinePlan:
     stages: tuple[StagePlan, ...]
     micro_batch: int
     """Sequences per micro-batch."""
-    micro_batches: int
-    """Micro-batches per step."""
+    sequences: int
+    """Sequences per step: this pipeline's share of the global batch. The last micro-batch holds what is left over."""
+    split_backward: bool = False
+    """Backward in two parts: the gradient of the input first, which the stage before waits for; those of the weights
+    when there is time (full training only)."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per step."""
+        return -(-self.sequences // self.micro_batch)
+
+    def size(self, micro_batch: int) -> int:
+        """Sequences in one micro-batch of the step."""
+        return min(self.micro_batch, self.sequences - micro_batch * self.micro_batch)
 
 
 @dataclass(frozen=True)
@@ -47,19 +59,32 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
+class HostMemory:
+    """Predicted peak of all ranks that compute in one host's memory, against what it has."""
+
+    host: str
+    peak_bytes: int
+    usable_bytes: int
+
+
+@dataclass(frozen=True)
 class Plan:
-    """What every rank is told before the first step."""
+    """What every rank is told before the first step.
+
+    Pipelines hold the whole model each and share the global batch: the first takes its first ``sequences`` rows, and so
+    on. A rank holds one stage. A pipeline may be a single rank: many such make plain data parallelism.
+    """
 
     pipelines: tuple[PipelinePlan, ...]
     global_batch: int
     sequence_length: int
     items: int
     """Length of the chain: blocks + 2."""
-    schedule: str = "1f1b"
     predicted_step_s: float = 0.0
     bound_step_s: float = 0.0
     """No plan for this instance can be faster than this (fluid bound of planning.bounds)."""
     memory: tuple[RankMemory, ...] = ()
+    hosts: tuple[HostMemory, ...] = ()
     idle: tuple[IdleRank, ...] = ()
     reasons: tuple[str, ...] = ()
     """Sentences for a person: why this plan, what was beaten and by how much."""

@@ -5,20 +5,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.explain import describe_bytes, idle_ranks, reasons, what_limits
-from hetero_mpi.planning.memory import predict_memory
+from hetero_mpi.planning.memory import predict_hosts, predict_memory
 from hetero_mpi.planning.natural import in_natural_order
 from hetero_mpi.planning.optimum import optimise, space_of
 from hetero_mpi.planning.plan import IdleRank, Plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
-from hetero_mpi.planning.schedule import one_f_one_b, stages
+from hetero_mpi.planning.schedule import schedule_of, stages
 from hetero_mpi.planning.shortage import explain_shortage, rescued
 from hetero_mpi.planning.simulator import Simulation, simulate
 
@@ -56,7 +55,7 @@ def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
     problems = [*_chain_problems(plan, profile), *_rank_problems(plan, profile), *_batch_problems(plan, request)]
     if problems:
         raise UserError("\n".join(f"plan: {problem}" for problem in problems))
-    validate(one_f_one_b(plan, profile.model.tied), plan)
+    validate(schedule_of(plan, profile.model), plan, profile.model)
     simulation = simulate(plan, profile)
     full = _with_figures(plan, profile, request, simulation)
     short = [m for m in full.memory if m.peak_bytes > m.usable_bytes]
@@ -80,6 +79,7 @@ def _with_figures(plan: Plan, profile: ClusterProfile, request: PlanRequest, sim
         predicted_step_s=simulation.step_s,
         bound_step_s=fluid_bound_s(profile, request),
         memory=predict_memory(plan, profile, request.memory_reserve),
+        hosts=predict_hosts(plan, profile, request.memory_reserve),
     )
 
 
@@ -88,10 +88,8 @@ def _chain_problems(plan: Plan, profile: ClusterProfile) -> list[str]:
     problems = []
     if plan.items != items:
         problems.append(f"items = {plan.items}: the model's chain has {items} items (embedding, blocks, head)")
-    if len(plan.pipelines) != 1:
-        problems.append(f"{len(plan.pipelines)} pipelines: the model is held by exactly one pipeline")
-    if plan.schedule != "1f1b":
-        problems.append(f'schedule = "{plan.schedule}": the known schedule is "1f1b"')
+    if not plan.pipelines:
+        problems.append("no pipelines: at least one holds the model")
     for index, pipeline in enumerate(plan.pipelines):
         expected = 0
         for place, stage in enumerate(pipeline.stages):
@@ -133,10 +131,14 @@ def _batch_problems(plan: Plan, request: PlanRequest) -> list[str]:
         problems.append(f"global_batch = {plan.global_batch}: the job says {request.global_batch}")
     if plan.sequence_length != request.sequence_length:
         problems.append(f"sequence_length = {plan.sequence_length}: the job says {request.sequence_length}")
-    products = [(pipeline.micro_batch, pipeline.micro_batches) for pipeline in plan.pipelines]
-    if min((min(pair) for pair in products), default=0) < 1 or sum(map(math.prod, products)) != plan.global_batch:
-        terms = " + ".join(f"{size} x {count}" for size, count in products)
-        problems.append(
-            f"micro_batch x micro_batches = {terms}: must be positive and add up to global_batch = {plan.global_batch}"
-        )
+    for index, pipeline in enumerate(plan.pipelines):
+        if not 1 <= pipeline.micro_batch <= pipeline.sequences:
+            problems.append(
+                f"pipelines[{index}]: micro_batch = {pipeline.micro_batch} of sequences = {pipeline.sequences}: must be at "
+                f"least 1 and no more than its sequences"
+            )
+    shares = [pipeline.sequences for pipeline in plan.pipelines]
+    if sum(shares) != plan.global_batch:
+        terms = " + ".join(map(str, shares))
+        problems.append(f"sequences = {terms}: the pipelines' shares must add up to global_batch = {plan.global_batch}")
     return problems

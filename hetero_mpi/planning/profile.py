@@ -9,7 +9,7 @@ from functools import cached_property
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.cost import ModelCost
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 EMULATED = "emulated"
 """How the ``source`` of a profile begins whose devices and links ranks only imitate."""
 
@@ -51,6 +51,13 @@ class LayerTimes:
 
     forward_s: Curve
     backward_s: Curve
+    recompute_s: Curve | None = None
+    """Backward that first repeats the forward, in all; None: not measured, the sum of both stands for it."""
+    input_s: Curve | None = None
+    """First part of a split backward: the gradient of the input (and of what is not a matrix). None: not measured, so
+    that splitting is not offered."""
+    weight_s: Curve | None = None
+    """Second part: the gradients of the matrices."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class DeviceProfile:
     dtypes: tuple[str, ...]
     """Compute dtypes this device can use: ``fp32``, ``bf16``, ``fp16``."""
     layers: dict[str, LayerTimes]
-    """Layer kind -> times."""
+    """Layer kind -> times; what planning uses. Measured on all ranks at once where ranks share a host."""
     optimizer_fixed_s: float
     optimizer_s_per_parameter: float
     """Seconds of one optimizer step = fixed + this * trainable parameters."""
@@ -82,6 +89,24 @@ class DeviceProfile:
     forward_overhead_s: float = 0.0
     """Seconds every forward of a micro-batch costs a stage besides its layers (masks, rotary tables, calls)."""
     backward_overhead_s: float = 0.0
+    alone: dict[str, LayerTimes] = field(default_factory=dict)
+    """The same times while every other rank was still, where that was measured too."""
+    shares_host_memory: bool = False
+    """``memory_bytes`` are the host's own (CPU ranks, integrated GPUs): ranks that share it fit together or not at all."""
+
+
+@dataclass(frozen=True)
+class HostProfile:
+    """What the ranks of one host have in common."""
+
+    name: str
+    memory_bytes: int
+    """Usable memory of the host itself, for all its ranks together."""
+    memory_reason: str
+    shared_nic: bool = False
+    """All messages to and from other hosts pass through one card: they queue for it. Found by sending all at once."""
+    flows_bytes_per_s: float = float("inf")
+    """All flows that leave the host, at once, together."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +138,8 @@ class ClusterProfile:
     """In rank order: ``devices[i].rank == i``."""
     links: tuple[LinkProfile, ...]
     schema_version: int = SCHEMA_VERSION
+    hosts: tuple[HostProfile, ...] = ()
+    """Hosts with a limit or a card that their ranks share; a host that is not listed has neither."""
     notes: tuple[str, ...] = field(default=())
     """Remarks for a reader, such as "3 ranks share 2 cores: timed all at once"."""
 
@@ -135,6 +162,14 @@ class ClusterProfile:
     def _link_of(self) -> dict[tuple[int, int], LinkProfile]:
         """(source, destination) -> link: thousands of links are looked up thousands of times."""
         return {(link.source, link.destination): link for link in reversed(self.links)}
+
+    def host(self, rank: int) -> HostProfile | None:
+        """What is known of the host of ``rank``."""
+        return self._host_of.get(self.devices[rank].host)
+
+    @cached_property
+    def _host_of(self) -> dict[str, HostProfile]:
+        return {host.name: host for host in self.hosts}
 
     def transfer_s(self, source: int, destination: int, message_bytes: float) -> float:
         """Seconds of one message from device to device: copy to the host, link, copy to the device."""

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SCHEDULES = {
+    "auto": "warm-up depths and splitting as the planner finds best",
+    "gpipe": "all forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965)",
+    "1f1b": "a forward and a backward in turn after the classic warm-up (Narayanan et al. 2019, PipeDream)",
+    "split": "1f1b with the gradients of the weights put off (zero bubble, Qi et al. 2023, arXiv:2401.10241)",
+}
+"""What ``schedule`` may be."""
 MEMORY_GIVEN = "given as [cluster] memory_bytes"
 """Why a device may use so much memory, when the job says so."""
 
@@ -19,8 +26,12 @@ class PlanRequest:
     micro_batch_choices: tuple[int, ...]
     """Sequences per micro-batch the planner may choose from; each divides ``global_batch``."""
     max_pipelines: int = 1
-    """How many pipelines may hold the model side by side. 1: the runtime runs a single pipeline."""
+    """How many pipelines may hold the model side by side."""
     recompute_choices: tuple[bool, ...] = (False,)
+    split_choices: tuple[bool, ...] = (False,)
+    """May a pipeline split its backward? Full training only."""
+    schedule: str = "auto"
+    """``auto`` leaves depth and splitting to the planner; a name of ``SCHEDULES`` fixes them."""
     allow_idle: bool = True
     """May ranks be left out when that is faster (or when there are more ranks than items)?"""
     indifference: float = 0.0

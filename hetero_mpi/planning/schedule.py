@@ -10,15 +10,19 @@ import re
 from dataclasses import dataclass
 
 from hetero_mpi.errors import UserError
+from hetero_mpi.planning.cost import ModelCost
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 
 
 class Op(str, enum.Enum):
-    """What a rank does. F/B compute; SEND_F/RECV_F move activations, SEND_B/RECV_B gradients; REDUCE sums the gradients
-    of layers held more than once (tied ends included); STEP clips by the global norm and runs the optimizer."""
+    """What a rank does. F/B compute, where backward is split I (gradient of the input) and W (of the weights) instead of B;
+    SEND_F/RECV_F move activations, SEND_B/RECV_B gradients; REDUCE sums the gradients of an item held more than once (tied
+    ends included); STEP clips by the global norm and runs the optimizer."""
 
     F = "F"
     B = "B"
+    I = "I"  # noqa: E741 - the field's name for it
+    W = "W"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -27,37 +31,45 @@ class Op(str, enum.Enum):
     STEP = "STEP"
 
 
+COMPUTE = (Op.F, Op.B, Op.I, Op.W)
+"""Operations that keep the device busy with a micro-batch."""
+WHOLE_STEP = (Op.REDUCE, Op.STEP)
+"""Operations that belong to the step, not to a micro-batch."""
+
+
 @dataclass(frozen=True)
 class Action:
     """``stage`` counts all stages of all pipelines in plan order; ``micro_batch`` counts within the pipeline.
 
     ``1SEND_F3``: stage 1 sends its output of micro-batch 3 to stage 2. ``1SEND_B3``: stage 1 sends the gradient of its
     input to stage 0. ``1RECV_F3``: stage 1 receives its input from stage 0. ``1RECV_B3``: stage 1 receives the gradient
-    of its output from stage 2. ``micro_batch`` is None for actions of the whole step: ``0REDUCE``, ``0STEP``.
+    of its output from stage 2. Actions of the whole step have no micro-batch: ``0STEP``, and ``2REDUCE5``: stage 2 takes
+    part in summing the gradients of ``item`` 5 of the chain.
     """
 
     op: Op
     stage: int
     micro_batch: int | None = None
+    item: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.op.value}{'' if self.micro_batch is None else self.micro_batch}"
-
-
-WHOLE_STEP = (Op.REDUCE, Op.STEP)
-"""Operations that belong to the step, not to a micro-batch."""
+        number = self.item if self.op is Op.REDUCE else self.micro_batch
+        return f"{self.stage}{self.op.value}{'' if number is None else number}"
 
 
 def parse_action(text: str) -> Action:
     """``"1SEND_B3"`` -> ``Action(Op.SEND_B, stage=1, micro_batch=3)``; inverse of ``str``. Raises ``UserError``."""
     match = re.fullmatch(r"(\d+)([A-Z_]+)(\d*)", text)
     names = {op.value: op for op in Op}
-    if match is None or match[2] not in names or (match[3] == "") != (names[match[2]] in WHOLE_STEP):
+    if match is None or match[2] not in names or (match[3] == "") != (names[match[2]] is Op.STEP):
         raise UserError(
-            f"an action is written STAGE OP MICRO_BATCH, such as 2F0 or 1SEND_B3, and 0REDUCE or 0STEP (got {text!r}); "
-            f"operations: {', '.join(names)}"
+            f"an action is written STAGE OP MICRO_BATCH, such as 2F0 or 1SEND_B3; 2REDUCE5 names an item, 0STEP nothing "
+            f"(got {text!r}); operations: {', '.join(names)}"
         )
-    return Action(names[match[2]], int(match[1]), int(match[3]) if match[3] else None)
+    op, stage = names[match[2]], int(match[1])
+    if op is Op.REDUCE:
+        return Action(op, stage, item=int(match[3]))
+    return Action(op, stage, int(match[3]) if match[3] else None)
 
 
 Schedule = dict[int, tuple[Action, ...]]
@@ -82,12 +94,38 @@ def stages(plan: Plan) -> list[tuple[int, int, StagePlan]]:
     return [(number, index, stage) for number, (index, stage) in enumerate(flat)]
 
 
-def ends_are_split(pipeline: PipelinePlan) -> bool:
-    """The embedding and the head lie on different ranks (a tied model must then sum both gradients)."""
-    return pipeline.stages[0].ranks != pipeline.stages[-1].ranks
+def held_by(plan: Plan, item: int) -> tuple[int, ...]:
+    """The ranks that hold ``item``, one per pipeline, in plan order."""
+    return tuple(
+        stage.ranks[0] for pipeline in plan.pipelines for stage in pipeline.stages if stage.first <= item < stage.last
+    )
 
 
-def one_f_one_b(plan: Plan, tied: bool) -> Schedule:
+def summed_items(plan: Plan, model: ModelCost) -> dict[int, tuple[int, ...]]:
+    """item -> the ranks that sum its gradients, in plan order; items held once, or without trained parameters, are absent.
+
+    Item 0 of a tied model is the matrix of both ends: the ranks of the heads take part in its sum.
+    """
+    found = {}
+    for item, layer in enumerate(model.layers):
+        ranks = held_by(plan, item)
+        if item == 0 and model.tied:
+            ranks = tuple(dict.fromkeys((*ranks, *held_by(plan, plan.items - 1))))
+        if len(ranks) > 1 and layer.trainable_parameters > 0:
+            found[item] = ranks
+    return found
+
+
+def weight_lag(pipeline: PipelinePlan, stage: StagePlan) -> int:
+    """Micro-batches by which a stage's weight gradients trail its input gradients where backward is split.
+
+    Deep in the pipeline few micro-batches are in flight; as many more wait there for their weight gradients as bring every
+    stage to the first one's memory (ZB-H1 of Qi et al. 2023, arXiv:2401.10241, section 3).
+    """
+    return max(0, pipeline.stages[0].warm_up - stage.warm_up)
+
+
+def schedule_of(plan: Plan, model: ModelCost) -> Schedule:
     """Each rank's actions: ``warm_up`` forwards, then a forward and a backward in turn, then the remaining backwards.
 
     Three stages, four micro-batches, classic depth (2, 1, 0), every forward and backward one clock long::
@@ -97,28 +135,31 @@ def one_f_one_b(plan: Plan, tied: bool) -> Schedule:
         rank 1       . 1F0 1F1   . 1B0 1F2 1B1 1F3 1B2   . 1B3   .
         rank 2       .   . 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3   .   .
 
-    A stage that warms up deeper than the classic depth keeps more micro-batches in flight, which hides slow links. Free
-    of deadlock when no stage warms up deeper than the one before it; ``dry_run.validate`` says so of any schedule.
-    ``tied``: the ends share their matrix; the two ranks that hold them then REDUCE before the STEP. With several
-    pipelines every rank REDUCEs: each item is held once per pipeline.
+    A stage that warms up deeper than the classic depth keeps more micro-batches in flight, which hides slow links; at a
+    depth of all micro-batches this is GPipe. With ``split_backward`` every stage but the first (for whose input gradient
+    nobody waits) does I at once and W ``weight_lag`` micro-batches later. Free of deadlock when no stage warms up deeper
+    than the one before it; ``dry_run.validate`` says so of any schedule.
+
+    After its last backward a rank REDUCEs the items held more than once, the last item first, as backward finishes them:
+    the same order everywhere, so that no two ranks wait for each other.
     """
     schedule: Schedule = {}
+    summed = summed_items(plan, model)
     for number, index, stage in stages(plan):
         pipeline = plan.pipelines[index]
-        position = pipeline.stages.index(stage)
-        last = position == len(pipeline.stages) - 1
-        actions = _micro_batches(number, position == 0, last, stage.warm_up, pipeline.micro_batches)
-        split_end = tied and (position == 0 or last) and ends_are_split(pipeline)
-        if split_end or len(plan.pipelines) > 1:
-            actions.append(Action(Op.REDUCE, number))
-        actions.append(Action(Op.STEP, number))
+        actions = _micro_batches(number, pipeline, stage)
         for rank in stage.ranks:
-            schedule[rank] = tuple(actions)
+            own = [item for item in sorted(summed, reverse=True) if rank in summed[item]]
+            reduces = [Action(Op.REDUCE, number, item=item) for item in own]
+            schedule[rank] = (*actions, *reduces, Action(Op.STEP, number))
     return schedule
 
 
-def _micro_batches(number: int, first: bool, last: bool, warm_up: int, count: int) -> list[Action]:
+def _micro_batches(number: int, pipeline: PipelinePlan, stage: StagePlan) -> list[Action]:
     """Forwards and backwards of one stage, each with the messages it needs and causes."""
+    first, last = stage is pipeline.stages[0], stage is pipeline.stages[-1]
+    split = pipeline.split_backward and not first
+    count, lag = pipeline.micro_batches, weight_lag(pipeline, stage)
 
     def forward(m: int) -> list[Action]:
         receive = [] if first else [Action(Op.RECV_F, number, m)]
@@ -128,14 +169,17 @@ def _micro_batches(number: int, first: bool, last: bool, warm_up: int, count: in
     def backward(m: int) -> list[Action]:
         receive = [] if last else [Action(Op.RECV_B, number, m)]
         send = [] if first else [Action(Op.SEND_B, number, m)]
-        return [*receive, Action(Op.B, number, m), *send]
+        weights = [Action(Op.W, number, m - lag)] if split and m >= lag else []
+        return [*receive, Action(Op.I if split else Op.B, number, m), *send, *weights]
 
-    depth = min(warm_up, count)
+    depth = min(stage.warm_up, count)
     actions = [action for m in range(depth) for action in forward(m)]
     for m in range(count):
         if depth + m < count:
             actions += forward(depth + m)
         actions += backward(m)
+    if split:
+        actions += [Action(Op.W, number, m) for m in range(max(0, count - lag), count)]
     return actions
 
 

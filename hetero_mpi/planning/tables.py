@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from hetero_mpi.planning.bounds import usable_devices
 from hetero_mpi.planning.codec import encode
 from hetero_mpi.planning.cost import ModelCost
+from hetero_mpi.planning.durations import optimizer_s, tied_s
 from hetero_mpi.planning.memory import stage_memory, usable_bytes
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
-from hetero_mpi.planning.simulator import optimizer_s, reduce_s
 
 Table = NDArray[np.float64]
 
@@ -223,7 +223,7 @@ class Instance:
         return np.array([0.0, *(out[s] for s in sizes)]), np.array([0.0, *(back[s] for s in sizes)])
 
     def _reduce_s(self, kind: int, other: int) -> float:
-        return reduce_s(self.profile, *self.pair(kind, other)) if self.profile.model.tied else 0.0
+        return tied_s(self.profile, *self.pair(kind, other)) if self.profile.model.tied else 0.0
 
     def ranks(self, order: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks that fill a sequence of classes: of each class, the first ones, in order."""
@@ -240,5 +240,5 @@ class Instance:
         """The plan whose stage i holds the items [cuts[i], cuts[i + 1]) on a rank of class ``order[i]``."""
         ranks = self.ranks(order)
         held = tuple(StagePlan((rank,), cuts[i], cuts[i + 1], warm_up[i], recompute[i]) for i, rank in enumerate(ranks))
-        pipeline = PipelinePlan(held, self.micro_batch, self.micro_batches)
+        pipeline = PipelinePlan(held, self.micro_batch, self.micro_batch * self.micro_batches)
         return Plan((pipeline,), self.request.global_batch, self.request.sequence_length, self.items)

@@ -6,11 +6,11 @@ import statistics
 import textwrap
 from collections.abc import Sequence
 
+from hetero_mpi.planning.durations import compute_s
 from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LinkProfile
 from hetero_mpi.planning.schedule import Op
-from hetero_mpi.planning.simulator import compute_s
 from hetero_mpi.report import units
 
 WIDTH = 120

@@ -20,12 +20,13 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job import LoadedJob
 from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.planning.durations import duration
 from hetero_mpi.planning.files import load_profile, profile_from_dict, profile_to_dict
 from hetero_mpi.planning.network import Network
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.profile import EMULATED, ClusterProfile
 from hetero_mpi.planning.schedule import Action, Op, Schedule, stages
-from hetero_mpi.planning.simulator import duration, simulate
+from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.report import units
 from hetero_mpi.training.request import with_memory
 

@@ -88,7 +88,9 @@ class Executor:
         self._inputs: dict[tuple[Op, int], torch.Tensor] = {}
         self._outputs: dict[tuple[Op, int], torch.Tensor] = {}
 
-    def run(self, actions: Sequence[Action], data: StepData, whole_step: dict[Op, Callable[[], None]]) -> list[Event]:
+    def run(
+        self, actions: Sequence[Action], data: StepData, whole_step: dict[Op, Callable[[Action], None]]
+    ) -> list[Event]:
         """Run one step and return what took place when.
 
         Args:
@@ -102,7 +104,7 @@ class Executor:
         for action in actions:
             start = time.perf_counter()
             if action.micro_batch is None:
-                whole_step[action.op]()
+                whole_step[action.op](action)
                 moved = 0
             else:
                 moved = self._perform(action.op, action.micro_batch, data)

@@ -26,7 +26,7 @@ from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.planner import complete_plan, make_plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
-from hetero_mpi.planning.schedule import Schedule, one_f_one_b
+from hetero_mpi.planning.schedule import Schedule, schedule_of
 from hetero_mpi.profiling.cluster import Subject, profile_cluster, profile_key
 from hetero_mpi.training.emulation import predicted
 from hetero_mpi.training.request import with_memory
@@ -90,13 +90,13 @@ def obtain_plan(
                 plan = complete_plan(load_plan(given.plan), profile, request)
             else:
                 plan = make_plan(profile, request)
-            schedule = one_f_one_b(plan, profile.model.tied)
-            validate(schedule, plan)
+            schedule = schedule_of(plan, profile.model)
+            validate(schedule, plan, profile.model)
             if profile.emulated:
                 plan = predicted(plan, profile, schedule)
             save_plan(plan, run_dir / "plan.toml")
     plan = plan_from_dict(world.broadcast_json(plan_to_dict(plan) if plan is not None else None))
-    return plan, one_f_one_b(plan, profile.model.tied)
+    return plan, schedule_of(plan, profile.model)
 
 
 def _read(

@@ -128,7 +128,7 @@ class Trainer:
         optimizer.zero()
         verdicts: list[Verdict] = []
 
-        def finish() -> None:
+        def finish(action: Action) -> None:
             verdicts.append(self._finish_step(step))
 
         self.events = self.executor.run(
@@ -242,7 +242,7 @@ class Trainer:
             assert self.optimizer is not None and self.chain.tied is not None
             self.optimizer.gradient(self.chain.tied[1]).add_(self.optimizer.tied_gradient())
 
-    def _reduce(self) -> None:
+    def _reduce(self, action: Action) -> None:
         """Add the gradient of the head's copy of a tied matrix to the embedding's, which alone is optimised."""
         ends = self._tied_ends()
         assert (
