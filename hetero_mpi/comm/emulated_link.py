@@ -9,6 +9,8 @@ The real transfer is hidden in that time, if it is the shorter one.
   ``planning.network.Network(shared_nic=True)`` says. The times until which cards are taken lie in a file that the ranks of
   one real host map into memory, so ranks on different real hosts do not see each other's messages: each real host's ranks
   share a card of their own.
+* A sum lasts as long as the profile says, counted from the moment when its last member started it: every member sends its
+  own moment to the others. A rank takes part in one sum at a time, first started first.
 * Moments are read off the sender's clock. Ranks of one host share a clock; between hosts the clocks are compared once,
   by ping-pong, to about half the variation of a round trip (clocks then drift apart, by milliseconds per minute at worst).
 """
@@ -27,16 +29,20 @@ from typing import Literal
 import numpy as np
 
 from hetero_mpi.comm.sleeping import Sleeper
-from hetero_mpi.comm.transport import Buffer, Request, Transport
+from hetero_mpi.comm.transport import Buffer, Group, Message, Numbers, Request, Sum, Transport
 from hetero_mpi.comm.world import World
 
 STAMP_TAG = 1 << 14
 """Added to a message's tag for the moment that goes with it; MPI promises tags up to 32767."""
 _PING_TAG = STAMP_TAG - 1
+_SUM_TAG = STAMP_TAG - 2
+"""Less a group's number: for the moments at which its members start sums."""
 _PINGS = 20
 
 Delay = Callable[[int, int, int], float]
 """(source rank, destination rank, bytes of the message) -> seconds that it takes."""
+SumTime = Callable[[tuple[int, ...], int], float]
+"""(ranks of the group, bytes that are summed) -> seconds that it takes."""
 Clock = Callable[[], float]
 
 
@@ -91,10 +97,15 @@ def shared_cards(world: World, hosts: Sequence[str]) -> Cards:
     return cards
 
 
-class _Held(Request):
+_Start = tuple[Buffer, float]
+"""A moment as 8 bytes, and what to add to it for this rank's clock."""
+
+
+class _Held(Message):
     """A message with its moment: complete when both have been moved and the moment has come."""
 
     def __init__(self, request: Request, stamp: Buffer, stamp_request: Request, offset_s: float) -> None:
+        assert isinstance(request, Message), "transports make messages"
         super().__init__(request.kind, request.peer, request.tag, request.buffer)
         self.parts = (request, stamp_request)
         self._stamp, self._offset_s = stamp, offset_s
@@ -109,6 +120,44 @@ class _Held(Request):
         return all(part.completed for part in self.parts) and time.perf_counter() >= self.moment_s
 
 
+class _HeldSum(Sum):
+    """A sum with the moments of its members, after the one that this rank started before it."""
+
+    def __init__(
+        self,
+        request: Request,
+        parts: Sequence[Request],
+        starts: Sequence[_Start],
+        sum_s: float,
+        before: _HeldSum | None,
+    ) -> None:
+        assert isinstance(request, Sum), "transports make sums"
+        super().__init__(request.group, request.buffer)
+        self.parts = (request, *parts)
+        self.before = before
+        self._starts, self._sum_s = starts, sum_s
+        self._moment_s: float | None = None
+
+    @property
+    def moment_s(self) -> float:
+        """When it is done, on this rank's clock; known once ``parts`` of it, and of those before it, are complete."""
+        if self._moment_s is None:
+            before_s = self.before.moment_s if self.before is not None else 0.0
+            begin_s = max(float(stamp.view(np.float64)[0]) + offset_s for stamp, offset_s in self._starts)
+            self._moment_s = max(before_s, begin_s) + self._sum_s
+            self.before = None  # the chain of a whole run would be long
+        return self._moment_s
+
+    @property
+    def moved(self) -> bool:
+        """Whether all parts are complete, of those before it too."""
+        return all(part.completed for part in self.parts) and (self.before is None or self.before.moved)
+
+    @property
+    def completed(self) -> bool:
+        return self.moved and time.perf_counter() >= self.moment_s
+
+
 class EmulatedTransport:
     """``inner`` with the delays of another cluster. Closing it leaves ``inner`` open.
 
@@ -119,6 +168,7 @@ class EmulatedTransport:
         cards: network cards shared by ranks; None: every pair of ranks has a link to itself.
         offsets_s: each rank's clock minus rank 0's, as ``clock_offsets_s`` says.
         sleeper: how to wait.
+        sum_s: seconds of a sum by itself.
     """
 
     def __init__(
@@ -129,18 +179,19 @@ class EmulatedTransport:
         cards: Cards | None,
         offsets_s: Sequence[float],
         sleeper: Sleeper,
+        sum_s: SumTime = lambda ranks, size_bytes: 0.0,
     ) -> None:
-        self.inner, self.rank, self.delay_s, self.cards = inner, rank, delay_s, cards
+        self.inner, self.rank, self.delay_s, self.cards, self.sum_s = inner, rank, delay_s, cards, sum_s
         self._offsets_s, self._sleeper = dict(enumerate(offsets_s)), sleeper
         self._link_free_s: dict[int, float] = {}
+        self._last_sum: _HeldSum | None = None
 
     def post_receive(self, source: int, tag: int, buffer: Buffer) -> Request:
         """See ``Transport``."""
         request = self.inner.post_receive(source, tag, buffer)
         stamp = np.empty(8, np.uint8)
         moment = self.inner.post_receive(source, tag + STAMP_TAG, stamp)
-        offset_s = self._offsets_s[self.rank] - self._offsets_s.get(source, 0.0)
-        return _Held(request, stamp, moment, offset_s)
+        return _Held(request, stamp, moment, self._offset_s(source))
 
     def send(self, destination: int, tag: int, buffer: Buffer) -> Request:
         """See ``Transport``. The message leaves now, or when those before it have arrived."""
@@ -148,6 +199,32 @@ class EmulatedTransport:
         stamp = np.array([self._arrival_s(destination, buffer.size)]).view(np.uint8)
         moment = self.inner.send(destination, tag + STAMP_TAG, stamp)
         return _Held(request, stamp, moment, 0.0)
+
+    def group(self, ranks: tuple[int, ...], number: int) -> Group:
+        """See ``Transport``."""
+        assert number < _SUM_TAG // 2, "group numbers share the tags with messages"
+        return self.inner.group(ranks, number)
+
+    def all_reduce(self, group: Group, buffer: Numbers) -> Request:
+        """See ``Transport``."""
+        request = self.inner.all_reduce(group, buffer)
+        own = np.array([time.perf_counter()]).view(np.uint8)
+        starts: list[_Start] = [(own, 0.0)]
+        parts: list[Request] = []
+        tag = _SUM_TAG - group.number
+        for other in group.ranks:
+            if other != self.rank:
+                stamp = np.empty(8, np.uint8)
+                starts.append((stamp, self._offset_s(other)))
+                parts += (self.inner.post_receive(other, tag, stamp), self.inner.send(other, tag, own))
+        sum_s = self.sum_s(group.ranks, buffer.nbytes)
+        held = _HeldSum(request, parts, starts, sum_s, self._last_sum)
+        self._last_sum = held
+        return held
+
+    def _offset_s(self, other: int) -> float:
+        """What to add to a moment of another rank's clock."""
+        return self._offsets_s[self.rank] - self._offsets_s.get(other, 0.0)
 
     def _arrival_s(self, destination: int, size_bytes: int) -> float:
         duration_s = self.delay_s(self.rank, destination, size_bytes)
@@ -161,10 +238,15 @@ class EmulatedTransport:
 
     def wait(self, request: Request) -> None:
         """See ``Transport``. Returns when the message has been moved and its moment has come, for sender and receiver."""
-        assert isinstance(request, _Held), "a request is waited for where it was made"
+        assert isinstance(request, (_Held, _HeldSum)), "a request is waited for where it was made"
+        self._wait_until_moved(request)
+        self._sleeper.until(request.moment_s)
+
+    def _wait_until_moved(self, request: _Held | _HeldSum) -> None:
+        if isinstance(request, _HeldSum) and request.before is not None:
+            self._wait_until_moved(request.before)
         for part in request.parts:
             self.inner.wait(part)
-        self._sleeper.until(request.moment_s)
 
     def pending(self) -> int:
         """See ``Transport``. Moments count as messages."""

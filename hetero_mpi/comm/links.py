@@ -1,12 +1,14 @@
 """How fast messages move between each pair of ranks, host buffer to host buffer, over the transport that training uses.
 
 Pairs are measured in rounds in which every rank has one partner at most (the circle method of round-robin
-tournaments), so a cluster of n ranks takes n - 1 or n rounds, and each direction of a pair on its own: home links are
-faster one way.
+tournaments) and every network card carries one pair at most, and each direction of a pair on its own: home links are
+faster one way. Then, where a host has several ranks, everything that leaves it or comes to it is sent at once: ranks whose
+messages together are hardly faster than those of one share a card.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,8 +20,16 @@ from numpy.typing import NDArray
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.comm.world import World
 
-_PING, _PONG = 1, 2
+_PING, _PONG, _HEADER, _READY = 1, 2, 3, 4
 _TINY_BYTES = 1
+_SLOW_S = 0.05
+"""Messages that take longer are repeated twice at most ..."""
+_TOO_SLOW_S = 1.0
+"""... and messages that would take longer are not sent."""
+_FLOW_S, _FLOW_MESSAGES = 0.05, 3
+"""Messages of about this time, and how many of them, tell how fast a flow is."""
+CLEARLY_FASTER = 1.5
+"""Flows that share no card are together at least so much faster than the fastest of them alone."""
 
 
 @dataclass(frozen=True)
@@ -33,25 +43,105 @@ class LinkSamples:
     sample_s: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class HostFlows:
+    """A host whose ranks sent to other hosts all at once, and were then sent to; bytes per second."""
+
+    host: str
+    alone: tuple[float, float]
+    """(leaving, entering): the fastest of them by itself."""
+    together: tuple[float, float]
+    """(leaving, entering): all at once, added up."""
+
+    @property
+    def shared(self) -> bool:
+        """Do the host's ranks share a network card, in either direction?"""
+        return any(every < CLEARLY_FASTER * one for one, every in zip(self.alone, self.together, strict=True))
+
+
 def measure_links(world: World, transport: Transport, sizes_bytes: Sequence[int], repeats: int) -> list[LinkSamples]:
     """Measure every directed pair; all ranks return the whole list, by (source, destination). Collective.
 
     The time of a message is the median round trip of it and a one-byte answer, less half the median round trip of one
-    byte both ways. ``repeats`` round trips per size, after one that warms the path up.
+    byte both ways. ``repeats`` round trips per size, after one that warms the path up; sizes that would take too long over
+    a slow link are left out.
     """
     own: list[LinkSamples] = []
-    for pairs in rounds(world.size):
+    for pairs in quiet_rounds(world.hosts):
         for lower, higher in pairs:
             for source, destination in ((lower, higher), (higher, lower)):
                 if world.rank == source:
                     seconds = _time_one_way(transport, destination, sizes_bytes, repeats)
                     same_host = world.hosts[source] == world.hosts[destination]
-                    own.append(LinkSamples(source, destination, same_host, tuple(sizes_bytes), seconds))
+                    sizes = tuple(sizes_bytes[: len(seconds)])
+                    own.append(LinkSamples(source, destination, same_host, sizes, seconds))
                 elif world.rank == destination:
-                    _answer(transport, source, sizes_bytes, repeats)
+                    _answer(transport, source)
+        world.meet_asleep()  # a pair that is done must not disturb one that shares its card
     gathered = world.all_gather_json([asdict(samples) for samples in own])
     everything = [_from_json(values) for ranks_own in gathered for values in ranks_own]
     return sorted(everything, key=lambda samples: (samples.source, samples.destination))
+
+
+def measure_flows(
+    world: World, transport: Transport, links: Sequence[LinkSamples], largest_bytes: int
+) -> list[HostFlows]:
+    """Of every host with several ranks, where there are others: all flows between it and other hosts at once. Collective.
+
+    Args:
+        links: as ``measure_links`` gives them.
+        largest_bytes: of a message.
+    """
+    names = tuple(dict.fromkeys(world.hosts))
+    found = []
+    for host in names:
+        leaving = flows_of(world.hosts, host)
+        if len(leaving) < 2:
+            continue
+        directions = (leaving, [(b, a) for a, b in leaving])
+        alone, together = [], []
+        for pairs in directions:
+            sizes = [_flow_bytes(links, pair, largest_bytes) for pair in pairs]
+            singles = [_flow_rate(world, transport, pairs[i : i + 1], sizes[i : i + 1]) for i in range(2)]
+            alone.append(max(singles))
+            together.append(_flow_rate(world, transport, pairs, sizes))
+        found.append(HostFlows(host, (alone[0], alone[1]), (together[0], together[1])))
+    return found
+
+
+def flows_of(hosts: Sequence[str], host: str) -> list[tuple[int, int]]:
+    """(rank of ``host``, rank elsewhere) for each rank of ``host``: partners of its own, on as many hosts as there are.
+
+    >>> flows_of(("a", "a", "b", "b", "c"), "a")
+    [(0, 2), (1, 4)]
+    """
+    own = [rank for rank, name in enumerate(hosts) if name == host]
+    elsewhere = [rank for rank, name in enumerate(hosts) if name != host]
+    place = {rank: sum(hosts[other] == hosts[rank] for other in range(rank)) for rank in elsewhere}
+    elsewhere.sort(key=lambda rank: (place[rank], rank))
+    return list(zip(own, itertools.cycle(elsewhere), strict=False)) if elsewhere else []
+
+
+def quiet_rounds(hosts: Sequence[str]) -> list[list[tuple[int, int]]]:
+    """``rounds`` for ranks on ``hosts``, divided so that of the pairs between hosts no two in a round touch one host.
+
+    >>> quiet_rounds(("a", "a", "b", "b"))
+    [[(0, 3)], [(1, 2)], [(0, 2)], [(1, 3)], [(0, 1), (2, 3)]]
+    """
+    result = []
+    for pairs in rounds(len(hosts)):
+        waiting = pairs
+        while waiting:
+            now: list[tuple[int, int]] = []
+            busy: set[str] = set()
+            for a, b in waiting:
+                touched = {hosts[a], hosts[b]} if hosts[a] != hosts[b] else set()
+                if not touched & busy:
+                    now.append((a, b))
+                    busy |= touched
+            result.append(now)
+            waiting = [pair for pair in waiting if pair not in now]
+    return result
 
 
 def rounds(n: int) -> list[list[tuple[int, int]]]:
@@ -74,12 +164,23 @@ def rounds(n: int) -> list[list[tuple[int, int]]]:
 
 
 def _time_one_way(transport: Transport, peer: int, sizes_bytes: Sequence[int], repeats: int) -> tuple[float, ...]:
+    """Seconds of a message of each size, until they become too slow."""
     tiny_s = _round_trip_s(transport, peer, _TINY_BYTES, repeats)
-    # Noise may make the difference tiny or negative; no message is faster than half of the smallest one's return trip.
-    return tuple(max(_round_trip_s(transport, peer, size, repeats) - tiny_s / 2, tiny_s / 2) for size in sizes_bytes)
+    seconds: list[float] = []
+    for place, size in enumerate(sizes_bytes):
+        expected_s = seconds[-1] * size / sizes_bytes[place - 1] if seconds else 0.0
+        if expected_s > _TOO_SLOW_S:
+            break
+        trip_s = _round_trip_s(transport, peer, size, repeats if expected_s < _SLOW_S else min(repeats, 2))
+        # Noise may make the difference tiny or negative; no message is faster than half of the smallest one's return trip.
+        seconds.append(max(trip_s - tiny_s / 2, tiny_s / 2))
+    _announce(transport, peer, 0, 0)
+    return tuple(seconds)
 
 
 def _round_trip_s(transport: Transport, peer: int, size: int, repeats: int) -> float:
+    """Median of ``repeats`` trips of a message and its answer, after one that is not counted."""
+    _announce(transport, peer, size, repeats + 1)
     message, answer = np.zeros(size, np.uint8), np.zeros(_TINY_BYTES, np.uint8)
     seconds = []
     for _ in range(repeats + 1):
@@ -92,13 +193,62 @@ def _round_trip_s(transport: Transport, peer: int, size: int, repeats: int) -> f
     return median(seconds[1:])
 
 
-def _answer(transport: Transport, peer: int, sizes_bytes: Sequence[int], repeats: int) -> None:
-    answer = np.zeros(_TINY_BYTES, np.uint8)
-    for size in (_TINY_BYTES, *sizes_bytes):
+def _announce(transport: Transport, peer: int, size: int, trips: int) -> None:
+    """Tell the other end what will come, and return when it has posted its first receive; 0 trips end the measurement."""
+    header = np.array([size, trips], np.int64).view(np.uint8)
+    ready = transport.post_receive(peer, _READY, np.zeros(_TINY_BYTES, np.uint8))
+    transport.wait(transport.send(peer, _HEADER, header))
+    transport.wait(ready)
+
+
+def _answer(transport: Transport, peer: int) -> None:
+    """The other end of ``_time_one_way``. A receive is always posted before its message is sent, as in training."""
+    tiny = np.zeros(_TINY_BYTES, np.uint8)
+    while True:
+        header = np.zeros(2, np.int64)
+        transport.wait(transport.post_receive(peer, _HEADER, header.view(np.uint8)))
+        size, trips = int(header[0]), int(header[1])
         message = np.zeros(size, np.uint8)
-        for _ in range(repeats + 1):
-            transport.wait(transport.post_receive(peer, _PING, message))
-            transport.wait(transport.send(peer, _PONG, answer))
+        receive = transport.post_receive(peer, _PING, message) if trips else None
+        transport.wait(transport.send(peer, _READY, tiny))
+        if receive is None:
+            return
+        for trip in range(trips):
+            transport.wait(receive)
+            if trip + 1 < trips:
+                receive = transport.post_receive(peer, _PING, message)
+            transport.wait(transport.send(peer, _PONG, tiny))
+
+
+def _flow_bytes(links: Sequence[LinkSamples], pair: tuple[int, int], largest_bytes: int) -> int:
+    """Size of a message that takes about ``_FLOW_S`` over a link."""
+    link = next(link for link in links if (link.source, link.destination) == pair)
+    bytes_per_s = link.sample_bytes[-1] / link.sample_s[-1]
+    return min(largest_bytes, max(link.sample_bytes[0], int(_FLOW_S * bytes_per_s)))
+
+
+def _flow_rate(world: World, transport: Transport, pairs: Sequence[tuple[int, int]], sizes: Sequence[int]) -> float:
+    """Bytes per second of all ``pairs`` at once, on every rank. Collective."""
+    requests = []
+    messages: list[NDArray[np.uint8]] = []
+    for number, ((source, destination), size) in enumerate(zip(pairs, sizes, strict=True)):
+        for _ in range(_FLOW_MESSAGES):
+            if world.rank == destination:
+                messages.append(np.zeros(size, np.uint8))
+                requests.append(transport.post_receive(source, _PING + 16 * (number + 1), messages[-1]))
+    world.meet_asleep()
+    start = time.perf_counter()
+    for number, ((source, destination), size) in enumerate(zip(pairs, sizes, strict=True)):
+        if world.rank == source:
+            message = np.zeros(size, np.uint8)
+            tag = _PING + 16 * (number + 1)
+            requests += [transport.send(destination, tag, message) for _ in range(_FLOW_MESSAGES)]
+    for request in requests:
+        transport.wait(request)
+    own_s = time.perf_counter() - start if requests else 0.0
+    world.meet_asleep()
+    longest_s = max(float(seconds) for seconds in world.all_gather_json(own_s))
+    return _FLOW_MESSAGES * sum(sizes) / longest_s
 
 
 def _from_json(values: dict[str, object]) -> LinkSamples:

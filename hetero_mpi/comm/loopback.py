@@ -12,7 +12,18 @@ from types import TracebackType
 
 import numpy as np
 
-from hetero_mpi.comm.transport import Buffer, Request, TransportError, length_problem
+from hetero_mpi.comm.transport import (
+    Buffer,
+    Group,
+    Message,
+    Numbers,
+    Request,
+    Sum,
+    TransportError,
+    check_group,
+    length_problem,
+    sum_length_problem,
+)
 
 Route = tuple[int, int, int]
 """(source, destination, tag)"""
@@ -23,11 +34,12 @@ class LoopbackNetwork:
 
     def __init__(self, n: int) -> None:
         self._lock = threading.Lock()
-        self._sends: dict[Route, deque[Request]] = defaultdict(deque)
-        self._receives: dict[Route, deque[Request]] = defaultdict(deque)
+        self._sends: dict[Route, deque[Message]] = defaultdict(deque)
+        self._receives: dict[Route, deque[Message]] = defaultdict(deque)
+        self._sums: dict[Group, dict[int, deque[Sum]]] = {}
         self.transports = tuple(LoopbackTransport(self, rank, n) for rank in range(n))
 
-    def _post(self, route: Route, request: Request) -> None:
+    def _post(self, route: Route, request: Message) -> None:
         """Queue a request and move the bytes if its counterpart is there: first come, first matched, per route."""
         with self._lock:
             own, other = self._sends[route], self._receives[route]
@@ -46,10 +58,34 @@ class LoopbackNetwork:
         receive.complete(error)
         send.complete()
 
+    def _sum(self, rank: int, request: Sum) -> None:
+        """Queue a sum; the last member to come adds up, in the order of the ranks."""
+        with self._lock:
+            queues = self._sums.setdefault(request.group, {member: deque() for member in request.group.ranks})
+            queues[rank].append(request)
+            if not all(queues.values()):
+                return
+            parts = [queue.popleft() for queue in queues.values()]
+        error = None
+        if len({part.buffer.size for part in parts}) > 1:
+            error = sum_length_problem()
+        else:
+            total = parts[0].buffer.copy()
+            for part in parts[1:]:
+                total += part.buffer
+            for part in parts:
+                np.copyto(part.buffer, total)
+        for part in parts:
+            part.complete(error)
+
     def _withdraw(self, rank: int) -> None:
         """End what ``rank`` has posted and nobody has matched."""
         withdrawn: list[Request] = []
         with self._lock:
+            for queues_of_group in self._sums.values():
+                if rank in queues_of_group:
+                    withdrawn.extend(queues_of_group[rank])
+                    queues_of_group[rank].clear()
             for queues, end in ((self._sends, 0), (self._receives, 1)):
                 for route in [route for route in queues if route[end] == rank]:
                     withdrawn.extend(queues.pop(route))
@@ -65,26 +101,45 @@ class LoopbackTransport:
         self.size = size
         self._network = network
         self._requests: list[Request] = []
+        self._groups: dict[int, Group] = {}
         self._closed = False
 
     def post_receive(self, source: int, tag: int, buffer: Buffer) -> Request:
         """See ``Transport``."""
-        return self._post(Request("receive", source, tag, buffer), (source, self.rank, tag))
+        return self._post(Message("receive", source, tag, buffer), (source, self.rank, tag))
 
     def send(self, destination: int, tag: int, buffer: Buffer) -> Request:
         """See ``Transport``."""
-        return self._post(Request("send", destination, tag, buffer), (self.rank, destination, tag))
+        return self._post(Message("send", destination, tag, buffer), (self.rank, destination, tag))
 
-    def _post(self, request: Request, route: Route) -> Request:
-        if self._closed:
-            raise TransportError(f"{request}: the transport is closed")
-        self._requests = [other for other in self._requests if not other.completed]
-        self._requests.append(request)
+    def group(self, ranks: tuple[int, ...], number: int) -> Group:
+        """See ``Transport``."""
+        group = Group(ranks, number)
+        check_group(self.rank, self.size, group, self._groups)
+        self._groups[number] = group
+        return group
+
+    def all_reduce(self, group: Group, buffer: Numbers) -> Request:
+        """See ``Transport``."""
+        assert self._groups.get(group.number) == group, f"{group} was not made by this transport"
+        request = Sum(group, buffer)
+        self._remember(request)
+        self._network._sum(self.rank, request)
+        return request
+
+    def _post(self, request: Message, route: Route) -> Request:
+        self._remember(request)
         if 0 <= request.peer < self.size:
             self._network._post(route, request)
         else:
             request.complete(TransportError(f"there is no rank {request.peer} among {self.size}"))
         return request
+
+    def _remember(self, request: Request) -> None:
+        if self._closed:
+            raise TransportError(f"{request}: the transport is closed")
+        self._requests = [other for other in self._requests if not other.completed]
+        self._requests.append(request)
 
     def wait(self, request: Request) -> None:
         """See ``Transport``."""

@@ -1,9 +1,11 @@
-"""The transport over MPI: one communication thread owns MPI for its requests, so messages move while ranks compute.
+"""The transport over MPI: messages move while ranks compute, because somebody always calls into MPI.
 
-MPI libraries make little progress on a message unless somebody calls into them. Here a thread does: it takes requests
-from a queue, starts them, polls ``Testsome`` and sleeps in between, briefly at first and up to a millisecond when
-nothing comes. With nothing pending it blocks on its queue and makes no MPI call at all, so that collectives on the
-main thread have MPI to themselves (they need it when the library grants THREAD_SERIALIZED only).
+MPI libraries make little progress on a message unless somebody calls into them. While the rank computes, a communication
+thread does: it looks now and then and sleeps in between, the longer nothing comes, the longer. While the rank waits for a
+request it looks itself and the communication thread keeps out of its way: no hand-over from thread to thread, no second
+thread that wants the core or the interpreter's lock. One lock makes these calls exclusive, so THREAD_SERIALIZED is enough.
+
+With nothing pending the thread makes no MPI call at all, so that collectives on the main thread have MPI to themselves.
 """
 
 from __future__ import annotations
@@ -11,22 +13,32 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
 from types import TracebackType
 from typing import Any
 
-from hetero_mpi.comm.transport import Buffer, Request, TransportError, length_problem
+from hetero_mpi.comm.mpi_progress import Progress
+from hetero_mpi.comm.mpi_sums import GroupSums
+from hetero_mpi.comm.pausing import Pause
+from hetero_mpi.comm.transport import (
+    Buffer,
+    Group,
+    Message,
+    Numbers,
+    Request,
+    Sum,
+    TransportError,
+    check_group,
+)
 from hetero_mpi.errors import UserError
 
 PIECE_BYTES = 1 << 30
 """Longer messages travel in pieces: MPI counts are 32 bit in most libraries."""
-SPIN_S = 200e-6
-"""Poll without sleeping for this long after something has happened ..."""
-SLEEP_SHARE = 0.1
-SHORTEST_SLEEP_S = 10e-6
-LONGEST_SLEEP_S = 1e-3
-"""... then sleep between polls for this share of the time since then, within these limits: a message is noticed at most
-a tenth late, and long waits cost nothing."""
+SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 100e-6, 1e-3
+"""Between two looks of the communication thread. A look that finds nothing still costs a computing rank some 40 us: the
+thread needs a core and the interpreter's lock."""
+WORTHWHILE_S = 30e-6
+"""A look that took more processor time than this has moved bytes: copying 100 KB takes about as long."""
 CLOSE_S = 0.5
 """How long ``close`` lets pending sends run on before it abandons them."""
 
@@ -49,35 +61,84 @@ class MpiTransport:
                 "grants less: set `communication_thread = false` in [cluster], or use another MPI build."
             )
         # Never freed by hand: freeing is collective, and a rank that fails could not wait for the others.
-        self._progress = _Progress(comm.Dup(), MPI, piece_bytes)
+        self._messages, self._summing = comm.Dup(), comm.Dup()
+        self._piece_bytes = piece_bytes
+        self._progress = Progress(MPI)
+        self._groups: dict[int, Group] = {}
+        self._sums: dict[Group, GroupSums] = {}
+        self._own_mpi = threading.Lock()
+        self._to_start: deque[Request] = deque()
         self._posted = 0
         self._closed = False
-        self._thread = _CommunicationThread(self._progress) if threaded else None
+        self.waiting: list[Request] = []
+        """What the rank's own threads wait for, looking into MPI themselves."""
+        self._thread = _CommunicationThread(self) if threaded else None
 
     def post_receive(self, source: int, tag: int, buffer: Buffer) -> Request:
         """See ``Transport``."""
-        return self._post(Request("receive", source, tag, buffer))
+        return self._post(Message("receive", source, tag, buffer))
 
     def send(self, destination: int, tag: int, buffer: Buffer) -> Request:
         """See ``Transport``."""
-        return self._post(Request("send", destination, tag, buffer))
+        return self._post(Message("send", destination, tag, buffer))
+
+    def group(self, ranks: tuple[int, ...], number: int) -> Group:
+        """See ``Transport``. No rank waits for another here."""
+        group = Group(ranks, number)
+        rank = self._summing.Get_rank()
+        check_group(rank, self._summing.Get_size(), group, self._groups)
+        self._groups[number] = group
+        self._sums[group] = GroupSums(self._progress, self._summing, rank, group)
+        return group
+
+    def all_reduce(self, group: Group, buffer: Numbers) -> Request:
+        """See ``Transport``."""
+        assert group in self._sums, f"{group} was not made by this transport"
+        return self._post(Sum(group, buffer))
 
     def _post(self, request: Request) -> Request:
         if self._closed:
             raise TransportError(f"{request}: the transport is closed")
         self._posted += 1
+        self._to_start.append(request)
+        # If the communication thread is in MPI just now, it starts the request itself: nobody waits for it here.
+        if self._own_mpi.acquire(blocking=False):
+            try:
+                self._start_posted()
+            finally:
+                self._own_mpi.release()
         if self._thread is not None:
-            self._thread.post(request)
-        else:
-            self._progress.start(request)
+            self._thread.wake()
         return request
+
+    def _start_posted(self) -> None:
+        while self._to_start:
+            request = self._to_start.popleft()
+            if isinstance(request, Sum):
+                self._sums[request.group].start(request)
+            else:
+                assert isinstance(request, Message)
+                self._progress.start_message(self._messages, request, self._piece_bytes)
+
+    def look(self) -> bool:
+        """Start what has been posted, take what has finished. Whether anything has."""
+        with self._own_mpi:
+            self._start_posted()
+            return self._progress.poll()
 
     def wait(self, request: Request) -> None:
         """See ``Transport``."""
-        if self._thread is not None:
-            request.block()
-        else:
-            self._progress.run_until(lambda: request.completed)
+        if not request.completed:
+            self.waiting.append(request)
+            pause = Pause()
+            try:
+                while not request.completed:
+                    if self.look():
+                        pause.reset()
+                    else:
+                        pause.rest()
+            finally:
+                self.waiting.remove(request)
         request.raise_error()
 
     def pending(self) -> int:
@@ -94,7 +155,9 @@ class MpiTransport:
         self._closed = True
         if self._thread is not None:
             self._thread.stop()
-        self._progress.abandon(grace_s)
+        with self._own_mpi:
+            self._start_posted()
+            self._progress.abandon(grace_s)
 
     def __enter__(self) -> MpiTransport:
         return self
@@ -107,184 +170,45 @@ class MpiTransport:
 
 
 class _CommunicationThread:
-    """The thread and its queue. ``None`` in the queue ends it."""
+    """Looks into MPI while requests are pending and nobody waits for one."""
 
-    def __init__(self, progress: _Progress) -> None:
-        self._progress = progress
-        self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+    def __init__(self, transport: MpiTransport) -> None:
+        self._transport = transport
+        self._idle = self._stopping = False
+        self._sleep_s = SHORTEST_SLEEP_S
+        self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="communication", daemon=True)
         self._thread.start()
 
-    def post(self, request: Request) -> None:
-        self._queue.put(request)
+    def wake(self) -> None:
+        """Something has been posted."""
+        if self._idle:
+            self._idle = False
+            self._woken.put(None)
 
     def stop(self) -> None:
-        """End the thread; what was posted before is started first. From now on the caller's thread owns MPI."""
-        self._queue.put(None)
+        """End the thread. From now on the caller's thread owns MPI."""
+        self._stopping = True
+        self._woken.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        pause = _Pause()
-        while True:
-            while (new := self._next(pause)) is not None:
-                self._progress.start(new)
-                pause.reset()
-            if self._stopping:
-                return
-            if self._progress.poll():
-                pause.reset()
+        transport = self._transport
+        while not self._stopping:
+            if transport.pending() == 0:
+                self._idle = True
+                if transport.pending() == 0:  # again: who posts looks at `_idle` after that
+                    self._woken.get()
+                self._idle = False
+            elif not transport.waiting:
+                begin_s = time.thread_time()
+                transport.look()
+                self._adapt(time.thread_time() - begin_s)
+            time.sleep(self._sleep_s)
 
-    _stopping = False
-
-    def _next(self, pause: _Pause) -> Request | None:
-        """The next request; sleeps on the queue as long as the pause says, or for good if nothing is pending."""
-        try:
-            if self._progress.requests:
-                sleep_s = pause.next_s()
-                item = self._queue.get(timeout=sleep_s) if sleep_s > 0 else self._queue.get_nowait()
-            else:
-                item = self._queue.get()
-        except queue.Empty:
-            return None
-        self._stopping = item is None
-        return item
-
-
-class _Pause:
-    """The time to sleep before the next poll: the longer nothing has happened, the longer."""
-
-    def __init__(self) -> None:
-        self._last_event = time.perf_counter()
-
-    def reset(self) -> None:
-        """Something has happened."""
-        self._last_event = time.perf_counter()
-
-    def next_s(self) -> float:
-        quiet_s = time.perf_counter() - self._last_event
-        if quiet_s < SPIN_S:
-            return 0.0
-        return min(max(SLEEP_SHARE * quiet_s, SHORTEST_SLEEP_S), LONGEST_SLEEP_S)
-
-
-class _Progress:
-    """The requests that MPI is working on, and how to push them. Used by one thread at a time."""
-
-    def __init__(self, comm: Any, mpi: Any, piece_bytes: int) -> None:
-        self._comm = comm
-        self._mpi = mpi
-        self._piece_bytes = piece_bytes
-        self._handles: list[Any] = []
-        """MPI requests, one per piece of a message ..."""
-        self._owners: list[Request] = []
-        """... and, beside each, the request it belongs to."""
-        self._expected: list[int] = []
-        """Bytes of each piece."""
-        self.requests: dict[Request, int] = {}
-        """Request -> pieces of it that are still under way."""
-        self.completed = 0
-        """Requests that have ended, well or badly."""
-
-    def start(self, request: Request) -> None:
-        """Hand a request to MPI. What MPI refuses completes with that error.
-
-        A message of n bytes is n // piece_bytes full pieces and a last one that is shorter, or even empty: so a
-        receiver with another length always sees a piece of a wrong length, and never waits for one that will not come.
-        """
-        call = self._comm.Isend if request.kind == "send" else self._comm.Irecv
-        size = request.buffer.size
-        self.requests[request] = 0
-        for first in range(0, size + 1, self._piece_bytes):
-            piece = request.buffer[first : first + self._piece_bytes]
-            try:
-                handle = call([piece, self._mpi.BYTE], request.peer, request.tag)
-            except (self._mpi.Exception, ValueError, OverflowError) as error:
-                self._complete(request, error)
-                return
-            self._handles.append(handle)
-            self._owners.append(request)
-            self._expected.append(piece.size)
-            self.requests[request] += 1
-
-    def poll(self) -> int:
-        """Complete what MPI has finished. Returns how many pieces that were; an error of MPI fails all requests."""
-        if not self._handles:
-            return 0
-        statuses = [self._mpi.Status() for _ in self._handles]
-        try:
-            finished = self._mpi.Request.Testsome(self._handles, statuses)
-        except self._mpi.Exception as error:
-            self._fail_all(error, statuses)
-            return 1
-        if not finished:
-            return 0
-        for index, status in zip(finished, statuses, strict=False):
-            self._finish(self._owners[index], self._expected[index], status.Get_count(self._mpi.BYTE))
-        gone = set(finished)
-        self._keep([index for index in range(len(self._handles)) if index not in gone])
-        return len(finished)
-
-    def run_until(self, done: Callable[[], bool]) -> None:
-        """Poll on the caller's thread, with growing pauses, until ``done()`` or nothing is left to poll."""
-        pause = _Pause()
-        while not done() and self.requests:
-            if self.poll():
-                pause.reset()
-            elif not done() and (sleep_s := pause.next_s()) > 0:
-                time.sleep(sleep_s)
-
-    def abandon(self, grace_s: float) -> None:
-        """Cancel receives, give sends ``grace_s`` to end, and complete what is left with an error."""
-        deadline = time.monotonic() + grace_s
-
-        def sending() -> bool:
-            return any(request.kind == "send" for request in self.requests)
-
-        self.run_until(lambda: not sending() or time.monotonic() > deadline)
-        for handle, owner in zip(self._handles, self._owners, strict=True):
-            if owner.kind == "receive":
-                handle.Cancel()
-                handle.Wait()
-        self._keep([])
-        for request in list(self.requests):
-            self._complete(request, TransportError("the transport was closed before the message was moved"))
-
-    def _finish(self, request: Request, expected: int, arrived: int) -> None:
-        if request not in self.requests:
-            return
-        if request.kind == "receive" and arrived != expected:
-            self._complete(request, length_problem(request.buffer.size, request.buffer.size - expected + arrived))
-            return
-        self.requests[request] -= 1
-        if self.requests[request] == 0:
-            self._complete(request, None)
-
-    def _complete(self, request: Request, error: BaseException | None) -> None:
-        del self.requests[request]
-        self.completed += 1
-        request.complete(error)
-
-    def _fail_all(self, error: BaseException, statuses: list[Any]) -> None:
-        """MPI does not say which requests are still good after an error, so none is; the guilty ones say why."""
-        truncated = {
-            (status.Get_source(), status.Get_tag())
-            for status in statuses
-            if status.Get_error() != 0 and self._mpi.Get_error_class(status.Get_error()) == self._mpi.ERR_TRUNCATE
-        }
-        self._keep([])
-        for request in list(self.requests):
-            if request.kind == "receive" and (request.peer, request.tag) in truncated:
-                self._complete(
-                    request,
-                    TransportError(
-                        f"the message has more than the buffer's {request.buffer.size} bytes: "
-                        "sender and receiver must agree on the length"
-                    ),
-                )
-            else:
-                self._complete(request, error)
-
-    def _keep(self, indices: list[int]) -> None:
-        self._handles = [self._handles[index] for index in indices]
-        self._owners = [self._owners[index] for index in indices]
-        self._expected = [self._expected[index] for index in indices]
+    def _adapt(self, worked_s: float) -> None:
+        """Look again sooner where there was something to move, and later where there was not."""
+        if worked_s > WORTHWHILE_S:
+            self._sleep_s = max(self._sleep_s / 2, SHORTEST_SLEEP_S)
+        else:
+            self._sleep_s = min(self._sleep_s * 2, LONGEST_SLEEP_S)

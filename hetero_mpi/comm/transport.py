@@ -1,39 +1,57 @@
-"""Moving bytes between ranks beside the computation: the contract that all transports keep.
+"""Moving bytes between ranks, and summing over them, beside the computation: the contract that all transports keep.
 
-Bytes and tags, nothing about models. A buffer is a one-dimensional, contiguous ``uint8`` numpy array that belongs to
-the transport from the call until ``wait`` returns: it is sent from, and received into, where it lies.
+Bytes and tags, nothing about models. A message's buffer is a one-dimensional, contiguous ``uint8`` numpy array, a sum's a
+one-dimensional, contiguous ``float32`` one. It belongs to the transport from the call until ``wait`` returns: it is sent
+from, received into, and summed in, where it lies.
 
 * Messages of one (source, tag) arrive in the order in which they were sent.
-* ``post_receive`` and ``send`` return at once. A send may complete only when the receive is posted: post receives
-  early.
-* A message must be exactly as long as the buffer that receives it; the receiver's ``wait`` raises if it is not.
+* ``post_receive``, ``send`` and ``all_reduce`` return at once. A send may complete only when the receive is posted: post
+  receives early.
+* A message must be exactly as long as the buffer that receives it; the receiver's ``wait`` raises if it is not. (That tells a
+  defect, it does not undo it: Open MPI 5.0 writes beyond the buffer when a message of some 100 KB or more is too long.)
+* All members of a group start its sums in the same order and with equal lengths. Sums of different groups, and messages, may
+  be under way at the same time.
+* A sum adds in the order of the group's ranks, ``((r0 + r1) + r2) + ...``, element by element in fp32: every member gets
+  the same bits, whatever arrives first and however the elements are divided among sums.
+* Requests are made by one thread; any may ask whether they are complete.
 * Whatever goes wrong with a request is raised by ``wait`` for it.
 """
 
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Buffer = NDArray[np.uint8]
+Numbers = NDArray[np.float32]
 
 
 class TransportError(RuntimeError):
     """A message could not be moved as promised: a defect in the program, or a machine that has gone."""
 
 
-class Request:
-    """One message under way. Completed once, by any thread; waited for by any number of threads."""
+@dataclass(frozen=True)
+class Group:
+    """Ranks that sum. Made by ``Transport.group``; of use with that transport only."""
 
-    def __init__(self, kind: Literal["send", "receive"], peer: int, tag: int, buffer: Buffer) -> None:
-        check_buffer(buffer, writable=kind == "receive")
-        self.kind = kind
-        self.peer = peer
-        self.tag = tag
+    ranks: tuple[int, ...]
+    """Increasing; this rank is one of them."""
+    number: int
+    """Tells groups apart that share ranks."""
+
+    def __str__(self) -> str:
+        return f"group {self.number} of ranks {', '.join(map(str, self.ranks))}"
+
+
+class Request:
+    """Something under way. Completed once, by any thread; waited for by any number of threads."""
+
+    def __init__(self, buffer: NDArray[Any]) -> None:
         self.buffer = buffer
         self.error: BaseException | None = None
         self._done = threading.Lock()
@@ -60,9 +78,32 @@ class Request:
         if self.error is not None:
             raise TransportError(f"{self}: {self.error}") from self.error
 
+
+class Message(Request):
+    """Bytes to or from ``peer``."""
+
+    def __init__(self, kind: Literal["send", "receive"], peer: int, tag: int, buffer: Buffer) -> None:
+        check_buffer(buffer, writable=kind == "receive")
+        super().__init__(buffer)
+        self.kind = kind
+        self.peer = peer
+        self.tag = tag
+
     def __str__(self) -> str:
         direction = "to" if self.kind == "send" else "from"
         return f"{self.kind} of {self.buffer.size} bytes {direction} rank {self.peer}, tag {self.tag}"
+
+
+class Sum(Request):
+    """A sum over ``group``, in place."""
+
+    def __init__(self, group: Group, buffer: Numbers) -> None:
+        check_numbers(buffer)
+        super().__init__(buffer)
+        self.group = group
+
+    def __str__(self) -> str:
+        return f"sum of {self.buffer.size} numbers over {self.group}"
 
 
 class Transport(Protocol):
@@ -74,6 +115,17 @@ class Transport(Protocol):
 
     def send(self, destination: int, tag: int, buffer: Buffer) -> Request:
         """Send the buffer's bytes. It must not change before the request is complete."""
+        ...
+
+    def group(self, ranks: tuple[int, ...], number: int) -> Group:
+        """The ranks (increasing, this one among them) as a group that can sum.
+
+        Every member calls it with the same ranks and number; a number is used once per rank.
+        """
+        ...
+
+    def all_reduce(self, group: Group, buffer: Numbers) -> Request:
+        """Start to replace the buffer's numbers by their sums over the group's members."""
         ...
 
     def wait(self, request: Request) -> None:
@@ -112,8 +164,40 @@ def check_buffer(buffer: Buffer, writable: bool) -> None:
         raise ValueError("A buffer to receive into must be writable: pass an array that owns its bytes.")
 
 
+def check_numbers(buffer: Numbers) -> None:
+    """Refuse what could not be summed in place.
+
+    :raises ValueError: not a one-dimensional contiguous float32 array, or read-only.
+    """
+    if buffer.ndim != 1 or buffer.dtype != np.float32 or not buffer.flags.c_contiguous or not buffer.flags.writeable:
+        raise ValueError(
+            "Numbers to sum must be a one-dimensional, contiguous, writable float32 array "
+            f"(shape: {buffer.shape}, dtype: {buffer.dtype}): pass `array.reshape(-1)`."
+        )
+
+
+def check_group(rank: int, size: int, group: Group, earlier: dict[int, Group]) -> None:
+    """Refuse what is no group of ranks of this job, or one whose number has another meaning already.
+
+    :raises ValueError: with the rule and the values.
+    """
+    ranks = group.ranks
+    if list(ranks) != sorted(set(ranks)) or rank not in ranks or ranks[0] < 0 or ranks[-1] >= size:
+        raise ValueError(
+            f"A group's ranks must be increasing, below {size}, and hold the calling rank {rank} (ranks: {ranks})."
+        )
+    if group.number in earlier:
+        taken = earlier[group.number].ranks
+        raise ValueError(f"Every group needs a number of its own (number: {group.number}, taken by ranks {taken}).")
+
+
 def length_problem(expected: int, arrived: int) -> TransportError:
     """The error for a message that is shorter or longer than its buffer."""
     return TransportError(
         f"the message has {arrived} bytes, the buffer {expected}: sender and receiver must agree on the length"
     )
+
+
+def sum_length_problem() -> TransportError:
+    """The error for members that start sums of different lengths, or in different orders."""
+    return TransportError("the members do not agree on the length: all must start the group's sums in the same order")

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from hetero_mpi.comm.collectives import Collectives, decode, encode
 from hetero_mpi.comm.ending import end_alone, leave_together
-from hetero_mpi.comm.group import Group, decode, encode
 from hetero_mpi.comm.library import (
     MpiLibrary,
     foreign_launcher_problem,
@@ -51,7 +51,7 @@ class Activity:
 
 
 @dataclass
-class World(Group):
+class World(Collectives):
     """All ranks of the job (``MPI.COMM_WORLD``). Its methods are collective: every rank calls them in the same order,
     from its main thread, while no transport has requests in flight.
     """

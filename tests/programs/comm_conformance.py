@@ -1,19 +1,24 @@
-"""What every transport must do, as cases for two ranks. Under mpirun this program runs them over MPI, with and without
-the communication thread; the loopback transport runs the same cases between threads of the test process.
+"""What every transport must do, as cases for two ranks; sums also on three.
+
+Under mpirun this program runs them over MPI, with and without the communication thread; the loopback transport runs the same
+cases between threads of the test process.
 
     mpirun -np 2 python tests/programs/comm_conformance.py
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from hetero_mpi.comm.transport import Buffer, Transport, TransportError
+from hetero_mpi.comm.mpi_sums import PIECE_NUMBERS
+from hetero_mpi.comm.transport import Buffer, Numbers, Transport, TransportError
 from hetero_mpi.comm.world import World, run_guarded
 
 MakeTransport = Callable[[], Transport]
@@ -200,11 +205,122 @@ PIECE_CASES = {
 }
 
 
+SUM_SIZES = (0, 1, 15, 17, 1000, 65_537, PIECE_NUMBERS, 2 * PIECE_NUMBERS + 3)
+
+
+def numbers(size: int, seed: int) -> Numbers:
+    """Numbers whose sum depends on the order in which they are added."""
+    return np.random.default_rng(seed).normal(0, 1e3, size).astype(np.float32)
+
+
+def in_order(parts: list[Numbers]) -> Numbers:
+    """((r0 + r1) + r2) + ..."""
+    total = parts[0].copy()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def sums_in_the_order_of_ranks(make: MakeTransport, rank: int, size: int) -> None:
+    """All sizes at once: the bits are those of adding rank after rank, and so equal on all; twice, as buffers are reused."""
+    with make() as transport:
+        group = transport.group(tuple(range(size)), 3)
+        for turn in range(2):
+            seeds = [100 * turn + 10 * index for index in range(len(SUM_SIZES))]
+            own = [numbers(count, seed + rank) for count, seed in zip(SUM_SIZES, seeds, strict=True)]
+            requests = [transport.all_reduce(group, buffer) for buffer in own]
+            for request in reversed(requests):
+                transport.wait(request)
+            for count, seed, buffer in zip(SUM_SIZES, seeds, own, strict=True):
+                expected = in_order([numbers(count, seed + other) for other in range(size)])
+                assert np.array_equal(buffer.view(np.uint32), expected.view(np.uint32)), (turn, count)
+        assert transport.pending() == 0
+
+
+def groups_and_messages_interleave(make: MakeTransport, rank: int, size: int) -> None:
+    """Every pair, all ranks and each rank alone as groups, two sums each, and messages around the ring, in no common order."""
+    members = [*itertools.combinations(range(size), 2), tuple(range(size)), *((other,) for other in range(size))]
+    mine = {number: ranks for number, ranks in enumerate(members) if rank in ranks}
+    with make() as transport:
+        groups = {number: transport.group(ranks, number) for number, ranks in mine.items()}
+        ahead, behind = (rank + 1) % size, (rank - 1) % size
+        arriving = np.zeros(3 << 20, np.uint8)
+        requests = [transport.post_receive(behind, 1, arriving)]
+        sums = []
+        for number in sorted(mine, key=lambda number: (number * (rank + 2)) % 7):
+            for turn in range(2):
+                buffer = numbers(50_000 + number, 1000 * number + 10 * turn + rank)
+                sums.append((number, turn, buffer))
+                requests.append(transport.all_reduce(groups[number], buffer))
+        requests.append(transport.send(ahead, 1, pattern(3 << 20, rank)))
+        for request in requests[:: -1 if rank % 2 else 1]:
+            transport.wait(request)
+        assert transport.pending() == 0
+        assert np.array_equal(arriving, pattern(3 << 20, behind))
+        for number, turn, buffer in sums:
+            parts = [numbers(50_000 + number, 1000 * number + 10 * turn + other) for other in mine[number]]
+            assert np.array_equal(buffer, in_order(parts)), (number, turn)
+
+
+def sums_of_unequal_length_are_refused(make: MakeTransport, rank: int, size: int) -> None:
+    """Both find out, and nobody waits for ever."""
+    with make() as transport:
+        group = transport.group((0, 1) if rank < 2 else (rank,), 0)
+        text = error_of(transport, transport.all_reduce(group, numbers(10 if rank == 0 else 20, rank)))
+        assert rank > 1 or text, "this rank found nothing wrong"
+
+
+def close_ends_a_sum(make: MakeTransport, rank: int, size: int) -> None:
+    """A sum that others do not join ends with the transport."""
+    transport = make()
+    request = None
+    if rank == 0:
+        request = transport.all_reduce(transport.group((0, 1), 5), numbers(100, 0))
+        assert transport.pending() == 1
+    transport.close()
+    if request is not None:
+        assert "closed" in error_of(transport, request)
+        assert transport.pending() == 0
+
+
+def unsuitable_groups_and_numbers_are_refused(make: MakeTransport, rank: int, size: int) -> None:
+    """Groups without the caller, out of order or with a number that is taken; numbers that cannot be summed in place."""
+    unsuitable: list[Any] = [np.zeros(4, np.float64), np.zeros((2, 2), np.float32), np.zeros(8, np.float32)[::2]]
+    with make() as transport:
+        group = transport.group(tuple(range(size)), 0)
+        calls: list[Callable[[], object]] = [
+            lambda: transport.group(((rank + 1) % size,), 1),
+            lambda: transport.group(tuple(reversed(range(size))), 1),
+            lambda: transport.group((*range(size), size), 1),
+            lambda: transport.group((rank,), 0),
+        ]
+        calls += [lambda buffer=buffer: transport.all_reduce(group, buffer) for buffer in unsuitable]  # type: ignore[misc]
+        for index, call in enumerate(calls):
+            try:
+                call()
+            except ValueError:
+                continue
+            raise AssertionError(f"taken: call {index}")
+        assert transport.pending() == 0
+
+
+SUM_CASES: dict[str, Callable[..., None]] = {
+    case.__name__: case
+    for case in (
+        sums_in_the_order_of_ranks,
+        groups_and_messages_interleave,
+        sums_of_unequal_length_are_refused,
+        close_ends_a_sum,
+        unsuitable_groups_and_numbers_are_refused,
+    )
+}
+
+
 def main(world: World) -> int:
-    """Run all cases; rank 0 prints a line of JSON per case that both ranks have passed."""
+    """Run all cases (those of messages on 2 ranks only); rank 0 prints a line of JSON per case that all ranks have passed."""
     from hetero_mpi.comm.mpi_transport import MpiTransport
 
-    def run(kind: str, name: str, case: Callable[[MakeTransport, int], None], make: MakeTransport) -> None:
+    def run(kind: str, name: str, case: Callable[..., None], make: MakeTransport) -> None:
         world.doing = f"{kind} {name}"
         case(make, world.rank)
         world.barrier()
@@ -212,11 +328,14 @@ def main(world: World) -> int:
             print(json.dumps([kind, name]), flush=True)
 
     for kind, threaded in (("threaded", True), ("unthreaded", False)):
-        for name, case in CASES.items():
-            run(kind, name, case, lambda threaded=threaded: MpiTransport(world.comm, threaded))  # type: ignore[misc]
-    for name, case in PIECE_CASES.items():
+        make = partial(MpiTransport, world.comm, threaded)
+        for name, case in CASES.items() if world.size == 2 else ():
+            run(kind, name, case, make)
+        for name, sum_case in SUM_CASES.items():
+            run(kind, name, partial(sum_case, size=world.size), make)
+    for name, piece_case in PIECE_CASES.items() if world.size == 2 else ():
         pieces = 1000 if name != "sizes_in_both_directions" else 1 << 20
-        run("pieces", name, case, lambda pieces=pieces: MpiTransport(world.comm, piece_bytes=pieces))  # type: ignore[misc]
+        run("pieces", name, piece_case, partial(MpiTransport, world.comm, piece_bytes=pieces))
     return 0
 
 

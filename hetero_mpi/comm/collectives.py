@@ -1,23 +1,28 @@
-"""Collective calls of a group of ranks, in JSON and raw arrays. Nothing is pickled: no lower-case method of mpi4py is used."""
+"""Collective calls of ranks, in JSON and raw arrays. Nothing is pickled: no lower-case method of mpi4py is used.
+
+MPI's own blocking calls spin until the last rank has come, on a core that this rank may need to come sooner. So every call
+here starts MPI's non-blocking one and looks for its end politely.
+"""
 
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_mpi.comm.pausing import LONGEST_SLEEP_S, YIELD_S, Pause
+
 PIECE_BYTES = 1 << 30
 """Largest array piece of one collective call: MPI counts are 32 bit in most libraries."""
-LONGEST_PAUSE_S = 0.05
-"""How long a rank that waits asleep sleeps between two looks at most."""
+DROWSY_S = 0.05
+"""How long a rank that waits for something long sleeps between two looks at most."""
 
 
 @dataclass
-class Group:
+class Collectives:
     """Ranks that call together, in the same order, from their main threads, while no transport has requests in flight."""
 
     comm: Any
@@ -27,13 +32,13 @@ class Group:
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""
-        self.comm.Barrier()
+        _finish(self.comm.Ibarrier())
 
     def broadcast_json(self, value: Any, root: int = 0) -> Any:
         """``root``'s value on every rank, as JSON gives it back (tuples become lists, keys become strings)."""
         payload = encode(value) if self.rank == root else np.empty(0, np.uint8)
         length = np.array([payload.size], np.int64)
-        self.comm.Bcast(length, root=root)
+        _finish(self.comm.Ibcast(length, root=root))
         if self.rank != root:
             payload = np.empty(int(length[0]), np.uint8)
         self._broadcast_bytes(payload, root)
@@ -42,23 +47,25 @@ class Group:
     def gather_json(self, value: Any, root: int = 0) -> list[Any] | None:
         """Every rank's value in rank order on ``root``, ``None`` elsewhere."""
         payload = encode(value)
-        lengths = np.zeros(self.size, np.int64)
-        self.comm.Allgather(np.array([payload.size], np.int64), lengths)
-        everything = np.empty(int(lengths.sum()), np.uint8)
-        assert everything.size < PIECE_BYTES, "gathered JSON is meant for small values"
+        lengths, everything = self._room_for_all(payload)
         receive = [everything, lengths] if self.rank == root else None
-        self.comm.Gatherv(payload, receive, root=root)
+        _finish(self.comm.Igatherv(payload, receive, root=root))
         return split(everything, lengths) if self.rank == root else None
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's value in rank order, on every rank."""
         payload = encode(value)
+        lengths, everything = self._room_for_all(payload)
+        _finish(self.comm.Iallgatherv(payload, [everything, lengths]))
+        return split(everything, lengths)
+
+    def _room_for_all(self, payload: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+        """Lengths of all ranks' payloads, and an array that holds them one after the other."""
         lengths = np.zeros(self.size, np.int64)
-        self.comm.Allgather(np.array([payload.size], np.int64), lengths)
+        _finish(self.comm.Iallgather(np.array([payload.size], np.int64), lengths))
         everything = np.empty(int(lengths.sum()), np.uint8)
         assert everything.size < PIECE_BYTES, "gathered JSON is meant for small values"
-        self.comm.Allgatherv(payload, [everything, lengths])
-        return split(everything, lengths)
+        return lengths, everything
 
     def broadcast_array(self, array: NDArray[Any] | None, root: int = 0) -> NDArray[Any]:
         """``root``'s array (any shape, plain numeric dtype) on every rank; other ranks pass ``None``."""
@@ -81,35 +88,34 @@ class Group:
         total = np.empty_like(flat)
         step = max(1, PIECE_BYTES // max(1, flat.itemsize))
         for first in range(0, flat.size, step):
-            self.comm.Reduce(flat[first : first + step], total[first : first + step], root=0)
+            _finish(self.comm.Ireduce(flat[first : first + step], total[first : first + step], root=0))
         self._broadcast_bytes(total.view(np.uint8), 0)
         return total.reshape(array.shape)
 
     def _broadcast_bytes(self, flat: NDArray[np.uint8], root: int) -> None:
         for first in range(0, flat.size, PIECE_BYTES):
-            self.comm.Bcast(flat[first : first + PIECE_BYTES], root=root)
+            _finish(self.comm.Ibcast(flat[first : first + PIECE_BYTES], root=root))
 
     def broadcast_asleep(self, value: Any) -> Any:
-        """``broadcast_json`` from rank 0 for which nobody's waiting takes a core: MPI's own waiting spins."""
+        """``broadcast_json`` from rank 0 after something that takes it long: the others look for it more and more rarely."""
         payload = encode(value) if self.rank == 0 else np.empty(0, np.uint8)
         length = np.array([payload.size], np.int64)
-        request = self.comm.Ibcast(length, root=0)
-        pause_s = 1e-4
-        while not request.Test():
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        _finish(self.comm.Ibcast(length, root=0), DROWSY_S)
         if self.rank != 0:
             payload = np.empty(int(length[0]), np.uint8)
         self._broadcast_bytes(payload, 0)
         return decode(payload)
 
     def meet_asleep(self) -> None:
-        """``barrier`` for which nobody's waiting takes a core: MPI's own waiting spins."""
-        request = self.comm.Ibarrier()
-        pause_s = 5e-5
-        while not request.Test():
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 5e-4)
+        """``barrier`` after which ranks that share cores go on to compute: nobody looks twice without sleeping."""
+        _finish(self.comm.Ibarrier(), yield_s=0.0)
+
+
+def _finish(request: Any, longest_s: float = LONGEST_SLEEP_S, yield_s: float = YIELD_S) -> None:
+    """Look until MPI is done with ``request``."""
+    pause = Pause(longest_s, yield_s)
+    while not request.Test():
+        pause.rest()
 
 
 def encode(value: Any) -> NDArray[np.uint8]:

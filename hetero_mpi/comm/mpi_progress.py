@@ -1,0 +1,179 @@
+"""The MPI requests of a transport, and how to push them. Used by one thread at a time.
+
+A ``Request`` is served by *parts*, one MPI request each: a message by its pieces, a sum by the segments that its members
+exchange. MPI reports finished parts in no order that matters; each says what comes next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hetero_mpi.comm.pausing import Pause
+from hetero_mpi.comm.transport import (
+    Message,
+    Request,
+    TransportError,
+    length_problem,
+    sum_length_problem,
+)
+
+Then = Callable[[], None]
+
+_ABANDONED: list[Any] = []
+"""MPI requests that were given up, for good: MPI may still write into their buffers, so these must live."""
+
+
+@dataclass(slots=True)
+class _Part:
+    request: Request
+    receives: bool
+    expected_bytes: int
+    then: Then | None
+    """What follows; None: the request is complete with the last of its parts."""
+
+
+class Progress:
+    """Everything that MPI is working on for one transport."""
+
+    def __init__(self, mpi: Any) -> None:
+        self._mpi = mpi
+        self._handles: list[Any] = []
+        self._parts: list[_Part] = []
+        """Beside each MPI request, what it is a part of."""
+        self._statuses: list[Any] = []
+        """At least as many as handles: MPI writes into them, so that a poll makes no objects."""
+        self.requests: dict[Request, int] = {}
+        """Request -> parts without a ``then`` that are still under way."""
+        self.completed = 0
+        """Requests that have ended, well or badly."""
+
+    def begin(self, request: Request) -> None:
+        """The request is under way; ``send``, ``receive`` and ``end`` serve it."""
+        self.requests[request] = 0
+
+    def start_message(self, comm: Any, request: Message, piece_bytes: int) -> None:
+        """Hand a message to MPI. What MPI refuses completes with that error.
+
+        A message of n bytes is n // piece_bytes full pieces and a last one that is shorter, or even empty: so a
+        receiver with another length always sees a piece of a wrong length, and never waits for one that will not come.
+        """
+        self.begin(request)
+        move = self.send if request.kind == "send" else self.receive
+        if request.buffer.size < piece_bytes:
+            move(comm, request, request.buffer, request.peer, request.tag)
+            return
+        for first in range(0, request.buffer.size + 1, piece_bytes):
+            move(comm, request, request.buffer[first : first + piece_bytes], request.peer, request.tag)
+
+    def send(self, comm: Any, request: Request, buffer: Any, peer: int, tag: int, then: Then | None = None) -> None:
+        """Start to send a part of ``request``."""
+        self._start(comm.Isend, _Part(request, False, buffer.nbytes, then), buffer, peer, tag)
+
+    def receive(self, comm: Any, request: Request, buffer: Any, peer: int, tag: int, then: Then | None = None) -> None:
+        """Announce a buffer for a part of ``request``."""
+        self._start(comm.Irecv, _Part(request, True, buffer.nbytes, then), buffer, peer, tag)
+
+    def _start(self, call: Any, part: _Part, buffer: Any, peer: int, tag: int) -> None:
+        if part.request not in self.requests:
+            return  # an earlier part has failed
+        try:
+            handle = call([buffer, buffer.nbytes, self._mpi.BYTE], peer, tag)
+        except (self._mpi.Exception, ValueError, OverflowError) as error:
+            self.end(part.request, error)
+            return
+        self._handles.append(handle)
+        self._parts.append(part)
+        if len(self._statuses) < len(self._handles):
+            self._statuses.append(self._mpi.Status())
+        if part.then is None:
+            self.requests[part.request] += 1
+
+    def end(self, request: Request, error: BaseException | None = None) -> None:
+        """The request is complete."""
+        del self.requests[request]
+        self.completed += 1
+        request.complete(error)
+
+    def poll(self) -> bool:
+        """Do what MPI's finished parts call for. Whether there were any; an error of MPI fails all requests."""
+        if not self._handles:
+            return False
+        try:
+            finished = self._mpi.Request.Testsome(self._handles, self._statuses)
+        except self._mpi.Exception as error:
+            self._fail_all(error)
+            return True
+        if not finished:
+            return False
+        ended = [
+            (self._parts[index], status.Get_count(self._mpi.BYTE))
+            for index, status in zip(finished, self._statuses, strict=False)
+        ]
+        for index in sorted(finished, reverse=True):
+            del self._handles[index], self._parts[index]
+        for part, arrived_bytes in ended:
+            self._finish(part, arrived_bytes)
+        return True
+
+    def _finish(self, part: _Part, arrived_bytes: int) -> None:
+        request = part.request
+        if request not in self.requests:
+            return
+        if part.receives and arrived_bytes != part.expected_bytes:
+            self.end(request, _wrong_length(request, arrived_bytes - part.expected_bytes))
+        elif part.then is not None:
+            part.then()
+        elif self.requests[request] > 1:
+            self.requests[request] -= 1
+        else:
+            self.end(request)
+
+    def abandon(self, grace_s: float) -> None:
+        """Cancel receives, give sends ``grace_s`` to end, and complete what is left with an error."""
+        deadline = time.monotonic() + grace_s
+        pause = Pause()
+        while not all(part.receives for part in self._parts) and time.monotonic() < deadline:
+            if self.poll():
+                pause.reset()
+            else:
+                pause.rest()
+        for handle, part in zip(self._handles, self._parts, strict=True):
+            if part.receives:
+                handle.Cancel()
+                handle.Wait()
+        self._give_up()
+        for request in list(self.requests):
+            self.end(request, TransportError("the transport was closed before it was complete"))
+
+    def _fail_all(self, error: BaseException) -> None:
+        """MPI does not say which requests are still good after an error, so none is; the guilty ones say why."""
+        truncated = {
+            (status.Get_source(), status.Get_tag())
+            for status in self._statuses[: len(self._handles)]
+            if status.Get_error() != 0 and self._mpi.Get_error_class(status.Get_error()) == self._mpi.ERR_TRUNCATE
+        }
+        self._give_up()
+        for request in list(self.requests):
+            guilty = isinstance(request, Message) and (request.peer, request.tag) in truncated
+            self.end(request, _too_long(request) if guilty and request.kind == "receive" else error)  # type: ignore[attr-defined]
+
+    def _give_up(self) -> None:
+        _ABANDONED.extend(handle for handle in self._handles if handle != self._mpi.REQUEST_NULL)
+        self._handles.clear()
+        self._parts.clear()
+
+
+def _wrong_length(request: Request, difference_bytes: int) -> TransportError:
+    if isinstance(request, Message):
+        return length_problem(request.buffer.size, request.buffer.size + difference_bytes)
+    return sum_length_problem()
+
+
+def _too_long(request: Request) -> TransportError:
+    return TransportError(
+        f"the message has more than the buffer's {request.buffer.size} bytes: "
+        "sender and receiver must agree on the length"
+    )

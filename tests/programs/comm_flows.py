@@ -1,0 +1,28 @@
+"""Links and flows of all ranks, as rank 0 sees them, in JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+from hetero_mpi.comm.links import fit_line, measure_flows, measure_links
+from hetero_mpi.comm.mpi_transport import MpiTransport
+from hetero_mpi.comm.world import World, run_guarded
+
+LARGEST = 1 << 20
+
+
+def main(world: World) -> int:
+    with MpiTransport(world.comm) as transport:
+        links = measure_links(world, transport, (1024, 16384, 262144, LARGEST), repeats=2)
+        flows = measure_flows(world, transport, links, LARGEST)
+    if world.rank == 0:
+        fits = [[link.source, link.destination, *fit_line(link.sample_bytes, link.sample_s)] for link in links]
+        shared = {flow.host: flow.shared for flow in flows}
+        print(json.dumps({"links": fits, "flows": [asdict(flow) for flow in flows], "shared": shared}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded(main))
