@@ -9,38 +9,39 @@ import pytest
 import torch
 
 from hetero_mpi.job import TrainTable
-from hetero_mpi.model.optimizer import Judge, LearningRate, LossScale
+from hetero_mpi.model.optimizer import Judge, LearningRate, LossScale, _short
 
 
 def test_the_verdict_does_not_depend_on_who_fills_which_slot() -> None:
     """Three ranks or one: the same bits, though the squares are of very unlike size."""
     squares = {f"p{i}": 10.0 ** (7 - i) / 3 for i in range(14)}
-    judge = Judge(list(squares), clip_norm=1.0)
-    alone = judge.decide(judge.fill(squares, 2.5))
-    names = list(squares)
-    shares = [judge.fill({n: squares[n] for n in names[i::3]}, 2.5 if i == 1 else None) for i in range(3)]
+    losses = {0: 2.0**53, 1: 1.0, 2: 1.0, 3: -(2.0**53)}  # in any other order another sum
+    judge = Judge(list(squares), clip_norm=1.0, micro_batches=4)
+    alone = judge.decide(judge.fill(squares, losses))
+    names, heads = list(squares), ({0: losses[0], 1: losses[1]}, {}, {2: losses[2], 3: losses[3]})
+    shares = [judge.fill({n: squares[n] for n in names[i::3]}, heads[i]) for i in range(3)]
     together = judge.decide(shares[2] + shares[0] + shares[1])
     assert together == alone
     assert alone.grad_norm == pytest.approx(math.sqrt(sum(squares.values())))
-    assert alone.scale == pytest.approx(1 / alone.grad_norm) and alone.finite and alone.loss == 2.5
+    assert alone.scale == pytest.approx(1 / alone.grad_norm) and alone.finite and alone.loss == 0.0
 
 
 def test_gradients_within_the_norm_are_not_scaled() -> None:
     judge = Judge(["a"], clip_norm=10.0)
-    assert judge.decide(judge.fill({"a": 4.0}, 1.0)).scale == 1.0
-    assert Judge(["a"], None).decide(judge.fill({"a": 4e8}, 1.0)).scale == 1.0
+    assert judge.decide(judge.fill({"a": 4.0}, {0: 1.0})).scale == 1.0
+    assert Judge(["a"], None).decide(judge.fill({"a": 4e8}, {0: 1.0})).scale == 1.0
 
 
 @pytest.mark.parametrize("square, loss", [(math.inf, 1.0), (math.nan, 1.0), (1.0, math.nan)])
 def test_what_is_not_finite_is_seen(square: float, loss: float) -> None:
     judge = Judge(["a", "b"], clip_norm=1.0)
-    assert not judge.decide(judge.fill({"a": square, "b": 1.0}, loss)).finite
+    assert not judge.decide(judge.fill({"a": square, "b": 1.0}, {0: loss})).finite
 
 
 def test_scaled_gradients_give_the_same_verdict() -> None:
     judge = Judge(["a", "b"], clip_norm=0.5)
-    plain = judge.decide(judge.fill({"a": 9.0, "b": 16.0}, 1.0))
-    scaled = judge.decide(judge.fill({"a": 9.0 * 1024**2, "b": 16.0 * 1024**2}, 1.0), loss_scale=1024.0)
+    plain = judge.decide(judge.fill({"a": 9.0, "b": 16.0}, {0: 1.0}))
+    scaled = judge.decide(judge.fill({"a": 9.0 * 1024**2, "b": 16.0 * 1024**2}, {0: 1.0}), loss_scale=1024.0)
     assert scaled.grad_norm == plain.grad_norm == 5.0
     assert scaled.scale * 1024 == pytest.approx(plain.scale)
 
@@ -69,3 +70,15 @@ def test_learning_rate_is_a_function_of_the_step() -> None:
     np.testing.assert_allclose(
         [rate.at(step) for step in range(10)], [0, 0.25, 0.5, 0.75, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]
     )
+
+
+@pytest.mark.parametrize("shape", [(7,), (4096,), (4097,), (513, 1001), (1100, 1000)])
+def test_a_short_vector_has_the_norm_of_a_long_one(shape: tuple[int, ...]) -> None:
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(1)) + 0.5
+    short = _short(gradient)
+    assert short.ndim == 1 and short.numel() <= 4096
+    assert float(short.double().norm()) == pytest.approx(float(gradient.double().norm()), rel=1e-7)
+    gradient.view(-1)[-1] = math.inf
+    assert _short(gradient).norm().isinf()
+    gradient.view(-1)[0] = math.nan
+    assert _short(gradient).norm().isnan()

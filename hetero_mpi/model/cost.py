@@ -62,8 +62,8 @@ def _layer_cost(
         trainable_parameters=held if tuning.full else adapters,
         parameter_bytes=parameter_bytes,
         activation_bytes_per_token=activation_bytes[kind],
-        # Backward holds the gradients of one item's activations; the head those of its fp32 logits, twice.
-        workspace_bytes_per_token=2.0 * chain.config.vocab_size * 4 if head else activation_bytes[kind],
+        # Backward holds the gradients of one item's activations; the head those of its logits, and a piece of them in fp32.
+        workspace_bytes_per_token=2.0 * chain.config.vocab_size * BYTES[dtype] if head else activation_bytes[kind],
         boundary_bytes_per_token=0 if head else chain.config.hidden_size * BYTES[dtype],
         workspace_bytes=largest * BYTES[dtype],
     )

@@ -251,7 +251,7 @@ def _read_json(path: Path, remedy: str) -> dict[str, Any]:
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=3)
         raise UserError(f"{path} does not exist{_or_near(near)}. {remedy}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error}). {AGAIN}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} holds {type(content).__name__}, not an object of keys and values. {AGAIN}")
@@ -289,7 +289,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         header: dict[str, Any] = json.loads(raw)
         header.pop("__metadata__", None)
         tensors = {name: _entry(path, 8 + length, entry) for name, entry in header.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: the header is corrupt ({type(error).__name__}: {error}). {AGAIN}") from None
     expected = max((tensor.offset + tensor.bytes for tensor in tensors.values()), default=8 + length)
     if actual != expected:

@@ -6,6 +6,7 @@ and of the global step, so the result does not depend on the partition.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -19,6 +20,10 @@ from hetero_mpi.model.stage import Stage
 _SCHEDULERS = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """torch's names of AdamW's first and second moment."""
+_BLOCK, _SHORT = 1024, 4096
+"""Squares added in fp32 at a time, and how many numbers are left to fp64 at most."""
+_ALIGNMENT = 16
+"""Floats: every gradient in a flat buffer starts at a cache line."""
 
 
 class LearningRate:
@@ -49,17 +54,22 @@ class Optimizer:
     them, AdamW steps the fp32 masters, and the parameters are rounded from these.
     """
 
-    def __init__(self, stage: Stage, train: TrainTable) -> None:
+    def __init__(self, stage: Stage, train: TrainTable, flat_items: Iterable[int] = ()) -> None:
+        """``flat_items``: items whose gradients lie in one buffer each, for ``flat_gradients``."""
         self.stage = stage
         self.targets: dict[str, torch.nn.Parameter] = dict(stage.parameters)
         self._tied: torch.nn.Parameter | SimpleNamespace | None = stage.tied_head
         if stage.masters:
             self.targets = {name: torch.nn.Parameter(master) for name, master in stage.masters.items()}
             for name, parameter in stage.parameters.items():
-                _accumulate_in_fp32(parameter, self.targets[name])
+                _accumulate_in_fp32(stage, parameter, self.targets[name])
             if stage.tied_head is not None:
                 self._tied = SimpleNamespace(grad=None)
-                _accumulate_in_fp32(stage.tied_head, self._tied)
+                _accumulate_in_fp32(stage, stage.tied_head, self._tied)
+        self._flat: dict[int, torch.Tensor] = {}
+        self._views: dict[str, torch.Tensor] = {}
+        for item in flat_items:
+            self._flatten(item)
         self.schedule = LearningRate(train)
         groups = [
             {
@@ -80,10 +90,36 @@ class Optimizer:
 
     def zero(self) -> None:
         """Forget all gradients."""
-        for tensor in (*self.targets.values(), *self.stage.parameters.values()):
-            tensor.grad = None
+        for flat in self._flat.values():
+            flat.zero_()
+        for name, target in self.targets.items():
+            # Without a buffer of its own a parameter takes the first gradient that autograd makes as it is, which is faster
+            # than adding it to zeros.
+            target.grad = self._views.get(name)
+            if target is not self.stage.parameters[name]:
+                self.stage.parameters[name].grad = None
         if self._tied is not None:
             self._tied.grad = None
+
+    def flat_gradients(self, item: int) -> torch.Tensor:
+        """The fp32 gradients of one of the ``flat_items``, of which the parameters' are views: (n,), the same memory for good.
+
+        Parameters follow each other in the model's order, with a few zeros between them; the layout is the same wherever the
+        item is held. Valid from ``zero`` on.
+        """
+        return self._flat[item]
+
+    def _flatten(self, item: int) -> None:
+        names = [name for name in self.targets if self.stage.chain.item_of(name) == item]
+        starts, length = [], 0
+        for name in names:
+            starts.append(length)
+            length += -(-self.targets[name].numel() // _ALIGNMENT) * _ALIGNMENT
+        self._flat[item] = torch.zeros(length, dtype=torch.float32, device=self.stage.backend.device)
+        for name, start in zip(names, starts, strict=True):
+            target = self.targets[name]
+            self._views[name] = self._flat[item][start : start + target.numel()].view(target.shape)
+            target.grad = self._views[name]
 
     def tied_gradient(self) -> torch.Tensor:
         """The fp32 gradient of the head's copy of a tied embedding matrix."""
@@ -98,10 +134,14 @@ class Optimizer:
         return target.grad
 
     def squared_norms(self) -> dict[str, float]:
-        """name -> sum of squares of the gradient in fp64, to be added over all ranks in name order."""
-        norms = [torch.linalg.vector_norm(self.gradient(name), dtype=torch.float64) for name in self.targets]
-        values = torch.stack([norm.cpu() for norm in norms]).square().tolist() if norms else []
-        return dict(zip(self.targets, values, strict=True))
+        """name -> sum of squares of the gradient, to be added in fp64 over all ranks in name order."""
+        if not self.targets:
+            return {}
+        parts = [_short(self.gradient(name)) for name in self.targets]
+        # All in one transfer; and not every device computes in fp64.
+        hosts = self.stage.backend.to_host(torch.cat(parts)).split([len(part) for part in parts])
+        norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in hosts])
+        return dict(zip(self.targets, norms.square().tolist(), strict=True))
 
     def step(self, step: int, scale: float) -> None:
         """One AdamW step with gradients multiplied by ``scale`` (1: not clipped)."""
@@ -122,7 +162,7 @@ class Optimizer:
         """``exp_avg`` and ``exp_avg_sq`` of a parameter (fp32); zeros before its first step."""
         target = self.targets[name]
         state = self.adamw.state.get(target, {})
-        return {moment: state.get(moment, torch.zeros_like(target)) for moment in MOMENTS}
+        return {moment: state[moment] if moment in state else torch.zeros_like(target) for moment in MOMENTS}
 
     def restore(self, name: str, moments: dict[str, torch.Tensor], steps: int) -> None:
         """Put back the moments of a parameter after ``steps`` optimizer steps."""
@@ -133,18 +173,39 @@ class Optimizer:
         self.adamw.state[target] = {"step": torch.tensor(float(steps), dtype=torch.float32, device=device), **state}
 
 
-def _accumulate_in_fp32(parameter: torch.nn.Parameter, holder: torch.nn.Parameter | SimpleNamespace) -> None:
+def _short(gradient: torch.Tensor) -> torch.Tensor:
+    """A vector of at most a few thousand numbers with the norm of ``gradient``, by norms of short blocks in fp32.
+
+    That takes half the time of adding in fp64 from the start, and has its precision: few numbers meet in any one fp32 sum.
+    """
+    flat = gradient.reshape(-1)
+    while flat.numel() > _SHORT:
+        blocks = flat.numel() // _BLOCK
+        norms = torch.linalg.vector_norm(flat[: blocks * _BLOCK].view(blocks, _BLOCK), dim=1)
+        rest = flat[blocks * _BLOCK :]
+        flat = torch.cat((norms, rest)) if len(rest) else norms
+    return flat
+
+
+def _accumulate_in_fp32(
+    stage: Stage, parameter: torch.nn.Parameter, holder: torch.nn.Parameter | SimpleNamespace
+) -> None:
     """Add every gradient of ``parameter`` to ``holder.grad`` (fp32) and free it at once."""
 
-    def add(p: torch.Tensor) -> None:
-        assert p.grad is not None
+    def add(gradient: torch.Tensor) -> None:
         if holder.grad is None:
-            holder.grad = p.grad.float()
+            holder.grad = gradient.float()
         else:
-            holder.grad.add_(p.grad)
+            holder.grad.add_(gradient)
+
+    def take(p: torch.Tensor) -> None:
+        assert p.grad is not None
+        add(p.grad)
         p.grad = None
 
-    parameter.register_post_accumulate_grad_hook(add)
+    parameter.register_post_accumulate_grad_hook(take)
+    if stage.deferred is not None:
+        stage.deferred.adders[parameter] = add
 
 
 @dataclass(frozen=True)
@@ -162,34 +223,41 @@ class Verdict:
 class Judge:
     """Turns every rank's squared norms and losses into one verdict.
 
-    Each trained parameter has its own slot of a vector that is summed over the ranks. Exactly one rank fills a slot, so the
-    sum is exact in any order, and adding the slots in name order gives the same bits for every partition.
+    Each trained parameter, and each micro-batch of all pipelines, has its own slot of a vector that is summed over the ranks.
+    Exactly one rank fills a slot, so the sum is exact in any order, and adding the slots in the order of names and of
+    micro-batches gives the same bits for every partition.
     """
 
-    def __init__(self, names: list[str], clip_norm: float | None) -> None:
+    def __init__(self, names: list[str], clip_norm: float | None, micro_batches: int = 1) -> None:
         self.slots = {name: i for i, name in enumerate(sorted(names))}
-        self.clip_norm = clip_norm
+        self.clip_norm, self.micro_batches = clip_norm, micro_batches
 
-    def fill(self, squared_norms: dict[str, float], loss: float | None) -> np.ndarray:
-        """This rank's part: float64 (parameters + 1). ``loss`` is given by the rank that holds the head."""
-        vector = np.zeros(len(self.slots) + 1)
+    def fill(self, squared_norms: dict[str, float], losses: dict[int, float]) -> np.ndarray:
+        """This rank's part: float64 (parameters + micro-batches). ``losses``: of the micro-batches whose head it holds."""
+        vector = np.zeros(len(self.slots) + self.micro_batches)
         for name, value in squared_norms.items():
             vector[self.slots[name]] = value
-        if loss is not None:
-            vector[-1] = loss
+        for index, loss in losses.items():
+            vector[len(self.slots) + index] = loss
         return vector
 
     def decide(self, summed: np.ndarray, loss_scale: float = 1.0) -> Verdict:
         """The verdict from the sum of all ranks' parts; gradients are ``loss_scale`` times too large."""
-        total = 0.0
-        for value in summed[:-1].tolist():
-            total += value
-        norm, loss = float(np.sqrt(total)) / loss_scale, float(summed[-1])
+        norms, losses = summed[: len(self.slots)], summed[len(self.slots) :]
+        norm, loss = float(np.sqrt(added(norms))) / loss_scale, added(losses)
         finite = bool(np.isfinite(norm) and np.isfinite(loss))
         scale = 1.0 / loss_scale
         if finite and self.clip_norm is not None:
             scale *= min(1.0, self.clip_norm / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_'s formula
         return Verdict(loss, norm, scale, finite)
+
+
+def added(values: np.ndarray) -> float:
+    """The sum of fp64 values from the first to the last: numpy's own order depends on their number."""
+    total = 0.0
+    for value in values.tolist():
+        total += value
+    return total
 
 
 @dataclass

@@ -11,19 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import Node
 
 from hetero_mpi.device.backend import DTYPES, Backend, return_freed_memory
 from hetero_mpi.model.adapter import adapter_parameters, inject
 from hetero_mpi.model.chain import Chain, build_on_meta
+from hetero_mpi.model.deferred import WeightGradients
+from hetero_mpi.model.finishing import Beginnings, Finished, Report
+from hetero_mpi.model.loss import IGNORED as IGNORED
+from hetero_mpi.model.loss import summed_loss
 from hetero_mpi.model.quantize import quantize_linears, set_training
 from hetero_mpi.model.seeds import seed_from
 from hetero_mpi.model.tuning import Tuning, full_training
 from hetero_mpi.model.weights import Start, materialize, restore_buffers
-
-IGNORED = -100
-"""Target of a position that is not learnt."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,16 @@ class MicroBatch:
     first_sample: int
     target_tokens: int
     """Targets of the whole global batch, over all micro-batches and pipelines: the loss is divided by it once."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What backward of a micro-batch needs: its input (not of a first stage), its output, and where its items begin."""
+
+    position: MicroBatch
+    x: torch.Tensor | None
+    y: torch.Tensor
+    beginnings: dict[int, Node]
 
 
 class PassThrough(nn.Module):
@@ -55,6 +66,7 @@ class Stage:
         masters: name -> fp32 copy of each parameter where the compute dtype is narrower; empty in fp32.
         tied_head: the head's own copy of a tied embedding matrix, or None. It is never optimised here: its gradient is
             added to the embedding's and the new values come back.
+        deferred: what the second part of a split backward still needs; None where backward comes in one part.
     """
 
     def __init__(
@@ -68,6 +80,7 @@ class Stage:
         seed: int = 0,
         tuning: Tuning | None = None,
         recompute: bool = False,
+        split_backward: bool = False,
     ) -> None:
         """Build own layers only.
 
@@ -80,6 +93,8 @@ class Stage:
             seed: the job's seed, which keys the dropout masks and the start of adapters.
             tuning: what is trained; everything by default.
             recompute: run the forward of blocks again in backward instead of keeping their activations.
+            split_backward: backward will come in two parts, ``backward_input`` and ``backward_weights``. Where adapters are
+                trained the second part is empty.
 
         Raises:
             UserError: the model's files do not fit its configuration.
@@ -96,7 +111,12 @@ class Stage:
         if recompute:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         set_training(self.model, True)
-        self._kept: dict[int, tuple[MicroBatch, torch.Tensor | None, torch.Tensor]] = {}
+        self.deferred: WeightGradients | None = None
+        if split_backward and self.tuning.full:
+            self._put_off_matrices(recompute)
+        self._trained_items = self._items_with_gradients()
+        self._beginnings = Beginnings(chain, self.model, first, last)
+        self._kept: dict[int, _Kept] = {}
         self._position: MicroBatch | None = None
         if self.tuning.uses_dropout(chain):
             self._key_dropout()
@@ -129,28 +149,64 @@ class Stage:
         if not self.is_first:
             x = x.detach().requires_grad_(True)
         self._position = position
+        self._beginnings.start()
         y = self._run(x, targets, position.target_tokens)
-        self._kept[position.index] = (position, None if self.is_first else x, y)
+        self._kept[position.index] = _Kept(position, None if self.is_first else x, y, self._beginnings.stop())
         return y.detach()
 
-    def backward(self, index: int, dy: torch.Tensor | None = None) -> torch.Tensor | None:
+    def backward(
+        self, index: int, dy: torch.Tensor | None = None, finished: Finished | None = None
+    ) -> torch.Tensor | None:
         """Backward of one micro-batch; gradients are added to the parameters'.
 
         Args:
             index: the micro-batch given to ``forward``.
             dy: gradient of the output (B, T, D); on the last stage the factor of the loss (a scalar), None for 1.
+            finished: for the last micro-batch of a step: called with each item of this stage that has trained parameters, the last
+                first, as soon as their gradients are whole, while backward goes on.
 
         Returns:
             Gradient of the input (B, T, D), or None on the first stage.
         """
-        position, x, y = self._kept.pop(index)
-        self._position, self._input = (
-            position,
-            x,
-        )  # recomputing has the same input and draws the same random numbers again
-        if y.requires_grad:  # not where a first stage holds nothing that is trained
-            torch.autograd.backward(y, dy)
-        return None if x is None else x.grad
+        if self.deferred is None:
+            return self._backward(index, dy, finished)
+        dx = self._backward(index, dy)
+        self.backward_weights(index, finished)
+        return dx
+
+    def backward_input(self, index: int, dy: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Backward of one micro-batch but for the weight gradients of linear layers, which ``backward_weights`` adds.
+
+        Takes and returns what ``backward`` does. The buffers of ``dy`` and of the stage's input may be overwritten afterwards.
+        """
+        return self._backward(index, dy, borrowed=True)
+
+    def backward_weights(self, index: int, finished: Finished | None = None) -> None:
+        """The rest of the backward of a micro-batch; ``finished`` as in ``backward``."""
+        report = Report(self._trained_items, finished) if finished is not None else None
+        if self.deferred is not None:
+            self.deferred.compute(index, report.down_to if report is not None else None)
+        if report is not None:
+            report.down_to(self.first)
+
+    def _backward(
+        self, index: int, dy: torch.Tensor | None, finished: Finished | None = None, borrowed: bool = False
+    ) -> torch.Tensor | None:
+        kept = self._kept.pop(index)
+        # Recomputing has the same input and draws the same random numbers again.
+        self._position, self._input = kept.position, kept.x
+        if self.deferred is not None:
+            self.deferred.begin(index)
+        report = Report(self._trained_items, finished) if finished is not None else None
+        if report is not None:
+            report.follow(kept.beginnings)
+        if kept.y.requires_grad:  # not where a first stage holds nothing that is trained
+            torch.autograd.backward(kept.y, dy)
+        if self.deferred is not None and borrowed:
+            self.deferred.detach_from((kept.x, dy))
+        if report is not None:
+            report.down_to(self.first)
+        return None if kept.x is None else kept.x.grad
 
     @torch.no_grad()
     def evaluate(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
@@ -174,8 +230,7 @@ class Stage:
         if not self.is_last:
             return y
         assert targets is not None
-        total = F.cross_entropy(y.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-        return total / divisor
+        return summed_loss(y, targets) / divisor
 
     def _enter(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
         """The received tensor enters at the first own module: what a model does to its embeddings (Granite's multiplier,
@@ -252,6 +307,21 @@ class Stage:
         inject(self.model, self.tuning.adapter, modules, self.backend.device, self.seed)
         found = adapter_parameters(self.model)
         return {spec.name: found[spec.name] for spec in self.tuning.specs(self.first, self.last)}
+
+    def _items_with_gradients(self) -> set[int]:
+        """Items that hold something trained, be it the head's copy of a tied matrix."""
+        items = {self.chain.item_of(name) for name in self.parameters}
+        if self.tied_head is not None and self.tied_head.requires_grad:
+            items.add(self.last - 1)
+        return items
+
+    def _put_off_matrices(self, recompute: bool) -> None:
+        self.deferred = WeightGradients(recompute)
+        for item in range(self.first, self.last):
+            for name in self.chain.module_names(item):
+                for module in self.model.get_submodule(name).modules():
+                    if type(module) is nn.Linear and module.weight.requires_grad:
+                        self.deferred.watch(module, item)
 
     def _key_dropout(self) -> None:
         """Seed the generators before every item, so that masks depend on (seed, step, first sample, item) alone."""

@@ -1,0 +1,65 @@
+"""The summed cross-entropy of a micro-batch, a few rows of logits at a time.
+
+Logits are a head's largest tensor: with 150,000 words, 2,048 tokens of them take 0.6 GB in bf16. torch's own function keeps them
+in fp32 and needs as much again, twice, in backward. In pieces, only the logits themselves and their gradient exist, both in the
+compute dtype. Each row is computed as torch does it whole and the rows' losses are added as torch adds them, so the pieces
+change no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+IGNORED = -100
+"""Target of a position that is not learnt."""
+PIECE = 1 << 22
+"""Logits in a piece: 16 MB in fp32. Fewer than that are computed at once, which is faster and needs little memory."""
+
+
+def summed_loss(logits: torch.Tensor, targets: torch.Tensor, piece: int = PIECE) -> torch.Tensor:
+    """Sum of the losses of all targets that are not ``IGNORED``, a scalar (fp32), differentiable.
+
+    Args:
+        logits: (B, T, V) in the compute dtype.
+        targets: (B, T) int64.
+        piece: logits computed at once; the result does not depend on it.
+    """
+    rows, words = logits.flatten(0, 1), targets.flatten()
+    if rows.numel() <= piece:
+        return _whole(rows, words, "sum")
+    return _InPieces.apply(rows, words, max(1, piece // rows.shape[1]))
+
+
+def _whole(logits: torch.Tensor, targets: torch.Tensor, reduction: str) -> torch.Tensor:
+    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction=reduction)
+
+
+class _InPieces(torch.autograd.Function):
+    """Runs each piece again in backward: what torch would keep of it is as large as the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, rows: int) -> torch.Tensor:
+        ctx.save_for_backward(logits, targets)
+        ctx.rows = rows
+        losses = torch.cat([_whole(logits[own], targets[own], "none") for own in _pieces(len(logits), rows)])
+        # The same order of additions as in torch's sum over targets: each row is a vocabulary of one word.
+        return F.nll_loss(-losses.unsqueeze(1), targets.clamp(max=0), ignore_index=IGNORED, reduction="sum")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits, targets = ctx.saved_tensors
+        result = torch.empty_like(logits)
+        for own in _pieces(len(logits), ctx.rows):
+            with torch.enable_grad():
+                leaf = logits[own].detach().requires_grad_(True)
+                total = _whole(leaf, targets[own], "sum")
+            (result[own],) = torch.autograd.grad(total, leaf, gradient)
+        return result, None, None
+
+
+def _pieces(length: int, rows: int) -> Iterator[slice]:
+    return (slice(first, first + rows) for first in range(0, length, rows))
