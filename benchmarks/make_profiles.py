@@ -47,8 +47,10 @@ LLAMA_70B = Shape(8192, 80, 28672, 32000, 1024)
 
 
 RTX_5090 = Card("NVIDIA RTX 5090", "cuda", 32, 1792e9, 209.5e12, 48e9)
-STRIX_HALO = Card("AMD Strix Halo (Radeon 8060S)", "rocm", 128, 256e9, RTX_5090.peak * 289 / 3243, 50e9, usable=0.75)
-M4_MAX = Card("Apple M4 Max (40 GPU cores)", "mps", 64, 546e9, 18.4e12, 50e9, usable=0.75)
+STRIX_HALO = Card(
+    "AMD Strix Halo (Radeon 8060S)", "rocm", 128, 256e9, RTX_5090.peak * 289 / 3243, 50e9, usable=0.75, integrated=True
+)
+M4_MAX = Card("Apple M4 Max (40 GPU cores)", "mps", 64, 546e9, 18.4e12, 50e9, usable=0.75, integrated=True)
 TITAN_X = Card("NVIDIA TITAN X (Pascal)", "cuda", 12, 480e9, 11e12, 12e9, ("fp32",))
 A800 = Card("NVIDIA A800 80GB", "cuda", 80, 2039e9, 312e12, 24e9)
 RTX_4090 = Card("NVIDIA RTX 4090", "cuda", 24, 1008e9, 165.2e12, 24e9)

@@ -6,6 +6,7 @@
 * The head by its share of a block's operations, the embedding as ``EMBEDDING_SHARE`` of a block.
 * Optimizer: ``ADAM_TRAFFIC`` bytes per trainable parameter over the memory's speed.
 * Usable memory: ``USABLE`` of what is built in.
+* A host has one network card, which its ranks share.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.cost import EMBEDDING, HEAD, LayerCost, ModelCost
-from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
+from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes, LinkProfile
 
 DATE = "2026-11-20"
 EFFICIENCY = 0.4
@@ -42,6 +43,8 @@ STATED = (
     "Optimizer: 28 bytes of memory traffic per trainable parameter. Usable memory: 94 % of what is built in, or as said of the "
     "device.",
 )
+
+ONE_CARD = "The ranks of a host share its network card: their messages to other hosts wait for each other (assumed)."
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ class Card:
     copy_bytes_per_s: float = 12e9
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
     usable: float = USABLE
+    integrated: bool = False
+    """Does it compute in the host's own memory?"""
 
 
 def model_of(shape: Shape, dtype: str, sequence: int, adapters: bool = False) -> ModelCost:
@@ -98,7 +103,9 @@ def model_of(shape: Shape, dtype: str, sequence: int, adapters: bool = False) ->
     block_bytes = int(NF4_BYTES * shape.block_weights) + 4 * extra if adapters else size * shape.block_weights
     trained, unpacked = (extra, size * shape.hidden * shape.intermediate) if adapters else (shape.block_weights, 0)
     boundary = size * shape.hidden
-    block = LayerCost("block", shape.block_weights + extra, trained, block_bytes, kept, kept, boundary, unpacked)
+    block = LayerCost(
+        "block", shape.block_weights + extra, trained, block_bytes, kept, kept, boundary, workspace_bytes=unpacked
+    )
     embedding = LayerCost(EMBEDDING, ends, 0 if adapters else ends, size * ends, boundary, 0.0, boundary)
     logits = 8.0 * shape.vocabulary  # fp32 logits and their gradient
     head = LayerCost(HEAD, ends, 0 if adapters else ends, size * ends, 2.0 * boundary, logits, 0)
@@ -145,7 +152,20 @@ def device(rank: int, host: str, card: Card, layers: dict[str, LayerTimes]) -> D
         copy_latency_s=2e-5,
         device_to_host_bytes_per_s=card.copy_bytes_per_s,
         host_to_device_bytes_per_s=card.copy_bytes_per_s,
+        shares_host_memory=card.integrated,
     )
+
+
+def hosts_of(devices: Sequence[DeviceProfile]) -> tuple[HostProfile, ...]:
+    """Hosts whose ranks have something in common: a network card, or memory with the host. Others need no table."""
+    found = []
+    for name in dict.fromkeys(device.host for device in devices):
+        here = [device for device in devices if device.host == name]
+        own = next((device for device in here if device.shares_host_memory), None)
+        size, reason = (own.memory_bytes, own.memory_reason) if own is not None else (0, "not known, not needed")
+        if len(here) > 1 or own is not None:
+            found.append(HostProfile(name, size, reason, shared_nic=len(here) > 1))
+    return tuple(found)
 
 
 def cluster(
@@ -163,8 +183,20 @@ def cluster(
                 same = a.host == b.host
                 latency, speed = SHARED_MEMORY if same else between(a, b) if callable(between) else between
                 links.append(LinkProfile(a.rank, b.rank, latency, speed, same))
+    hosts = hosts_of(devices)
+    if any(host.shared_nic for host in hosts):
+        notes = [*notes, ONE_CARD]
     return ClusterProfile(
-        source, DATE, f"published-{name}", "none", {}, model, tuple(devices), tuple(links), notes=tuple(notes)
+        source=source,
+        date=DATE,
+        key=f"published-{name}",
+        mpi_library="none",
+        versions={},
+        model=model,
+        devices=tuple(devices),
+        links=tuple(links),
+        hosts=hosts,
+        notes=tuple(notes),
     )
 
 

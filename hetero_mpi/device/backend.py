@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,16 +54,15 @@ class Backend:
         """Compute dtypes this device can train in."""
         return ("fp32", "bf16", "fp16")
 
-    def memory(self, ranks_on_host: int) -> Memory:
-        """Memory for one rank, now, when ``ranks_on_host`` CPU ranks share the host."""
-        available = psutil.virtual_memory().available
-        reason = f"{_gigabytes(available)} free on the host"
-        limit = cgroup_free_bytes()
-        if limit is not None and limit < available:
-            available, reason = limit, f"{_gigabytes(limit)} left under the control group's limit"
-        if ranks_on_host > 1:
-            reason += f", shared by {ranks_on_host} ranks"
-        return Memory(available // max(1, ranks_on_host), reason)
+    def memory(self, ranks_on_host: int = 1) -> Memory:
+        """Memory for one rank, now, when ``ranks_on_host`` ranks divide the host's own memory among themselves."""
+        host = host_memory()
+        shared = f", shared by {ranks_on_host} ranks" if ranks_on_host > 1 else ""
+        return Memory(host.usable_bytes // max(1, ranks_on_host), host.reason + shared)
+
+    def shares_host_memory(self) -> bool:
+        """Does the device compute in the host's own memory (CPUs, integrated GPUs)?"""
+        return True
 
     def synchronize(self) -> None:
         """Return when all work given to the device is done."""
@@ -86,6 +86,10 @@ class Backend:
         """A host tensor on the device; the tensor itself on CPU ranks."""
         return tensor.to(self.device)
 
+    def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised host memory that lasts, of the kind the device copies into fastest."""
+        return torch.empty(tuple(shape), dtype=dtype)
+
     def fused_optimizer(self) -> bool:
         """Does torch's AdamW have a fused kernel here?"""
         return True
@@ -101,15 +105,28 @@ class _Accelerator(Backend):
     def description(self) -> str:
         return str(self._module.get_device_name(self.device))
 
-    def memory(self, ranks_on_host: int) -> Memory:
+    def memory(self, ranks_on_host: int = 1) -> Memory:
         free, total = self._module.mem_get_info(self.device)
-        return Memory(int(free), f"{_gigabytes(free)} free of {_gigabytes(total)} on the device")
+        own = self._module.memory_reserved(self.device)
+        others = max(0, total - free - own)
+        reason = f"{_gigabytes(free + own)} free of {_gigabytes(total)} on the device"
+        if others > total // 100:
+            reason += f", {_gigabytes(others)} taken by its runtime and by other programs"
+        return Memory(int(free + own), reason)
+
+    def shares_host_memory(self) -> bool:
+        # An integrated GPU with more memory than the system sees was given it for good (by the firmware), beside the system's own.
+        integrated = bool(getattr(self._module.get_device_properties(self.device), "is_integrated", False))
+        return integrated and self._module.mem_get_info(self.device)[1] <= psutil.virtual_memory().total
 
     def synchronize(self) -> None:
         self._module.synchronize(self.device)
 
     def peak_bytes(self) -> int:
         return int(self._module.max_memory_allocated(self.device))
+
+    def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def seed(self, seed: int) -> None:
         super().seed(seed)
@@ -147,11 +164,11 @@ class MpsBackend(Backend):
     def description(self) -> str:
         return f"{_processor_name()} GPU"
 
-    def memory(self, ranks_on_host: int) -> Memory:
+    def memory(self, ranks_on_host: int = 1) -> Memory:
         limit = int(torch.mps.recommended_max_memory())
         host = super().memory(ranks_on_host)
         if limit < host.usable_bytes:
-            return Memory(limit, f"{_gigabytes(limit)} recommended by Metal")
+            return Memory(limit, f"{_gigabytes(limit)} recommended by Metal, of the host's memory")
         return host
 
     def synchronize(self) -> None:
@@ -257,6 +274,18 @@ def return_freed_memory() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library (musl, macOS) decides by itself
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def host_memory() -> Memory:
+    """The host's memory that is free now, for all its ranks together."""
+    memory = psutil.virtual_memory()
+    limit = cgroup_free_bytes()
+    if limit is not None and limit < memory.available:
+        return Memory(limit, f"{_gigabytes(limit)} left under the control group's limit")
+    return Memory(
+        memory.available,
+        f"{_gigabytes(memory.available)} free of {_gigabytes(memory.total)} on the host, after other programs",
+    )
 
 
 def cgroup_free_bytes() -> int | None:

@@ -123,6 +123,17 @@ class LinkProfile:
 
 
 @dataclass(frozen=True)
+class HostLinkProfile:
+    """Every link from a rank of one host to another rank of another host, or of the same: for clusters of hundreds of ranks,
+    whose hosts have thousands of pairs and whose ranks have a million."""
+
+    source: str
+    destination: str
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
 class ClusterProfile:
     """Everything planning knows. A TOML file in ``profiles/`` or the run directory that a person can read and edit."""
 
@@ -140,6 +151,8 @@ class ClusterProfile:
     schema_version: int = SCHEMA_VERSION
     hosts: tuple[HostProfile, ...] = ()
     """Hosts with a limit or a card that their ranks share; a host that is not listed has neither."""
+    host_links: tuple[HostLinkProfile, ...] = ()
+    """Pairs of hosts whose ranks' links are all alike. A pair of ranks in ``links`` counts for itself."""
     notes: tuple[str, ...] = field(default=())
     """Remarks for a reader, such as "3 ranks share 2 cores: timed all at once"."""
 
@@ -151,17 +164,25 @@ class ClusterProfile:
     def link(self, source: int, destination: int) -> LinkProfile:
         """The directed link from rank ``source`` to rank ``destination``."""
         found = self._link_of.get((source, destination))
-        if found is None:
+        if found is not None:
+            return found
+        hosts = self.devices[source].host, self.devices[destination].host
+        between = self._host_link_of.get(hosts)
+        if between is None or source == destination:
             raise UserError(
                 f"every directed pair of ranks needs a link (missing: {source} -> {destination}); "
                 f"add a [[links]] table or measure the cluster again"
             )
-        return found
+        return LinkProfile(source, destination, between.latency_s, between.bytes_per_s, hosts[0] == hosts[1])
 
     @cached_property
     def _link_of(self) -> dict[tuple[int, int], LinkProfile]:
         """(source, destination) -> link: thousands of links are looked up thousands of times."""
         return {(link.source, link.destination): link for link in reversed(self.links)}
+
+    @cached_property
+    def _host_link_of(self) -> dict[tuple[str, str], HostLinkProfile]:
+        return {(link.source, link.destination): link for link in reversed(self.host_links)}
 
     def host(self, rank: int) -> HostProfile | None:
         """What is known of the host of ``rank``."""

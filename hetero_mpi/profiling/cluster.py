@@ -3,71 +3,47 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
-import json
+import statistics
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hetero_mpi.comm.links import fit_line, measure_links
+from hetero_mpi.comm.links import HostFlows, LinkSamples, fit_line, measure_flows, measure_links
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.comm.versions import own_versions
 from hetero_mpi.comm.world import World
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.job import ProfileTable, TrainTable
-from hetero_mpi.model.chain import Chain
+from hetero_mpi.job import ProfileTable
 from hetero_mpi.model.cost import model_cost
-from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.model.optimizer import Judge
 from hetero_mpi.planning.codec import decode, encode
+from hetero_mpi.planning.cost import ModelCost
 from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LinkProfile
-from hetero_mpi.planning.request import MEMORY_GIVEN
+from hetero_mpi.profiling.cache import device_key, key_of, load_times, save_times, subject_content
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
+from hetero_mpi.profiling.hosts import RankMemory, host_profiles, measure_memory
+from hetero_mpi.profiling.subject import Subject, sampled_rows
+from hetero_mpi.report import units
 
 _SMALLEST_MESSAGE = 1024
+_GROWTH = 4
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is profiled: the model and how it will run."""
+class Table:
+    """One rank's times, and whether they were kept from an earlier run."""
 
-    chain: Chain
-    tuning: Tuning
-    train: TrainTable
-    sequence_length: int
-    micro_batches: tuple[int, ...]
-    """Sequences per micro-batch the planner may choose from, increasing."""
-    cores: float
-    """CPU cores this rank can count on."""
-    threads: int
-    """CPU threads of this rank."""
-    memory_bytes: int | None
-    """Usable memory given by the user instead of the measured one."""
-
-
-def sampled_micro_batches(choices: Sequence[int]) -> tuple[int, ...]:
-    """At most four of the choices, smallest and largest included: between them times are interpolated."""
-    ordered = sorted(set(choices))
-    if len(ordered) <= 4:
-        return tuple(ordered)
-    return tuple(ordered[round(i * (len(ordered) - 1) / 3)] for i in range(4))
+    times: DeviceTimes
+    kept: bool
 
 
 def profile_key(world: World, backend: Backend, subject: Subject) -> str:
     """Equal keys mean equal devices, model shape, dtype, sequence length, micro-batches, given memory and versions. Collective."""
     devices = world.all_gather_json([world.host, backend.name, backend.description(), subject.threads])
-    model = {name: list(spec.shape) for name, spec in subject.chain.parameters.items()}
-    trained = [sorted(subject.tuning.trainable), subject.tuning.nf4, subject.tuning.double]
-    content = [
-        devices,
-        model,
-        trained,
-        subject.train.dtype,
-        subject.sequence_length,
-        subject.micro_batches,
-        subject.memory_bytes,
-        own_versions(world.library),
-    ]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    content = [devices, subject.micro_batches, subject.memory_bytes, *subject_content(subject, world.library)]
+    return key_of(content)
 
 
 def profile_cluster(
@@ -76,68 +52,141 @@ def profile_cluster(
     backend: Backend,
     subject: Subject,
     settings: ProfileTable,
-    say: Callable[[str], None],
+    say: Say,
+    fresh: bool = False,
 ) -> ClusterProfile:
-    """Measure all ranks and links at once and in rounds. Collective; every rank gets the same profile."""
+    """Measure all ranks and links. Collective; every rank gets the same profile.
+
+    Args:
+        fresh: do not take device tables from the cache.
+
+    Raises:
+        UserError: a device has no memory for a single layer.
+    """
     key = profile_key(world, backend, subject)
-    world.doing = "timing layers"
-    say(
-        f"Profiling {world.size} rank{'s' if world.size > 1 else ''}: layers at {len(subject.micro_batches)} micro-batch sizes ..."
-    )
-    memory = backend.memory(_sharing(world, backend))
-    benchmark = DeviceBenchmark(
-        subject.chain,
-        subject.tuning,
-        backend,
-        subject.train,
-        subject.sequence_length,
-        sampled_micro_batches(subject.micro_batches),
-        settings.repeats,
-        world.barrier,
-    )
-    times = benchmark.run()
-    own = _device_profile(world, backend, subject, times, memory.usable_bytes, memory.reason)
-    world.doing = "timing links"
-    if world.size > 1:
-        say("Profiling links ...")
-    links = _links(world, transport, settings)
-    gathered = world.all_gather_json([encode(own, infinity_as_text=True), times.activation_bytes])
+    memories = measure_memory(world, backend, subject.memory_bytes)
+    table = _device_times(world, backend, subject, settings, say, settings.cache and not fresh)
+    verdict_s = _verdict_s(world, subject)
+    samples, flows = _messages(world, transport, settings, say)
+    own = _device_profile(world, backend, subject, table.times, memories[world.rank], verdict_s)
+    gathered = world.all_gather_json([encode(own, infinity_as_text=True), encode(table, infinity_as_text=True)])
     devices = tuple(decode(DeviceProfile, device, "profile") for device, _ in gathered)
-    activations = {kind: max(each[kind] for _, each in gathered) for kind in times.activation_bytes}
+    tables = [decode(Table, known, "profile") for _, known in gathered]
+    versions = own_versions(world.library)
     return ClusterProfile(
         source="measured",
-        date=world.broadcast_json(datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")),
+        date=world.broadcast_json(_now()),
         key=key,
         mpi_library=world.library,
-        versions=own_versions(world.library) if world.size == 1 else world.broadcast_json(own_versions(world.library)),
-        model=model_cost(subject.chain, subject.tuning, subject.train.dtype, subject.sequence_length, activations),
+        versions=versions if world.size == 1 else world.broadcast_json(versions),
+        model=_model_cost(subject, [table.times for table in tables]),
         devices=devices,
-        links=links,
-        notes=_notes(devices),
+        links=tuple(_link(one) for one in samples),
+        hosts=host_profiles(world.hosts, memories, flows),
+        notes=_notes(devices, tables, subject),
     )
 
 
-def _sharing(world: World, backend: Backend) -> int:
-    """Ranks of this host that share its memory with this one (CPU ranks; Apple GPUs use the host's memory too). Collective."""
-    names = world.all_gather_json([world.host, backend.name])
-    return sum(1 for host, name in names if host == world.host and name in ("cpu", "mps"))
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _device_times(
+    world: World, backend: Backend, subject: Subject, settings: ProfileTable, say: Say, use_cache: bool
+) -> Table:
+    """This rank's times: kept ones, or measured together with the other ranks of its host. Collective.
+
+    Ranks of one host are timed all at once and then each while the others are still, so they are measured anew together. What
+    other hosts do changes nothing.
+    """
+    world.doing = "timing layers"
+    key = device_key(world, backend, subject, settings.repeats)
+    known = load_times(key) if use_cache else None
+    lacking = {host for host, has in world.all_gather_json([world.host, known is not None]) if not has}
+    ranks = [rank for rank, host in enumerate(world.hosts) if host in lacking]
+    kept = world.size - len(ranks)
+    if kept:
+        say(f"Device times of {_ranks(kept)} were measured before (--reprofile measures again)")
+    if not ranks:
+        assert known is not None
+        return Table(known, True)
+    measuring = world.subset(ranks)
+    counts = ", ".join(map(str, sampled_rows(subject.micro_batches)))
+    say(f"Profiling {_ranks(len(ranks))}: layers with {counts} sequences, all ranks at once ...")
+    if measuring is None:
+        assert known is not None
+        world.meet_asleep()
+        return Table(known, True)
+    times = _measure(measuring, DeviceBenchmark(subject, backend, settings.repeats), say)
+    if settings.cache:
+        save_times(key, times)
+    world.meet_asleep()
+    return Table(times, False)
+
+
+def _measure(world: World, benchmark: DeviceBenchmark, say: Say) -> DeviceTimes:
+    """All ranks at once; then, on hosts with several, each alone. Collective over the ranks that measure."""
+    begin = time.perf_counter()
+    world.meet_asleep()
+    with world.together("timing layers"):
+        times = benchmark.run(_now())
+    alone = {}
+    turns = max(world.hosts.count(host) for host in world.hosts)
+    if turns > 1:
+        say(f"  {time.perf_counter() - begin:.1f} s; each rank alone, while the others of its host are still ...")
+    for turn in range(turns if turns > 1 else 0):
+        world.meet_asleep()
+        if turn == world.local_rank and world.local_size > 1:
+            alone = benchmark.run_alone()
+    world.meet_asleep()
+    say(f"  layers took {time.perf_counter() - begin:.1f} s")
+    return replace(times, alone=alone)
+
+
+def _verdict_s(world: World, subject: Subject) -> float:
+    """Seconds in which all ranks agree on a step when none has to wait for another: part of every optimizer step. Collective."""
+    judge = Judge(list(subject.tuning.trainable), subject.train.clip_norm)
+    seconds = []
+    for _ in range(7):
+        world.barrier()
+        begin = time.perf_counter()
+        judge.decide(world.all_reduce_sum(judge.fill({}, {})))
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
+def _messages(
+    world: World, transport: Transport, settings: ProfileTable, say: Say
+) -> tuple[list[LinkSamples], list[HostFlows]]:
+    """Every pair of ranks by itself, then what hosts with several ranks send and receive all at once. Collective."""
+    if world.size == 1:
+        return [], []
+    world.doing = "timing links"
+    sizes = [_SMALLEST_MESSAGE]
+    while sizes[-1] * _GROWTH <= settings.largest_message_bytes:
+        sizes.append(sizes[-1] * _GROWTH)
+    pairs = world.size * (world.size - 1)
+    say(f"  {pairs} links, messages of {units.size(sizes[0])} to {units.size(sizes[-1])} ...")
+    begin = time.perf_counter()
+    links = measure_links(world, transport, sizes, settings.repeats)
+    flows = measure_flows(world, transport, links, settings.largest_message_bytes)
+    say(f"  links took {time.perf_counter() - begin:.1f} s")
+    return links, flows
 
 
 def _device_profile(
-    world: World, backend: Backend, subject: Subject, times: DeviceTimes, usable_bytes: int, reason: str
+    world: World, backend: Backend, subject: Subject, times: DeviceTimes, memory: RankMemory, verdict_s: float
 ) -> DeviceProfile:
-    if subject.memory_bytes is not None:
-        usable_bytes, reason = subject.memory_bytes, MEMORY_GIVEN
     return DeviceProfile(
         rank=world.rank,
         host=world.host,
         backend=backend.name,
         name=backend.description(),
-        memory_bytes=usable_bytes,
-        memory_reason=reason,
+        memory_bytes=memory.usable_bytes,
+        memory_reason=memory.reason,
         dtypes=backend.dtypes(),
         layers=times.layers,
-        optimizer_fixed_s=times.optimizer_fixed_s,
+        optimizer_fixed_s=verdict_s,
         optimizer_s_per_parameter=times.optimizer_s_per_parameter,
         copy_latency_s=times.copy_latency_s,
         device_to_host_bytes_per_s=times.device_to_host_bytes_per_s,
@@ -145,29 +194,55 @@ def _device_profile(
         cores=subject.cores,
         forward_overhead_s=times.forward_overhead_s,
         backward_overhead_s=times.backward_overhead_s,
+        alone=times.alone,
+        shares_host_memory=memory.shares_host_memory,
     )
 
 
-def _links(world: World, transport: Transport, settings: ProfileTable) -> tuple[LinkProfile, ...]:
-    sizes = [_SMALLEST_MESSAGE]
-    while sizes[-1] * 8 <= settings.largest_message_bytes:
-        sizes.append(sizes[-1] * 8)
-    links = []
-    for samples in measure_links(world, transport, sizes, settings.repeats):
-        latency_s, bytes_per_s = fit_line(samples.sample_bytes, samples.sample_s)
-        links.append(LinkProfile(latency_s=latency_s, bytes_per_s=bytes_per_s, **_plain(asdict(samples))))
-    return tuple(links)
+def _model_cost(subject: Subject, tables: Sequence[DeviceTimes]) -> ModelCost:
+    """The model's costs with the largest activations any rank saw."""
+    kinds = dict.fromkeys(subject.chain.kinds)
+    activations = {kind: max(times.activation_bytes[kind] for times in tables) for kind in kinds}
+    deferred = {kind: max(times.deferred_bytes[kind] for times in tables) for kind in kinds}
+    cost = model_cost(subject.chain, subject.tuning, subject.train.dtype, subject.sequence_length, activations)
+    layers = tuple(replace(layer, deferred_bytes_per_token=deferred[layer.kind]) for layer in cost.layers)
+    return replace(cost, layers=layers)
 
 
-def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+def _link(samples: LinkSamples) -> LinkProfile:
+    latency_s, bytes_per_s = fit_line(samples.sample_bytes, samples.sample_s)
+    fields: dict[str, Any] = asdict(samples)
+    return LinkProfile(latency_s=latency_s, bytes_per_s=bytes_per_s, **fields)
 
 
-def _notes(devices: Sequence[DeviceProfile]) -> tuple[str, ...]:
-    notes = ["layers were timed on all ranks at once"]
-    crowded = sorted({device.host for device in devices if device.cores < 1})
-    for host in crowded:
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' if number > 1 else ''}"
+
+
+def _notes(devices: Sequence[DeviceProfile], tables: Sequence[Table], subject: Subject) -> tuple[str, ...]:
+    """How the figures came about, for a reader."""
+    rows = sorted({count for table in tables for count in table.times.rows})
+    notes = [f"layers were timed with {', '.join(map(str, rows))} sequences of {subject.sequence_length} tokens"]
+    if any(device.alone for device in devices):
+        notes.append(
+            "layers: on all ranks at once, as they mostly are in a pipeline; planning uses these. alone: while the other "
+            "ranks of the host were still"
+        )
+    else:
+        notes.append("layers: on all ranks at once; no two share a host, so each would take as long alone")
+    for host in sorted({device.host for device in devices if device.cores < 1}):
         ranks = [device.rank for device in devices if device.host == host]
         cores = round(devices[ranks[0]].cores * len(ranks))
-        notes.append(f"{len(ranks)} ranks share {cores} cores on {host}: times depend on who else computes")
+        notes.append(
+            f"{len(ranks)} ranks share {cores} core{'s' if cores > 1 else ''} on {host}: times hold for when all of them "
+            f"compute, and are stretched by how long each waited for a core"
+        )
+    for date in sorted({table.times.measured for table in tables if table.kept}):
+        ranks = [rank for rank, table in enumerate(tables) if table.kept and table.times.measured == date]
+        notes.append(f"device times of rank {', '.join(map(str, ranks))} were measured {date}; links and memory anew")
+    short = [rank for rank, table in enumerate(tables) if len(table.times.rows) < len(rows)]
+    if short:
+        notes.append(
+            f"rank {', '.join(map(str, short))}: larger micro-batches took too long or too much memory to time"
+        )
     return tuple(notes)

@@ -1,233 +1,208 @@
-"""One rank's part of the benchmark: seconds of forward and backward per layer kind, of the optimizer and of host copies.
+"""One rank's part of the benchmark: seconds of every layer kind as they are in a real step, of the optimizer and of host copies.
 
-A kind is timed as a stage that holds one item of it. What a stage costs without any item (masks, rotary tables, the loop over
-passed-through layers) is timed too and taken off, since a real stage pays it once and not per layer.
+Small models are timed as two short stages, the front and the back of the chain, which pass a micro-batch on as neighbours in a
+pipeline do: each layer runs after others, on cold caches. A layer that is larger than any cache finds it cold anyway and is
+timed in a stage of its own, which needs the least memory.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
 
-from hetero_mpi.device.backend import DTYPES, Backend
-from hetero_mpi.job import TrainTable
-from hetero_mpi.model.chain import Chain
-from hetero_mpi.model.optimizer import Optimizer
-from hetero_mpi.model.stage import MicroBatch, Stage
-from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.model.weights import materialize
-from hetero_mpi.planning.profile import Curve, LayerTimes
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning.profile import LayerTimes
+from hetero_mpi.profiling.bench import Bench, copy_speeds
+from hetero_mpi.profiling.clock import Seconds
+from hetero_mpi.profiling.samples import Part, Samples, layer_times
+from hetero_mpi.profiling.subject import Subject, cold_by_itself, item_groups, sampled_rows
 
-_LONG_ENOUGH_S = 1.5
-"""A measurement that took this long in all stops repeating (three repetitions at least)."""
-_COPY_BYTES = (4096, 16 << 20)
+_FEW = 2
+"""Repetitions of what planning uses less often: backward with recompute and in two parts, and each rank alone."""
+_LONG_ENOUGH_S = 1.0
+"""So long the repetitions at one token count take at most (one at least, after one that warms up)."""
+_TOO_LONG_S = 20.0
+"""A token count is left out where one repetition would take longer than this."""
 
 
 @dataclass(frozen=True)
 class DeviceTimes:
-    """What one rank measured of itself; seconds, bytes per second, bytes."""
+    """What one rank measured of itself; seconds, bytes per second, bytes. All of it depends on the device alone."""
 
+    measured: str
+    """When."""
+    rows: tuple[int, ...]
+    """Sequences per micro-batch that were timed."""
     layers: dict[str, LayerTimes]
+    alone: dict[str, LayerTimes]
     forward_overhead_s: float
     backward_overhead_s: float
     activation_bytes: dict[str, float]
     """kind -> bytes kept from forward to backward per token."""
-    optimizer_fixed_s: float
+    deferred_bytes: dict[str, float]
+    """kind -> bytes kept between both parts of a split backward per token."""
     optimizer_s_per_parameter: float
     copy_latency_s: float
     device_to_host_bytes_per_s: float
     host_to_device_bytes_per_s: float
 
 
-class ProfilingStart:
-    """Weights that are quick to make and numerically harmless; timing does not depend on their values."""
-
-    def fill(self, chain: Chain, model: PreTrainedModel, item: int) -> None:
-        """As ``weights.SeededStart.fill``."""
-        for root in chain.module_names(item):
-            for module in model.get_submodule(root).modules():
-                materialize(module)
-                for parameter in module.parameters(recurse=False):
-                    with torch.no_grad():
-                        parameter.uniform_(-0.02, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
-
-
 class DeviceBenchmark:
     """Times the kinds of a model on one backend.
 
     Args:
-        chain, tuning, backend, train: the model, what of it is trained, where it runs, and the job's optimizer settings.
-        sequence_length: tokens per sequence.
-        micro_batches: sequences per micro-batch to time, increasing.
-        repeats: timed repetitions; the median counts.
-        line_up: called before every measurement; a barrier makes all ranks measure at once, as they will compute at once.
+        subject: the model and how it will run.
+        backend: where.
+        repeats: timed repetitions.
     """
 
-    def __init__(
-        self,
-        chain: Chain,
-        tuning: Tuning,
-        backend: Backend,
-        train: TrainTable,
-        sequence_length: int,
-        micro_batches: Sequence[int],
-        repeats: int,
-        line_up: Callable[[], None],
-    ) -> None:
-        self.chain, self.tuning, self.backend, self.train = chain, tuning, backend, train
-        self.sequence_length, self.micro_batches = sequence_length, tuple(micro_batches)
-        self.repeats, self.line_up = repeats, line_up
+    def __init__(self, subject: Subject, backend: Backend, repeats: int) -> None:
+        self.subject, self.backend, self.chain = subject, backend, subject.chain
+        self.rows = sampled_rows(subject.micro_batches)
+        self.repeats, self.few = repeats, min(repeats, _FEW)
+        self.crowded = backend.name == "cpu" and subject.cores < 1
+        self.groups = item_groups(self.chain.kinds, cold_by_itself(subject))
+        self._activations: dict[str, float] = {}
+        self._deferred: dict[str, float] = {}
 
-    def run(self) -> DeviceTimes:
-        """Measure everything; a few seconds for small models."""
-        empty = self._stage(1, 1)
-        rows = self.micro_batches[0]
-        overhead = [statistics.median(times) for times in self._time(empty, rows)]
-        layers, activations = {}, {}
-        samples: list[tuple[int, float]] = []
-        for kind in dict.fromkeys(self.chain.kinds):
-            item = self.chain.kinds.index(kind)
-            stage = self._stage(item, item + 1)
-            layers[kind] = self._layer_times(stage, overhead)
-            activations[kind] = self._activation_bytes(stage)
-            samples.append(self._optimizer_seconds(stage))
-            del stage
-        fixed, slope = _line(samples)
-        return DeviceTimes(layers, overhead[0], overhead[1], activations, fixed, slope, *self._copy_speeds())
+    def run(self, today: str) -> DeviceTimes:
+        """Measure everything but ``alone``; a few seconds for small models.
 
-    def _stage(self, first: int, last: int) -> Stage:
-        return Stage(self.chain, first, last, self.backend, self.train.dtype, ProfilingStart(), 0, self.tuning)
-
-    def _inputs(self, stage: Stage, rows: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """(x, targets, dy) of a micro-batch of ``rows`` sequences."""
-        shape, device = (rows, self.sequence_length), self.backend.device
-        tokens = torch.arange(rows * self.sequence_length, device=device).view(shape) % self.chain.config.vocab_size
-        hidden = torch.full(
-            (*shape, self.chain.config.hidden_size), 0.01, dtype=DTYPES[self.train.dtype], device=device
-        )
-        hidden += torch.linspace(0, 1, hidden.shape[-1], dtype=hidden.dtype, device=device)
-        return (
-            tokens if stage.is_first else hidden,
-            tokens if stage.is_last else None,
-            None if stage.is_last else torch.full_like(hidden, 1e-3),
+        Raises:
+            UserError: the device has no memory for a layer with the smallest micro-batch.
+        """
+        samples, crowd = Samples(), _Crowd(self.crowded)
+        steps = []
+        for group in self.groups:
+            steps += self._measure(group, samples)
+            if self.subject.tuning.full:
+                self._measure_split(group, samples)
+        parameters, stretch = sum(count for count, _ in steps), crowd.stretch()
+        latency_s, out, back = copy_speeds(self.backend, self.repeats)
+        return DeviceTimes(
+            measured=today,
+            rows=tuple(rows for rows in self.rows if samples.has(rows)),
+            layers=self._layer_times(samples, stretch),
+            alone={},
+            forward_overhead_s=samples.overhead_s(Part.FORWARD, stretch),
+            backward_overhead_s=samples.overhead_s(Part.BACKWARD, stretch),
+            activation_bytes=self._activations,
+            deferred_bytes={kind: self._deferred.get(kind, 0.0) for kind in self._activations},
+            optimizer_s_per_parameter=stretch * sum(seconds for _, seconds in steps) / max(1, parameters),
+            copy_latency_s=latency_s,
+            device_to_host_bytes_per_s=out,
+            host_to_device_bytes_per_s=back,
         )
 
-    def _time(self, stage: Stage, rows: int) -> tuple[list[float], list[float]]:
-        """Seconds of each repetition of forward and of backward; the first repetition warms up and is not counted."""
-        x, targets, dy = self._inputs(stage, rows)
-        position = MicroBatch(0, 0, 0, rows * self.sequence_length)
-        forward, backward = [], []
-        self.line_up()
-        begin = time.perf_counter()
-        for repetition in range(self.repeats + 1):
-            start = time.perf_counter()
-            stage.forward(position, x, targets)
-            self.backend.synchronize()
-            middle = time.perf_counter()
-            stage.backward(0, dy)
-            self.backend.synchronize()
-            if repetition > 0:
-                forward.append(middle - start)
-                backward.append(time.perf_counter() - middle)
-            if repetition >= 3 and time.perf_counter() - begin > _LONG_ENOUGH_S:
-                break
-        return forward, backward
+    def run_alone(self) -> dict[str, LayerTimes]:
+        """Forward and backward once more, for when the other ranks of this host are still. Raises: as ``run``."""
+        samples = Samples()
+        for group in self.groups:
+            benches = [Bench(self.subject, self.backend, *items) for items in group]
+            self._count_by_count(self.few, samples, lambda rows, into, b=benches: self._pass(b, rows, into))  # type: ignore[misc]
+        return self._layer_times(samples, 1.0)
 
-    def _layer_times(self, stage: Stage, overhead: Sequence[float]) -> LayerTimes:
-        measured = [self._time(stage, rows) for rows in self.micro_batches]
-        tokens = tuple(rows * self.sequence_length for rows in self.micro_batches)
-        curves = []
-        for direction in (0, 1):
-            medians = [statistics.median(times[direction]) for times in measured]
-            # Never below a tenth of what was measured: timing noise must not make a layer free.
-            seconds = tuple(max(median - overhead[direction], 0.1 * median) for median in medians)
-            curves.append(Curve(tokens, seconds, tuple(_spread(times[direction]) for times in measured)))
-        return LayerTimes(*curves)
+    def _measure(self, group: Sequence[tuple[int, int]], samples: Samples) -> list[tuple[int, float]]:
+        """Fill ``samples``; returns (parameters, seconds of an optimizer step) of each stage."""
+        benches = [Bench(self.subject, self.backend, *items) for items in group]
+        self._count_by_count(self.repeats, samples, lambda rows, into: self._pass(benches, rows, into))
+        for bench in benches:
+            bench.recompute(True)
+        self._count_by_count(self.few, samples, lambda rows, into: self._pass(benches, rows, into, Part.RECOMPUTE))
+        for bench in benches:
+            bench.recompute(False)
+            self._note(self._activations, bench.activation_bytes(self.rows[0]))
+        return [bench.optimizer_step(self.rows[0]) for bench in benches]
 
-    def _activation_bytes(self, stage: Stage) -> float:
-        """Bytes autograd keeps between forward and backward, per token; parameters are not counted, every storage once."""
-        kept: dict[int, int] = {}
-        own = {
-            parameter.untyped_storage().data_ptr()
-            for parameter in stage.model.parameters()
-            if parameter.device.type != "meta"
-        }
+    def _measure_split(self, group: Sequence[tuple[int, int]], samples: Samples) -> None:
+        """The same for backward in two parts, which every stage of a pipeline but the first may do."""
+        benches = [Bench(self.subject, self.backend, *items, split=True) for items in group if items[0] > 0]
+        self._count_by_count(self.few, samples, lambda rows, into: self._split_pass(benches, rows, into))
+        for bench in benches:
+            self._note(self._deferred, bench.deferred_bytes(self.rows[0]))
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
+    def _count_by_count(self, repeats: int, samples: Samples, run: Callable[[int, Samples], None]) -> None:
+        """``run`` at every token count: once to warm up, then ``repeats`` times that count, unless it takes long.
 
-        rows = self.micro_batches[0]
-        x, targets, dy = self._inputs(stage, rows)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            stage.forward(MicroBatch(0, 0, 0, 1), x, targets)
-        stage.backward(0, dy)
-        return sum(kept.values()) / (rows * self.sequence_length)
+        A count for which the device has no memory is left out, and all larger ones.
+        """
+        warm_s = 0.0
+        for place, rows in enumerate(self.rows):
+            if place and warm_s * rows / self.rows[place - 1] > _TOO_LONG_S:
+                return
+            try:
+                begin = time.perf_counter()
+                run(rows, Samples())
+                warm_s = time.perf_counter() - begin
+                for repetition in range(repeats):
+                    if repetition and time.perf_counter() - begin > _LONG_ENOUGH_S:
+                        break
+                    run(rows, samples)
+            except torch.OutOfMemoryError as error:
+                if place == 0:
+                    raise UserError(
+                        f"{self.backend.description()} has no memory left for one layer with {rows} sequences of "
+                        f"{self.subject.sequence_length} tokens; lower [train] micro_batch or [data] sequence_length, or leave "
+                        f"this rank out"
+                    ) from error
+                return
 
-    def _optimizer_seconds(self, stage: Stage) -> tuple[int, float]:
-        """(parameters, seconds) of norm, clipping and AdamW; the gradients are those of the timed backwards."""
-        optimizer = Optimizer(stage, self.train)
-        parameters = sum(target.numel() for target in optimizer.targets.values())
-        seconds = []
-        for step in range(4):
-            self.backend.synchronize()
-            start = time.perf_counter()
-            optimizer.squared_norms()
-            optimizer.step(min(step, self.train.steps - 1), 0.5)
-            self.backend.synchronize()
-            seconds.append(time.perf_counter() - start)
-        return parameters, statistics.median(seconds[1:])
+    def _pass(self, benches: Sequence[Bench], rows: int, samples: Samples, part: Part = Part.BACKWARD) -> None:
+        """A micro-batch through all stages and back, as through a pipeline."""
+        for bench in benches:
+            items, outside = bench.forward(rows)
+            if part is Part.BACKWARD:
+                self._add(samples, Part.FORWARD, rows, items)
+                samples.add_overhead(Part.FORWARD, bench.stage.first, rows, outside)
+        for bench in reversed(benches):
+            items, outside = bench.backward(rows)
+            if part is Part.RECOMPUTE:  # of blocks only
+                items = {item: seconds for item, seconds in items.items() if 0 < item < self.chain.items - 1}
+            self._add(samples, part, rows, items)
+            samples.add_overhead(part, bench.stage.first, rows, outside)
 
-    def _copy_speeds(self) -> tuple[float, float, float]:
-        """(latency_s, device_to_host_bytes_per_s, host_to_device_bytes_per_s); free on CPU ranks, which copy nothing."""
-        if self.backend.name == "cpu":
-            return 0.0, math.inf, math.inf
-        out, back = [], []
-        for size in _COPY_BYTES:
-            device = torch.zeros(size, dtype=torch.uint8, device=self.backend.device)
-            host = self.backend.to_host(device)
-            out.append(self._median_s(lambda device=device: self.backend.to_host(device)))  # type: ignore[misc]
-            back.append(self._median_s(lambda host=host: self.backend.from_host(host)))  # type: ignore[misc]
-        span = _COPY_BYTES[1] - _COPY_BYTES[0]
-        speeds = [span / max(times[1] - times[0], 1e-9) for times in (out, back)]
-        return max(out[0], back[0]), speeds[0], speeds[1]
+    def _split_pass(self, benches: Sequence[Bench], rows: int, samples: Samples) -> None:
+        """Two micro-batches in the order of a pipeline: F0 I0 F1 I1 W0 W1."""
+        for bench in benches:
+            for index in (0, 1):
+                bench.forward(rows, index)
+                items, _ = bench.backward_input(rows, index)
+                self._add(samples, Part.INPUT, rows, items)
+            for index in (0, 1):
+                self._add(samples, Part.WEIGHT, rows, bench.backward_weights(index))
 
-    def _median_s(self, action: Callable[[], object]) -> float:
-        seconds = []
-        for _ in range(self.repeats + 1):
-            self.backend.synchronize()
-            start = time.perf_counter()
-            action()
-            self.backend.synchronize()
-            seconds.append(time.perf_counter() - start)
-        return statistics.median(seconds[1:])
+    def _add(self, samples: Samples, part: Part, rows: int, items: Seconds) -> None:
+        for item, seconds in items.items():
+            samples.add(part, self.chain.kinds[item], rows, seconds)
 
+    def _note(self, largest: dict[str, float], sizes: dict[int, int]) -> None:
+        """Keep the largest bytes per token of every kind; ``sizes``: bytes of items with the smallest micro-batch."""
+        for item, size in sizes.items():
+            kind = self.chain.kinds[item]
+            largest[kind] = max(largest.get(kind, 0.0), size / (self.rows[0] * self.subject.sequence_length))
 
-def _spread(seconds: list[float]) -> float:
-    """(p75 - p25) / median."""
-    if len(seconds) < 2:
-        return 0.0
-    low, middle, high = statistics.quantiles(seconds, n=4)
-    return (high - low) / middle
+    def _layer_times(self, samples: Samples, stretch: float) -> dict[str, LayerTimes]:
+        kinds = dict.fromkeys(self.chain.kinds)
+        return {kind: layer_times(samples, kind, self.subject.sequence_length, stretch) for kind in kinds}
 
 
-def _line(samples: list[tuple[int, float]]) -> tuple[float, float]:
-    """(fixed, per unit) of a line through (amount, seconds), neither negative; through the origin when undetermined."""
-    amounts, seconds = [float(a) for a, _ in samples], [s for _, s in samples]
-    mean_a, mean_s = statistics.fmean(amounts), statistics.fmean(seconds)
-    variance = sum((a - mean_a) ** 2 for a in amounts)
-    slope = (
-        sum((a - mean_a) * (s - mean_s) for a, s in zip(amounts, seconds, strict=True)) / variance if variance else 0.0
-    )
-    fixed = mean_s - slope * mean_a
-    if slope <= 0 or fixed < 0:
-        return 0.0, sum(seconds) / sum(amounts)
-    return fixed, slope
+class _Crowd:
+    """How much longer this rank takes since others use its cores.
+
+    A rank that shares its core runs for some milliseconds and then waits as long, so that most layers are timed without waiting
+    and a few with all of it. The median does not see that, and a mean over so few is chance; the whole benchmark's seconds over
+    the processor's seconds are neither.
+    """
+
+    def __init__(self, crowded: bool) -> None:
+        self._crowded = crowded
+        self._begin = time.perf_counter(), time.thread_time()
+
+    def stretch(self) -> float:
+        """Seconds per second of computing since the start; 1 for ranks with cores of their own."""
+        passed_s, computed_s = time.perf_counter() - self._begin[0], time.thread_time() - self._begin[1]
+        return max(1.0, passed_s / computed_s) if self._crowded and computed_s > 0 else 1.0

@@ -1,0 +1,169 @@
+"""A stage on the bench: built as in a run, with made-up weights and inputs, and a clock inside."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedModel
+
+from hetero_mpi.device.backend import DTYPES, Backend
+from hetero_mpi.model.chain import Chain
+from hetero_mpi.model.optimizer import Optimizer
+from hetero_mpi.model.stage import MicroBatch, Stage
+from hetero_mpi.model.weights import materialize
+from hetero_mpi.profiling.clock import ItemClock, Seconds
+from hetero_mpi.profiling.subject import CACHE_BYTES, Subject
+
+_OPTIMIZER_STEPS = 4
+
+
+class ProfilingStart:
+    """Weights that are quick to make and numerically harmless; timing does not depend on their values."""
+
+    def fill(self, chain: Chain, model: PreTrainedModel, item: int) -> None:
+        """As ``weights.SeededStart.fill``."""
+        for root in chain.module_names(item):
+            for module in model.get_submodule(root).modules():
+                materialize(module)
+                for parameter in module.parameters(recurse=False):
+                    with torch.no_grad():
+                        parameter.uniform_(-0.02, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
+
+
+class Bench:
+    """The items ``[first, last)`` with their optimizer, which takes part in backward where the compute dtype is narrow."""
+
+    def __init__(self, subject: Subject, backend: Backend, first: int, last: int, split: bool = False) -> None:
+        train, chain = subject.train, subject.chain
+        self.subject, self.backend = subject, backend
+        self.stage = Stage(
+            chain, first, last, backend, train.dtype, ProfilingStart(), 0, subject.tuning, False, split_backward=split
+        )
+        self.clock = ItemClock(self.stage)
+        self.optimizer = Optimizer(self.stage, train)
+
+    def forward(self, rows: int, index: int = 0) -> tuple[Seconds, float]:
+        """Micro-batch ``index`` of ``rows`` sequences: seconds of every item, seconds outside of them."""
+        x, targets, _ = self._inputs(rows)
+        position = MicroBatch(index, 0, 0, rows * self.subject.sequence_length)
+        return self.clock.forward(lambda: self.stage.forward(position, x, targets))[1:]
+
+    def backward(self, rows: int) -> tuple[Seconds, float]:
+        """Of micro-batch 0, likewise."""
+        dy = self._inputs(rows)[2]
+        return self.clock.backward(lambda: self.stage.backward(0, dy))[1:]
+
+    def backward_input(self, rows: int, index: int) -> tuple[Seconds, float]:
+        """The input part of a split backward, likewise."""
+        dy = self._inputs(rows)[2]
+        return self.clock.backward(lambda: self.stage.backward_input(index, dy))[1:]
+
+    def backward_weights(self, index: int) -> Seconds:
+        """The weight part: seconds of every item."""
+        return self.clock.weights(lambda finished: self.stage.backward_weights(index, finished))
+
+    def recompute(self, enabled: bool) -> None:
+        """Whether backward repeats the forward of blocks from now on."""
+        if enabled:
+            self.stage.model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            self.stage.model.gradient_checkpointing_disable()
+
+    def activation_bytes(self, rows: int) -> dict[int, int]:
+        """Item -> bytes that autograd keeps from forward to backward; parameters are not counted, a storage that several items
+        keep counts for the first."""
+        own = {p.untyped_storage().data_ptr() for p in self.stage.model.parameters() if p.device.type != "meta"}
+        kept: dict[int, tuple[int, int]] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept.setdefault(storage.data_ptr(), (self.clock.current, storage.nbytes()))
+            return tensor
+
+        self.clock.current = self.stage.first
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            self.forward(rows)
+        self.backward(rows)
+        items = range(self.stage.first, self.stage.last)
+        return {item: sum(size for holder, size in kept.values() if holder == item) for item in items}
+
+    def deferred_bytes(self, rows: int) -> dict[int, int]:
+        """Item -> bytes kept from the input part of backward to the weight part."""
+        deferred = self.stage.deferred
+        assert deferred is not None
+        self.forward(rows)
+        self.backward_input(rows, 0)
+        sizes = deferred.bytes_by_item()
+        self.backward_weights(0)
+        return sizes
+
+    def optimizer_step(self, rows: int) -> tuple[int, float]:
+        """(parameters, seconds) of norm, clipping and AdamW after a micro-batch: in a run, a whole step lies between two of them,
+        so that the moments come from memory and not from a cache."""
+        parameters = sum(target.numel() for target in self.optimizer.targets.values())
+        waste = torch.zeros(CACHE_BYTES, dtype=torch.uint8) if self.backend.name == "cpu" else None
+        seconds = []
+        for step in range(_OPTIMIZER_STEPS if parameters else 0):
+            if waste is not None:
+                waste.add_(1)
+            self.forward(rows)
+            self.backward(rows)
+            seconds.append(self._seconds(lambda step=step: self._step(step)))  # type: ignore[misc]
+        return parameters, statistics.median(seconds[1:]) if seconds else 0.0
+
+    def _step(self, step: int) -> None:
+        self.optimizer.squared_norms()
+        self.optimizer.step(min(step, self.subject.train.steps - 1), 0.5)
+
+    def _seconds(self, action: Callable[[], object]) -> float:
+        self.backend.synchronize()
+        start = time.perf_counter()
+        action()
+        self.backend.synchronize()
+        return time.perf_counter() - start
+
+    def _inputs(self, rows: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """(x, targets, dy) of a micro-batch of ``rows`` sequences."""
+        chain, device = self.subject.chain, self.backend.device
+        shape = (rows, self.subject.sequence_length)
+        tokens = torch.arange(math.prod(shape), device=device).view(shape) % chain.config.vocab_size
+        dtype = DTYPES[self.subject.train.dtype]
+        hidden = torch.full((*shape, chain.config.hidden_size), 0.01, dtype=dtype, device=device)
+        hidden += torch.linspace(0, 1, hidden.shape[-1], dtype=dtype, device=device)
+        last = self.stage.is_last
+        return (
+            tokens if self.stage.is_first else hidden,
+            tokens if last else None,
+            None if last else torch.full_like(hidden, 1e-3),
+        )
+
+
+def copy_speeds(backend: Backend, repeats: int) -> tuple[float, float, float]:
+    """(latency_s, device_to_host_bytes_per_s, host_to_device_bytes_per_s) with the buffers that messages use; free on CPU ranks,
+    which copy nothing."""
+    if backend.name == "cpu":
+        return 0.0, math.inf, math.inf
+    small, large = 4096, 16 << 20
+    times: dict[int, tuple[float, float]] = {}
+    for size in (small, large):
+        device = torch.zeros(size, dtype=torch.uint8, device=backend.device)
+        host = backend.host_buffer((size,), torch.uint8)
+        out, back = [], []
+        for _ in range(repeats + 1):
+            backend.synchronize()
+            start = time.perf_counter()
+            host.copy_(device)
+            backend.synchronize()
+            middle = time.perf_counter()
+            backend.from_host(host)
+            backend.synchronize()
+            out.append(middle - start)
+            back.append(time.perf_counter() - middle)
+        times[size] = statistics.median(out[1:]), statistics.median(back[1:])
+    out_speed, back_speed = ((large - small) / max(times[large][i] - times[small][i], 1e-9) for i in (0, 1))
+    return max(times[small]), out_speed, back_speed

@@ -1,0 +1,108 @@
+"""When each item of a stage begins and ends, seen from inside real forwards and backwards.
+
+So an item is timed where it stands in a real step: behind others that have taken the caches, on tensors that the item before
+it has just made. What a stage spends outside of its items (masks, rotary tables, the walk over foreign layers) is left over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from hetero_mpi.model.stage import Stage
+
+T = TypeVar("T")
+Seconds = dict[int, float]
+"""Item -> seconds."""
+
+
+class ItemClock:
+    """Times the items of one stage.
+
+    Attributes:
+        current: the item whose forward runs, or ran last.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._forward_runs = False
+        self._entered: Seconds = {}
+        self._left: Seconds = {}
+        self._outputs: dict[int, torch.Tensor] = {}
+        self._reached: Seconds = {}
+        """Item -> when backward had the gradient of its output."""
+        self.current = stage.first
+        for item in range(stage.first, stage.last):
+            for name in stage.chain.module_names(item):
+                module = stage.model.get_submodule(name)
+                module.register_forward_pre_hook(partial(self._enter, item))
+                module.register_forward_hook(partial(self._leave, item))
+
+    def forward(self, run: Callable[[], T]) -> tuple[T, Seconds, float]:
+        """Run a forward: its result, seconds of every item, seconds outside of the items."""
+        self._entered, self._left, self._outputs = {}, {}, {}
+        self._forward_runs = True
+        begin = self._now()
+        result = run()
+        end = self._now()
+        self._forward_runs = False
+        if self._stage.is_last:
+            self._left[self._stage.last - 1] = end  # the loss belongs to the head
+        for item, output in self._outputs.items():
+            if output.requires_grad:
+                output.register_hook(partial(self._reach, item))
+        self._outputs = {}
+        items = {item: self._left[item] - entered for item, entered in self._entered.items()}
+        return result, items, max(0.0, end - begin - sum(items.values()))
+
+    def backward(self, run: Callable[[], T]) -> tuple[T, Seconds, float]:
+        """Run the backward (or its input part) of the last forward: likewise. An item without gradients takes 0 s."""
+        self._reached = {}
+        begin = self._now()
+        result = run()
+        end = self._now()
+        last = self._stage.last - 1
+        if self._stage.is_last:
+            self._reached[last] = begin
+        items = dict.fromkeys(range(self._stage.first, self._stage.last), 0.0)
+        until = end
+        for item in sorted(self._reached):  # backward comes to the first item last
+            items[item] = until - self._reached[item]
+            until = self._reached[item]
+        return result, items, max(0.0, until - begin) if self._reached else end - begin
+
+    def weights(self, run: Callable[[Callable[[int], None]], None]) -> Seconds:
+        """Run the weight part of a split backward, which is given what to call after each item."""
+        items: Seconds = {}
+        before = self._now()
+
+        def finished(item: int) -> None:
+            nonlocal before
+            now = self._now()
+            items[item], before = now - before, now
+
+        run(finished)
+        return items
+
+    def _now(self) -> float:
+        self._stage.backend.synchronize()
+        return time.perf_counter()
+
+    def _enter(self, item: int, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if self._forward_runs:  # recomputing runs the modules again, inside backward
+            self.current = item
+            self._entered.setdefault(item, self._now())
+
+    def _leave(self, item: int, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        if self._forward_runs:
+            self._left[item] = self._now()
+            tensor = output if isinstance(output, torch.Tensor) else output[0]
+            self._outputs[item] = tensor
+
+    def _reach(self, item: int, gradient: torch.Tensor) -> None:
+        self._reached[item] = self._now()

@@ -1,0 +1,84 @@
+"""What is profiled, and in which pieces: token counts, and stages that show every kind of layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hetero_mpi.job import TrainTable
+from hetero_mpi.model.chain import Chain
+from hetero_mpi.model.cost import BYTES
+from hetero_mpi.model.tuning import Tuning
+
+CACHE_BYTES = 64 << 20
+"""More than a processor's caches hold for one of its cores."""
+_COUNTS = 4
+"""Token counts to time, where there are so many."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is profiled: the model and how it will run."""
+
+    chain: Chain
+    tuning: Tuning
+    train: TrainTable
+    sequence_length: int
+    micro_batches: tuple[int, ...]
+    """Sequences per micro-batch the planner may choose from, increasing."""
+    cores: float
+    """CPU cores this rank can count on."""
+    threads: int
+    """CPU threads of this rank."""
+    memory_bytes: int | None
+    """Usable memory given by the user instead of the measured one."""
+
+
+def sampled_rows(choices: Sequence[int]) -> tuple[int, ...]:
+    """Sequences per micro-batch to time.
+
+    Of the choices at most four, smallest and largest included; then others up to the largest until there are four, since the last
+    micro-batch of a step may be shorter than the rest.
+
+    >>> sampled_rows((1, 2, 4)), sampled_rows((8,)), sampled_rows((1, 2, 3, 4, 6, 8, 12))
+    ((1, 2, 3, 4), (2, 4, 6, 8), (1, 3, 6, 12))
+    """
+    ordered = sorted(set(choices))
+    last = len(ordered) - 1
+    few = last < _COUNTS
+    chosen = set(ordered) if few else {ordered[round(i * last / (_COUNTS - 1))] for i in range(_COUNTS)}
+    spaced = [max(1, round(ordered[-1] * i / _COUNTS)) for i in range(1, _COUNTS)]
+    for rows in (*spaced, *range(1, ordered[-1])):
+        if len(chosen) < _COUNTS:
+            chosen.add(rows)
+    return tuple(sorted(chosen))
+
+
+def item_groups(kinds: Sequence[str], one_by_one: bool) -> list[list[tuple[int, int]]]:
+    """Stages ``[first, last)`` to build at the same time, one group after the other; every kind of the chain is in one.
+
+    Args:
+        kinds: of every item of the chain.
+        one_by_one: each kind in a stage of its own; else the front and the back of the chain, each with two blocks, or as many
+            as it takes to show every kind.
+
+    >>> item_groups(("embedding", "a", "a", "a", "a", "a", "head"), False)
+    [[(0, 3), (4, 7)]]
+    """
+    items, blocks = len(kinds), len(kinds) - 2
+    if one_by_one:
+        return [[(kinds.index(kind), kinds.index(kind) + 1)] for kind in dict.fromkeys(kinds)]
+    ends = min(2, blocks)
+    while {*kinds[1 : 1 + ends], *kinds[-1 - ends : -1]} != {*kinds[1:-1]}:
+        ends += 1
+    middle = 1 + (blocks + 1) // 2
+    if 2 * ends >= blocks:
+        return [[(0, middle), (middle, items)]]
+    return [[(0, 1 + ends), (items - 1 - ends, items)]]
+
+
+def cold_by_itself(subject: Subject) -> bool:
+    """Is a block larger than caches, so that it finds them cold even when it runs over and over? Or is packing it slow?"""
+    chain = subject.chain
+    largest = max(sum(spec.count for spec in chain.specs(item, item + 1)) for item in range(1, chain.items - 1))
+    return subject.tuning.nf4 or largest * BYTES[subject.train.dtype] > CACHE_BYTES

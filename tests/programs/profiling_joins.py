@@ -1,0 +1,76 @@
+"""A cluster is measured, and again after a rank has joined it on a host of its own, and once more in spite of what is known.
+
+Three ranks of one machine pass for ranks of three hosts. Prints who measured each time, and what the profiles say of it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+from transformers import AutoConfig
+
+from hetero_mpi.comm.mpi_transport import MpiTransport
+from hetero_mpi.comm.world import World, run_guarded
+from hetero_mpi.device.backend import Backend, set_threads
+from hetero_mpi.job import ProfileTable, TrainTable
+from hetero_mpi.model.chain import Chain
+from hetero_mpi.model.tuning import full_training
+from hetero_mpi.planning.files import save_profile
+from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.profiling import cluster
+from hetero_mpi.profiling.device import DeviceBenchmark
+from hetero_mpi.profiling.subject import Subject
+
+SETTINGS = ProfileTable(repeats=1, largest_message_bytes=4096)
+CONFIG = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
+
+
+def main(world: World) -> int:
+    set_threads(1)
+    chain = Chain(AutoConfig.for_model("llama", **CONFIG))
+    subject = Subject(chain, full_training(chain), TrainTable(dtype="fp32", steps=1), 8, (1,), 1.0, 1, None)
+    measured: list[str] = []
+    run, alone = DeviceBenchmark.run, DeviceBenchmark.run_alone
+    DeviceBenchmark.run = lambda self, today: measured.append("together") or run(self, today)  # type: ignore[func-returns-value,method-assign,assignment]
+    DeviceBenchmark.run_alone = lambda self: measured.append("alone") or alone(self)  # type: ignore[func-returns-value,method-assign,assignment]
+    lines: list[Any] = []
+
+    def profiled(hosts: tuple[str, ...], fresh: bool = False) -> ClusterProfile | None:
+        measured.clear()
+        members = world.subset(range(len(hosts)))
+        profile = None
+        if members is not None:
+            here = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
+            members = replace(
+                members, host=hosts[world.rank], hosts=hosts, local_rank=here.index(world.rank), local_size=len(here)
+            )
+            with MpiTransport(members.comm) as transport:
+                profile = cluster.profile_cluster(
+                    members, transport, Backend(), subject, SETTINGS, lambda line: None, fresh
+                )
+        lines.append({"measured": world.all_gather_json(measured), "notes": list(profile.notes) if profile else []})
+        return profile
+
+    profiled(("a", "b"))
+    profiled(("a", "b", "c"))
+    profile = profiled(("a", "b", "b"))
+    profiled(("a", "b", "b"), fresh=True)
+    if world.rank == 0:
+        assert profile is not None
+        save_profile(profile, sys.argv[1])
+        print(json.dumps(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded(main))

@@ -1,0 +1,275 @@
+"""What is measured and how: token counts, stages, rounds, the clock inside a stage, kept tables, hosts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from hetero_mpi.comm.links import HostFlows, flows_of, quiet_rounds, rounds
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.errors import UserError
+from hetero_mpi.job import AdapterTable, TrainTable
+from hetero_mpi.model.chain import Chain
+from hetero_mpi.model.tuning import full_training
+from hetero_mpi.profiling import bench, cache, clock, device
+from hetero_mpi.profiling.bench import Bench
+from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
+from hetero_mpi.profiling.hosts import RankMemory, host_profiles
+from hetero_mpi.profiling.samples import Part, Samples, layer_times
+from hetero_mpi.profiling.subject import Subject, cold_by_itself, item_groups, sampled_rows
+
+BLOCKS, HIDDEN, SEQUENCE = 5, 16, 8
+
+
+@pytest.fixture(scope="module")
+def chain() -> Chain:
+    config = AutoConfig.for_model(
+        "llama", hidden_size=HIDDEN, intermediate_size=32, num_hidden_layers=BLOCKS, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=64, max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    return Chain(config)
+
+
+@pytest.fixture
+def subject(chain: Chain) -> Subject:
+    train = TrainTable(dtype="fp32", steps=3)
+    return Subject(chain, full_training(chain), train, SEQUENCE, (1, 2, 4), 1.0, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("choices", "expected"),
+    [
+        ((1,), (1,)),  # nothing larger will ever run
+        ((2,), (1, 2)),
+        ((1, 2), (1, 2)),
+        ((1, 2, 4), (1, 2, 3, 4)),
+        ((8,), (2, 4, 6, 8)),
+        ((1, 2, 4, 8), (1, 2, 4, 8)),
+        ((1, 2, 3, 4, 6, 8, 12), (1, 3, 6, 12)),
+    ],
+)
+def test_four_token_counts_up_to_the_largest_choice(choices: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    assert sampled_rows(choices) == expected
+
+
+@pytest.mark.parametrize(
+    ("kinds", "one_by_one", "expected"),
+    [
+        ("E a a a a a a H", False, [[(0, 3), (5, 8)]]),  # E a a | . . | a a H
+        ("E a a a a H", False, [[(0, 3), (3, 6)]]),
+        ("E a H", False, [[(0, 2), (2, 3)]]),
+        ("E a b a b a b H", False, [[(0, 3), (5, 8)]]),
+        ("E a a a b a a a H", False, [[(0, 5), (5, 9)]]),  # b stands in the middle
+        ("E a b a b H", True, [[(0, 1)], [(1, 2)], [(2, 3)], [(5, 6)]]),
+    ],
+)
+def test_stages_that_are_timed_show_every_kind(
+    kinds: str, one_by_one: bool, expected: list[list[tuple[int, int]]]
+) -> None:
+    chain = kinds.split()
+    groups = item_groups(chain, one_by_one)
+    assert groups == expected
+    assert {kind for group in groups for first, last in group for kind in chain[first:last]} == set(chain)
+
+
+def test_blocks_larger_than_caches_are_timed_one_by_one(subject: Subject) -> None:
+    assert not cold_by_itself(subject)
+    wide = Chain(
+        AutoConfig.for_model(
+            "llama", hidden_size=2048, intermediate_size=8192, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+        )
+    )
+    assert cold_by_itself(replace(subject, chain=wide, tuning=full_training(wide)))
+
+
+def test_no_two_pairs_of_a_round_use_one_network_card() -> None:
+    assert quiet_rounds(("a", "b", "c", "d")) == rounds(4), "a rank per host: as many pairs at once as there can be"
+    hosts = ("a", "a", "b", "b", "b", "c")
+    pairs = [pair for group in quiet_rounds(hosts) for pair in group]
+    assert sorted(pairs) == [(a, b) for a in range(6) for b in range(a + 1, 6)]
+    for group in quiet_rounds(hosts):
+        assert len({rank for pair in group for rank in pair}) == 2 * len(group)
+        between = [host for a, b in group if hosts[a] != hosts[b] for host in (hosts[a], hosts[b])]
+        assert len(between) == len(set(between))
+
+
+def test_flows_have_partners_of_their_own_where_there_are_enough() -> None:
+    hosts = ("a", "a", "b", "b", "c")
+    assert flows_of(hosts, "a") == [(0, 2), (1, 4)]
+    assert flows_of(hosts, "c") == [(4, 0)]
+    assert flows_of(("a", "a", "b"), "a") == [(0, 2), (1, 2)]
+    assert flows_of(("a", "a"), "a") == []
+
+
+@pytest.mark.parametrize(
+    ("together", "shared"), [((100.0, 100.0), True), ((190.0, 195.0), False), ((190.0, 110.0), True)]
+)
+def test_a_card_is_shared_when_all_flows_are_hardly_faster_than_one(
+    together: tuple[float, float], shared: bool
+) -> None:
+    assert HostFlows("a", (100.0, 100.0), together).shared is shared
+
+
+def test_memory_of_a_host_counts_once() -> None:
+    cpu, gpu = RankMemory(50, "free", True, 50, "free"), RankMemory(24, "on the card", False, 49, "free")
+    alone = RankMemory(8, "free", True, 8, "free")
+    shared = HostFlows("a", (10.0, 10.0), (11.0, 12.0))
+    first, second = host_profiles(("a", "a", "b", "a"), (cpu, gpu, alone, cpu), [shared])
+    assert (first.name, first.memory_bytes, first.shared_nic, first.flows_bytes_per_s) == ("a", 49, True, 11.0)
+    assert (second.name, second.memory_bytes, second.shared_nic) == ("b", 8, False)
+    given = RankMemory(5, "given as [cluster] memory_bytes", True, 5, "given as [cluster] memory_bytes")
+    (host,) = host_profiles(("a", "a"), (given, given), [])
+    assert (host.memory_bytes, host.memory_reason) == (10, "given as [cluster] memory_bytes to each of 2")
+
+
+def test_the_clock_gives_every_item_its_own_time(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block i takes 10 + i s forward and 100 + i s backward of a made-up time, the head's matrix 7 s and 70 s."""
+    now = [0.0]
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    timed = Bench(subject, Backend(), 1, BLOCKS + 2, split=True)
+    model = timed.stage.model
+
+    def passes(name: str, forward_s: float, backward_s: float) -> None:
+        def ran(module: Any, arguments: Any, output: torch.Tensor) -> None:
+            now[0] += forward_s
+            output.register_hook(lambda gradient: now.__setitem__(0, now[0] + backward_s))
+
+        model.get_submodule(name).register_forward_hook(ran)
+
+    for block in range(BLOCKS):
+        passes(f"model.layers.{block}.mlp", 10 + block, 100 + block)
+    passes("lm_head", 7, 70)
+    items = range(1, BLOCKS + 1)
+    head = BLOCKS + 1
+    assert timed.forward(2)[0] == {**{item: 9.0 + item for item in items}, head: 7.0}
+    assert timed.backward(2)[0] == {**{item: 99.0 + item for item in items}, head: 70.0}
+    assert timed.forward(2)[1] == 0.0
+    assert timed.backward_input(2, 0)[0] == {**{item: 99.0 + item for item in items}, head: 70.0}
+    assert set(timed.backward_weights(0)) == {*items, head}
+
+
+def test_recomputing_is_part_of_a_blocks_backward(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    timed = Bench(subject, Backend(), 0, 3)
+    for block in (0, 1):
+        timed.stage.model.get_submodule(f"model.layers.{block}.self_attn").register_forward_hook(
+            lambda *_: now.__setitem__(0, now[0] + 1)
+        )
+    timed.recompute(True)
+    assert timed.forward(1) == ({0: 0.0, 1: 1.0, 2: 1.0}, 0.0)
+    assert timed.backward(1) == ({0: 0.0, 1: 1.0, 2: 1.0}, 0.0)
+    timed.recompute(False)
+    assert timed.forward(1)[0][1] == 1.0
+    assert timed.backward(1)[0] == {0: 0.0, 1: 0.0, 2: 0.0}
+
+
+def test_a_device_is_measured_in_every_way_planning_asks_for(subject: Subject) -> None:
+    times = DeviceBenchmark(subject, Backend(), 1).run("today")
+    tokens = tuple(rows * SEQUENCE for rows in (1, 2, 3, 4))
+    assert times.rows == (1, 2, 3, 4)
+    block = next(kind for kind in times.layers if kind not in ("embedding", "head"))
+    of_block = times.layers[block]
+    for curve in (of_block.forward_s, of_block.backward_s, of_block.recompute_s, of_block.input_s, of_block.weight_s):
+        assert curve is not None and curve.tokens == tokens and min(curve.seconds) > 0
+    assert times.layers["head"].recompute_s is None, "only blocks are computed again"
+    assert times.layers["embedding"].input_s is None, "the first stage has no input to give a gradient to"
+    assert times.optimizer_s_per_parameter > 0
+    # Inputs and output gradients of seven matrices: x of q, k, v; of o; of gate, up; of down, and seven dy.
+    values = HIDDEN + HIDDEN + HIDDEN + 32 + (4 * HIDDEN + 2 * 32 + HIDDEN)
+    assert times.deferred_bytes[block] == 4 * values
+    assert times.activation_bytes[block] > times.deferred_bytes[block] / 2
+
+
+def test_adapters_are_measured_without_splitting(chain: Chain, subject: Subject) -> None:
+    from hetero_mpi.job import Job
+    from hetero_mpi.model.tuning import tuning_of
+
+    job = Job.model_validate({"model": {"path": "x"}, "data": {"text": ["x"]}, "adapter": AdapterTable(method="lora")})
+    adapted = replace(subject, tuning=tuning_of(job, chain), micro_batches=(1,))
+    times = DeviceBenchmark(adapted, Backend(), 1).run("today")
+    assert all(layer.input_s is None and layer.weight_s is None for layer in times.layers.values())
+    assert times.layers["embedding"].backward_s.seconds == (0.0,), "nothing is trained there"
+    assert times.layers["head"].backward_s.seconds[0] > 0, "the gradient passes through the frozen head"
+
+
+def test_token_counts_without_memory_are_left_out(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    most, forward = 2, Bench.forward
+
+    def short(self: Bench, rows: int, index: int = 0) -> Any:
+        if rows > most:
+            raise torch.OutOfMemoryError
+        return forward(self, rows, index)
+
+    monkeypatch.setattr(bench.Bench, "forward", short)
+    times = DeviceBenchmark(subject, Backend(), 1).run("today")
+    assert times.rows == (1, 2)
+    assert all(layer.forward_s.tokens == (SEQUENCE, 2 * SEQUENCE) for layer in times.layers.values())
+    most = 0
+    with pytest.raises(UserError, match=r"no memory left for one layer with 1 sequences of 8 tokens; lower \[train\]"):
+        DeviceBenchmark(subject, Backend(), 1).run("today")
+
+
+def test_times_of_ranks_that_share_cores_are_stretched_by_their_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = {"wall": 0.0, "core": 0.0}
+    fake = SimpleNamespace(perf_counter=lambda: clocks["wall"], thread_time=lambda: clocks["core"])
+    monkeypatch.setattr(device, "time", fake)
+    crowded, apart = device._Crowd(True), device._Crowd(False)
+    clocks.update(wall=30.0, core=20.0)
+    assert (crowded.stretch(), apart.stretch()) == (1.5, 1.0)
+    samples = Samples()
+    for part in (Part.FORWARD, Part.BACKWARD):
+        for seconds in (1.0, 2.0, 9.0):
+            samples.add(part, "a", 2, seconds)
+    curve = layer_times(samples, "a", 8, 1.5).forward_s
+    assert (curve.tokens, curve.seconds) == ((16,), (3.0,)) and curve.spread[0] > 0
+
+
+def kept_times() -> DeviceTimes:
+    samples = Samples()
+    for part in (Part.FORWARD, Part.BACKWARD, Part.INPUT):
+        samples.add(part, "a", 1, 0.5)
+    layers = {"a": layer_times(samples, "a", 8, 1.0)}
+    return DeviceTimes("today", (1,), layers, {}, 0.1, 0.2, {"a": 1.0}, {"a": 0.0}, 1e-9, 0.0, float("inf"), 1e9)
+
+
+def test_device_tables_are_kept_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache.load_times("key") is None
+    cache.save_times("key", kept_times())
+    assert cache.load_times("key") == kept_times()
+    (file,) = (tmp_path / "hetero_mpi" / "profiles").iterdir()
+    assert json.loads(file.read_text())["measured"] == "today"
+    file.write_text(file.read_text().replace('"rows"', '"lines"'))
+    assert cache.load_times("key") is None, "a table of another layout is measured again"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    cache.save_times("key", kept_times())  # a file stands where the folder should: no cache, no error
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache.cache_directory() == tmp_path / ".cache" / "hetero_mpi" / "profiles"
+
+
+def test_a_table_belongs_to_device_model_dtype_and_company(subject: Subject) -> None:
+    def key(world: dict[str, Any] | None = None, repeats: int = 5, **changes: Any) -> str:
+        place = {"host": "a", "local_rank": 0, "local_size": 1, "library": "Open MPI 5.0.11", **(world or {})}
+        return cache.device_key(SimpleNamespace(**place), Backend(), replace(subject, **changes), repeats)  # type: ignore[arg-type]
+
+    others = [
+        key({"host": "b"}),
+        key({"local_size": 2}),
+        key(repeats=6),
+        key(threads=2),
+        key(sequence_length=16),
+        key(micro_batches=(1, 2)),
+        key(train=TrainTable(dtype="bf16", steps=3)),
+    ]
+    assert len({key(), *others}) == 1 + len(others)
+    # Ranks elsewhere, the length of the run and the learning rate change nothing.
+    assert key({"rank": 3, "size": 9}, train=TrainTable(dtype="fp32", steps=7, learning_rate=1.0)) == key()

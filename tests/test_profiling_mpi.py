@@ -1,0 +1,36 @@
+"""The collective benchmark on real ranks: who measures when, and what the command writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hetero_mpi.planning.files import load_profile
+from tests.mpi import run_mpi
+
+
+def test_a_rank_that_joins_makes_nobody_else_measure_again(tmp_path: Path) -> None:
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    program = ["tests/programs/profiling_joins.py", str(tmp_path / "p.toml")]
+    result = run_mpi(3, program, timeout_s=240, env=environment)
+    assert result.returncode == 0, result.stderr
+    first, joined, shared, fresh = json.loads(result.stdout.splitlines()[-1])
+    assert first["measured"] == [["together"], ["together"], []], "two hosts of one rank: nobody disturbs them"
+    assert joined["measured"] == [[], [], ["together"]], "only the rank that is new"
+    # A second rank on host b shares it with the first: both are measured anew, together and alone; a's table is kept.
+    assert shared["measured"] == [[], ["together", "alone"], ["together", "alone"]]
+    assert fresh["measured"] == [["together"], ["together", "alone"], ["together", "alone"]]
+    assert any("device times of rank 0, 1 were measured" in note for note in joined["notes"])
+    assert not any("were measured" in note for note in fresh["notes"])
+
+    profile = load_profile(tmp_path / "p.toml")
+    assert [host.name for host in profile.hosts] == ["a", "b"]
+    assert [bool(device.alone) for device in profile.devices] == [False, True, True]
+    assert all(device.shares_host_memory for device in profile.devices)
+    memory = {host.name: host.memory_bytes for host in profile.hosts}
+    assert all(abs(device.memory_bytes / memory[device.host] - 1) < 0.1 for device in profile.devices), "not divided"
+    block = next(layer.kind for layer in profile.model.layers[1:-1])
+    times = profile.devices[0].layers[block]
+    assert times.recompute_s is not None and times.input_s is not None and times.weight_s is not None
+    assert profile.model.layers[1].deferred_bytes_per_token > 0
+    assert all(link.sample_bytes == (1024, 4096) for link in profile.links) and len(profile.links) == 6
