@@ -17,14 +17,18 @@ import pytest
 
 import hetero_mpi
 from hetero_mpi.checkpoint import (
+    PIECE_BYTES,
     CheckpointError,
     CheckpointReader,
     CheckpointWriter,
     checkpoint_path,
     newest_good,
+    piece_count,
+    pieces,
     prune,
     verify,
 )
+from hetero_mpi.report.checkpoints import checkpoint_lines
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "checkpoint.md"
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
@@ -169,6 +173,49 @@ def test_a_full_disk_is_a_plain_error_and_leaves_nothing(tensors: int, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+FAILING = """
+import errno, sys
+from pathlib import Path
+import numpy as np
+from hetero_mpi.checkpoint import CheckpointError, CheckpointWriter, sink, verify
+path, works = Path(sys.argv[1]), sink.os.pwrite
+
+def disk_is_full_after(writes):
+    def write(descriptor, content, offset):
+        nonlocal writes
+        writes -= 1
+        if writes < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return works(descriptor, content, offset)
+    return write
+
+def attempt(writes):
+    sink.os.pwrite = disk_is_full_after(writes)
+    try:
+        with CheckpointWriter(path, {"step": 1, "job": {"note": "x" * 3000}}) as writer:
+            for number in range(200):
+                writer.write("parameters", f"layer.{number}", np.ones(50, np.float32), "float32")
+    except CheckpointError:
+        return False
+    return True
+
+writes = attempts = 0
+while not attempt(writes):
+    assert not list(path.parent.iterdir())
+    attempts, writes = attempts + 1, writes + 1 + writes // 10
+assert verify(path) is None
+print(attempts)
+"""
+
+
+def test_wherever_the_disk_fills_up_the_process_lives_on_and_ends_well(tmp_path: Path) -> None:
+    """HDF5 by itself crashes at the end of a process in which a file could not be closed."""
+    command = [sys.executable, "-c", FAILING, str(tmp_path / "a.h5")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) > 20
+
+
 def test_any_flipped_bit_is_noticed_or_harmless(tmp_path: Path) -> None:
     """Bits of every part of the file: data, headers, names, attributes, and padding, where nothing can change."""
     path = write(tmp_path / "a.h5")
@@ -200,6 +247,28 @@ def test_damaged_data_is_named_with_file_and_dataset(tmp_path: Path) -> None:
         reader.read("moments1", WEIGHT)
         with pytest.raises(CheckpointError, match=r"parameters/other is missing: .* of another model"):
             reader.read("parameters", "other")
+
+
+def test_inspection_reads_everything_and_names_damage(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.h5", {**METADATA, "held_out_loss": 1.25, "updates": 118, "data_fingerprint": "f00d"})
+    text = "\n".join(checkpoint_lines(path))
+    for part in (
+        "after step 120 of 200",
+        "held-out loss: 1.2500",
+        "2 steps were skipped",
+        "fingerprint f00d",
+        "7 trained tensors",
+        "bfloat16, float16, float32",
+        f"hetero_mpi {hetero_mpi.__version__}, format 1; all {len(TENSORS)} checksums match",
+    ):
+        assert part in text, (part, text)
+    with h5py.File(path) as file:
+        offset = file["moments2"][WEIGHT].id.get_offset()
+    damaged = bytearray(path.read_bytes())
+    damaged[offset] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=f"moments2/{WEIGHT}: damaged"):
+        checkpoint_lines(path)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
@@ -245,6 +314,60 @@ def test_newest_good_skips_damaged_ones_and_prune_keeps_it(tmp_path: Path) -> No
     assert prune(tmp_path, keep=1) == [paths[2], paths[1]]
     assert newest_good(tmp_path) == (paths[3], [])
     assert newest_good(tmp_path / "absent") == (None, [])
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (7,), (3, 5), (4, 3, 2), (2, 3, 4, 5), (1, 70)])
+@pytest.mark.parametrize("limit", [1, 4, 12, 24, 1000])
+def test_pieces_cover_an_array_in_order(shape: tuple[int, ...], limit: int) -> None:
+    array = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
+    found: list[int] = []
+    for first, count in pieces(shape, 4, limit):
+        block = array[tuple(slice(a, a + n) for a, n in zip(first, count, strict=True))]
+        assert block.size == piece_count((first, count)) and block.size * 4 <= max(limit, 4)
+        found += block.reshape(-1).tolist()
+    assert found == array.reshape(-1).tolist()
+
+
+def test_tensors_larger_than_a_piece_come_back(tmp_path: Path) -> None:
+    arrays = {"deep": (3, 2, PIECE_BYTES // 16), "long": (PIECE_BYTES // 4 + 1,), "rows": (PIECE_BYTES // 8, 5)}
+    path = tmp_path / "a.h5"
+    with CheckpointWriter(path, {"step": 1}) as writer:
+        for name, shape in arrays.items():
+            writer.write("parameters", name, np.arange(np.prod(shape), dtype=np.float32).reshape(shape), "float32")
+    with CheckpointReader(path) as reader:
+        for name, shape in arrays.items():
+            array, _ = reader.read("parameters", name)
+            assert np.array_equal(array, np.arange(np.prod(shape), dtype=np.float32).reshape(shape)), name
+    assert verify(path) is None
+    with h5py.File(path) as file:
+        last = file["parameters/rows"].id.get_offset() + file["parameters/rows"].nbytes - 1
+    content = bytearray(path.read_bytes())
+    content[last] ^= 1
+    path.write_bytes(content)
+    assert "CRC-32" in (verify(path) or "")
+
+
+def test_datasets_that_claim_more_than_the_file_holds_are_refused(tmp_path: Path) -> None:
+    """Compressed and virtual datasets may claim any size; whoever believes them runs out of memory."""
+    path = write(tmp_path / "a.h5")
+    with h5py.File(path, "a") as file:
+        bomb = file["parameters"].create_dataset("bomb", (2**40,), "f4", chunks=(2**20,), compression="gzip")
+        bomb.attrs["crc32"] = np.uint32(0)
+    assert "parameters/bomb" in (verify(path) or "") and "do not lie in one place" in (verify(path) or "")
+
+
+def test_the_best_by_held_out_loss_stay(tmp_path: Path) -> None:
+    losses = {1: 2.0, 2: 1.0, 3: None, 4: 1.5, 5: float("nan"), 6: 3.0}
+    paths = {}
+    for step, loss in losses.items():
+        metadata = {"step": step} if loss is None else {"step": step, "held_out_loss": loss}
+        paths[step] = write(checkpoint_path(tmp_path, step), metadata)
+    assert prune(tmp_path, keep=1, keep_best=2, just_written=paths[6]) == [paths[5], paths[3], paths[1]]
+    assert prune(tmp_path, keep=2, keep_best=1) == []
+    assert prune(tmp_path, keep=1, keep_best=1) == [paths[4]]
+    assert sorted(tmp_path.iterdir()) == [paths[2], paths[6]]
+    with CheckpointReader(paths[2]) as reader:
+        assert reader.held_out_loss() == 1.0
 
 
 def test_memory_is_bounded_by_a_tensor(tmp_path: Path) -> None:

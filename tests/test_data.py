@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hetero_mpi.data.documents import Corpus, read_documents
 from hetero_mpi.data.order import batch_indices
-from hetero_mpi.data.sequences import IGNORED, Dataset, build_sequences, unigram_entropy
+from hetero_mpi.data.sequences import IGNORED, Batch, Dataset, build_sequences, unigram_entropy
 from hetero_mpi.data.tokenizer import (
     END_TOKEN,
     check_vocabulary,
@@ -297,3 +297,16 @@ def test_the_order_is_frozen() -> None:
 def test_epochs_and_seeds_differ() -> None:
     order: Callable[[int, int], list[int]] = lambda step, seed: batch_indices(step, 50, 50, seed).tolist()  # noqa: E731
     assert len({tuple(order(step, seed)) for step in range(4) for seed in range(4)}) == 16
+
+
+@pytest.mark.parametrize(("last_learnt", "length"), [(0, 8), (7, 8), (8, 16), (18, 19), (None, 8)])
+def test_trimmed_batches_lose_nothing_that_is_learnt(last_learnt: int | None, length: int) -> None:
+    """Sequences of 19 tokens; row 1 learns up to ``last_learnt``, row 0 its first token only (or nothing)."""
+    tokens = np.arange(38, dtype=np.int32).reshape(2, 19)
+    targets = np.full((2, 19), IGNORED, np.int32)
+    if last_learnt is not None:
+        targets[0, 0] = targets[1, last_learnt] = 5
+    trimmed = Batch(tokens, targets, int((targets != IGNORED).sum())).trimmed()
+    assert trimmed.tokens.shape == trimmed.targets.shape == (2, length)
+    assert np.array_equal(trimmed.tokens, tokens[:, :length])
+    assert (trimmed.targets != IGNORED).sum() == trimmed.target_tokens == (targets != IGNORED).sum()

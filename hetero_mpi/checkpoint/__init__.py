@@ -2,15 +2,21 @@
 
 from hetero_mpi.checkpoint.directory import checkpoint_path, newest_good, prune, set_aside
 from hetero_mpi.checkpoint.errors import CheckpointError
+from hetero_mpi.checkpoint.format import KINDS, PIECE_BYTES, Piece, piece_count, pieces
 from hetero_mpi.checkpoint.reader import CheckpointReader, verify
 from hetero_mpi.checkpoint.writer import CheckpointWriter
 
 __all__ = [
+    "KINDS",
+    "PIECE_BYTES",
     "CheckpointError",
     "CheckpointReader",
     "CheckpointWriter",
+    "Piece",
     "checkpoint_path",
     "newest_good",
+    "piece_count",
+    "pieces",
     "prune",
     "set_aside",
     "verify",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
 
-from hetero_mpi.checkpoint.reader import verify
+from hetero_mpi.checkpoint.errors import CheckpointError
+from hetero_mpi.checkpoint.reader import CheckpointReader, verify
 
 _NAME = re.compile(r"step-(\d{8,})\.h5")
 
@@ -30,17 +32,22 @@ def newest_good(directory: str | os.PathLike[str]) -> tuple[Path | None, list[tu
     return None, skipped
 
 
-def prune(directory: str | os.PathLike[str], keep: int) -> list[Path]:
-    """Remove all but the ``keep`` newest checkpoints and the newest whole one; return what was removed.
+def prune(
+    directory: str | os.PathLike[str], keep: int, keep_best: int = 0, just_written: Path | None = None
+) -> list[Path]:
+    """Remove all checkpoints but the ones below; return what was removed.
 
-    The newest are read through only when there is something to remove.
+    What stays: the ``keep`` newest, the ``keep_best`` with the lowest held-out loss of those that know theirs, and the newest
+    whole one. To find the last, the newest are read through, and only when there is something to remove; ``just_written``
+    names one that this process has just written, and which therefore is whole.
     """
     assert keep >= 1, keep
-    surplus = _newest_first(Path(directory))[keep:]
-    if not surplus:
+    found = _newest_first(Path(directory))
+    if len(found) <= keep:
         return []
-    good, _ = newest_good(directory)
-    removed = [path for path in surplus if path != good]
+    good = just_written if just_written in found else newest_good(directory)[0]
+    stays = {*found[:keep], *_best(found, keep_best), good}
+    removed = [path for path in found if path not in stays]
     for path in removed:
         path.unlink(missing_ok=True)
     return removed
@@ -62,6 +69,22 @@ def set_aside(directory: str | os.PathLike[str], step: int) -> Path | None:
     for path in later:
         path.rename(target / path.name)
     return target
+
+
+def _best(paths: list[Path], count: int) -> list[Path]:
+    """Those with the lowest held-out losses, the newest first among equals; damaged ones do not count."""
+    if count == 0:
+        return []
+    losses: list[tuple[float, Path]] = []
+    for path in paths:
+        try:
+            with CheckpointReader(path) as reader:
+                loss = reader.held_out_loss()
+        except CheckpointError:
+            continue
+        if loss is not None and math.isfinite(loss):
+            losses.append((loss, path))
+    return [path for _, path in sorted(losses, key=lambda pair: pair[0])[:count]]
 
 
 def _newest_first(directory: Path) -> list[Path]:

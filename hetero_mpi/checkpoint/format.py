@@ -11,7 +11,10 @@ Two decisions shape it:
 
 from __future__ import annotations
 
+import itertools
+import math
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import h5py
@@ -22,6 +25,12 @@ FORMAT = "hetero_mpi checkpoint"
 FORMAT_VERSION = 1
 LIBVER = ("v110", "v110")
 """Lowest and highest HDF5 layout used in the file: HDF5 1.10 (2016) and everything since can read it."""
+
+PIECE_BYTES = 8 << 20
+"""Tensors are sent, written and checked in pieces of at most so many bytes, whatever their size."""
+
+Piece = tuple[tuple[int, ...], tuple[int, ...]]
+"""(first index, lengths) of a block of an array."""
 
 KINDS = ("parameters", "moments1", "moments2")
 METADATA = "metadata"
@@ -63,7 +72,36 @@ def dtype_name(kind: Any) -> str | None:
     return next((name for name in STORAGE if kind == file_type(name)), None)
 
 
-def crc32(array: NDArray[Any]) -> int:
-    """CRC-32 (as in zlib and gzip) of a C-contiguous array's bytes."""
+def crc32(array: NDArray[Any], before: int = 0) -> int:
+    """CRC-32 (as in zlib and gzip) of a C-contiguous array's bytes; ``before``: that of the bytes in front of them."""
     assert array.flags.c_contiguous
-    return zlib.crc32(array.reshape(-1).view(np.uint8).data)
+    return zlib.crc32(array.reshape(-1).view(np.uint8).data, before)
+
+
+def pieces(shape: tuple[int, ...], item_bytes: int, limit_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
+    """Cut an array into blocks of at most ``limit_bytes`` (but one element) that lie one after the other in C order.
+
+    All axes behind the cut one are whole, all before it are taken index by index: so every block is one hyperslab of the
+    dataset and one run of bytes in memory. An array of no elements has no blocks.
+
+    >>> list(pieces((3, 4), 1, 8))
+    [((0, 0), (2, 4)), ((2, 0), (1, 4))]
+    """
+    if not shape:
+        yield (), ()
+        return
+    inner = [math.prod(shape[axis + 1 :]) * item_bytes for axis in range(len(shape))]
+    cut = next((axis for axis, size in enumerate(inner) if size <= limit_bytes), len(shape) - 1)
+    step = max(1, limit_bytes // max(1, inner[cut]))
+    whole = (0,) * (len(shape) - cut - 1)
+    if 0 in shape:
+        return
+    for outer in itertools.product(*(range(length) for length in shape[:cut])):
+        for first in range(0, shape[cut], step):
+            count = min(step, shape[cut] - first)
+            yield (*outer, first, *whole), ((1,) * cut + (count,) + shape[cut + 1 :])
+
+
+def piece_count(piece: Piece) -> int:
+    """Elements of a block."""
+    return math.prod(piece[1])

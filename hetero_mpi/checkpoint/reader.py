@@ -15,7 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.checkpoint.errors import CheckpointError
-from hetero_mpi.checkpoint.format import FORMAT, FORMAT_VERSION, KINDS, METADATA, STORAGE, crc32, dtype_name
+from hetero_mpi.checkpoint.format import (
+    FORMAT,
+    FORMAT_VERSION,
+    KINDS,
+    METADATA,
+    PIECE_BYTES,
+    STORAGE,
+    crc32,
+    dtype_name,
+    piece_count,
+    pieces,
+)
 
 # What h5py raises on damaged files: which one depends on the layer of HDF5 that notices.
 _DAMAGE = (OSError, RuntimeError, KeyError, ValueError, TypeError, MemoryError, OverflowError)
@@ -58,6 +69,12 @@ class CheckpointReader:
             self._file.close()
             self._file = None
 
+    def held_out_loss(self) -> float | None:
+        """Held-out loss at the checkpoint's step, nats per token; None where it was not measured. Reads nothing else."""
+        with self._damage_named(METADATA):
+            value = self._file[METADATA].attrs.get("held_out_loss")
+            return None if value is None else float(value)
+
     @property
     def metadata(self) -> dict[str, Any]:
         """What the writer was given as ``metadata``, with the same types (tuples come back as lists)."""
@@ -82,19 +99,34 @@ class CheckpointReader:
         with self._damage_named(f"{kind}/{name}"):
             return tuple(self._dataset(kind, name).shape)
 
+    def dtype(self, kind: str, name: str) -> str:
+        """The tensor's dtype, e.g. ``bfloat16``; no data is read."""
+        with self._damage_named(f"{kind}/{name}"):
+            return _dtype_of(self._dataset(kind, name))
+
+    @property
+    def writer(self) -> str:
+        """Program and format that wrote the file: ``hetero_mpi 0.1.0, format 1``."""
+        with self._damage_named():
+            attributes = self._file.attrs
+            return f"hetero_mpi {attributes['program_version'].decode()}, format {int(attributes['format_version'])}"
+
     def read(self, kind: str, name: str) -> tuple[NDArray[Any], str]:
         """The tensor's bits and dtype, e.g. (float32 array, "float32") or (uint16 array, "bfloat16")."""
         with self._damage_named(f"{kind}/{name}"):
             dataset = self._dataset(kind, name)
-            stored = dataset.id.get_type()
-            dtype = dtype_name(stored)
-            if dtype is None:
-                raise TypeError(f"unknown number type {dataset.dtype}")
+            stored, dtype = dataset.id.get_type(), _dtype_of(dataset)
             array: NDArray[Any] = np.empty(dataset.shape, STORAGE[dtype])
             if array.size:
                 dataset.id.read(h5py.h5s.ALL, h5py.h5s.ALL, array, stored)
-            _compare_checksum(dataset, array)
+            _compare_checksum(dataset, crc32(array))
         return array, dtype
+
+    def check(self, kind: str, name: str) -> None:
+        """Compare a tensor's checksum, in pieces: any tensor in the memory of one piece."""
+        with self._damage_named(f"{kind}/{name}"):
+            dataset = self._dataset(kind, name)
+            _compare_checksum(dataset, _crc32_of(dataset, _dtype_of(dataset)))
 
     def _dataset(self, kind: str, name: str) -> Any:
         if name not in self._file[kind]:
@@ -108,7 +140,7 @@ class CheckpointReader:
             if content is None:
                 return self.read(METADATA, name)[0]
             raw = dataset[()].rstrip(b"\0")
-            _compare_checksum(dataset, np.frombuffer(raw, np.uint8))
+            _compare_checksum(dataset, crc32(np.frombuffer(raw, np.uint8)))
             return json.loads(raw) if content == b"json" else raw.decode()
 
     def _check_header(self) -> None:
@@ -146,13 +178,47 @@ def verify(path: str | os.PathLike[str]) -> str | None:
             assert isinstance(reader.metadata, dict)
             for kind in KINDS:
                 for name in reader.names(kind):
-                    reader.read(kind, name)
+                    reader.check(kind, name)
     except CheckpointError as error:
         return str(error)
     return None
 
 
-def _compare_checksum(dataset: Any, array: NDArray[Any]) -> None:
-    expected, actual = int(dataset.attrs["crc32"]), crc32(array)
+def _dtype_of(dataset: Any) -> str:
+    """The tensor dtype of a dataset that is laid out as this format does it.
+
+    Other layouts (compressed, virtual, in other files) may claim any size, and would be believed until memory runs out.
+    """
+    dtype = dtype_name(dataset.id.get_type())
+    if dtype is None:
+        raise TypeError(f"unknown number type {dataset.dtype}")
+    created = dataset.id.get_create_plist()
+    if created.get_layout() != h5py.h5d.CONTIGUOUS or created.get_external_count():
+        raise TypeError("its bytes do not lie in one place of this file")
+    if (
+        dataset.size
+        and dataset.id.get_offset() + dataset.size * STORAGE[dtype].itemsize > dataset.file.id.get_filesize()
+    ):
+        raise ValueError("it is larger than the file")
+    return dtype
+
+
+def _crc32_of(dataset: Any, dtype: str) -> int:
+    """CRC-32 of a dataset's bytes, read in pieces into one buffer."""
+    stored, space, item = dataset.id.get_type(), dataset.id.get_space(), STORAGE[dtype]
+    buffer: NDArray[Any] = np.empty(max(1, PIECE_BYTES // item.itemsize), item)
+    checksum = 0
+    for piece in pieces(dataset.shape, item.itemsize):
+        part = buffer[: piece_count(piece)]
+        memory = h5py.h5s.create_simple(part.shape) if dataset.shape else h5py.h5s.create(h5py.h5s.SCALAR)
+        if dataset.shape:
+            space.select_hyperslab(*piece)
+        dataset.id.read(memory, space, part, stored)
+        checksum = crc32(part, checksum)
+    return checksum
+
+
+def _compare_checksum(dataset: Any, actual: int) -> None:
+    expected = int(dataset.attrs["crc32"])
     if actual != expected:
         raise ValueError(f"its CRC-32 is {actual:08x}, and {expected:08x} was written")

@@ -1,11 +1,11 @@
-"""Writing a checkpoint: a tensor at a time, invisible until it is whole."""
+"""Writing a checkpoint: a piece of a tensor at a time, invisible until it is whole."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +16,19 @@ from numpy.typing import NDArray
 
 import hetero_mpi
 from hetero_mpi.checkpoint.errors import CheckpointError
-from hetero_mpi.checkpoint.format import FORMAT, FORMAT_VERSION, KINDS, LIBVER, METADATA, STORAGE, crc32, file_type
+from hetero_mpi.checkpoint.format import (
+    FORMAT,
+    FORMAT_VERSION,
+    KINDS,
+    LIBVER,
+    METADATA,
+    STORAGE,
+    crc32,
+    file_type,
+    piece_count,
+    pieces,
+)
+from hetero_mpi.checkpoint.sink import Sink
 
 # Names the temporary files of this process: whatever carries another mark was left behind by a run that died.
 _PROCESS_MARK = secrets.token_hex(4)
@@ -45,18 +57,21 @@ class CheckpointWriter:
         self.path = Path(path)
         self.metadata = metadata
         self._temporary = self.path.with_name(f".{self.path.name}.tmp-{_PROCESS_MARK}")
+        self._sink: Sink | None = None
         self._file: Any = None
 
     def __enter__(self) -> CheckpointWriter:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(self.path.parent)
-            self._file = h5py.File(self._temporary, "w", libver=LIBVER, locking="best-effort")
+            self._sink = Sink(self._temporary)
+            self._file = h5py.File(self._sink, "w", libver=LIBVER)
             for kind in (*KINDS, METADATA):
                 self._file.create_group(kind)
             _write_header(self._file)
             for key, value in self.metadata.items():
                 _write_metadata(self._file[METADATA], key, value)
+            self._sink.raise_error()
         except OSError as error:
             self._discard()
             raise self._error(error) from error
@@ -71,11 +86,19 @@ class CheckpointWriter:
         ``kind``: ``parameters``, ``moments1`` or ``moments2``. ``name``: the parameter's name, dots included, once per
         kind. ``array``: of the tensor's shape, in the numpy dtype that holds its bits (``uint16`` for ``bfloat16``).
         """
-        assert self._file is not None, "write() outside of the with block"
-        assert kind in KINDS and "/" not in name and name not in ("", "."), (kind, name)
         assert array.dtype == STORAGE[dtype], f"{name}: {dtype} is stored from {STORAGE[dtype]}, not from {array.dtype}"
+        flat = np.asarray(array, order="C").reshape(-1)
+        self.write_pieces(kind, name, array.shape, dtype, _cut(flat, array.shape))
+
+    def write_pieces(
+        self, kind: str, name: str, shape: tuple[int, ...], dtype: str, coming: Iterable[NDArray[Any]]
+    ) -> None:
+        """Store one tensor that comes in pieces: flat arrays, one for each of ``format.pieces(shape, item bytes)``."""
+        assert self._file is not None and self._sink is not None, "write outside of the with block"
+        assert kind in KINDS and "/" not in name and name not in ("", "."), (kind, name)
         try:
-            _write_array(self._file[kind], name, array, dtype)
+            _write_array(self._file[kind], name, shape, dtype, coming)
+            self._sink.raise_error()
         except OSError as error:
             raise self._error(error) from error
 
@@ -86,23 +109,26 @@ class CheckpointWriter:
             self._discard()
             return
         try:
+            assert self._sink is not None
             self._file.attrs["finished"] = np.uint8(1)
             self._file.close()
             self._file = None
-            sync(self._temporary)
+            self._sink.sync()
+            self._sink.close()
             os.replace(self._temporary, self.path)
-            sync(self.path.parent)
-        except (OSError, RuntimeError) as failure:  # h5py reports a failed close as RuntimeError
+            _sync_directory(self.path.parent)
+        except OSError as failure:
             self._discard()
             raise self._error(failure) from failure
 
     def _discard(self) -> None:
-        """Close and remove the temporary file. A close that fails stays silent: the reason is already on its way."""
+        """Close and remove the temporary file."""
         if self._file is not None:
-            with contextlib.suppress(OSError, RuntimeError):
-                self._file.close()
+            self._file.close()
             self._file = None
-        self._temporary.unlink(missing_ok=True)
+        if self._sink is not None:
+            self._sink.close()
+            self._temporary.unlink(missing_ok=True)
 
     def _error(self, error: Exception) -> CheckpointError:
         return CheckpointError(
@@ -111,8 +137,8 @@ class CheckpointWriter:
         )
 
 
-def sync(path: Path) -> None:
-    """fsync a file or a directory (the latter makes a rename durable)."""
+def _sync_directory(path: Path) -> None:
+    """fsync a directory: makes a rename in it durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -135,7 +161,8 @@ def _write_header(file: Any) -> None:
 
 def _write_metadata(group: Any, key: str, value: Any) -> None:
     if isinstance(value, np.ndarray):
-        _write_array(group, key, value, value.dtype.name)
+        flat = np.asarray(value, order="C").astype(STORAGE[value.dtype.name], copy=False).reshape(-1)
+        _write_array(group, key, value.shape, value.dtype.name, _cut(flat, value.shape))
     elif isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2**63):
         group.attrs[key] = np.asarray(value)
     elif isinstance(value, str):
@@ -144,14 +171,28 @@ def _write_metadata(group: Any, key: str, value: Any) -> None:
         _write_text(group, key, json.dumps(value, ensure_ascii=False), "json")
 
 
-def _write_array(group: Any, name: str, array: NDArray[Any], dtype: str) -> None:
-    array = np.asarray(array, order="C").astype(STORAGE[dtype], copy=False)
+def _write_array(group: Any, name: str, shape: tuple[int, ...], dtype: str, coming: Iterable[NDArray[Any]]) -> None:
+    """A dataset from its pieces, with the checksum of all of them."""
     kind = file_type(dtype)
-    space = h5py.h5s.create_simple(array.shape) if array.shape else h5py.h5s.create(h5py.h5s.SCALAR)
+    space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
     dataset = h5py.Dataset(h5py.h5d.create(group.id, name.encode(), kind, space))
-    if array.size:
-        dataset.id.write(h5py.h5s.ALL, h5py.h5s.ALL, array, kind)
-    dataset.attrs["crc32"] = np.uint32(crc32(array))
+    checksum = 0
+    for (first, count), array in zip(pieces(shape, STORAGE[dtype].itemsize), coming, strict=True):
+        memory = h5py.h5s.create_simple(array.shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
+        if shape:
+            space.select_hyperslab(first, count)
+        dataset.id.write(memory, space, array, kind)
+        checksum = crc32(array, checksum)
+    dataset.attrs["crc32"] = np.uint32(checksum)
+
+
+def _cut(flat: NDArray[Any], shape: tuple[int, ...]) -> Iterable[NDArray[Any]]:
+    """The pieces of a flat array of that shape, as views."""
+    begin = 0
+    for piece in pieces(shape, flat.itemsize):
+        end = begin + piece_count(piece)
+        yield flat[begin:end]
+        begin = end
 
 
 def _write_text(group: Any, key: str, text: str, content: str) -> None:

@@ -19,6 +19,9 @@ Tokens = npt.NDArray[np.int32]
 IGNORED = -100
 """Target where nothing is to be learnt (padding, prompts); the value that torch's cross-entropy ignores."""
 
+PADDED_TO = 8
+"""Lengths of trimmed batches are multiples of this: matrix units like it, and fewer lengths occur."""
+
 HELD_OUT_STREAM = 2**64 - 1
 """Key of the held-out split; epochs count from 0 and never get here."""
 
@@ -31,6 +34,15 @@ class Batch:
     targets: Tokens
     target_tokens: int
     """Number of targets that count: what the summed loss is divided by."""
+
+    def trimmed(self, multiple: int = PADDED_TO) -> Batch:
+        """Without the last columns, in which no row learns anything, but for as many as make the length a ``multiple``.
+
+        What is left out comes after everything that is learnt, and a causal model does not look ahead: the loss is the same.
+        """
+        used = np.flatnonzero((self.targets != IGNORED).any(axis=0))
+        length = multiple * (-(-(int(used[-1]) + 1) // multiple)) if len(used) else multiple
+        return Batch(self.tokens[:, :length], self.targets[:, :length], self.target_tokens)
 
 
 @dataclass(frozen=True)

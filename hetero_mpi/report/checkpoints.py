@@ -1,0 +1,98 @@
+"""``inspect CHECKPOINT``: what a checkpoint says of itself, and whether every byte of it is as it was written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi.checkpoint import KINDS, CheckpointReader
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning.files import plan_from_dict
+from hetero_mpi.report import units
+
+_BLOCKS = ("num_hidden_layers", "n_layer", "n_layers")
+
+
+def checkpoint_lines(path: Path) -> list[str]:
+    """A checkpoint in full. Its checksums are compared, which reads the whole file.
+
+    Raises:
+        CheckpointError: it is damaged, with the dataset where that is known.
+    """
+    with CheckpointReader(path) as reader:
+        metadata = reader.metadata
+        tensors = 0
+        dtypes: set[str] = set()
+        for kind in KINDS:
+            for name in reader.names(kind):
+                reader.check(kind, name)
+                dtypes.add(reader.dtype(kind, name))
+                tensors += 1
+        names = reader.names("parameters")
+        numbers = sum(math.prod(reader.shape("parameters", name)) for name in names)
+        writer = reader.writer
+    size = units.size(path.stat().st_size)
+    return [
+        f"Checkpoint after step {metadata.get('step', '?')} of {_table(metadata, 'job', 'train').get('steps', '?')}, {size}",
+        *_progress(metadata),
+        *_origin(metadata),
+        f"  sizes: {len(names):,} trained tensors, {numbers:,} numbers, and their moments; stored as {', '.join(sorted(dtypes))}",
+        f"  written by {writer}; all {tensors:,} checksums match",
+    ]
+
+
+def _progress(metadata: Mapping[str, Any]) -> list[str]:
+    losses = metadata.get("losses")
+    losses = [float(loss) for loss in losses] if losses is not None else []
+    lines = []
+    if losses:
+        lines.append(
+            f"  loss: {losses[-1]:.4f} at the last step, {losses[0]:.4f} at the first, {min(losses):.4f} at best"
+        )
+    held_out = metadata.get("held_out_loss")
+    if held_out is not None:
+        lines.append(f"  held-out loss: {held_out:.4f}")
+    skipped = int(metadata.get("step", 0)) - int(metadata.get("updates", metadata.get("step", 0)))
+    if skipped:
+        lines.append(f"  {skipped} steps were skipped, since their gradients were not finite")
+    return lines
+
+
+def _origin(metadata: Mapping[str, Any]) -> list[str]:
+    """Model, job, data, plan and software that the checkpoint comes from."""
+    config, train = _table(metadata, "model_config"), _table(metadata, "job", "train")
+    adapter = _table(metadata, "job", "adapter").get("method", "none")
+    trained = "all its weights" if adapter == "none" else f"a {adapter} adapter"
+    blocks = next((config[key] for key in _BLOCKS if key in config), "?")
+    lines = [f"  model: {config.get('model_type', '?')}, {blocks} blocks; trained: {trained}"]
+    if metadata.get("base_model"):
+        lines.append(f"  base: {metadata['base_model']}")
+    batch = f"{train.get('global_batch', '?')} sequences of {_table(metadata, 'job', 'data').get('sequence_length', '?')} tokens"
+    lines.append(f"  dtype: computed in {train.get('dtype', '?')}; a step is {batch}, seed {train.get('seed', '?')}")
+    if "data_fingerprint" in metadata:
+        lines.append(f"  data: fingerprint {metadata['data_fingerprint']}")
+    if "plan" in metadata:
+        lines.append(f"  plan: {_plan_text(metadata['plan'])}")
+    versions = ", ".join(f"{name} {version}" for name, version in _table(metadata, "versions").items())
+    return [*lines, f"  versions: {versions}"] if versions else lines
+
+
+def _plan_text(values: Any) -> str:
+    try:
+        plan = plan_from_dict(values)
+    except UserError:
+        return "of another version of this program"
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    ranks = len({rank for stage in stages for rank in stage.ranks})
+    pipelines = f"{len(plan.pipelines)} pipelines, " if len(plan.pipelines) > 1 else ""
+    return f"{pipelines}{len(stages)} stages on {ranks} ranks (a run may be resumed under any other)"
+
+
+def _table(metadata: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+    """A table within the metadata; empty where there is none."""
+    found: Any = metadata
+    for key in keys:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else {}

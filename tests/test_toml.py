@@ -1,0 +1,29 @@
+"""Texts of TOML: deep nesting is an error like any other, wherever it hides."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero_mpi import toml
+
+
+def test_values_come_back() -> None:
+    assert toml.loads('a = 1\n[b]\nc = [{ d = "x" }]\n') == {"a": 1, "b": {"c": [{"d": "x"}]}}
+
+
+@pytest.mark.parametrize(
+    "text", ["a = ", "= 1", "[a", "a = " + "[" * 20_000, "a = " + "{a=" * 20_000, "a." * 20_000 + "a = 1"]
+)
+def test_no_toml_and_too_deep_are_one_error(text: str) -> None:
+    with pytest.raises(toml.TomlError):
+        toml.loads(text)
+
+
+def test_the_deepest_that_is_meant() -> None:
+    for depth, works in ((toml.DEEPEST - 1, True), (toml.DEEPEST, False)):
+        text = "a = " + "[" * depth + "]" * depth
+        if works:
+            assert toml.loads(text)
+        else:
+            with pytest.raises(toml.TomlError, match="nested more than 64 deep"):
+                toml.loads(text)
