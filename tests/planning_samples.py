@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hetero_mpi.planning.cost import EMBEDDING, HEAD, LayerCost, ModelCost
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
+from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes, LinkProfile
 from hetero_mpi.planning.request import PlanRequest
 
 SEQUENCE = 10
@@ -111,3 +111,56 @@ def random_instance(seed: int, ranks: int, items: int) -> tuple[ClusterProfile, 
     profile = replace(make_profile([1.0] * ranks, model), devices=tuple(devices), links=tuple(links))
     choices = tuple(size for size in (1, 2, 3, 4) if batch % size == 0)
     return profile, PlanRequest(batch, SEQUENCE, choices)
+
+
+def with_split(profile: ClusterProfile, share: float = 0.5) -> ClusterProfile:
+    """Backward measured in two parts: the input's gradient takes ``share`` of it, those of the weights the rest."""
+
+    def part(curve: Curve, factor: float) -> Curve:
+        return replace(curve, seconds=tuple(seconds * factor for seconds in curve.seconds))
+
+    def split(times: LayerTimes) -> LayerTimes:
+        return replace(times, input_s=part(times.backward_s, share), weight_s=part(times.backward_s, 1 - share))
+
+    devices = tuple(
+        replace(device, layers={kind: split(times) for kind, times in device.layers.items()})
+        for device in profile.devices
+    )
+    return replace(profile, devices=devices)
+
+
+def random_plan(seed: int, most_pipelines: int = 3) -> tuple[Plan, ClusterProfile]:
+    """Any plan that can run, fast or not, on a random cluster: pipelines of unlike cuts, sizes and shares, some with split
+    backward, recompute, deep warm-up and a short last micro-batch; some links slow, some hosts with several ranks."""
+    draw = random.Random(seed)
+    items, count = draw.randint(3, 7), draw.randint(1, most_pipelines)
+    lengths = [draw.randint(1, min(items, 4)) for _ in range(count)]
+    profile = with_split(random_instance(seed, sum(lengths), items)[0], draw.uniform(0.3, 0.7))
+    hosts = [f"host{draw.randrange(sum(lengths))}" for _ in profile.devices]
+    deferred = tuple(
+        replace(layer, deferred_bytes_per_token=draw.choice((0.0, 100.0, 700.0))) for layer in profile.model.layers
+    )
+    profile = replace(
+        profile,
+        devices=tuple(
+            replace(device, host=host, forward_overhead_s=0.01, backward_overhead_s=0.02, shares_host_memory=draw.random() < 0.5)
+            for device, host in zip(profile.devices, hosts, strict=True)
+        ),
+        hosts=tuple(HostProfile(host, 200_000, "made up", draw.random() < 0.3) for host in sorted(set(hosts))),
+        model=replace(profile.model, layers=deferred, dtype=draw.choice(("fp32", "bf16"))),
+    )  # fmt: skip
+    if draw.random() < 0.5:
+        profile = replace(profile, hosts=tuple(replace(host, shared_nic=False) for host in profile.hosts))
+    ranks = draw.sample(range(sum(lengths)), sum(lengths))
+    pipelines = []
+    for length in lengths:
+        own, ranks = ranks[:length], ranks[length:]
+        sequences = draw.randint(1, 9)
+        cuts = [0, *sorted(draw.sample(range(1, items), length - 1)), items]
+        depths = sorted((draw.randint(0, sequences + 1) for _ in own), reverse=True)
+        held = tuple(
+            StagePlan((rank,), cuts[i], cuts[i + 1], depths[i], draw.random() < 0.3) for i, rank in enumerate(own)
+        )
+        pipelines.append(PipelinePlan(held, draw.randint(1, 3), sequences, draw.random() < 0.5))
+    total = sum(pipeline.sequences for pipeline in pipelines)
+    return Plan(tuple(pipelines), total, SEQUENCE, items), profile

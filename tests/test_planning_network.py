@@ -1,7 +1,7 @@
-"""Blocking sends, shared network cards, several pipelines: makespans worked out by hand.
+"""Blocking sends, shared network cards, sums of gradients: makespans worked out by hand.
 
 Stages of ``make_plan_of((0, 2, 4), ...)``: stage 0 takes 1.1 s forward and 2.2 s backward, stage 1 takes 1.5 s and 3.0 s; a message
-of 1,000 bytes takes 1 s at 1,000 bytes/s.
+of 1,000 bytes takes 1 s at 1,000 bytes/s. Gradients: 4,000 bytes of the embedding and of the head, 1,600 of a block.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import pytest
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.dry_run import validate
-from hetero_mpi.planning.network import THREADED, Network, replica_sync_s, ring_s
+from hetero_mpi.planning.durations import ring_s
+from hetero_mpi.planning.network import THREADED, Network, with_shared_cards
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile
-from hetero_mpi.planning.schedule import Action, Op, gradients_first, one_f_one_b
-from hetero_mpi.planning.simulator import simulate
-from tests.planning_samples import SEQUENCE, make_plan_of, make_profile, random_instance
+from hetero_mpi.planning.profile import ClusterProfile, HostProfile
+from hetero_mpi.planning.schedule import Op, gradients_first, schedule_of
+from hetero_mpi.planning.simulator import Simulation, simulate
+from tests.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, random_plan
 
 SLOW = 1000.0
 """Bytes per second: one second per message."""
+MODEL = make_model()
 
 
 @pytest.mark.parametrize(
@@ -34,82 +36,130 @@ SLOW = 1000.0
 )
 def test_blocking_sends_and_late_activations_by_hand(blocking: bool, late: bool, step_s: float) -> None:
     plan, profile = make_plan_of((0, 2, 4), (0, 1), 2), make_profile(bytes_per_s=SLOW)
-    schedule = one_f_one_b(plan, tied=False)
+    schedule = schedule_of(plan, MODEL)
     schedule = gradients_first(schedule) if late else schedule
     assert simulate(plan, profile, schedule, Network(blocking_sends=blocking)).step_s == pytest.approx(step_s)
 
 
 def test_gradients_first_swaps_only_where_a_gradient_is_awaited_next() -> None:
     plan = make_plan_of((0, 2, 4), (0, 1), 3)
-    lists = gradients_first(one_f_one_b(plan, tied=False))
-    validate(lists, plan)
+    lists = gradients_first(schedule_of(plan, MODEL))
+    validate(lists, plan, MODEL)
     assert " ".join(str(action) for action in lists[0]) == (
         "0F0 0SEND_F0 0F1 0RECV_B0 0SEND_F1 0B0 0F2 0RECV_B1 0SEND_F2 0B1 0RECV_B2 0B2 0STEP"
     )
-    assert lists[1] == one_f_one_b(plan, tied=False)[1]
+    assert lists[1] == schedule_of(plan, MODEL)[1]
 
 
-def two_pipelines(micro_batches: int = 1) -> Plan:
-    """Ranks 0 and 1 hold the first half, ranks 2 and 3 the second: 0 -> 2 and 1 -> 3."""
+def two_pipelines(ranks: tuple[int, int, int, int] = (0, 2, 1, 3), micro_batches: int = 1) -> Plan:
+    """0 -> 2 and 1 -> 3 by default; each pipeline's first rank holds the first half."""
+    a, b, c, d = ranks
     pipelines = tuple(
-        PipelinePlan((StagePlan((p,), 0, 2, 1), StagePlan((p + 2,), 2, 4, 0)), 1, micro_batches) for p in (0, 1)
+        PipelinePlan((StagePlan((first,), 0, 2, 1), StagePlan((second,), 2, 4, 0)), 1, micro_batches)
+        for first, second in ((a, b), (c, d))
     )
     return Plan(pipelines, 2 * micro_batches, SEQUENCE, 4)
 
 
-def on_one_host(profile: ClusterProfile, *ranks: int) -> ClusterProfile:
-    devices = tuple(replace(d, host="shared") if d.rank in ranks else d for d in profile.devices)
+def on_one_host(profile: ClusterProfile, *groups: tuple[int, ...]) -> ClusterProfile:
+    name = {rank: f"shared{number}" for number, ranks in enumerate(groups) for rank in ranks}
+    devices = tuple(replace(d, host=name.get(d.rank, d.host)) for d in profile.devices)
     return replace(profile, devices=devices)
 
 
+def spans(result: Simulation, op: Op) -> dict[str, tuple[float, float]]:
+    """Action -> when it began and ended, in tenths of a microsecond."""
+    return {str(e.action): (round(e.start_s, 7), round(e.end_s, 7)) for e in result.events if e.action.op is op}
+
+
 @pytest.mark.parametrize(
-    ("shared_nic", "step_s"),
+    ("shared", "item_3", "step_s"),
     [
-        (False, 9.8 + 5.6),  # both pipelines as if alone, then 1,400 gradients of 4 bytes in two rounds of 2.8 s
-        (True, 10.8 + 5.6),  # rank 1's activation leaves the host of ranks 0 and 1 after rank 0's
+        # Both pipelines as if alone: last stages 2.1-6.6, first ones 7.6-9.8; every item's sum has two rounds of half its bytes.
+        # Items 3 4.6-8.6, 2 8.6-10.2 (ranks 2, 3), items 1 9.6-11.2, 0 11.2-15.2 (ranks 0, 1).
+        (False, 4.6, 15.2),
+        # Rank 1's activation leaves the host of ranks 0 and 1 after rank 0's, and all that follows is a second later.
+        (True, 5.6, 16.2),
     ],
 )
-def test_ranks_of_one_host_queue_for_its_card(shared_nic: bool, step_s: float) -> None:
-    profile = on_one_host(make_profile([1.0] * 4, bytes_per_s=SLOW), 0, 1)
-    result = simulate(two_pipelines(), profile, network=Network(shared_nic=shared_nic))
-    assert result.step_s == pytest.approx(step_s)
+def test_ranks_of_one_host_queue_for_its_card(shared: bool, item_3: float, step_s: float) -> None:
+    profile = on_one_host(make_profile([1.0] * 4, bytes_per_s=SLOW), (0, 1))
+    found = replace(profile, hosts=(HostProfile("shared0", 10**9, "made up", shared_nic=shared),))
+    by_option = simulate(two_pipelines(), profile, network=Network(shared_nic=shared))
+    for result in (by_option, simulate(two_pipelines(), found)):
+        assert spans(result, Op.REDUCE)["1REDUCE3"] == (item_3, item_3 + 4)
+        assert result.step_s == pytest.approx(step_s)
 
 
 def test_the_card_serves_who_comes_first_not_the_lower_rank() -> None:
     """Rank 0 is slower: rank 1 has sent (1.1 s to 2.1 s) before rank 0 begins (2.2 s), and so for the gradients."""
-    profile = on_one_host(make_profile([2.0, 1.0, 1.0, 1.0], bytes_per_s=SLOW), 0, 1)
+    profile = on_one_host(make_profile([2.0, 1.0, 1.0, 1.0], bytes_per_s=SLOW), (0, 1))
     shared = simulate(two_pipelines(), profile, network=Network(shared_nic=True))
     assert shared == simulate(two_pipelines(), profile)
 
 
 def test_messages_inside_a_host_do_not_use_its_card() -> None:
-    profile = on_one_host(make_profile([1.0] * 4, bytes_per_s=SLOW), 0, 1, 2, 3)
-    plan = two_pipelines(2)
+    profile = on_one_host(make_profile([1.0] * 4, bytes_per_s=SLOW), (0, 1, 2, 3))
+    plan = two_pipelines(micro_batches=2)
     assert simulate(plan, profile, network=Network(shared_nic=True)) == simulate(plan, profile)
 
 
-@pytest.mark.parametrize("seed", range(20))
+def test_sums_of_two_stages_queue_for_the_card_between_their_hosts() -> None:
+    """Pipelines 0 -> 1 on one host, 2 -> 3 on another: all sums cross between the two.
+
+    ::
+
+        links of their own     items 3 4.6-8.6, 2 8.6-10.2, and beside them 1 9.6-11.2, 0 11.2-15.2
+        a card per host        items 3 4.6-8.6, 2 8.6-10.2, 1 10.2-11.8, 0 11.8-15.8
+    """
+    profile = on_one_host(make_profile([1.0] * 4, bytes_per_s=SLOW), (0, 1), (2, 3))
+    plan = two_pipelines((0, 1, 2, 3))
+    free, shared = simulate(plan, profile), simulate(plan, profile, network=Network(shared_nic=True))
+    assert spans(free, Op.REDUCE)["0REDUCE1"] == (9.6, 11.2) and free.step_s == pytest.approx(15.2)
+    assert spans(shared, Op.REDUCE)["1REDUCE2"] == (8.6, 10.2)
+    assert spans(shared, Op.REDUCE)["0REDUCE1"] == (10.2, 11.8) and shared.step_s == pytest.approx(15.8)
+
+
+def test_shares_of_a_tied_matrix_queue_for_the_card_too() -> None:
+    """Heads on ranks 2 and 3 of one host, embeddings on ranks 0 and 1 of another; a share takes 4 s there, and back.
+
+    ::
+
+        rank 2   head whole at 4.6, share until 8.6
+        rank 3   a second later, since rank 1's activation queued: whole at 5.6, its share waits until 8.6, there at 12.6
+        ranks 0, 1   item 1 10.6-12.2, item 0 12.6-16.6, STEP until 20.6
+    """
+    profile = on_one_host(make_profile([1.0] * 4, make_model(tied=True), bytes_per_s=SLOW), (0, 1), (2, 3))
+    result = simulate(two_pipelines(), profile, network=Network(shared_nic=True))
+    found = spans(result, Op.REDUCE)
+    assert (found["1REDUCE0"], found["3REDUCE0"]) == ((4.6, 8.6), (8.6, 12.6))
+    assert (found["2REDUCE1"], found["2REDUCE0"]) == ((10.6, 12.2), (12.6, 16.6))
+    assert result.step_s == pytest.approx(20.6)
+
+
+@pytest.mark.parametrize("seed", range(60))
 def test_options_only_ever_add_time(seed: int) -> None:
-    profile, _ = random_instance(seed, 3, 6)
-    plan = make_plan_of((0, 2, 4, 6), (2, 0, 1), 4)
-    schedule = one_f_one_b(plan, profile.model.tied)
-    free = simulate(plan, profile, schedule).step_s
-    assert simulate(plan, profile, schedule, THREADED).step_s == free
-    for network in (Network(True, False), Network(False, True), Network(True, True)):
-        assert simulate(plan, profile, schedule, network).step_s >= free
+    plan, profile = random_plan(seed)
+    profile = replace(profile, hosts=tuple(replace(host, shared_nic=False) for host in profile.hosts))
+    free = simulate(plan, profile)
+    assert simulate(plan, profile, network=THREADED) == free
+    one_by_one = [Network(True, False, False), Network(False, True, False), Network(False, False, True)]
+    for network in (*one_by_one, Network(True, True, True)):
+        assert simulate(plan, profile, network=network).step_s >= free.step_s * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_profile_that_knows_of_shared_cards_needs_no_option(seed: int) -> None:
+    plan, profile = random_plan(seed)
+    assert simulate(plan, with_shared_cards(profile)) == simulate(plan, profile, network=Network(shared_nic=True))
 
 
 def test_every_rank_sums_its_gradients_when_there_are_several_pipelines() -> None:
     plan, profile = two_pipelines(), make_profile([1.0] * 4)
-    lists = one_f_one_b(plan, tied=False)
-    assert all(actions[-2:] == (Action(Op.REDUCE, n), Action(Op.STEP, n)) for n, actions in _by_stage(lists))
+    lists = schedule_of(plan, MODEL)
     without = {rank: tuple(a for a in actions if a.op is not Op.REDUCE) for rank, actions in lists.items()}
-    with pytest.raises(UserError, match="must REDUCE once"):
+    with pytest.raises(UserError, match="must REDUCE each of these items once: 0, 1"):
         simulate(plan, profile, without)
-
-
-def _by_stage(lists: dict[int, tuple[Action, ...]]) -> list[tuple[int, tuple[Action, ...]]]:
-    return [(actions[0].stage, actions) for actions in lists.values()]
 
 
 def test_a_ring_is_as_slow_as_its_slowest_link() -> None:
@@ -120,9 +170,7 @@ def test_a_ring_is_as_slow_as_its_slowest_link() -> None:
     assert ring_s(replace(profile, links=slower), (0, 1, 2), 3000) == pytest.approx(16.0)
 
 
-def test_unlike_cuts_sum_each_part_with_its_own_holders() -> None:
-    halves = PipelinePlan((StagePlan((0,), 0, 2, 1), StagePlan((1,), 2, 4, 0)), 1, 1)
-    whole = PipelinePlan((StagePlan((2,), 0, 4, 0),), 1, 1)
-    plan, profile = Plan((halves, whole), 2, SEQUENCE, 4), make_profile([1.0] * 3, bytes_per_s=SLOW)
-    assert replica_sync_s(plan, profile, 0, 2) == pytest.approx(5.6)
-    assert replica_sync_s(plan, profile, 0, 4) == pytest.approx(11.2)
+def test_a_ring_that_goes_to_and_fro_loads_the_cards_twice() -> None:
+    profile = with_shared_cards(on_one_host(make_profile([1.0] * 4, bytes_per_s=SLOW), (0, 1), (2, 3)))
+    assert ring_s(profile, (0, 1, 2, 3), 4000) == pytest.approx(6.0)  # 6 rounds; one message leaves each host in each
+    assert ring_s(profile, (0, 2, 1, 3), 4000) == pytest.approx(12.0)

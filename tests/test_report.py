@@ -130,7 +130,7 @@ Ranks: 3, Open MPI 5.0.11; figures measured, 2026-11-20
   2 ranks share the box: timed all at once"""
 
 PLAN_LINES = """\
-Plan: 2 stages, schedule 1f1b
+Plan: 2 stages, schedule 1F1B
   stage  rank  device                      items                  weights              memory  compute  warm-up
       0     1  cpu AMD Ryzen 9 9950X       embedding, blocks 0-1   2.75 M   340 MB of 7.60 GB   504 ms        1
       1     0  cuda NVIDIA GeForce RTX...  blocks 2-5, head        4.46 M  1.20 GB of 7.60 GB   108 ms        0
@@ -161,11 +161,28 @@ def test_several_pipelines_and_recompute() -> None:
         idle=(),
     )
     lines = plan_lines(plan, PROFILE)
-    assert lines[0] == "Plan: 3 stages in 2 pipelines, schedule 1f1b"
+    assert lines[0] == "Plan: 3 stages in 2 pipelines, schedule 1F1B"
     assert lines[1].split()[:4] == ["pipeline", "stage", "rank", "device"]
-    assert lines[2].split()[-4:] == ["672", "ms", "yes", "1"], "4/3 of 504 ms: the forward runs twice"
+    assert lines[2].split()[-4:] == ["664", "ms", "yes", "1"], "504 ms and once more the forward of two blocks"
     assert lines[4].split()[:3] == ["1", "2", "2"]
     assert "64 sequences = 7 micro-batches x 8 sequences + 1 micro-batch x 8 sequences" in lines[-2]
+
+
+def test_schedules_bear_their_names() -> None:
+    one = PLAN.pipelines[0]
+
+    def heading(*depths: int, split: bool = False, count: int = 1) -> str:
+        stages = tuple(replace(stage, warm_up=depth) for stage, depth in zip(one.stages, depths, strict=True))
+        changed = replace(one, stages=stages, split_backward=split)
+        return plan_lines(replace(PLAN, pipelines=(changed,) * count), PROFILE)[0]
+
+    assert heading(8, 8) == heading(7, 7) == "Plan: 2 stages, schedule GPipe"
+    assert heading(1, 0, split=True) == "Plan: 2 stages, schedule 1F1B, split backward"
+    assert heading(3, 0, count=2) == "Plan: 4 stages in 2 pipelines, schedule 1F1B with its own warm-up depths"
+    alone = replace(PLAN, pipelines=(PipelinePlan((StagePlan((1,), 0, 8, 0),), 8, 64),) * 3)
+    lines = plan_lines(alone, PROFILE)
+    assert lines[0] == "Plan: 3 stages in 3 pipelines"
+    assert any("64 sequences = 3 x (8 micro-batches x 8 sequences), 128 tokens each" in line for line in lines)
 
 
 def test_a_tied_matrix_held_at_both_ends_is_counted_once() -> None:

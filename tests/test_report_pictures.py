@@ -8,16 +8,25 @@ import struct
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hetero_mpi.errors import UserError
+from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.schedule import Action, Event, Op, parse_action
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.report.pictures import profile_picture, timeline
+from hetero_mpi.report.pictures import STYLES, profile_picture, timeline
 from hetero_mpi.report.trace import save_trace, trace
-from tests.planning_samples import make_model, make_plan_of, make_profile, random_instance
+from tests.planning_samples import (
+    make_model,
+    make_plan_of,
+    make_profile,
+    random_instance,
+    random_plan,
+    with_split,
+)
 
 
 def predicted(ranks: int, micro_batches: int) -> tuple[Event, ...]:
@@ -27,6 +36,11 @@ def predicted(ranks: int, micro_batches: int) -> tuple[Event, ...]:
     profile = make_profile(slowness, make_model(items - 2, tied=True), latency_s=0.2, bytes_per_s=5e3)
     cuts = [round(place * items / ranks) for place in range(ranks + 1)]
     return simulate(make_plan_of(cuts, list(range(ranks)), micro_batches), profile).events
+
+
+def several(seed: int) -> tuple[Event, ...]:
+    """A step of several pipelines, some with a split backward."""
+    return simulate(*random_plan(seed)).events
 
 
 def colours_of(path: Path) -> tuple[int, int, int]:
@@ -52,6 +66,19 @@ def test_a_timeline_is_a_picture_of_any_number_of_ranks(tmp_path: Path, ranks: i
     assert height >= 35 * ranks, "a lane of 35 pixels for every rank"
     text = svg.read_text()
     assert text.startswith("<?xml") and text.count("<path") > 2 * ranks * micro_batches
+
+
+def test_parts_of_a_split_backward_and_sums_have_colours_of_their_own(tmp_path: Path) -> None:
+    """Each kind of bar is named in the legend; sums lie below the computing they pass beside."""
+    profile = with_split(make_profile([1.0] * 3, make_model(2), bytes_per_s=2e3))
+    halves = PipelinePlan((StagePlan((0,), 0, 2, 1), StagePlan((1,), 2, 4, 0)), 1, 3, split_backward=True)
+    plan = Plan((halves, PipelinePlan((StagePlan((2,), 0, 4, 0),), 2, 3)), 6, 10, 4)
+    text = timeline(simulate(plan, profile).events, tmp_path / "step")[1].read_text()
+    for kind in ("forward", "backward", "input gradients", "weight gradients", "sum of gradients", "send", "optimizer"):
+        assert f"<!-- {kind} -->" in text
+        assert STYLES[kind] in text
+    plain = timeline(predicted(1, 2), tmp_path / "plain")[1].read_text()
+    assert "<!-- sum of gradients -->" not in plain and "<!-- backward -->" in plain
 
 
 def test_a_timeline_of_measured_events_is_drawn_by_the_same_code(tmp_path: Path) -> None:
@@ -97,10 +124,23 @@ def test_a_trace_has_one_complete_event_per_event(tmp_path: Path) -> None:
 
 def test_events_of_a_lane_do_not_overlap() -> None:
     """Perfetto draws a lane's events above each other where they overlap: computing and sending are lanes of their own."""
-    complete = [entry for entry in trace(predicted(4, 8))["traceEvents"] if entry["ph"] == "X"]
+    for events in (predicted(4, 8), *(several(seed) for seed in range(30))):
+        complete = [entry for entry in trace(events)["traceEvents"] if entry["ph"] == "X"]
+        _assert_lanes_do_not_overlap(complete)
+
+
+def _assert_lanes_do_not_overlap(complete: list[dict[str, Any]]) -> None:
     for lane in {(entry["pid"], entry["tid"]) for entry in complete}:
         own = sorted((e["ts"], e["ts"] + e["dur"]) for e in complete if (e["pid"], e["tid"]) == lane)
         assert all(end <= start + 1e-3 for (_, end), (start, _) in itertools.pairwise(own))
+
+
+def test_sums_of_gradients_have_lanes_of_their_own() -> None:
+    entries = trace(several(8))["traceEvents"]
+    names = {(entry["pid"], entry["tid"]): entry["args"]["name"] for entry in entries if entry["name"] == "thread_name"}
+    lanes = {op: {names[e["pid"], e["tid"]] for e in entries if e.get("cat") == op} for op in ("REDUCE", "W", "STEP")}
+    assert lanes["REDUCE"] == {"sum gradients", "sum the embedding's gradients"}
+    assert lanes["STEP"] == {"compute"} and lanes["W"] == {"compute"}
 
 
 def test_steps_follow_each_other_in_a_trace() -> None:

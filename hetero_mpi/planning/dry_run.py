@@ -19,6 +19,8 @@ SENDER_OF = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, +1)}
 """What a receive waits for: the operation, and the stage that does it, relative to the receiver."""
 CONTEXT = 5
 """Actions shown before and after the place where a rank is stuck."""
+ROWS = 16
+"""Ranks shown at most."""
 
 
 def awaited(action: Action) -> Action | None:
@@ -208,18 +210,23 @@ def _reduce_problems(schedule: Schedule, plan: Plan, model: ModelCost) -> list[t
 
 
 def _lists(schedule: Schedule, stuck: dict[int, int]) -> str:
-    """Every rank's list around the places in ``stuck`` (rank -> position), those rows marked with ``>``."""
+    """The ranks' lists, each around its own place, one below the other; the rows of ``stuck`` (rank -> position) marked
+    with ``>``. Of very many ranks, stuck ones come first."""
     middle = min(stuck.values())
-    begin, end = max(0, middle - CONTEXT), max(stuck.values()) + CONTEXT + 1
+    ranks = sorted(schedule.keys() | stuck.keys())
+    shown = sorted(sorted(ranks, key=lambda rank: (rank not in stuck, rank))[:ROWS])
+    before = min(CONTEXT, max(stuck.get(rank, middle) for rank in shown))
     rows = []
-    for rank in sorted(schedule.keys() | stuck.keys()):
-        actions = schedule.get(rank, ())
+    for rank in shown:
+        actions, place = schedule.get(rank, ()), stuck.get(rank, middle)
         cells = [str(action) for action in actions] + (["(end)"] if stuck.get(rank) == len(actions) else [])
         if rank in stuck:
-            cells[stuck[rank]] = f"[{cells[stuck[rank]]}]"
-        shown = (["..."] if begin else []) + cells[begin:end] + (["..."] if len(cells) > end else [])
-        rows.append([f"{'>' if rank in stuck else ' '} rank {rank}", *shown])
-    return _aligned(rows)
+            cells[place] = f"[{cells[place]}]"
+        begin, end = max(0, place - before), place + CONTEXT + 1
+        row = [""] * (before - place) + ["..." if begin else "", *cells[begin:end]]
+        rows.append([f"{'>' if rank in stuck else ' '} rank {rank}", *row, *(["..."] if len(cells) > end else [])])
+    left = len(ranks) - len(shown)
+    return _aligned(rows) + (f"\n... and {left} more ranks" if left else "")
 
 
 def _aligned(rows: list[list[str]]) -> str:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import add
 
 from hetero_mpi.planning.cost import ModelCost
 from hetero_mpi.planning.memory import GRADIENT_BYTES, shared_parameters, stage_trainable
+from hetero_mpi.planning.network import Resource, resources
 from hetero_mpi.planning.plan import Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LayerTimes
-from hetero_mpi.planning.schedule import Action, Op, held_by, stages, summed_items
+from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by, stages, summed_items, tied_heads
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of a value in each compute dtype."""
 
 
 def compute_s(profile: ClusterProfile, device: DeviceProfile, first: int, last: int, tokens: int, op: Op) -> float:
@@ -57,13 +63,34 @@ def optimizer_s(profile: ClusterProfile, device: DeviceProfile, first: int, last
 
 
 def tied_s(profile: ClusterProfile, embedding: int, head: int) -> float:
-    """Seconds to bring a tied gradient from the head's rank to the embedding's, and the new values back."""
-    size = profile.model.tied_bytes
-    return profile.transfer_s(head, embedding, size) + profile.transfer_s(embedding, head, size)
+    """Seconds to bring the gradient of a tied matrix from the head's rank to the embedding's (the head's REDUCE)."""
+    return profile.transfer_s(head, embedding, profile.model.tied_bytes)
+
+
+def return_s(profile: ClusterProfile, embedding: int, head: int) -> float:
+    """Seconds to bring the new values of a tied matrix, in the compute dtype, to the head's rank (part of STEP)."""
+    parameters = profile.model.tied_bytes // GRADIENT_BYTES
+    return profile.transfer_s(embedding, head, parameters * DTYPE_BYTES[profile.model.dtype])
+
+
+def _step_s(action: Action, plan: Plan, profile: ClusterProfile) -> float:
+    """Seconds of a stage's STEP: its optimizer, and where the model is tied, the way of the new values to the head: the
+    embedding's rank sends them when it has them, the head's waits for them."""
+
+    def updated_s(number: int) -> float:
+        _, _, stage = stages(plan)[number]
+        return optimizer_s(profile, profile.devices[stage.ranks[0]], stage.first, stage.last)
+
+    own = updated_s(action.stage)
+    for head, embedding in tied_heads(plan, profile.model).items():
+        if action.stage in (head, embedding):
+            ranks = (stages(plan)[number][2].ranks[0] for number in (embedding, head))
+            own = max(own, updated_s(embedding) + return_s(profile, *ranks))
+    return own
 
 
 def ring_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: float) -> float:
-    """Seconds to sum ``size_bytes`` over ``ranks`` in a ring: 2 (n - 1) rounds, each as long as its slowest message.
+    """Seconds to sum ``size_bytes`` over ``ranks`` in a ring: 2 (n - 1) rounds, each as long as its busiest link or card.
 
     Every round moves 1/n of the bytes from each rank to the next (Patarasuk & Yuan 2009: no all-reduce moves fewer).
     """
@@ -71,7 +98,17 @@ def ring_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: float) -> 
     if count < 2:
         return 0.0
     neighbours = zip(ranks, (*ranks[1:], ranks[0]), strict=True)
-    return 2 * (count - 1) * max(profile.transfer_s(a, b, size_bytes / count) for a, b in neighbours)
+    return 2 * (count - 1) * _at_once_s(profile, [(a, b, size_bytes / count) for a, b in neighbours])
+
+
+def _at_once_s(profile: ClusterProfile, messages: Iterable[tuple[int, int, float]]) -> float:
+    """Seconds until all messages (source, destination, bytes), begun together, have arrived."""
+    busy: dict[Resource, float] = {}
+    for source, destination, size_bytes in messages:
+        seconds = profile.transfer_s(source, destination, size_bytes)
+        for resource in resources(profile, source, destination):
+            busy[resource] = busy.get(resource, 0.0) + seconds
+    return max(busy.values(), default=0.0)
 
 
 def summed_bytes(model: ModelCost, item: int) -> int:
@@ -83,20 +120,25 @@ def summed_bytes(model: ModelCost, item: int) -> int:
 
 
 def sum_s(plan: Plan, profile: ClusterProfile, item: int) -> float:
-    """Seconds to sum the gradients of ``item`` over all ranks that hold it: of a tied matrix, first head to embedding
-    within each pipeline (all at once); then around a ring of the pipelines."""
-    tied = 0.0
-    if item == 0 and profile.model.tied:
-        ends = zip(held_by(plan, 0), held_by(plan, plan.items - 1), strict=True)
-        tied = max(tied_s(profile, embedding, head) if embedding != head else 0.0 for embedding, head in ends)
-    return tied + ring_s(profile, held_by(plan, item), summed_bytes(profile.model, item))
+    """Seconds to sum the gradients of ``item`` over the ranks that hold it, one per pipeline."""
+    return ring_s(profile, held_by(plan, item), summed_bytes(profile.model, item))
+
+
+def _reduce_s(action: Action, plan: Plan, profile: ClusterProfile) -> float:
+    assert action.item is not None
+    embedding = tied_heads(plan, profile.model).get(action.stage) if action.item == 0 else None
+    if embedding is None:
+        return sum_s(plan, profile, action.item)
+    numbered = stages(plan)
+    return tied_s(profile, numbered[embedding][2].ranks[0], numbered[action.stage][2].ranks[0])
 
 
 def message_bytes(action: Action, plan: Plan, profile: ClusterProfile) -> int:
     """Bytes that a send or receive moves, or a REDUCE sums; 0 for other actions."""
     if action.op is Op.REDUCE:
         assert action.item is not None
-        return summed_bytes(profile.model, action.item)
+        share = action.item == 0 and action.stage in tied_heads(plan, profile.model)
+        return profile.model.tied_bytes if share else summed_bytes(profile.model, action.item)
     _, index, stage = stages(plan)[action.stage]
     boundary = {Op.SEND_F: stage.last, Op.RECV_B: stage.last, Op.SEND_B: stage.first, Op.RECV_F: stage.first}
     if action.op not in boundary:
@@ -119,7 +161,7 @@ def duration(action: Action, plan: Plan, profile: ClusterProfile) -> float:
     numbered = stages(plan)
     _, index, stage = numbered[action.stage]
     device = profile.devices[stage.ranks[0]]
-    if action.op in (Op.F, Op.B, Op.I, Op.W):
+    if action.op in COMPUTE:
         tokens = _tokens(plan, index, action)
         again = action.op in (Op.B, Op.I) and stage.recompute
         repeated = recompute_s(profile, device, stage.first, stage.last, tokens) if again else 0.0
@@ -128,29 +170,30 @@ def duration(action: Action, plan: Plan, profile: ClusterProfile) -> float:
         peer = numbered[action.stage + (1 if action.op is Op.SEND_F else -1)][2]
         return profile.transfer_s(stage.ranks[0], peer.ranks[0], message_bytes(action, plan, profile))
     if action.op is Op.STEP:
-        return optimizer_s(profile, device, stage.first, stage.last)
-    if action.op is Op.REDUCE:
-        assert action.item is not None
-        return sum_s(plan, profile, action.item)
-    return 0.0
+        return _step_s(action, plan, profile)
+    return _reduce_s(action, plan, profile) if action.op is Op.REDUCE else 0.0
 
 
 def finished_items_s(action: Action, plan: Plan, profile: ClusterProfile) -> dict[int, float]:
     """item -> seconds from the beginning of a stage's last backward (B or W) until the item's gradients are whole.
 
-    Backward runs from the last item to the first: gradients of later items can be summed while it still does.
+    Backward runs from the last item to the first: gradients of later items can be summed while it still does. An item is
+    done after as long as the backward of a stage that begins with it takes.
     """
     _, index, stage = stages(plan)[action.stage]
     device, tokens = profile.devices[stage.ranks[0]], _tokens(plan, index, action)
-    passed = _overhead_s(device, action.op)
-    found = {}
-    for item in reversed(range(stage.first, stage.last)):
-        times = device.layers[profile.model.layers[item].kind]
-        passed += layer_s(times, action.op, tokens)
-        if stage.recompute and action.op is Op.B and 0 < item < plan.items - 1:
-            passed += repeated_s(times, tokens)
-        found[item] = passed
-    return found
+    of_kind = {kind: layer_s(times, action.op, tokens) for kind, times in device.layers.items()}
+    seconds = [of_kind[layer.kind] for layer in profile.model.layers]
+    again = [0.0] * plan.items
+    if stage.recompute and action.op is Op.B:
+        of_kind = {kind: repeated_s(times, tokens) for kind, times in device.layers.items()}
+        again = [0.0, *(of_kind[layer.kind] for layer in profile.model.layers[1:-1]), 0.0]
+    # The same additions as for a stage that begins with the item.
+    overhead = _overhead_s(device, action.op)
+    return {
+        item: reduce(add, again[item : stage.last], 0.0) + reduce(add, seconds[item : stage.last], overhead)
+        for item in range(stage.first, stage.last)
+    }
 
 
 class Durations:
@@ -158,20 +201,23 @@ class Durations:
 
     def __init__(self, plan: Plan, profile: ClusterProfile) -> None:
         self.plan, self.profile = plan, profile
-        self.numbered = stages(plan)
-        self.stages: list[StagePlan] = [stage for _, _, stage in self.numbered]
+        self.stages: list[StagePlan] = [stage for _, _, stage in stages(plan)]
         self.summed = summed_items(plan, profile.model)
+        self.tied_heads = tied_heads(plan, profile.model)
+        self._pipelines = [plan.pipelines[index] for _, index, _ in stages(plan)]
         self._known: dict[tuple[Op, int, int | None], tuple[float, int]] = {}
 
     def of(self, action: Action) -> tuple[float, int]:
         """(seconds, bytes)"""
-        size = action.item
+        op, stage, size = action.op, action.stage, action.item
         if action.micro_batch is not None:
-            size = self.plan.pipelines[self.numbered[action.stage][1]].size(action.micro_batch)
-        key = (action.op, action.stage, size)
+            size = self._pipelines[stage].size(action.micro_batch)
+        elif op is Op.REDUCE and (action.item != 0 or stage not in self.tied_heads):
+            stage = -1  # a sum takes all its ranks equally long
+        key = (op, stage, size)
         if key not in self._known:
-            self._known[key] = (
-                duration(action, self.plan, self.profile),
-                message_bytes(action, self.plan, self.profile),
-            )
+            self._known[key] = self._computed(action)
         return self._known[key]
+
+    def _computed(self, action: Action) -> tuple[float, int]:
+        return duration(action, self.plan, self.profile), message_bytes(action, self.plan, self.profile)

@@ -79,21 +79,28 @@ def _kept_per_token(model: ModelCost, item: int, recompute: bool) -> float:
     return min(layer.activation_bytes_per_token, model.layers[item - 1].boundary_bytes_per_token)
 
 
-def in_flight(actions: Sequence[Action]) -> tuple[int, int]:
-    """(in flight, deferred): the most micro-batches whose forward has begun and whose backward (or its input part) has not
-    ended, and the most that await their weight gradients while as many are in flight."""
+def holdings(actions: Sequence[Action]) -> tuple[tuple[int, int], ...]:
+    """What a stage holds as it goes through its list: (in flight, deferred), where no other such pair is larger in both.
+
+    In flight are micro-batches whose forward has begun and whose backward (or its input part) has not ended; deferred are
+    those that still await their weight gradients.
+    """
     now = waiting = 0
-    peak = (0, 0)
+    found: set[tuple[int, int]] = set()
     for action in actions:
         if action.op is Op.F:
             now += 1
-            peak = max(peak, (now, waiting))
         elif action.op in (Op.B, Op.I):
             now -= 1
             waiting += action.op is Op.I
         elif action.op is Op.W:
             waiting -= 1
-    return peak
+        found.add((now, waiting))
+    largest: list[tuple[int, int]] = []
+    for pair in sorted(found, reverse=True):
+        if not largest or pair[1] > largest[-1][1]:
+            largest.append(pair)
+    return tuple(largest)
 
 
 def usable_bytes(memory_bytes: int, reserve: float) -> int:
@@ -108,24 +115,29 @@ def predict_memory(
     actions = schedule if schedule is not None else schedule_of(plan, profile.model)
     peaks: dict[int, int] = {}
     for number, index, stage in stages(plan):
-        tokens = plan.pipelines[index].micro_batch * plan.sequence_length
+        tokens = plan.pipelines[index].size(0) * plan.sequence_length
         for rank in stage.ranks:
-            flying, deferred = in_flight([action for action in actions[rank] if action.stage == number])
-            need = stage_memory(profile.model, stage.first, stage.last, tokens, flying, stage.recompute, deferred)
-            peaks[rank] = peaks.get(rank, 0) + need.total
+            held = holdings([action for action in actions[rank] if action.stage == number])
+            needs = (
+                stage_memory(profile.model, stage.first, stage.last, tokens, flying, stage.recompute, deferred).total
+                for flying, deferred in held
+            )
+            peaks[rank] = peaks.get(rank, 0) + max(needs)
     return tuple(
         RankMemory(rank, peaks[rank], usable_bytes(profile.devices[rank].memory_bytes, reserve))
         for rank in sorted(peaks)
     )
 
 
-def predict_hosts(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[HostMemory, ...]:
+def predict_hosts(
+    plan: Plan, profile: ClusterProfile, reserve: float = 0.0, schedule: Schedule | None = None
+) -> tuple[HostMemory, ...]:
     """Peak against usable bytes of every host that has a limit, in the profile's order.
 
     Ranks that compute in the host's own memory (CPU, integrated GPUs) take all they need from it; of the others, their
     staging buffers lie there, which are small enough to leave out.
     """
-    peaks = {memory.rank: memory.peak_bytes for memory in predict_memory(plan, profile, reserve)}
+    peaks = {memory.rank: memory.peak_bytes for memory in predict_memory(plan, profile, reserve, schedule)}
     found = []
     for host in profile.hosts:
         ranks = [d.rank for d in profile.devices if d.host == host.name and d.shares_host_memory and d.rank in peaks]

@@ -1,4 +1,4 @@
-"""How messages meet on the wire: options of simulation.
+"""How messages meet on the wire: network cards that a host's ranks share, and options of simulation.
 
 The defaults are this program's own runtime: a communication thread sends while its rank computes, and every directed
 pair of ranks has a link to itself, unless the profile found that a host's ranks share a network card. Other runtimes
@@ -7,9 +7,9 @@ send from the computing stream.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.profile import ClusterProfile, HostProfile
 
 Resource = tuple[str, str | int, int]
 """What carries one message at a time: ``("link", source, destination)``, ``("out", host, 0)`` or ``("in", host, 0)``."""
@@ -27,21 +27,29 @@ class Network:
     late_sums: bool = False
     """Sums of gradients wait until a rank's backward has ended, instead of starting item by item while it runs."""
 
-    def shares(self, profile: ClusterProfile) -> bool:
-        """May messages of different senders queue for one another?"""
-        return self.shared_nic or any(host.shared_nic for host in profile.hosts)
-
-    def resources(self, profile: ClusterProfile, source: int, destination: int) -> tuple[Resource, ...]:
-        """What a message from rank ``source`` to rank ``destination`` occupies from its start to its end."""
-        found: list[Resource] = [("link", source, destination)]
-        sender, receiver = profile.devices[source].host, profile.devices[destination].host
-        if sender != receiver:
-            for rank, way in ((source, "out"), (destination, "in")):
-                host = profile.host(rank)
-                if self.shared_nic or (host is not None and host.shared_nic):
-                    found.append((way, profile.devices[rank].host, 0))
-        return tuple(found)
+    def seen_by(self, profile: ClusterProfile) -> ClusterProfile:
+        """The profile with every host's card shared, where these options say so."""
+        return with_shared_cards(profile) if self.shared_nic else profile
 
 
 THREADED = Network()
 """This program's runtime."""
+
+
+def with_shared_cards(profile: ClusterProfile) -> ClusterProfile:
+    """The same cluster, its messages between hosts passing through one card per host."""
+    known = {host.name: host for host in profile.hosts}
+    names = dict.fromkeys([*known, *(device.host for device in profile.devices)])
+    hosts = [known.get(name, HostProfile(name, 0, "not known")) for name in names]
+    return replace(profile, hosts=tuple(replace(host, shared_nic=True) for host in hosts))
+
+
+def resources(profile: ClusterProfile, source: int, destination: int) -> tuple[Resource, ...]:
+    """What a message from rank ``source`` to rank ``destination`` occupies from its start to its end."""
+    found: list[Resource] = [("link", source, destination)]
+    if profile.devices[source].host != profile.devices[destination].host:
+        for rank, way in ((source, "out"), (destination, "in")):
+            host = profile.host(rank)
+            if host is not None and host.shared_nic:
+                found.append((way, host.name, 0))
+    return tuple(found)

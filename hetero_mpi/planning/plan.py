@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 SCHEMA_VERSION = 2
 """Version of the plan file's layout."""
@@ -88,3 +89,9 @@ class Plan:
     idle: tuple[IdleRank, ...] = ()
     reasons: tuple[str, ...] = ()
     """Sentences for a person: why this plan, what was beaten and by how much."""
+
+    @cached_property
+    def numbered(self) -> tuple[tuple[int, int, StagePlan], ...]:
+        """All stages as (number, index of the pipeline, stage), in plan order: the numbers used by actions."""
+        flat = [(index, stage) for index, pipeline in enumerate(self.pipelines) for stage in pipeline.stages]
+        return tuple((number, index, stage) for number, (index, stage) in enumerate(flat))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.cost import ModelCost
@@ -30,6 +31,9 @@ class Op(str, enum.Enum):
     REDUCE = "REDUCE"
     STEP = "STEP"
 
+    # Actions are keys of large dictionaries; Enum's own hash is computed in Python, every time.
+    __hash__ = str.__hash__
+
 
 COMPUTE = (Op.F, Op.B, Op.I, Op.W)
 """Operations that keep the device busy with a micro-batch."""
@@ -37,8 +41,7 @@ WHOLE_STEP = (Op.REDUCE, Op.STEP)
 """Operations that belong to the step, not to a micro-batch."""
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """``stage`` counts all stages of all pipelines in plan order; ``micro_batch`` counts within the pipeline.
 
     ``1SEND_F3``: stage 1 sends its output of micro-batch 3 to stage 2. ``1SEND_B3``: stage 1 sends the gradient of its
@@ -88,10 +91,9 @@ class Event:
     bytes: int = 0
 
 
-def stages(plan: Plan) -> list[tuple[int, int, StagePlan]]:
+def stages(plan: Plan) -> tuple[tuple[int, int, StagePlan], ...]:
     """All stages as (global stage number, index of the pipeline, stage), in plan order: the numbers used by actions."""
-    flat = [(index, stage) for index, pipeline in enumerate(plan.pipelines) for stage in pipeline.stages]
-    return [(number, index, stage) for number, (index, stage) in enumerate(flat)]
+    return plan.numbered
 
 
 def held_by(plan: Plan, item: int) -> tuple[int, ...]:
@@ -116,13 +118,30 @@ def summed_items(plan: Plan, model: ModelCost) -> dict[int, tuple[int, ...]]:
     return found
 
 
+def tied_heads(plan: Plan, model: ModelCost) -> dict[int, int]:
+    """Head's stage -> embedding's stage of its pipeline, where a tied matrix that is trained lies on two ranks.
+
+    Of REDUCE of item 0 the head does its own part: it brings its share of the gradient to the embedding, which adds it before
+    it sums with other pipelines; STEP brings the new values back.
+    """
+    if not model.tied or model.layers[0].trainable_parameters == 0:
+        return {}
+    found, number = {}, 0
+    for pipeline in plan.pipelines:
+        if len(pipeline.stages) > 1:
+            found[number + len(pipeline.stages) - 1] = number
+        number += len(pipeline.stages)
+    return found
+
+
 def weight_lag(pipeline: PipelinePlan, stage: StagePlan) -> int:
     """Micro-batches by which a stage's weight gradients trail its input gradients where backward is split.
 
     Deep in the pipeline few micro-batches are in flight; as many more wait there for their weight gradients as bring every
     stage to the first one's memory (ZB-H1 of Qi et al. 2023, arXiv:2401.10241, section 3).
     """
-    return max(0, pipeline.stages[0].warm_up - stage.warm_up)
+    deepest = pipeline.micro_batches - 1
+    return max(0, min(pipeline.stages[0].warm_up, deepest) - min(stage.warm_up, deepest))
 
 
 def schedule_of(plan: Plan, model: ModelCost) -> Schedule:

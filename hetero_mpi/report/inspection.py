@@ -1,24 +1,28 @@
-"""Tables of the offline commands: a profile with its residuals, a checkpoint's contents, why ranks wait, what a plan loses."""
+"""Tables of the offline commands: a profile with its residuals, why ranks wait, what a plan loses."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from hetero_mpi.planning.codec import encode
-from hetero_mpi.planning.explain import describe_items
 from hetero_mpi.planning.idling import Idling
+from hetero_mpi.planning.network import Network
 from hetero_mpi.planning.offline import Losses, WhatIf
-from hetero_mpi.planning.plan import Plan
+from hetero_mpi.planning.plan import Plan, RankMemory
 from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LinkProfile
+from hetero_mpi.planning.words import describe_items
 from hetero_mpi.report import units
-from hetero_mpi.report.tables import WIDTH, plan_lines, profile_lines, table
+from hetero_mpi.report.tables import WIDTH, host_lines, plan_lines, profile_lines, schedule_text, table
 
 MOST_LINKS = 12
 """Links listed one by one; of more, those that fit their line worst."""
 
+_CURVE_HEADERS = (
+    "layer", "tokens", "forward", "spread", "backward", "spread", "again", "input", "weights", "forward alone", "backward alone"
+)  # fmt: skip
 LIMITS = {
     "device": "the speed of the devices",
     "link": "links",
@@ -40,20 +44,24 @@ def residuals(link: LinkProfile) -> list[float]:
 
 
 def inspection_lines(profile: ClusterProfile) -> list[str]:
-    """A profile in full: the summary, every curve with its spread, every link (or the worst) with its residuals."""
+    """A profile in full: the summary, every curve with its spread, hosts, every link (or the worst) with its residuals."""
     lines = profile_lines(profile)
     for ranks, device in distinct_devices(profile):
         lines += [
             "",
             f"{_ranks_text(ranks)}: {device.name} ({device.backend}), {units.size(device.memory_bytes)} usable",
         ]
-        lines += table(("layer", "tokens", "forward", "spread", "backward", "spread"), _curve_rows(device))
+        lines += table(_CURVE_HEADERS, _curve_rows(device))
+        if any(times.recompute_s or times.input_s for times in device.layers.values()) or device.alone:
+            lines.append(
+                "  again: backward that repeats the forward; input, weights: backward in two parts; alone: the others still"
+            )
         lines.append(f"  optimizer: {units.seconds(device.optimizer_fixed_s)} + "
                      f"{units.seconds(device.optimizer_s_per_parameter * 1e6)} per million trained parameters")  # fmt: skip
         lines.append(f"  copies: to the host {units.bandwidth(device.device_to_host_bytes_per_s)}, "
                      f"from it {units.bandwidth(device.host_to_device_bytes_per_s)}, "
                      f"latency {units.seconds(device.copy_latency_s)}")  # fmt: skip
-    return lines + _link_table(profile)
+    return [*lines, *_host_table(profile), *_link_table(profile)]
 
 
 def plan_inspection_lines(plan: Plan) -> list[str]:
@@ -72,10 +80,11 @@ def plan_inspection_lines(plan: Plan) -> list[str]:
                 str(stage.warm_up),
                 *sizes.get(stage.ranks[0], ("", "")),
             ))  # fmt: skip
-    lines = [f"Plan: {len(rows)} stages, schedule {plan.schedule}, global batch {plan.global_batch} "
+    lines = [f"Plan: {len(rows)} stages{schedule_text(plan)}, global batch {plan.global_batch} "
              f"sequences of {plan.sequence_length} tokens, chain of {plan.items} items"]  # fmt: skip
     headers = ("pipeline", "stage", "rank", "items", "micro-batches", "recompute", "warm-up", "memory", "of")
     lines += table(headers, rows)
+    lines += host_lines(plan)
     if plan.predicted_step_s > 0:
         lines.append(
             f"  predicted {units.seconds(plan.predicted_step_s)} per step; bound {units.seconds(plan.bound_step_s)}"
@@ -87,33 +96,16 @@ def plan_inspection_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def checkpoint_lines(metadata: Mapping[str, Any], tensors: int, values: int, size_bytes: int) -> list[str]:
-    """What a checkpoint says of itself. ``values``: numbers in its trained tensors."""
-    job, config = metadata.get("job", {}), metadata.get("model_config", {})
-    losses = [float(loss) for loss in metadata.get("losses", ())]
-    kind = config.get("model_type", "?")
-    adapter = job.get("adapter", {}).get("method", "none")
-    trained = "all its weights" if adapter == "none" else f"a {adapter} adapter"
-    lines = [f"Checkpoint after step {metadata.get('step', '?')} of {job.get('train', {}).get('steps', '?')}, "
-             f"{units.size(size_bytes)}"]  # fmt: skip
-    if losses:
-        lines.append(
-            f"  loss: {losses[-1]:.4f} at the last step, {losses[0]:.4f} at the first, {min(losses):.4f} at best"
-        )
-    blocks = next((config[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config), "?")
-    lines.append(f"  model: {kind}, {blocks} blocks; trained: {trained}")
-    lines.append(f"  dtype: computed in {job.get('train', {}).get('dtype', '?')}")
-    lines.append(f"  sizes: {tensors:,} trained tensors, {values:,} numbers, and their moments")
-    versions = metadata.get("versions", {})
-    return [*lines, "  versions: " + ", ".join(f"{name} {version}" for name, version in versions.items())]
-
-
 def costed_plan_lines(plan: Plan, profile: ClusterProfile, busy_s: Mapping[int, float], lost: Losses) -> list[str]:
     """A plan with prediction and bound, how busy it keeps every rank, and what limits it."""
     lines = plan_lines(plan, profile)
     step_s = plan.predicted_step_s
     used = ", ".join(f"rank {rank} {units.percent(_share(busy_s[rank], step_s))}" for rank in sorted(busy_s))
     lines.append(f"Utilisation: {used}")
+    for host in plan.hosts:
+        lines.append(
+            f"Memory of host {host.host}, which ranks share: {units.size(host.peak_bytes)} of {units.size(host.usable_bytes)}"
+        )
     parts = [(lost.links, "links"), (lost.memory, "memory"), (lost.granularity, "whole items and micro-batches")]
     if lost.choice > 0:
         parts.insert(0, (lost.choice, "this plan (the planner's own is faster)"))
@@ -124,23 +116,46 @@ def costed_plan_lines(plan: Plan, profile: ClusterProfile, busy_s: Mapping[int, 
     return lines
 
 
-def idling_lines(step_s: float, busy_s: Mapping[int, float], causes: Mapping[int, Idling]) -> list[str]:
-    """Per rank, in shares of the step: computing, and idling by cause."""
+def network_lines(network: Network, step_s: float, predicted_s: float) -> list[str]:
+    """What was simulated otherwise than this program runs, and what that costs; nothing where nothing was."""
+    said = []
+    if network.blocking_sends:
+        said.append("a rank computes nothing while it sends")
+    if network.shared_nic:
+        said.append("all messages of a host to others pass through one card")
+    if not said:
+        return []
+    more = _share(step_s, predicted_s) - 1
+    change = "no change" if abs(more) < 0.0005 else f"{units.percent(more)} more than predicted"
+    return wrapped("Simulated so that ", f"{' and '.join(said)}: {change}")
+
+
+def idling_lines(
+    step_s: float, busy_s: Mapping[int, float], causes: Mapping[int, Idling], memory: Sequence[RankMemory] = ()
+) -> list[str]:
+    """Per rank, in shares of the step: computing, and idling by cause; and its peak of memory."""
     headers = (
         "rank",
         "computes",
         "idles",
         "waits for activations",
-        "for gradients",
-        "for the link",
-        "for others at the end",
+        "gradients",
+        "the link",
+        "sums",
+        "the end",
+        "memory peak",
     )
+    peaks = {peak.rank: f"{units.size(peak.peak_bytes)} of {units.size(peak.usable_bytes)}" for peak in memory}
     rows = []
     for rank in sorted(busy_s):
         cause = causes[rank]
-        parts = (cause.total_s, cause.activations_s, cause.gradients_s, cause.link_s, cause.end_s)
-        rows.append((str(rank), *(units.percent(_share(seconds, step_s)) for seconds in (busy_s[rank], *parts))))
-    return table(headers, rows)
+        parts = (cause.total_s, cause.activations_s, cause.gradients_s, cause.link_s, cause.sums_s, cause.end_s)
+        shares = (units.percent(_share(seconds, step_s)) for seconds in (busy_s[rank], *parts))
+        rows.append((str(rank), *shares, peaks.get(rank, "")))
+    return [
+        *table(headers, rows),
+        "  sums: of gradients, with other ranks; the end: done, while others are not",
+    ]
 
 
 def what_if_lines(answers: Sequence[WhatIf], step_s: float) -> list[str]:
@@ -170,19 +185,40 @@ def distinct_devices(profile: ClusterProfile) -> list[tuple[list[int], DevicePro
 def _curve_rows(device: DeviceProfile) -> list[tuple[str, ...]]:
     rows = []
     for kind, times in device.layers.items():
+        alone = device.alone.get(kind)
+        more = (times.recompute_s, times.input_s, times.weight_s)
+        others = (alone.forward_s, alone.backward_s) if alone is not None else (None, None)
         tokens = sorted({*times.forward_s.tokens, *times.backward_s.tokens})
         for count in tokens:
             cells = [*_sample(times.forward_s, count), *_sample(times.backward_s, count)]
+            cells += [_sample(curve, count)[0] for curve in (*more, *others)]
             rows.append((kind if count == tokens[0] else "", f"{count:,}", *cells))
     return rows
 
 
-def _sample(curve: Curve, tokens: int) -> tuple[str, str]:
+def _sample(curve: Curve | None, tokens: int) -> tuple[str, str]:
     """(seconds, spread) at one token count; empty where it was not measured."""
-    if tokens not in curve.tokens:
+    if curve is None or tokens not in curve.tokens:
         return "", ""
     place = curve.tokens.index(tokens)
     return units.seconds(curve.seconds[place]), units.percent(curve.spread[place]) if curve.spread else ""
+
+
+def _host_table(profile: ClusterProfile) -> list[str]:
+    """What the ranks of each host have in common, where the profile says so."""
+    rows = []
+    for host in profile.hosts:
+        ranks = [device.rank for device in profile.devices if device.host == host.name]
+        sharing = [device.rank for device in profile.devices if device.host == host.name and device.shares_host_memory]
+        measured = math.isfinite(host.flows_bytes_per_s)
+        card = "shared" if host.shared_nic else "not shared" if measured else ""
+        size, reason = (units.size(host.memory_bytes), host.memory_reason) if sharing else ("", "")
+        speed = units.bandwidth(host.flows_bytes_per_s) if measured else ""
+        rows.append((host.name, ", ".join(map(str, ranks)), ", ".join(map(str, sharing)), size, card, speed, reason))
+    if not rows:
+        return []
+    headers = ("host", "ranks", "in its memory", "memory", "network card", "all flows out", "why so much memory")
+    return ["", "Hosts", *table(headers, rows)]
 
 
 def _link_table(profile: ClusterProfile) -> list[str]:

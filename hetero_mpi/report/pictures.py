@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.codec import encode
 from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile
-from hetero_mpi.planning.schedule import Event, Op
+from hetero_mpi.planning.schedule import COMPUTE, Event, Op
 from hetero_mpi.report import units
 
 if TYPE_CHECKING:
@@ -24,19 +24,27 @@ INK, FAINT = "#333333", "#d9d9d9"
 STYLES = {
     "forward": "#4c78a8",
     "backward": "#f2b36b",
+    "input gradients": "#f7cf9c",
+    "weight gradients": "#d98a3d",
     "optimizer": "#6a9f58",
-    "reduce": "#8c6bb1",
     "send": "#9aa5b1",
+    "sum of gradients": "#8c6bb1",
 }
 """What a bar of the timeline is, and its colour."""
 KINDS = {
     Op.F: "forward",
     Op.B: "backward",
+    Op.I: "input gradients",
+    Op.W: "weight gradients",
     Op.SEND_F: "send",
     Op.SEND_B: "send",
-    Op.REDUCE: "reduce",
+    Op.REDUCE: "sum of gradients",
     Op.STEP: "optimizer",
 }
+PLACES = {"send": (0.22, 0.1), "sum of gradients": (0.33, 0.1)}
+"""Where in its lane what passes beside computing is drawn: (top, height), below the middle."""
+COMPUTING = (-0.38, 0.58)
+"""Where computing is."""
 LINES = ("#4c78a8", "#e0812c", "#6a9f58", "#8c6bb1", "#b8524a", "#7a7a7a")
 """Colours of devices in the curves; more devices are not told apart."""
 MOST_CURVES = 4
@@ -51,7 +59,8 @@ PIXELS_PER_INCH = 130
 def timeline(
     events: Sequence[Event], stem: str | Path, title: str = "", labels: Mapping[int, str] | None = None
 ) -> tuple[Path, Path]:
-    """Draw one step: a lane per rank in pipeline order, computing above, sending below; ``stem.png`` and ``stem.svg``.
+    """Draw one step: a lane per rank in pipeline order, computing above, sends and sums of gradients below;
+    ``stem.png`` and ``stem.svg``.
 
     ``events``: of one step; receives are not drawn, since waiting is what is left white. ``labels``: names of ranks.
     """
@@ -63,7 +72,7 @@ def timeline(
     axes = figure.add_subplot()
     for lane, rank in enumerate(ranks):
         _draw_lane(axes, lane, [event for event in events if event.rank == rank], factor)
-    shown = [event for event in events if event.action.op in (Op.F, Op.B)]
+    shown = [event for event in events if event.action.op in COMPUTE]
     if len(shown) <= NUMBERED_BARS:
         _write_numbers(axes, shown, {rank: lane for lane, rank in enumerate(ranks)}, factor, last_s)
     names = labels or {}
@@ -138,19 +147,18 @@ def _time_unit(longest_s: float) -> tuple[float, str]:
 
 
 def _draw_lane(axes: Axes, lane: int, events: Sequence[Event], factor: float) -> None:
-    """One rank: a tall bar per computation, a flat one below per send."""
+    """One rank: a tall bar per computation, flat ones below per send and sum."""
     for kind, colour in STYLES.items():
         spans = [
             (event.start_s * factor, (event.end_s - event.start_s) * factor)
             for event in events
             if KINDS.get(event.action.op) == kind
         ]
-        place = (lane + 0.24, 0.14) if kind == "send" else (lane - 0.38, 0.58)
+        top, height = PLACES.get(kind, COMPUTING)
         if spans:
             # A white edge parts one bar from the next; a send may be so short that its edge is all there is to see.
-            axes.broken_barh(
-                spans, place, facecolors=colour, edgecolors=colour if kind == "send" else "white", linewidth=0.4
-            )
+            edge = colour if kind in PLACES else "white"
+            axes.broken_barh(spans, (lane + top, height), facecolors=colour, edgecolors=edge, linewidth=0.4)
 
 
 def _write_numbers(axes: Axes, events: Sequence[Event], lanes: Mapping[int, int], factor: float, last_s: float) -> None:
@@ -159,7 +167,7 @@ def _write_numbers(axes: Axes, events: Sequence[Event], lanes: Mapping[int, int]
             middle = (event.start_s + event.end_s) / 2 * factor
             axes.text(
                 middle, lanes[event.rank] - 0.09, str(event.action.micro_batch),
-                ha="center", va="center", fontsize=7, color="white" if event.action.op is Op.F else INK,
+                ha="center", va="center", fontsize=7, color="white" if event.action.op in (Op.F, Op.W) else INK,
             )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import statistics
 import textwrap
 from collections.abc import Sequence
 
-from hetero_mpi.planning.durations import compute_s
+from hetero_mpi.planning.durations import compute_s, recompute_s
 from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LinkProfile
@@ -80,7 +80,7 @@ def plan_lines(plan: Plan, profile: ClusterProfile) -> list[str]:
     stages = sum(len(pipeline.stages) for pipeline in plan.pipelines)
     pipelines = "" if len(plan.pipelines) == 1 else f" in {len(plan.pipelines)} pipelines"
     emulated = " on emulated devices" if profile.emulated else ""
-    lines = [f"Plan: {_plural(stages, 'stage')}{pipelines}{emulated}, schedule {plan.schedule}"]
+    lines = [f"Plan: {_plural(stages, 'stage')}{pipelines}{emulated}{schedule_text(plan)}"]
     headers = (
         "pipeline",
         "stage",
@@ -99,6 +99,7 @@ def plan_lines(plan: Plan, profile: ClusterProfile) -> list[str]:
         f"  weights: parameters; compute: forward + backward of {tokens} tokens; "
         "warm-up: micro-batches ahead of the first backward"
     )
+    lines += host_lines(plan)
     for idle in sorted(plan.idle, key=lambda idle: idle.rank):
         lines += _wrapped(f"  rank {idle.rank} idles: ", idle.reason)
     for reason in plan.reasons:
@@ -106,6 +107,32 @@ def plan_lines(plan: Plan, profile: ClusterProfile) -> list[str]:
     lines += [f"Batch: {line}" for line in _batch_lines(plan)]
     lines += _prediction_lines(plan)
     return lines
+
+
+def schedule_text(plan: Plan) -> str:
+    """``, schedule 1F1B``: the names of the pipelines' schedules, and how they depart from these. Empty where no pipeline has
+    several stages."""
+    names = dict.fromkeys(_schedule_text(pipeline) for pipeline in plan.pipelines if len(pipeline.stages) > 1)
+    return f", schedule {' and '.join(names)}" if names else ""
+
+
+def _schedule_text(pipeline: PipelinePlan) -> str:
+    count, last = pipeline.micro_batches, len(pipeline.stages) - 1
+    depths = [min(stage.warm_up, count) for stage in pipeline.stages]
+    classic = [min(last - place, count) for place in range(last + 1)]
+    if min(depths) >= count - 1 and count > 1:
+        name = "GPipe"
+    else:
+        name = "1F1B" if depths == classic else "1F1B with its own warm-up depths"
+    return f"{name}, split backward" if pipeline.split_backward else name
+
+
+def host_lines(plan: Plan) -> list[str]:
+    """``host alpha: 12.0 of 60.0 GB for its ranks together``"""
+    return [
+        f"  host {_short(host.host)}: {units.size(host.peak_bytes)} of {units.size(host.usable_bytes)} for its ranks together"
+        for host in plan.hosts
+    ]
 
 
 def _places(profile: ClusterProfile) -> tuple[str, str]:
@@ -162,19 +189,21 @@ def _memory(plan: Plan, stage: StagePlan) -> str:
 
 
 def _micro_batch_s(pipeline: PipelinePlan, stage: StagePlan, plan: Plan, profile: ClusterProfile) -> float:
-    tokens = pipeline.micro_batch * plan.sequence_length
+    tokens = pipeline.size(0) * plan.sequence_length
     device = profile.devices[stage.ranks[0]]
-    forward_s = compute_s(profile, device, stage.first, stage.last, tokens, Op.F)
-    backward_s = compute_s(profile, device, stage.first, stage.last, tokens, Op.B)
-    return forward_s * (2 if stage.recompute else 1) + backward_s
+    again_s = recompute_s(profile, device, stage.first, stage.last, tokens) if stage.recompute else 0.0
+    return again_s + sum(compute_s(profile, device, stage.first, stage.last, tokens, op) for op in (Op.F, Op.B))
 
 
 def _batch_lines(plan: Plan) -> list[str]:
     """``64 sequences = 8 micro-batches x 8 sequences, 128 tokens each: 8,192 tokens per step``."""
-    parts = [
-        f"{_plural(pipeline.micro_batches, 'micro-batch')} x {_plural(pipeline.micro_batch, 'sequence')}"
-        for pipeline in plan.pipelines
-    ]
+    shares: dict[str, int] = {}
+    for pipeline in plan.pipelines:
+        count, last = pipeline.micro_batches, pipeline.size(pipeline.micro_batches - 1)
+        short = f" (the last: {last})" if last < pipeline.size(0) else ""
+        share = f"{_plural(count, 'micro-batch')} x {_plural(pipeline.size(0), 'sequence')}{short}"
+        shares[share] = shares.get(share, 0) + 1
+    parts = [share if many == 1 else f"{many} x ({share})" for share, many in shares.items()]
     tokens = plan.global_batch * plan.sequence_length
     return [
         f"{_plural(plan.global_batch, 'sequence')} = {' + '.join(parts)}, {plan.sequence_length:,} tokens each: "

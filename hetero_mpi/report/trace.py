@@ -18,9 +18,12 @@ LANES = {
     Op.RECV_B: (2, "receive gradients"),
     Op.SEND_F: (3, "send activations"),
     Op.SEND_B: (4, "send gradients"),
+    Op.REDUCE: (5, "sum gradients"),
 }
 """Operation -> (thread number, name of the lane) within its rank; everything else is computing."""
 COMPUTE = (0, "compute")
+EMBEDDING = (6, "sum the embedding's gradients")
+"""The head's share of a tied matrix travels beside its other sums: it has a lane to itself."""
 
 
 def trace(events: Sequence[Event], labels: Mapping[int, str] | None = None) -> dict[str, Any]:
@@ -30,7 +33,7 @@ def trace(events: Sequence[Event], labels: Mapping[int, str] | None = None) -> d
     """
     begins = _begins_s(events)
     entries: list[dict[str, Any]] = []
-    lanes = sorted({(event.rank, *LANES.get(event.action.op, COMPUTE)) for event in events})
+    lanes = sorted({(event.rank, *_lane(event)) for event in events})
     for rank in sorted({event.rank for event in events}):
         name = (labels or {}).get(rank, "")
         entries.append(_metadata("process_name", rank, 0, f"rank {rank}{': ' if name else ''}{name}"))
@@ -42,7 +45,7 @@ def trace(events: Sequence[Event], labels: Mapping[int, str] | None = None) -> d
                 "name": str(event.action),
                 "cat": event.action.op.value,
                 "pid": event.rank,
-                "tid": LANES.get(event.action.op, COMPUTE)[0],
+                "tid": _lane(event)[0],
                 "ts": (begins[event.step] + event.start_s) * 1e6,
                 "dur": (event.end_s - event.start_s) * 1e6,
                 "args": {"step": event.step, "bytes": event.bytes},
@@ -57,6 +60,10 @@ def save_trace(events: Sequence[Event], path: str | Path, labels: Mapping[int, s
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(trace(events, labels), allow_nan=False), encoding="utf-8")
     return path
+
+
+def _lane(event: Event) -> tuple[int, str]:
+    return EMBEDDING if event.action.item == 0 else LANES.get(event.action.op, COMPUTE)
 
 
 def _begins_s(events: Sequence[Event]) -> dict[int, float]:

@@ -1,0 +1,104 @@
+"""Predicted memory: by hand, and against counting along the lists of actions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from hetero_mpi.planning.memory import (
+    holdings,
+    predict_hosts,
+    predict_memory,
+    stage_memory,
+)
+from hetero_mpi.planning.plan import HostMemory
+from hetero_mpi.planning.profile import HostProfile
+from hetero_mpi.planning.schedule import Action, Op, parse_action, schedule_of, stages
+from tests.planning_samples import make_model, make_plan_of, make_profile, random_plan
+
+
+def actions(text: str) -> tuple[Action, ...]:
+    return tuple(parse_action(word) for word in text.split())
+
+
+def test_micro_batches_in_flight_are_counted() -> None:
+    assert holdings(actions("0F0 0F1 0B0 0F2 0F3 0B1")) == ((3, 0),)
+    for depth, count, expected in ((2, 4, 3), (3, 4, 4), (9, 4, 4), (0, 4, 1)):
+        schedule = schedule_of(make_plan_of((0, 2, 4), (0, 1), count, (depth, 0)), make_model())
+        assert holdings(schedule[0]) == ((expected, 0),)
+
+
+def test_memory_by_hand() -> None:
+    """Stage 0: embedding + block, 1,400 parameters; two micro-batches of 10 tokens in flight; 1,000-byte messages."""
+    plan = make_plan_of((0, 2, 4), (1, 0), 4)
+    profile = make_profile((1.0, 1.0), memory_bytes=(50_000, 40_000))
+    by_rank = {m.rank: (m.peak_bytes, m.usable_bytes) for m in predict_memory(plan, profile, reserve=0.25)}
+    fixed = 1400 * 4 + 1400 * 12 + 50 * 10 + 2 * 2 * 1000
+    assert by_rank == {1: (fixed + 2 * 2 * 300 * 10, 30_000), 0: (fixed + 1 * 2 * 300 * 10, 37_500)}
+    again = stage_memory(profile.model, 2, 4, 10, in_flight=3, recompute=True)
+    # The block keeps its input, the head all it needs; one block is computed again at a time.
+    assert (again.activations, again.workspace) == (3 * (1000 + 3000), 500 + 300 * 10)
+
+
+def test_a_rank_with_both_tied_ends_holds_their_matrix_once() -> None:
+    tied = stage_memory(make_model(tied=True), 0, 4, 10, 1)
+    untied = stage_memory(make_model(tied=False), 0, 4, 10, 1)
+    assert (untied.parameters - tied.parameters, untied.state - tied.state) == (1000 * 4, 1000 * 12)
+    assert stage_memory(make_model(tied=True), 0, 3, 10, 1) == stage_memory(make_model(tied=False), 0, 3, 10, 1)
+
+
+def test_what_is_deferred_counts_besides_what_is_in_flight() -> None:
+    """Last of three stages: at most one micro-batch in flight, two put off beside it, three at the very end."""
+    listed = actions("2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3")
+    assert holdings(listed) == ((1, 2), (0, 3))
+
+
+def counted_bytes(listed: tuple[Action, ...], kept: int, put_off: int) -> int:
+    """The most bytes held for backward at any moment: F takes ``kept``, B or I gives it back, between I and W ``put_off``."""
+    held = most = 0
+    for action in listed:
+        held += {Op.F: kept, Op.B: -kept, Op.I: put_off - kept, Op.W: -put_off}.get(action.op, 0)
+        most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_peaks_are_those_of_counting_along_the_lists(seed: int) -> None:
+    plan, profile = random_plan(seed)
+    model, schedule = profile.model, schedule_of(plan, profile.model)
+    by_rank = {memory.rank: memory for memory in predict_memory(plan, profile, reserve=0.1)}
+    for _, index, stage in stages(plan):
+        tokens = plan.pipelines[index].size(0) * plan.sequence_length
+        layers = list(enumerate(model.layers))[stage.first : stage.last]
+        inside = [layer.activation_bytes_per_token for item, layer in layers if 0 < item < plan.items - 1]
+        ends = [layer.activation_bytes_per_token for item, layer in layers if not 0 < item < plan.items - 1]
+        kept = sum(ends) + (100 * len(inside) if stage.recompute else sum(inside))  # a recomputed block keeps its input
+        deferred = sum(layer.deferred_bytes_per_token for _, layer in layers)
+        held = counted_bytes(schedule[stage.ranks[0]], math.ceil(kept * tokens), math.ceil(deferred * tokens))
+        parts = stage_memory(model, stage.first, stage.last, tokens, 0, stage.recompute)
+        found = by_rank[stage.ranks[0]]
+        assert found.peak_bytes == parts.total + held
+        assert found.usable_bytes == int(0.9 * profile.devices[stage.ranks[0]].memory_bytes)
+
+
+def test_ranks_that_compute_in_one_hosts_memory_fit_together_or_not_at_all() -> None:
+    """Ranks 0 and 1 compute in the memory of host alpha, rank 2 on a card in it, rank 3 alone in beta's; gamma is idle."""
+    profile = make_profile([1.0] * 5)
+    names = ("alpha", "alpha", "alpha", "beta", "gamma")
+    devices = tuple(
+        replace(device, host=name, shares_host_memory=device.rank != 2)
+        for device, name in zip(profile.devices, names, strict=True)
+    )
+    hosts = tuple(
+        HostProfile(name, 1000 * size, "made up") for name, size in (("alpha", 100), ("gamma", 50), ("beta", 70))
+    )
+    profile = replace(profile, devices=devices, hosts=hosts)
+    plan = make_plan_of((0, 1, 2, 3, 4), (2, 0, 3, 1), 4)
+    peak = {memory.rank: memory.peak_bytes for memory in predict_memory(plan, profile)}
+    assert predict_hosts(plan, profile, reserve=0.5) == (
+        HostMemory("alpha", peak[0] + peak[1], 50_000),
+        HostMemory("beta", peak[3], 35_000),
+    )
+    assert predict_hosts(plan, replace(profile, hosts=hosts[1:2])) == ()
