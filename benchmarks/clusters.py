@@ -14,6 +14,7 @@ its own, drawn between 1 - noise and 1 + noise: devices that are equal, as a mea
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from dataclasses import dataclass, replace
 from profile_parts import Card, Shape, device, model_of, sheet_times
 
 from hetero_mpi.planning.memory import stage_memory, usable_bytes
-from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
+from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, HostLinkProfile, LayerTimes
 from hetero_mpi.planning.request import PlanRequest
 
 SEQUENCE = 2048
@@ -42,6 +43,8 @@ ETHERNET_SHARE = 0.94
 """Payload of Ethernet's nominal speed."""
 ETHERNET_LATENCY_S = 50e-6
 INSIDE_LATENCY_S = 5e-6
+PAIRWISE = 128
+"""Up to so many devices every pair has a link of its own in the profile; beyond, every pair of hosts."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,8 @@ def generate(devices: int, seed: int, noise: float = 0.0) -> Case:
 
 
 def _request(devices: int) -> PlanRequest:
-    return PlanRequest(max(64, 4 * devices), SEQUENCE, (1, 2, 4), recompute_choices=(False, True))
+    batch = max(64, 4 * devices)
+    return PlanRequest(batch, SEQUENCE, (1, 2, 4), max_pipelines=devices, recompute_choices=(False, True))
 
 
 def _jobs(wanted: str) -> Iterator[tuple[str, bool]]:
@@ -112,15 +116,24 @@ def _profile(name: str, places: list[tuple[int, _Host]], shape: Shape, adapters:
     devices = tuple(
         device(rank, f"host{number}", host.card, times[host.card.name]) for rank, (number, host) in enumerate(places)
     )
-    links = []
-    for a, (number_a, host_a) in enumerate(places):
-        for b, (number_b, host_b) in enumerate(places):
-            same = number_a == number_b
-            speed = host_a.inside_bytes_per_s if same else min(host_a.network_bytes_per_s, host_b.network_bytes_per_s)
-            if a != b:
-                links.append(LinkProfile(a, b, INSIDE_LATENCY_S if same else ETHERNET_LATENCY_S, speed, same))
+    hosts = dict(places)
+    between = [
+        HostLinkProfile(f"host{a}", f"host{b}", *_link(host_a, host_b, a == b))
+        for (a, host_a), (b, host_b) in itertools.product(hosts.items(), repeat=2)
+    ]
     model = model_of(shape, "bf16", SEQUENCE, adapters)
-    return ClusterProfile("generated", "2026-11-20", name, "none", {}, model, devices, tuple(links))
+    profile = ClusterProfile("generated", "2026-11-20", name, "none", {}, model, devices, (), host_links=tuple(between))
+    if len(places) > PAIRWISE:
+        return profile
+    pairs = itertools.permutations(range(len(places)), 2)
+    return replace(profile, links=tuple(profile.link(a, b) for a, b in pairs), host_links=())
+
+
+def _link(a: _Host, b: _Host, same: bool) -> tuple[float, float]:
+    """(latency, speed)"""
+    if same:
+        return INSIDE_LATENCY_S, a.inside_bytes_per_s
+    return ETHERNET_LATENCY_S, min(a.network_bytes_per_s, b.network_bytes_per_s)
 
 
 def with_noise(profile: ClusterProfile, noise: float, seed: int) -> ClusterProfile:
@@ -140,4 +153,5 @@ def with_noise(profile: ClusterProfile, noise: float, seed: int) -> ClusterProfi
 
     devices = tuple(measured(one) for one in profile.devices)
     links = tuple(replace(link, bytes_per_s=link.bytes_per_s * factor()) for link in profile.links)
-    return replace(profile, devices=devices, links=links)
+    between = tuple(replace(link, bytes_per_s=link.bytes_per_s * factor()) for link in profile.host_links)
+    return replace(profile, devices=devices, links=links, host_links=between)

@@ -1,18 +1,21 @@
-"""By how much the planner's pipelines beat simple rules: simulated step time of each rule's plan over the planner's.
+"""By how much the planner's plans beat simple rules: simulated step time of each rule's plan over the planner's.
 
-    python benchmarks/planner_quality.py [--devices 4 8 16] [--seeds 10] [--json FILE] [--check]
+    python benchmarks/planner_quality.py [--devices 4 8 16 64] [--seeds 20] [--json FILE] [--check]
 
-Every rule splits the blocks over all ranks in their own order, in proportion to a figure per rank:
+Most rules make one pipeline of all ranks in their own order and split the blocks in proportion to a figure per rank:
 
     even       all alike
     FLOPS      data-sheet peak (left out where a profile's devices are not in the table below)
     memory     usable memory (HexiScale's rule)
     speed      measured time of the whole model
     single     the best single device holds everything
+    data       no pipelines: every rank that can hold the whole model does, and takes a share of the batch by its measured speed
 
 The rules get the best of the micro-batch sizes, recompute where memory asks for it, and 1F1B's own warm-up depths; with more
 ranks than items they take those with the largest figures. A rule whose plan does not fit in memory is counted as such and left
 out of the means. Clusters: the generated suite with 5 % measurement noise, and the profiles of ``profiles/``.
+
+The planner may use any number of pipelines. Of Zorse's 2 x L4 + A6000 + P40 it is also told what the plan does with the P40.
 
 ``--check``: no rule is faster than the planner anywhere.
 """
@@ -20,11 +23,13 @@ out of the means. Clusters: the generated suite with 5 % measurement noise, and 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 for _threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -37,12 +42,15 @@ from clusters import TYPES, Case, generate  # noqa: E402
 
 from hetero_mpi.errors import UserError  # noqa: E402
 from hetero_mpi.planning.files import load_profile  # noqa: E402
+from hetero_mpi.planning.memory import stage_memory, usable_bytes  # noqa: E402
 from hetero_mpi.planning.offline import whole_model_s  # noqa: E402
 from hetero_mpi.planning.optimum import Space  # noqa: E402
+from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile  # noqa: E402
 from hetero_mpi.planning.request import PlanRequest  # noqa: E402
 from hetero_mpi.planning.search import evaluate  # noqa: E402
+from hetero_mpi.planning.simulator import simulate  # noqa: E402
 
 PEAK_FLOPS = {
     **{card.name: card.peak for card in TYPES},
@@ -62,13 +70,15 @@ PEAK_FLOPS = {
     "NVIDIA V100 16GB": 125e12,
 }
 """Dense peaks as in data sheets, in the dtype in which the card is fastest (P40: fp32)."""
-RULES = ("even", "FLOPS", "memory", "speed", "single")
+DOUBTFUL = "NVIDIA P40"
+"""A device that a plan may be better without."""
+RULES = ("even", "FLOPS", "memory", "speed", "single", "data")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--devices", type=int, nargs="+", default=[4, 8, 16])
-    parser.add_argument("--seeds", type=int, default=10, help="seeds 0 to this, exclusive")
+    parser.add_argument("--devices", type=int, nargs="+", default=[4, 8, 16, 64])
+    parser.add_argument("--seeds", type=int, default=20, help="seeds 0 to this, exclusive")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
@@ -78,19 +88,23 @@ def main() -> int:
     misfits = dict.fromkeys(RULES, 0)
     for case in cases(arguments.devices, arguments.seeds):
         try:
-            planned = make_plan(case.profile, case.request).predicted_step_s
+            plan = make_plan(case.profile, case.request)
         except UserError as error:
             print(f"{case.name[:45]:<46}{str(error).splitlines()[0]}")
             continue
+        planned = plan.predicted_step_s
         row: dict[str, float | None] = {}
         for rule in RULES:
             seconds = rule_step_s(rule, case.profile, case.request)
             row[rule] = None if seconds is None or seconds == math.inf else seconds / planned
             misfits[rule] += seconds == math.inf
             ratios[rule] += [seconds / planned] if seconds is not None and seconds < math.inf else []
-        results.append({"cluster": case.name, "job": case.job, "planner_s": planned, **row})
+        results.append(
+            {"cluster": case.name, "job": case.job, "planner_s": planned, "pipelines": len(plan.pipelines), **row}
+        )
         cells = "".join(f"{'-' if row[rule] is None else f'{row[rule]:.2f}x':>10}" for rule in RULES)
-        print(f"{f'{case.name}, {case.job}'[:45]:<46}{planned:>8.3g} s{cells}")
+        print(f"{f'{case.name}, {case.job}'[:45]:<46}{planned:>8.3g} s{cells}", flush=True)
+        print_doubtful(case, plan)
     print_summary(ratios, misfits)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
@@ -98,6 +112,18 @@ def main() -> int:
     least = min(everything, default=math.inf)
     print(f"slowest plan against any rule: {least:.4f}x (the rule's step time over the planner's; bar: at least 1)")
     return 1 if arguments.check and not (everything and least >= 1 - 1e-9) else 0
+
+
+def print_doubtful(case: Case, plan: Plan) -> None:
+    """Whether a device of doubtful use is left idle, and what the plan without it would take."""
+    for rank in (device.rank for device in case.profile.devices if device.name == DOUBTFUL):
+        idle = next((one.reason for one in plan.idle if one.rank == rank), None)
+        if idle is not None:
+            print(f"    the {DOUBTFUL} is left idle: {idle}")
+            continue
+        devices = tuple(replace(one, dtypes=()) if one.rank == rank else one for one in case.profile.devices)
+        without = make_plan(replace(case.profile, devices=devices), case.request).predicted_step_s
+        print(f"    the {DOUBTFUL} is used: without it {without:.3g} s, {without / plan.predicted_step_s:.2f}x")
 
 
 def cases(sizes: Sequence[int], seeds: int) -> Iterator[Case]:
@@ -109,7 +135,13 @@ def cases(sizes: Sequence[int], seeds: int) -> Iterator[Case]:
             print(f"{file.stem[:45]:<46}{str(error).splitlines()[0]}")
             continue
         batch = max(64, 4 * len(profile.devices))
-        request = PlanRequest(batch, profile.model.sequence_length, (1, 2, 4), recompute_choices=(False, True))
+        request = PlanRequest(
+            batch,
+            profile.model.sequence_length,
+            (1, 2, 4),
+            max_pipelines=len(profile.devices),
+            recompute_choices=(False, True),
+        )
         yield Case(file.stem, profile.model.dtype, profile, request)
     for devices in sizes:
         for seed in range(seeds):
@@ -119,6 +151,8 @@ def cases(sizes: Sequence[int], seeds: int) -> Iterator[Case]:
 def rule_step_s(rule: str, profile: ClusterProfile, request: PlanRequest) -> float | None:
     """Step time of the rule's plan; infinite: it does not fit; None: the rule cannot be applied."""
     able = [device for device in profile.devices if profile.model.dtype in device.dtypes]
+    if rule == "data":
+        return min(data_parallel_s(profile, request, able, size) for size in request.micro_batch_choices)
     items = len(profile.model.layers)
     space = Space(profile, request, [[device.rank] for device in able])
     instances = [outlook.instance for outlook in space.outlooks]
@@ -133,6 +167,34 @@ def rule_step_s(rule: str, profile: ClusterProfile, request: PlanRequest) -> flo
     order = tuple(sorted(largest))
     cuts = proportional([figures[kind] for kind in order], items)
     return min(evaluate(instance, order, cuts).step_s for instance in instances)
+
+
+def data_parallel_s(
+    profile: ClusterProfile, request: PlanRequest, able: Sequence[DeviceProfile], micro_batch: int
+) -> float:
+    """Step time of the ranks that hold the whole model by themselves, each with a share by its speed."""
+    items, tokens = len(profile.model.layers), micro_batch * request.sequence_length
+    fitting = []
+    for device in able:
+        usable = usable_bytes(device.memory_bytes, request.memory_reserve)
+        for recompute in sorted(set(request.recompute_choices)):
+            if stage_memory(profile.model, 0, items, tokens, 1, recompute).total <= usable:
+                fitting.append((device, recompute))
+                break
+    if not fitting:
+        return math.inf
+    speeds = [1 / whole_model_s(profile, device) for device, _ in fitting]
+    edges = [round(request.global_batch * sum(speeds[:n]) / sum(speeds)) for n in range(len(speeds) + 1)]
+    pipelines = tuple(
+        PipelinePlan((StagePlan((device.rank,), 0, items, 0, recompute),), micro_batch, last - first)
+        for (device, recompute), (first, last) in zip(fitting, itertools.pairwise(edges), strict=True)
+        if last - first >= micro_batch
+    )
+    left_out = request.global_batch - sum(pipeline.sequences for pipeline in pipelines)
+    if not pipelines:
+        return math.inf
+    pipelines = (replace(pipelines[0], sequences=pipelines[0].sequences + left_out), *pipelines[1:])
+    return simulate(Plan(pipelines, request.global_batch, request.sequence_length, items), profile).step_s
 
 
 def figures_of(rule: str, profile: ClusterProfile, able: Sequence[DeviceProfile]) -> list[float] | None:

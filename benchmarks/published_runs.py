@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from hetero_mpi.planning.cost import EMBEDDING, HEAD, LayerCost, ModelCost  # noqa: E402
-from hetero_mpi.planning.memory import in_flight, stage_memory  # noqa: E402
+from hetero_mpi.planning.memory import holdings, stage_memory  # noqa: E402
 from hetero_mpi.planning.network import Network  # noqa: E402
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile  # noqa: E402
@@ -174,7 +174,7 @@ def predict(run: Run, times: Times) -> Prediction:
     nodes = [run.nodes[s][p] for p in range(len(run.nodes[0])) for s in range(len(run.items))]
     peak = 0
     for number, _, stage in stages(plan):
-        flying, _ = in_flight(schedule[stage.ranks[0]])
+        flying = max(flying for flying, _ in holdings(schedule[stage.ranks[0]]))
         model = model_cost(nodes[number].gpus)
         parts = stage_memory(model, stage.first, stage.last, run.micro_batch * SEQUENCE, flying)
         peak = max(peak, parts.total - parts.staging)  # messages were sent from the device, not from host buffers

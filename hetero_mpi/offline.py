@@ -10,25 +10,25 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import tomli
-
+from hetero_mpi import toml
 from hetero_mpi.errors import UserError
 from hetero_mpi.job import LoadedJob, load_job, run_directory
 from hetero_mpi.planning.codec import encode
 from hetero_mpi.planning.files import load_plan, load_profile, plan_to_dict, save_plan
 from hetero_mpi.planning.idling import idling
+from hetero_mpi.planning.network import THREADED, Network
 from hetero_mpi.planning.offline import losses, what_ifs
 from hetero_mpi.planning.plan import Plan
-from hetero_mpi.planning.planner import complete_plan, make_plan
+from hetero_mpi.planning.planner import complete_plan, differences, make_plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.report import units
 from hetero_mpi.report.inspection import (
-    checkpoint_lines,
     costed_plan_lines,
     idling_lines,
     inspection_lines,
+    network_lines,
     plan_inspection_lines,
     what_if_lines,
     wrapped,
@@ -62,11 +62,13 @@ def inspect(path: Path, picture: Path | None) -> list[str]:
         with path.open("rb") as file:
             is_hdf5 = file.read(len(HDF5_MAGIC)) == HDF5_MAGIC
         if is_hdf5:
-            return _inspect_checkpoint(path)
-        content = tomli.loads(path.read_text(encoding="utf-8"))
+            from hetero_mpi.report.checkpoints import checkpoint_lines
+
+            return checkpoint_lines(path)
+        content = toml.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the path") from error
-    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (toml.TomlError, UnicodeDecodeError) as error:
         raise UserError(
             f"{path}: neither an HDF5 nor a TOML file ({error}); give a profile, a plan or a checkpoint"
         ) from error
@@ -92,6 +94,7 @@ def plan(
     result = simulate(chosen, question.profile)
     lost = losses(chosen, own, question.profile, question.request)
     answers = list(what_ifs(own, question.profile, question.request)) if explain else []
+    otherwise = differences(chosen, question.request) if given is not None else []
     if output is not None:
         _written(output, lambda: save_plan(chosen, output))
     if as_json:
@@ -109,10 +112,12 @@ def plan(
             "lost": asdict(lost),
             "planner_step_s": own.predicted_step_s,
             "what_if": [asdict(answer) for answer in answers],
+            "differences": otherwise,
             "remarks": question.remarks,
         }
         return json.dumps(encode(figures, infinity_as_text=True), indent=1)
     lines = [*_said(question), *costed_plan_lines(chosen, question.profile, result.busy_s, lost)]
+    lines += [line for text in otherwise for line in wrapped("The given plan differs from the job: ", text)]
     if given is not None:
         lines.append(f"The planner's own plan: {units.seconds(own.predicted_step_s)} per step")
         lines += [line for reason in own.reasons for line in wrapped("  ", reason)]
@@ -123,7 +128,12 @@ def plan(
 
 
 def simulation(
-    job: Path, overrides: tuple[str, ...], profile: Path, given: Path | None, directory: Path | None
+    job: Path,
+    overrides: tuple[str, ...],
+    profile: Path,
+    given: Path | None,
+    directory: Path | None,
+    network: Network = THREADED,
 ) -> list[str]:
     """Simulate a step; writes ``timeline.png``, ``timeline.svg`` and ``trace.json``. Returns the lines to print."""
     from hetero_mpi.report.pictures import timeline
@@ -131,7 +141,7 @@ def simulation(
 
     question = ask(job, overrides, profile)
     chosen = _chosen(question, given)
-    result = simulate(chosen, question.profile)
+    result = simulate(chosen, question.profile, network=network)
     folder = directory if directory is not None else run_directory(question.loaded) / "simulation"
     labels = {device.rank: device.name for device in question.profile.devices}
     used, ranks = len(result.busy_s), len(question.profile.devices)
@@ -147,8 +157,9 @@ def simulation(
     return [
         *_said(question),
         *plan_lines(chosen, question.profile),
+        *network_lines(network, result.step_s, chosen.predicted_step_s),
         f"Simulated step: {units.seconds(result.step_s)}, {len(result.events):,} events, {tokens:,} tokens",
-        *idling_lines(result.step_s, result.busy_s, idling(result.events, chosen)),
+        *idling_lines(result.step_s, result.busy_s, idling(result.events, chosen), chosen.memory),
         "Written (trace.json opens in https://ui.perfetto.dev):",
         *(f"  {path}" for path in written),
     ]
@@ -236,20 +247,6 @@ def _differences(loaded: LoadedJob, config: dict[str, Any] | None, profile: Clus
         measured = "an adapter over frozen weights" if frozen else "training of all weights"
         found.append(f'adapter.method = "{job.adapter.method}": the profile has {measured}')
     return found
-
-
-def _inspect_checkpoint(path: Path) -> list[str]:
-    from hetero_mpi.checkpoint import CheckpointReader
-
-    with CheckpointReader(path) as reader:
-        names = reader.names("parameters")
-        values = 0
-        for name in names:
-            count = 1
-            for length in reader.shape("parameters", name):
-                count *= length
-            values += count
-        return checkpoint_lines(reader.metadata, len(names), values, path.stat().st_size)
 
 
 def _written(place: Path, write: Any) -> None:

@@ -16,6 +16,7 @@ from hetero_mpi.checkpoint import CheckpointWriter
 from hetero_mpi.cli import main
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
+from hetero_mpi.planning.changes import restricted, with_copy_of, with_faster_links, with_free_links
 from hetero_mpi.planning.files import (
     load_plan,
     load_profile,
@@ -26,10 +27,12 @@ from hetero_mpi.planning.files import (
     save_profile,
 )
 from hetero_mpi.planning.idling import Idling, busy, idling
+from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.network import Network
-from hetero_mpi.planning.offline import losses, restricted, what_ifs, with_copy_of, with_faster_links, with_free_links
+from hetero_mpi.planning.offline import losses, what_ifs
+from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.planner import make_plan
-from hetero_mpi.planning.profile import ClusterProfile, LayerTimes, LinkProfile
+from hetero_mpi.planning.profile import ClusterProfile, HostProfile, LayerTimes, LinkProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.report import units
@@ -131,10 +134,10 @@ def test_plan_as_json_holds_plannings_own_figures(folder: Path, capsys: pytest.C
     assert found["utilisation"] == {str(r): s / simulated.step_s for r, s in simulated.busy_s.items()}
     answers = {entry["change"]: entry["step_s"] for entry in found["what_if"]}
     assert list(answers) == [
-        "link 0 - 1 10x faster", "without rank 0 (x1)", "without rank 1 (x1.5)", "a second rank like rank 0 (x1)",
+        "link 0 - 1 10x faster", "without rank 0 (x1)", "without rank 1 (x1.5)", "a second x1, like rank 0",
     ]  # fmt: skip
     assert answers["without rank 1 (x1.5)"] == make_plan(restricted(profile, [0, 2]), REQUEST).predicted_step_s
-    assert answers["without rank 1 (x1.5)"] > simulated.step_s > answers["a second rank like rank 0 (x1)"]
+    assert answers["without rank 1 (x1.5)"] > simulated.step_s > answers["a second x1, like rank 0"]
 
 
 def test_a_plan_edited_by_hand_is_costed_just_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,6 +187,86 @@ def test_what_the_job_fixes_is_kept(folder: Path, capsys: pytest.CaptureFixture[
 def test_a_model_that_fits_nowhere_is_explained(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("plan", "job.toml", "--profile", "profile.toml", "--set", "cluster.memory_bytes=20000")
     assert "does not fit in memory" in run(capsys, *arguments, code=2)
+
+
+def test_the_schedule_can_be_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("plan", "job.toml", "--profile", "profile.toml", "--json")
+    deep = json.loads(run(capsys, *arguments, "--schedule", "gpipe"))["plan"]["pipelines"][0]
+    count = deep["sequences"] // deep["micro_batch"]
+    assert {stage["warm_up"] for stage in deep["stages"]} == {count}
+    assert json.loads(run(capsys, *arguments, "--set", "plan.schedule=gpipe"))["plan"]["pipelines"][0] == deep
+    text = run(capsys, "simulate", "job.toml", "--profile", "profile.toml", "--schedule", "1f1b", "-o", "out")
+    assert "Simulated step: " in text
+    refused = run(capsys, *arguments, "--schedule", "split", "--set", "adapter.method=lora", code=2)
+    assert "an adapter leaves these frozen" in refused
+
+
+def test_what_limits_is_said_once_and_alternatives_are_priced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "plan", "job.toml", "--profile", "profile.toml")
+    assert text.lower().count("limited by") == 1
+    plan = make_plan(cluster(), REQUEST)
+    alone = simulate(make_plan_of((0, 8), (0,), 8), cluster()).step_s
+    assert f"rank 0 alone: {alone / plan.predicted_step_s:.2f}x slower" in text
+    assert "the same ranks with equally many items each: " in text and "busiest: stage " in text
+    without = make_plan(restricted(cluster(), [0, 2]), REQUEST).predicted_step_s / plan.predicted_step_s - 1
+    assert f"without it the step is {without:.1%} longer" in text, "what the rank that computes least is there for"
+
+
+def test_a_plan_that_differs_from_the_job_is_costed_and_the_differences_are_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edited = make_plan_of((0, 4, 8), (0, 1), 8)
+    (pipeline,) = edited.pipelines
+    stages = (pipeline.stages[0], replace(pipeline.stages[1], recompute=True))
+    save_plan(replace(edited, pipelines=(replace(pipeline, micro_batch=4, stages=stages),)), "edited.toml")
+    arguments = ("plan", "job.toml", "--profile", "profile.toml", "--plan", "edited.toml")
+    settings = ("--set", "train.recompute=false", "--set", "train.micro_batch=1")
+    found = json.loads(run(capsys, *arguments, *settings, "--json"))
+    assert [text.split(":")[0] + text.partition(":")[2][:17] for text in found["differences"]] == [
+        "pipelines[0] micro_batch = 4:",
+        "pipelines[0] recompute = true",
+    ]
+    assert "The given plan differs from the job: pipelines[0]: micro_batch = 4" in run(capsys, *arguments, *settings)
+    assert json.loads(run(capsys, *arguments, "--json"))["differences"] == [
+        "pipelines[0]: micro_batch = 4: the job leaves 1, 2"
+    ]
+
+
+def test_what_if_names_the_next_ethernet() -> None:
+    model = make_model(6, boundary_bytes_per_token=10**7)
+    profile = make_profile((1.0, 1.0), model, memory_bytes=10**12, bytes_per_s=0.94e9 / 8)
+    request = PlanRequest(8, 10, (1,))
+    own = make_plan(profile, request)
+    answers = {answer.change: answer.step_s for answer in what_ifs(own, profile, request)}
+    faster = with_faster_links(profile, times=10, latency=False)
+    assert answers["10 GbE instead of 1"] == make_plan(faster, request).predicted_step_s < own.predicted_step_s
+    assert "one more x1, like rank 0" in answers
+
+
+def test_a_slow_card_that_is_used_is_used_for_a_reason() -> None:
+    """2 x L4 + A6000 + P40: the P40 idles, or the plan says what it would cost to leave it out."""
+    profile = load_profile(ROOT / "profiles" / "zorse-2xl4-a6000-p40.toml")
+    request = PlanRequest(64, profile.model.sequence_length, (1, 2, 4), recompute_choices=(False, True))
+    plan = make_plan(profile, request)
+    p40 = next(device.rank for device in profile.devices if "P40" in device.name)
+    others = [device.rank for device in profile.devices if device.rank != p40]
+    without = make_plan(restricted(profile, others), request).predicted_step_s
+    if p40 in {idle.rank for idle in plan.idle}:
+        assert without <= plan.predicted_step_s * (1 + 1e-9)
+    else:
+        longer = f"without it the step is {without / plan.predicted_step_s - 1:.1%} longer"
+        assert any(f"rank {p40} (NVIDIA P40) holds" in reason and longer in reason for reason in plan.reasons)
+        assert without > plan.predicted_step_s
+
+
+def test_memory_that_hosts_share_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = cluster()
+    devices = tuple(replace(d, host="box", shares_host_memory=True) for d in profile.devices)
+    links = tuple(replace(link, same_host=True) for link in profile.links)
+    hosts = (HostProfile("box", 10**9, "made up"),)
+    save_profile(replace(profile, devices=devices, links=links, hosts=hosts), folder / "one.toml")
+    text = run(capsys, "plan", "job.toml", "--profile", "one.toml")
+    assert "Memory of host box, which ranks share: " in text
 
 
 # Losses and what-if
@@ -273,7 +356,9 @@ def test_computing_and_idling_add_up_to_the_step(seed: int) -> None:
 def test_simulate_shows_causes_and_writes_pictures_and_trace(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, "simulate", "job.toml", "--profile", "profile.toml", "-o", "here")
     simulated = simulate(make_plan(cluster(), REQUEST), cluster())
-    assert "Simulated step: " in text and "waits for activations" in text and "for others at the end" in text
+    assert (
+        "Simulated step: " in text and "waits for activations" in text and "the end: done, while others are not" in text
+    )
     assert sorted(path.name for path in Path("here").iterdir()) == ["timeline.png", "timeline.svg", "trace.json"]
     entries = json.loads(Path("here/trace.json").read_text())["traceEvents"]
     assert sum(entry["ph"] == "X" for entry in entries) == len(simulated.events)
@@ -281,6 +366,47 @@ def test_simulate_shows_causes_and_writes_pictures_and_trace(folder: Path, capsy
     run(capsys, "simulate", "job.toml", "--profile", "profile.toml", "--plan", "alone.toml")
     entries = json.loads(Path("runs/job/simulation/trace.json").read_text())["traceEvents"]
     assert {entry["pid"] for entry in entries} == {1}
+
+
+def test_simulate_answers_for_other_networks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_plan(make_plan_of((0, 2, 8), (0, 1), 8), "two.toml")
+    arguments = ("simulate", "job.toml", "--profile", "profile.toml", "--plan", "two.toml")
+    for options, network, words in (
+        ((), Network(), "Simulated step: "),
+        (("--blocking-sends",), Network(blocking_sends=True), "a rank computes nothing while it sends: "),
+        (
+            ("--shared-nic",),
+            Network(shared_nic=True),
+            "all messages of a host to others pass through one card: no change",
+        ),
+    ):
+        simulated = simulate(load_plan("two.toml"), cluster(), network=network)
+        text = run(capsys, *arguments, *options)
+        assert f"Simulated step: {units.seconds(simulated.step_s)}, " in text and words in text
+        assert ("Simulated so that " in text) == bool(options)
+
+
+def test_simulate_shows_memory_per_rank_and_host_of_several_pipelines(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks 0 and 1, a pipeline, compute in the memory of one host; rank 2 is a pipeline by itself."""
+    profile = cluster()
+    devices = tuple(
+        replace(d, host="alpha" if d.rank < 2 else "beta", shares_host_memory=d.rank < 2) for d in profile.devices
+    )
+    links = tuple(replace(link, same_host={link.source, link.destination} == {0, 1}) for link in profile.links)
+    hosts = (HostProfile("alpha", 400_000, "made up"),)
+    save_profile(replace(profile, devices=devices, hosts=hosts, links=links), "profile.toml")
+    halves = PipelinePlan((StagePlan((0,), 0, 4, 1), StagePlan((1,), 4, 8, 0)), 2, 7)
+    alone = PipelinePlan((StagePlan((2,), 0, 8, 0),), 1, 1)
+    save_plan(Plan((halves, alone), 8, 10, 8), "both.toml")
+    text = run(capsys, "simulate", "job.toml", "--profile", "profile.toml", "--plan", "both.toml")
+    plan = load_plan("both.toml")
+    peaks = [m.peak_bytes for m in predict_memory(plan, profile)]
+    assert f"host alpha: {units.size(peaks[0] + peaks[1])} of {units.size(380_000)} for its ranks together" in text
+    assert f"{units.size(peaks[2])} of {units.size(9_500_000)}" in text and "memory peak" in text
+    assert "8 sequences = 4 micro-batches x 2 sequences (the last: 1) + 1 micro-batch x 1 sequence" in text
+    assert "3 stages in 2 pipelines, schedule 1F1B pipeline" in text
 
 
 @pytest.mark.parametrize("network", [Network(blocking_sends=True), Network(shared_nic=True)])

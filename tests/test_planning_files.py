@@ -20,7 +20,7 @@ from hetero_mpi.planning.files import (
 )
 from hetero_mpi.planning.plan import IdleRank, RankMemory
 from hetero_mpi.planning.profile import Curve
-from tests.planning_samples import make_plan_of, make_profile, random_instance
+from tests.planning_samples import make_plan_of, make_profile, random_instance, with_split
 
 
 def test_curve_is_piecewise_linear_and_extended_by_its_end_segments() -> None:
@@ -70,8 +70,8 @@ def test_figures_of_one_curve_stay_on_one_line(tmp_path: Path) -> None:
 
 def test_a_hand_written_plan_may_leave_out_what_planning_fills_in(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text(
-        "schema_version = 1\nglobal_batch = 2\nsequence_length = 10\nitems = 4\n"
-        "[[pipelines]]\nmicro_batch = 1\nmicro_batches = 2\n"
+        "schema_version = 2\nglobal_batch = 2\nsequence_length = 10\nitems = 4\n"
+        "[[pipelines]]\nmicro_batch = 1\nsequences = 2\n"
         "stages = [{ ranks = [0], first = 0, last = 2, warm_up = 1 }, "
         "{ ranks = [1], first = 2, last = 4, warm_up = 0 }]\n"
     )
@@ -101,9 +101,23 @@ def test_all_problems_of_a_profile_are_listed_with_file_key_and_value(tmp_path: 
         ("memory_bytes = 10000000", "memory_bytes = -1", "devices[0].memory_bytes = -1: must not be negative"),
         ("rank = 1", "rank = 0", "devices.rank = [0, 0]"),
         ("source = 1\n", "source = 0\n", "missing the link 1 -> 0"),
-        ("schema_version = 1", "schema_version = 9", "version 1"),
+        ("schema_version = 2", "schema_version = 9", "version 2"),
         ("memory_bytes = 10000000", "memory_bytes = 1e7", "without a decimal point"),
         ("[devices.layers.head]", "[devices.layers.tail]", "no times for head"),
+        ("[devices.layers.head]", "[devices.layers.tail]", "devices[0].layers.tail: the model has no such layer"),
+        ("latency_s = 0.0", "latency_s = inf", "latency_s = inf: must be finite"),
+        ("spread = []", "spread = [0.1, 0.2]", "as many as tokens, or none (tokens: 1, spread: 2)"),
+        (
+            "same_host = false",
+            "same_host = true",
+            "links[0] (0 -> 1).same_host = true: the ranks are on host0 and host1",
+        ),
+        ("sample_bytes = []", "sample_bytes = [8]", "links[0] (0 -> 1): sample_bytes and sample_s must be as many"),
+        ("shares_host_memory = false", "shares_host_memory = true", "there is no [[hosts]] table with name = 'host0'"),
+        ("hosts = []", 'hosts = [{ name = "x", memory_bytes = 1, memory_reason = "" }]', "hosts.name = 'x': no device"),
+        ('backend = "cpu"', 'backend = "gpu"', "devices[0].backend = 'gpu': must be cpu, cuda, rocm, xpu or mps"),
+        ('dtype = "fp32"', 'dtype = "float"', "model.dtype = 'float': must be fp32, bf16 or fp16"),
+        ('kind = "head"', 'kind = "block"', "kind = 'block': must be 'head', which begins or ends the chain"),
         ("notes = []", "notes = [", "not a TOML file"),
     ],
 )
@@ -116,6 +130,36 @@ def test_edits_that_make_no_cluster_are_refused(tmp_path: Path, old: str, new: s
     with pytest.raises(UserError) as caught:
         load_profile(path)
     assert expected in str(caught.value)
+
+
+def test_problems_of_every_kind_are_told_at_once(tmp_path: Path) -> None:
+    """A mistyped key hides what ranks and links are, but not that other numbers are impossible."""
+    path = tmp_path / "p.toml"
+    save_profile(make_profile(), path)
+    text = (
+        path.read_text().replace("same_host", "samehost", 1).replace("memory_bytes = 10000000", "memory_bytes = -1", 1)
+    )
+    path.write_text(text.replace("optimizer_fixed_s = 0.0", "optimizer_fixed_s = -1.0", 1))
+    with pytest.raises(UserError) as caught:
+        load_profile(path)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 4 and all(line.startswith(f"{path}: ") for line in lines)
+    assert "links[0].samehost = False: unknown key; did you mean same_host?" in lines[0]
+    assert "memory_bytes = -1: must not be negative" in str(lines)
+    assert "optimizer_fixed_s = -1.0: must not be negative" in str(lines)
+
+
+def test_both_parts_of_a_split_backward_are_given_or_neither(tmp_path: Path) -> None:
+    profile = with_split(make_profile())
+    save_profile(profile, tmp_path / "p.toml")
+    assert load_profile(tmp_path / "p.toml") == profile
+    block = profile.devices[1].layers["block"]
+    half = {**profile.devices[1].layers, "block": replace(block, weight_s=None)}
+    save_profile(
+        replace(profile, devices=(profile.devices[0], replace(profile.devices[1], layers=half))), tmp_path / "p.toml"
+    )
+    with pytest.raises(UserError, match=r"devices\[1\]\.layers\.block: input_s and weight_s are the two parts"):
+        load_profile(tmp_path / "p.toml")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from hetero_mpi.planning.planner import make_plan
 from hetero_mpi.planning.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.remedies import is_packed, is_trained_whole, with_adapters
 from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.room import rescued
 from hetero_mpi.planning.search import Effort, classic, deepen, evaluate, paced
-from hetero_mpi.planning.shortage import rescued
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.tables import rank_classes, stage_bytes
-from tests.planning_samples import SEQUENCE, make_model, make_profile, random_instance
+from tests.planning_samples import SEQUENCE, make_model, make_profile, random_instance, with_split
 
 EQUAL = 1 + 1e-9
 
@@ -81,6 +81,17 @@ def test_smoothing_keeps_unlike_ranks_apart_and_takes_the_least_memory() -> None
     assert calm.devices[0].layers["block"].forward_s.seconds[0] == pytest.approx(1.025)
     assert calm.devices[2].layers == profile.devices[2].layers
     assert smoothed(calm) == calm
+
+
+def test_smoothing_keeps_curves_that_every_rank_has() -> None:
+    profile = with_split(make_profile((1.0, 1.04)))
+    profile = replace(profile, devices=tuple(replace(d, name="one name") for d in profile.devices))
+    times = smoothed(profile).devices[0].layers["block"]
+    assert times.input_s is not None and times.input_s.seconds[0] == pytest.approx(1.02)
+    first = profile.devices[0]
+    layers = {kind: replace(t, input_s=None) for kind, t in first.layers.items()}
+    partly = replace(profile, devices=(replace(first, layers=layers), profile.devices[1]))
+    assert smoothed(partly).devices[1].layers["block"].input_s is None
 
 
 def test_a_plan_for_many_noisy_ranks_is_simulated_with_their_own_figures_and_repeatable() -> None:
@@ -201,7 +212,7 @@ def remedies_of(profile: ClusterProfile, request: PlanRequest) -> tuple[str, lis
 
 
 def test_recompute_adapters_and_four_bits_are_suggested_where_they_help() -> None:
-    request = PlanRequest(8, SEQUENCE, (1,), memory_reserve=0.0)
+    request = PlanRequest(8, SEQUENCE, (1,), schedule="1f1b", memory_reserve=0.0)
     profile = make_profile((1.0, 1.0), make_model(6), memory_bytes=(56_000, 56_000))
     _, lines = remedies_of(profile, request)
     assert any('train.recompute = "auto"' in line for line in lines)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.planning.durations import Durations
 from hetero_mpi.planning.memory import GRADIENT_BYTES, usable_bytes
 from hetero_mpi.planning.plan import PipelinePlan, Plan
-from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile
+from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LayerTimes
 from hetero_mpi.planning.request import PlanRequest
-from hetero_mpi.planning.schedule import Action, Op, stages
+from hetero_mpi.planning.schedule import Action, Op
 
 PIVOTS = 2000
 """The simplex method stops here at the latest; what it has then is still a valid bound."""
@@ -26,23 +28,23 @@ def plan_bound_s(plan: Plan, profile: ClusterProfile) -> float:
 
     A stage s cannot end before the first micro-batch has reached it and it has computed all of them; a stage k before it
     not before the last gradient has then come back: ``sum over j < s (F_j + C_j) + sum over m (F_s + B_s) + sum over
-    k <= j < s (C'_j + B_j)``, with I instead of B where backward is split (and W besides in the stage's own sum). C and C'
-    are the messages from j to j + 1 and back. Its first item's gradients are whole, and can be summed, only then; the
-    longest STEP comes after everything.
+    k <= j < s (C'_j + B_j)``, with I instead of B where backward is split; W counts in the stage's own sum, and of the
+    last micro-batch at k. C and C' are the messages from j to j + 1 and back. A stage's first item can be summed only
+    then; the longest STEP comes after everything.
     """
     costs = Durations(plan, profile)
-    longest = 0.0
-    for index, pipeline in enumerate(plan.pipelines):
-        numbers = [number for number, of, _ in stages(plan) if of == index]
+    longest, number = 0.0, 0
+    for pipeline in plan.pipelines:
+        numbers = range(number, number + len(pipeline.stages))
         for number, end_s in zip(numbers, _ends_s(numbers, pipeline, costs), strict=True):
-            ranks = costs.summed.get(costs.stages[number].first, ())
-            own = costs.stages[number].ranks[0] in ranks
-            summing = costs.of(Action(Op.REDUCE, number, item=costs.stages[number].first))[0] if own else 0.0
+            first = costs.stages[number].first
+            summing = costs.of(Action(Op.REDUCE, number, item=first))[0] if first in costs.summed else 0.0
             longest = max(longest, end_s + summing)
+        number = numbers.stop
     return longest + max(costs.of(Action(Op.STEP, number))[0] for number in range(len(costs.stages)))
 
 
-def _ends_s(numbers: list[int], pipeline: PipelinePlan, costs: Durations) -> list[float]:
+def _ends_s(numbers: Sequence[int], pipeline: PipelinePlan, costs: Durations) -> list[float]:
     """For each stage of a pipeline, a time before which its last backward cannot have ended."""
     count = pipeline.micro_batches
 
@@ -58,32 +60,45 @@ def _ends_s(numbers: list[int], pipeline: PipelinePlan, costs: Durations) -> lis
         weights = sum(seconds(Op.W, number, m) for m in range(count)) if split else 0.0
         ends[s] = max(ends[s], end + weights)
         for k in reversed(range(s)):
-            homeward = Op.I if pipeline.split_backward and k > 0 else Op.B
-            end += seconds(Op.SEND_B, numbers[k + 1], count - 1) + seconds(homeward, numbers[k], count - 1)
-            ends[k] = max(ends[k], end)
+            split = pipeline.split_backward and k > 0
+            end += seconds(Op.SEND_B, numbers[k + 1], count - 1)
+            end += seconds(Op.I if split else Op.B, numbers[k], count - 1)
+            ends[k] = max(ends[k], end + (seconds(Op.W, numbers[k], count - 1) if split else 0.0))
         if s + 1 < len(numbers):
             arrival += seconds(Op.F, number, 0) + seconds(Op.SEND_F, number, 0)
     return ends
 
 
 def fluid_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
-    """Total work over total speed under memory: no single pipeline over these ranks is faster.
+    """Total work over total speed under memory: no plan over these ranks is faster.
 
     Items are taken to be divisible at will among the ranks, messages and the filling of the pipeline to cost nothing;
     every rank holds, per share of an item, its parameters, state and the activations of one micro-batch. The best over
-    the micro-batch choices. Infinite: the model does not fit even so.
+    the micro-batch choices, of every rank by itself where several pipelines may choose differently. Infinite: the model
+    does not fit even so.
     """
-    return min(_fluid_s(profile, request, micro_batch) for micro_batch in request.micro_batch_choices)
+    sizes = sorted(set(request.micro_batch_choices))
+    if request.max_pipelines > 1:
+        return _fluid_s(profile, request, sizes)
+    return min(_fluid_s(profile, request, [micro_batch]) for micro_batch in sizes)
 
 
-def _fluid_s(profile: ClusterProfile, request: PlanRequest, micro_batch: int) -> float:
+def _least_s(times: LayerTimes, tokens: int, request: PlanRequest) -> float:
+    """Forward and backward of one micro-batch, in whichever way the request leaves to choose from."""
+    backward = times.backward_s.at(tokens)
+    may_split = request.schedule == "split" or (request.schedule == "auto" and True in request.split_choices)
+    if may_split and times.input_s is not None and times.weight_s is not None:
+        backward = min(backward, times.input_s.at(tokens) + times.weight_s.at(tokens))
+    return times.forward_s.at(tokens) + backward
+
+
+def _fluid_s(profile: ClusterProfile, request: PlanRequest, micro_batches: Sequence[int]) -> float:
     """The linear program: least T such that every kind of item is dealt out, and no rank works longer than T or holds
     more than it can. Equal ranks share one row: dealing out evenly among them is as good as any other way."""
     devices = usable_devices(profile)
     if not devices:
         return float("inf")
-    tokens = micro_batch * request.sequence_length
-    micro_batches = request.global_batch // micro_batch
+    tokens = min(micro_batches) * request.sequence_length
     kinds = list(dict.fromkeys((layer, place == 0) for place, layer in enumerate(reversed(profile.model.layers))))
     keeps = not any(request.recompute_choices)
     shared = profile.model.tied_bytes // GRADIENT_BYTES if profile.model.tied else 0
@@ -99,8 +114,14 @@ def _fluid_s(profile: ClusterProfile, request: PlanRequest, micro_batch: int) ->
         trained.append(trainable)
     ranks: dict[tuple[float, ...], int] = {}
     for device in devices:
-        curves = [(device.layers[layer.kind].forward_s, device.layers[layer.kind].backward_s) for layer, _ in kinds]
-        compute = [micro_batches * (forward.at(tokens) + backward.at(tokens)) for forward, backward in curves]
+        compute = [
+            request.global_batch
+            * min(
+                _least_s(device.layers[layer.kind], size * request.sequence_length, request) / size
+                for size in micro_batches
+            )
+            for layer, _ in kinds
+        ]
         work = [s + device.optimizer_s_per_parameter * n for s, n in zip(compute, trained, strict=True)]
         row = (*work, float(usable_bytes(device.memory_bytes, request.memory_reserve)))
         ranks[row] = ranks.get(row, 0) + 1
@@ -135,7 +156,7 @@ def pipeline_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
 
 def _pipeline_s(profile: ClusterProfile, request: PlanRequest, micro_batch: int) -> float:
     model, devices = profile.model, usable_devices(profile)
-    fluid = _fluid_s(profile, request, micro_batch)
+    fluid = _fluid_s(profile, request, [micro_batch])
     blocks = model.layers[1:-1]
     if not blocks or not devices or fluid == float("inf"):
         return fluid
@@ -143,7 +164,7 @@ def _pipeline_s(profile: ClusterProfile, request: PlanRequest, micro_batch: int)
     count = request.global_batch // micro_batch
 
     def seconds(device: DeviceProfile, kind: str) -> float:
-        return device.layers[kind].forward_s.at(tokens) + device.layers[kind].backward_s.at(tokens)
+        return _least_s(device.layers[kind], tokens, request)
 
     kinds = {layer.kind for layer in blocks}
     state = model.state_bytes_per_trainable_parameter
@@ -155,8 +176,8 @@ def _pipeline_s(profile: ClusterProfile, request: PlanRequest, micro_batch: int)
         longest += [count * n * shortest for n in range(1, 1 + min(len(blocks), int(room)))]
     whole = sorted(longest)[len(blocks) - 1] if len(longest) >= len(blocks) else float("inf")
     times = [seconds(device, blocks[0].kind) for device in devices]
-    if min(times) <= 0:
-        return max(fluid, whole)
+    if min(times) <= 0 or request.schedule == "split" or True in request.split_choices:
+        return max(fluid, whole)  # weight gradients need not wait for the pipeline to fill
     work = sum(
         min(seconds(device, layer.kind) / block for device, block in zip(devices, times, strict=True))
         for layer in model.layers
@@ -188,19 +209,20 @@ def _deal_out_s(
     rows[-1, kinds : kinds + ranks] = 1.0
     right = np.zeros(len(rows))
     right[-1] = 1.0
-    solution = _simplex(rows, right, np.concatenate([counts, np.zeros(ranks), -usable]))
-    if solution is None:
+    found = simplex(rows, right, np.concatenate([counts, np.zeros(ranks), -usable]))
+    if found is None:
         return float("inf")
+    solution, _ = found
     y, z = np.maximum(solution[kinds : kinds + ranks], 0.0), np.maximum(solution[kinds + ranks :], 0.0)
     y = y / y.sum() if y.sum() > 0 else np.full(ranks, 1.0 / ranks)
     cheapest = (y[:, None] * work + z[:, None] * held[None, :]).min(axis=0)
-    return max(0.0, float(counts @ cheapest - z @ usable) * time_unit)
+    return max(0.0, float((counts @ cheapest - z @ usable) * time_unit))
 
 
-def _simplex(
+def simplex(
     rows: NDArray[np.float64], right: NDArray[np.float64], gain: NDArray[np.float64]
-) -> NDArray[np.float64] | None:
-    """Maximises gain.x where rows.x <= right (right >= 0), x >= 0; None when unbounded.
+) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+    """Maximises gain.x where rows.x <= right (right >= 0), x >= 0: (x, prices of the rows); None when unbounded.
 
     Dantzig's rule (the variable with the most to gain) first, since it needs few pivots; then Bland's, which never cycles.
     """
@@ -229,4 +251,4 @@ def _simplex(
         basis[row] = column
     solution = np.zeros(variables + count)
     solution[basis] = table[:, -1]
-    return solution[:variables]
+    return solution[:variables], -price[variables:-1]

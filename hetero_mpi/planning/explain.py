@@ -2,195 +2,268 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from hetero_mpi.planning.optimum import Optimum, Space, added
-from hetero_mpi.planning.plan import IdleRank, Plan
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning.changes import restricted
+from hetero_mpi.planning.decide import Decision, decide, with_classic_depths
+from hetero_mpi.planning.durations import compute_s
+from hetero_mpi.planning.few import dealt
+from hetero_mpi.planning.optimum import Space, added
+from hetero_mpi.planning.plan import IdleRank, PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.polish import Polisher
 from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Op, stages
-from hetero_mpi.planning.search import ROUNDING, Candidate, Effort, classic, evaluate
-from hetero_mpi.planning.simulator import Simulation, simulate
+from hetero_mpi.planning.search import ROUNDING, Candidate, Effort, evaluate
+from hetero_mpi.planning.simulator import Simulation
+from hetero_mpi.planning.words import describe_items, describe_seconds, ratio
 
 IDLE_EFFORT = 100_000
 """Effort for trying to use the ranks that a plan leaves out."""
-UNTRIED = "the search over many ranks found no faster pipeline with it (not simulated one by one)"
-BUSY = 0.85
-"""From this share of the step on, a rank or link is what limits the plan."""
+SMALL = 6
+"""Up to so many ranks in use, the reasons say what the one that computes least is good for."""
+FEW_RANKS = 12
+"""With more ranks than this, alternatives are not planned one by one."""
+MOST_ACTIONS = 20_000
+"""Of plans with more actions, alternatives are not simulated: it takes longer than planning."""
+UNTRIED = "the search over many ranks found no faster plan with it (not simulated one by one)"
 
 
-def describe_seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{seconds * 1000:.3g} ms"
+@dataclass(frozen=True)
+class Beaten:
+    """Another way to run the step, and how long it would take; None: it does not fit in memory."""
+
+    name: str
+    step_s: float | None
+
+    def sentence(self, best_s: float) -> str:
+        if self.step_s is None:
+            return f"{self.name}: does not fit in memory"
+        if self.step_s <= best_s * (1 + ROUNDING):
+            return f"{self.name}: as fast ({describe_seconds(self.step_s)} per step)"
+        return f"{self.name}: {ratio(self.step_s, best_s):.2f}x slower ({describe_seconds(self.step_s)} per step)"
 
 
-def ratio(numerator: float, denominator: float) -> float:
-    """1 for 0 / 0: a profile edited to zero seconds must not break a sentence."""
-    return numerator / denominator if denominator > 0 else 1.0
+def reasons(
+    decision: Decision, plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: Simulation
+) -> tuple[str, ...]:
+    """Why ``plan``, the decision with figures, is the plan."""
+    lines = [_counts(plan, profile)]
+    lines += [other.sentence(plan.predicted_step_s) for other in beaten(plan, profile, request)]
+    return (*lines, busiest(plan, simulation), *_least(plan, profile, request, simulation), _gap(decision, plan))
 
 
-def describe_bytes(count: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(count) >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} bytes"
+def _least(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: Simulation) -> Iterator[str]:
+    """What the rank that computes least is there for, where the cluster is small: the best plan without it."""
+    used = sorted(simulation.busy_s)
+    if not 2 <= len(used) <= SMALL or not request.allow_idle:
+        return
+    rank = min(used, key=lambda r: (simulation.busy_s[r], r))
+    number, _, stage = next(entry for entry in stages(plan) if rank in entry[2].ranks)
+    held = describe_items(stage.first, stage.last, plan.items)
+    found = decide(restricted(profile, [d.rank for d in profile.devices if d.rank != rank]), request)
+    name = f"rank {rank} ({profile.devices[rank].name}) holds {held} (stage {number}): without it"
+    if found is None:
+        yield f"{name} the model does not fit in memory"
+    else:
+        yield f"{name} the step is {ratio(found.step_s, plan.predicted_step_s) - 1:.1%} longer"
 
 
-def describe_items(first: int, last: int, items: int) -> str:
-    """``embedding + blocks 0-3``."""
-    blocks = range(max(first, 1) - 1, min(last, items - 1) - 1)
-    parts = ["embedding"] if first == 0 else []
-    if len(blocks) == 1:
-        parts.append(f"block {blocks[0]}")
-    elif blocks:
-        parts.append(f"blocks {blocks[0]}-{blocks[-1]}")
-    return " + ".join(parts + (["head"] if last == items else []))
+def _counts(plan: Plan, profile: ClusterProfile) -> str:
+    used = sum(len(pipeline.stages) for pipeline in plan.pipelines)
+    shares = " + ".join(_share(pipeline) for pipeline in plan.pipelines)
+    many = f" in {len(plan.pipelines)} pipelines" if len(plan.pipelines) > 1 else ""
+    return f"{used} of {len(profile.devices)} ranks{many}, {shares} = global batch {plan.global_batch}"
 
 
-def reasons(plan: Plan, found: Optimum, simulation: Simulation) -> tuple[str, ...]:
-    """Why ``plan``, the optimum, is the plan."""
-    space = found.space
-    best = found.best
-    assert best is not None
-    lines = [
-        f"{len(best.order)} of {len(space.profile.devices)} ranks, {best.instance.micro_batches} micro-batches of "
-        f"{best.instance.micro_batch} = global batch {space.request.global_batch}",
-        _single_rank(best, space),
-        _even_split(best),
-        _depth(best),
-        what_limits(plan, space.profile, simulation),
-        _gap(plan, found),
-    ]
-    return tuple(line for line in lines if line)
+def _share(pipeline: PipelinePlan) -> str:
+    return f"{pipeline.micro_batches} micro-batches of {pipeline.micro_batch}"
 
 
-def _single_rank(best: Candidate, space: Space) -> str:
-    """The best plan of one rank, compared."""
-    items = len(space.profile.model.layers)
-    alone: Candidate | None = None
-    for outlook in space.outlooks:
-        for kind in range(len(space.classes)):
-            candidate = evaluate(outlook.instance, (kind,), (0, items))
-            alone = candidate if candidate.beats(alone) else alone
-    if len(best.order) == 1:
-        return ""
-    if alone is None:
-        return "no rank can hold the whole model alone"
-    rank = alone.instance.ranks(alone.order)[0]
-    return f"rank {rank} alone: {_slower(alone.step_s, best.step_s)}"
+def beaten(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[Beaten]:
+    """What else one might have done, planned and simulated likewise: a single rank, an even split, one pipeline, plain 1F1B."""
+    polisher = Polisher(profile, request, 0)
+    actions = sum(4 * len(pipeline.stages) * pipeline.micro_batches for pipeline in plan.pipelines)
+    used = sum(len(pipeline.stages) for pipeline in plan.pipelines)
+    if used > 1:
+        yield _single_rank(profile, request, polisher)
+    if actions > MOST_ACTIONS:
+        return
+    even = _even_split(plan)
+    if even is not None:
+        yield _changed("the same ranks with equally many items each", even, polisher)
+    if used > len(plan.pipelines) and request.max_pipelines >= used and used <= request.global_batch:
+        yield _changed(
+            "every rank by itself, with a share of the batch", _data_parallel(plan, profile, request), polisher
+        )
+    if len(plan.pipelines) > 1:
+        yield from _other_pipelines(plan, profile, request)
+    if request.schedule == "auto" and any(pipeline.split_backward for pipeline in plan.pipelines):
+        whole = tuple(replace(pipeline, split_backward=False) for pipeline in plan.pipelines)
+        yield _changed("backward in one part instead of two", replace(plan, pipelines=whole), polisher)
+    shallow = with_classic_depths(plan)
+    if request.schedule == "auto" and shallow != plan:
+        depths = ", ".join(str([stage.warm_up for stage in pipeline.stages]) for pipeline in plan.pipelines)
+        yield _changed(f"1F1B's own warm-up instead of {depths}", shallow, polisher)
 
 
-def _slower(seconds: float, best_s: float) -> str:
-    if seconds <= best_s * (1 + ROUNDING):
-        return f"as fast ({describe_seconds(seconds)} per step)"
-    return f"{ratio(seconds, best_s):.2f}x slower ({describe_seconds(seconds)} per step)"
+def _changed(name: str, plan: Plan, polisher: Polisher) -> Beaten:
+    fitting = polisher.fitted(plan)
+    return Beaten(name, polisher.step_s(fitting) if fitting is not None else None)
 
 
-def _even_split(best: Candidate) -> str:
-    """The same ranks with equally many items each."""
-    count, items = len(best.order), best.instance.items
-    cuts = tuple(round(i * items / count) for i in range(count + 1))
-    if count == 1 or cuts == best.cuts:
-        return ""
-    even = evaluate(best.instance, best.order, cuts)
-    verdict = "does not fit in memory" if even.step_s == math.inf else _slower(even.step_s, best.step_s)
-    return f"the same ranks with equally many items each: {verdict}"
+def _single_rank(profile: ClusterProfile, request: PlanRequest, polisher: Polisher) -> Beaten:
+    """The best plan of one rank, of each make the first."""
+    items = len(profile.model.layers)
+    makes = {(d.name, d.memory_bytes): d for d in reversed(profile.devices) if profile.model.dtype in d.dtypes}
+    ways = []
+    for device, size in itertools.product(makes.values(), sorted(set(request.micro_batch_choices))):
+        tokens = size * request.sequence_length
+        seconds = sum(compute_s(profile, device, 0, items, tokens, op) for op in (Op.F, Op.B))
+        ways.append((seconds / size, device.rank, size))
+    for _, rank, size in sorted(ways):
+        pipeline = PipelinePlan((StagePlan((rank,), 0, items, 0),), size, request.global_batch)
+        fitting = polisher.fitted(Plan((pipeline,), request.global_batch, request.sequence_length, items))
+        if fitting is not None:
+            return Beaten(f"rank {rank} alone", polisher.step_s(fitting))
+    return Beaten("any one rank alone", None)
 
 
-def _depth(best: Candidate) -> str:
-    shallow = evaluate(best.instance, best.order, best.cuts, classic(len(best.order), best.instance.micro_batches))
-    if shallow.warm_up == best.warm_up:
-        return ""
-    return (
-        f"deeper warm-up {list(best.warm_up)} instead of {list(shallow.warm_up)}, to hide the links: "
-        f"the shallow one is {_slower(shallow.step_s, best.step_s)}"
-    )
+def _even_split(plan: Plan) -> Plan | None:
+    """The same pipelines, every stage with equally many items; None: it is so already."""
+    pipelines = []
+    for pipeline in plan.pipelines:
+        count = len(pipeline.stages)
+        cuts = [round(i * plan.items / count) for i in range(count + 1)]
+        even = tuple(replace(stage, first=cuts[i], last=cuts[i + 1]) for i, stage in enumerate(pipeline.stages))
+        pipelines.append(replace(pipeline, stages=even))
+    changed = replace(plan, pipelines=tuple(pipelines))
+    return None if changed == plan else changed
 
 
-def what_limits(plan: Plan, profile: ClusterProfile, simulation: Simulation | None = None) -> str:
-    """The busiest stage or link, when it is busy nearly all the time; else what keeps all of them waiting.
+def _data_parallel(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan:
+    """A pipeline for every rank in use, with as much of the batch as it is fast."""
+    ranks = sorted(stage.ranks[0] for pipeline in plan.pipelines for stage in pipeline.stages)
+    sizes = sorted(set(request.micro_batch_choices), reverse=True)
+    tokens = sizes[-1] * request.sequence_length
+    devices = [profile.devices[rank] for rank in ranks]
+    seconds = [sum(compute_s(profile, d, 0, plan.items, tokens, op) for op in (Op.F, Op.B)) for d in devices]
+    pipelines = []
+    for rank, units in zip(ranks, dealt(request.global_batch // sizes[-1], seconds), strict=True):
+        share = units * sizes[-1]
+        size = next(size for size in sizes if share % size == 0)
+        pipelines.append(PipelinePlan((StagePlan((rank,), 0, plan.items, 0),), size, share))
+    return replace(plan, pipelines=tuple(pipelines))
 
-    ``simulation``: the plan's, where it is at hand.
-    """
-    result = simulation or simulate(plan, profile)
+
+def _other_pipelines(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[Beaten]:
+    """Equal shares; and one pipeline."""
+    count = len(plan.pipelines)
+    sizes = sorted(set(request.micro_batch_choices), reverse=True)
+    if request.global_batch % count == 0 and len({pipeline.sequences for pipeline in plan.pipelines}) > 1:
+        share = request.global_batch // count
+        possible = [size for size in sizes if share % size == 0]
+        if possible:
+            equal = tuple(replace(pipeline, sequences=share, micro_batch=possible[0]) for pipeline in plan.pipelines)
+            yield _changed("equal shares of the batch", replace(plan, pipelines=equal), Polisher(profile, request, 0))
+    if len(profile.devices) <= FEW_RANKS and request.allow_idle:
+        one = decide(profile, replace(request, max_pipelines=1))
+        yield Beaten(f"one pipeline instead of {count}", one.step_s if one is not None else None)
+
+
+def busiest(plan: Plan, simulation: Simulation) -> str:
+    """The rank that computes most, or the link that is busier still."""
     numbered = stages(plan)
-    rank = max(sorted(result.busy_s), key=lambda r: result.busy_s[r])
+    rank = max(sorted(simulation.busy_s), key=lambda r: simulation.busy_s[r])
     number, _, stage = next(entry for entry in numbered if rank in entry[2].ranks)
     held = describe_items(stage.first, stage.last, plan.items)
-    busiest = (
-        f"stage {number} (rank {rank}: {held}) computes {ratio(result.busy_s[rank], result.step_s):.0%} of the step"
-    )
+    share = ratio(simulation.busy_s[rank], simulation.step_s)
+    text = f"busiest: stage {number} (rank {rank}: {held}) computes {share:.0%} of the step"
     links: dict[tuple[int, int], float] = {}
-    for event in result.events:
+    for event in simulation.events:
         if event.action.op in (Op.SEND_F, Op.SEND_B):
             peer = numbered[event.action.stage + (1 if event.action.op is Op.SEND_F else -1)][2].ranks[0]
             links[event.rank, peer] = links.get((event.rank, peer), 0.0) + event.end_s - event.start_s
     link = max(sorted(links), key=lambda pair: links[pair], default=None)
-    if link is not None and links[link] > result.busy_s[rank] and links[link] >= BUSY * result.step_s:
-        return f"limited by the link {link[0]} -> {link[1]}, busy {links[link] / result.step_s:.0%} of the step"
-    if result.busy_s[rank] >= BUSY * result.step_s:
-        return f"limited by compute: {busiest}"
-    count = max(pipeline.micro_batches for pipeline in plan.pipelines)
-    return (
-        f"limited by filling and draining {len(numbered)} stages with {count} micro-batches: {busiest}, "
-        f"more than any other; a larger global batch would use the ranks better"
-    )
-
-
-def _gap(plan: Plan, found: Optimum) -> str:
-    def over(bound_s: float) -> str:
-        return f"{describe_seconds(bound_s)} (+{max(0.0, ratio(plan.predicted_step_s, bound_s) - 1):.1%})"
-
-    text = f"predicted {describe_seconds(plan.predicted_step_s)}; all ranks always busy: {over(plan.bound_step_s)}"
-    if found.exhaustive:
-        text += f"; no split into whole items can be under {over(found.bound_s)}"
+    if link is not None and links[link] > simulation.busy_s[rank]:
+        text += f"; the link {link[0]} -> {link[1]} is busy {ratio(links[link], simulation.step_s):.0%} of it"
     return text
 
 
-def idle_ranks(best: Candidate, space: Space) -> tuple[IdleRank, ...]:
-    """Every rank that ``best`` leaves out, and why."""
-    used = set(best.instance.ranks(best.order))
-    kinds = {rank: kind for kind, members in enumerate(space.classes) for rank in members}
-    known: dict[int, Candidate | None] = {}
-    effort = Effort(IDLE_EFFORT)
-    result = []
-    for device in space.profile.devices:
-        if device.rank in used:
-            continue
-        if device.rank not in kinds:
-            offered = "/".join(device.dtypes) or "nothing"
-            reason = f"its device does not offer {space.profile.model.dtype} (it offers {offered})"
-        elif len(best.order) == best.instance.items:
-            reason = f"{best.instance.items} items of work, {len(space.profile.devices)} ranks"
-        else:
-            kind = kinds[device.rank]
-            if kind not in known and effort.left > 0:
-                known[kind] = added(best, kind, space, effort)
-            reason = _why_not(device.rank, known[kind], best) if kind in known else UNTRIED
-            if kind in known and known[kind] is None:
-                reason += _with_recompute(best, kind, space)
-        result.append(IdleRank(device.rank, reason))
-    return tuple(result)
+def _gap(decision: Decision, plan: Plan) -> str:
+    more = max(0.0, ratio(plan.predicted_step_s, plan.bound_step_s) - 1)
+    text = f"predicted {describe_seconds(plan.predicted_step_s)}; all ranks always busy: "
+    text += f"{describe_seconds(plan.bound_step_s)} (+{more:.1%})"
+    return f"{text}; every other plan was looked at: none is faster" if decision.proven else text
 
 
-def _with_recompute(best: Candidate, kind: int, space: Space) -> str:
-    """Whether one more rank of class ``kind`` fits when forwards may be repeated, found by planning for it."""
-    if True in space.request.recompute_choices:
-        return ""
-    again = Space(space.profile, replace(space.request, recompute_choices=(False, True)), space.classes)
-    sizes = [outlook.instance.micro_batch for outlook in space.outlooks]
-    instance = again.outlooks[sizes.index(best.instance.micro_batch)].instance
-    larger = added(evaluate(instance, best.order, best.cuts, best.warm_up), kind, again, Effort(IDLE_EFFORT))
-    if larger is None:
-        return ", nor with recompute"
-    return f'; with train.recompute = "auto" it fits: {describe_seconds(larger.step_s)} per step'
+def idle_ranks(decision: Decision, profile: ClusterProfile, request: PlanRequest) -> tuple[IdleRank, ...]:
+    """Every rank that the plan leaves out, and why."""
+    used = [stage.ranks[0] for pipeline in decision.plan.pipelines for stage in pipeline.stages]
+    tried = _Tried(decision, profile, request, used)
+    idle = (device.rank for device in profile.devices if device.rank not in used)
+    return tuple(IdleRank(rank, tried.why_not(rank)) for rank in idle)
 
 
-def _why_not(rank: int, larger: Candidate | None, best: Candidate) -> str:
-    if larger is None:
-        return f"no split that uses rank {rank} too was found to fit in memory"
-    if describe_seconds(larger.step_s) == describe_seconds(best.step_s):
-        return f"using rank {rank} too would not shorten the step ({describe_seconds(best.step_s)} either way)"
-    return (
-        f"using rank {rank} too would take {describe_seconds(larger.step_s)} per step instead of "
-        f"{describe_seconds(best.step_s)}"
-    )
+class _Tried:
+    """Plans with one more rank, one for each kind of rank that idles."""
+
+    def __init__(self, decision: Decision, profile: ClusterProfile, request: PlanRequest, used: list[int]) -> None:
+        self.decision, self.profile, self.request, self.used = decision, profile, request, used
+        self.known: dict[str, str] = {}
+        self.effort = Effort(IDLE_EFFORT)
+
+    def why_not(self, rank: int) -> str:
+        device, model = self.profile.devices[rank], self.profile.model
+        if model.dtype not in device.dtypes:
+            return f"its device does not offer {model.dtype} (it offers {'/'.join(device.dtypes) or 'nothing'})"
+        if len(self.used) >= len(model.layers) * min(self.request.max_pipelines, self.request.global_batch):
+            return f"{len(model.layers)} items of work, {len(self.profile.devices)} ranks"
+        like = repr((device.name, device.host, device.memory_bytes, device.layers))
+        if like not in self.known:
+            self.known[like] = self._tried(rank)
+        return self.known[like].format(rank=rank)
+
+    def _tried(self, rank: int) -> str:
+        with_it = self._with(rank, self.request)
+        if with_it is None:
+            return UNTRIED
+        best_s = self.decision.step_s
+        if with_it == float("inf"):
+            text = "no plan that uses rank {rank} too was found to fit in memory"
+            if True in self.request.recompute_choices:
+                return text
+            again = self._with(rank, replace(self.request, recompute_choices=(False, True)))
+            if again is None or again == float("inf"):
+                return text + ", nor with recompute"
+            return text + f'; with train.recompute = "auto" it fits: {describe_seconds(again)} per step'
+        if describe_seconds(with_it) == describe_seconds(best_s):
+            return f"using rank {{rank}} too would not shorten the step ({describe_seconds(best_s)} either way)"
+        return f"using rank {{rank}} too would take {describe_seconds(with_it)} per step instead of {describe_seconds(best_s)}"
+
+    def _with(self, rank: int, request: PlanRequest) -> float | None:
+        """Step time of the best plan found on the ranks in use and ``rank``; infinite: none fits; None: not tried."""
+        optimum = self.decision.optimum
+        if optimum is not None and optimum.best is not None:
+            return self._added(rank, optimum.best, Space(optimum.space.profile, request, optimum.space.classes))
+        if len(self.used) >= FEW_RANKS:
+            return None
+        smaller = restricted(self.profile, [*sorted(self.used), rank])
+        try:
+            found = decide(smaller, replace(request, allow_idle=False))
+        except UserError:
+            return float("inf")
+        return found.step_s if found is not None else float("inf")
+
+    def _added(self, rank: int, best: Candidate, space: Space) -> float | None:
+        """One more stage somewhere in the pipeline."""
+        if self.effort.left <= 0:
+            return None
+        kind = next(k for k, members in enumerate(space.classes) if rank in members)
+        sizes = [outlook.instance.micro_batch for outlook in space.outlooks]
+        instance = space.outlooks[sizes.index(best.instance.micro_batch)].instance
+        larger = added(evaluate(instance, best.order, best.cuts, best.warm_up), kind, space, self.effort)
+        return larger.step_s if larger is not None else float("inf")

@@ -12,19 +12,21 @@ import re
 from pathlib import Path
 from typing import Any
 
-import tomli
-
+from hetero_mpi import toml
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning import plan as plan_types
 from hetero_mpi.planning import profile as profile_types
 from hetero_mpi.planning.codec import decode, encode, raise_all
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.profile_rules import number_problems, profile_problems
 
 PROFILE_HEADING = """\
 # Profile of a cluster: what every rank and every directed link was measured to do, and the model it was measured with.
 # Edit it to ask "what if?". Seconds end in _s, bytes in _bytes, speeds in _per_s; a message of n bytes takes
-# latency_s + n / bytes_per_s on a link; forward_s and backward_s are seconds per micro-batch of so many tokens.
+# latency_s + n / bytes_per_s on a link. Under a device's layers are seconds per micro-batch of so many tokens: forward_s,
+# backward_s, recompute_s (backward that repeats the forward), input_s and weight_s (backward in two parts). Samples of links
+# and spreads are for the reader. The model's costs are part of the file, so that planning needs nothing else.
 """
 PLAN_HEADING = """\
 # Plan of a run. Stages hold the items [first, last) of the chain embedding = 0, blocks = 1 to items - 2, head = last.
@@ -41,8 +43,13 @@ def profile_to_dict(profile: ClusterProfile) -> dict[str, Any]:
 def profile_from_dict(data: dict[str, Any], where: str = "profile") -> ClusterProfile:
     """Inverse of ``profile_to_dict``. Raises ``UserError`` with all problems."""
     _check_version(data, profile_types.SCHEMA_VERSION, "profile", where)
-    profile = decode(ClusterProfile, data, where)
-    raise_all(where, _profile_problems(profile))
+    problems = number_problems(data)
+    try:
+        profile = decode(ClusterProfile, data, where)
+    except UserError as error:
+        # Whether ranks, links and kinds belong together cannot be said of a file with such problems; its numbers can be judged.
+        raise UserError("\n".join([str(error), *(f"{where}: {problem}" for problem in problems)])) from error
+    raise_all(where, [*problems, *profile_problems(profile)])
     return profile
 
 
@@ -54,7 +61,14 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 def plan_from_dict(data: dict[str, Any], where: str = "plan") -> Plan:
     """Inverse of ``plan_to_dict``. Raises ``UserError`` with all problems."""
     _check_version(data, plan_types.SCHEMA_VERSION, "plan", where)
-    return decode(Plan, {key: value for key, value in data.items() if key != "schema_version"}, where)
+    plan = decode(Plan, {key: value for key, value in data.items() if key != "schema_version"}, where)
+    empty = [] if plan.pipelines else ["pipelines = []: a plan has a pipeline"]
+    for p, pipeline in enumerate(plan.pipelines):
+        empty += [] if pipeline.stages else [f"pipelines[{p}].stages = []: a pipeline has a stage"]
+        for s, stage in enumerate(pipeline.stages):
+            empty += [] if stage.ranks else [f"pipelines[{p}].stages[{s}].ranks = []: a stage is held by a rank"]
+    raise_all(where, empty)
+    return plan
 
 
 def save_profile(profile: ClusterProfile, path: str | os.PathLike[str]) -> None:
@@ -146,10 +160,10 @@ def _write(path: Path, text: str) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomli.loads(path.read_text(encoding="utf-8"))
+        return toml.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the path") from error
-    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (toml.TomlError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a TOML file ({error}); correct it at that place") from error
 
 
@@ -160,38 +174,3 @@ def _check_version(data: Any, expected: int, what: str, where: str) -> None:
             f"{where}: schema_version = {'(missing)' if found is None else found}: "
             f"this program reads {what} files of version {expected}; make the {what} again"
         )
-
-
-def _profile_problems(profile: ClusterProfile) -> list[str]:
-    """What the types cannot say: ranks in order, a link for every pair, times for every kind, no negative figures."""
-    problems = _number_problems(encode(profile), "")
-    ranks = [device.rank for device in profile.devices]
-    if ranks != list(range(len(ranks))) or not ranks:
-        problems.append(f"devices.rank = {ranks}: devices are listed in rank order 0, 1, 2, ...")
-    pairs = [(link.source, link.destination) for link in profile.links]
-    wanted = {(a, b) for a in ranks for b in ranks if a != b}
-    problems += [f"links: missing the link {a} -> {b}" for a, b in sorted(wanted - set(pairs))]
-    problems += [f"links: no such pair of ranks: {a} -> {b}" for a, b in sorted(set(pairs) - wanted)]
-    problems += [f"links: {a} -> {b} given twice" for a, b in sorted({pair for pair in pairs if pairs.count(pair) > 1})]
-    if len(profile.model.layers) < 2:
-        problems.append("model.layers: the chain has at least an embedding and a head")
-    kinds = sorted({layer.kind for layer in profile.model.layers})
-    for device in profile.devices:
-        missing = [kind for kind in kinds if kind not in device.layers]
-        if missing:
-            problems.append(f"devices[{device.rank}].layers: no times for {', '.join(missing)}")
-    return problems
-
-
-def _number_problems(value: Any, path: str) -> list[str]:
-    """No figure of a profile is negative, and every speed is above zero."""
-    if isinstance(value, dict):
-        return [p for key, item in value.items() for p in _number_problems(item, f"{path}.{key}" if path else key)]
-    if isinstance(value, list):
-        return [p for i, item in enumerate(value) for p in _number_problems(item, f"{path}[{i}]")]
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if path.endswith("bytes_per_s") and value <= 0:
-            return [f"{path} = {value}: a speed is above zero"]
-        if value < 0:
-            return [f"{path} = {value}: must not be negative"]
-    return []

@@ -44,7 +44,9 @@ def shared_parameters(model: ModelCost, first: int, last: int) -> int:
 def stage_trainable(model: ModelCost, first: int, last: int) -> int:
     """Distinct trainable parameters of the items [first, last)."""
     trainable = sum(layer.trainable_parameters for layer in model.layers[first:last])
-    return max(0, trainable - shared_parameters(model, first, last))
+    # Where the matrix is frozen, none of what is trained is counted twice.
+    shared = min(shared_parameters(model, first, last), model.layers[0].trainable_parameters)
+    return max(0, trainable - shared)
 
 
 def stage_memory(

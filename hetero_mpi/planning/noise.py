@@ -44,7 +44,7 @@ def smoothed(profile: ClusterProfile, noise: float = NOISE) -> ClusterProfile:
 def _device_groups(profile: ClusterProfile, noise: float) -> list[list[DeviceProfile]]:
     def what(device: DeviceProfile) -> tuple[str, ...]:
         shapes = [(kind, t.forward_s.tokens, t.backward_s.tokens) for kind, t in sorted(device.layers.items())]
-        return device.backend, device.name, repr(device.dtypes), repr(shapes)
+        return device.backend, device.name, repr(device.dtypes), repr(shapes), repr(device.shares_host_memory)
 
     def order(device: DeviceProfile) -> tuple[tuple[str, ...], tuple[float, ...], str]:
         record = {key: value for key, value in encode(device).items() if key not in ("rank", "host", "memory_reason")}
@@ -83,13 +83,23 @@ def _middle(group: list[DeviceProfile]) -> DeviceProfile:
     def curve(curves: list[Curve]) -> Curve:
         return Curve(curves[0].tokens, tuple(median(at) for at in zip(*(c.seconds for c in curves), strict=True)))
 
+    def measured(curves: list[Curve | None]) -> Curve | None:
+        """Of a curve that not every profile has."""
+        known = [one for one in curves if one is not None]
+        alike = len(known) == len(curves) and len({one.tokens for one in known}) == 1
+        return curve(known) if alike else None
+
     first = group[0]
+    times = {kind: [device.layers[kind] for device in group] for kind in sorted(first.layers)}
     layers = {
         kind: LayerTimes(
-            curve([device.layers[kind].forward_s for device in group]),
-            curve([device.layers[kind].backward_s for device in group]),
+            curve([t.forward_s for t in of]),
+            curve([t.backward_s for t in of]),
+            measured([t.recompute_s for t in of]),
+            measured([t.input_s for t in of]),
+            measured([t.weight_s for t in of]),
         )
-        for kind in sorted(first.layers)
+        for kind, of in times.items()
     }
     return replace(
         first,

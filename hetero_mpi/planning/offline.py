@@ -5,14 +5,21 @@ Nothing here is extrapolated: every figure is the simulated step time of a plan 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
+from hetero_mpi.planning.changes import (
+    restricted,
+    with_copy_of,
+    with_faster_links,
+    with_free_links,
+    with_plenty_of_memory,
+)
+from hetero_mpi.planning.decide import decide
 from hetero_mpi.planning.durations import compute_s
 from hetero_mpi.planning.plan import Plan
-from hetero_mpi.planning.planner import make_plan
 from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LinkProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Op, stages
@@ -20,11 +27,13 @@ from hetero_mpi.planning.tables import rank_classes
 
 FASTER = 10
 """What-if lines make a link this many times as fast."""
+NEXT_GBIT = {1.0: 10.0, 2.5: 10.0, 5.0: 10.0, 10.0: 25.0, 25.0: 100.0, 40.0: 100.0, 50.0: 100.0}
+"""Ethernet's usual speeds, and what one would buy next."""
+SHARE_OF_NOMINAL = 0.75
+"""At least so much of its nominal speed reaches the program."""
 MOST_LINKS = 6
 MOST_RANKS = 8
 """What-if lines name no more pairs of ranks, and ranks, than these: the ones that matter most."""
-PLENTY_BYTES = 2**50
-"""More memory than any model needs."""
 NOTABLE = 0.1
 """From this share of the step on, a loss is named as what limits a plan; below it the devices are."""
 
@@ -87,6 +96,8 @@ def losses(plan: Plan, own: Plan, profile: ClusterProfile, request: PlanRequest)
 
 def what_ifs(own: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[WhatIf]:
     """The planner's answers to changes of the cluster; ``own`` is its plan for the cluster as it is."""
+    for name, faster in faster_networks(own, profile):
+        yield _what_if(name, faster, request)
     pairs = link_pairs(own)
     for pair in pairs[:MOST_LINKS]:
         yield _what_if(f"link {pair[0]} - {pair[1]} {FASTER}x faster", with_faster_links(profile, [pair]), request)
@@ -99,7 +110,31 @@ def what_ifs(own: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterat
             yield _what_if(f"without rank {rank} ({profile.devices[rank].name})", restricted(profile, others), request)
     fastest = min(_fit(profile), key=lambda device: (whole_model_s(profile, device), device.rank))
     more = with_copy_of(profile, fastest.rank)
-    yield _what_if(f"a second rank like rank {fastest.rank} ({fastest.name})", more, request)
+    alike = sum(device.name == fastest.name for device in profile.devices)
+    yield _what_if(
+        f"{'a second' if alike == 1 else 'one more'} {fastest.name}, like rank {fastest.rank}", more, request
+    )
+
+
+def faster_networks(plan: Plan, profile: ClusterProfile) -> Iterator[tuple[str, ClusterProfile]]:
+    """What the usual next Ethernet would be, for each that the plan's messages between hosts run over now."""
+    found: dict[float, list[tuple[int, int]]] = {}
+    for link in profile.links:
+        now = ethernet_gbit(link)
+        if now is not None:
+            found.setdefault(now, []).append((link.source, link.destination))
+    used = {pair for a, b in link_pairs(plan) for pair in ((a, b), (b, a))}
+    for now, pairs in sorted(found.items()):
+        after = NEXT_GBIT.get(now)
+        if after is not None and used & set(pairs):
+            ordered = {(min(pair), max(pair)) for pair in pairs}
+            yield f"{after:g} GbE instead of {now:g}", with_faster_links(profile, ordered, after / now, latency=False)
+
+
+def ethernet_gbit(link: LinkProfile) -> float | None:
+    """The Ethernet that a link between hosts looks like by its speed; None: none of the usual ones."""
+    measured = 8 * link.bytes_per_s / 1e9
+    return None if link.same_host else next((g for g in NEXT_GBIT if SHARE_OF_NOMINAL * g <= measured <= g), None)
 
 
 def link_pairs(plan: Plan) -> list[tuple[int, int]]:
@@ -118,66 +153,6 @@ def whole_model_s(profile: ClusterProfile, device: DeviceProfile) -> float:
     return sum(compute_s(profile, device, 0, items, tokens, op) for op in (Op.F, Op.B))
 
 
-def with_faster_links(profile: ClusterProfile, pairs: Collection[tuple[int, int]] | None = None) -> ClusterProfile:
-    """Both directions of ``pairs`` (all by default) with ``FASTER`` times the bandwidth and 1 / ``FASTER`` the latency."""
-
-    def faster(link: LinkProfile) -> LinkProfile:
-        pair = (min(link.source, link.destination), max(link.source, link.destination))
-        if pairs is not None and pair not in pairs:
-            return link
-        return replace(link, latency_s=link.latency_s / FASTER, bytes_per_s=link.bytes_per_s * FASTER)
-
-    return replace(profile, links=tuple(faster(link) for link in profile.links))
-
-
-def with_free_links(profile: ClusterProfile) -> ClusterProfile:
-    """Messages take no time: neither on links nor between devices and their hosts."""
-    devices = tuple(
-        replace(
-            device,
-            copy_latency_s=0.0,
-            device_to_host_bytes_per_s=float("inf"),
-            host_to_device_bytes_per_s=float("inf"),
-        )
-        for device in profile.devices
-    )
-    links = tuple(replace(link, latency_s=0.0, bytes_per_s=float("inf")) for link in profile.links)
-    return replace(profile, devices=devices, links=links)
-
-
-def with_plenty_of_memory(profile: ClusterProfile) -> ClusterProfile:
-    """Nothing is short of memory."""
-    devices = tuple(replace(device, memory_bytes=PLENTY_BYTES) for device in profile.devices)
-    return replace(profile, devices=devices)
-
-
-def restricted(profile: ClusterProfile, ranks: Sequence[int]) -> ClusterProfile:
-    """The cluster of ``ranks`` alone, numbered anew in this order."""
-    new = {rank: number for number, rank in enumerate(ranks)}
-    devices = tuple(replace(profile.devices[rank], rank=new[rank]) for rank in ranks)
-    links = tuple(
-        replace(link, source=new[link.source], destination=new[link.destination])
-        for link in profile.links
-        if link.source in new and link.destination in new
-    )
-    return replace(profile, devices=devices, links=links)
-
-
-def with_copy_of(profile: ClusterProfile, rank: int) -> ClusterProfile:
-    """One more rank like ``rank``, linked to the others as that one is, and to that one by its fastest link."""
-    new = len(profile.devices)
-    out = {link.destination: link for link in profile.links if link.source == rank}
-    into = {link.source: link for link in profile.links if link.destination == rank}
-    none = LinkProfile(rank, rank, 0.0, float("inf"), False)
-    between = max(out.values(), key=lambda link: (link.bytes_per_s, -link.latency_s, link.destination), default=none)
-    links = list(profile.links)
-    for other in range(new):
-        links.append(replace(out.get(other, between), source=new, destination=other))
-        links.append(replace(into.get(other, between), source=other, destination=new))
-    devices = (*profile.devices, replace(profile.devices[rank], rank=new))
-    return replace(profile, devices=devices, links=tuple(links))
-
-
 def _fit(profile: ClusterProfile) -> list[DeviceProfile]:
     """Devices that offer the model's dtype."""
     return [device for device in profile.devices if profile.model.dtype in device.dtypes]
@@ -192,7 +167,10 @@ def _representatives(used: Sequence[int], profile: ClusterProfile) -> list[int]:
 
 
 def _step_s(profile: ClusterProfile, request: PlanRequest) -> float:
-    return make_plan(profile, request).predicted_step_s
+    decision = decide(profile, request)
+    if decision is None:
+        raise UserError("the model does not fit in memory")
+    return decision.step_s
 
 
 def _what_if(change: str, profile: ClusterProfile, request: PlanRequest) -> WhatIf:

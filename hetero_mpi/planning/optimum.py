@@ -22,10 +22,10 @@ from hetero_mpi.planning.search import (
     Order,
     Outlook,
     best_classic,
-    classic,
     deepen,
     evaluate,
     shifted,
+    warm_up_of,
 )
 from hetero_mpi.planning.tables import Instance, rank_classes
 
@@ -55,12 +55,17 @@ class Space:
     profile: ClusterProfile
     request: PlanRequest
     classes: list[list[int]]
+    most_in_flight: int | None = None
+    """Micro-batches in flight to begin with, at most; None: as the classic depths have it."""
 
     @cached_property
     def outlooks(self) -> list[Outlook]:
         """One per micro-batch size, smallest first."""
         sizes = sorted(set(self.request.micro_batch_choices))
-        return [Outlook(Instance(self.profile, self.request, size, self.classes)) for size in sizes]
+        instances = [Instance(self.profile, self.request, size, self.classes) for size in sizes]
+        for instance in instances:
+            instance.most_in_flight = self.most_in_flight
+        return [Outlook(instance) for instance in instances]
 
     @property
     def sizes(self) -> list[int]:
@@ -88,11 +93,12 @@ class Optimum:
 
 def space_of(profile: ClusterProfile, request: PlanRequest) -> Space:
     """Raises ``UserError`` when the request cannot be planned for at all."""
-    _check(profile, request)
+    check(profile, request)
     return Space(profile, request, rank_classes(profile))
 
 
-def _check(profile: ClusterProfile, request: PlanRequest) -> None:
+def check(profile: ClusterProfile, request: PlanRequest) -> None:
+    """Raises ``UserError`` unless the request can be planned for, memory apart."""
     bad = [b for b in request.micro_batch_choices if b < 1 or request.global_batch % b]
     if bad or not request.micro_batch_choices:
         raise UserError(
@@ -103,10 +109,12 @@ def _check(profile: ClusterProfile, request: PlanRequest) -> None:
     if not usable:
         offers = ", ".join(f"rank {device.rank}: {'/'.join(device.dtypes)}" for device in profile.devices)
         raise UserError(f"no rank's device offers the job's dtype {profile.model.dtype} ({offers}); change train.dtype")
-    if not request.allow_idle and len(profile.devices) > min(len(usable), len(profile.model.layers)):
+    most = len(profile.model.layers) * min(request.max_pipelines, request.global_batch)
+    if not request.allow_idle and len(profile.devices) > min(len(usable), most):
         raise UserError(
-            f"plan.allow_idle = false asks for work on all {len(profile.devices)} ranks, but {len(usable)} offer  "
-            f"{profile.model.dtype} and the model has {len(profile.model.layers)} items; start fewer ranks"
+            f"plan.allow_idle = false asks for work on all {len(profile.devices)} ranks, but {len(usable)} offer "
+            f"{profile.model.dtype} and {most} can be given something: a stage holds one of {len(profile.model.layers)} "
+            f"items of the model; start fewer ranks"
         )
 
 
@@ -193,7 +201,7 @@ def on_ranks(ranks: tuple[int, ...], like: Candidate, space: Space, most: int = 
     order = tuple(range(len(ranks)))
     effort = Effort(most)
     bound_s = outlook.bound_s(order)
-    shallow = classic(len(order), outlook.instance.micro_batches)
+    shallow = warm_up_of(outlook.instance, len(order))
     candidate = evaluate(outlook.instance, order, like.cuts, like.warm_up)
     for cuts in dict.fromkeys((like.cuts, outlook.best_cuts(order) if bound_s < math.inf else like.cuts)):
         for warm_up in dict.fromkeys((like.warm_up, shallow)):
@@ -262,7 +270,8 @@ def with_room(candidate: Candidate, space: Space, effort: Effort) -> Candidate:
     best = candidate
     tried = {candidate.cuts}
     for share in (0.0, 0.5, 1.0):
-        if best.step_s <= bound_s * (1 + NEAR) or effort.left <= 0 or len(candidate.order) == 1:
+        given = candidate.instance.request.schedule != "auto"
+        if best.step_s <= bound_s * (1 + NEAR) or effort.left <= 0 or len(candidate.order) == 1 or given:
             break
         pace_s = (bound_s + share * (candidate.step_s - bound_s)) / count
         cuts = Lines(outlook, space.sizes, True, pace_s).cuts_of(candidate.order)

@@ -9,40 +9,36 @@ from dataclasses import replace
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
+from hetero_mpi.planning.decide import decide
 from hetero_mpi.planning.dry_run import validate
-from hetero_mpi.planning.explain import describe_bytes, idle_ranks, reasons, what_limits
+from hetero_mpi.planning.explain import busiest, idle_ranks, reasons
 from hetero_mpi.planning.memory import predict_hosts, predict_memory
-from hetero_mpi.planning.natural import in_natural_order
-from hetero_mpi.planning.optimum import optimise, space_of
+from hetero_mpi.planning.optimum import space_of
 from hetero_mpi.planning.plan import IdleRank, Plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import schedule_of, stages
-from hetero_mpi.planning.shortage import explain_shortage, rescued
+from hetero_mpi.planning.shortage import explain_shortage
 from hetero_mpi.planning.simulator import Simulation, simulate
+from hetero_mpi.planning.words import describe_bytes
 
 
 def make_plan(profile: ClusterProfile, request: PlanRequest) -> Plan:
-    """The fastest single pipeline that fits in memory, by simulated step time; deterministic.
+    """The fastest plan that fits in memory, by simulated step time, with figures and reasons; deterministic.
 
-    Decides which ranks take part and in which order, the items of every stage, the micro-batch size, the warm-up
-    depths and where to recompute. How ranks are numbered changes nothing, unless the request is indifferent to small
-    differences: then ranks stand in their own order where that costs no more (``natural``). Of equally fast plans, the one with
-    fewer ranks is taken. Raises ``UserError`` when nothing fits: what is short by how much, and which changes were found to
-    help.
+    Decides everything that ``exact`` lists: which ranks take part in which pipelines and in which order, shares of the batch,
+    the items of every stage, micro-batches, warm-up depths, splitting and where to recompute. How ranks are numbered changes
+    nothing, unless the request is indifferent to small differences: then ranks stand in their own order where that costs no
+    more (``natural``). Of equally fast plans, the one with fewer ranks is taken. Raises ``UserError`` when nothing fits: what
+    is short by how much, and which changes were found to help.
     """
-    space = space_of(profile, request)
-    found = optimise(space)
-    if found.best is None:
-        rescue = None if found.exhaustive else rescued(space)
-        if rescue is None:
-            raise UserError(explain_shortage(space))
-        found = rescue
-    found = in_natural_order(found, request.indifference)
-    assert found.best is not None
-    simulation = simulate(found.best.plan(), profile)
-    plan = _with_figures(found.best.plan(), profile, request, simulation)
-    return replace(plan, idle=idle_ranks(found.best, found.space), reasons=reasons(plan, found, simulation))
+    decision = decide(profile, request)
+    if decision is None:
+        raise UserError(explain_shortage(space_of(profile, request)))
+    simulation = simulate(decision.plan, profile)
+    plan = _with_figures(decision.plan, profile, request, simulation)
+    idle = idle_ranks(decision, profile, request)
+    return replace(plan, idle=idle, reasons=reasons(decision, plan, profile, request, simulation))
 
 
 def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan:
@@ -59,18 +55,45 @@ def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
     simulation = simulate(plan, profile)
     full = _with_figures(plan, profile, request, simulation)
     short = [m for m in full.memory if m.peak_bytes > m.usable_bytes]
-    if short:
-        lines = [
-            f"plan: rank {m.rank} needs {describe_bytes(m.peak_bytes)} of {describe_bytes(m.usable_bytes)} usable: "
-            f"short by {m.peak_bytes - m.usable_bytes} bytes; give it fewer items or less warm_up"
-            for m in short
-        ]
+    lines = [
+        f"plan: rank {m.rank} needs {describe_bytes(m.peak_bytes)} of {describe_bytes(m.usable_bytes)} usable: "
+        f"short by {m.peak_bytes - m.usable_bytes} bytes; give it fewer items or less warm_up"
+        for m in short
+    ]
+    lines += [
+        f"plan: the ranks of host {host.host} need {describe_bytes(host.peak_bytes)} of its {describe_bytes(host.usable_bytes)} "
+        f"usable: short by {host.peak_bytes - host.usable_bytes} bytes; give them fewer items or less warm_up"
+        for host in full.hosts
+        if host.peak_bytes > host.usable_bytes
+    ]
+    if lines:
         raise UserError("\n".join(lines))
     named = {rank for _, _, stage in stages(plan) for rank in stage.ranks}
     idle = tuple(
         IdleRank(device.rank, "not named in the given plan") for device in profile.devices if device.rank not in named
     )
-    return replace(full, idle=idle, reasons=("given by hand", what_limits(full, profile, simulation)))
+    return replace(full, idle=idle, reasons=("given by hand", busiest(full, simulation)))
+
+
+def differences(plan: Plan, request: PlanRequest) -> list[str]:
+    """What a plan that was given does otherwise than the request would have it; none of it keeps it from being run."""
+    found = []
+    if len(plan.pipelines) > request.max_pipelines:
+        found.append(f"{len(plan.pipelines)} pipelines: the planner was to make {request.max_pipelines} at most")
+    for index, pipeline in enumerate(plan.pipelines):
+        where, choices = f"pipelines[{index}]", ", ".join(map(str, sorted(set(request.micro_batch_choices))))
+        if pipeline.micro_batch not in request.micro_batch_choices:
+            found.append(f"{where}: micro_batch = {pipeline.micro_batch}: the job leaves {choices}")
+        if pipeline.split_backward and True not in request.split_choices:
+            found.append(f"{where}: split_backward = true: the planner was not to split backward")
+        again = [i for i, stage in enumerate(pipeline.stages) if stage.recompute not in request.recompute_choices]
+        if again:
+            stages_text = ", ".join(map(str, again))
+            does = str(pipeline.stages[again[0]].recompute).lower()
+            found.append(
+                f"{where}: recompute = {does} of stages {stages_text}: train.recompute of the job says otherwise"
+            )
+    return found
 
 
 def _with_figures(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: Simulation) -> Plan:

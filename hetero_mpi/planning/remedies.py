@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.cost import LayerCost, ModelCost
-from hetero_mpi.planning.optimum import Space, optimise, space_of
+from hetero_mpi.planning.decide import fits
+from hetero_mpi.planning.optimum import Space
 from hetero_mpi.planning.profile import ClusterProfile, LinkProfile
 from hetero_mpi.planning.request import PlanRequest
 
@@ -63,13 +64,6 @@ def nothing_helps() -> str:
         f"sequences, bf16 where it is offered, LoRA over NF4, no memory reserve, {MORE_RANKS} more ranks like the largest. Use a "
         "smaller model, or ranks with more memory."
     )
-
-
-def fits(profile: ClusterProfile, request: PlanRequest) -> bool:
-    """Does the planner find a plan?"""
-    if not any(profile.model.dtype in device.dtypes for device in profile.devices):
-        return False
-    return optimise(space_of(profile, request)).best is not None
 
 
 def _verified(profile: ClusterProfile, request: PlanRequest, text: str) -> Change | None:

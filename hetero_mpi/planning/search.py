@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hetero_mpi.planning.plan import Plan
-from hetero_mpi.planning.simulator import makespan_s
+from hetero_mpi.planning.simulator import spans_s
 from hetero_mpi.planning.tables import Instance, Table
 
 ROUNDING = 1e-9
@@ -72,6 +72,14 @@ class Effort:
         self.left -= 2 * len(candidate.order) * candidate.instance.micro_batches
 
 
+def warm_up_of(instance: Instance, stages: int) -> tuple[int, ...]:
+    """The depths to begin with: all micro-batches where the request asks for GPipe, else 1F1B's own, as far as allowed."""
+    count, most = instance.micro_batches, instance.most_in_flight
+    if instance.request.schedule == "gpipe":
+        return (count,) * stages
+    return tuple(depth if most is None else min(depth, most - 1) for depth in classic(stages, count))
+
+
 def classic(stages: int, micro_batches: int) -> tuple[int, ...]:
     """1F1B's own warm-up depths, never deeper than there are micro-batches."""
     return tuple(min(stages - 1 - i, micro_batches) for i in range(stages))
@@ -85,8 +93,8 @@ def _depths(instance: Instance, warm_up: Iterable[int]) -> list[int]:
 def evaluate(
     instance: Instance, order: Order, cuts: tuple[int, ...], warm_up: tuple[int, ...] | None = None
 ) -> Candidate:
-    """Simulates one plan; ``warm_up`` is classic by default."""
-    depth = warm_up if warm_up is not None else classic(len(order), instance.micro_batches)
+    """Simulates one plan; ``warm_up`` is ``warm_up_of`` by default."""
+    depth = warm_up if warm_up is not None else warm_up_of(instance, len(order))
     tables = [instance.stage(kind, flying) for kind, flying in zip(order, _depths(instance, depth), strict=True)]
     spans = list(itertools.pairwise(cuts))
     forward = [float(table.forward_s[span]) for table, span in zip(tables, spans, strict=True)]
@@ -96,10 +104,14 @@ def evaluate(
     links = [instance.messages(a, b) for a, b in itertools.pairwise(order)]
     out = [float(link[0][cut]) for link, cut in zip(links, cuts[1:], strict=False)]
     back = [float(link[1][cut]) for link, cut in zip(links, cuts[1:], strict=False)]
-    pipeline_s = makespan_s(forward, backward, out, back, depth, instance.micro_batches)
-    reduce_s = instance.reduce_s(order[0], order[-1]) if len(order) > 1 else 0.0
-    step_s = max(float(instance.step_s[kind][span]) for kind, span in zip(order, spans, strict=True))
-    return Candidate(instance, order, cuts, depth, pipeline_s + reduce_s + step_s)
+    begun, ended = spans_s(forward, backward, out, back, depth, instance.micro_batches)
+    end_s = max(ended)
+    steps = [float(instance.step_s[kind][span]) for kind, span in zip(order, spans, strict=True)]
+    if len(order) > 1:
+        share_s, return_s = instance.tied_s(order[0], order[-1])
+        end_s = max(end_s, begun[-1] + share_s)
+        steps.append(steps[0] + return_s)
+    return Candidate(instance, order, cuts, depth, end_s + max(steps))
 
 
 @dataclass(frozen=True)
@@ -155,14 +167,14 @@ class Outlook:
         return self.known[order]
 
     def compute(self, order: Order) -> Table:
-        """Forward + backward of the first stage of ``order``, at the classic depth of that place."""
-        return self.instance.stage(order[0], min(len(order), self.instance.micro_batches)).total_s
+        """Forward + backward of the first stage of ``order``, at the depth to begin with."""
+        (depth,) = _depths(self.instance, warm_up_of(self.instance, len(order))[:1])
+        return self.instance.stage(order[0], depth).total_s
 
     def bound_s(self, order: Order) -> float:
         """No split over this order is faster at any warm-up (depth takes memory: the classic one is most lenient)."""
         rest = self.remainder(order)
-        reduce_s = self.instance.reduce_s(order[0], order[-1]) if len(order) > 1 else 0.0
-        return float(rest.work_s[0] + reduce_s + rest.step_s[0])
+        return float(rest.work_s[0] + rest.step_s[0])
 
     def best_cuts(self, order: Order) -> tuple[int, ...]:
         """The cuts that attain ``remainder(order).work_s[0]``."""
@@ -251,9 +263,11 @@ def _children(node: Node, outlook: Outlook) -> Iterable[Node]:
         # With k micro-batches in flight, micro-batch m + k sets out only after m has come back.
         rounds = math.ceil(instance.micro_batches / (len(node.order) - place))
         bound = np.maximum(bound, start + rounds * (arrived - start + rest.trip_s))
-    step = np.maximum(node.step_s, instance.step_s[node.order[index]][first])
-    reduce_s = instance.reduce_s(node.order[0], node.order[-1]) if len(node.order) > 1 else 0.0
-    bound = bound + reduce_s + np.maximum(step, rest.step_s)
+    step = instance.step_s[node.order[index]][first]
+    if index == 0 and len(node.order) > 1:
+        step = step + instance.tied_s(node.order[0], node.order[-1])[1]
+    step = np.maximum(node.step_s, step)
+    bound = bound + np.maximum(step, rest.step_s)
     for cut in np.flatnonzero(np.isfinite(bound)):
         yield Node(
             float(bound[cut]),
@@ -271,8 +285,11 @@ def deepen(candidate: Candidate, bound_s: float, effort: Effort) -> Candidate:
     """Deeper warm-up, greedily: the one change that helps most, as long as one helps by more than 0.1 % and fits.
 
     A change is one more micro-batch in flight at one stage, or at that stage and all before it (a stage must not be
-    deeper than the one before). Where looking at all changes is dear, ``paced`` depths are tried first.
+    deeper than the one before). Where looking at all changes is dear, ``paced`` depths are tried first. A schedule given by
+    name leaves nothing to deepen.
     """
+    if candidate.instance.request.schedule != "auto":
+        return candidate
     changes = 2 * (len(candidate.order) - 1)
     cost = changes * 2 * len(candidate.order) * candidate.instance.micro_batches
     if candidate.step_s > bound_s * (1 + WORTHWHILE) and cost > effort.left / ROUNDS:

@@ -6,9 +6,12 @@ Tables are indexed [first, last] by the items a stage would hold; entries with f
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +19,12 @@ from numpy.typing import NDArray
 from hetero_mpi.planning.bounds import usable_devices
 from hetero_mpi.planning.codec import encode
 from hetero_mpi.planning.cost import ModelCost
-from hetero_mpi.planning.durations import optimizer_s, tied_s
+from hetero_mpi.planning.durations import layer_s, optimizer_s, repeated_s, return_s, tied_s
 from hetero_mpi.planning.memory import stage_memory, usable_bytes
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.schedule import Op
 
 Table = NDArray[np.float64]
 
@@ -28,21 +32,27 @@ Table = NDArray[np.float64]
 def rank_classes(profile: ClusterProfile) -> list[list[int]]:
     """The usable ranks in classes of interchangeable ranks, in an order that does not depend on how ranks are numbered.
 
-    Two ranks are interchangeable when their devices are equal and swapping them leaves every link as it is.
+    Two ranks are interchangeable when their devices are equal, swapping them leaves every link as it is, and their hosts
+    set them the same limits: ranks of one host, or each the only one of a host of the same kind.
     """
     ranks = [device.rank for device in usable_devices(profile)]
+    alone = _only_one_of_its_host(profile)
     contents = {}
     for device in usable_devices(profile):
         record = encode(device)
+        host = profile.host(device.rank)
+        limits = None if host is None else (host.memory_bytes, host.shared_nic, alone[device.rank])
         contents[device.rank] = repr(
-            sorted((k, v) for k, v in record.items() if k not in ("rank", "host", "memory_reason"))
+            (limits, sorted((k, v) for k, v in record.items() if k not in ("rank", "host", "memory_reason")))
         )
     links = {(link.source, link.destination): (link.latency_s, link.bytes_per_s) for link in profile.links}
 
     def exchangeable(a: int, b: int) -> bool:
         others = [rank for rank in ranks if rank not in (a, b)]
+        same_host = profile.devices[a].host == profile.devices[b].host
         return (
             contents[a] == contents[b]
+            and (same_host or profile.host(a) is None or (alone[a] and alone[b]))
             and links[a, b] == links[b, a]
             and all(links[a, x] == links[b, x] and links[x, a] == links[x, b] for x in others)
         )
@@ -64,6 +74,11 @@ def rank_classes(profile: ClusterProfile) -> list[list[int]]:
     return classes
 
 
+def _only_one_of_its_host(profile: ClusterProfile) -> dict[int, bool]:
+    hosts = [device.host for device in profile.devices]
+    return {device.rank: hosts.count(device.host) == 1 for device in profile.devices}
+
+
 def _numbered(texts: dict[int, str]) -> dict[int, int]:
     order = {text: i for i, text in enumerate(sorted(set(texts.values())))}
     return {rank: order[text] for rank, text in texts.items()}
@@ -78,6 +93,53 @@ class StageTable:
     """Includes the repeated forward where ``recompute``."""
     total_s: Table
     recompute: NDArray[np.bool_]
+
+
+class Times(NamedTuple):
+    """Seconds of every stage on one device, by what it does."""
+
+    forward_s: Table
+    backward_s: Table
+    repeated_s: Table
+    """What backward takes longer when it repeats the forwards of blocks."""
+    input_s: Table
+    weight_s: Table
+
+
+def rank_usable_bytes(profile: ClusterProfile, rank: int, reserve: float) -> int:
+    """What a plan may use on ``rank``: of a rank that alone computes in its host's memory, no more than that has."""
+    device, host = profile.devices[rank], profile.host(rank)
+    own = usable_bytes(device.memory_bytes, reserve)
+    if (
+        host is None
+        or not device.shares_host_memory
+        or rank in {r for _, group in shared_memories(profile) for r in group}
+    ):
+        return own
+    return min(own, usable_bytes(host.memory_bytes, reserve))
+
+
+def shared_memories(profile: ClusterProfile) -> list[tuple[HostProfile, tuple[int, ...]]]:
+    """The hosts in whose memory more than one rank computes, and these ranks."""
+    found = []
+    for host in profile.hosts:
+        ranks = tuple(d.rank for d in profile.devices if d.host == host.name and d.shares_host_memory)
+        if len(ranks) > 1:
+            found.append((host, ranks))
+    return found
+
+
+def shares_cards(profile: ClusterProfile) -> bool:
+    """May messages between hosts queue for a network card?"""
+    names = {device.host for device in profile.devices}
+    return len(names) > 1 and any(host.shared_nic and host.name in names for host in profile.hosts)
+
+
+def may_split(profile: ClusterProfile, rank: int) -> bool:
+    """Was a split backward measured on ``rank``, for all kinds of layers of the model?"""
+    layers = profile.devices[rank].layers
+    times = [layers[kind] for kind in {layer.kind for layer in profile.model.layers}]
+    return all(t.input_s is not None and t.weight_s is not None for t in times)
 
 
 def alike_stages(model: ModelCost) -> dict[tuple[int, int], Hashable]:
@@ -115,6 +177,16 @@ def stage_bytes(model: ModelCost, tokens: int, recompute: bool) -> tuple[Table, 
     return fixed, per_micro_batch
 
 
+@lru_cache(maxsize=64)
+def deferred_bytes(model: ModelCost, tokens: int) -> Table:
+    """Bytes that every stage keeps of a micro-batch from its input gradients until its weight gradients."""
+    items = len(model.layers)
+    table = np.full((items + 1, items + 1), np.inf)
+    for a, b in itertools.combinations(range(items + 1), 2):
+        table[a, b] = math.ceil(sum(layer.deferred_bytes_per_token for layer in model.layers[a:b]) * tokens)
+    return table
+
+
 class Instance:
     """The tables of one micro-batch size."""
 
@@ -122,6 +194,7 @@ class Instance:
         self, profile: ClusterProfile, request: PlanRequest, micro_batch: int, classes: list[list[int]]
     ) -> None:
         self.profile, self.request, self.classes = profile, request, classes
+        self.most_in_flight: int | None = None
         self.micro_batch = micro_batch
         self.micro_batches = request.global_batch // micro_batch
         self.items = len(profile.model.layers)
@@ -146,13 +219,11 @@ class Instance:
         step_s = {rank: self._optimizer(rank) for rank in set(self.like)}
         self.times = [times[rank] for rank in self.like]
         self.step_s = [step_s[rank] for rank in self.like]
-        self.usable = [
-            usable_bytes(profile.devices[members[0]].memory_bytes, request.memory_reserve) for members in classes
-        ]
+        self.usable = [rank_usable_bytes(profile, members[0], request.memory_reserve) for members in classes]
         # Remembered per instance: the keys are few, the tables are not.
         self.stage_of = lru_cache(maxsize=None)(self._stage)
         self.messages = lru_cache(maxsize=None)(self._messages)
-        self.reduce_s = lru_cache(maxsize=None)(self._reduce_s)
+        self.tied_s = lru_cache(maxsize=None)(self._tied_s)
 
     def stage(self, kind: int, depth: int) -> StageTable:
         """A stage on a rank of class ``kind`` with ``depth`` micro-batches in flight."""
@@ -168,22 +239,30 @@ class Instance:
         needs = [self.need_bytes(depth, choice) for choice in self.memory]
         return np.asarray(np.minimum.reduce(needs) - self.usable[kind])
 
-    def _times(self, rank: int) -> tuple[Table, Table, Table]:
-        """Seconds of forward, backward and repeated forward, added up item by item exactly as ``simulator`` does."""
-        device = self.profile.devices[rank]
-        times = [device.layers[layer.kind] for layer in self.profile.model.layers]
-        forward = [t.forward_s.at(self.tokens) for t in times]
-        backward = [t.backward_s.at(self.tokens) for t in times]
-        again = [0.0, *forward[1:-1], 0.0]
-        parts = ((forward, device.forward_overhead_s), (backward, device.backward_overhead_s), (again, 0.0))
-        tables = []
+    def _times(self, rank: int) -> Times:
+        """Seconds of every stage, added up item by item exactly as ``durations.compute_s`` does."""
+        device, kinds = self.profile.devices[rank], [layer.kind for layer in self.profile.model.layers]
+        inside = set(kinds[1:-1])
+        again = {kind: repeated_s(device.layers[kind], self.tokens) if kind in inside else 0.0 for kind in set(kinds)}
         held = np.triu(np.ones((self.items + 1, self.items + 1), dtype=bool), 1)
-        for seconds, overhead in parts:
+
+        def table(seconds: list[float], overhead: float) -> Table:
             # Row a: zeros, the overhead at a, then the seconds of items a, a + 1, ...: summed in this order.
             summands = np.where(held, np.array([0.0, *seconds]), 0.0)
             np.fill_diagonal(summands, overhead)
-            tables.append(np.where(held, np.cumsum(summands, axis=1), np.inf))
-        return tables[0], tables[1], tables[2]
+            return np.where(held, np.cumsum(summands, axis=1), np.inf)
+
+        def of(op: Op) -> list[float]:
+            known = {kind: layer_s(device.layers[kind], op, self.tokens) for kind in set(kinds)}
+            return [known[kind] for kind in kinds]
+
+        return Times(
+            table(of(Op.F), device.forward_overhead_s),
+            table(of(Op.B), device.backward_overhead_s),
+            table([0.0, *(again[kind] for kind in kinds[1:-1]), 0.0], 0.0),
+            table(of(Op.I), device.backward_overhead_s),
+            table(of(Op.W), 0.0),
+        )
 
     def _optimizer(self, rank: int) -> Table:
         device = self.profile.devices[rank]
@@ -200,7 +279,7 @@ class Instance:
     def _stage(self, rank: int, depth: int) -> StageTable:
         """Recompute only where the stage does not fit without: it never makes a step shorter."""
         kind = self.like.index(rank)
-        forward, backward, repeated = self.times[kind]
+        forward, backward, repeated = self.times[kind][:3]
         fits = {choice: self.need_bytes(depth, choice) <= self.usable[kind] for choice in self.memory}
         nowhere = np.zeros(forward.shape, dtype=bool)
         plain, again = fits.get(False, nowhere), fits.get(True, nowhere)
@@ -222,8 +301,15 @@ class Instance:
         back = {size: self.profile.transfer_s(b, a, size) for size in set(sizes)}
         return np.array([0.0, *(out[s] for s in sizes)]), np.array([0.0, *(back[s] for s in sizes)])
 
-    def _reduce_s(self, kind: int, other: int) -> float:
-        return tied_s(self.profile, *self.pair(kind, other)) if self.profile.model.tied else 0.0
+    def _tied_s(self, kind: int, other: int) -> tuple[float, float]:
+        """Of a tied matrix with the embedding on ``kind`` and the head on ``other``: seconds from the beginning of the head's
+        last backward until its share of the gradient has come to the embedding (negative where there is none), and seconds of
+        the new values' way back."""
+        if not self.profile.model.tied or not self.profile.model.layers[0].trainable_parameters:
+            return -math.inf, 0.0
+        ranks = self.pair(kind, other)
+        whole_s = float(self.times[other].backward_s[self.items - 1, self.items])
+        return whole_s + tied_s(self.profile, *ranks), return_s(self.profile, *ranks)
 
     def ranks(self, order: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks that fill a sequence of classes: of each class, the first ones, in order."""

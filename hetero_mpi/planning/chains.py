@@ -1,0 +1,311 @@
+"""The best pipeline through columns of ranks (``columns``): dynamic programming along a line of columns, then polishing.
+
+A line is an order of all columns; any may be left out. Going backward along it, ``_Best`` holds for every item the least time
+from when the first micro-batch arrives there until everything behind is done:
+
+* ``back_s``: until the last gradient has come back: the larger of ``M a`` and ``a + hop + back_s`` of what follows (M
+  micro-batches, a seconds of forward and backward of one);
+* ``late_s``: how much longer the sums of gradients take. Every stage ends as long before the first one as the last gradient
+  travels: ``late = max(own sums, late of what follows - backward - message)``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetero_mpi.planning.columns import Columns
+from hetero_mpi.planning.fleet import Floats, Indices
+from hetero_mpi.planning.simulator import spans_s
+
+WORTHWHILE = 1e-4
+ALLOWANCES = (0.1, 0.4, 0.8)
+"""Shares of a period by which a gradient may be late, for guessing depths."""
+
+DEEPENING = 60_000
+"""Forwards and backwards that trying depths may simulate."""
+SETTLED, PERIODS = 24, 12
+"""So many micro-batches after the pipeline is full it does the same again and again; so many are looked at then."""
+
+Line = tuple[int, ...]
+Seconds = Sequence[float]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One pipeline of columns, simulated."""
+
+    picks: tuple[int, ...]
+    """The column of each stage."""
+    cuts: tuple[int, ...]
+    warm_up: tuple[int, ...]
+    recompute: tuple[bool, ...]
+    step_s: float
+
+
+@dataclass
+class _Best:
+    """The best end of a pipeline, by the item it begins with. ``depth``: micro-batches in flight at its first stage."""
+
+    back_s: Floats
+    late_s: Floats
+    depth: Indices
+    compute_s: Floats
+    pick: Indices
+    """Index of the first column; -1: nothing follows."""
+    choice: Indices
+    """Index of the ``_Choice`` it was made by."""
+
+
+@dataclass
+class _Choice:
+    column: int
+    last: Indices
+    """By first item: where the stage ends."""
+    following: Indices
+    """By first item: the ``_Choice`` of the next stage."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What every stage costs on one column: seconds, and the most micro-batches in flight without and with recompute."""
+
+    forward_s: Floats
+    backward_s: Floats
+    repeated_s: Floats
+    tail_s: Floats
+    """Of the sums, what the last backward does not hide."""
+    step_s: Floats
+    plain: Floats
+    again: Floats
+
+
+class Chains:
+    """Pipelines through the columns of one layout with ``micro_batches`` micro-batches each."""
+
+    def __init__(self, columns: Columns, micro_batches: int) -> None:
+        self.columns, self.micro_batches = columns, micro_batches
+        self.items = columns.fleet.items
+        self.stages = columns.fleet.stages(float(columns.usable.max()))
+        self.message = np.append(0.0, columns.fleet.message_bytes)
+        self.known: dict[int, _Held] = {}
+
+    def of(self, column: int) -> _Held:
+        if column not in self.known:
+            columns, stages = self.columns, self.stages
+            backward = stages.over(columns.backward_s[column]) + columns.overhead_s[column, 1]
+            sums = columns.sum_s[column]
+            usable = float(columns.usable[column])
+            self.known[column] = _Held(
+                stages.over(columns.forward_s[column]) + columns.overhead_s[column, 0],
+                backward,
+                stages.over(columns.repeated_s[column]),
+                np.maximum(sums[stages.first], stages.over(sums) - backward + backward / stages.count),
+                columns.step_fixed_s[column] + columns.step_per_parameter_s[column] * stages.trainable,
+                stages.deepest(usable, False),
+                stages.deepest(usable, True),
+            )
+        return self.known[column]
+
+    def along(
+        self, line: Line, period_s: float, allowance: float = 0.1
+    ) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
+        """(estimated seconds, picks, cuts) of the best pipeline along ``line``; infinite: none fits.
+
+        ``period_s``: the pace hoped for, from which depths are guessed; infinite: 1F1B's own.
+        """
+        count = self.items + 1
+        nothing = np.full(count, np.inf)
+        nothing[self.items] = 0.0
+        nobody = np.full(count, -1)
+        best = _Best(nothing, np.zeros(count), np.zeros(count, dtype=np.int64), np.zeros(count), nobody, nobody.copy())
+        choices: list[_Choice] = []
+        for column in reversed(line):
+            best = self._one_more(column, best, choices, period_s, allowance)
+        value = float(best.back_s[0] + best.late_s[0])
+        if value == math.inf:
+            return math.inf, (), ()
+        picks, cuts, index = [], [0], int(best.choice[0])
+        while index >= 0:
+            choice = choices[index]
+            picks.append(choice.column)
+            first = cuts[-1]
+            cuts.append(int(choice.last[first]))
+            index = int(choice.following[first])
+        return value, tuple(picks), tuple(cuts)
+
+    def _one_more(self, column: int, best: _Best, choices: list[_Choice], period_s: float, allowance: float) -> _Best:
+        """``best``, or with ``column`` in front of it where that is better."""
+        columns, last, held = self.columns, self.stages.last, self.of(column)
+        follows = best.pick >= 0
+        ways = columns.latency_s[column, best.pick] + self.message * columns.per_byte_s[column, best.pick]
+        returns = columns.latency_s[best.pick, column] + self.message * columns.per_byte_s[best.pick, column]
+        returns = np.where(follows, returns, 0.0)
+        hop = np.where(follows, ways, 0.0) + returns
+        deeper = np.maximum(1, np.ceil((best.compute_s + hop) / period_s + allowance - 1e-9)).astype(np.int64)
+        flying = np.minimum(np.where(follows, best.depth + deeper, 1), self.micro_batches)[last]
+        compute = held.forward_s + held.backward_s
+        again = np.where(flying <= held.again, compute + held.repeated_s, np.inf)
+        compute = np.where(flying <= held.plain, compute, again)
+        queue = np.where(follows, np.maximum(ways, returns) * self.micro_batches, 0.0)
+        back = np.maximum(self.micro_batches * compute, compute + np.maximum(queue, hop + best.back_s)[last])
+        late = np.maximum(held.tail_s, (best.late_s - returns)[last] - held.backward_s)
+        value = np.where(self.stages.inside, back + late, np.inf)
+        chosen = value.argmin(axis=1)
+        rows = np.arange(self.items + 1)
+        better = value[rows, chosen] < (best.back_s + best.late_s) * (1 - 1e-9)
+        ends = last[rows, chosen]
+        choices.append(_Choice(column, ends, best.choice[ends]))
+        return _Best(
+            np.where(better, back[rows, chosen], best.back_s),
+            np.where(better, late[rows, chosen], best.late_s),
+            np.where(better, flying[rows, chosen], best.depth),
+            np.where(better, compute[rows, chosen], best.compute_s),
+            np.where(better, column, best.pick),
+            np.where(better, len(choices) - 1, best.choice),
+        )
+
+    def evaluate(self, picks: Sequence[int], cuts: Sequence[int], warm_up: Sequence[int]) -> Chain:
+        """Simulates one pipeline; forwards are repeated where memory asks for it. Infinite: it does not fit."""
+        columns = self.columns
+        forward, backward, tails, steps, recompute = [], [], [], [], []
+        for place, column in enumerate(picks):
+            first, n = cuts[place], cuts[place + 1] - cuts[place] - 1
+            flying = min(warm_up[place] + 1, self.micro_batches)
+            choice = self._recompute(column, first, n, flying)
+            if choice is None:
+                return Chain(tuple(picks), tuple(cuts), tuple(warm_up), (), math.inf)
+            held = self.of(column)
+            recompute.append(choice)
+            forward.append(float(held.forward_s[first, n]))
+            backward.append(float(held.backward_s[first, n]) + (float(held.repeated_s[first, n]) if choice else 0.0))
+            steps.append(float(held.step_s[first, n]))
+        out, home = [], []
+        for (a, b), cut in zip(itertools.pairwise(picks), cuts[1:], strict=False):
+            size = float(columns.fleet.message_bytes[cut - 1])
+            out.append(float(columns.latency_s[a, b] + size * columns.per_byte_s[a, b]))
+            home.append(float(columns.latency_s[b, a] + size * columns.per_byte_s[b, a]))
+        begun, ends = _spans_s((forward, backward, out, home), warm_up, self.micro_batches)
+        tails = [
+            columns.summed_s(column, cuts[i], cuts[i + 1], begun[i], ends[i], recompute[i])
+            for i, column in enumerate(picks)
+        ]
+        return Chain(tuple(picks), tuple(cuts), tuple(warm_up), tuple(recompute), max(*ends, *tails) + max(steps))
+
+    def _recompute(self, column: int, first: int, n: int, flying: int) -> bool | None:
+        """Whether a stage of n + 1 items must repeat its forwards; None: it does not fit."""
+        if n >= self.stages.longest:
+            return None
+        held = self.of(column)
+        return False if flying <= held.plain[first, n] else True if flying <= held.again[first, n] else None
+
+    def deepened(self, chain: Chain) -> Chain:
+        """The best of several depths: 1F1B's own, and such that gradients are back in time (``search.paced``), as far as
+        memory goes without or with repeating forwards. Fewer of them where one simulation is dear."""
+        looks = max(2, DEEPENING // (2 * len(chain.picks) * self.micro_batches))
+        best = self.evaluate(chain.picks, chain.cuts, _classic(len(chain.picks), self.micro_batches))
+        for allowance, recompute in itertools.product(ALLOWANCES, (False, True)):
+            warm_up = self.paced(chain.picks, chain.cuts, allowance, recompute)
+            if warm_up is not None and warm_up != best.warm_up and looks > 0:
+                looks -= 1
+                best = _better(best, self.evaluate(chain.picks, chain.cuts, warm_up))
+        return best
+
+    def paced(
+        self, picks: Sequence[int], cuts: Sequence[int], allowance: float, recompute: bool
+    ) -> tuple[int, ...] | None:
+        """Depths at which gradients are back in time at the pace of the slowest stage; None: classic depth does not fit."""
+        columns, count = self.columns, len(picks)
+        compute, base = [], []
+        for place, column in enumerate(picks):
+            first, n = cuts[place], cuts[place + 1] - cuts[place] - 1
+            choice = self._recompute(column, first, n, min(count - place, self.micro_batches))
+            if choice is None:
+                return None
+            held = self.of(column)
+            base.append(choice)
+            again = held.repeated_s[first, n] if choice else 0.0
+            compute.append(float(held.forward_s[first, n] + held.backward_s[first, n] + again))
+        hops = []
+        for (a, b), cut in zip(itertools.pairwise(picks), cuts[1:], strict=False):
+            size = float(columns.fleet.message_bytes[cut - 1])
+            hops.append(
+                float(columns.latency_s[a, b] + columns.latency_s[b, a])
+                + size * float(columns.per_byte_s[a, b] + columns.per_byte_s[b, a])
+            )
+        period = max(max(compute), *(hop / 2 for hop in hops), 1e-12)
+        wanted = [0]
+        for after, hop in zip(reversed(compute[1:]), reversed(hops), strict=True):
+            wanted.insert(0, wanted[0] + max(1, math.ceil((after + hop) / period + allowance - 1e-9)))
+        shallow = _classic(count, self.micro_batches)
+        warm_up: list[int] = []
+        for place, column in enumerate(picks):
+            first, n = cuts[place], cuts[place + 1] - cuts[place] - 1
+            depth = min(wanted[place], self.micro_batches - 1)
+            depth = max(min(depth, warm_up[-1] - 1), shallow[place]) if warm_up else max(depth, shallow[place])
+            while depth > shallow[place]:
+                choice = self._recompute(column, first, n, depth + 1)
+                if choice is not None and (recompute or choice == base[place]):
+                    break
+                depth -= 1
+            warm_up.append(depth)
+        return tuple(warm_up)
+
+    def polished(self, chain: Chain, looks: int) -> Chain:
+        """Cuts moved by one item, depths changed by one, as long as that helps; at most ``looks`` simulations."""
+        improved = True
+        while improved and looks > 0:
+            improved = False
+            for changed in self._near(chain):
+                looks -= 1
+                if changed.step_s < chain.step_s * (1 - WORTHWHILE):
+                    chain, improved = changed, True
+                    break
+                if looks <= 0:
+                    break
+        return chain
+
+    def _near(self, chain: Chain) -> Iterator[Chain]:
+        """Chains one change away."""
+        for place in range(1, len(chain.picks)):
+            for by in (-1, 1):
+                cut = chain.cuts[place] + by
+                if chain.cuts[place - 1] < cut < chain.cuts[place + 1]:
+                    cuts = (*chain.cuts[:place], cut, *chain.cuts[place + 1 :])
+                    yield self.evaluate(chain.picks, cuts, chain.warm_up)
+        for place, depth in enumerate(chain.warm_up[:-1]):
+            wanted = [depth - 1, depth + 1]
+            if chain.recompute[place]:
+                first, n = chain.cuts[place], chain.cuts[place + 1] - chain.cuts[place] - 1
+                wanted.append(int(self.of(chain.picks[place]).plain[first, n]) - 1)
+            for other in wanted:
+                if 0 <= other < self.micro_batches:
+                    # No stage may be deeper than one before it.
+                    before = (max(d, other) for d in chain.warm_up[:place])
+                    after = (min(d, other) for d in chain.warm_up[place + 1 :])
+                    yield self.evaluate(chain.picks, chain.cuts, (*before, other, *after))
+
+
+def _spans_s(
+    times: tuple[Seconds, Seconds, Seconds, Seconds], warm_up: Sequence[int], micro_batches: int
+) -> tuple[list[float], list[float]]:
+    """``simulator.spans_s``; of very many micro-batches the first ones are simulated and the rest go on as these end."""
+    full = max(warm_up) + SETTLED
+    if full + PERIODS > micro_batches // 2:
+        return spans_s(*times, warm_up, micro_batches)
+    before, after = (spans_s(*times, warm_up, count) for count in (full, full + PERIODS))
+    more = (micro_batches - full) / PERIODS
+    begun, ends = ([a + more * (b - a) for a, b in zip(*both, strict=True)] for both in zip(before, after, strict=True))
+    return begun, ends
+
+
+def _classic(count: int, micro_batches: int) -> tuple[int, ...]:
+    return tuple(min(count - 1 - i, micro_batches) for i in range(count))
+
+
+def _better(a: Chain, b: Chain) -> Chain:
+    return b if b.step_s < a.step_s * (1 - WORTHWHILE) else a

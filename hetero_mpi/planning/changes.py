@@ -1,0 +1,80 @@
+"""Clusters a little different from the one that was measured: fewer ranks, more, other links, more memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from hetero_mpi.planning.profile import ClusterProfile, LinkProfile
+
+PLENTY_BYTES = 2**50
+"""More memory than any model needs."""
+
+
+def with_faster_links(
+    profile: ClusterProfile,
+    pairs: Collection[tuple[int, int]] | None = None,
+    times: float = 10,
+    latency: bool = True,
+) -> ClusterProfile:
+    """Both directions of ``pairs`` (all by default) with ``times`` the bandwidth and, if ``latency``, 1 / ``times`` of that."""
+
+    def faster(link: LinkProfile) -> LinkProfile:
+        pair = (min(link.source, link.destination), max(link.source, link.destination))
+        if pairs is not None and pair not in pairs:
+            return link
+        shorter = link.latency_s / times if latency else link.latency_s
+        return replace(link, latency_s=shorter, bytes_per_s=link.bytes_per_s * times)
+
+    return replace(profile, links=tuple(faster(link) for link in profile.links))
+
+
+def with_free_links(profile: ClusterProfile) -> ClusterProfile:
+    """Messages take no time: neither on links nor on cards nor between devices and their hosts."""
+    devices = tuple(
+        replace(
+            device,
+            copy_latency_s=0.0,
+            device_to_host_bytes_per_s=float("inf"),
+            host_to_device_bytes_per_s=float("inf"),
+        )
+        for device in profile.devices
+    )
+    links = tuple(replace(link, latency_s=0.0, bytes_per_s=float("inf")) for link in profile.links)
+    hosts = tuple(replace(host, shared_nic=False) for host in profile.hosts)
+    return replace(profile, devices=devices, links=links, hosts=hosts)
+
+
+def with_plenty_of_memory(profile: ClusterProfile) -> ClusterProfile:
+    """Nothing is short of memory."""
+    devices = tuple(replace(device, memory_bytes=PLENTY_BYTES) for device in profile.devices)
+    hosts = tuple(replace(host, memory_bytes=PLENTY_BYTES) for host in profile.hosts)
+    return replace(profile, devices=devices, hosts=hosts)
+
+
+def restricted(profile: ClusterProfile, ranks: Sequence[int]) -> ClusterProfile:
+    """The cluster of ``ranks`` alone, numbered anew in this order."""
+    new = {rank: number for number, rank in enumerate(ranks)}
+    devices = tuple(replace(profile.devices[rank], rank=new[rank]) for rank in ranks)
+    links = tuple(
+        replace(link, source=new[link.source], destination=new[link.destination])
+        for link in profile.links
+        if link.source in new and link.destination in new
+    )
+    return replace(profile, devices=devices, links=links)
+
+
+def with_copy_of(profile: ClusterProfile, rank: int) -> ClusterProfile:
+    """One more rank like ``rank``, linked to the others as that one is, and to that one by its fastest link."""
+    new = len(profile.devices)
+    out = {link.destination: link for link in profile.links if link.source == rank}
+    into = {link.source: link for link in profile.links if link.destination == rank}
+    none = LinkProfile(rank, rank, 0.0, float("inf"), False)
+    between = max(out.values(), key=lambda link: (link.bytes_per_s, -link.latency_s, link.destination), default=none)
+    links = list(profile.links)
+    for other in range(new):
+        here = profile.devices[other].host == profile.devices[rank].host
+        links.append(replace(out.get(other, between), source=new, destination=other, same_host=here))
+        links.append(replace(into.get(other, between), source=other, destination=new, same_host=here))
+    devices = (*profile.devices, replace(profile.devices[rank], rank=new))
+    return replace(profile, devices=devices, links=tuple(links))

@@ -1,0 +1,177 @@
+"""Which plan it is: the exact search where the instance is small, else the best that several searches find.
+
+``planner.make_plan`` adds figures and reasons to the answer; whoever only wants to know how long a step would take on a
+changed cluster asks here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning import few, pipelines
+from hetero_mpi.planning.exact import Exact
+from hetero_mpi.planning.natural import in_natural_order, preferred
+from hetero_mpi.planning.optimum import Optimum, check, optimise, space_of
+from hetero_mpi.planning.plan import Plan
+from hetero_mpi.planning.polish import Polisher
+from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.room import closest, few_classes, rescued, with_hosts_divided
+from hetero_mpi.planning.tables import may_split, rank_classes
+from hetero_mpi.planning.variants import depths_of
+
+POLISH_EFFORT = 60_000
+"""Simulated actions that may be spent on making a plan better as a whole."""
+LARGE = 32
+"""With more ranks than this, and several pipelines allowed, ``pipelines`` is asked alone."""
+MANY_RANKS = 12
+"""With more ranks than this a plan is not polished: its searches see enough, and one simulation is dear."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A plan without figures."""
+
+    plan: Plan
+    step_s: float
+    """Simulated."""
+    proven: bool
+    """No plan of the finite set that ``exact`` describes is faster (but for the request's indifference)."""
+    optimum: Optimum | None = None
+    """What the search over single pipelines found, where the plan came of it."""
+
+
+def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
+    """The fastest plan that fits, by simulated step time; None: nothing fits. Deterministic.
+
+    Raises ``UserError`` when the request cannot be planned for at all.
+    """
+    check(profile, request)
+    if request.schedule == "split" and not any(may_split(profile, device.rank) for device in profile.devices):
+        raise UserError(
+            'schedule = "split": the profile has no times of a backward in two parts (input_s and weight_s of every kind '
+            "of layer), which are measured where all weights are trained; profile again, or use another schedule"
+        )
+    if len(profile.devices) > LARGE and request.max_pipelines > 1 and request.schedule == "auto":
+        found = pipelines.several(profile, request, fewest=1)
+        return Decision(found, found.predicted_step_s, False) if found is not None else _searched(profile, request)
+    exact = Exact(profile, request, rank_classes(profile), request.indifference)
+    if not exact.is_small():
+        return _searched(profile, request)
+    best = exact.solve()
+    if exact.is_proven and not best:
+        return None
+    proven = Decision(*preferred(exact, best), exact.is_proven) if best else None
+    if exact.is_proven:
+        return proven
+    other = _searched(profile, request)
+    return min((one for one in (proven, other) if one is not None), key=lambda one: one.step_s, default=None)
+
+
+def fits(profile: ClusterProfile, request: PlanRequest) -> bool:
+    """Is there a plan? Quicker to answer than which."""
+    if not any(profile.model.dtype in device.dtypes for device in profile.devices):
+        return False
+    smallest = (min(request.micro_batch_choices),)
+    request = replace(request, max_pipelines=1, micro_batch_choices=smallest)  # whatever fits, fits so
+    exact = Exact(profile, request, rank_classes(profile))
+    if exact.is_small():
+        return bool(exact.solve())
+    spaces = (few_classes(space_of(divided, request)) for divided in with_hosts_divided(profile))
+    return any(closest(space).shortage_bytes <= 0 for space in spaces)
+
+
+def _searched(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
+    """The best that several searches find, made better as a whole."""
+    found: list[Decision] = []
+    polisher = Polisher(profile, request, POLISH_EFFORT)
+    for plan, optimum in _candidates(profile, request):
+        fitting = polisher.fitted(plan)
+        if fitting is not None:
+            found.append(Decision(fitting, polisher.step_s(fitting), False, optimum))
+    if not found:
+        return None
+    best = found[0]
+    for other in found[1:]:
+        best = other if other.step_s < best.step_s * (1 - request.indifference) else best
+    if len(profile.devices) > MANY_RANKS:
+        return best
+    for start in _starts(best.plan, profile, request):
+        polisher = Polisher(profile, request, POLISH_EFFORT)
+        fitting = polisher.fitted(start)
+        if fitting is not None:
+            plan, step_s = polisher.polished(fitting)
+            best = replace(best, plan=plan, step_s=step_s) if step_s < best.step_s else best
+    return best
+
+
+def _starts(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[Plan]:
+    """``plan``, and with backward split (or not), since the cuts that suit one do not suit the other."""
+    yield plan
+    if len(set(request.split_choices)) < 2 or request.schedule != "auto":
+        return
+    pipelines_ = [
+        replace(pipeline, split_backward=not pipeline.split_backward)
+        if len(pipeline.stages) > 1 and all(may_split(profile, stage.ranks[0]) for stage in pipeline.stages)
+        else pipeline
+        for pipeline in plan.pipelines
+    ]
+    if tuple(pipelines_) != plan.pipelines:
+        toggled = replace(plan, pipelines=tuple(pipelines_))
+        yield toggled
+        yield with_classic_depths(toggled)
+
+
+def with_classic_depths(plan: Plan) -> Plan:
+    """Every stage as many micro-batches ahead as stages follow it."""
+    pipelines_ = []
+    for pipeline in plan.pipelines:
+        (warm_up,) = depths_of("1f1b", len(pipeline.stages), pipeline.micro_batches - 1)
+        stages = tuple(replace(stage, warm_up=depth) for stage, depth in zip(pipeline.stages, warm_up, strict=True))
+        pipelines_.append(replace(pipeline, stages=stages))
+    return replace(plan, pipelines=tuple(pipelines_))
+
+
+def _candidates(profile: ClusterProfile, request: PlanRequest) -> Iterator[tuple[Plan, Optimum | None]]:
+    space = space_of(profile, request)
+    if request.allow_idle or sum(space.sizes) <= len(profile.model.layers):
+        for divided in with_hosts_divided(profile):
+            found = _one_pipeline(divided, request)
+            if found.best is not None:
+                found = in_natural_order(found, request.indifference)
+                assert found.best is not None
+                yield _scheduled(found.best.plan(), request), found
+    if request.max_pipelines > 1:
+        together = few.several(space, Polisher(profile, request, POLISH_EFFORT))
+        if together is not None:
+            yield _scheduled(together[0], request), None
+        else:
+            plan = pipelines.several(profile, request)
+            if plan is not None:
+                yield _scheduled(plan, request), None
+
+
+def _one_pipeline(profile: ClusterProfile, request: PlanRequest) -> Optimum:
+    """The best single pipeline found: from classic depths where these fit, else from shallower ones."""
+    space = space_of(profile, request)
+    found = optimise(space)
+    if found.best is None and request.schedule == "auto":
+        shallow = [optimise(replace(space, most_in_flight=most)) for most in (1, 2)]
+        fitting = [one for one in shallow if one.best is not None]
+        found = min(fitting, key=lambda one: one.best.step_s if one.best else 0.0, default=found)
+    return found if found.best is not None else rescued(space) or found
+
+
+def _scheduled(plan: Plan, request: PlanRequest) -> Plan:
+    """``plan`` with the depths and the splitting that the request leaves no choice about."""
+    changed = []
+    for pipeline in plan.pipelines:
+        stages = pipeline.stages
+        if request.schedule != "auto":
+            (warm_up,) = depths_of(request.schedule, len(stages), pipeline.micro_batches)
+            stages = tuple(replace(stage, warm_up=depth) for stage, depth in zip(stages, warm_up, strict=True))
+        always = request.schedule == "split" or (request.schedule == "auto" and False not in request.split_choices)
+        changed.append(replace(pipeline, stages=stages, split_backward=always and len(stages) > 1))
+    return replace(plan, pipelines=tuple(changed))

@@ -1,0 +1,191 @@
+"""All usable ranks of a cluster as arrays, at one micro-batch size: what a search over hundreds of ranks looks at.
+
+Times are tabulated per rank and item, links per pair of *places*: a rank is a place of its own in small clusters; in
+large ones a host is, since millions of pairs of ranks say no more than tens of thousands of pairs of hosts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_mpi.planning.bounds import usable_devices
+from hetero_mpi.planning.durations import repeated_s, summed_bytes
+from hetero_mpi.planning.memory import stage_trainable
+from hetero_mpi.planning.noise import NOISE
+from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.tables import rank_usable_bytes, stage_bytes
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
+
+FEW = 128
+"""Up to so many ranks every pair of ranks has its own link; beyond, every pair of hosts."""
+
+
+class Fleet:
+    """Ranks are counted as in ``devices``, which leaves out those without the model's dtype."""
+
+    def __init__(
+        self, profile: ClusterProfile, request: PlanRequest, micro_batch: int, like: Fleet | None = None
+    ) -> None:
+        """``like``: a fleet of the same ranks, whose links need not be looked up again."""
+        self.profile, self.request, self.micro_batch = profile, request, micro_batch
+        self.model = profile.model
+        self.items = len(profile.model.layers)
+        self.tokens = micro_batch * request.sequence_length
+        self.devices = usable_devices(profile)
+        names = list(dict.fromkeys(device.host for device in self.devices))
+        self.host: Indices = np.array([names.index(device.host) for device in self.devices])
+        self.usable: Floats = np.array(
+            [float(rank_usable_bytes(profile, device.rank, request.memory_reserve)) for device in self.devices]
+        )
+        self._stages: dict[int, Stages] = {}
+        self._tabulate()
+        self._linked: tuple[Indices, Floats, Floats] = self._links() if like is None else like._linked
+        self.place, self.latency_s, self.per_byte_s = self._linked
+        layers = profile.model.layers
+        self.message_bytes: Floats = np.array([float(x.boundary_bytes_per_token * self.tokens) for x in layers])
+        self.summed_bytes: Floats = np.array([float(summed_bytes(profile.model, i)) for i in range(self.items)])
+
+    def _tabulate(self) -> None:
+        """Seconds [rank, item] of forward, backward and the forward that backward repeats."""
+        kinds = list(dict.fromkeys(layer.kind for layer in self.model.layers))
+        place = np.array([kinds.index(layer.kind) for layer in self.model.layers])
+        times = np.array(
+            [
+                [
+                    (t.forward_s.at(self.tokens), t.backward_s.at(self.tokens), repeated_s(t, self.tokens))
+                    for t in (device.layers[kind] for kind in kinds)
+                ]
+                for device in self.devices
+            ]
+        )
+        self.forward_s: Floats = times[:, place, 0]
+        self.backward_s: Floats = times[:, place, 1]
+        self.repeated_s: Floats = times[:, place, 2].copy()
+        self.repeated_s[:, [0, -1]] = 0.0
+        self.overhead_s: Floats = np.array([(d.forward_overhead_s, d.backward_overhead_s) for d in self.devices])
+        self.step_fixed_s: Floats = np.array([d.optimizer_fixed_s for d in self.devices])
+        self.step_per_parameter_s: Floats = np.array([d.optimizer_s_per_parameter for d in self.devices])
+
+    def _links(self) -> tuple[Indices, Floats, Floats]:
+        """(place of every rank; latency, seconds per byte of the way from place to place, copies at both ends included)."""
+        place = np.arange(len(self.devices)) if len(self.devices) <= FEW else self.host
+        members: list[list[int]] = [[] for _ in range(int(place.max()) + 1)]
+        for index, of in enumerate(place.tolist()):
+            members[of].append(self.devices[index].rank)
+        latency_s, per_byte_s = np.zeros((len(members), len(members))), np.zeros((len(members), len(members)))
+        for a, b in itertools.product(range(len(members)), repeat=2):
+            if a == b and len(members[a]) < 2:
+                continue
+            source, destination = members[a][0], members[b][1 if a == b else 0]
+            link, out, into = (
+                self.profile.link(source, destination),
+                self.profile.devices[source],
+                self.profile.devices[destination],
+            )
+            latency_s[a, b] = out.copy_latency_s + link.latency_s + into.copy_latency_s
+            per_byte_s[a, b] = (
+                1 / out.device_to_host_bytes_per_s + 1 / link.bytes_per_s + 1 / into.host_to_device_bytes_per_s
+            )
+        return place, latency_s, per_byte_s
+
+    @cached_property
+    def speed(self) -> Floats:
+        """Sequences per second of each rank, were it alone with a memory that holds everything."""
+        return np.asarray(self.micro_batch / (self.forward_s.sum(axis=1) + self.backward_s.sum(axis=1)))
+
+    @cached_property
+    def outward_s(self) -> Floats:
+        """Seconds of one micro-batch's message over each rank's best link to another host; 0: there is only one."""
+        away = self.latency_s + self.message_bytes.max() * self.per_byte_s
+        home = np.zeros(len(away), dtype=np.int64)
+        home[self.place] = self.host
+        away = np.where(home[:, None] == home[None, :], np.inf, away).min(axis=1)
+        return np.where(np.isinf(away), 0.0, away)[self.place]
+
+    @cached_property
+    def speed_level(self) -> Floats:
+        """``speed``, alike for ranks that differ by no more than a measurement's noise."""
+        return levels(self.speed)
+
+    @cached_property
+    def outward_level(self) -> Floats:
+        """The higher the faster: messages per second to other hosts, alike for like ranks."""
+        return levels(1 / np.maximum(self.outward_s, 1e-9))
+
+    @cached_property
+    def memory_level(self) -> Floats:
+        return levels(self.usable)
+
+    def stages(self, room_bytes: float) -> Stages:
+        """Tables of all stages that fit into ``room_bytes``."""
+        longest = 1
+        for recompute in set(self.request.recompute_choices):
+            fixed, each = stage_bytes(self.model, self.tokens, recompute)
+            fits = np.argwhere(fixed + each <= room_bytes)
+            longest = max([longest, *(fits[:, 1] - fits[:, 0]).tolist()])
+        if longest not in self._stages:
+            self._stages[longest] = Stages(self, longest)
+        return self._stages[longest]
+
+    def ring_s(self, members: Sequence[int], size_bytes: Floats) -> Floats:
+        """``durations.ring_s`` for several sizes at once."""
+        count = len(members)
+        if count < 2:
+            return np.zeros(len(size_bytes))
+        a = self.place[np.array(members)]
+        b = np.roll(a, -1)
+        slowest = (self.latency_s[a, b][:, None] + self.per_byte_s[a, b][:, None] * size_bytes / count).max(axis=0)
+        return np.where(size_bytes > 0, 2 * (count - 1) * slowest, 0.0)
+
+
+class Stages:
+    """What holding items [first, last) costs, tabulated [first, last - first - 1] up to ``longest`` items."""
+
+    def __init__(self, fleet: Fleet, longest: int) -> None:
+        model, items = fleet.model, fleet.items
+        self.longest = min(longest, items)
+        first = np.arange(items + 1)[:, None]
+        self.last = np.minimum(first + np.arange(1, self.longest + 1)[None, :], items)
+        self.inside = first + np.arange(1, self.longest + 1)[None, :] <= items
+        self.first = np.broadcast_to(np.minimum(first, items - 1), self.last.shape)
+        self.count = np.maximum(1, self.last - first)
+        self.bytes = {
+            recompute: tuple(table[first, self.last] for table in stage_bytes(model, fleet.tokens, recompute))
+            for recompute in sorted(set(fleet.request.recompute_choices))
+        }
+        self.trainable = self.over(np.array([float(layer.trainable_parameters) for layer in model.layers]))
+        if self.longest == items:
+            self.trainable[0, items - 1] = stage_trainable(model, 0, items)
+
+    def over(self, seconds: Floats) -> Floats:
+        """Sums of ``seconds`` [I] over every stage."""
+        total = np.concatenate([[0.0], np.cumsum(seconds)])
+        return np.asarray(total[self.last] - total[np.arange(len(self.last))[:, None]])
+
+    def deepest(self, usable: float, recompute: bool) -> Floats:
+        """Most micro-batches in flight with which every stage fits; negative: it does not at all."""
+        if recompute not in self.bytes:
+            return np.full(self.last.shape, -1.0)
+        fixed, each = self.bytes[recompute]
+        with np.errstate(invalid="ignore"):
+            most = np.floor((usable - fixed) / np.maximum(each, 1e-9))
+        return np.where(self.inside, most, -1.0)
+
+
+def levels(values: Floats) -> Floats:
+    """``values`` such that those within ``noise.NOISE`` of the largest of them are equal to it."""
+    result, top = np.empty(len(values)), math.inf
+    for index in np.argsort(-values, kind="stable").tolist():
+        if values[index] * (1 + NOISE) < top:
+            top = float(values[index])
+        result[index] = top
+    return result

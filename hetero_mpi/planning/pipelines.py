@@ -1,0 +1,297 @@
+"""Several pipelines side by side over many ranks: how many, which ranks in which, and who takes how much of the batch.
+
+For every number of pipelines worth looking at and a few ways of putting ranks into columns (``columns``), the best line of
+columns is estimated by dynamic programming (``chains``); the most promising are simulated, deepened, re-ordered and polished.
+Then shares of the global batch are dealt out so that the slowest pipeline is as fast as can be, and cuts are made anew for
+these shares. Everything counts its effort in looks, not seconds: the same input gives the same plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hetero_mpi.planning.chains import Chain, Chains, Line
+from hetero_mpi.planning.columns import Column, Columns, along_hosts, in_hosts
+from hetero_mpi.planning.fleet import Fleet
+from hetero_mpi.planning.memory import predict_hosts
+from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.shares import Pipelines
+from hetero_mpi.planning.tables import stage_bytes
+
+EVERY = 12
+"""Up to so many pipelines every number of them is looked at; beyond, every so often."""
+RATIO = 1.12
+MOST_COLUMNS = 96
+"""Of more columns than this, the ones that can do most are kept: no model has so many stages."""
+FIRST_LINES = 1
+"""Ways of sorting columns looked at per layout; of the best layouts, all."""
+KEPT = 5
+"""Layouts that are simulated."""
+PER_NUMBER = 2
+"""Of these, at most so many of one number of pipelines."""
+IMPROVED = 2
+"""Plans that are re-ordered and polished."""
+PACES = ((1.0, 0.1), (1.0, 0.5), (1.0, 1.5), (0.9, 0.5))
+"""(share of the estimated pace, allowance) for which depths are guessed."""
+REORDERED = 600
+"""Columns that re-ordering a plan may pass, in all lines together."""
+POLISHED = 250_000
+"""Forwards and backwards that polishing a plan may simulate."""
+AGAIN = 3
+"""How often shares are dealt out, and cuts made anew for them."""
+NEAR = 0.02
+"""Shares that differ by less than this share of the mean need no new cuts."""
+
+
+@dataclass
+class _Layout:
+    """Columns with the best line found through them."""
+
+    chains: Chains
+    line: Line
+    estimate_s: float
+
+    @property
+    def columns(self) -> Columns:
+        return self.chains.columns
+
+
+@dataclass
+class _Found:
+    layout: _Layout
+    chain: Chain
+
+
+def several(profile: ClusterProfile, request: PlanRequest, fewest: int = 1) -> Plan | None:
+    """The best plan found with ``fewest`` or more pipelines; None: none fits. Deterministic.
+
+    Of its figures only the step time is filled in: what ``simulate`` says, or a little more where like columns hold unlike
+    ranks.
+
+    Its pipelines are cut alike. Single pipelines are looked at too, since depth is searched for more broadly here than in
+    ``optimum``.
+    """
+    smallest = Fleet(profile, request, min(request.micro_batch_choices))
+    found = _simulated(_ranked(smallest, _numbers(smallest, fewest)))
+    for size in sorted(set(request.micro_batch_choices))[1:]:
+        fleet = Fleet(profile, request, size, smallest)
+        again = [_estimated(Columns(fleet, one.layout.columns.members), FIRST_LINES) for one in found[:IMPROVED]]
+        found += _simulated([layout for layout in again if layout is not None])
+    found.sort(key=lambda one: one.chain.step_s)
+    plans = [plan for one in found[:IMPROVED] for plan in _finished(one)]
+    plans.sort(key=lambda one: one[0])
+    fitting = (one for one in plans if _hosts_suffice(one[1], profile, request))
+    best = next(fitting, None)
+    return replace(best[1], predicted_step_s=best[0]) if best is not None else None
+
+
+def _hosts_suffice(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> bool:
+    """Do ranks that compute in one host's memory fit together? (That each fits by itself was seen to.)"""
+    hosts = predict_hosts(plan, profile, request.memory_reserve) if profile.hosts else ()
+    return all(one.peak_bytes <= one.usable_bytes for one in hosts)
+
+
+def _numbers(fleet: Fleet, fewest: int) -> list[int]:
+    """Numbers of pipelines to look at: as many as there may be and as memory holds."""
+    request = fleet.request
+    fixed = min(float(stage_bytes(fleet.model, fleet.tokens, choice)[0][0, -1]) for choice in request.recompute_choices)
+    most = min(
+        request.max_pipelines, len(fleet.devices), request.global_batch, int(fleet.usable.sum() / max(fixed, 1.0))
+    )
+    numbers, number = [], float(fewest)
+    while number <= most:
+        numbers.append(int(number))
+        number = number + 1 if number < EVERY else max(number + 1, math.floor(number * RATIO))
+    return numbers
+
+
+def _ranked(fleet: Fleet, numbers: Sequence[int]) -> list[_Layout]:
+    """The most promising layouts, looked at more closely, best first."""
+    layouts = [
+        layout
+        for pipelines in numbers
+        for members in _groupings(fleet, pipelines)
+        if (layout := _estimated(_worthwhile(fleet, members), FIRST_LINES)) is not None
+    ]
+    layouts.sort(key=lambda one: one.estimate_s)
+    kept: list[_Layout] = []
+    for layout in layouts:
+        alike = sum(one.columns.pipelines == layout.columns.pipelines for one in kept)
+        if len(kept) < KEPT and alike < PER_NUMBER:
+            kept.append(layout)
+    closer = [_estimated(layout.columns, len(_KEYS), layout.chains) for layout in kept]
+    return sorted((layout for layout in closer if layout is not None), key=lambda one: one.estimate_s)
+
+
+def _groupings(fleet: Fleet, pipelines: int) -> Iterator[list[Column]]:
+    """Ways of putting ranks into columns."""
+    likeness = (
+        (fleet.memory_level, fleet.outward_level, fleet.speed_level),
+        (fleet.memory_level, fleet.speed_level, fleet.outward_level),
+    )
+    seen: set[tuple[Column, ...]] = set()
+    for keys in likeness:
+        for build in (in_hosts, along_hosts) if pipelines > 1 else (in_hosts,):
+            members = build(fleet, pipelines, keys)
+            if members and tuple(sorted(members)) not in seen:
+                seen.add(tuple(sorted(members)))
+                yield members
+
+
+def _worthwhile(fleet: Fleet, members: list[Column]) -> Columns:
+    """The columns that can do most in the time that all ranks together would need, links left aside."""
+    if len(members) <= MOST_COLUMNS:
+        return Columns(fleet, members)
+    columns = Columns(fleet, members)
+    whole_s = 2 * fleet.request.global_batch / float(fleet.speed.sum())
+    speed = 1 / (columns.forward_s + columns.backward_s).sum(axis=1)
+    worth = speed * np.maximum(0.0, whole_s - columns.sum_s.max(axis=1))
+    kept = np.sort(np.argsort(-worth, kind="stable")[:MOST_COLUMNS])
+    return Columns(fleet, [members[k] for k in kept.tolist()])
+
+
+_KEYS = (
+    ("memory",),
+    ("sums", "speed"),
+    ("speed",),
+    ("sums",),
+    ("speed", "sums"),
+    ("outward", "memory"),
+    ("memory", "outward"),
+)
+"""What lines are sorted by, least important first; each line is also tried reversed."""
+
+
+def _lines(columns: Columns, most: int) -> list[Line]:
+    fleet, first = columns.fleet, columns.table[:, 0]
+    worth = {
+        "speed": -(columns.forward_s + columns.backward_s).sum(axis=1),
+        "memory": columns.usable,
+        "outward": fleet.outward_level[columns.table].min(axis=1),
+        "sums": -columns.sum_s.max(axis=1),
+    }
+    place = np.arange(len(first))
+    found: list[Line] = []
+    for names in _KEYS[:most]:
+        line = tuple(np.lexsort([place, fleet.host[first], *(-worth[name] for name in names)]).tolist())
+        found += [line, line[::-1]]
+    return list(dict.fromkeys(found))
+
+
+def _estimated(columns: Columns, lines: int, chains: Chains | None = None) -> _Layout | None:
+    """The best of some lines, by estimate; None: nothing fits."""
+    rows = -(-columns.fleet.request.global_batch // (columns.pipelines * columns.fleet.micro_batch))
+    chains = chains or Chains(columns, rows)
+    best: _Layout | None = None
+    for line in _lines(columns, lines):
+        estimate_s = chains.along(line, math.inf)[0]
+        if estimate_s == math.inf:
+            continue
+        if lines > FIRST_LINES:
+            paced_s = chains.along(line, estimate_s / rows)[0]
+            estimate_s = paced_s if paced_s < math.inf else estimate_s
+        if best is None or estimate_s < best.estimate_s:
+            best = _Layout(chains, line, estimate_s)
+    return best
+
+
+def _simulated(layouts: Sequence[_Layout]) -> list[_Found]:
+    """Each layout's best chain, best first."""
+    found = [_Found(layout, chain) for layout in layouts if (chain := _chain(layout)) is not None]
+    return sorted(found, key=lambda one: one.chain.step_s)
+
+
+def _chain(layout: _Layout, paces: Sequence[tuple[float, float]] = PACES) -> Chain | None:
+    """The best simulated chain along a layout's line."""
+    best: Chain | None = None
+    seen = set()
+    for share, allowance in paces:
+        pace_s = share * layout.estimate_s / layout.chains.micro_batches
+        estimate_s, picks, cuts = layout.chains.along(layout.line, pace_s, allowance)
+        if estimate_s == math.inf or (picks, cuts) in seen:
+            continue
+        seen.add((picks, cuts))
+        chain = layout.chains.deepened(Chain(picks, cuts, (), (), math.inf))
+        if chain.step_s < (best.step_s if best is not None else math.inf):
+            best = chain
+    return best
+
+
+def _finished(found: _Found) -> Iterator[tuple[float, Plan]]:
+    """(seconds, plan) made of one chain, each with better shares than the one before."""
+    found = _reordered(found, REORDERED // len(found.layout.line))
+    found = _Found(found.layout, _polished(found.layout.chains, found.chain))
+    for _ in range(AGAIN):
+        columns, chains = found.layout.columns, found.layout.chains
+        pipelines = Pipelines(columns, found.chain)
+        sequences = pipelines.dealt()
+        yield pipelines.step_s(sequences), _plan(found, sequences)
+        shares = [own / sum(sequences) for own in sequences]
+        if max(abs(a - b) for a, b in zip(shares, columns.shares.tolist(), strict=True)) * columns.pipelines < NEAR:
+            return
+        again = Chains(Columns(columns.fleet, columns.members, shares), chains.micro_batches)
+        layout = _Layout(again, found.layout.line, found.chain.step_s)
+        chain = _chain(layout)
+        if chain is None:
+            return
+        found = _Found(layout, _polished(again, chain))
+
+
+def _polished(chains: Chains, chain: Chain) -> Chain:
+    return chains.polished(chain, POLISHED // (2 * len(chain.picks) * chains.micro_batches))
+
+
+def _reordered(found: _Found, looks: int) -> _Found:
+    """One used column moved elsewhere along the line, as long as that shortens the estimate and then the simulation."""
+    layout, chain = found.layout, found.chain
+    improved = True
+    while improved and looks > 0:
+        improved = False
+        for line in _moved(layout.line, chain.picks):
+            if looks <= 0:
+                break
+            looks -= 1
+            pace_s = layout.estimate_s / layout.chains.micro_batches
+            estimate_s = layout.chains.along(line, pace_s)[0]
+            if estimate_s < layout.estimate_s * (1 - 1e-6):
+                changed = _Layout(layout.chains, line, estimate_s)
+                better = _chain(changed, PACES[:3])
+                layout = changed
+                if better is not None and better.step_s < chain.step_s:
+                    found, chain, improved = _Found(changed, better), better, True
+                    break
+    return found
+
+
+def _moved(line: Line, used: Sequence[int]) -> Iterator[Line]:
+    """Lines with one used column at another used one's place."""
+    for column in used:
+        rest = [other for other in line if other != column]
+        for other in used:
+            if other != column:
+                place = rest.index(other)
+                for at in (place, place + 1):
+                    moved = (*rest[:at], column, *rest[at:])
+                    if moved != line:
+                        yield moved
+
+
+def _plan(found: _Found, sequences: Sequence[int]) -> Plan:
+    """The chain as pipelines with these shares of the batch."""
+    columns, chain = found.layout.columns, found.chain
+    fleet = columns.fleet
+    pipelines = []
+    for p, share in enumerate(sequences):
+        ranks = [fleet.devices[columns.members[k][p]].rank for k in chain.picks]
+        stages = tuple(
+            StagePlan((rank,), chain.cuts[i], chain.cuts[i + 1], chain.warm_up[i], chain.recompute[i])
+            for i, rank in enumerate(ranks)
+        )
+        pipelines.append(PipelinePlan(stages, fleet.micro_batch, share))
+    return Plan(tuple(pipelines), fleet.request.global_batch, fleet.request.sequence_length, fleet.items)

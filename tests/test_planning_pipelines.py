@@ -1,0 +1,261 @@
+"""Several pipelines over many ranks: columns, chains, shares; and the bound that knows links, sums and whole sequences."""
+
+import itertools
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning.bounds import fluid_bound_s
+from hetero_mpi.planning.chains import Chain, Chains
+from hetero_mpi.planning.columns import Columns, along_hosts, in_hosts
+from hetero_mpi.planning.files import load_profile, save_profile
+from hetero_mpi.planning.fleet import Fleet, levels
+from hetero_mpi.planning.memory import predict_hosts, predict_memory
+from hetero_mpi.planning.packing_bound import packing_bound_s
+from hetero_mpi.planning.pipelines import several
+from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.profile import ClusterProfile, HostLinkProfile, HostProfile
+from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.shares import Pipelines
+from hetero_mpi.planning.simulator import simulate
+from tests.planning_samples import SEQUENCE, make_model, make_profile, random_instance, random_plan
+
+EQUAL = 1 + 1e-9
+
+
+def on_hosts(hosts: str, slowness: dict[str, float], blocks: int = 6, memory_bytes: int = 10_000_000) -> ClusterProfile:
+    """One rank per letter, on the host of that name; links inside a host are a hundred times as fast as the others."""
+    profile = make_profile([slowness[name] for name in hosts], make_model(blocks), memory_bytes, 0.01, 1e5)
+    devices = tuple(replace(d, host=name) for d, name in zip(profile.devices, hosts, strict=True))
+    links = tuple(
+        replace(link, latency_s=1e-4, bytes_per_s=1e7, same_host=True)
+        if hosts[link.source] == hosts[link.destination]
+        else link
+        for link in profile.links
+    )
+    return replace(profile, devices=devices, links=links)
+
+
+def by_host(profile: ClusterProfile) -> ClusterProfile:
+    """The same links, told by pairs of hosts."""
+    pairs = {}
+    for link in profile.links:
+        ends = profile.devices[link.source].host, profile.devices[link.destination].host
+        pairs[ends] = HostLinkProfile(*ends, link.latency_s, link.bytes_per_s)
+    return replace(profile, links=(), host_links=tuple(pairs.values()))
+
+
+CLUSTER = on_hosts("aaaabbbbccdddd", {"a": 1.0, "b": 1.0, "c": 2.0, "d": 4.0})
+REQUEST = PlanRequest(48, SEQUENCE, (1, 2), max_pipelines=14, recompute_choices=(False, True))
+
+
+def names(fleet: Fleet, columns: list[tuple[int, ...]]) -> list[str]:
+    return ["".join(fleet.devices[rank].host for rank in column) for column in columns]
+
+
+def test_columns_within_hosts_and_along_them() -> None:
+    fleet = Fleet(CLUSTER, REQUEST, 1)
+    keys = (fleet.memory_level, fleet.outward_level, fleet.speed_level)
+    assert names(fleet, in_hosts(fleet, 2, keys)) == ["aa", "aa", "bb", "bb", "cc", "dd", "dd"]
+    assert names(fleet, in_hosts(fleet, 3, keys)) == ["aaa", "bbb", "ddd", "abc"]
+    along = along_hosts(fleet, 2, keys)
+    assert names(fleet, along) == ["ab"] * 4 + ["cc"] + ["dd"] * 2
+    assert [column[0] for column in along[:4]] == [0, 1, 2, 3]
+
+
+def test_levels_join_what_noise_tells_apart() -> None:
+    assert levels(np.array([10.0, 9.5, 5.0, 5.2, 1.0])).tolist() == [10.0, 10.0, 5.2, 5.2, 1.0]
+
+
+def chain_plan(columns: Columns, chain: Chain, shares: list[int]) -> Plan:
+    fleet = columns.fleet
+    pipelines = []
+    for p, share in enumerate(shares):
+        stages = tuple(
+            StagePlan((columns.members[k][p],), chain.cuts[i], chain.cuts[i + 1], chain.warm_up[i], chain.recompute[i])
+            for i, k in enumerate(chain.picks)
+        )
+        pipelines.append(PipelinePlan(stages, fleet.micro_batch, share))
+    return Plan(tuple(pipelines), sum(shares), SEQUENCE, fleet.items)
+
+
+@pytest.mark.parametrize("pipelines", [1, 2, 3])
+def test_a_chain_takes_as_long_as_the_simulator_says(pipelines: int) -> None:
+    """Columns of like ranks: the chain is each of its pipelines, sums and optimizer included."""
+    fleet = Fleet(CLUSTER, replace(REQUEST, memory_reserve=0.0), 1)
+    keys = (fleet.memory_level, fleet.outward_level, fleet.speed_level)
+    columns = Columns(fleet, in_hosts(fleet, pipelines, keys)[:3])
+    chains = Chains(columns, 48 // pipelines)
+    for warm_up in ((2, 1, 0), (5, 3, 1), (9, 4, 0)):
+        chain = chains.evaluate((0, 1, 2), (0, 3, 5, 8), warm_up)
+        plan = chain_plan(columns, chain, [48 // pipelines] * pipelines)
+        assert chain.step_s == pytest.approx(simulate(plan, CLUSTER).step_s, rel=1e-12)
+        assert Pipelines(columns, chain).step_s([48 // pipelines] * pipelines) == pytest.approx(chain.step_s, rel=1e-12)
+
+
+def test_shares_make_unlike_pipelines_end_together() -> None:
+    profile = make_profile([1.0, 1.0, 3.0, 3.0], make_model(4))
+    fleet = Fleet(profile, PlanRequest(48, SEQUENCE, (1,), max_pipelines=2), 1)
+    columns = Columns(fleet, [(0, 2), (1, 3)])
+    chain = Chains(columns, 24).evaluate((0, 1), (0, 3, 6), (1, 0))
+    pipelines = Pipelines(columns, chain)
+    shares = pipelines.dealt()
+    assert sum(shares) == 48
+    assert pipelines.step_s(shares) == min(pipelines.step_s([n, 48 - n]) for n in range(1, 48))
+    plan = chain_plan(columns, chain, shares)
+    assert simulate(plan, profile).step_s <= pipelines.step_s(shares) * EQUAL
+
+
+def test_what_large_micro_batches_leave_over_is_dealt_out_too() -> None:
+    profile = make_profile([1.0, 1.0, 1.0], make_model(4))
+    fleet = Fleet(profile, PlanRequest(20, SEQUENCE, (3,), max_pipelines=3), 3)
+    columns = Columns(fleet, [(0, 1, 2)])
+    shares = Pipelines(columns, Chains(columns, 3).evaluate((0,), (0, 6), (0,))).dealt()
+    assert sum(shares) == 20 and max(shares) - min(shares) <= 3
+
+
+def test_many_ranks_are_planned_into_pipelines_that_fit_and_repeat() -> None:
+    plan = several(CLUSTER, REQUEST)
+    assert plan is not None and plan == several(CLUSTER, REQUEST)
+    assert len(plan.pipelines) > 1 and sum(p.sequences for p in plan.pipelines) == 48
+    step_s = simulate(plan, CLUSTER).step_s
+    assert all(m.peak_bytes <= m.usable_bytes for m in predict_memory(plan, CLUSTER, REQUEST.memory_reserve))
+    alone = several(CLUSTER, replace(REQUEST, max_pipelines=1), fewest=1)
+    assert alone is not None and len(alone.pipelines) == 1
+    assert step_s < simulate(alone, CLUSTER).step_s
+    assert step_s <= 1.25 * packing_bound_s(CLUSTER, REQUEST, step_s)
+
+
+def test_links_by_hosts_give_the_same_plan() -> None:
+    compact = by_host(CLUSTER)
+    assert compact.link(0, 5) == CLUSTER.link(0, 5) and compact.link(0, 1) == CLUSTER.link(0, 1)
+    assert several(compact, REQUEST) == several(CLUSTER, REQUEST)
+
+
+def test_links_by_hosts_are_kept_in_files_and_checked(tmp_path: Path) -> None:
+    compact = by_host(CLUSTER)
+    save_profile(compact, tmp_path / "cluster.toml")
+    assert load_profile(tmp_path / "cluster.toml") == compact
+    with pytest.raises(UserError, match=r"needs a link \(missing: 3 -> 3"):
+        compact.link(3, 3)
+    fewer = replace(compact, host_links=(*compact.host_links[1:], HostLinkProfile("a", "nowhere", 0.0, 1.0)))
+    lost = compact.host_links[0]
+    save_profile(fewer, tmp_path / "fewer.toml")
+    with pytest.raises(UserError) as caught:
+        load_profile(tmp_path / "fewer.toml")
+    pairs = [(a.rank, b.rank) for a in CLUSTER.devices for b in CLUSTER.devices if a.rank != b.rank]
+    gone = [p for p in pairs if tuple(CLUSTER.devices[r].host for r in p) == (lost.source, lost.destination)]
+    assert all(f"missing the link {a} -> {b}" in str(caught.value) for a, b in gone) and gone
+    assert "no such host: nowhere" in str(caught.value)
+
+
+def test_sums_stay_in_hosts_when_the_network_is_slow() -> None:
+    """Two hosts of two: one pipeline per host would sum all gradients over the slow link."""
+    profile = on_hosts("aabb", {"a": 1.0, "b": 1.0}, memory_bytes=70_000)
+    slow = tuple(link if link.same_host else replace(link, bytes_per_s=2e3) for link in profile.links)
+    profile = replace(profile, links=slow)
+    plan = several(profile, PlanRequest(64, SEQUENCE, (1,), max_pipelines=4))
+    assert plan is not None
+    stages = list(zip(*(pipeline.stages for pipeline in plan.pipelines), strict=True))
+    assert [[profile.devices[s.ranks[0]].host for s in column] for column in stages] in (
+        [["a", "a"], ["b", "b"]],
+        [["b", "b"], ["a", "a"]],
+    )
+
+
+def test_ranks_that_share_a_hosts_memory_must_fit_together() -> None:
+    profile = on_hosts("aabb", {"a": 1.0, "b": 1.0})
+    devices = tuple(replace(device, shares_host_memory=True) for device in profile.devices)
+    request = PlanRequest(16, SEQUENCE, (1,), max_pipelines=4)
+    roomy = replace(profile, devices=devices, hosts=tuple(HostProfile(name, 10_000_000, "made up") for name in "ab"))
+    plan = several(roomy, request)
+    assert plan is not None
+    most = max(host.peak_bytes for host in predict_hosts(plan, roomy))
+    tight = replace(roomy, hosts=tuple(HostProfile(name, most // 4, "made up") for name in "ab"))
+    other = several(tight, request)
+    assert other is None or all(h.peak_bytes <= h.usable_bytes for h in predict_hosts(other, tight, 0.05))
+
+
+def request_of(plan: Plan) -> PlanRequest:
+    """A request that ``plan`` may be the answer to."""
+    return PlanRequest(
+        plan.global_batch,
+        plan.sequence_length,
+        tuple(sorted({pipeline.micro_batch for pipeline in plan.pipelines})),
+        max_pipelines=len(plan.pipelines),
+        recompute_choices=(False, True),
+        split_choices=(False, True),
+        memory_reserve=0.0,
+    )
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_plan_is_under_the_packing_bound(seed: int) -> None:
+    """Any plan, with the memory that it needs and not a byte more."""
+    plan, profile = random_plan(seed)
+    peaks = {memory.rank: memory.peak_bytes for memory in predict_memory(plan, profile)}
+    devices = tuple(
+        replace(d, memory_bytes=peaks.get(d.rank, d.memory_bytes), dtypes=(profile.model.dtype,))
+        for d in profile.devices
+    )
+    profile = replace(profile, devices=devices)
+    step_s = simulate(plan, profile).step_s
+    # A bound that were too high would show at once: the search begins far above.
+    assert packing_bound_s(profile, request_of(plan), 2 * step_s) <= step_s * EQUAL
+
+
+@pytest.mark.parametrize("bytes_per_s", [4800.0, 960.0])
+def test_the_packing_bound_counts_sums_that_backward_cannot_hide(bytes_per_s: float) -> None:
+    """Two ranks with the whole model each: 13.8 s of computing, then the embedding's sum at least."""
+    profile = make_profile([1.0, 1.0], make_model(4), bytes_per_s=bytes_per_s)
+    request = PlanRequest(2, SEQUENCE, (1,), max_pipelines=2, memory_reserve=0.0)
+    pipelines = tuple(PipelinePlan((StagePlan((rank,), 0, 6, 0),), 1, 1) for rank in range(2))
+    step_s = simulate(Plan(pipelines, 2, SEQUENCE, 6), profile).step_s
+    bound_s = packing_bound_s(profile, request, 2 * step_s)
+    assert max(14.4, 0.86 * step_s) <= bound_s <= step_s * EQUAL
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_packing_bound_is_at_or_under_the_best_of_all_alike_plans(seed: int) -> None:
+    """Small instances: every order, cut and number of pipelines, at classic depth and deeper."""
+    profile, request = random_instance(seed, 3, 5)
+    request = replace(request, max_pipelines=3, memory_reserve=0.0, recompute_choices=(False, True))
+    best = min((simulate(plan, profile).step_s for plan in all_plans(profile, request)), default=None)
+    if best is not None:
+        bound_s = packing_bound_s(profile, request, 2 * best)
+        assert fluid_bound_s(profile, request) * (1 - 1e-9) <= bound_s <= best * EQUAL
+
+
+def all_plans(profile: ClusterProfile, request: PlanRequest):  # type: ignore[no-untyped-def]
+    items, size = len(profile.model.layers), min(request.micro_batch_choices)
+    ranks = range(len(profile.devices))
+    for used in range(1, len(profile.devices) + 1):
+        for order in itertools.permutations(ranks, used):
+            for splits in itertools.product((False, True), repeat=used - 1):
+                lengths = [len(list(group)) for _, group in itertools.groupby(itertools.accumulate([0, *splits]))]
+                yield from plans_of(profile, request, order, lengths, items, size)
+
+
+def plans_of(profile, request, order, lengths, items, size):  # type: ignore[no-untyped-def]
+    batch = request.global_batch
+    for shares in itertools.product(range(1, batch + 1), repeat=len(lengths)):
+        if sum(shares) != batch or min(shares) < size:
+            continue
+        for cuts in itertools.product(*(itertools.combinations(range(1, items), n - 1) for n in lengths)):
+            place, pipelines = 0, []
+            for length, inner, share in zip(lengths, cuts, shares, strict=True):
+                edges = [0, *inner, items]
+                stages = tuple(
+                    StagePlan((order[place + i],), edges[i], edges[i + 1], length - 1 - i) for i in range(length)
+                )
+                pipelines.append(PipelinePlan(stages, size, share))
+                place += length
+            plan = Plan(tuple(pipelines), batch, SEQUENCE, items)
+            if random.Random(str(plan)).random() < 0.1 and all(
+                m.peak_bytes <= m.usable_bytes for m in predict_memory(plan, profile)
+            ):
+                yield plan
