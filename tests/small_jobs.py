@@ -66,7 +66,7 @@ class Workshop:
             },
             "checkpoint": {"every": 1, "keep": 100},
             "cluster": {"threads": 1},
-            "profile": {"repeats": 1, "largest_message_bytes": 65536},
+            "profile": {"repeats": 1, "largest_message_bytes": 65536, "cache": False},
         }
 
     def job(self, name: str, values: dict[str, Any], **tables: dict[str, Any]) -> Path:

@@ -17,7 +17,7 @@ from hetero_mpi.comm.loopback import LoopbackNetwork, LoopbackTransport
 from hetero_mpi.comm.sleeping import Sleeper
 from hetero_mpi.planning.files import load_profile, save_plan, save_profile
 from hetero_mpi.planning.network import THREADED, Network
-from hetero_mpi.planning.plan import Plan
+from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.report.metrics import StepMetrics, read_metrics
@@ -37,7 +37,8 @@ def three_ranks(tied: bool = False, speed: float = 1.0) -> ClusterProfile:
 
     def device(rank: int, host: str, slowness: float) -> DeviceProfile:
         def times(seconds: float) -> LayerTimes:
-            return LayerTimes(Curve((TOKENS,), (seconds * slowness,)), Curve((TOKENS,), (2 * seconds * slowness,)))
+            one = Curve((TOKENS,), (seconds * slowness,))
+            return LayerTimes(one, Curve((TOKENS,), (2 * seconds * slowness,)), input_s=one, weight_s=one)
 
         layers = {"embedding": times(0.002), "block": times(0.010), "head": times(0.012)}
         return replace(
@@ -61,6 +62,20 @@ def three_ranks(tied: bool = False, speed: float = 1.0) -> ClusterProfile:
         if a != b
     )
     return replace(make_profile(), model=model, devices=devices, links=links)
+
+
+def large(profile: ClusterProfile) -> ClusterProfile:
+    """With so many parameters that summing the gradients of an item takes as long as its backward."""
+    size = {"parameters": 400_000, "trainable_parameters": 400_000, "parameter_bytes": 1_600_000}
+    layers = tuple(replace(layer, **size) for layer in profile.model.layers)
+    return replace(profile, model=replace(profile.model, layers=layers))
+
+
+def pipelines_of(sequence_length: int) -> Plan:
+    """Ranks 0 and 2 (two hosts) hold one copy of the model, rank 1 another; unequal shares, backward split."""
+    two = (StagePlan((0,), 0, 3, 1), StagePlan((2,), 3, 4, 0))
+    first, second = PipelinePlan(two, 1, 4, split_backward=True), PipelinePlan((StagePlan((1,), 0, 4, 0),), 1, 2)
+    return Plan((first, second), BATCH, sequence_length, 4)
 
 
 def first_two(profile: ClusterProfile) -> ClusterProfile:
@@ -94,11 +109,14 @@ def np3(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     directory = shop.directory
     profiles = {"untied": three_ranks(), "tied": three_ranks(tied=True), "fast": three_ranks(speed=1000)}
     profiles["four"] = replace(three_ranks(), model=replace(make_model(4, False, 4096), sequence_length=TOKENS))
+    profiles["large"], profiles["large-tied"] = large(three_ranks()), large(three_ranks(tied=True))
     profiles["two"] = first_two(three_ranks())
     for name, profile in profiles.items():
         save_profile(profile, directory / f"like-{name}.toml")
     save_plan(plan_of(SEQUENCE), directory / "own-plan.toml")
     save_plan(plan_of(TOKENS), directory / "emulated-plan.toml")
+    save_plan(pipelines_of(SEQUENCE), directory / "own-pipelines.toml")
+    save_plan(pipelines_of(TOKENS), directory / "emulated-pipelines.toml")
     entries: dict[str, dict[str, object]] = {}
 
     def entry(name: str, model: str, plan: str | None, **cluster: object) -> None:
@@ -113,16 +131,23 @@ def np3(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     entry("untied", "untied", "emulated-plan.toml", emulate="like-untied.toml")
     entry("tied-plain", "tied", "own-plan.toml")
     entry("tied", "tied", "emulated-plan.toml", emulate="like-tied.toml", time_scale=0.8)
+    entry("pipelines-plain", "untied", "own-pipelines.toml")
+    entry("pipelines", "untied", "emulated-pipelines.toml", emulate="like-large.toml")
+    entry("tied-pipelines-plain", "tied", "own-pipelines.toml")
+    entry("tied-pipelines", "tied", "emulated-pipelines.toml", emulate="like-large-tied.toml")
     entry("too-fast", "untied", "emulated-plan.toml", emulate="like-fast.toml")
     entry("too-few-blocks", "untied", None, emulate="like-four.toml")
     entry("too-many-ranks", "untied", None, emulate="like-two.toml", emulate_first=True)
     entry("tied-differently", "tied", None, emulate="like-untied.toml")
     entry("two-profiles", "untied", None, emulate="like-untied.toml")
     entries["two-profiles"]["profile"] = directory / "like-untied.toml"
-    return Runs(directory, shop.run_entries(3, entries, timeout_s=150))
+    return Runs(directory, shop.run_entries(3, entries, timeout_s=300))
 
 
-@pytest.mark.parametrize("name", ["untied", "tied"])
+EMULATED = ["untied", "tied", "pipelines", "tied-pipelines"]
+
+
+@pytest.mark.parametrize("name", EMULATED)
 def test_losses_have_the_bits_of_a_run_without_emulation(np3: Runs, name: str) -> None:
     emulated, plain = np3.metrics(name), np3.metrics(f"{name}-plain")
     assert [step.loss for step in emulated] == [step.loss for step in plain]
@@ -130,7 +155,7 @@ def test_losses_have_the_bits_of_a_run_without_emulation(np3: Runs, name: str) -
     assert len(emulated) == STEPS
 
 
-@pytest.mark.parametrize("name", ["untied", "tied"])
+@pytest.mark.parametrize("name", EMULATED)
 def test_steps_last_as_predicted(np3: Runs, name: str) -> None:
     predicted_s = np3.metrics(name)[0].predicted_step_s
     assert np3.measured_s(name) == pytest.approx(predicted_s, rel=0.15)
@@ -143,6 +168,16 @@ def test_ranks_of_a_host_share_its_card(np3: Runs) -> None:
     assert shared > 1.3 * own
     assert np3.metrics("untied")[0].predicted_step_s == pytest.approx(shared)
     assert "share its network card" in np3.outcomes["untied"].printed
+
+
+def test_sums_of_gradients_last(np3: Runs) -> None:
+    """Were they not delayed, the step would be so much shorter that the test above would notice."""
+    summed_s, free_s = (
+        simulate(pipelines_of(TOKENS), profile, network=Network(shared_nic=True)).step_s
+        for profile in (large(three_ranks()), three_ranks())
+    )
+    assert summed_s > 1.3 * free_s
+    assert np3.metrics("pipelines")[0].predicted_step_s == pytest.approx(summed_s)
 
 
 def test_everything_a_person_sees_says_emulated(np3: Runs) -> None:

@@ -63,10 +63,14 @@ class Scene(Workshop):
         return copy
 
 
-def plan_of(edges: tuple[int, ...], ranks: tuple[int, ...] = (0, 1), micro_batches: int = GLOBAL_BATCH) -> Plan:
-    stages = tuple(
-        StagePlan((rank,), first, last, 1) for rank, first, last in zip(ranks, edges[:-1], edges[1:], strict=True)
-    )
+def plan_of(
+    edges: tuple[int, ...],
+    ranks: tuple[int, ...] = (0, 1),
+    micro_batches: int = GLOBAL_BATCH,
+    warm_up: tuple[int, ...] = (1, 1),
+) -> Plan:
+    parts = zip(ranks, edges[:-1], edges[1:], warm_up, strict=True)
+    stages = tuple(StagePlan((rank,), first, last, depth) for rank, first, last, depth in parts)
     return Plan((PipelinePlan(stages, 1, micro_batches),), GLOBAL_BATCH, SEQUENCE, ITEMS)
 
 
@@ -185,7 +189,15 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     ),
     "plan-of-other-batch": (
         lambda s, n: s.planned(n, plan_of((0, 1, 4), micro_batches=3)),
-        ("micro_batch x micro_batches = 1 x 3", "global_batch = 4"),
+        ("plan-of-other-batch.plan.toml does not fit", "shares must add up to global_batch = 4", "leave --plan out"),
+    ),
+    "plan-of-other-length": (
+        lambda s, n: {**s.planned(n, plan_of((0, 1, 4))), "set": ["data.sequence_length=16"]},
+        (f"sequence_length = {SEQUENCE}: the job says 16", "leave --plan out"),
+    ),
+    "plan-that-deadlocks": (
+        lambda s, n: s.planned(n, plan_of((0, 1, 4), warm_up=(0, 2))),
+        ("the schedule deadlocks", "rank 1 waits at 1RECV_F", "> rank 1", "leave --plan out"),
     ),
     "missing-plan": (lambda s, n: {**s.entry(n), "plan": s.directory / "absent.plan.toml"}, ("absent.plan.toml",)),
     "profile-of-3-ranks": (
@@ -360,3 +372,35 @@ def test_an_unexpected_error_on_one_rank_ends_all_np3(tmp_path: Path) -> None:
     assert output.count("rank 1/3 on ") == output.count("failed while training step 2:") == 1, output
     assert output.count("Traceback") == output.count("RuntimeError: the device fell off the bus") == 1
     assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_rank_without_memory_ends_all_and_says_what_to_change_np2(tmp_path: Path) -> None:
+    """Rank 1's process may grow no more from its second step on: a limit of the kernel, met by torch's own allocator."""
+    workshop = Workshop(tmp_path)
+    # Activations of 12 MB, of which a forward makes more than a C library keeps for later use.
+    values = workshop.values(workshop.model(intermediate_size=1 << 15))
+    job = workshop.job("job", values, train={"micro_batch": GLOBAL_BATCH})
+    stages = (StagePlan((0,), 0, 1, 0), StagePlan((1,), 1, ITEMS, 0))
+    plan = Plan((PipelinePlan(stages, GLOBAL_BATCH, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, ITEMS)
+    save_plan(plan, tmp_path / "plan.toml")
+    entry = {
+        "job": job,
+        "run_dir": tmp_path / "run",
+        "plan": tmp_path / "plan.toml",
+        "breaks": "memory_is_limited_on_rank_1",
+    }
+    (tmp_path / "list.json").write_text(json.dumps([entry], default=str))
+    arguments = ["tests/programs/train_outcomes.py", str(tmp_path / "list.json"), str(tmp_path / "out.json")]
+    result = run_mpi(2, arguments, timeout_s=120)
+    assert result.returncode != 0
+    output = result.stdout + result.stderr
+    assert output.count("ran out of memory in 1F0 (step 2): ") == 1, output
+    for part in (
+        "rank 1/2 on ",
+        "were used at the peak",
+        " predicted of ",
+        "[train] micro_batch",
+        "[plan] memory_reserve",
+    ):
+        assert part in output, output
+    assert "Traceback" not in output

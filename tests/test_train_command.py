@@ -262,12 +262,23 @@ class Four(Workshop):
         values["profile"]["path"] = str(directory / "profile.toml")
         values["train"]["steps"] = 2
         job = self.job("job", values)
-        plan = directory / "plan.toml"
+        plan, several = directory / "plan.toml", directory / "several.toml"
         save_plan(plan_of((3, 1), (0, 2, 3)), plan)
+        first = PipelinePlan((StagePlan((3,), 0, 2, 1), StagePlan((1,), 2, 3, 0)), 2, GLOBAL_BATCH - 1)
+        save_plan(Plan((first, PipelinePlan((StagePlan((2,), 0, 3, 0),), 1, 1)), GLOBAL_BATCH, SEQUENCE, 3), several)
+        sample = {"prompt": "abc", "max_new_tokens": 6}
+        loose = {"packing": False}
+        full = self.job("loose", values, data=loose)
+        padded = self.job("padded", values, data={**loose, "pad": "longest"})
+        asked = self.job("asked", values, sample=sample)
         self.listed: dict[str, dict[str, Any]] = {
             "spare": {"job": job, "run_dir": directory / "spare"},
             "spare-lost": {"job": job, "run_dir": directory / "lost", "breaks": "loss_is_no_number_in_step_2"},
             "leader-idle": {"job": job, "run_dir": directory / "leader", "plan": plan},
+            "several": {"job": asked, "run_dir": directory / "several", "plan": several},
+            "one": {"job": asked, "run_dir": directory / "one", "plan": plan},
+            "loose": {"job": full, "run_dir": directory / "loose", "plan": several},
+            "padded": {"job": padded, "run_dir": directory / "padded", "plan": several},
             "leader-idle-lost": {
                 "job": job,
                 "run_dir": directory / "leader-lost",
@@ -366,3 +377,25 @@ def test_the_console_script_is_the_same_command(capsys: pytest.CaptureFixture[st
         main(["--version"])
     assert ended.value.code == 0 and capsys.readouterr().out == f"hetero_mpi {__version__}\n"
     assert main(["reference"]) == 0
+
+
+def test_several_pipelines_and_an_idle_leader_np4(four: tuple[Path, dict[str, Outcome]]) -> None:
+    directory, outcomes = four
+    assert outcomes["several"].raised == outcomes["one"].raised == ("",) * 4, outcomes["several"].texts
+    np.testing.assert_allclose(losses(directory / "several"), losses(directory / "one"), rtol=1e-6)
+    held_out = [read_metrics(directory / run / "metrics.jsonl").evaluations[-1].loss for run in ("several", "one")]
+    assert held_out[0] == pytest.approx(held_out[1], rel=1e-6)
+    assert "rank 0 idles: not named in the given plan" in outcomes["several"].printed
+    samples = [(directory / run / "sample.txt").read_text() for run in ("several", "one")]
+    assert samples[0] == samples[1] and "## Continuation" in samples[0]
+    assert (directory / "several" / "model" / "model.safetensors").exists()
+
+
+def test_padding_to_the_longest_sequence_learns_the_same_np4(four: tuple[Path, dict[str, Outcome]]) -> None:
+    directory, outcomes = four
+    assert outcomes["padded"].raised == ("",) * 4, outcomes["padded"].texts
+    np.testing.assert_allclose(losses(directory / "padded"), losses(directory / "loose"), rtol=1e-6)
+    tokens = [
+        [step.tokens for step in read_metrics(directory / run / "metrics.jsonl").steps] for run in ("padded", "loose")
+    ]
+    assert tokens[0] == tokens[1] and min(tokens[0]) < GLOBAL_BATCH * SEQUENCE

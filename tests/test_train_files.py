@@ -62,7 +62,8 @@ class Scene:
         if model is not None:  # it brings its tokenizer
             text = text.replace(f'path = "{self.tokenizer}"', "")
         job.write_text(text)
-        plan = training_cases.write_plan(self.directory / "even.plan.toml", CASE, RANKS, "even")
+        pipelines = more.pop("pipelines", "one")
+        plan = training_cases.write_plan(self.directory / f"{pipelines}.plan.toml", CASE, RANKS, "even", pipelines)
         measured = "nf4" if name.startswith("nf4") else "everywhere"
         profile = self.directory / measured / "profile.toml" if name != measured else None
         common = {"job": job, "plan": plan, "profile": profile, "run_dir": self.directory / name}
@@ -140,6 +141,7 @@ def outcomes(scene: Scene) -> dict[str, Outcome]:
         "cache-spoilt": scene.entry("cache-spoilt", at=hidden, cache=scene.cache, spoil=spoilt),
         "nf4": scene.entry("nf4", set=NF4),
         "nf4-hidden": scene.entry("nf4-hidden", at=hidden, set=NF4),
+        "pipelines": scene.entry("pipelines", at=hidden, pipelines="two"),
         "hub": scene.entry("hub", "tiny/qwen3", at=scene.hidden(2)),
         "hub-half": scene.entry("hub-half", "tiny/half"),
         "hub-absent": scene.entry("hub-absent", "tiny/absent"),
@@ -179,6 +181,14 @@ def test_the_run_equals_the_one_where_all_ranks_have_the_files_np3(
     assert scene.losses(name) == scene.losses("everywhere")
     final = [load_file(scene.directory / run / "model" / "model.safetensors") for run in (name, "everywhere")]
     assert all(torch.equal(tensor, final[1][key]) for key, tensor in final[0].items())
+
+
+def test_every_holder_of_an_item_receives_it_np3(outcomes: dict[str, Outcome], scene: Scene) -> None:
+    """Rank 2 alone is one pipeline, ranks 0 and 1 another."""
+    assert outcomes["pipelines"].raised == [""] * RANKS, outcomes["pipelines"].texts
+    assert scene.losses("pipelines")[0] == pytest.approx(scene.losses("everywhere")[0], rel=1e-6)
+    items = {1: (0, 5), 2: tuple(range(6))}
+    assert outcomes["pipelines"].received_bytes == expected_bytes(scene, items)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, get_scheduler
 
-from hetero_mpi.data.sequences import Dataset, build_sequences
+from hetero_mpi.data.sequences import IGNORED, Batch, Dataset, build_sequences
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer, train_bpe
 from hetero_mpi.model.stage import MicroBatch, dropout_seed
 from hetero_mpi.planning.files import save_plan
@@ -62,6 +62,14 @@ class Case:
     """``full``, ``lora`` or ``nf4`` (LoRA over 4-bit weights)."""
     recompute: bool = False
     dtype: str = "fp32"
+    pipelines: str = "one"
+    """``one`` (cut as ``split`` says), ``each`` (every rank is one), ``two`` (unlike cuts), or ``tail`` (the last rank alone)."""
+    shares: str = "whole"
+    """Of the batch: ``whole`` (all pipelines have micro-batches of ``micro_batch``), or ``unequal`` (and unlike micro-batches)."""
+    schedule: str = "1f1b"
+    """``1f1b``, ``gpipe`` or ``split`` (1F1B with split backward)."""
+    changing: bool = False
+    """Batches are short and of changing length (``changed``)."""
 
     @property
     def config(self) -> dict[str, object]:
@@ -105,6 +113,39 @@ NORMAL = (
     Case("llama-bf16", "llama", False, 0.0, True, 2, "uneven", dtype="bf16"),
     Case("llama-lora-fp16", "llama", False, 0.0, True, 2, "even", tuning="lora", dtype="fp16"),
     Case("gemma2-nf4-bf16", "gemma2", True, 0.0, True, 2, "even", tuning="nf4", dtype="bf16"),
+    Case("llama-gpipe-changing", "llama", False, 0.0, True, 2, "uneven", schedule="gpipe", changing=True),
+    Case("qwen3-tied-split", "qwen3", True, 0.0, True, 1, "uneven", schedule="split"),
+    Case("gemma2-split-recompute", "gemma2", True, 0.0, False, 2, "reversed", schedule="split", recompute=True),
+    Case("llama-bf16-split", "llama", False, 0.1, True, 2, "even", schedule="split", dtype="bf16"),
+    Case("phi3-each-unequal", "phi3", False, 0.0, True, 2, "even", pipelines="each", shares="unequal"),
+    Case("gpt_neox-dropout-each", "gpt_neox", False, 0.1, False, 2, "even", pipelines="each"),
+    Case(
+        "qwen3-tied-two-split-unequal",
+        "qwen3",
+        True,
+        0.0,
+        True,
+        1,
+        "even",
+        pipelines="two",
+        shares="unequal",
+        schedule="split",
+    ),
+    Case(
+        "gemma2-tail-changing",
+        "gemma2",
+        True,
+        0.0,
+        False,
+        2,
+        "even",
+        pipelines="tail",
+        shares="unequal",
+        changing=True,
+        recompute=True,
+    ),
+    Case("llama-lora-two-gpipe", "llama", True, 0.0, True, 1, "even", tuning="lora", pipelines="two", schedule="gpipe"),
+    Case("llama-tied-bf16-tail", "llama", True, 0.0, True, 2, "even", pipelines="tail", shares="unequal", dtype="bf16"),
 )
 """Pairwise: every value of every field meets most values of the others."""
 
@@ -118,6 +159,31 @@ FULL = tuple(
     for packing in (False, True)
     for micro_batch in (1, 4)
     for split in ("even", "uneven", "ends", "reversed")
+) + tuple(
+    Case(
+        f"{family}-{pipelines}-{shares}-{schedule}-{recompute}-{tuning}-{dtype}-{changing}",
+        family,
+        tied,
+        0.0,
+        True,
+        1,
+        "uneven",
+        tuning=tuning,
+        recompute=recompute,
+        dtype=dtype,
+        pipelines=pipelines,
+        shares=shares,
+        schedule=schedule,
+        changing=changing,
+    )
+    for family, tied in (("llama", False), ("qwen3", True), ("gemma2", True), ("gpt_neox", False))
+    for pipelines in ("one", "each", "two", "tail")
+    for shares in ("whole", "unequal")
+    for schedule in ("1f1b", "gpipe", "split")
+    for recompute in (False, True)
+    for tuning, dtype in (("full", "fp32"), ("lora", "fp32"), ("full", "bf16"))
+    for changing in (False, True)
+    if (pipelines, shares) != ("one", "unequal")
 )
 
 
@@ -132,21 +198,63 @@ def cuts(split: str, ranks: int) -> list[int]:
     return {2: [0, 1, 6], 3: [0, 1, 5, 6], 4: [0, 1, 3, 5, 6]}[ranks]
 
 
-def write_plan(path: Path, case: Case, ranks: int, split: str | None = None) -> Path | None:
+def write_plan(
+    path: Path, case: Case, ranks: int, split: str | None = None, pipelines: str | None = None
+) -> Path | None:
     """The case's hand-written plan for so many ranks; None where the planner decides."""
-    split = split or case.split
+    split, pipelines = split or case.split, pipelines or case.pipelines
     if split == "planner":
         return None
-    order = list(range(ranks))[:: -1 if split == "reversed" else 1]
-    edges = cuts(split, ranks)
-    micro_batches = GLOBAL_BATCH // case.micro_batch
-    stages = tuple(
-        StagePlan((order[i],), edges[i], edges[i + 1], min(ranks - 1 - i, micro_batches), case.recompute)
-        for i in range(ranks)
-    )
-    pipeline = PipelinePlan(stages, case.micro_batch, case.micro_batch * micro_batches)
-    save_plan(Plan((pipeline,), GLOBAL_BATCH, SEQUENCE, ITEMS), path)
+    groups = grouped(pipelines, split, ranks)
+    shares = SHARES[case.shares][len(groups)]
+    made = []
+    for number, (order, edges) in enumerate(groups):
+        micro_batch = min(shares[number], (1 + number if case.shares == "unequal" else case.micro_batch))
+        if len(groups) == 1:
+            micro_batch = case.micro_batch
+        made.append(_pipeline(case, order, edges, micro_batch, shares[number]))
+    save_plan(Plan(tuple(made), GLOBAL_BATCH, SEQUENCE, ITEMS), path)
     return path
+
+
+SHARES = {
+    "whole": {1: [8], 2: [4, 4], 3: [4, 2, 2], 4: [2, 2, 2, 2]},
+    "unequal": {1: [8], 2: [5, 3], 3: [4, 3, 1], 4: [1, 4, 1, 2]},
+}
+"""Sequences of each pipeline, by their number; with micro-batches of 1, 2, ... where unequal, so that some are short."""
+
+
+def grouped(pipelines: str, split: str, ranks: int) -> list[tuple[list[int], list[int]]]:
+    """(ranks in chain order, boundaries) of every pipeline."""
+    if pipelines == "one" or ranks == 1:
+        return [(list(range(ranks))[:: -1 if split == "reversed" else 1], cuts(split, ranks))]
+    if pipelines == "each" or ranks == 2:
+        return [([rank], [0, ITEMS]) for rank in range(ranks)]
+    if pipelines == "two" and ranks == 4:
+        return [([3, 0], [0, 4, ITEMS]), ([1, 2], [0, 1, ITEMS])]
+    *most, alone = range(ranks)
+    first = (most, cuts("uneven", ranks - 1))
+    return [first, ([alone], [0, ITEMS])] if pipelines == "tail" else [([alone], [0, ITEMS]), first]
+
+
+def _pipeline(case: Case, order: list[int], edges: list[int], micro_batch: int, sequences: int) -> PipelinePlan:
+    count = -(-sequences // micro_batch)
+    depths = [count if case.schedule == "gpipe" else min(len(order) - 1 - i, count) for i in range(len(order))]
+    stages = tuple(
+        StagePlan((rank,), edges[i], edges[i + 1], depths[i], case.recompute) for i, rank in enumerate(order)
+    )
+    return PipelinePlan(stages, micro_batch, sequences, case.schedule == "split")
+
+
+CHANGES = ((5, 16), (8, SEQUENCE), (2, 11))
+"""(rows, tokens per sequence) of the steps' batches where they change."""
+
+
+def changed(batch: Batch, step: int) -> Batch:
+    """The first rows and tokens of a batch only."""
+    rows, length = CHANGES[step % len(CHANGES)]
+    targets = batch.targets[:rows, :length]
+    return Batch(batch.tokens[:rows, :length], targets, int(np.count_nonzero(targets != IGNORED)))
 
 
 def adapter_directory(directory: Path, case: Case) -> Path:
@@ -282,9 +390,10 @@ def run_reference(case: Case, model_path: Path, adapter: Path | None, tokenizer:
     losses, first_moments = [], {}
     for step in range(STEPS):
         batch = dataset.batch(step, GLOBAL_BATCH)
+        batch = changed(batch, step) if case.changing else batch
         optimizer.zero_grad()
         total = 0.0
-        for first in range(0, GLOBAL_BATCH, rows):
+        for first in range(0, len(batch.tokens), rows):
             position["now"] = MicroBatch(0, step, first, batch.target_tokens)
             tokens, targets = batch.tokens[first : first + rows], batch.targets[first : first + rows]
             loss = _summed_loss(model, tokens, targets) / batch.target_tokens

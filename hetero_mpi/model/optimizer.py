@@ -218,6 +218,10 @@ class Verdict:
     scale: float
     """Factor for the gradients (clipping)."""
     finite: bool
+    culprit: str | None = None
+    """Of a step that is not finite: the parameter whose gradient is not, the first in backward. None: only the sum is too large."""
+    stop: bool = False
+    """Some rank has been asked to end the run."""
 
 
 class Judge:
@@ -225,16 +229,20 @@ class Judge:
 
     Each trained parameter, and each micro-batch of all pipelines, has its own slot of a vector that is summed over the ranks.
     Exactly one rank fills a slot, so the sum is exact in any order, and adding the slots in the order of names and of
-    micro-batches gives the same bits for every partition.
+    micro-batches gives the same bits for every partition. The last number counts ranks that were asked to end the run.
+
+    ``names``: the trained parameters, in the model's order.
     """
 
     def __init__(self, names: list[str], clip_norm: float | None, micro_batches: int = 1) -> None:
+        self.names = tuple(names)
         self.slots = {name: i for i, name in enumerate(sorted(names))}
         self.clip_norm, self.micro_batches = clip_norm, micro_batches
 
-    def fill(self, squared_norms: dict[str, float], losses: dict[int, float]) -> np.ndarray:
-        """This rank's part: float64 (parameters + micro-batches). ``losses``: of the micro-batches whose head it holds."""
-        vector = np.zeros(len(self.slots) + self.micro_batches)
+    def fill(self, squared_norms: dict[str, float], losses: dict[int, float], stop: bool = False) -> np.ndarray:
+        """This rank's part: float64 (parameters + micro-batches + 1). ``losses``: of the micro-batches whose head it holds."""
+        vector = np.zeros(len(self.slots) + self.micro_batches + 1)
+        vector[-1] = stop
         for name, value in squared_norms.items():
             vector[self.slots[name]] = value
         for index, loss in losses.items():
@@ -243,13 +251,19 @@ class Judge:
 
     def decide(self, summed: np.ndarray, loss_scale: float = 1.0) -> Verdict:
         """The verdict from the sum of all ranks' parts; gradients are ``loss_scale`` times too large."""
-        norms, losses = summed[: len(self.slots)], summed[len(self.slots) :]
+        norms, losses = summed[: len(self.slots)], summed[len(self.slots) : -1]
         norm, loss = float(np.sqrt(added(norms))) / loss_scale, added(losses)
         finite = bool(np.isfinite(norm) and np.isfinite(loss))
         scale = 1.0 / loss_scale
         if finite and self.clip_norm is not None:
             scale *= min(1.0, self.clip_norm / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_'s formula
-        return Verdict(loss, norm, scale, finite)
+        culprit = None if finite else self._culprit(norms)
+        return Verdict(loss, norm, scale, finite, culprit, bool(summed[-1] > 0))
+
+    def _culprit(self, norms: np.ndarray) -> str | None:
+        """Backward goes from the end of the model to its beginning, and spreads what is not finite on its way."""
+        broken = (name for name in reversed(self.names) if not np.isfinite(norms[self.slots[name]]))
+        return next(broken, None)
 
 
 def added(values: np.ndarray) -> float:

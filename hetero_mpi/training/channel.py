@@ -1,18 +1,52 @@
 """Joins device tensors and the transport: what a stage receives from one neighbour, and what it sends to one.
 
-Receives are posted early into a ring of reused host buffers; on CPU ranks a received tensor *is* its buffer and a sent tensor
-is read where it lies, so nothing is copied.
+Receives are posted early into reused host buffers; on CPU ranks a received tensor *is* its buffer and a sent tensor is read
+where it lies, so nothing is copied. Once buffers are as large as the largest message, no step allocates any.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
 import torch
 
 from hetero_mpi.comm.transport import Request, Transport
-from hetero_mpi.device.backend import Backend, host_bytes
+from hetero_mpi.device.backend import HOST, Backend, host_bytes
+
+
+class HostBuffers:
+    """Host memory for tensors of changing shapes: blocks as large as the largest so far, lent and given back."""
+
+    def __init__(self, backend: Backend, dtype: torch.dtype) -> None:
+        self.backend, self.dtype = backend, dtype
+        self._numbers = 0
+        self._free: list[torch.Tensor] = []
+        self.allocated = 0
+        """Blocks made so far: constant once shapes repeat."""
+
+    def reserve(self, shape: Sequence[int]) -> None:
+        """Blocks hold a tensor of ``shape`` from now on."""
+        if math.prod(shape) > self._numbers:
+            self._numbers = math.prod(shape)
+            self._free.clear()
+
+    def lend(self, shape: Sequence[int]) -> torch.Tensor:
+        """A tensor of ``shape`` over a free block, or over a new one."""
+        self.reserve(shape)
+        if self._free:
+            block = self._free.pop()
+        else:
+            self.allocated += 1
+            block = self.backend.host_buffer((self._numbers,), self.dtype)
+        return block[: math.prod(shape)].view(*shape)
+
+    def give_back(self, tensor: torch.Tensor) -> None:
+        """Nobody reads a lent tensor any more."""
+        numbers = tensor.untyped_storage().nbytes() // self.dtype.itemsize
+        if numbers >= self._numbers:
+            self._free.append(tensor.as_strided((numbers,), (1,), 0))
 
 
 class Inbox:
@@ -27,8 +61,8 @@ class Inbox:
         self, transport: Transport, source: int, tag: int, backend: Backend, dtype: torch.dtype, depth: int
     ) -> None:
         self.transport, self.source, self.tag = transport, source, tag
-        self.backend, self.dtype, self.depth = backend, dtype, depth
-        self._free: list[torch.Tensor] = []
+        self.backend, self.depth = backend, depth
+        self.buffers = HostBuffers(backend, dtype)
         self._posted: deque[tuple[torch.Tensor, Request]] = deque()
         self._held: deque[torch.Tensor] = deque()
         self._to_come: deque[tuple[int, ...]] = deque()
@@ -37,6 +71,8 @@ class Inbox:
         """Announce the shapes of the step's micro-batches, in order, and post the first receives."""
         assert not self._posted and not self._held, "the previous step left receives behind"
         self._to_come.extend(shapes)
+        for shape in set(shapes):
+            self.buffers.reserve(shape)
         while self._to_come and len(self._posted) < self.depth:
             self._post()
 
@@ -49,33 +85,29 @@ class Inbox:
 
     def release(self) -> None:
         """The oldest tensor taken is no longer read: its buffer serves the next receive."""
-        self._free.append(self._held.popleft())
+        self.buffers.give_back(self._held.popleft())
         if self._to_come:
             self._post()
 
     def _post(self) -> None:
-        shape = self._to_come.popleft()
-        buffer = next((free for free in self._free if free.shape == shape), None)
-        if buffer is None:
-            self._free.clear()  # another shape: the buffers of the former one are of no use any more
-            buffer = torch.empty(shape, dtype=self.dtype)
-        else:
-            self._free = [free for free in self._free if free is not buffer]
+        buffer = self.buffers.lend(self._to_come.popleft())
         self._posted.append((buffer, self.transport.post_receive(self.source, self.tag, host_bytes(buffer))))
 
 
 class Outbox:
     """Tensors sent in micro-batch order to one rank."""
 
-    def __init__(self, transport: Transport, destination: int, tag: int, backend: Backend) -> None:
-        self.transport, self.destination, self.tag, self.backend = transport, destination, tag, backend
+    def __init__(self, transport: Transport, destination: int, tag: int, backend: Backend, dtype: torch.dtype) -> None:
+        self.transport, self.destination, self.tag = transport, destination, tag
+        self.copies = backend.device != HOST
+        self.buffers = HostBuffers(backend, dtype)
         self._sent: deque[tuple[torch.Tensor, Request]] = deque()
 
     def put(self, tensor: torch.Tensor) -> int:
         """Start sending; returns the bytes. The tensor's memory is kept until it has left."""
         while self._sent and self._sent[0][1].completed:
-            self.transport.wait(self._sent.popleft()[1])
-        host = self.backend.to_host(tensor)
+            self._take_back()
+        host = self.buffers.lend(tensor.shape).copy_(tensor) if self.copies else tensor.detach().contiguous()
         content = host_bytes(host)
         self._sent.append((host, self.transport.send(self.destination, self.tag, content)))
         return content.nbytes
@@ -83,4 +115,10 @@ class Outbox:
     def flush(self) -> None:
         """Return when everything has left."""
         while self._sent:
-            self.transport.wait(self._sent.popleft()[1])
+            self._take_back()
+
+    def _take_back(self) -> None:
+        host, request = self._sent.popleft()
+        self.transport.wait(request)
+        if self.copies:
+            self.buffers.give_back(host)

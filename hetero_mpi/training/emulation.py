@@ -1,38 +1,49 @@
 """Emulated clusters: ranks that last as long as the devices and links of a profile, while a small model stands in for its own.
 
 ``[cluster] emulate = PROFILE``. The profile's model is what is planned; the job's model, with as many blocks, is what is
-computed. Every forward, backward and optimizer step runs its real arithmetic and then waits until ``simulator.duration`` times
-``[cluster] time_scale`` has passed; messages are held back by ``comm.emulated_link``. Nothing else differs from a run without
-emulation: losses have the same bits.
+computed. Every forward, backward (whole or in parts) and optimizer step runs its real arithmetic and then waits until
+``durations.duration`` times ``[cluster] time_scale`` has passed; messages and sums are held back by ``comm.emulated_link``.
+Nothing else differs from a run without emulation: losses have the same bits.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from hetero_mpi.comm.emulated_link import Delay, EmulatedTransport, clock_offsets_s, shared_cards
 from hetero_mpi.comm.sleeping import Sleeper
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.comm.world import World
+from hetero_mpi.device.backend import DTYPES
 from hetero_mpi.errors import UserError
 from hetero_mpi.job import LoadedJob
 from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.planning.durations import duration
+from hetero_mpi.planning.durations import (
+    Durations,
+    finished_items_s,
+    optimizer_s,
+    return_s,
+    ring_s,
+    summed_bytes,
+    tied_s,
+)
 from hetero_mpi.planning.files import load_profile, profile_from_dict, profile_to_dict
 from hetero_mpi.planning.network import Network
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.profile import EMULATED, ClusterProfile
-from hetero_mpi.planning.schedule import Action, Op, Schedule, stages
+from hetero_mpi.planning.schedule import COMPUTE, Action, Op, Schedule, held_by
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.report import units
 from hetero_mpi.training.request import with_memory
 
 NETWORK = Network(shared_nic=True)
 """How messages meet in an emulated cluster; its predictions are made alike."""
-_PACED = (Op.F, Op.B, Op.STEP)
+_PACED = (*COMPUTE, Op.STEP)
 
 
 class Pace:
@@ -42,31 +53,55 @@ class Pace:
         actions: how many were paced.
         late: of these, how many took longer than they should, by real arithmetic or since nobody woke this rank in time ...
         late_s: ... and by how much in all (wall clock).
+        summed_item: whose gradients this rank is about to sum; ``sum_s`` is asked for it.
     """
 
     def __init__(self, plan: Plan, profile: ClusterProfile, time_scale: float, sleeper: Sleeper) -> None:
         self._plan, self._profile, self._scale, self._sleeper = plan, profile, time_scale, sleeper
-        self._known: dict[tuple[Op, int], float] = {}
+        self._known = Durations(plan, profile)
+        self._finished_s: dict[Action, dict[int, float]] = {}
         self.actions, self.late, self.late_s = 0, 0, 0.0
+        self.summed_item = 0
 
-    def lasts_s(self, op: Op, stage: int) -> float:
-        """Seconds of wall clock that an action of ``stage`` is to last."""
-        if (op, stage) not in self._known:
-            action = Action(op, stage, None if op is Op.STEP else 0)
-            self._known[op, stage] = self._scale * duration(action, self._plan, self._profile)
-        return self._known[op, stage]
+    def lasts_s(self, action: Action) -> float:
+        """Seconds of wall clock that an action is to last; STEP without what it waits for (the other end of a tied matrix)."""
+        if action.op is Op.STEP:
+            stage = self._known.stages[action.stage]
+            device = self._profile.devices[stage.ranks[0]]
+            return self._scale * optimizer_s(self._profile, device, stage.first, stage.last)
+        return self._scale * self._known.of(action)[0]
 
-    def hold(self, op: Op, stage: int, start_s: float) -> None:
-        """Wait until an action that began at ``start_s`` (``time.perf_counter``) has lasted long enough."""
-        if op not in _PACED:
+    def sum_s(self, ranks: tuple[int, ...], size_bytes: int) -> float:
+        """Seconds of wall clock that the sum of ``summed_item`` is to last. The stand-in's bytes do not matter."""
+        emulated_bytes = summed_bytes(self._profile.model, self.summed_item)
+        if emulated_bytes == 0:
+            return 0.0  # the stand-in trains what the emulated model does not
+        return self._scale * ring_s(self._profile, held_by(self._plan, self.summed_item), emulated_bytes)
+
+    def hold(self, action: Action, start_s: float, finished: Callable[[int], None] | None = None) -> None:
+        """Wait until an action that began at ``start_s`` (``time.perf_counter``) has lasted long enough.
+
+        ``finished``: is told each item when a last backward would have finished it.
+        """
+        if action.op not in _PACED:
             return
-        end_s = start_s + self.lasts_s(op, stage)
+        end_s = start_s + self.lasts_s(action)
         late_s = time.perf_counter() - end_s
+        if finished is not None:
+            for item, after_s in self._items_s(action).items():
+                self._sleeper.until(start_s + after_s)
+                finished(item)
         self.actions += 1
         if late_s > 0:
             self.late, self.late_s = self.late + 1, self.late_s + late_s
         else:
             self._sleeper.until(end_s)
+
+    def _items_s(self, action: Action) -> dict[int, float]:
+        if action not in self._finished_s:
+            after = finished_items_s(action, self._plan, self._profile)
+            self._finished_s[action] = {item: self._scale * seconds for item, seconds in after.items()}
+        return self._finished_s[action]
 
 
 @dataclass(frozen=True)
@@ -81,7 +116,7 @@ class Emulation:
     transport: Transport
     """Carries the messages between stages in steps, and those only."""
     end_transport: Transport
-    """Carries the gradient and the values of a tied matrix between the two ends."""
+    """Carries the gradient and the values of a tied matrix between the two ends, and sums gradients."""
     pace: Pace
     stand_in_sequence: int
     """Tokens per sequence of the job."""
@@ -138,7 +173,10 @@ def _first_ranks(profile: ClusterProfile, ranks: int, fewer: bool, path: str) ->
         also = "" if ranks > known else f", or set [cluster] emulate_first = true to emulate its first {ranks}"
         raise UserError(f"{path} describes {known} ranks, this job has {ranks}: start {known} ranks{also}")
     links = tuple(link for link in profile.links if max(link.source, link.destination) < ranks)
-    return replace(profile, devices=profile.devices[:ranks], links=links)
+    devices = profile.devices[:ranks]
+    names = {device.host for device in devices}
+    hosts = tuple(host for host in profile.hosts if host.name in names)
+    return replace(profile, devices=devices, links=links, hosts=hosts)
 
 
 def _check_model(profile: ClusterProfile, chain: Chain, tied: bool, path: str) -> None:
@@ -183,50 +221,67 @@ def predicted(plan: Plan, profile: ClusterProfile, schedule: Schedule) -> Plan:
 
 
 def emulate(
-    world: World, transport: Transport, loaded: LoadedJob, profile: ClusterProfile, plan: Plan, cores: float
+    world: World,
+    transport: Transport,
+    loaded: LoadedJob,
+    chain: Chain,
+    profile: ClusterProfile,
+    plan: Plan,
+    cores: float,
 ) -> Emulation:
     """Set up this rank. Collective over all ranks of the job.
 
     Args:
+        chain: the stand-in.
         cores: CPU cores this rank can count on.
     """
     sleeper = Sleeper(spare_core=cores >= 2)  # one computes, one spins
     scale = loaded.job.cluster.time_scale
     cards = shared_cards(world, [device.host for device in profile.devices])
     offsets_s = clock_offsets_s(world, transport)
+    pace = Pace(plan, profile, scale, sleeper)
+    own = loaded.job.data.sequence_length
+    row_bytes = own * chain.config.hidden_size * DTYPES[loaded.job.train.dtype].itemsize
 
     def links(delay_s: Delay) -> EmulatedTransport:
-        return EmulatedTransport(transport, world.rank, delay_s, cards, offsets_s, sleeper)
+        return EmulatedTransport(transport, world.rank, delay_s, cards, offsets_s, sleeper, pace.sum_s)
 
     return Emulation(
         profile,
         plan,
         scale,
-        links(_between_stages(profile, plan, scale)),
-        links(_between_ends(profile, scale)),
-        Pace(plan, profile, scale, sleeper),
-        loaded.job.data.sequence_length,
+        links(_between_stages(profile, plan, scale, row_bytes)),
+        links(_between_ends(profile, plan, scale)),
+        pace,
+        own,
         cores,
     )
 
 
-def _between_stages(profile: ClusterProfile, plan: Plan, scale: float) -> Delay:
-    """What activations and gradients take. The bytes of the stand-in stand for those of the profile's model."""
+def _between_stages(profile: ClusterProfile, plan: Plan, scale: float, row_bytes: int) -> Delay:
+    """What activations and gradients take. ``row_bytes`` of the stand-in stand for a sequence of the profile's model."""
+    boundary_bytes = {}
+    for pipeline in plan.pipelines:
+        for before, after in pairwise(pipeline.stages):
+            size = profile.model.layers[before.last - 1].boundary_bytes_per_token * plan.sequence_length
+            boundary_bytes[before.ranks[0], after.ranks[0]] = boundary_bytes[after.ranks[0], before.ranks[0]] = size
+
+    def delay_s(source: int, destination: int, own_bytes: int) -> float:
+        size = boundary_bytes[source, destination] * own_bytes / row_bytes
+        return scale * profile.transfer_s(source, destination, size)
+
+    return delay_s
+
+
+def _between_ends(profile: ClusterProfile, plan: Plan, scale: float) -> Delay:
+    """What the exchange between the ends of a tied model takes: its gradient one way, its values the other."""
     delays = {}
-    for number, index, stage in stages(plan):
-        for op in (Op.SEND_F, Op.SEND_B):
-            other = number + (1 if op is Op.SEND_F else -1)
-            same = [peer for at, pipeline, peer in stages(plan) if at == other and pipeline == index]
-            if same:
-                delays[stage.ranks[0], same[0].ranks[0]] = scale * duration(Action(op, number, 0), plan, profile)
+    for pipeline in plan.pipelines:
+        embedding, head = pipeline.stages[0].ranks[0], pipeline.stages[-1].ranks[0]
+        if profile.model.tied and embedding != head:
+            delays[head, embedding] = scale * tied_s(profile, embedding, head)
+            delays[embedding, head] = scale * return_s(profile, embedding, head)
     return lambda source, destination, own_bytes: delays[source, destination]
-
-
-def _between_ends(profile: ClusterProfile, scale: float) -> Delay:
-    """What one way of the exchange between the ends of a tied model takes."""
-    return lambda source, destination, own_bytes: (
-        scale * profile.transfer_s(source, destination, profile.model.tied_bytes)
-    )
 
 
 def punctuality_lines(world: World, emulation: Emulation) -> list[str]:

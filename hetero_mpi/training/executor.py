@@ -11,11 +11,17 @@ import torch
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.planning.plan import PipelinePlan
-from hetero_mpi.planning.schedule import Action, Event, Op
+from hetero_mpi.planning.schedule import WHOLE_STEP, Action, Event, Op
 from hetero_mpi.training.channel import Inbox, Outbox
 from hetero_mpi.training.emulation import Emulation
+from hetero_mpi.training.places import Place
 
 _FORWARD, _BACKWARD, _EVALUATION = 0, 1, 2
+Rows = tuple[int, int]
+"""[first, last) of a micro-batch within its pipeline's share of a batch."""
+WholeStep = Callable[[Action], None]
+Finished = Callable[[int], None]
+"""Is told the number of an item whose gradients are whole for this step."""
 
 
 def tag_of(stage: int, direction: int) -> int:
@@ -25,9 +31,16 @@ def tag_of(stage: int, direction: int) -> int:
 
 @dataclass(frozen=True)
 class StepData:
-    """What a step computes on. Tensors on the device, (B_global, T) int64; None where this rank does not need them."""
+    """What a pipeline computes on. Tensors on the device, (rows of its share, T) int64; None where this rank does not need
+    them."""
 
     step: int
+    sizes: tuple[int, ...]
+    """Sequences in each micro-batch; they follow one another in the tensors."""
+    first_samples: tuple[int, ...]
+    """Where each micro-batch begins in the global batch."""
+    length: int
+    """Tokens T per sequence of this batch."""
     tokens: torch.Tensor | None
     targets: torch.Tensor | None
     target_tokens: int
@@ -41,77 +54,78 @@ class Executor:
 
     Args:
         stage: this rank's share of the model.
-        index: number of the stage among all stages of the plan.
+        place: where it stands in the plan.
         pipeline: the pipeline it belongs to.
-        position: index of the stage within its pipeline.
+        actions: this rank's list.
         transport: how tensors reach the neighbours.
-        hidden: width D of the tensors between stages.
-        sequence_length: tokens T per sequence.
+        whole_step: what REDUCE and STEP do.
+        finished: is told each item whose gradients are whole while the last backward still runs, the last item first.
         emulation: makes actions and messages of steps last as those of other devices.
+
+    Attributes:
+        losses: shares of the loss of the running step's micro-batches (fp32 scalars), on the last stage.
+        current: the action that runs.
+        evaluated: micro-batches of held-out sequences so far.
     """
 
     def __init__(
         self,
         stage: Stage,
-        index: int,
+        place: Place,
         pipeline: PipelinePlan,
-        position: int,
+        actions: Sequence[Action],
         transport: Transport,
-        hidden: int,
-        sequence_length: int,
+        whole_step: dict[Op, WholeStep],
+        finished: Finished,
         emulation: Emulation | None = None,
     ) -> None:
-        self.stage, self.index, self.pipeline = stage, index, pipeline
+        self.stage, self.place, self.actions = stage, place, tuple(actions)
+        self.whole_step, self.finished = whole_step, finished
         self.pace = emulation.pace if emulation is not None else None
-        wire = emulation.transport if emulation is not None else transport
-        self.boundary = (pipeline.micro_batch, sequence_length, hidden)
-        own, backend = pipeline.stages[position], stage.backend
-        self.previous = pipeline.stages[position - 1].ranks[0] if position > 0 else None
-        self.next = pipeline.stages[position + 1].ranks[0] if position + 1 < len(pipeline.stages) else None
-        self.rank = own.ranks[0]
-        self.activations_in = self.activations_out = self.gradients_in = self.gradients_out = None
-        self.evaluation_in = self.evaluation_out = None
-        depth = min(own.warm_up + 2, pipeline.micro_batches)
-        if self.previous is not None:
-            source = (wire, self.previous)
-            self.activations_in = Inbox(*source, tag_of(index, _FORWARD), backend, stage.dtype, depth)
-            self.gradients_out = Outbox(*source, tag_of(index - 1, _BACKWARD), backend)
-            self.evaluation_in = Inbox(transport, self.previous, tag_of(index, _EVALUATION), backend, stage.dtype, 2)
-        if self.next is not None:
-            sink = (wire, self.next)
-            self.gradients_in = Inbox(*sink, tag_of(index, _BACKWARD), backend, stage.dtype, 2)
-            self.activations_out = Outbox(*sink, tag_of(index + 1, _FORWARD), backend)
-            self.evaluation_out = Outbox(transport, self.next, tag_of(index + 1, _EVALUATION), backend)
-
+        self.hidden = stage.chain.config.hidden_size
+        position = place.position
+        self.rank = pipeline.stages[position].ranks[0]
         self.losses: list[torch.Tensor] = []
-        """Shares of the loss of the running step's micro-batches (fp32 scalars), on the last stage."""
+        self.current: Action | None = None
+        self.evaluated = 0
+        self._last_backward = next((a for a in reversed(self.actions) if a.op in (Op.B, Op.W)), None)
         self._inputs: dict[tuple[Op, int], torch.Tensor] = {}
         self._outputs: dict[tuple[Op, int], torch.Tensor] = {}
+        self._rows: list[Rows] = []
+        wire = emulation.transport if emulation is not None else transport
+        depth = min(pipeline.stages[position].warm_up + 2, pipeline.micro_batches)
+        self.activations_in = self.activations_out = self.gradients_in = self.gradients_out = None
+        self.evaluation_in = self.evaluation_out = None
+        index, backend, dtype = place.index, stage.backend, stage.dtype
+        if position > 0:
+            before = pipeline.stages[position - 1].ranks[0]
+            self.activations_in = Inbox(wire, before, tag_of(index, _FORWARD), backend, dtype, depth)
+            self.gradients_out = Outbox(wire, before, tag_of(index - 1, _BACKWARD), backend, dtype)
+            self.evaluation_in = Inbox(transport, before, tag_of(index, _EVALUATION), backend, dtype, 2)
+        if position + 1 < len(pipeline.stages):
+            after = pipeline.stages[position + 1].ranks[0]
+            self.gradients_in = Inbox(wire, after, tag_of(index, _BACKWARD), backend, dtype, 2)
+            self.activations_out = Outbox(wire, after, tag_of(index + 1, _FORWARD), backend, dtype)
+            self.evaluation_out = Outbox(transport, after, tag_of(index + 1, _EVALUATION), backend, dtype)
 
-    def run(
-        self, actions: Sequence[Action], data: StepData, whole_step: dict[Op, Callable[[Action], None]]
-    ) -> list[Event]:
-        """Run one step and return what took place when.
-
-        Args:
-            actions: this rank's list.
-            data: tokens and targets.
-            whole_step: what REDUCE and STEP do.
-        """
-        self._begin()
+    def run(self, data: StepData) -> list[Event]:
+        """Run one step and return what took place when."""
+        self._begin(data)
         events = []
         begin = time.perf_counter()
-        for action in actions:
+        for action in self.actions:
+            self.current = action
             start = time.perf_counter()
-            if action.micro_batch is None:
-                whole_step[action.op](action)
-                moved = 0
+            moved = 0
+            if action.op in WHOLE_STEP:
+                self.whole_step[action.op](action)
             else:
-                moved = self._perform(action.op, action.micro_batch, data)
+                moved = self._perform(action, data)
                 if self.pace is not None:
-                    self.pace.hold(action.op, self.index, start)
+                    self.pace.hold(action, start, self.finished if action is self._last_backward else None)
             events.append(Event(self.rank, data.step, action, start - begin, time.perf_counter() - begin, moved))
         self.flush()
+        self.current = None
         assert not self._inputs and not self._outputs, "the step left tensors behind"
         return events
 
@@ -121,51 +135,56 @@ class Executor:
             if outbox is not None:
                 outbox.flush()
 
-    def evaluate(self, batches: Sequence[StepData]) -> float:
-        """Forward of held-out batches through the pipeline.
-
-        Args:
-            batches: each of exactly ``micro_batch`` sequences (short ones are padded with ignored targets).
-
-        Returns:
-            Sum of the losses of all targets on the last stage, else 0.
-        """
-        total = 0.0
+    def evaluate(self, data: StepData) -> list[float]:
+        """Forward of held-out batches through the pipeline: the sum of the losses of each one's targets on the last stage,
+        else nothing."""
+        found: list[torch.Tensor] = []
         if self.evaluation_in is not None:
-            self.evaluation_in.begin([self.boundary] * len(batches))
-        for data in batches:
+            self.evaluation_in.begin(self._shapes(data))
+        for first, last in _consecutive(data.sizes):
             x = self.evaluation_in.take() if self.evaluation_in is not None else data.tokens
             assert x is not None
-            y = self.stage.evaluate(x, data.targets)
+            x = x if self.evaluation_in is not None else x[first:last]
+            y = self.stage.evaluate(x, None if data.targets is None else data.targets[first:last])
+            self.evaluated += 1
             if self.evaluation_in is not None:
                 self.evaluation_in.release()
             if self.evaluation_out is not None:
                 self.evaluation_out.put(y)
             else:
-                total += float(y)
+                found.append(y)
         if self.evaluation_out is not None:
             self.evaluation_out.flush()
-        return total
+        return [float(y) for y in found]
 
-    def _begin(self) -> None:
+    def _begin(self, data: StepData) -> None:
         self.losses = []
-        shapes = [self.boundary] * self.pipeline.micro_batches
+        self._rows = _consecutive(data.sizes)
+        shapes = self._shapes(data)
         for inbox in (self.activations_in, self.gradients_in):
             if inbox is not None:
                 inbox.begin(shapes)
 
-    def _perform(self, op: Op, index: int, data: StepData) -> int:
+    def _shapes(self, data: StepData) -> list[tuple[int, ...]]:
+        """Of the tensors between stages."""
+        return [(size, data.length, self.hidden) for size in data.sizes]
+
+    def _perform(self, action: Action, data: StepData) -> int:
         """One action of one micro-batch; returns the bytes sent or received."""
+        op, index = action.op, action.micro_batch
+        assert index is not None
         if op is Op.F:
             self._forward(index, data)
-        elif op is Op.B:
-            self._backward(index, data.loss_scale)
+        elif op in (Op.B, Op.I):
+            self._backward(action, data.loss_scale)
+        elif op is Op.W:
+            self.stage.backward_weights(index, self._listener(action))
         elif op in (Op.RECV_F, Op.RECV_B):
             inbox = self.activations_in if op is Op.RECV_F else self.gradients_in
             assert inbox is not None
             tensor = inbox.take()
             self._inputs[op, index] = tensor
-            return tensor.nbytes
+            return int(tensor.nbytes)
         else:
             outbox = self.activations_out if op is Op.SEND_F else self.gradients_out
             assert outbox is not None
@@ -173,23 +192,41 @@ class Executor:
         return 0
 
     def _forward(self, index: int, data: StepData) -> None:
-        rows = slice(index * self.pipeline.micro_batch, (index + 1) * self.pipeline.micro_batch)
-        position = MicroBatch(index, data.step, rows.start, data.target_tokens)
-        x = self._inputs.pop((Op.RECV_F, index)) if data.tokens is None else data.tokens[rows]
-        y = self.stage.forward(position, x, None if data.targets is None else data.targets[rows])
+        first, last = self._rows[index]
+        position = MicroBatch(index, data.step, data.first_samples[index], data.target_tokens)
+        x = self._inputs.pop((Op.RECV_F, index)) if data.tokens is None else data.tokens[first:last]
+        y = self.stage.forward(position, x, None if data.targets is None else data.targets[first:last])
         if self.stage.is_last:
             self.losses.append(y)
         else:
             self._outputs[Op.SEND_F, index] = y
 
-    def _backward(self, index: int, loss_scale: float) -> None:
+    def _backward(self, action: Action, loss_scale: float) -> None:
+        """B or I; either leaves the received tensors free to be overwritten."""
+        index = action.micro_batch
+        assert index is not None
         dy = self._inputs.pop((Op.RECV_B, index), None)
         if self.stage.is_last and loss_scale != 1.0:
             dy = torch.tensor(loss_scale, device=self.stage.backend.device)
-        dx = self.stage.backward(index, dy)
+        if action.op is Op.I:
+            dx = self.stage.backward_input(index, dy)
+        else:
+            dx = self.stage.backward(index, dy, self._listener(action))
         if self.gradients_in is not None:
             self.gradients_in.release()
         if self.activations_in is not None:
             self.activations_in.release()  # only now: the input is kept for backward
         if dx is not None:
             self._outputs[Op.SEND_B, index] = dx
+
+    def _listener(self, action: Action) -> Finished | None:
+        """Who hears of finished items. In an emulation the pace says when they count as finished."""
+        return self.finished if action is self._last_backward and self.pace is None else None
+
+
+def _consecutive(sizes: Sequence[int]) -> list[Rows]:
+    rows, first = [], 0
+    for size in sizes:
+        rows.append((first, first + size))
+        first += size
+    return rows

@@ -37,9 +37,9 @@ from hetero_mpi.report import units
 from hetero_mpi.report.logs import say, setup_logging
 from hetero_mpi.training.files import open_files
 from hetero_mpi.training.generate_source import Opened, Source, open_source, stop_tokens
+from hetero_mpi.training.places import active_ranks
 from hetero_mpi.training.redistribute import Parcel, distribute, parcels
 from hetero_mpi.training.setup import default_threads, share_of_cores
-from hetero_mpi.training.trainer import active_ranks
 from hetero_mpi.training.writing import Spelling, Writer
 
 DEFAULT_TOKENS = 128

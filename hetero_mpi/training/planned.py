@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_mpi.comm.transport import Transport
-from hetero_mpi.comm.world import World
+from hetero_mpi.comm.world import CollectiveUserError, World
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.job import LoadedJob
@@ -27,7 +27,8 @@ from hetero_mpi.planning.planner import complete_plan, make_plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Schedule, schedule_of
-from hetero_mpi.profiling.cluster import Subject, profile_cluster, profile_key
+from hetero_mpi.profiling.cluster import profile_cluster, profile_key
+from hetero_mpi.profiling.subject import Subject
 from hetero_mpi.training.emulation import predicted
 from hetero_mpi.training.request import with_memory
 
@@ -38,6 +39,8 @@ class Given:
 
     profile: Path | None
     plan: Path | None
+    reprofile: bool = False
+    """Measure, whatever was measured before."""
 
 
 def obtain_profile(
@@ -50,25 +53,28 @@ def obtain_profile(
     given: Given,
     say: Callable[[str], None],
 ) -> ClusterProfile:
-    """The profile named by the user, the run directory's when its key matches, or a fresh measurement. Collective.
+    """The profile named by the user, the run directory's when its key matches, or a measurement, for which devices that were
+    measured before are not measured again. Collective.
 
     Raises:
-        UserError: the named profile is damaged or describes another cluster or model.
+        UserError: the named profile is damaged or describes another cluster or model; or it is named and to be measured.
     """
     settings = loaded.job.profile
     named = given.profile or (loaded.resolve(settings.path) if settings.path else None)
+    if named is not None and given.reprofile:
+        raise CollectiveUserError(f"--reprofile measures, but {named} is to be used: leave one of them out")
     cached = named or run_dir / "profile.toml"
     key = profile_key(world, backend, subject)
     found: ClusterProfile | None = None
     with world.led("reading the profile"):
-        if world.rank == 0 and cached.exists() and (named is not None or settings.reuse):
+        if world.rank == 0 and cached.exists() and (named is not None or (settings.reuse and not given.reprofile)):
             found = _read(cached, subject, world.size, named is not None, key, say)
         elif world.rank == 0 and given.profile is not None:
             raise UserError(f"{given.profile}: no such profile; leave --profile out to measure")
     known = world.broadcast_json(profile_to_dict(found) if found is not None else None)
     if known is not None:
         return profile_from_dict(known)
-    profile = profile_cluster(world, transport, backend, subject, settings, say)
+    profile = profile_cluster(world, transport, backend, subject, settings, say, given.reprofile)
     if world.rank == 0:
         cached.parent.mkdir(parents=True, exist_ok=True)
         save_profile(profile, cached)
@@ -87,7 +93,7 @@ def obtain_plan(
     with world.led("planning"):
         if world.rank == 0:
             if given.plan is not None:
-                plan = complete_plan(load_plan(given.plan), profile, request)
+                plan = _given_plan(given.plan, profile, request)
             else:
                 plan = make_plan(profile, request)
             schedule = schedule_of(plan, profile.model)
@@ -97,6 +103,16 @@ def obtain_plan(
             save_plan(plan, run_dir / "plan.toml")
     plan = plan_from_dict(world.broadcast_json(plan_to_dict(plan) if plan is not None else None))
     return plan, schedule_of(plan, profile.model)
+
+
+def _given_plan(path: Path, profile: ClusterProfile, request: PlanRequest) -> Plan:
+    plan = load_plan(path)
+    try:
+        return complete_plan(plan, profile, request)
+    except UserError as error:
+        raise UserError(
+            f"{path} does not fit this job on these ranks:\n{error}\nCorrect it, or leave --plan out to plan anew"
+        ) from None
 
 
 def _read(

@@ -29,6 +29,8 @@ class Options:
     job: Path
     output: Path
     overrides: tuple[str, ...] = ()
+    reprofile: bool = False
+    """Take nothing that was measured before."""
 
 
 def profile(world: World, options: Options) -> int:
@@ -49,7 +51,9 @@ def profile(world: World, options: Options) -> int:
     with MpiTransport(world.comm, threaded=loaded.job.cluster.communication_thread) as transport:
         setting = setup.set_up(world, transport, loaded, run_dir)
         subject, _ = setup.subject_of(setting)
-        measured = profile_cluster(world, transport, setting.backend, subject, setting.job.profile, say)
+        measured = profile_cluster(
+            world, transport, setting.backend, subject, setting.job.profile, say, options.reprofile
+        )
     say(*profile_lines(measured))
     with world.led("writing the profile"):
         if world.rank == 0:

@@ -16,6 +16,7 @@ from hetero_mpi.comm.transport import Request, Transport
 from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.plan import Plan
+from hetero_mpi.training.places import holders
 
 _TAG = 1 << 14
 _AHEAD = 2
@@ -24,7 +25,7 @@ _AHEAD = 2
 
 @dataclass(frozen=True)
 class Parcel:
-    """A named tensor and the rank that holds it."""
+    """A named tensor and the ranks that hold it."""
 
     kind: str
     """``parameters``, ``moments1`` or ``moments2``."""
@@ -32,21 +33,21 @@ class Parcel:
     shape: tuple[int, ...]
     dtype: torch.dtype
     owner: int
-
-
-def owners(plan: Plan) -> dict[int, int]:
-    """item -> rank that holds it (in the first pipeline)."""
-    return {item: stage.ranks[0] for stage in plan.pipelines[0].stages for item in range(stage.first, stage.last)}
+    """The first of its holders, which speaks for all: where it is taken from."""
+    others: tuple[int, ...] = ()
+    """Its further holders, in plan order: they are given the same."""
 
 
 def parcels(tuning: Tuning, plan: Plan, kinds: Iterable[str], dtype: torch.dtype = torch.float32) -> list[Parcel]:
     """All tensors of the given kinds, in the model's order, item by item. Constants are parameters in fp32, without moments."""
-    holder, kinds = owners(plan), tuple(kinds)
+    held, kinds = holders(plan), tuple(kinds)
     tensors = [(spec, kind, dtype) for spec in tuning.trainable.values() for kind in kinds]
     if "parameters" in kinds:
         tensors += [(spec, "parameters", torch.float32) for spec in tuning.constants.values()]
     tensors.sort(key=lambda tensor: tensor[0].item)  # stable: the model's order within an item
-    return [Parcel(kind, spec.name, spec.shape, own, holder[spec.item]) for spec, kind, own in tensors]
+    return [
+        Parcel(kind, spec.name, spec.shape, own, held[spec.item][0], held[spec.item][1:]) for spec, kind, own in tensors
+    ]
 
 
 def collect(
@@ -89,30 +90,60 @@ def distribute(
     produce: Callable[[Parcel], torch.Tensor],
     keep: Callable[[Parcel, torch.Tensor], None],
 ) -> None:
-    """Bring every parcel from rank 0 to its owner. Collective.
+    """Bring every parcel from rank 0 to all its holders. Collective.
 
     Args:
         produce: gives a parcel on rank 0, as a contiguous host tensor.
-        keep: takes a parcel this rank owns.
+        keep: takes a parcel this rank holds.
     """
-    if rank == 0:
-        under_way: deque[tuple[torch.Tensor, Request]] = deque()
-        for parcel in listed:
+    _spread(rank, transport, ((parcel, 0, (parcel.owner, *parcel.others)) for parcel in listed), produce, keep)
+
+
+def align(
+    rank: int,
+    transport: Transport,
+    listed: Iterable[Parcel],
+    own: Callable[[Parcel], torch.Tensor],
+    keep: Callable[[Parcel, torch.Tensor], None],
+) -> None:
+    """Bring every parcel from its first holder to the others. Collective.
+
+    Args:
+        own: gives a parcel this rank speaks for, as a contiguous host tensor.
+        keep: takes a parcel this rank holds too.
+    """
+    _spread(rank, transport, ((parcel, parcel.owner, parcel.others) for parcel in listed), own, keep)
+
+
+def _spread(
+    rank: int,
+    transport: Transport,
+    deliveries: Iterable[tuple[Parcel, int, tuple[int, ...]]],
+    produce: Callable[[Parcel], torch.Tensor],
+    keep: Callable[[Parcel, torch.Tensor], None],
+) -> None:
+    """``deliveries``: (parcel, from which rank, to which ranks), the same list on every rank."""
+    under_way: deque[tuple[torch.Tensor, list[Request]]] = deque()
+    for parcel, source, destinations in deliveries:
+        if rank == source and destinations:
             tensor = produce(parcel)
-            if parcel.owner == 0:
+            if rank in destinations:
                 keep(parcel, tensor)
-                continue
-            if len(under_way) == _AHEAD:
-                transport.wait(under_way.popleft()[1])
-            under_way.append((tensor, transport.send(parcel.owner, _TAG, host_bytes(tensor))))
-        while under_way:
-            transport.wait(under_way.popleft()[1])
-        return
-    for parcel in listed:
-        if parcel.owner == rank:
+            others = [other for other in destinations if other != rank]
+            under_way.append((tensor, [transport.send(other, _TAG, host_bytes(tensor)) for other in others]))
+            while len(under_way) > _AHEAD:
+                _wait_all(transport, under_way.popleft()[1])
+        elif rank in destinations:
             tensor = torch.empty(parcel.shape, dtype=parcel.dtype)
-            transport.wait(transport.post_receive(0, _TAG, host_bytes(tensor)))
+            transport.wait(transport.post_receive(source, _TAG, host_bytes(tensor)))
             keep(parcel, tensor)
+    while under_way:
+        _wait_all(transport, under_way.popleft()[1])
+
+
+def _wait_all(transport: Transport, requests: Iterable[Request]) -> None:
+    for request in requests:
+        transport.wait(request)
 
 
 def _send_all(listed: Iterable[Parcel], transport: Transport, own: Callable[[Parcel], torch.Tensor]) -> None:

@@ -16,7 +16,7 @@ import torch
 from hetero_mpi.comm.world import World
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
-from hetero_mpi.planning.schedule import Op
+from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.report import units
 from hetero_mpi.training.emulation import Emulation
 from hetero_mpi.training.trainer import Trainer
@@ -27,7 +27,13 @@ OVERRUN = 0.01
 BUSY = 0.5
 """Share of a host's cores that its ranks may take with arithmetic."""
 _RULE = "the stand-in's own arithmetic must fit into the emulated times"
-_NAMES = {Op.F: "a forward", Op.B: "a backward", Op.STEP: "an optimizer step"}
+_NAMES = {
+    Op.F: "a forward",
+    Op.B: "a backward",
+    Op.I: "a backward's input part",
+    Op.W: "a backward's weight part",
+    Op.STEP: "an optimizer step",
+}
 
 
 @dataclass(frozen=True)
@@ -66,9 +72,11 @@ def rehearse(trainer: Trainer, world: World, emulation: Emulation) -> None:
 
 
 def _compute_s(stage: Stage, emulation: Emulation, trainer: Trainer) -> dict[Op, float]:
-    """Median seconds of a forward and a backward of one micro-batch, after a first one."""
+    """Median seconds of a forward and a backward, or its two parts, of one micro-batch, after a first one."""
     plan = emulation.stand_in_plan
-    shape = (plan.pipelines[0].micro_batch, plan.sequence_length)
+    assert trainer.place is not None and trainer.optimizer is not None
+    pipeline = plan.pipelines[trainer.place.pipeline]
+    shape = (pipeline.micro_batch, plan.sequence_length)
     device = stage.backend.device
     tokens = torch.zeros(shape, dtype=torch.int64, device=device)
     x = (
@@ -76,18 +84,26 @@ def _compute_s(stage: Stage, emulation: Emulation, trainer: Trainer) -> dict[Op,
         if stage.is_first
         else torch.zeros((*shape, trainer.chain.config.hidden_size), dtype=stage.dtype, device=device)
     )
-    times: dict[Op, list[float]] = {Op.F: [], Op.B: []}
+    backward = (Op.I, Op.W) if pipeline.split_backward and not stage.is_first else (Op.B,)
+    times: dict[Op, list[float]] = {op: [] for op in (Op.F, *backward)}
     for _ in range(_REPEATS + 1):
         begin = time.perf_counter()
         y = stage.forward(MicroBatch(0, 0, 0, tokens.numel()), x, tokens if stage.is_last else None)
-        middle = time.perf_counter()
-        stage.backward(0, None if stage.is_last else torch.zeros_like(y))
-        end = time.perf_counter()
-        times[Op.F].append(middle - begin)
-        times[Op.B].append(end - middle)
-    assert trainer.optimizer is not None
+        dy = None if stage.is_last else torch.zeros_like(y)
+        times[Op.F].append(time.perf_counter() - begin)
+        for op in backward:
+            times[op].append(_seconds(lambda op=op, dy=dy: _run(stage, op, dy)))  # type: ignore[misc]
     trainer.optimizer.zero()
     return {op: statistics.median(seconds[1:]) for op, seconds in times.items()}
+
+
+def _run(stage: Stage, op: Op, dy: torch.Tensor | None) -> None:
+    if op is Op.W:
+        stage.backward_weights(0)
+    elif op is Op.I:
+        stage.backward_input(0, dy)
+    else:
+        stage.backward(0, dy)
 
 
 def _optimizer_s(stage: Stage, optimizer: Optimizer) -> float:
@@ -112,7 +128,8 @@ def _trial(own: Mapping[Op, float], trainer: Trainer, host: str, emulation: Emul
         return _Trial(trainer.rank, host, emulation.cores, 0.0, 0.0, 0.0, "")
     assert trainer.place is not None
     step_s = emulation.time_scale * emulation.plan.predicted_step_s
-    lasts_s = {op: emulation.pace.lasts_s(op, trainer.place.index) for op in own}
+    index = trainer.place.index
+    lasts_s = {op: emulation.pace.lasts_s(Action(op, index, None if op is Op.STEP else 0)) for op in own}
     times = emulation.plan.pipelines[trainer.place.pipeline].micro_batches
 
     def in_step(seconds: Mapping[Op, float]) -> float:

@@ -15,7 +15,8 @@ from hetero_mpi.model.decoding import Sampling, require_decodable
 from hetero_mpi.report.logs import say
 from hetero_mpi.training.generate_source import stop_tokens
 from hetero_mpi.training.material import model_directory, prompt_template
-from hetero_mpi.training.trainer import Trainer, active_ranks
+from hetero_mpi.training.places import active_ranks
+from hetero_mpi.training.trainer import Trainer
 from hetero_mpi.training.writing import Spelling, Writer
 
 FILE = "sample.txt"

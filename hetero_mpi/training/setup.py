@@ -26,7 +26,7 @@ from hetero_mpi.planning.files import save_profile
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.schedule import Schedule
-from hetero_mpi.profiling.cluster import Subject
+from hetero_mpi.profiling.subject import Subject
 from hetero_mpi.report.logs import say
 from hetero_mpi.report.run_directory import claim
 from hetero_mpi.report.tables import plan_lines, profile_lines
@@ -47,6 +47,7 @@ class Options:
     plan: Path | None = None
     profile: Path | None = None
     dry_run: bool = False
+    reprofile: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
-"""One rank's training state and the steps it takes: actions, gradient exchange of tied ends, the common verdict, the optimizer."""
+"""One rank's training state and the steps it takes: actions, sums of gradients, the common verdict, the optimizer."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -14,40 +13,19 @@ from hetero_mpi.comm.world import World
 from hetero_mpi.device.backend import DTYPES, Backend, host_bytes
 from hetero_mpi.job import TrainTable
 from hetero_mpi.model.chain import Chain
-from hetero_mpi.model.optimizer import Judge, LossScale, Optimizer, Verdict
+from hetero_mpi.model.optimizer import Judge, LossScale, Optimizer, Verdict, added
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.model.weights import Start
 from hetero_mpi.planning.plan import Plan
-from hetero_mpi.planning.schedule import Action, Event, Op, Schedule, stages
+from hetero_mpi.planning.schedule import Action, Event, Op, Schedule
 from hetero_mpi.training.emulation import Emulation
 from hetero_mpi.training.executor import Executor, StepData
+from hetero_mpi.training.out_of_memory import memory_explained
+from hetero_mpi.training.places import Tokens, evaluation_shares, holders, place_of, slots, training_share
+from hetero_mpi.training.sums import GradientSums, TiedEnds, shared_items
 
-_TIED_GRADIENT, _TIED_WEIGHT = 1 << 12, (1 << 12) + 1
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank stands in a plan."""
-
-    index: int
-    """Number of its stage among all stages."""
-    pipeline: int
-    position: int
-    """Index of the stage within its pipeline."""
-
-
-def place_of(rank: int, plan: Plan) -> Place | None:
-    """The rank's place, or None where the plan leaves it idle."""
-    for index, (_, pipeline, stage) in enumerate(stages(plan)):
-        if rank in stage.ranks:
-            return Place(index, pipeline, plan.pipelines[pipeline].stages.index(stage))
-    return None
-
-
-def active_ranks(plan: Plan) -> list[int]:
-    """Ranks that take part in every step: those with a stage, and rank 0, which reads the data and leads."""
-    return sorted({0, *(rank for pipeline in plan.pipelines for stage in pipeline.stages for rank in stage.ranks)})
+_TIED_WEIGHT = (1 << 12) + 1
 
 
 class Trainer:
@@ -56,6 +34,7 @@ class Trainer:
     Attributes:
         stage, optimizer: this rank's share of the model; None without a stage.
         events: what took place in the last step.
+        speaks_for: items of which this rank is the first holder: it alone counts and saves them.
     """
 
     def __init__(
@@ -72,7 +51,7 @@ class Trainer:
         start: Start | None,
         emulation: Emulation | None = None,
     ) -> None:
-        """Build this rank's stage.
+        """Build this rank's stage. Local: ranks need not come here together.
 
         Args:
             rank: this rank's number in the plan.
@@ -81,67 +60,113 @@ class Trainer:
             emulation: makes steps last as on other devices.
 
         Raises:
-            UserError: the model's files do not fit.
+            UserError: the model's files do not fit, or the memory does not suffice.
         """
         self.rank, self.world, self.transport = rank, world, transport
         self.emulation = emulation
         self.end_transport = emulation.end_transport if emulation is not None else transport
         self.chain, self.tuning, self.plan, self.backend = chain, tuning, plan, backend
-        self.actions: tuple[Action, ...] = schedule.get(rank, ())
-        self.judge = Judge(list(tuning.trainable), train.clip_norm)
+        micro_batches = [pipeline.micro_batches for pipeline in plan.pipelines]
+        self.judge = Judge(list(tuning.trainable), train.clip_norm, sum(micro_batches))
         self.place = place_of(rank, plan)
         self.dtype = DTYPES[train.dtype]
         self.loss_scale = LossScale.of(self.dtype)
+        self.speaks_for = {item for item, ranks in holders(plan).items() if ranks[0] == rank}
         self.events: list[Event] = []
+        self.asked: Callable[[], bool] = lambda: False
+        """Has this rank been asked to end the run? The verdict of the step tells all ranks."""
         self.stage: Stage | None = None
         self.optimizer: Optimizer | None = None
         self.executor: Executor | None = None
+        self.tied: TiedEnds | None = None
+        self._loss_slots = slots(micro_batches)
+        self._verdict_of_step: Verdict | None = None
+        self._step = 0
         if self.place is not None:
-            pipeline = plan.pipelines[self.place.pipeline]
-            own = pipeline.stages[self.place.position]
-            self.stage = Stage(
-                chain, own.first, own.last, backend, train.dtype, start, train.seed, tuning, own.recompute
-            )
-            self.optimizer = Optimizer(self.stage, train)
-            self.executor = Executor(
-                self.stage,
-                self.place.index,
-                pipeline,
-                self.place.position,
-                transport,
-                chain.config.hidden_size,
-                plan.sequence_length,
-                emulation,
-            )
+            with memory_explained(rank, lambda: "loading its stage", plan, backend):
+                self._build(schedule, train, start)
 
-    def step(self, step: int, tokens: np.ndarray, targets: np.ndarray, target_tokens: int) -> Verdict:
+    def _build(self, schedule: Schedule, train: TrainTable, start: Start | None) -> None:
+        assert self.place is not None
+        pipeline = self.plan.pipelines[self.place.pipeline]
+        own = pipeline.stages[self.place.position]
+        self.stage = Stage(
+            self.chain,
+            own.first,
+            own.last,
+            self.backend,
+            train.dtype,
+            start,
+            train.seed,
+            self.tuning,
+            own.recompute,
+            pipeline.split_backward and self.place.position > 0,
+        )
+        shared = shared_items(self.plan, schedule, self.tuning)
+        self.optimizer = Optimizer(
+            self.stage, train, flat_items=[item for item, ranks in shared.items() if self.rank in ranks]
+        )
+        ends = pipeline.stages[0].ranks[0], pipeline.stages[-1].ranks[0]
+        if self.chain.tied is not None and self.tuning.full and self.rank in ends:
+            self.tied = TiedEnds(*ends, self.chain.tied[1])
+        pace = self.emulation.pace if self.emulation is not None else None
+        self.sums = GradientSums(
+            self.rank, self.plan.items - 1, shared, self.tied, self.optimizer, self.end_transport, pace
+        )
+        self.executor = Executor(
+            self.stage,
+            self.place,
+            pipeline,
+            schedule[self.rank],
+            self.transport,
+            {Op.REDUCE: self._reduce, Op.STEP: self._finish_step},
+            self.sums.finished,
+            self.emulation,
+        )
+
+    def step(self, step: int, tokens: Tokens, targets: Tokens, target_tokens: int) -> Verdict:
         """One optimizer step, or, when loss or gradients are not finite, none on any rank. Collective.
 
         Args:
             step: number of the step, from 0.
-            tokens, targets: the global batch, int32 (B, T).
+            tokens, targets: the global batch, int32 (B, T): at most ``plan.global_batch`` rows of at most
+                ``plan.sequence_length`` tokens.
             target_tokens: targets that count in it.
+
+        Raises:
+            UserError: this rank (alone) ran out of memory.
         """
-        if self.executor is None or self.optimizer is None:
-            return self._verdict({}, None)
-        optimizer = self.optimizer
-        optimizer.zero()
-        verdicts: list[Verdict] = []
+        self._fits(tokens)
+        if self.executor is None or self.optimizer is None or self.place is None:
+            return self._verdict({}, {})
+        self._step = step
+        share = training_share(self.plan, self.place.pipeline, tokens, targets)
+        self.optimizer.zero()
+        self.sums.begin()
+        data = self._data(step, share.tokens, share.targets, share.sizes, share.first_samples, target_tokens)
+        with memory_explained(self.rank, self._action, self.plan, self.backend):
+            self.events = self.executor.run(data)
+        assert self.transport.pending() == 0, "the step left requests pending"
+        assert self._verdict_of_step is not None
+        return self._verdict_of_step
 
-        def finish(action: Action) -> None:
-            verdicts.append(self._finish_step(step))
+    def evaluate(self, tokens: Tokens, targets: Tokens) -> float:
+        """Sum of the losses of all targets of held-out sequences, int32 (N, T). Collective.
 
-        self.events = self.executor.run(
-            self.actions, self._data(step, tokens, targets, target_tokens), {Op.REDUCE: self._reduce, Op.STEP: finish}
-        )
-        return verdicts[0]
-
-    def evaluate(self, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
-        """Sum of the losses of all targets in held-out batches, each int32 (micro-batch, T) twice. Collective."""
-        total = 0.0
-        if self.executor is not None:
-            total = self.executor.evaluate([self._data(0, tokens, targets, 1) for tokens, targets in batches])
-        return float(self.world.all_reduce_sum(np.array([total]))[0])
+        Every pipeline takes its share of the rows; losses are added in fp64 in the order of the rows.
+        """
+        shares = evaluation_shares(self.plan, len(tokens))
+        starts = slots([len(sizes) for _, sizes in shares])
+        losses = np.zeros(sum(len(sizes) for _, sizes in shares))
+        if self.executor is not None and self.place is not None:
+            first, sizes = shares[self.place.pipeline]
+            rows = slice(first, first + sum(sizes))
+            data = self._data(0, tokens[rows], targets[rows], sizes, (0,) * len(sizes), 1)
+            with memory_explained(self.rank, lambda: "evaluation", self.plan, self.backend):
+                own = self.executor.evaluate(data)
+            begin = starts[self.place.pipeline]
+            losses[begin : begin + len(own)] = own
+        return added(self.world.all_reduce_sum(losses))
 
     def parameter(self, name: str) -> torch.Tensor:
         """The fp32 value of a parameter or constant of this rank, in host memory."""
@@ -167,96 +192,95 @@ class Trainer:
             self.optimizer.targets[name].copy_(value)
             self.stage.parameters[name].copy_(self.optimizer.targets[name])
 
+    def share_tied_weight(self) -> None:
+        """Bring the embedding's values to the head's copy of a tied matrix, within each pipeline. Called by every active rank."""
+        if self.tied is None or not self.tied.apart:
+            return
+        if self.rank == self.tied.embedding:
+            weight = self.compute_parameter(self.tied.name)
+            self.end_transport.wait(self.end_transport.send(self.tied.head, _TIED_WEIGHT, host_bytes(weight)))
+        elif self.rank == self.tied.head:
+            assert self.stage is not None and self.stage.tied_head is not None
+            weight = torch.empty(self.stage.tied_head.shape, dtype=self.stage.tied_head.dtype)
+            source = self.tied.embedding
+            self.end_transport.wait(self.end_transport.post_receive(source, _TIED_WEIGHT, host_bytes(weight)))
+            with torch.no_grad():
+                self.stage.tied_head.copy_(weight)
+
     def _constant(self, name: str) -> torch.Tensor:
         assert self.stage is not None
         return self.backend.to_host(self.stage.model.get_parameter(name).float())
 
-    def share_tied_weight(self) -> None:
-        """Bring the embedding's values to the head's copy of a tied matrix. Called by every active rank."""
-        ends = self._tied_ends()
-        if ends is None or ends[0] == ends[1]:
-            return
-        assert self.chain.tied is not None
-        embedding, head = ends
-        if self.rank == embedding:
-            weight = self.compute_parameter(self.chain.tied[1])
-            self.end_transport.wait(self.end_transport.send(head, _TIED_WEIGHT, host_bytes(weight)))
-        elif self.rank == head:
-            assert self.stage is not None and self.stage.tied_head is not None
-            weight = torch.empty(self.stage.tied_head.shape, dtype=self.stage.tied_head.dtype)
-            self.end_transport.wait(self.end_transport.post_receive(embedding, _TIED_WEIGHT, host_bytes(weight)))
-            with torch.no_grad():
-                self.stage.tied_head.copy_(weight)
+    def _fits(self, tokens: Tokens) -> None:
+        rows, length = tokens.shape
+        assert 0 < rows <= self.plan.global_batch and 0 < length <= self.plan.sequence_length, (
+            f"a batch has at most {self.plan.global_batch} rows of {self.plan.sequence_length} tokens, not {rows} x {length}"
+        )
 
-    def _data(self, step: int, tokens: np.ndarray, targets: np.ndarray, target_tokens: int) -> StepData:
+    def _data(
+        self,
+        step: int,
+        tokens: Tokens,
+        targets: Tokens,
+        sizes: tuple[int, ...],
+        first_samples: tuple[int, ...],
+        target_tokens: int,
+    ) -> StepData:
         assert self.stage is not None
 
-        def place(array: np.ndarray) -> torch.Tensor:
+        def place(array: Tokens) -> torch.Tensor:
             return torch.from_numpy(array).long().to(self.backend.device)
 
         return StepData(
             step,
+            sizes,
+            first_samples,
+            tokens.shape[1],
             place(tokens) if self.stage.is_first else None,
             place(targets) if self.stage.is_last else None,
             target_tokens,
             self.loss_scale.value,
         )
 
-    def _finish_step(self, step: int) -> Verdict:
-        assert self.executor is not None and self.optimizer is not None
+    def _action(self) -> str:
+        """What the executor does just now, in words."""
+        assert self.executor is not None
+        return f"{self.executor.current} (step {self._step + 1})"
+
+    def _reduce(self, action: Action) -> None:
+        assert action.item is not None
+        self.sums.reduce(action.item)
+
+    def _finish_step(self, action: Action) -> None:
+        assert self.executor is not None and self.optimizer is not None and self.place is not None
+        self.sums.end()
         self.executor.flush()
-        self._add_own_tied_gradient()
-        loss = None
-        if self.executor.losses:
-            # fp64, in the order of the micro-batches: the same bits for every partition.
-            loss = float(torch.stack(self.executor.losses).double().cpu().sum())
-        verdict = self._verdict(self.optimizer.squared_norms(), loss)
+        first = self._loss_slots[self.place.pipeline]
+        shares = torch.stack(self.executor.losses).double().tolist() if self.executor.losses else []
+        losses = {first + index: loss for index, loss in enumerate(shares)}
+        verdict = self._verdict(self._squared_norms(), losses)
         begin = time.perf_counter()
         if verdict.finite:
-            self.optimizer.step(step, verdict.scale)
+            self.optimizer.step(self._step, verdict.scale)
         if self.emulation is not None:
-            assert self.place is not None
-            self.emulation.pace.hold(Op.STEP, self.place.index, begin)
+            self.emulation.pace.hold(action, begin)
         if verdict.finite:
             self.share_tied_weight()
-        return verdict
+        self._verdict_of_step = verdict
 
-    def _verdict(self, squared_norms: dict[str, float], loss: float | None) -> Verdict:
+    def _squared_norms(self) -> dict[str, float]:
+        """Of the gradients that this rank speaks for: every parameter counts once."""
+        assert self.optimizer is not None
+        specs = self.tuning.trainable
+        norms = self.optimizer.squared_norms()
+        return {name: value for name, value in norms.items() if specs[name].item in self.speaks_for}
+
+    def _verdict(self, squared_norms: dict[str, float], losses: dict[int, float]) -> Verdict:
+        """The common verdict. ``losses``: of this rank's micro-batches, by their place among all of the plan."""
         if self.emulation is not None:
             self.world.meet_asleep()  # ranks that are ahead take no core from those that emulate with it
-        summed = self.world.all_reduce_sum(self.judge.fill(squared_norms, loss))
+        with self.world.waiting("all ranks' part of the verdict on the step"):
+            summed = self.world.all_reduce_sum(self.judge.fill(squared_norms, losses, self.asked()))
         verdict = self.judge.decide(summed, self.loss_scale.value)
         self.loss_scale.update(verdict.finite)
         return verdict
-
-    def _tied_ends(self) -> tuple[int, int] | None:
-        """(rank of the embedding, rank of the head) of a tied model that is trained itself."""
-        if self.chain.tied is None or not self.tuning.full:
-            return None
-        pipeline = self.plan.pipelines[0]
-        return pipeline.stages[0].ranks[0], pipeline.stages[-1].ranks[0]
-
-    def _add_own_tied_gradient(self) -> None:
-        ends = self._tied_ends()
-        if ends is not None and ends[0] == ends[1]:
-            assert self.optimizer is not None and self.chain.tied is not None
-            self.optimizer.gradient(self.chain.tied[1]).add_(self.optimizer.tied_gradient())
-
-    def _reduce(self, action: Action) -> None:
-        """Add the gradient of the head's copy of a tied matrix to the embedding's, which alone is optimised."""
-        ends = self._tied_ends()
-        assert (
-            ends is not None
-            and self.chain.tied is not None
-            and self.optimizer is not None
-            and self.executor is not None
-        )
-        embedding, head = ends
-        if self.rank == head:
-            gradient = self.backend.to_host(self.optimizer.tied_gradient())
-            self.end_transport.wait(self.end_transport.send(embedding, _TIED_GRADIENT, host_bytes(gradient)))
-        else:
-            own = self.optimizer.gradient(self.chain.tied[1])
-            other = torch.empty(own.shape, dtype=torch.float32)
-            self.end_transport.wait(self.end_transport.post_receive(head, _TIED_GRADIENT, host_bytes(other)))
-            own.add_(self.backend.from_host(other))

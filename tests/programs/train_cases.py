@@ -1,22 +1,41 @@
 """Runs several training jobs, one after the other, in one MPI job: ``train_cases.py LIST.json``.
 
-Each entry holds the options of ``train``. Starting ranks costs more than training these models, so they are started once.
+Each entry holds the options of ``train``, and whether batches are to change from step to step. Starting ranks costs more than
+training these models, so they are started once.
 """
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 from hetero_mpi.comm.world import World, run_guarded
+from hetero_mpi.data.sequences import Batch, Dataset
 from hetero_mpi.training.run import train
 from hetero_mpi.training.setup import Options
+from tests.training_cases import changed
 
 
 def main(world: World) -> int:
     for entry in json.loads(Path(sys.argv[1]).read_text()):
         paths = {key: Path(entry[key]) for key in ("job", "plan", "profile") if entry.get(key)}
-        train(world, Options(**paths, run_dir=entry["run_dir"], resume=entry.get("resume")))
+        with changing_batches() if entry.get("changing") else contextlib.nullcontext():
+            train(world, Options(**paths, run_dir=entry["run_dir"], resume=entry.get("resume")))
     return 0
+
+
+@contextlib.contextmanager
+def changing_batches() -> Iterator[None]:
+    """Every step has another number of sequences and another length."""
+    batch = Dataset.batch
+
+    def changing(dataset: Dataset, step: int, global_batch: int) -> Batch:
+        return changed(batch(dataset, step, global_batch), step)
+
+    with mock.patch.object(Dataset, "batch", changing):
+        yield
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ The output holds for each entry and rank what was raised, its text and exit code
 import contextlib
 import io
 import json
+import resource
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hetero_mpi.comm.world import World, run_guarded
+from hetero_mpi.comm.world import CollectiveUserError, World, run_guarded
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files import ModelFiles
 from hetero_mpi.model.optimizer import Judge, Optimizer
@@ -73,6 +74,23 @@ def forward_fails_on_rank_1(world: World, entry: dict[str, Any]) -> Iterator[Non
 
 
 @contextlib.contextmanager
+def memory_is_limited_on_rank_1(world: World, entry: dict[str, Any]) -> Iterator[None]:
+    """From the second step on rank 1's process may not map more memory than it has."""
+    forward = Stage.forward
+
+    def limited(
+        stage: Stage, position: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if world.rank == 1 and position.step == 1:
+            mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (mapped, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        return forward(stage, position, x, targets)
+
+    with mock.patch.object(Stage, "forward", limited):
+        yield
+
+
+@contextlib.contextmanager
 def weights_are_locked(world: World, entry: dict[str, Any]) -> Iterator[None]:
     """Reading any tensor of the model's files is an error."""
 
@@ -105,10 +123,10 @@ def loss_is_no_number_in_step_2(world: World, entry: dict[str, Any]) -> Iterator
     calls = 0
     fill = Judge.fill
 
-    def failing(judge: Judge, squared_norms: dict[str, float], loss: float | None) -> NDArray[np.float64]:
+    def failing(judge: Judge, squared_norms: dict[str, float], losses: dict[int, float]) -> NDArray[np.float64]:
         nonlocal calls
         calls += 1
-        return fill(judge, squared_norms, float("nan") if calls == 2 and loss is not None else loss)
+        return fill(judge, squared_norms, dict.fromkeys(losses, float("nan")) if calls == 2 else losses)
 
     with mock.patch.object(Judge, "fill", failing):
         yield
@@ -121,6 +139,7 @@ WAYS: dict[str, Callable[[World, dict[str, Any]], Breaking]] = {
         model_is_elsewhere,
         loading_fails,
         forward_fails_on_rank_1,
+        memory_is_limited_on_rank_1,
         weights_are_locked,
         gradients_overflow_in_step_2,
         loss_is_no_number_in_step_2,
@@ -157,7 +176,7 @@ def outcome_of(world: World, entry: dict[str, Any]) -> dict[str, Any]:
     with contextlib.redirect_stdout(printed), WAYS[entry.get("breaks", "nothing")](world, entry):
         try:
             code = train(world, options_of(entry))
-        except UserError as error:
+        except CollectiveUserError as error:  # what one rank raises alone ends all of them
             raised, text, code = type(error).__name__, str(error), error.exit_code
     return {"raised": raised, "text": text, "code": code, "printed": printed.getvalue()}
 

@@ -1,0 +1,134 @@
+"""What does interpreting an action cost? The executor on two ranks with a stage that computes nothing.
+
+    python benchmarks/executor.py [--json FILE] [--check]
+
+Two stages, 64 micro-batches of 4 KiB, real MPI. Counted is the processor time of the thread that interprets the actions,
+without what it spends waiting for messages: choosing the action, posting sends and receives, keeping events. Printed:
+microseconds per action, median over the steps. ``--check`` exits 1 where a rank needs more than 100.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from hetero_mpi.comm.mpi_transport import MpiTransport  # noqa: E402
+from hetero_mpi.comm.transport import Request  # noqa: E402
+from hetero_mpi.comm.world import World, run_guarded  # noqa: E402
+from hetero_mpi.device.backend import Backend  # noqa: E402
+from hetero_mpi.launch.launcher import build_command, find_launcher  # noqa: E402
+from hetero_mpi.model.stage import MicroBatch, Stage  # noqa: E402
+from hetero_mpi.planning.cost import LayerCost, ModelCost  # noqa: E402
+from hetero_mpi.planning.plan import (  # noqa: E402
+    PipelinePlan,
+    Plan,
+    StagePlan,
+)
+from hetero_mpi.planning.schedule import WHOLE_STEP, schedule_of  # noqa: E402
+from hetero_mpi.training.executor import Executor, StepData  # noqa: E402
+from hetero_mpi.training.places import Place  # noqa: E402
+
+BAR_US = 100.0
+MICRO_BATCHES, LENGTH, HIDDEN, STEPS = 64, 16, 64, 30
+
+
+class EmptyStage:
+    """Has the shape of a stage and computes nothing."""
+
+    def __init__(self, first: bool, last: bool) -> None:
+        self.chain = SimpleNamespace(config=SimpleNamespace(hidden_size=HIDDEN))
+        self.backend, self.dtype = Backend(), torch.float32
+        self.is_first, self.is_last = first, last
+        self._tensor = torch.zeros(1, LENGTH, HIDDEN)
+        self._loss = torch.zeros(())
+
+    def forward(self, position: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        return self._loss if self.is_last else self._tensor
+
+    def backward(self, index: int, dy: torch.Tensor | None = None, finished: object = None) -> torch.Tensor | None:
+        return None if self.is_first else self._tensor
+
+
+class Metered(MpiTransport):
+    """Counts the processor time of waiting."""
+
+    waiting_s = 0.0
+
+    def wait(self, request: Request) -> None:
+        begin = time.thread_time()
+        super().wait(request)
+        self.waiting_s += time.thread_time() - begin
+
+
+def plan_of_two() -> tuple[Plan, ModelCost]:
+    """A stage on each of two ranks, 1F1B."""
+    stages = (StagePlan((0,), 0, 1, 1), StagePlan((1,), 1, 3, 0))
+    plan = Plan((PipelinePlan(stages, 1, MICRO_BATCHES),), MICRO_BATCHES, LENGTH, 3)
+    layers = tuple(LayerCost(kind, 1, 1, 4, 0.0, 0.0, 4 * HIDDEN) for kind in ("embedding", "block", "head"))
+    return plan, ModelCost("none", "fp32", LENGTH, False, 16.0, layers)
+
+
+def work(world: World) -> int:
+    """One rank; rank 0 writes what all found."""
+    plan, model = plan_of_two()
+    place = Place(world.rank, 0, world.rank)
+    transport = Metered(world.comm)
+    with transport:
+        stage = cast(Stage, EmptyStage(world.rank == 0, world.rank == 1))
+        actions = [action for action in schedule_of(plan, model)[world.rank] if action.op not in WHOLE_STEP]
+        executor = Executor(stage, place, plan.pipelines[0], actions, transport, {}, lambda item: None)
+        tokens = torch.zeros(MICRO_BATCHES, LENGTH, dtype=torch.int64)
+        data = StepData(0, (1,) * MICRO_BATCHES, tuple(range(MICRO_BATCHES)), LENGTH, tokens, tokens, 1)
+        if world.rank == 1:
+            data = StepData(0, data.sizes, data.first_samples, LENGTH, None, tokens, 1)
+        per_action_us = []
+        for _ in range(STEPS):
+            world.barrier()
+            begin, waited = time.thread_time(), transport.waiting_s
+            executor.run(data)
+            spent_s = time.thread_time() - begin - (transport.waiting_s - waited)
+            per_action_us.append(1e6 * spent_s / len(actions))
+    found = world.gather_json([len(actions), statistics.median(per_action_us[3:])])
+    if found is not None:
+        Path(sys.argv[2]).write_text(json.dumps(found))
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures there")
+    parser.add_argument("--check", action="store_true", help="exit 1 where the bar is missed")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        program = [sys.executable, str(Path(__file__).resolve()), "--worker", str(out)]
+        command = build_command(find_launcher(), 2, None, program)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **command.environment}
+        subprocess.run(command.arguments, env=environment, cwd=ROOT, check=True)
+        found = json.loads(out.read_text())
+    print("rank  actions per step  us per action")
+    for rank, (actions, spent_us) in enumerate(found):
+        print(f"{rank:>4}  {actions:>16}  {spent_us:>13.1f}")
+    worst = max(spent_us for _, spent_us in found)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"us_per_action": [one[1] for one in found], "bar_us": BAR_US}) + "\n")
+    print(f"most per action: {worst:.1f} us (bar {BAR_US:.0f} us)")
+    return int(arguments.check and worst > BAR_US)
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded(work) if sys.argv[1:2] == ["--worker"] else main())

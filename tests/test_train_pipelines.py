@@ -1,0 +1,370 @@
+"""Steps of any plan: several pipelines, unequal shares, GPipe, 1F1B and split backward, short batches and changing lengths.
+
+On threads instead of ranks; ``test_train_equality`` runs the program itself. One process that computes every micro-batch by
+itself is what everything is held against.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hetero_mpi.comm.loopback import LoopbackTransport
+from hetero_mpi.comm.transport import Group, Numbers, Request
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.job import AdapterTable, TrainTable
+from hetero_mpi.model.chain import Chain
+from hetero_mpi.model.families import read_config
+from hetero_mpi.model.optimizer import Verdict
+from hetero_mpi.model.stage import IGNORED, Stage
+from hetero_mpi.model.tuning import Tuning, adapter_tuning, full_training
+from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.schedule import Op
+from hetero_mpi.training.channel import HostBuffers
+from hetero_mpi.training.out_of_memory import is_out_of_memory
+from hetero_mpi.training.places import Tokens, evaluation_shares, training_share
+from hetero_mpi.training.redistribute import parcels
+from hetero_mpi.training.saving import KINDS, align_replicas, live_state
+from hetero_mpi.training.trainer import Trainer
+from tests.threaded_training import Threads, plan_of
+
+BATCH, LENGTH, BLOCKS, VOCABULARY = 8, 16, 3, 64
+ITEMS = BLOCKS + 2
+TOLERANCE = 1e-6
+LAYOUTS: dict[str, list[tuple[list[int], list[int], int, int]]] = {
+    "alone": [([0], [0, 5], 2, 8)],
+    "pipeline": [([0, 1, 2], [0, 1, 3, 5], 2, 8)],
+    "reversed, short micro-batch": [([2, 1, 0], [0, 3, 4, 5], 3, 8)],
+    "data parallel, unequal": [([0], [0, 5], 2, 5), ([1], [0, 5], 1, 1), ([2], [0, 5], 2, 2)],
+    "unlike pipelines": [([3, 1], [0, 2, 5], 2, 5), ([0, 2], [0, 4, 5], 1, 3)],
+    "pipeline and rank": [([1], [0, 5], 3, 3), ([0, 3, 2], [0, 1, 4, 5], 2, 5)],
+}
+"""(ranks in chain order, boundaries, micro-batch, sequences) of each pipeline."""
+TRAIN = TrainTable(steps=3, global_batch=BATCH, learning_rate=3e-3, schedule="constant", dtype="fp32", clip_norm=0.5)
+
+
+def chain_of(tied: bool = False, family: str = "llama") -> Chain:
+    keys = {
+        "model_type": family,
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": BLOCKS,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "max_position_embeddings": 32,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.2,
+        "pad_token_id": None,
+    }
+    return Chain(read_config(keys))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one step left behind."""
+
+    verdict: Verdict
+    gradients: dict[str, torch.Tensor]
+    """AdamW's first moments after one step: clipped gradients, times a constant."""
+    held_out: float
+
+
+def batch_of(step: int, rows: int = BATCH, length: int = LENGTH) -> tuple[Tokens, Tokens, int]:
+    """(tokens, targets, targets that count), every third target ignored."""
+    draw = np.random.default_rng(step)
+    tokens = draw.integers(0, VOCABULARY, (rows, length), np.int32)
+    targets = draw.integers(0, VOCABULARY, (rows, length), np.int32)
+    targets[draw.random((rows, length)) < 0.3] = IGNORED
+    return tokens, targets, int((targets != IGNORED).sum())
+
+
+def outcome_of(threads: Threads, rows: int = BATCH, length: int = LENGTH) -> Outcome:
+    """One step and one evaluation. All ranks must agree, and replicas must be equal."""
+
+    def play(trainer: Trainer) -> tuple[Verdict, float]:
+        verdict = trainer.step(0, *batch_of(0, rows, length))
+        return verdict, trainer.evaluate(*batch_of(9, 5)[:2])
+
+    with_all = threads.together(play)
+    assert all(one == with_all[0] for one in with_all), "the ranks disagree"
+    gradients: dict[str, torch.Tensor] = {}
+    for trainer in threads.trainers:
+        assert trainer.optimizer is not None
+        for name in trainer.optimizer.targets:
+            moment = trainer.optimizer.state(name)["exp_avg"]
+            assert torch.equal(gradients.setdefault(name, moment), moment), f"replicas of {name} differ"
+    return Outcome(with_all[0][0], gradients, with_all[0][1])
+
+
+def check_close(found: Outcome, expected: Outcome) -> None:
+    assert found.verdict.loss == pytest.approx(expected.verdict.loss, rel=TOLERANCE)
+    assert found.verdict.grad_norm == pytest.approx(expected.verdict.grad_norm, rel=TOLERANCE)
+    assert found.held_out == pytest.approx(expected.held_out, rel=TOLERANCE)
+    assert found.gradients.keys() == expected.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        assert gradient.norm() > 0, f"{name} has no gradient: the comparison would be empty"
+        assert (found.gradients[name] - gradient).norm() / gradient.norm() <= TOLERANCE, name
+
+
+def check_same_bits(found: Outcome, expected: Outcome) -> None:
+    assert (found.verdict, found.held_out) == (expected.verdict, expected.held_out)
+    for name, gradient in expected.gradients.items():
+        assert torch.equal(found.gradients[name], gradient), name
+
+
+def trained_once(
+    layout: str,
+    chain: Chain,
+    schedule: str = "1f1b",
+    recompute: bool = False,
+    tuning: Tuning | None = None,
+    **batch: int,
+) -> Outcome:
+    plan = plan_of(chain, LAYOUTS[layout], LENGTH, schedule, recompute)
+    threads = Threads(chain, plan, TRAIN, tuning)
+    if tuning is not None and tuning.adapter is not None:
+        _random_adapters(threads)
+    return outcome_of(threads, **batch)
+
+
+def _random_adapters(threads: Threads) -> None:
+    """With B at its usual zero, A has no gradient. Larger values make models that no fp32 arithmetic follows to 1e-6."""
+    for trainer in threads.trainers:
+        assert trainer.optimizer is not None
+        for name in trainer.optimizer.targets:
+            generator = torch.Generator().manual_seed(len(name) + int(name.split(".")[2]))
+            value = 0.1 * torch.randn(trainer.optimizer.targets[name].shape, generator=generator)
+            trainer.set_parameter(name, value)
+
+
+CHAINS = {tied: chain_of(tied) for tied in (False, True)}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "split"])
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "alone"])
+def test_any_plan_computes_the_same(layout: str, schedule: str, tied: bool) -> None:
+    check_close(trained_once(layout, CHAINS[tied], schedule, recompute=tied), trained_once("alone", CHAINS[tied]))
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize(("rows", "length"), [(BATCH, 11), (5, LENGTH), (1, 7)])
+def test_short_batches_and_other_lengths(layout: str, rows: int, length: int) -> None:
+    """One row leaves most micro-batches of most pipelines without any."""
+    found = trained_once(layout, CHAINS[True], "split", rows=rows, length=length)
+    check_close(found, trained_once("alone", CHAINS[True], rows=rows, length=length))
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_adapters(layout: str) -> None:
+    chain = CHAINS[True]
+    tuning = adapter_tuning(chain, AdapterTable(method="lora", rank=2), False, True)
+    check_close(trained_once(layout, chain, "split", tuning=tuning), trained_once("alone", chain, tuning=tuning))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("layout", ["reversed, short micro-batch", "unlike pipelines"])
+def test_schedules_give_the_same_bits(layout: str, recompute: bool) -> None:
+    """However forwards and backwards take turns, and whether weights' gradients are put off: micro-batches add up in order."""
+    expected = trained_once(layout, CHAINS[True], "1f1b", recompute)
+    for schedule in ("1f1b", "gpipe", "split"):
+        check_same_bits(trained_once(layout, CHAINS[True], schedule, recompute), expected)
+
+
+def test_another_cut_gives_the_same_bits() -> None:
+    check_same_bits(trained_once("pipeline", CHAINS[True]), trained_once("alone", CHAINS[True]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_full_product(family: str, tied: bool, recompute: bool, adapters: bool) -> None:
+    chain = chain_of(tied, family)
+    table = AdapterTable(method="lora", rank=2)
+    tuning = adapter_tuning(chain, table, False, True) if adapters else full_training(chain)
+    for rows, length in ((BATCH, LENGTH), (3, 9)):
+        expected = trained_once("alone", chain, "1f1b", recompute, tuning, rows=rows, length=length)
+        for layout, schedule in itertools.product(LAYOUTS, ("1f1b", "gpipe", "split")):
+            found = trained_once(layout, chain, schedule, recompute, tuning, rows=rows, length=length)
+            check_close(found, expected)
+
+
+# Rows
+
+
+def tokens_of(rows: int) -> Tokens:
+    return np.arange(1, rows + 1, dtype=np.int32)[:, None].repeat(2, axis=1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (8, [([1, 2, 3, 4, 5], (2, 2, 1)), ([6, 7, 8], (3,))]),
+        (6, [([1, 2, 3, 4, 5], (2, 2, 1)), ([6], (1,))]),
+        (3, [([1, 2, 3, -1], (2, 1, 1)), ([-1], (1,))]),
+        (1, [([1, -1, -1], (1, 1, 1)), ([-1], (1,))]),
+    ],
+)
+def test_rows_are_dealt_in_plan_order(rows: int, expected: list[tuple[list[int], tuple[int, ...]]]) -> None:
+    """5 sequences in micro-batches of 2 for the first pipeline, 3 at once for the second; -1: a row of ignored targets."""
+    stage = StagePlan((0,), 0, 3, 0)
+    plan = Plan((PipelinePlan((stage,), 2, 5), PipelinePlan((stage,), 3, 3)), 8, 2, 3)
+    for pipeline, (numbers, sizes) in enumerate(expected):
+        share = training_share(plan, pipeline, tokens_of(rows), tokens_of(rows))
+        found = [-1 if (targets == IGNORED).all() else int(targets[0]) for targets in share.targets]
+        assert (found, share.sizes) == (numbers, sizes)
+        assert share.first_samples == ((0, 2, 4) if pipeline == 0 else (5,))
+        assert np.array_equal(share.tokens[share.targets != IGNORED], share.targets[share.targets != IGNORED])
+
+
+def test_held_out_rows_are_dealt_by_share() -> None:
+    stage = StagePlan((0,), 0, 3, 0)
+    plan = Plan((PipelinePlan((stage,), 2, 5), PipelinePlan((stage,), 3, 3)), 8, 2, 3)
+    assert evaluation_shares(plan, 16) == [(0, (2, 2, 2, 2, 2)), (10, (3, 3))]
+    assert evaluation_shares(plan, 5) == [(0, (2, 1)), (3, (2,))]
+    assert evaluation_shares(plan, 0) == [(0, ()), (0, ())]
+
+
+# How a step is run
+
+
+def watched(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Per rank: ``sum ITEM BYTES`` when a sum starts, ``backward M`` when a backward has ended."""
+    logs: list[list[str]] = [[] for _ in threads.trainers]
+    all_reduce = LoopbackTransport.all_reduce
+
+    def logged(transport: LoopbackTransport, group: Group, numbers: Numbers) -> Request:
+        logs[transport.rank].append(f"sum {numbers.size}")
+        return all_reduce(transport, group, numbers)
+
+    monkeypatch.setattr(LoopbackTransport, "all_reduce", logged)
+    for trainer in threads.trainers:
+        stage = trainer.stage
+        assert stage is not None
+
+        def backward(
+            index: int, dy: Any = None, finished: Any = None, stage: Stage = stage, rank: int = trainer.rank
+        ) -> Any:
+            dx = Stage.backward(stage, index, dy, finished)
+            logs[rank].append(f"backward {index}")
+            return dx
+
+        monkeypatch.setattr(stage, "backward", backward)
+    return logs
+
+
+def test_sums_start_while_the_last_backward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = CHAINS[False]
+    threads = Threads(chain, plan_of(chain, LAYOUTS["unlike pipelines"], LENGTH), TRAIN)
+    logs = watched(threads, monkeypatch)
+    outcome_of(threads)
+    for trainer, log in zip(threads.trainers, logs, strict=True):
+        assert trainer.stage is not None and trainer.optimizer is not None
+        items = range(trainer.stage.first, trainer.stage.last)
+        expected = [f"sum {trainer.optimizer.flat_gradients(item).numel()}" for item in reversed(items)]
+        last = max(index for index, line in enumerate(log) if line.startswith("backward"))
+        backwards = [line for line in log if line.startswith("backward")]
+        assert log == [*backwards[:-1], *expected, backwards[-1]] and last == len(log) - 1
+
+
+def test_a_step_leaves_nothing_behind_and_allocates_no_buffer_twice() -> None:
+    chain = CHAINS[True]
+    threads = Threads(chain, plan_of(chain, LAYOUTS["pipeline and rank"], LENGTH, "split"), TRAIN)
+    shapes = [(BATCH, LENGTH), (5, 7), (BATCH, 12), (3, LENGTH)]
+    counts = []
+    for step in range(3 * len(shapes)):
+        threads.together(partial(stepped, step=step, batch=batch_of(step, *shapes[step % len(shapes)])))
+        assert [transport.pending() for transport in threads.transports] == [0] * threads.size
+        counts.append([box.buffers.allocated for trainer in threads.trainers for box in inboxes(trainer)])
+    assert all(count > 0 for count in counts[-1]) and len(counts[-1]) == 4
+    assert counts[len(shapes)] == counts[-1], "buffers are reused once the largest shape has been seen"
+
+
+def stepped(trainer: Trainer, step: int, batch: tuple[Tokens, Tokens, int]) -> Verdict:
+    return trainer.step(step, *batch)
+
+
+def inboxes(trainer: Trainer) -> list[Any]:
+    executor = trainer.executor
+    assert executor is not None
+    return [box for box in (executor.activations_in, executor.gradients_in) if box is not None]
+
+
+def test_events_name_every_action_once() -> None:
+    chain = CHAINS[True]
+    threads = Threads(chain, plan_of(chain, LAYOUTS["unlike pipelines"], LENGTH, "split"), TRAIN)
+    outcome_of(threads)
+    for trainer in threads.trainers:
+        assert trainer.executor is not None
+        assert [event.action for event in trainer.events] == list(trainer.executor.actions)
+        assert {event.rank for event in trainer.events} == {trainer.rank}
+        assert all(event.bytes > 0 for event in trainer.events if event.action.op in (Op.SEND_F, Op.RECV_B))
+    operations = {event.action.op for trainer in threads.trainers for event in trainer.events}
+    assert operations == set(Op), "every operation has been run"
+
+
+def test_replicas_that_drifted_are_brought_together() -> None:
+    """As happens where they compute on unlike devices: the first holder's values win, moments and tied heads included."""
+    chain = CHAINS[True]
+    threads = Threads(chain, plan_of(chain, LAYOUTS["unlike pipelines"], LENGTH), TRAIN)
+    outcome_of(threads)
+    kept = state_of(threads.trainers[3]) | state_of(threads.trainers[1])  # the first pipeline
+    for trainer in threads.trainers:
+        assert trainer.optimizer is not None
+        for name, target in trainer.optimizer.targets.items():
+            if trainer.rank in (0, 2):
+                trainer.set_parameter(name, target.detach() + 1)
+                trainer.optimizer.adamw.state[target]["exp_avg"].add_(1)
+    threads.together(lambda trainer: align_replicas(trainer, 1))
+    for rank in (0, 2):
+        for key, value in state_of(threads.trainers[rank]).items():
+            assert torch.equal(value, kept[key]), key
+    head = threads.trainers[2].stage
+    assert head is not None and head.tied_head is not None
+    assert torch.equal(head.tied_head, kept["parameters", "model.embed_tokens.weight"])
+
+
+def state_of(trainer: Trainer) -> dict[tuple[str, str], torch.Tensor]:
+    assert trainer.optimizer is not None
+    live = live_state(trainer)
+    listed = [p for p in parcels(trainer.tuning, trainer.plan, KINDS) if p.name in trainer.optimizer.targets]
+    return {(parcel.kind, parcel.name): live(parcel).clone() for parcel in listed}
+
+
+def test_host_buffers_grow_to_the_largest_shape_and_stay() -> None:
+    buffers = HostBuffers(Backend(), torch.bfloat16)
+    small = buffers.lend((2, 3))
+    assert small.shape == (2, 3) and small.dtype == torch.bfloat16
+    buffers.give_back(small)
+    large = buffers.lend((4, 5))
+    buffers.give_back(large)
+    again = buffers.lend((3, 2))
+    assert again.shape == (3, 2) and again.data_ptr() == large.data_ptr() and buffers.allocated == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "short"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (MemoryError(), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:121] data. DefaultCPUAllocator: not enough memory: you tried"),
+            True,
+        ),
+        (RuntimeError("MPS backend out of memory"), True),
+        (RuntimeError("the device fell off the bus"), False),
+        (ValueError("not enough memory"), False),
+    ],
+)
+def test_shortage_of_memory_is_recognised(error: Exception, short: bool) -> None:
+    assert is_out_of_memory(error) is short

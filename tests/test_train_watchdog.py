@@ -1,0 +1,83 @@
+"""The watchdog: ranks that are stopped, stuck, asleep or busy; and ranks that die. With real ranks."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from hetero_mpi.errors import ExitCode
+from hetero_mpi.training.watchdog import limit_s
+from tests.long_run import LongRun
+from tests.mpi import run_mpi
+
+PROGRAM = "tests/programs/watched.py"
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> LongRun:
+    return LongRun(tmp_path_factory.mktemp("watched"), 2)
+
+
+@pytest.mark.parametrize("way", ["goes-on", "busy", "asleep"])
+def test_what_is_no_hang_np3(way: str) -> None:
+    result = run_mpi(3, [PROGRAM, way], timeout_s=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_a_stuck_rank_ends_the_job_and_everybody_is_named_np3() -> None:
+    result = run_mpi(3, [PROGRAM, "stuck"], timeout_s=120)
+    assert result.returncode == ExitCode.HUNG, result.stdout + result.stderr
+    lines = [line.strip() for line in result.stderr.splitlines() if line.startswith("  rank ")]
+    assert [line.split(" on ")[0] for line in lines] == ["rank 0", "rank 1", "rank 2"]
+    assert all("training step 7, there for " in line for line in lines)
+    assert lines[0].endswith("waits for rank 1 to send")
+    assert "waits" not in lines[1]
+    assert lines[2].endswith("waits for the others")
+    assert result.stderr.count("No rank has made progress for 3.0 s") == 1
+    assert "All ranks answer" in result.stderr
+
+
+def test_a_stopped_rank_is_waited_for_then_named_np2(job: LongRun, tmp_path: Path) -> None:
+    """Stopped for less than the limit, it is no failure; for good, it is. Whichever rank it is, the others tell."""
+    limit = 10
+    for victim, other in ((1, 0), (0, 1)):
+        run = job.directory / f"stopped-{victim}"
+        arguments, environment = job.command(run, "--set", f"cluster.watchdog_s={limit}")
+        with job.started(arguments, environment, run) as running:
+            running.wait_for_steps(5)
+            running.ranks[victim].send_signal(signal.SIGSTOP)
+            time.sleep(limit / 2)
+            running.ranks[victim].send_signal(signal.SIGCONT)
+            running.wait_for_steps(5)
+            running.ranks[victim].send_signal(signal.SIGSTOP)
+            assert running.end() == ExitCode.HUNG, running.text()
+            told = running.text()
+        where = {line.strip()[:6]: line for line in told.splitlines() if line.startswith("  rank ")}
+        assert "training step" in where[f"rank {other}"] and "not heard of" not in where[f"rank {other}"], told
+        assert "not heard of" in where[f"rank {victim}"], told
+        assert told.count("No rank has made progress") == 1
+        assert f"Stopped, or cut off from the others: rank {victim} on" in told
+    log = (job.directory / "stopped-1" / "logs" / "rank-0000.log").read_text()
+    assert "the main thread is at" in log and "loop.py" in log
+
+
+def test_a_killed_rank_ends_all_and_is_named_np2(job: LongRun) -> None:
+    run = job.directory / "killed"
+    arguments, environment = job.command(run)
+    with job.started(arguments, environment, run) as running:
+        running.wait_for_steps(3)
+        running.ranks[1].send_signal(signal.SIGKILL)
+        began = time.monotonic()
+        code = running.end()
+        assert code not in (0, ExitCode.STOPPED), running.text()
+        assert time.monotonic() - began < 10 * 3, "10 s on a machine that does nothing else"
+        assert "rank 1 " in running.text() or "RANK 1 " in running.text() or ",1]" in running.text(), running.text()
+
+
+def test_limits() -> None:
+    assert limit_s("auto", 0.1) == 60
+    assert limit_s("auto", 10.0) == 200
+    assert limit_s(7, 10.0) == 7
