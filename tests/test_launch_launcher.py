@@ -199,7 +199,7 @@ def test_command_line_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = parse(
         "-np", "2", "--print", "--mpirun-args=--verbose -q", "--", "train", "job.toml", "--set", "train.steps=6"
     )
-    assert main(arguments) == 0
+    assert main(arguments, parse) == 0
     printed = capsys.readouterr().out
     assert str(launcher.path) in printed
     assert printed.endswith(f"--verbose -q {sys.executable} -m hetero_mpi train job.toml --set train.steps=6\n")
@@ -207,7 +207,7 @@ def test_command_line_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_command_is_needed() -> None:
     with pytest.raises(UserError, match="needs a command"):
-        main(parse("-np", "2"))
+        main(parse("-np", "2"), parse)
 
 
 def test_real_ranks_start_and_their_exit_code_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

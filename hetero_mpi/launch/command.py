@@ -1,12 +1,14 @@
-"""The sub-command ``launch -np N [--hostfile F] [--print] -- train job.toml``."""
+"""The sub-command ``launch -np N [--hostfile F] [--print | --elastic] -- train job.toml``."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Callable, Sequence
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.launch.launcher import launch
+from hetero_mpi.launch.elastic import ElasticOptions, Supervisor
+from hetero_mpi.launch.launcher import find_launcher, launch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,21 +22,79 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help='further options for the launcher, e.g. --mpirun-args="--tag-output"',
     )
+    _add_elastic(parser)
     parser.add_argument(
         "program", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="what to run, e.g. `-- train job.toml`"
     )
 
 
-def main(namespace: argparse.Namespace) -> int:
-    """Run ``launch``. Returns the launcher's exit code.
+def _add_elastic(parser: argparse.ArgumentParser) -> None:
+    usual = ElasticOptions(ranks=1, hostfile=None)
+    group = parser.add_argument_group("surviving lost machines (docs/recovery.md)")
+    group.add_argument(
+        "--elastic",
+        action="store_true",
+        help="stay beside the job: when a machine or a rank dies, start again on the machines that are left",
+    )
+    seconds = "SECONDS"
+    for option, kind, default, metavar, text in (
+        ("--max-restarts", int, usual.max_restarts, "N", "start again so often"),
+        ("--min-ranks", int, usual.min_ranks, "N", "do not go on with fewer ranks"),
+        (
+            "--heartbeat-timeout",
+            float,
+            usual.heartbeat_timeout_s,
+            seconds,
+            "a machine not heard of for so long is dead",
+        ),
+        (
+            "--probe-timeout",
+            float,
+            usual.probe_timeout_s,
+            seconds,
+            "wait so long for machines to answer before a start",
+        ),
+    ):
+        group.add_argument(option, type=kind, default=default, metavar=metavar, help=f"{text} (default %(default)g)")
 
-    :raises UserError: no command after ``--``, or what ``launcher.launch`` raises.
+
+def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argparse.Namespace]) -> int:
+    """Run ``launch``. Returns the launcher's exit code, or ``Supervisor.run``'s.
+
+    Args:
+        parse: reads the command line of a sub-command, as the whole program does.
+
+    :raises UserError: no command after ``--``, or what ``launcher.launch`` and ``Supervisor`` raise.
     """
     program = list(namespace.program)
     if program[:1] == ["--"]:
         program = program[1:]
     if not program:
         raise UserError("launch needs a command to run: `python -m hetero_mpi launch -np 3 -- train job.toml`.")
-    return launch(
-        namespace.ranks, namespace.hostfile, program, shlex.split(namespace.mpirun_args), namespace.print_only
-    )
+    given = shlex.split(namespace.mpirun_args)
+    if namespace.elastic and not namespace.print_only:
+        options = ElasticOptions(
+            ranks=namespace.ranks,
+            hostfile=namespace.hostfile,
+            mpirun_args=tuple(given),
+            heartbeat_timeout_s=namespace.heartbeat_timeout,
+            max_restarts=namespace.max_restarts,
+            min_ranks=namespace.min_ranks,
+            probe_timeout_s=namespace.probe_timeout,
+        )
+        return _supervise(options, program, parse)
+    return launch(namespace.ranks, namespace.hostfile, program, given, namespace.print_only)
+
+
+def _supervise(
+    options: ElasticOptions, program: list[str], parse: Callable[[Sequence[str]], argparse.Namespace]
+) -> int:
+    from hetero_mpi.job import load_job, run_directory  # brings pydantic, which a plain launch does not need
+
+    if program[0] != "train":
+        raise UserError(f"--elastic is for `train`, which can go on from a checkpoint; `{program[0]}` cannot.")
+    training = parse(program)
+    options.check()
+    loaded = load_job(training.job, training.set)
+    steps = 0 if training.dry_run else loaded.job.train.steps
+    return Supervisor(options, find_launcher(), program, run_directory(loaded, training.run_dir), steps).run()

@@ -90,11 +90,18 @@ def choose_interface(addresses: Iterable[str], local: Sequence[LocalAddress]) ->
 
 
 def _routed_through(address: str, local: Sequence[LocalAddress]) -> LocalAddress | None:
-    """The local address from which the kernel would send to ``address``. Connecting a UDP socket sends nothing."""
+    source = source_address(address)
+    return next((item for item in local if item.address == source), None)
+
+
+def source_address(address: str) -> str | None:
+    """This machine's address from which the kernel would send to ``address``; None: nowhere to send it.
+
+    Connecting a UDP socket asks the routing table, and sends nothing.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))
-            source = probe.getsockname()[0]
+            return str(probe.getsockname()[0])
         except OSError:
             return None
-    return next((item for item in local if item.address == source), None)

@@ -6,6 +6,7 @@ line, which can be changed and run by hand: plain ``mpirun`` is first-class.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -13,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -80,7 +81,7 @@ def launch(
         print(command)
         return 0
     print(f"launch: {command}", file=sys.stderr, flush=True)
-    return run_command(command)
+    return run_command(command, stops_in_order=program_args[0] == "train")
 
 
 @lru_cache(maxsize=1)
@@ -238,20 +239,22 @@ def usable_cores() -> int:
     return int(min(physical, allowed))
 
 
-def run_command(command: CommandLine) -> int:
-    """Run to the end. Ctrl-C reaches the launcher from the terminal, other signals are passed on; it ends the ranks."""
-    process = subprocess.Popen(command.arguments, env={**os.environ, **command.environment})
+def run_command(command: CommandLine, stops_in_order: bool = False) -> int:
+    """Run to the end; returns the launcher's exit code. Signals that ask for an end reach the launcher through ``ask_to_end``.
+
+    ``stops_in_order``: may the program be asked to end, or has it nothing to save?
+    """
+    # In a session of its own: Ctrl-C at the terminal would reach the launcher too, and Open MPI's leaves ranks no time.
+    process = subprocess.Popen(command.arguments, env={**os.environ, **command.environment}, start_new_session=True)
+    asked = not stops_in_order
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
-        process.send_signal(number)
+        nonlocal asked
+        ask_to_end(process, again=asked)
+        asked = True
 
-    handlers: dict[signal.Signals, Callable[[int, FrameType | None], None] | signal.Handlers] = {
-        signal.SIGINT: signal.SIG_IGN,
-        signal.SIGTERM: pass_on,
-    }
-    if hasattr(signal, "SIGUSR1"):
-        handlers[signal.SIGUSR1] = pass_on
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
+    before = {n: signal.signal(n, pass_on) for name in names if (n := getattr(signal, name, None)) is not None}
     try:
         code = process.wait()
     finally:
@@ -259,3 +262,13 @@ def run_command(command: CommandLine) -> int:
             signal.signal(number, handler)
     # A launcher that a signal ended has a negative code; a shell would report 128 + the signal.
     return code if code >= 0 else 128 - code
+
+
+def ask_to_end(process: subprocess.Popen[bytes], again: bool) -> None:
+    """Ask all ranks to finish their step, write a checkpoint and end; ``again``: to end at once.
+
+    Both launchers pass SIGUSR1 on to the ranks of all hosts, and wait. At SIGINT and SIGTERM Open MPI's kills them after a
+    quarter of a second, whatever its settings; MPICH's passes them on, and a second signal ends the ranks.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM if again or not hasattr(signal, "SIGUSR1") else signal.SIGUSR1)

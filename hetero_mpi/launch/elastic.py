@@ -1,0 +1,369 @@
+"""``launch --elastic``: the small supervisor that stays outside MPI, and starts the job again on the machines that are left.
+
+MPI does not survive the loss of a machine: its launcher ends the job, or waits for minutes, or for ever. So this process
+starts the launcher, watches the hosts itself (``tower``, ``sentry``), and when a host falls silent or the job breaks::
+
+    end what is left on all hosts -> see which hosts answer -> start again on those, from the newest checkpoint
+
+The job makes a new plan for the ranks it has then. A host that is back takes part from the next start on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from hetero_mpi.comm.library import OPEN_MPI
+from hetero_mpi.errors import ExitCode, UserError
+from hetero_mpi.launch.agent import launch_agent
+from hetero_mpi.launch.hostfile import HostEntry, check_slots, format_hostfile, read_hostfile
+from hetero_mpi.launch.journal import Journal
+from hetero_mpi.launch.launcher import CommandLine, Launcher, ask_to_end, build_command
+from hetero_mpi.launch.processes import VARIABLE, end_starts
+from hetero_mpi.launch.tower import Post, Tower
+
+GIVEN_UP = int(ExitCode.GIVEN_UP)
+"""Exit code when the supervisor does not start the job again (EX_TEMPFAIL: trying later may help)."""
+_FINAL = (ExitCode.DONE, ExitCode.USER_ERROR, ExitCode.STOPPED)
+"""Exit codes of the job after which nothing is tried again: done, a mistake that only the user can put right, or as asked."""
+_FRUITLESS = 3
+"""So many starts in a row on the same hosts without a single step, and the machines are not to blame."""
+_LONGEST_PAUSE_S = 60.0
+_POLL_S = 0.05
+_LOCK_S = 120.0
+"""How long to wait for the lock of a run directory; NFS servers keep those of a dead machine for 90 s."""
+_SWEEP_S = 8.0
+"""How long a host may take to end its processes; it normally does within half a second."""
+
+
+@dataclass(frozen=True)
+class ElasticOptions:
+    """The command line of ``launch --elastic``."""
+
+    ranks: int
+    hostfile: str | None
+    mpirun_args: tuple[str, ...] = ()
+    heartbeat_timeout_s: float = 14.0
+    """Silence after which a machine counts as dead: an outage of 12 s is ridden out, and seen to be over within 1.75 s."""
+    max_restarts: int = 10
+    min_ranks: int = 1
+    probe_timeout_s: float = 10.0
+    """How long to wait for hosts to answer before a start."""
+
+    def check(self) -> None:
+        """:raises UserError: a number that cannot be meant, or a place where this does not work."""
+        if "SLURM_JOB_ID" in os.environ:
+            raise UserError(
+                "--elastic does not work inside a SLURM job: SLURM ends the whole allocation when it loses a node, this "
+                "process too. Let it come back instead, with `#SBATCH --requeue` and `train --resume`: see docs/recovery.md."
+            )
+        if not 1 <= self.min_ranks <= self.ranks:
+            raise UserError(f"--min-ranks must be from 1 to -np {self.ranks}, not {self.min_ranks}.")
+        if self.max_restarts < 0:
+            raise UserError(f"--max-restarts must be at least 0, not {self.max_restarts}.")
+        if not 2 <= self.heartbeat_timeout_s <= 3600:
+            raise UserError(f"--heartbeat-timeout must be from 2 to 3600 seconds, not {self.heartbeat_timeout_s:g}.")
+
+    def hosts(self) -> tuple[HostEntry, ...]:
+        """All hosts that may take part, with their slots.
+
+        :raises UserError: the host file is not there, holds too few slots, or leaves out how many.
+        """
+        if self.hostfile is None:
+            return (HostEntry("localhost", self.ranks),)
+        merged: dict[str, int] = {}
+        for entry in read_hostfile(self.hostfile):
+            if entry.slots is None:
+                raise UserError(
+                    f"--elastic must know how many ranks fit on the hosts that are left: write `{entry.name} slots=1` "
+                    f"(or more) for {entry.name} in {self.hostfile}."
+                )
+            merged[entry.name] = merged.get(entry.name, 0) + entry.slots
+        entries = tuple(HostEntry(name, slots) for name, slots in merged.items())
+        check_slots(entries, self.ranks, self.hostfile)
+        return entries
+
+
+@dataclass
+class Ending:
+    """How one start of the job ended: with the launcher's exit code, or because hosts fell silent."""
+
+    code: int | None
+    silent: list[Post] = field(default_factory=list)
+
+
+class Supervisor:
+    """Runs a job to its end over as many starts as it takes.
+
+    Args:
+        options: the command line.
+        launcher: which MPI.
+        program: the words after ``python -m hetero_mpi``: ``train job.toml ...``.
+        run_dir: of that job, absolute.
+        steps: the job is done after so many; 0: without any.
+    """
+
+    def __init__(
+        self, options: ElasticOptions, launcher: Launcher, program: Sequence[str], run_dir: Path, steps: int
+    ) -> None:
+        self.steps = steps
+        self.options, self.launcher, self.program = options, launcher, tuple(program)
+        self.name = secrets.token_hex(6)
+        self.hosts = options.hosts()
+        agent = launch_agent(launcher.family, options.mpirun_args, os.environ)
+        self.tower = Tower(self.hosts, agent, self.name, options.heartbeat_timeout_s, run_dir)
+        self.journal = Journal(run_dir)
+        self.signals: list[int] = []
+        self.starts = 0
+        self.stepped = False
+        """Has any start of this supervisor done a step? Before that, the user's own ``--resume`` stands."""
+        self._noticed_s: float | None = None
+
+    def run(self) -> int:
+        """To the end. Returns the job's exit code, ``GIVEN_UP``, or 128 + a signal."""
+        with contextlib.closing(self.journal), self.tower, self._listening(), tempfile.TemporaryDirectory() as scratch:
+            return self._run(Path(scratch))
+
+    def _run(self, scratch: Path) -> int:
+        silent: list[Post] = []
+        restarts = fruitless = 0
+        before: list[str] = []
+        while True:
+            posts = self._probe(silent)
+            if self.signals:
+                return 128 + self.signals[0]
+            before, same = [post.name for post in posts], before == [post.name for post in posts]
+            fruitless = fruitless if same else 0
+            if self._ranks(posts) < self.options.min_ranks:
+                text = f"{self._ranks(posts)} ranks fit on the hosts that answer, and --min-ranks is {self.options.min_ranks}"
+                self.journal.tell("too-few", text, hosts=before)
+                silent, fruitless = [], fruitless + 1
+            else:
+                ending, progressed = self._start(posts, scratch)
+                if ending.code is not None and (ending.code in _FINAL or self.signals):
+                    self.journal.tell("end", f"the job ended with exit code {ending.code}", code=ending.code)
+                    return ending.code
+                silent, fruitless = ending.silent, 0 if progressed else fruitless + 1
+                if fruitless >= _FRUITLESS:
+                    text = f"{fruitless} starts in a row did not reach a step on the same hosts: not trying again"
+                    return self._give_up(text)
+            if restarts >= self.options.max_restarts:
+                return self._give_up(f"--max-restarts {self.options.max_restarts} reached: not starting again")
+            restarts += 1
+            self._pause(fruitless)
+
+    def _give_up(self, text: str) -> int:
+        self.journal.tell("given-up", f"{text} (exit code {GIVEN_UP})", code=GIVEN_UP)
+        return GIVEN_UP
+
+    def _probe(self, silent: Sequence[Post]) -> list[Post]:
+        began = time.monotonic()
+        posts = self.tower.probe([post.number for post in silent], self.options.probe_timeout_s)
+        missing = {post.name: post.complaint() for post in self.tower.posts if post not in posts}
+        names = [post.name for post in posts]
+        text = f"{', '.join(names) or 'no host'} answered within {time.monotonic() - began:.1f} s"
+        text += "".join(f"; without {name} ({why})" for name, why in missing.items())
+        self.journal.tell("hosts", text, present=names, missing=missing)
+        return posts
+
+    def _ranks(self, posts: Sequence[Post]) -> int:
+        return min(self.options.ranks, sum(post.entry.slots or 0 for post in posts))
+
+    def _start(self, posts: list[Post], scratch: Path) -> tuple[Ending, bool]:
+        """Run the job once; (how it ended, whether it did a step). Nothing of it is left afterwards."""
+        self.starts += 1
+        start = f"{self.name}.{self.starts}"
+        ranks, resume = self._ranks(posts), self._resume(posts)
+        self._wait_for_lock(posts[0])
+        command = self._command(posts, ranks, resume, scratch, start)
+        text = f"start {self.starts}: {ranks} rank{'s' if ranks > 1 else ''} on {', '.join(p.name for p in posts)}"
+        if self.stepped:
+            text += (
+                f", from the checkpoint after step {resume}" if resume else ", which have no checkpoint: as at first"
+            )
+        self.journal.tell("start", text, start=self.starts, ranks=ranks, hosts=[p.name for p in posts], resume=resume)
+        print(f"launch: {command}", file=sys.stderr, flush=True)
+        self.tower.keep(start)
+        process = subprocess.Popen(
+            command.arguments,
+            env={**os.environ, **command.environment},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a signal from the terminal comes to the supervisor, which passes it on once
+        )
+        base = resume or (max(post.run.get("checkpoint", 0) for post in posts) if "--resume" in self.program else 0)
+        progress = _Progress(posts, base, self._tell_first_step)
+        try:
+            ending = self._attend(process, posts, progress)
+        finally:
+            deaf = self._end(process, posts)
+        if ending.code == 0:
+            ending = self._believed(ending, posts, deaf)
+        return ending, progress.seen
+
+    def _believed(self, ending: Ending, posts: Sequence[Post], deaf: Sequence[Post]) -> Ending:
+        """Exit code 0, or that of a job cut short: Open MPI's launcher may call it a success when it loses a machine."""
+        step = max(post.run.get("step", 0) for post in posts)
+        if not deaf and step >= self.steps:
+            return ending
+        text = f"the launcher ended with exit code 0, but after step {step} of {self.steps}; "
+        text += f"no word from {', '.join(post.name for post in deaf)}" if deaf else "every host answers"
+        self.journal.tell("broken", text, code=0)
+        return Ending(None)
+
+    def _attend(self, process: subprocess.Popen[bytes], posts: list[Post], progress: _Progress) -> Ending:
+        """Watch a start until it ends by itself, a host falls silent, or a second signal ends it."""
+        passed_on = 0
+        while True:
+            code = process.poll()
+            progress.look()
+            if code is not None:
+                self._noticed_s = time.monotonic()
+                code = code if code >= 0 else 128 - code  # as a shell reports a launcher that a signal ended
+                if code not in _FINAL and not self.signals:
+                    self.journal.tell("broken", f"the job ended with exit code {code}", code=code)
+                return Ending(code)
+            if silent := self.tower.silent(posts):
+                self._noticed_s = time.monotonic()
+                names = [post.name for post in silent]
+                text = f"{', '.join(names)} not heard of for {self.options.heartbeat_timeout_s:g} s: taken for dead"
+                self.journal.tell("silent", text, hosts=names)
+                return Ending(128 + self.signals[0] if self.signals else None, silent)
+            if len(self.signals) > passed_on:
+                if passed_on:
+                    return Ending(128 + self.signals[-1])
+                self.journal.tell("signal", f"{signal.Signals(self.signals[0]).name} passed on to the job")
+                ask_to_end(process, again=False)
+                passed_on = len(self.signals)
+            time.sleep(_POLL_S)
+
+    def _end(self, process: subprocess.Popen[bytes], posts: Sequence[Post]) -> list[Post]:
+        """End what is left of a start on all hosts that can be reached; returns those that could not."""
+        began = time.monotonic()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        end_starts(self.name)
+        deaf = self.tower.sweep(posts, _SWEEP_S)
+        text = f"nothing of start {self.starts} is left on the hosts that can be reached ({time.monotonic() - began:.1f} s)"
+        if deaf:
+            text = f"start {self.starts} is ended here; no word of it from {', '.join(post.name for post in deaf)}"
+        self.journal.tell("ended", text, start=self.starts)
+        return deaf
+
+    def _tell_first_step(self, step: int) -> None:
+        self.stepped = True
+        text, values = f"step {step} is done, the first of start {self.starts}", {}
+        if self._noticed_s is not None:
+            values["after_s"] = round(time.monotonic() - self._noticed_s, 3)
+            text += f", {values['after_s']:.1f} s after the end of the one before was noticed"
+        self.journal.tell("first-step", text, start=self.starts, step=step, **values)
+
+    def _resume(self, posts: list[Post]) -> int:
+        """Step of the checkpoint to resume from; 0: as the user's own command line says.
+
+        The host with the newest one comes first in ``posts`` then: its first rank leads, and reads it.
+        """
+        if not self.stepped:
+            return 0
+        newest = max(post.run.get("checkpoint", 0) for post in posts)
+        posts.sort(key=lambda post: post.run.get("checkpoint", 0) < newest)  # stable: the rest stays in order
+        return newest
+
+    def _wait_for_lock(self, leader: Post) -> None:
+        """In a shared directory a rank on a lost host may still hold the run: until its sentry ends it, or the file server
+        gives up the dead machine's locks."""
+        told, deadline = False, time.monotonic() + _LOCK_S
+        while self.starts > 1 and not self.signals and time.monotonic() < deadline and self.tower.locked(leader):
+            if not told:
+                self.journal.tell("locked", "a lost rank still holds the run directory: waiting until it has ended")
+                told = True
+            time.sleep(_POLL_S)
+
+    def _command(self, posts: Sequence[Post], ranks: int, resume: int, scratch: Path, start: str) -> CommandLine:
+        words = list(self.program)
+        if resume:
+            words = [*without_option(words, "--resume", needs_value=False), "--resume", "latest"]
+        if len(posts) < len(self.hosts):
+            for option in ("--plan", "--profile"):  # made for all hosts
+                words = without_option(words, option)
+        hostfile = None
+        if self.options.hostfile is not None:
+            path = scratch / f"hosts-{self.starts}"
+            path.write_text(format_hostfile([post.entry for post in posts], self.launcher.family), encoding="utf-8")
+            hostfile = str(path)
+        given = list(self.options.mpirun_args)
+        if self.launcher.family == OPEN_MPI:
+            given += ["-x", VARIABLE]
+        program = [sys.executable, "-m", "hetero_mpi", *words]
+        command = build_command(self.launcher, ranks, hostfile, program, given)
+        command.environment[VARIABLE] = start
+        return command
+
+    def _pause(self, fruitless: int) -> None:
+        """Wait longer each time, unless the last start got somewhere."""
+        if fruitless == 0:
+            return
+        pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (fruitless - 1))
+        self.journal.tell("pause", f"trying again in {pause_s:g} s", seconds=pause_s)
+        until = time.monotonic() + pause_s
+        while time.monotonic() < until and not self.signals:
+            time.sleep(_POLL_S)
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Signals that ask for an end are noted; ``_attend`` passes the first one on."""
+
+        def note(number: int, _frame: FrameType | None) -> None:
+            self.signals.append(number)
+
+        names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
+        before = {n: signal.signal(n, note) for name in names if (n := getattr(signal, name, None)) is not None}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class _Progress:
+    """Notices the first step of a start from what sentries tell of the run directory, on whichever host it lies.
+
+    A start writes metrics.jsonl anew (another inode), with the lines up to its checkpoint, that of step ``base``.
+    """
+
+    def __init__(self, posts: Sequence[Post], base: int, tell: Callable[[int], None]) -> None:
+        self.seen = False
+        self._base, self._tell, self._posts = base, tell, posts
+        self._files = {post.number: post.run.get("file", 0) for post in posts}
+
+    def look(self) -> None:
+        for post in self._posts if not self.seen else ():
+            now = post.run
+            if now.get("file", 0) != self._files[post.number] and now.get("step", 0) > self._base:
+                self.seen = True
+                self._tell(now["step"])
+                return
+
+
+def without_option(words: Sequence[str], option: str, needs_value: bool = True) -> list[str]:
+    """A command line without an option and its value. ``needs_value``: else a word that begins with "-" is no value."""
+    kept: list[str] = []
+    skip = False
+    for word in words:
+        if skip and (needs_value or not word.startswith("-")):
+            skip = False
+            continue
+        skip = word == option
+        if not skip and not word.startswith(f"{option}="):
+            kept.append(word)
+    return kept

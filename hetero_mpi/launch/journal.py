@@ -1,0 +1,42 @@
+"""What the supervisor tells: calm lines with the time of day on stderr, and the same as JSON lines in the run directory."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi.errors import UserError
+
+EVENTS_NAME = "events.jsonl"
+
+
+class Journal:
+    """Appends to ``RUN/events.jsonl``; every line has ``unix_s``, ``event`` and ``text``, and what belongs to the event."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / EVENTS_NAME
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                f"the run directory must be a directory this user can write to; {run_dir} is not: {error.strerror}. "
+                "Choose another with output.run_dir or --run-dir."
+            ) from None
+
+    def tell(self, event: str, text: str, **values: Any) -> None:
+        """Print and write one event."""
+        now = time.time()
+        clock = datetime.datetime.fromtimestamp(now).strftime("%H:%M:%S")
+        with contextlib.suppress(OSError):  # the terminal may have gone, and the job need not end for that
+            print(f"launch {clock}: {text}", file=sys.stderr, flush=True)
+        self._file.write(json.dumps({"unix_s": round(now, 3), "event": event, "text": text, **values}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,55 @@
+"""The processes of one start of a job on this machine: found by a name in their environment, and ended for good.
+
+A launcher that is killed, or that lost its connections, leaves ranks behind which hold devices and ports; and a rank
+may be stuck in a system call of its driver. So nobody is asked to end: SIGKILL, until nobody is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+
+VARIABLE = "HETERO_MPI_START"
+"""Environment variable that all processes of a start carry: ``SUPERVISOR.NUMBER``."""
+_DAEMONS = ("prted", "prterun", "orted", "hydra_pmi_proxy", "hydra_bstrap_proxy")
+"""Parents of ranks that need not carry it: what launchers start on other machines."""
+_PATIENCE_S = 5.0
+
+
+def end_starts(supervisor: str, keep: str | None = None) -> int:
+    """End every process on this machine of the supervisor's starts, but for the start ``keep``; returns how many.
+
+    A process in the kernel's hands (state D) may outlive this; it is given up after five seconds.
+    """
+    ended: set[int] = set()
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        found = set(_members(supervisor, keep))
+        if not found or time.monotonic() > deadline:
+            return len(ended)
+        for process in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, 9)
+        ended |= found
+        time.sleep(0.02)
+
+
+def _members(supervisor: str, keep: str | None) -> Iterator[int]:
+    """Ids of those processes, and of the launchers' daemons above them. Zombies count as gone."""
+    import psutil
+
+    for process in psutil.process_iter():
+        try:
+            name = process.environ().get(VARIABLE)
+            if name is None or name == keep or name.partition(".")[0] != supervisor or process.pid == os.getpid():
+                continue
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            yield process.pid
+            parent = process.parent()
+            if parent is not None and parent.name() in _DAEMONS:
+                yield parent.pid
+        except (psutil.Error, OSError):
+            continue  # it has just gone, or belongs to somebody else

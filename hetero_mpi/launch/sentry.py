@@ -1,0 +1,185 @@
+"""The sentry: a small process that the supervisor of ``launch --elastic`` keeps on every host of a job.
+
+It calls the supervisor several times a second, over a new TCP connection each time, and does what the answer says::
+
+    sentry      {"token": ..., "host": 1, "number": 3, "swept": 4, "tried": 2, "locked": false,
+                 "run": {"step": 17, "file": 9321, "checkpoint": 15}}
+    supervisor  {"sweep": 5, "keep": null, "try_lock": 2, "leave": false}
+
+* New connections, because an old one that has lost packets waits ever longer between its attempts: after an outage of
+  12 s it may stay silent for 25 s, and a host that is back would pass for dead.
+* ``sweep``: a number that grows when processes are to be ended: those of all starts of this supervisor but ``keep``.
+  The sentry tells in ``swept`` the last number it has done.
+* ``try_lock``: a number that grows when the supervisor wants to know whether some run holds the run directory.
+* ``leave``: the sentry ends.
+* ``run``: what the run directory on this host holds, for the supervisor may be on a host without it.
+
+A sentry that hears nothing for longer than the supervisor waits (or finds its port closed) ends the job's processes on
+this host, as the job goes on without them, and leaves.
+
+Run as ``python -m hetero_mpi.launch.sentry``; what it needs to know comes as one JSON line on stdin.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import socket
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi.launch.processes import end_starts
+from hetero_mpi.report.run_directory import LOCK_NAME
+
+INTERVAL_S = 0.25
+"""Between calls."""
+CALL_S = 0.5
+"""How long a call may take."""
+FENCE_S = 1.0
+"""How much longer than the supervisor a sentry waits before it ends the job's processes on its host."""
+REFUSED_S = 3.0
+"""How long the supervisor's port may be closed: its process has gone, though its machine is there."""
+_CHECKPOINT = re.compile(r"step-(\d{8,})\.h5")
+_TAIL_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a sentry is started with. ``host`` and ``number`` say who is calling: which host, its how-manieth sentry."""
+
+    token: str
+    address: str
+    """The supervisor's."""
+    port: int
+    host: int
+    number: int
+    supervisor: str
+    """Its name in the job's environment."""
+    timeout_s: float
+    """Silence after which the supervisor takes a host for dead."""
+    run_dir: str
+
+
+class Sentry:
+    """Calls until told to leave, or until the supervisor has been away for too long."""
+
+    def __init__(self, orders: Orders) -> None:
+        self.orders = orders
+        self.swept = self.tried = 0
+        self.locked = False
+        self._run = RunDirectory(Path(orders.run_dir))
+
+    def watch(self) -> str:
+        """Run to the end; returns why it came."""
+        heard = closed_since = time.monotonic()
+        while True:
+            began = time.monotonic()
+            try:
+                answer = self._call()
+            except (OSError, ValueError) as error:
+                closed_since = closed_since if isinstance(error, ConnectionRefusedError) else began
+                gone = began - closed_since > REFUSED_S
+                if gone or began - heard > self.orders.timeout_s + FENCE_S:
+                    end_starts(self.orders.supervisor)
+                    return "the supervisor has gone" if gone else "the supervisor was not heard of for too long"
+                # A closed port answers at once; silence has taken its time already.
+                time.sleep(max(0.0, INTERVAL_S - (time.monotonic() - began)))
+                continue
+            heard = closed_since = time.monotonic()
+            if answer["sweep"] > self.swept:
+                end_starts(self.orders.supervisor, answer["keep"])
+                self.swept = int(answer["sweep"])
+                continue
+            if answer["try_lock"] > self.tried:
+                self.locked, self.tried = self._run.locked(), int(answer["try_lock"])
+                continue
+            if answer["leave"]:
+                return "told to leave"
+            time.sleep(INTERVAL_S)
+
+    def _call(self) -> dict[str, Any]:
+        orders = self.orders
+        report = {"token": orders.token, "host": orders.host, "number": orders.number, "run": self._run.state()}
+        report |= {"swept": self.swept, "tried": self.tried, "locked": self.locked}
+        with socket.create_connection((orders.address, orders.port), CALL_S) as connection:
+            connection.sendall(json.dumps(report).encode() + b"\n")
+            with connection.makefile("rb") as file:
+                answer = json.loads(file.readline(1024))
+        if not isinstance(answer, dict) or not answer.keys() >= {"sweep", "keep", "try_lock", "leave"}:
+            raise ValueError("not the supervisor")
+        return answer
+
+
+class RunDirectory:
+    """What the supervisor wants to know of a run directory, read again only where a file has changed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._seen: tuple[int, int] = (0, 0)
+        self._step = 0
+
+    def state(self) -> dict[str, int]:
+        """``step``: of the last line of metrics.jsonl; ``file``: its inode (a resumed run begins a new file);
+        ``checkpoint``: step of the newest one. 0: none."""
+        return {"step": self._last_step(), "file": self._seen[0], "checkpoint": self._newest_checkpoint()}
+
+    def locked(self) -> bool:
+        """Does a run hold the directory, here or, where it is shared, elsewhere? To be asked while nobody wants to claim it."""
+        path = self.directory / LOCK_NAME
+        if not path.exists():
+            return False
+        try:
+            with path.open("a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        return False
+
+    def _last_step(self) -> int:
+        try:
+            with (self.directory / "metrics.jsonl").open("rb") as file:
+                size = file.seek(0, 2)
+                now = (os.fstat(file.fileno()).st_ino, size)
+                if now != self._seen:
+                    file.seek(max(0, size - _TAIL_BYTES))
+                    self._seen, self._step = now, last_step(file.read())
+        except OSError:
+            self._seen, self._step = (0, 0), 0
+        return self._step
+
+    def _newest_checkpoint(self) -> int:
+        try:
+            names = [path.name for path in (self.directory / "checkpoints").iterdir()]
+        except OSError:
+            return 0
+        return max((int(found[1]) for name in names if (found := _CHECKPOINT.fullmatch(name))), default=0)
+
+
+def last_step(tail: bytes) -> int:
+    """The step of the last whole line of a metrics file that has one; 0 without."""
+    for line in reversed(tail.split(b"\n")[:-1]):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue  # the first line of the tail is cut
+    return 0
+
+
+def as_line(orders: Orders) -> bytes:
+    """What the sentry reads from its stdin."""
+    return json.dumps(asdict(orders)).encode() + b"\n"
+
+
+def main() -> int:
+    orders = Orders(**json.loads(sys.stdin.buffer.readline()))
+    print(f"sentry: {Sentry(orders).watch()}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

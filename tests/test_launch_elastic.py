@@ -1,0 +1,363 @@
+"""``launch --elastic``: real jobs whose ranks and whole hosts are killed, and that end as if nothing had happened."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hetero_mpi.cli import main
+from hetero_mpi.errors import UserError
+from hetero_mpi.launch.agent import launch_agent, remote_command
+from hetero_mpi.launch.elastic import ElasticOptions, without_option
+from hetero_mpi.report.metrics import read_metrics
+from tests.mpi import ROOT, launcher_or_skip, run_bounded
+from tests.rack import Rack
+from tests.small_jobs import Workshop
+
+STEPS = 60
+PATIENCE_S = 240
+
+
+class Elastic(Workshop):
+    """One job, always cut over all its ranks, and commands that supervise it."""
+
+    def __init__(self, directory: Path, steps: int = STEPS) -> None:
+        super().__init__(directory)
+        values = self.values(self.model(blocks=2))
+        # One pipeline with fixed micro-batches computes the same bits however it is cut.
+        plan = {"allow_idle": False, "pipelines": 1}
+        self.steps = steps
+        self.file = self.job("job", values, train={"steps": steps}, plan=plan, checkpoint={"every": 1, "keep": 2})
+
+    def command(self, run: Path, ranks: int, *options: str) -> list[str]:
+        start = [sys.executable, "-m", "hetero_mpi", "launch", "-np", str(ranks), "--elastic", *options]
+        return [*start, "train", str(self.file), "--run-dir", str(run)]
+
+    def straight_losses(self) -> list[float]:
+        """Of an undisturbed run, on one rank."""
+        run = self.directory / "straight"
+        command = [sys.executable, "-m", "hetero_mpi", "train", str(self.file), "--run-dir", str(run)]
+        result = run_bounded(command, environment(), PATIENCE_S)
+        assert result.returncode == 0, result.stderr
+        return losses(run)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def losses(run: Path) -> list[float]:
+    return [step.loss for step in read_metrics(run / "metrics.jsonl").steps]
+
+
+def events(run: Path, *names: str) -> list[dict[str, Any]]:
+    path = run / "events.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = [json.loads(line) for line in lines]
+    return [event for event in found if not names or event["event"] in names]
+
+
+def ranks_under(process: psutil.Process) -> list[psutil.Process]:
+    """The ranks among a process's children, by what launchers tell them."""
+    found = []
+    for child in process.children(recursive=True):
+        try:
+            if {"OMPI_COMM_WORLD_RANK", "PMI_RANK"} & child.environ().keys() and "train" in child.cmdline():
+                found.append(child)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+class Running:
+    """A supervisor at work. A context manager that ends it and all below it."""
+
+    def __init__(self, command: Sequence[str], run: Path) -> None:
+        self.run = run
+        self.output = run.with_name(run.name + ".out")
+        with self.output.open("wb") as file:
+            self.process = subprocess.Popen(
+                list(command), env=environment(), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            )
+        self.tree = psutil.Process(self.process.pid)
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        left = [*self.tree.children(recursive=True), self.tree] if self.process.poll() is None else []
+        for process in left:
+            process.kill()
+        self.process.wait()
+
+    def until(self, holds: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not holds():
+            text = self.output.read_text()[-6000:]
+            assert self.process.poll() is None, f"it ended with {self.process.returncode} before {what}:\n{text}"
+            assert time.monotonic() < deadline, f"{what} did not come:\n{text}"
+            time.sleep(0.05)
+
+    def until_step(self, step: int, start: int) -> None:
+        """Until that start of the job has done so many steps."""
+        path = self.run / "metrics.jsonl"
+
+        def there() -> bool:
+            starts = [event["start"] for event in events(self.run, "first-step")]
+            return start in starts and len(read_metrics(path).steps) >= step
+
+        self.until(there, f"step {step} of start {start}")
+
+    def end(self) -> int:
+        deadline = time.monotonic() + PATIENCE_S
+        while self.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert self.process.poll() is not None, self.output.read_text()[-6000:]
+        return self.process.returncode
+
+
+def tell(run: Path, what: str, killed_s: float) -> None:
+    """Print the time from a death to the next step, and its parts."""
+    after = [event for event in events(run) if event["unix_s"] > killed_s]
+    noticed = next(event for event in after if event["event"] in ("broken", "silent"))
+    started = next(event for event in after if event["event"] == "start")
+    stepped = next(event for event in after if event["event"] == "first-step")
+    times = [event["unix_s"] - killed_s for event in (noticed, started, stepped)]
+    print(
+        f"{what}: noticed after {times[0]:.1f} s, started again after {times[1]:.1f} s, next step after {times[2]:.1f} s"
+    )
+
+
+def test_a_killed_rank_on_one_host_then_no_restart_left_np2(tmp_path: Path) -> None:
+    """SIGKILL of a rank: started again from the newest checkpoint; a second one is one too many."""
+    launcher_or_skip()
+    job, run = Elastic(tmp_path, steps=100_000), tmp_path / "run"
+    with Running(job.command(run, 2, "--max-restarts", "1"), run) as running:
+        for start in (1, 2):
+            running.until_step(3, start)
+            step = len(losses(run))
+            killed_s = time.time()
+            ranks = ranks_under(running.tree)
+            assert len(ranks) == 2
+            ranks[1].kill()
+            running.until(lambda start=start: len(events(run, "ended")) == start, "the end")
+            assert alive(ranks) == []
+            if start == 1:
+                running.until_step(step, 2)
+                tell(run, "a killed rank", killed_s)
+        assert running.end() == 75
+    assert "--max-restarts 1 reached: not starting again (exit code 75)" in running.output.read_text()
+    names = [event["event"] for event in events(run)]
+    once = ["hosts", "start", "first-step", "broken", "ended"]
+    assert names == [*once, *once, "given-up"]
+    first, second = events(run, "start")
+    assert first["resume"] == 0 and second["resume"] >= 2
+    steps = [step.step for step in read_metrics(run / "metrics.jsonl").steps]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_a_mistake_of_the_user_is_not_tried_again(tmp_path: Path) -> None:
+    launcher_or_skip()
+    job, run = Elastic(tmp_path), tmp_path / "run"
+    wrong = [*job.command(run, 1), "--set", 'data.text=["absent.txt"]']
+    result = run_bounded(wrong, environment(), PATIENCE_S)
+    assert result.returncode == 2, result.stderr
+    assert "absent.txt" in result.stderr
+    assert [event["event"] for event in events(run)] == ["hosts", "start", "ended", "end"]
+
+
+class Cluster(Rack):
+    """Three hosts with a slot each; the supervisor runs on hA, the first rank on the first of ``order``."""
+
+    def __init__(self, directory: Path, order: Sequence[str] = ("hA", "hB", "hC")) -> None:
+        launcher = launcher_or_skip()
+        super().__init__(directory, ("hA", "hB", "hC"))
+        self.hostfile = directory / "hosts"
+        self.hostfile.write_text("".join(f"{self.addresses[name]} slots=1\n" for name in order))
+        mpich = f"-launcher ssh -launcher-exec {self.agent}"
+        open_mpi = f"--mca plm_rsh_agent {self.agent} --mca btl tcp,self --mca pml ob1"
+        self.mpirun_args = mpich if launcher.family == "MPICH" else open_mpi
+
+    def start(self, job: Elastic, run: Path, *options: str) -> Running:
+        given = ["--hostfile", str(self.hostfile), f"--mpirun-args={self.mpirun_args}", *options]
+        # MPICH's other network library, UCX, takes hosts of one kernel for one machine.
+        variables = ["env", "OMP_NUM_THREADS=1", f"PYTHONPATH={ROOT}", "MPIR_CVAR_CH4_NETMOD=ofi", "FI_PROVIDER=tcp"]
+        words = shlex.join([*variables, *job.command(run, 3, *given)])
+        return Running([str(self.agent), self.addresses["hA"], f"cd {ROOT} && exec {words}"], run)
+
+    def ranks(self, name: str) -> list[psutil.Process]:
+        return ranks_under(self.login(name))
+
+    def orphans(self) -> list[str]:
+        """Ranks and launchers that still run anywhere."""
+        left = []
+        for name in self.running():
+            for process in self.login(name).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    command = process.cmdline()
+                    if process.status() != psutil.STATUS_ZOMBIE and {"train", "prted"} & {
+                        Path(w).name for w in command
+                    }:
+                        left.append(f"{name}: {shlex.join(command)}")
+        return left
+
+
+def hosts_of_starts(run: Path, rack: Rack) -> list[list[str]]:
+    names = {address: name for name, address in rack.addresses.items()}
+    return [[names[host] for host in event["hosts"]] for event in events(run, "start")]
+
+
+def test_a_host_without_power_is_left_out_and_the_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
+    """Rank, launch daemon and sentry die at once, and no connection is closed towards the others."""
+    job, run = Elastic(tmp_path), tmp_path / "run"
+    with Cluster(tmp_path / "rack") as rack, rack.start(job, run, "--heartbeat-timeout", "4") as running:
+        running.until_step(3, start=1)
+        killed_s = time.time()
+        rack.cut_power("hC")
+        assert running.end() == 0, running.output.read_text()[-6000:]
+        assert rack.orphans() == []
+    tell(run, "a host without power (--heartbeat-timeout 4)", killed_s)
+    assert hosts_of_starts(run, rack) == [["hA", "hB", "hC"], ["hA", "hB"]]
+    assert [event["hosts"] for event in events(run, "silent")] == [[rack.addresses["hC"]]]
+    assert [event["ranks"] for event in events(run, "start")] == [3, 2]
+    assert events(run, "start")[1]["resume"] >= 2
+    assert losses(run) == job.straight_losses()
+
+
+@pytest.mark.long
+def test_a_cut_link_a_host_that_returns_and_one_that_crashes(tmp_path: Path) -> None:
+    """A cable that stays out, with the leading rank behind it: that ends itself, and lets go of the run directory. Its host is
+    back at the next start; then another one crashes."""
+    job, run = Elastic(tmp_path, steps=200), tmp_path / "run"
+    with Cluster(tmp_path / "rack", ("hB", "hA", "hC")) as rack, rack.start(job, run) as running:
+        running.until_step(3, start=1)
+        cut = rack.ranks("hB")
+        assert len(cut) == 1
+        killed_s = time.time()
+        rack.pull_cable("hB")
+        running.until(lambda: len(events(run, "first-step")) == 2, "the second start's first step")
+        tell(run, "a cable pulled out", killed_s)
+        running.until(lambda: not alive(cut), "the end of the rank that was cut off")
+        rack.plug_in("hB")
+        killed_s = time.time()
+        rack.ranks("hC")[0].kill()
+        running.until(lambda: len(events(run, "first-step")) == 3, "the third start's first step")
+        tell(run, "a killed rank on another host", killed_s)
+        killed_s = time.time()
+        rack.crash("hC")
+        assert running.end() == 0, running.output.read_text()[-6000:]
+        assert rack.orphans() == []
+    tell(run, "a crashed host", killed_s)
+    assert hosts_of_starts(run, rack) == [["hB", "hA", "hC"], ["hA", "hC"], ["hB", "hA", "hC"], ["hB", "hA"]]
+    assert len(events(run, "locked")) == 1
+    assert losses(run) == job.straight_losses()
+
+
+@pytest.mark.long
+def test_an_outage_of_twelve_seconds_is_ridden_out(tmp_path: Path) -> None:
+    job, run = Elastic(tmp_path, steps=200), tmp_path / "run"
+    with Cluster(tmp_path / "rack") as rack, rack.start(job, run) as running:
+        running.until_step(3, start=1)
+        rack.pull_cable("hB")
+        time.sleep(12)
+        rack.plug_in("hB")
+        assert running.end() == 0, running.output.read_text()[-6000:]
+    assert [event["event"] for event in events(run)] == ["hosts", "start", "first-step", "ended", "end"]
+    assert losses(run) == job.straight_losses()
+
+
+@pytest.mark.long
+def test_signals_reach_the_job_and_end_the_supervisor_np2(tmp_path: Path) -> None:
+    """SIGTERM is passed on; a supervisor that is killed itself leaves nothing running either."""
+    launcher_or_skip()
+    job = Elastic(tmp_path, steps=100_000)
+    for number, name in ((signal.SIGTERM, "asked"), (signal.SIGKILL, "killed")):
+        run = tmp_path / name
+        with Running(job.command(run, 2), run) as running:
+            running.until_step(1, 1)
+            below = running.tree.children(recursive=True)
+            running.process.send_signal(number)
+            assert running.end() != 0
+            deadline = time.monotonic() + 20
+            while alive(below) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert alive(below) == []
+        told = [event["event"] for event in events(run)][3:]
+        assert told == (["signal", "ended", "end"] if name == "asked" else [])
+
+
+def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    left = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                left.append(process)
+    return left
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "variables", "agent"),
+    [
+        ("Open MPI", "--mca plm_rsh_agent /opt/agent --mca pml ob1", {}, "/opt/agent"),
+        ("Open MPI", "--prtemca plm_ssh_agent '/opt/agent -v : rsh'", {}, "/opt/agent -v"),
+        ("Open MPI", "", {"OMPI_MCA_plm_rsh_agent": "/opt/other"}, "/opt/other"),
+        ("Open MPI", "--mca pml ob1", {"PRTE_MCA_plm_ssh_agent": "ssh : rsh"}, "ssh -o BatchMode=yes"),
+        ("MPICH", "-launcher ssh -launcher-exec /opt/agent", {}, "/opt/agent"),
+        ("MPICH", "", {"HYDRA_LAUNCHER_EXEC": "/opt/other"}, "/opt/other"),
+        ("MPICH", "", {}, "ssh -o BatchMode=yes"),
+    ],
+)
+def test_hosts_are_reached_as_the_launcher_reaches_them(
+    family: str, given: str, variables: dict[str, str], agent: str
+) -> None:
+    assert shlex.join(launch_agent(family, shlex.split(given), variables)) == agent
+
+
+def test_commands_survive_the_way_through_a_login(tmp_path: Path) -> None:
+    """ssh joins its words with spaces, and a shell there takes them apart."""
+    words = [sys.executable, "-c", "import os, sys; print(os.getcwd(), os.environ['A'], sys.argv[1])", "it's $HOME; *"]
+    command = remote_command(["agent"], "host", str(tmp_path), {"A": "x y"}, *words)
+    assert command[:2] == ["agent", "host"]
+    result = subprocess.run(["sh", "-c", " ".join(command[2:])], capture_output=True, text=True, check=True)
+    assert result.stdout == f"{tmp_path} x y it's $HOME; *\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        ("train job.toml --plan p.toml --resume", "train job.toml"),
+        ("train --plan=p.toml job.toml --resume c.h5 --set a.b=1", "train job.toml --set a.b=1"),
+        ("train job.toml --resume --plan p.toml --run-dir r", "train job.toml --run-dir r"),
+    ],
+)
+def test_options_are_taken_out_of_a_command_line(words: str, left: str) -> None:
+    without_plan = without_option(words.split(), "--plan")
+    assert without_option(without_plan, "--resume", needs_value=False) == left.split()
+
+
+def test_where_a_supervisor_cannot_help_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError, match="--min-ranks must be from 1 to -np 2, not 3"):
+        ElasticOptions(2, None, min_ranks=3).check()
+    with pytest.raises(UserError, match="write `hB slots=1`"):
+        hosts = tmp_path / "hosts"
+        hosts.write_text("hA slots=2\nhB\n")
+        ElasticOptions(2, str(hosts)).hosts()
+    assert main(["launch", "-np", "2", "--elastic", "profile", "job.toml", "-o", "p.toml"]) == 2
+    assert "--elastic is for `train`" in capsys.readouterr().err
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with pytest.raises(UserError, match="--requeue"):
+        ElasticOptions(2, None).check()
