@@ -36,12 +36,13 @@ def _train(namespace: argparse.Namespace) -> int:
 
         options = Options(
             job=namespace.job,
-            overrides=tuple(namespace.set),
+            overrides=_overrides(namespace),
             run_dir=namespace.run_dir,
             resume=namespace.resume,
             plan=namespace.plan,
             profile=namespace.profile,
             dry_run=namespace.dry_run,
+            reprofile=namespace.reprofile,
         )
         return train(world, options)
 
@@ -70,7 +71,7 @@ def _profile(namespace: argparse.Namespace) -> int:
     def command(world: World) -> int:
         from hetero_mpi.training.profile_command import Options, profile
 
-        return profile(world, Options(namespace.job, namespace.output, tuple(namespace.set)))
+        return profile(world, Options(namespace.job, namespace.output, tuple(namespace.set), namespace.reprofile))
 
     return _on_all_ranks(command)
 
@@ -87,7 +88,7 @@ def _plan(namespace: argparse.Namespace) -> int:
 
     text = offline.plan(
         namespace.job,
-        tuple(namespace.set),
+        _overrides(namespace),
         namespace.profile,
         namespace.plan,
         namespace.output,
@@ -100,10 +101,30 @@ def _plan(namespace: argparse.Namespace) -> int:
 
 def _simulate(namespace: argparse.Namespace) -> int:
     from hetero_mpi import offline
+    from hetero_mpi.planning.network import Network
 
-    lines = offline.simulation(namespace.job, tuple(namespace.set), namespace.profile, namespace.plan, namespace.output)
+    lines = offline.simulation(
+        namespace.job,
+        _overrides(namespace),
+        namespace.profile,
+        namespace.plan,
+        namespace.output,
+        Network(blocking_sends=namespace.blocking_sends, shared_nic=namespace.shared_nic),
+    )
     print("\n".join(lines))
     return 0
+
+
+def _overrides(namespace: argparse.Namespace) -> tuple[str, ...]:
+    """``--set``, and ``--schedule``, which is short for a key of the job."""
+    named = () if namespace.schedule is None else (f"plan.schedule={namespace.schedule}",)
+    return (*namespace.set, *named)
+
+
+def _add_schedule(command: argparse.ArgumentParser) -> None:
+    from hetero_mpi.planning.request import SCHEDULES
+
+    command.add_argument("--schedule", choices=list(SCHEDULES), help="instead of [plan] schedule")
 
 
 def _on_all_ranks(command: Callable[[World], int]) -> int:
@@ -123,7 +144,7 @@ def _on_all_ranks(command: Callable[[World], int]) -> int:
 def _launch(namespace: argparse.Namespace) -> int:
     from hetero_mpi.launch import command
 
-    return command.main(namespace)
+    return command.main(namespace, lambda words: parser().parse_args(words))
 
 
 def _export(namespace: argparse.Namespace) -> int:
@@ -164,7 +185,9 @@ def parser() -> argparse.ArgumentParser:
         "--plan", type=Path, metavar="FILE", help="use this plan (edited by hand, say) instead of planning"
     )
     train.add_argument("--profile", type=Path, metavar="FILE", help="use this profile instead of measuring")
+    train.add_argument("--reprofile", action="store_true", help="measure anew, whatever was measured before")
     train.add_argument("--dry-run", action="store_true", help="validate, profile, plan and predict, then stop")
+    _add_schedule(train)
     train.set_defaults(run=_train)
 
     generate = commands.add_parser("generate", help="continue a prompt; under mpirun the model is split over the ranks")
@@ -219,6 +242,7 @@ def _add_offline_commands(commands: argparse._SubParsersAction[argparse.Argument
     )
     profile.add_argument("job", type=Path, metavar="JOB", help="job file (TOML)")
     profile.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="profile to write (TOML)")
+    profile.add_argument("--reprofile", action="store_true", help="measure anew, whatever was measured before")
     profile.set_defaults(run=_profile)
 
     inspect = commands.add_parser("inspect", help="show a profile, a plan or a checkpoint")
@@ -238,6 +262,10 @@ def _add_offline_commands(commands: argparse._SubParsersAction[argparse.Argument
     simulate.add_argument(
         "-o", "--output", type=Path, metavar="DIR", help="where pictures and trace go (default: RUN_DIR/simulation)"
     )
+    simulate.add_argument("--blocking-sends", action="store_true", help="as if ranks computed nothing while they send")
+    simulate.add_argument(
+        "--shared-nic", action="store_true", help="as if all messages of a host passed through one network card"
+    )
     simulate.set_defaults(run=_simulate)
 
     for command in (plan, simulate):
@@ -246,6 +274,7 @@ def _add_offline_commands(commands: argparse._SubParsersAction[argparse.Argument
             "--profile", type=Path, required=True, metavar="FILE", help="of the cluster, and the model"
         )
         command.add_argument("--plan", type=Path, metavar="FILE", help="this plan, instead of the planner's")
+        _add_schedule(command)
     for command in (profile, plan, simulate):
         command.add_argument(
             "--set",

@@ -1,10 +1,28 @@
-"""The errors a person can act on.
+"""The errors a person can act on, and the exit codes.
 
 Anything raised as ``UserError`` is printed as plain text, once, without a traceback: it must state the rule, the values
 and the next step. Everything else is a defect of this program (or of a machine) and is shown with rank, host and traceback.
 """
 
 from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What the program ends with; ``docs/recovery.md`` explains each. A signal n that ends it at once makes it 128 + n."""
+
+    DONE = 0
+    FAILED = 1
+    """An exception in a rank."""
+    USER_ERROR = 2
+    """Something that only the user can put right."""
+    HUNG = 74
+    """The watchdog ended the job."""
+    GIVEN_UP = 75
+    """``launch --elastic`` does not start the job again."""
+    STOPPED = 76
+    """A signal asked for it: the step was finished and a checkpoint written."""
 
 
 class UserError(ValueError):
@@ -13,4 +31,4 @@ class UserError(ValueError):
     ``exit_code`` is what the process ends with (2, as for a wrong command line, unless a sub-class says otherwise).
     """
 
-    exit_code = 2
+    exit_code: int = ExitCode.USER_ERROR

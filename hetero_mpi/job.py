@@ -33,7 +33,12 @@ class Table(BaseModel):
     """A table of the job file: unknown keys are refused, values are not coerced silently."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True, allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        strict=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # ``model.config`` may hold any values, and all ranks must see the same
     )
 
 
@@ -110,6 +115,9 @@ class DataTable(Table):
     """true: documents are joined (an end token between them) and cut to full sequences, records are joined whole;
     what stands in one sequence sees what stands before it. false: one document or record per sequence, cut or
     padded."""
+    pad: Literal["full", "longest"] = "full"
+    """How far shorter sequences are padded: "full": to ``sequence_length``; "longest": each step to the longest sequence of
+    its batch, rounded up to 8 tokens, which computes less and learns the same. Packed text has nothing to pad."""
     sequence_length: Positive = 256
     """Tokens per sequence."""
     held_out: Fraction = 0.02
@@ -162,6 +170,14 @@ class CheckpointTable(Table):
     """Steps between checkpoints; 0: at the end only."""
     keep: Positive = 3
     """Newest checkpoints to keep."""
+    keep_best: NotNegative = 1
+    """Checkpoints to keep beside these: those with the lowest held-out loss. Only checkpoints of steps after which it was
+    measured (``train.evaluate_every``) take part."""
+    background: bool = True
+    """Write while training goes on, from a copy in host memory (as much as a rank's trained parameters and moments);
+    false: training waits."""
+    allow_other_data: bool = False
+    """May a run be resumed with other data than it was written with? The order of samples then starts afresh at that step."""
 
 
 class OutputTable(Table):
@@ -193,6 +209,12 @@ class PlanTable(Table):
     """May ranks be left out when that is faster?"""
     memory_reserve: Fraction = 0.05
     """Share of every rank's usable memory to keep free."""
+    schedule: Literal["auto", "gpipe", "1f1b", "split"] = "auto"
+    """Order of forwards and backwards. "gpipe": all forwards, then all backwards; "1f1b": in turn, after as many forwards as
+    stages follow; "split": 1f1b with the gradients of the weights put off (needs training of all weights); "auto": depths and
+    splitting as the planner finds best."""
+    pipelines: Positive | Literal["auto"] = "auto"
+    """Pipelines that may hold the model side by side, at most, and share the global batch; "auto": as many as help."""
 
 
 class ProfileTable(Table):
@@ -201,11 +223,14 @@ class ProfileTable(Table):
     path: str | None = None
     """Use this profile file instead of measuring (as ``--profile``)."""
     reuse: bool = True
-    """Reuse the profile in the run directory when its key matches."""
+    """Reuse the profile in the run directory when its key matches; ``--reprofile`` measures again all the same."""
+    cache: bool = True
+    """Keep what each device was measured to do in ``~/.cache/hetero_mpi/profiles`` of its host (or ``$XDG_CACHE_HOME``), so that
+    only new ranks are measured when the cluster changes. Links and free memory are always measured."""
     repeats: Positive = 5
     """Timed repetitions of each measurement (the median counts)."""
-    largest_message_bytes: Positive = 4_194_304
-    """Largest message used to fit a link's bandwidth."""
+    largest_message_bytes: Annotated[int, Field(ge=1024)] = 16_777_216
+    """Links are measured with messages of 1 KiB up to this, each four times as large as the one before."""
 
 
 class ClusterTable(Table):
@@ -224,6 +249,9 @@ class ClusterTable(Table):
     """CPU threads per rank; "auto": the host's cores divided by its ranks."""
     memory_bytes: Positive | None = None
     """Usable memory per rank, instead of the measured one."""
+    watchdog_s: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
+    """Seconds in which no rank gets any further, after which the job ends and says where each rank stands; "auto": 20 predicted
+    steps and at least 60 s; 0: never. Needs ``communication_thread``."""
     communication_thread: bool = True
     """Move messages from a thread of their own, so that they overlap with computing; false: single-threaded, for
     debugging."""

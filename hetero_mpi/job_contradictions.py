@@ -40,6 +40,8 @@ def contradictions(known: Known, name: str) -> list[Problem]:
         *_tokenizer(known),
         *_data(known),
         *_train(known),
+        *_plan(known),
+        *_cluster(known),
         *_output(known, name),
     ]
 
@@ -104,6 +106,23 @@ def _train(known: Known) -> list[Problem]:
         return []
     divisors = [size for size in range(1, batch + 1) if batch % size == 0 and size <= 1024]
     return [(("train", "micro_batch"), f"must divide train.global_batch = {batch}: {', '.join(map(str, divisors))}")]
+
+
+def _plan(known: Known) -> list[Problem]:
+    if known("plan", "schedule") == "split" and known("adapter", "method") not in (None, "none"):
+        rule = 'puts off the gradients of trained matrices, and an adapter leaves these frozen: use "auto" or "1f1b"'
+        return [(("plan", "schedule"), rule)]
+    return []
+
+
+def _cluster(known: Known) -> list[Problem]:
+    if known("cluster", "emulate") is not None or not known.all_sound(("cluster", "emulate")):
+        return []
+    found: list[Problem] = []
+    for key in ("time_scale", "emulate_first"):
+        if known.all_sound(("cluster", key)) and known("cluster", key) != known.default("cluster", key):
+            found.append((("cluster", key), "applies to emulated clusters only: set cluster.emulate, or leave it out"))
+    return found
 
 
 def _output(known: Known, name: str) -> list[Problem]:

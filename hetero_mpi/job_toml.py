@@ -8,8 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import tomli
-
+from hetero_mpi import toml
 from hetero_mpi.errors import UserError
 from hetero_mpi.job_rules import as_toml
 
@@ -18,27 +17,30 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a job file. Raises UserError when there is no such file or it is not TOML."""
     try:
         # utf-8-sig: some editors put a byte order mark at the start, which TOML does not allow.
-        return tomli.loads(path.read_text(encoding="utf-8-sig"))
+        return toml.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such job file (looked from {Path.cwd()})") from None
     except OSError as error:
         raise UserError(f"{path}: the job file cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: a job file must be TOML in UTF-8; this one is not UTF-8") from None
-    except tomli.TOMLDecodeError as error:
+    except toml.TomlError as error:
         raise UserError(f"{path}: a job file must be TOML: {error}") from None
 
 
 def apply_override(values: dict[str, Any], text: str, problems: list[str]) -> tuple[str, ...] | None:
     """Put one ``table.key=value`` into the file's values; returns the dotted key, or None with a problem noted."""
+    if text != text.encode("utf-8", "replace").decode():  # bytes of another encoding on the command line
+        problems.append(f"--set {text!a}: must be UTF-8")
+        return None
     dotted, equals, value_text = text.partition("=")
     keys = tuple(part.strip() for part in dotted.split("."))
-    if not equals or len(keys) < 2 or not all(keys):
+    if not equals or not 2 <= len(keys) <= toml.DEEPEST or not all(keys):
         problems.append(f"--set {text}: must be table.key=value, such as --set train.steps=6")
         return None
     try:
         value = _override_value(value_text.strip())
-    except tomli.TOMLDecodeError as error:
+    except toml.TomlError as error:
         problems.append(f"--set {text}: the value is no TOML value: {error}")
         return None
     table = values
@@ -55,9 +57,9 @@ def apply_override(values: dict[str, Any], text: str, problems: list[str]) -> tu
 
 def _override_value(text: str) -> Any:
     try:
-        parsed = tomli.loads(f"value = {text}")
+        parsed = toml.loads(f"value = {text}")
         return parsed["value"] if len(parsed) == 1 else text
-    except tomli.TOMLDecodeError:
+    except toml.TomlError:
         if text[:1] in ("[", "{", '"', "'"):  # meant as TOML, and mistyped
             raise
         return text

@@ -82,3 +82,15 @@ def test_a_short_vector_has_the_norm_of_a_long_one(shape: tuple[int, ...]) -> No
     assert _short(gradient).norm().isinf()
     gradient.view(-1)[0] = math.nan
     assert _short(gradient).norm().isnan()
+
+
+def test_the_culprit_is_the_first_in_backward_and_the_run_stops_if_any_rank_says_so() -> None:
+    judge = Judge(["embedding", "z", "a", "head"], clip_norm=1.0)
+    broken = judge.fill({"embedding": float("nan"), "z": float("inf")}, {0: 2.0})
+    fine = judge.fill({"a": 1.0, "head": 1.0}, {})
+    verdict = judge.decide(broken + fine)
+    assert (verdict.finite, verdict.culprit, verdict.stop) == (False, "z", False)
+    assert judge.decide(judge.fill({"a": 1e308, "z": 1e308}, {0: 2.0})).culprit is None, "only the sum is too large"
+    asked = judge.decide(fine + judge.fill({}, {0: 2.0}, stop=True))
+    assert asked.stop and asked.finite and asked.culprit is None
+    assert asked.loss == judge.decide(fine + judge.fill({}, {0: 2.0})).loss == 2.0

@@ -316,7 +316,7 @@ def test_a_good_job_runs_before_and_after_all_the_bad_ones_np2(outcomes: dict[st
 
 @pytest.mark.parametrize(
     ("name", "cause"),
-    [("lost", "step 5: the loss is nan"), ("learning-rate", "gradients were not finite in 10 steps in a row")],
+    [("lost", "step 5: the loss is nan"), ("learning-rate", "gradients were not finite in 10 steps in a row, ")],
 )
 def test_a_lost_run_names_step_and_last_good_checkpoint_np2(
     outcomes: dict[str, Outcome], scene: Scene, name: str, cause: str

@@ -17,6 +17,8 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
+from hetero_mpi.errors import ExitCode
+
 SETTLE_S = 1.0
 """How long a rank that ends badly waits for the others to end too, before it counts as alone."""
 TURN_S = 0.3
@@ -27,6 +29,14 @@ ECHO_S = 1.0
 """Further delay when the failure is an error of MPI."""
 ABORT_S = 3
 """A rank that is still alive this long after calling ``MPI_Abort`` is ended by its alarm clock."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal that ends the job at once."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 class Member(Protocol):
@@ -55,8 +65,8 @@ def leave_together(guard: Any, code: int) -> bool:
     return True
 
 
-def end_alone(world: Member, cause: BaseException | str, code: int = 1) -> NoReturn:
-    """Print rank, host, action and cause, and end every rank of the job with ``code``."""
+def end_alone(world: Member, cause: BaseException | str, code: int = ExitCode.FAILED) -> NoReturn:
+    """Print rank, host, action and cause, and end every rank of the job with ``code`` (a signal n: with 128 + n)."""
     from mpi4py import MPI
 
     interrupted = isinstance(cause, KeyboardInterrupt)
@@ -64,22 +74,40 @@ def end_alone(world: Member, cause: BaseException | str, code: int = 1) -> NoRet
     # speak too.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    turn_s = min(TURN_S, LONGEST_TURN_S / world.size) * world.rank
-    time.sleep(turn_s + (ECHO_S if isinstance(cause, MPI.Exception) else 0.0))
+    time.sleep(_turn_s(world) + (ECHO_S if isinstance(cause, MPI.Exception) else 0.0))
     heading = f"rank {world.rank}/{world.size} on {world.host} {'was interrupted' if interrupted else 'failed'}"
-    text = f"\n{heading} while {world.doing}:\n{_cause_text(cause)}\n"
+    if interrupted:
+        code = 128 + (cause.number if isinstance(cause, Interrupted) else signal.SIGINT)
+    _abort(f"\n{heading} while {world.doing}:\n{_cause_text(cause)}\n", code)
+
+
+def end_all(world: Member, text: str, code: int) -> NoReturn:
+    """Print ``text`` as it is, and end every rank of the job with ``code``. From any thread."""
+    time.sleep(_turn_s(world))
+    _abort(f"\n{text}\n", code)
+
+
+def _turn_s(world: Member) -> float:
+    return min(TURN_S, LONGEST_TURN_S / world.size) * world.rank
+
+
+def _abort(text: str, code: int) -> NoReturn:
+    from mpi4py import MPI
+
     # One write, so that the launcher does not mix other ranks' output into it.
     sys.stderr.write(text)
     sys.stderr.flush()
     sys.stdout.flush()
     _set_alarm()
-    MPI.COMM_WORLD.Abort(130 if interrupted else code)
+    MPI.COMM_WORLD.Abort(code)
     os._exit(code)
 
 
 def _cause_text(cause: BaseException | str) -> str:
     if isinstance(cause, str):
         return cause
+    if isinstance(cause, Interrupted):
+        return f"ended by {signal.Signals(cause.number).name}"
     if isinstance(cause, KeyboardInterrupt):
         return "interrupted from the keyboard"
     return "".join(traceback.format_exception(type(cause), cause, cause.__traceback__)).rstrip()
@@ -87,6 +115,8 @@ def _cause_text(cause: BaseException | str) -> str:
 
 def _set_alarm() -> None:
     """The kernel ends this process should ``MPI_Abort`` not return; that needs neither thread nor interpreter lock."""
-    if hasattr(signal, "alarm") and threading.current_thread() is threading.main_thread():
+    if not hasattr(signal, "alarm"):
+        return
+    if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(ABORT_S)
+    signal.alarm(ABORT_S)

@@ -145,6 +145,11 @@ class MpiTransport:
         """See ``Transport``."""
         return self._posted - self._progress.completed
 
+    @property
+    def moved(self) -> int:
+        """Grows whenever a request is posted or completed."""
+        return self._posted + self._progress.completed
+
     def close(self) -> None:
         """See ``Transport``. Sends that are still pending may run on for ``CLOSE_S``."""
         self._close(CLOSE_S)

@@ -32,7 +32,7 @@ from hetero_mpi.errors import UserError
 
 RELEASE_POLL_S = 0.05
 """How often a sleeping rank looks whether it may go on."""
-_RELEASE_TAG = 1
+_RELEASE_TAG, _ASK_TAG = 1, 2
 
 
 class CollectiveUserError(UserError):
@@ -48,6 +48,12 @@ class Activity:
     """What a rank is doing; the worlds a rank belongs to share it, as it does one thing at a time."""
 
     text: str = "starting"
+    waits_for: str | None = None
+    """What a collective call waits for just now."""
+    marks: int = 0
+    """Counts what gets done beside the text: whoever changes it makes progress."""
+    busy: int = 0
+    """Blocks under way (on any thread) that may last long without progress that could be seen from outside."""
 
 
 @dataclass
@@ -80,6 +86,24 @@ class World(Collectives):
     @doing.setter
     def doing(self, text: str) -> None:
         self.activity.text = text
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """A block that waits for other ranks in a collective call; ``what``: for the person who asks why nothing goes on."""
+        self.activity.waits_for = what
+        try:
+            yield
+        finally:
+            self.activity.waits_for = None
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """A block that may take long on this rank alone and is no hang, such as closing a large file. On any thread."""
+        self.activity.busy += 1
+        try:
+            yield
+        finally:
+            self.activity.busy -= 1
 
     @classmethod
     def join(cls) -> World:
@@ -214,15 +238,35 @@ class World(Collectives):
             for rank in ranks:
                 self.comm.Send(payload, dest=rank, tag=_RELEASE_TAG)
 
-    def sleep_until_released(self) -> None:
+    def ask(self) -> None:
+        """Tell rank 0, which may look with ``asked``, that this rank has been asked to end. Not collective."""
+        self.comm.Send(np.empty(0, np.uint8), dest=0, tag=_ASK_TAG)
+
+    def asked(self) -> bool:
+        """Rank 0: has some rank called ``ask`` since the last look? A matter of a microsecond."""
+        from mpi4py import MPI
+
+        found = False
+        while self.rank == 0 and self.comm.Iprobe(source=MPI.ANY_SOURCE, tag=_ASK_TAG):
+            self.comm.Recv(np.empty(0, np.uint8), source=MPI.ANY_SOURCE, tag=_ASK_TAG)
+            found = True
+        return found
+
+    def sleep_until_released(self, ended: Callable[[], bool] = lambda: False) -> None:
         """Wait for rank 0's ``release`` without taking a core from ranks that compute (MPI's own waiting spins).
+
+        ``ended``: has this rank been asked to end? Rank 0 is told so, once.
 
         :raises CollectiveUserError: what the other ranks end with.
         """
         from mpi4py import MPI
 
         status = MPI.Status()
+        told = False
         while not self.comm.Iprobe(source=0, tag=_RELEASE_TAG, status=status):
+            if not told and ended():
+                told = True
+                self.ask()
             time.sleep(RELEASE_POLL_S)
         payload = np.empty(status.Get_count(MPI.BYTE), np.uint8)
         self.comm.Recv(payload, source=0, tag=_RELEASE_TAG)

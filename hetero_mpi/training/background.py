@@ -15,6 +15,7 @@ A thread does as well as a process would: h5py lets go of the interpreter's lock
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -251,13 +252,15 @@ class Saver:
     def _write(self, task: _Task) -> None:
         arriving = self._arriving()
         try:
-            with CheckpointWriter(task.path, task.metadata) as writer:
-                for parcel in self._listed:
-                    writer.write_pieces(
-                        parcel.kind, parcel.name, parcel.shape, "float32", self._flat_pieces(parcel, task, arriving)
-                    )
-            self.newest = task.path
-            prune(self.directory, self.table.keep, self.table.keep_best, task.path)
+            with contextlib.ExitStack() as alone:
+                with CheckpointWriter(task.path, task.metadata) as writer:
+                    for parcel in self._listed:
+                        writer.write_pieces(
+                            parcel.kind, parcel.name, parcel.shape, "float32", self._flat_pieces(parcel, task, arriving)
+                        )
+                    alone.enter_context(self.world.busy())  # nobody sees how far a slow disk is
+                self.newest = task.path
+                prune(self.directory, self.table.keep, self.table.keep_best, task.path)
             seconds = time.perf_counter() - task.began_s
             _LOG.info("step %d: checkpoint %s, whole after %.1f s", task.metadata["step"], task.path, seconds)
         except (CheckpointError, OSError) as error:
@@ -270,10 +273,12 @@ class Saver:
         self, parcel: Parcel, task: _Task, arriving: Iterator[NDArray[np.uint8]]
     ) -> Iterator[NDArray[np.float32]]:
         if parcel.owner == 0:
-            yield from _cut(parcel, task.values)
+            coming: Iterator[NDArray[np.float32]] = _cut(parcel, task.values)
         else:
-            for _ in pieces(parcel.shape, parcel.dtype.itemsize):
-                yield next(arriving).view(np.float32)
+            coming = (next(arriving).view(np.float32) for _ in pieces(parcel.shape, parcel.dtype.itemsize))
+        for piece in coming:
+            self.world.activity.marks += 1
+            yield piece
 
     def _arriving(self) -> Iterator[NDArray[np.uint8]]:
         """Rank 0: the pieces of other ranks, in the order of the list; each is valid until the next one is asked for."""
@@ -312,6 +317,7 @@ class Saver:
                 if len(under_way) == _SENDS_AHEAD:
                     self._transport.wait(under_way.popleft())
                 under_way.append(self._transport.send(0, _TAG, piece.view(np.uint8)))
+                self.world.activity.marks += 1
         while under_way:
             self._transport.wait(under_way.popleft())
 

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from hetero_mpi.data.sequences import IGNORED, Dataset
+from hetero_mpi.comm.world import CollectiveUserError
+from hetero_mpi.data.sequences import IGNORED, Batch, Dataset
+from hetero_mpi.errors import ExitCode
 from hetero_mpi.job import Job
 from hetero_mpi.model.optimizer import LearningRate, Verdict
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.report.logs import say
 from hetero_mpi.report.metrics import Evaluation, MetricsWriter, StepMetrics
 from hetero_mpi.report.progress import Progress
-from hetero_mpi.training.saving import RunState, save_checkpoint
+from hetero_mpi.training.places import holders
+from hetero_mpi.training.saving import RunState, align_replicas, described, open_saver, replicas_differ
 from hetero_mpi.training.trainer import Trainer
 
-_LOG = logging.getLogger(__name__)
 _SKIPS_IN_A_ROW = 10
 """So many steps with non-finite gradients one after the other end the run."""
 
@@ -35,6 +37,7 @@ class LoopResult:
     skipped: int = 0
     """Steps without an update, since gradients were not finite."""
     last_checkpoint: Path | None = None
+    """The newest checkpoint of the run; on other ranks than 0 it may be one whose writing failed."""
 
 
 class Loop:
@@ -48,6 +51,7 @@ class Loop:
         metadata: what every checkpoint carries besides tensors; used on rank 0.
         state: where the run stands (resumed runs start later).
         resumed_from: the checkpoint the run started from.
+        asked: has this rank been asked to end the run (``training.signals``)?
     """
 
     def __init__(
@@ -60,22 +64,35 @@ class Loop:
         metadata: dict[str, Any],
         state: RunState,
         resumed_from: Path | None = None,
+        asked: Callable[[], bool] = lambda: False,
     ) -> None:
+        trainer.asked = asked
         self.trainer, self.job, self.plan, self.dataset = trainer, job, plan, dataset
         self.world = trainer.world
-        self.directory, self.metadata, self.state = directory, metadata, state
+        self.metadata, self.state = metadata, state
+        self.saver = open_saver(trainer, directory, job)
+        self.saver.newest = resumed_from
         self.schedule = LearningRate(job.train)
         self.result = LoopResult(last_checkpoint=resumed_from)
         self._good_checkpoint: Path | None = None
         """The newest checkpoint whose weights have since given a finite step."""
         self._held_out = self._broadcast_held_out()
+        self._align = replicas_differ(trainer)
 
     def run(self, metrics: MetricsWriter | None, display: Progress | None) -> LoopResult:
-        """Train until the last step; ``metrics`` and ``display`` on rank 0 only.
+        """Train until the last step, and until the last checkpoint is on disk; ``metrics`` and ``display`` on rank 0 only.
 
         Raises:
             UserError: the loss is not a number, or too many steps in a row had non-finite gradients.
+            CollectiveUserError: with ``ExitCode.STOPPED``: the run was asked to end, and has left a checkpoint.
         """
+        with self.saver:
+            self._run(metrics, display)
+        if self.world.rank == 0:
+            self.result.last_checkpoint = self.saver.newest  # the writing of the last one may have failed
+        return self.result
+
+    def _run(self, metrics: MetricsWriter | None, display: Progress | None) -> None:
         train, every = self.job.train, self.job.checkpoint.every
         in_a_row = 0
         for step in range(self.state.step, train.steps):
@@ -90,21 +107,31 @@ class Loop:
             in_a_row = 0 if verdict.finite else in_a_row + 1
             self._after(step, verdict, in_a_row)
             last = step + 1 == train.steps
-            if self._held_out and (last or _due(step + 1, train.evaluate_every)):
+            if len(self._held_out[0]) and (last or _due(step + 1, train.evaluate_every)):
                 self._evaluate(metrics)
-            if last or _due(step + 1, every):
+            if last or verdict.stop or _due(step + 1, every):
                 self._save()
-        return self.result
+            if verdict.stop and not last:
+                self._stop()
 
     def _step(self, step: int) -> tuple[Verdict, int]:
         """(verdict, target tokens) of one step on the batch that rank 0 reads."""
         arrays = None
         if self.dataset is not None:
-            batch = self.dataset.batch(step, self.job.train.global_batch)
-            arrays = np.stack([batch.tokens, batch.targets])
-        tokens, targets = self.world.broadcast_array(arrays)
+            arrays = self._padded(self.dataset.batch(step, self.job.train.global_batch))
+        with self.world.waiting("rank 0 and the batch" if self.world.rank else "the others to take the batch"):
+            tokens, targets = self.world.broadcast_array(arrays)
         target_tokens = int(np.count_nonzero(targets != IGNORED))
         return self.trainer.step(step, tokens, targets, max(1, target_tokens)), target_tokens
+
+    def _stop(self) -> NoReturn:
+        self.saver.finish()
+        newest = self.saver.newest if self.world.rank == 0 else self.result.last_checkpoint
+        left = f"{newest} is whole" if newest is not None else "no checkpoint could be written"
+        raise CollectiveUserError(
+            f"Stopped after step {self.state.step}, as a signal asked for: {left}; go on with --resume",
+            ExitCode.STOPPED,
+        )
 
     def _line(self, step: int, verdict: Verdict, target_tokens: int, seconds: float) -> StepMetrics:
         emulation, tokens = self.trainer.emulation, float(target_tokens)
@@ -135,14 +162,25 @@ class Loop:
             self.world.agree(f"step {step + 1}: the loss is {verdict.loss}; {self._remedy()}")
         if in_a_row == _SKIPS_IN_A_ROW:
             self.world.agree(
-                f"step {step + 1}: gradients were not finite in {in_a_row} steps in a row; {self._remedy()}"
+                f"step {step + 1}: gradients were not finite in {in_a_row} steps in a row, {self._culprit(verdict)}; "
+                f"{self._remedy()}"
             )
         scale = self.trainer.loss_scale.value
         then = "" if scale == 1.0 else f", and the loss is scaled by {scale:g} from now on"
-        say(f"step {step + 1}: gradients are not finite; the step is skipped on every rank{then}")
+        culprit = self._culprit(verdict)
+        say(f"step {step + 1}: gradients are not finite; the step is skipped on every rank ({culprit}){then}")
+
+    def _culprit(self, verdict: Verdict) -> str:
+        """Where they were not finite first: backward takes what is not finite on with it."""
+        if verdict.culprit is None:
+            return "each is, but not the sum of their squares"
+        rank = holders(self.plan)[self.trainer.tuning.trainable[verdict.culprit].item][0]
+        numbers = self.world.numbers or range(self.world.size)
+        return f"first in {verdict.culprit} on rank {rank} ({self.world.hosts[list(numbers).index(rank)]})"
 
     def _remedy(self) -> str:
         """What to do about a run that has lost its way. Collective: only rank 0 sees whether a checkpoint is still there."""
+        self.saver.finish()
         good = self._good_checkpoint
         checkpoint = self.world.broadcast_json(str(good) if good is not None and good.exists() else None)
         if checkpoint is None:
@@ -154,35 +192,36 @@ class Loop:
 
     def _evaluate(self, metrics: MetricsWriter | None) -> None:
         self.world.doing = "evaluating"
-        total = self.trainer.evaluate(self._held_out)
-        targets = sum(int(np.count_nonzero(batch[1] != IGNORED)) for batch in self._held_out)
-        loss = total / max(1, targets)
+        tokens, targets = self._held_out
+        loss = self.trainer.evaluate(tokens, targets) / max(1, int(np.count_nonzero(targets != IGNORED)))
         self.result.evaluations.append(Evaluation(self.state.step, loss))
         if metrics is not None:
             metrics.evaluation(self.state.step, loss)
         say(f"step {self.state.step}: held-out loss {loss:.4f}")
 
     def _save(self) -> None:
-        self.world.doing = "writing a checkpoint"
-        self.result.last_checkpoint = save_checkpoint(
-            self.trainer, self.state, self.directory, self.metadata, self.job.checkpoint.keep
-        )
-        _LOG.info("step %d: checkpoint %s", self.state.step, self.result.last_checkpoint)
+        self.world.doing = "taking a snapshot for a checkpoint"
+        if self._align:
+            align_replicas(self.trainer, self.state.updates)
+        last = self.result.evaluations[-1] if self.result.evaluations else None
+        held_out_loss = last.loss if last is not None and last.step == self.state.step else None
+        self.result.last_checkpoint = self.saver.save(described(self.trainer, self.state, self.metadata, held_out_loss))
 
-    def _broadcast_held_out(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Held-out batches of exactly one micro-batch each; the last is filled up with rows that count for nothing."""
+    def _padded(self, batch: Batch) -> np.ndarray:
+        """Tokens and targets as they travel, int32 (2, B, T), padded as the job says."""
+        batch = batch.trimmed() if self.job.data.pad == "longest" else batch
+        return np.stack([batch.tokens, batch.targets])
+
+    def _broadcast_held_out(self) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, targets) of the held-out sequences that are evaluated, int32 (N, T) each; N may be 0."""
         arrays = None
         if self.dataset is not None:
-            rows = self.plan.pipelines[0].micro_batch
-            batches = []
-            for batch in self.dataset.held_out_batches(rows, self.job.train.evaluate_sequences):
-                missing = rows - len(batch.tokens)
-                tokens = np.pad(batch.tokens, ((0, missing), (0, 0)), mode="edge")
-                targets = np.pad(batch.targets, ((0, missing), (0, 0)), constant_values=IGNORED)
-                batches.append(np.stack([tokens, targets]))
-            shape = (0, 2, rows, self.plan.sequence_length)
-            arrays = np.stack(batches) if batches else np.empty(shape, np.int32)
-        return [(pair[0], pair[1]) for pair in self.world.broadcast_array(arrays)]
+            limit = self.job.train.evaluate_sequences
+            batch = next(self.dataset.held_out_batches(limit, limit), None)
+            empty = np.empty((2, 0, self.plan.sequence_length), np.int32)
+            arrays = self._padded(batch) if batch is not None else empty
+        tokens, targets = self.world.broadcast_array(arrays)
+        return tokens, targets
 
 
 def _due(steps: int, every: int) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.job import LoadedJob
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import MEMORY_GIVEN, PlanRequest
@@ -14,10 +13,6 @@ _LARGEST_AUTO = 16
 """Sequences per micro-batch that "auto" goes up to."""
 
 
-RUNS_SEVERAL_PIPELINES = False
-"""Is the planner asked for several pipelines side by side? Only what can be run is planned."""
-RUNS_SPLIT_BACKWARD = False
-"""... for backwards in two parts, where all weights are trained?"""
 INDIFFERENCE = 0.005
 """Measured times are not exact to half a per cent: no plan is preferred for less."""
 
@@ -39,24 +34,16 @@ def micro_batch_choices(global_batch: int, wanted: int | str, ranks: int, dropou
 
 
 def request_of(loaded: LoadedJob, choices: tuple[int, ...]) -> PlanRequest:
-    """The job as planning sees it.
-
-    Raises:
-        UserError: the job asks for several pipelines or a split backward, and these are not run.
-    """
+    """The job as planning sees it."""
     job = loaded.job
     trains_all = job.adapter.method == "none"
-    if job.plan.pipelines not in ("auto", 1) and not RUNS_SEVERAL_PIPELINES:
-        raise UserError(f"[plan] pipelines = {job.plan.pipelines}: one pipeline is run; leave it out")
-    if job.plan.schedule == "split" and not RUNS_SPLIT_BACKWARD:
-        raise UserError('[plan] schedule = "split": backward is not split yet; use "auto", "1f1b" or "gpipe"')
     wanted = job.train.global_batch if job.plan.pipelines == "auto" else job.plan.pipelines
     return PlanRequest(
         global_batch=job.train.global_batch,
         sequence_length=job.data.sequence_length,
         micro_batch_choices=choices,
-        max_pipelines=wanted if RUNS_SEVERAL_PIPELINES else 1,
-        split_choices=(False, True) if trains_all and RUNS_SPLIT_BACKWARD else (False,),
+        max_pipelines=wanted,
+        split_choices=(False, True) if trains_all else (False,),
         schedule=job.plan.schedule,
         recompute_choices=(False, True) if job.train.recompute == "auto" else (job.train.recompute,),
         allow_idle=job.plan.allow_idle,

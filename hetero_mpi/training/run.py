@@ -7,6 +7,9 @@ and runs its own actions. Ranks that the plan leaves idle sleep until the end.
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from hetero_mpi.checkpoint import CheckpointReader, set_aside
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.versions import MUST_MATCH, own_versions
 from hetero_mpi.comm.world import CollectiveUserError, World
-from hetero_mpi.errors import UserError
+from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.job import job_to_dict
 from hetero_mpi.model.adapter_files import check_adapter
 from hetero_mpi.model.hub import is_hub_id
@@ -33,11 +36,13 @@ from hetero_mpi.training.emulation import Emulation, emulate, punctuality_lines
 from hetero_mpi.training.files import FileSupply, open_files
 from hetero_mpi.training.loop import Loop, LoopResult
 from hetero_mpi.training.material import model_directory
+from hetero_mpi.training.places import active_ranks
 from hetero_mpi.training.planned import Given
 from hetero_mpi.training.rehearsal import rehearse
 from hetero_mpi.training.sample import write_sample
 from hetero_mpi.training.saving import (
     RunState,
+    check_data,
     check_fits,
     find_checkpoint,
     load_adapter,
@@ -46,7 +51,11 @@ from hetero_mpi.training.saving import (
     save_model,
 )
 from hetero_mpi.training.setup import Options, Setting, claimed, plan_run, read_job, set_up
-from hetero_mpi.training.trainer import Trainer, active_ranks
+from hetero_mpi.training.signals import StopRequest
+from hetero_mpi.training.trainer import Trainer
+from hetero_mpi.training.watchdog import Lookout, Watchdog, limit_s
+
+_LOG = logging.getLogger(__name__)
 
 
 def train(world: World, options: Options) -> int:
@@ -56,35 +65,37 @@ def train(world: World, options: Options) -> int:
         UserError: anything the user can put right, on all ranks together.
     """
     loaded, run_dir = read_job(world, options)
-    with claimed(world, run_dir):
+    with StopRequest() as stop, claimed(world, run_dir):
         setup_logging(run_dir, world.rank, world.size)
         transformers_logging.disable_progress_bar()  # rank 0 alone talks, and says what it loads
+        _LOG.info("process %d on %s", os.getpid(), world.host)  # some launchers name a dead rank by its process only
         world.check_versions(own_versions(world.library), MUST_MATCH)
         transport = MpiTransport(world.comm, threaded=loaded.job.cluster.communication_thread)
         with transport:
             setting = set_up(world, transport, loaded, run_dir)
-            _train(setting, options)
-    return 0
+            _train(setting, options, stop)
+    return ExitCode.DONE
 
 
-def _train(setting: Setting, options: Options) -> None:
+def _train(setting: Setting, options: Options, stop: StopRequest) -> None:
     world = setting.world
-    profile, plan, schedule = plan_run(setting, Given(options.profile, options.plan))
+    profile, plan, schedule = plan_run(setting, Given(options.profile, options.plan, options.reprofile))
     if options.dry_run:
         say("Dry run: stopping before any weight is read")
         return
     emulation = None
     if setting.job.cluster.emulate is not None:
-        emulation = emulate(world, setting.transport, setting.loaded, profile, plan, setting.cores)
+        emulation = emulate(world, setting.transport, setting.loaded, setting.chain, profile, plan, setting.cores)
     active = active_ranks(plan)
     members = world.subset(active)
     if members is None:
         world.doing = "idle, by the plan"
-        world.sleep_until_released()
+        with stop.noting():
+            world.sleep_until_released(stop)
         return
     problem: CollectiveUserError | None = None
     try:
-        _train_active(setting, members, profile, plan, schedule, options, emulation)
+        _train_active(setting, members, profile, plan, schedule, options, emulation, stop)
     except CollectiveUserError as error:
         problem = error
     world.release([rank for rank in range(world.size) if rank not in active], problem)
@@ -100,6 +111,7 @@ def _train_active(
     schedule: Schedule,
     options: Options,
     emulation: Emulation | None,
+    stop: StopRequest,
 ) -> None:
     """The part of a run that idle ranks sleep through. ``world`` holds the active ranks."""
     rank = setting.world.rank
@@ -117,12 +129,16 @@ def _train_active(
         rehearse(trainer, world, emulation)
     metadata = _metadata(setting, plan, profile) if rank == 0 else {}
     dataset = setting.material.dataset if setting.material is not None else None
-    loop = Loop(trainer, setting.job, own_plan, dataset, setting.run_dir / "checkpoints", metadata, state, checkpoint)
+    asked = _asked(setting.world, stop)
+    directory = setting.run_dir / "checkpoints"
+    loop = Loop(trainer, setting.job, own_plan, dataset, directory, metadata, state, checkpoint, asked)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(stop.noting())
         metrics = display = None
         if rank == 0:
             metrics = stack.enter_context(MetricsWriter(setting.run_dir / "metrics.jsonl", state.step))
             display = stack.enter_context(Progress(setting.job.train.steps, state.step))
+        stack.enter_context(_watchdog(setting, world, trainer))
         result = loop.run(metrics, display)
     if emulation is not None:
         say(*punctuality_lines(world, emulation))
@@ -130,6 +146,26 @@ def _train_active(
     result_directory = _write_result(setting, trainer)
     if rank == 0:
         _say_end(setting, plan, profile, result, result_directory)
+
+
+def _asked(everybody: World, stop: StopRequest) -> Callable[[], bool]:
+    """Whether this rank has been asked to end the run; on rank 0 also, whether an idle rank has."""
+
+    def asked() -> bool:
+        return stop() or everybody.asked()
+
+    return asked
+
+
+def _watchdog(setting: Setting, world: World, trainer: Trainer) -> contextlib.AbstractContextManager[object]:
+    cluster = setting.job.cluster
+    scale = cluster.time_scale if cluster.emulate is not None else 1.0
+    limit = limit_s(cluster.watchdog_s, scale * trainer.plan.predicted_step_s)
+    if limit == 0 or not cluster.communication_thread or world.thread_level != "multiple":
+        return contextlib.nullcontext()
+    assert isinstance(setting.transport, MpiTransport)
+    lookout = Lookout(world, trainer, setting.transport)
+    return Watchdog(world, limit, lookout.look, lookout.forgive)
 
 
 def _open_checkpoint(
@@ -148,6 +184,9 @@ def _open_checkpoint(
             say(*remarks)
             reader = stack.enter_context(CheckpointReader(path))
             check_fits(reader, path, setting.tuning, setting.job.train, setting.job.data.sequence_length)
+            assert setting.material is not None
+            fingerprint = setting.material.dataset.fingerprint()
+            say(*filter(None, [check_data(reader, path, fingerprint, setting.job.checkpoint.allow_other_data)]))
             step, losses = int(reader.metadata["step"]), [float(loss) for loss in reader.metadata["losses"]]
             if step > setting.job.train.steps:
                 raise UserError(
@@ -225,7 +264,9 @@ def _open_files(setting: Setting, world: World, plan: Plan, directory: Path) -> 
 
 
 def _metadata(setting: Setting, plan: Plan, profile: ClusterProfile) -> dict[str, Any]:
+    assert setting.material is not None
     return {
+        "data_fingerprint": setting.material.dataset.fingerprint(),
         "job": job_to_dict(setting.job),
         "plan": plan_to_dict(plan),
         "profile": profile_to_dict(profile),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,17 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.checkpoint import CheckpointReader, CheckpointWriter, checkpoint_path, newest_good, prune, verify
+from hetero_mpi.checkpoint import CheckpointReader, newest_good, verify
 from hetero_mpi.data.tokenizer import save_tokenizer
 from hetero_mpi.errors import UserError
-from hetero_mpi.job import TrainTable
+from hetero_mpi.job import Job, TrainTable
 from hetero_mpi.model.adapter_files import read_adapter, write_adapter
 from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.directory import ModelDirectoryWriter
 from hetero_mpi.model.optimizer import MOMENTS
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.training.redistribute import Parcel, collect, distribute, parcels
+from hetero_mpi.training.background import Saver
+from hetero_mpi.training.redistribute import Parcel, align, collect, distribute, parcels
 from hetero_mpi.training.trainer import Trainer
 
 KINDS = ("parameters", "moments1", "moments2")
@@ -41,36 +42,40 @@ class RunState:
     """(factor, good steps since its last change) of fp16's loss scaling, as a checkpoint has it; None: its start."""
 
 
-def save_checkpoint(trainer: Trainer, state: RunState, directory: Path, metadata: dict[str, Any], keep: int) -> Path:
-    """Write a checkpoint on rank 0. Collective over the active ranks.
-
-    Args:
-        metadata: job, plan, profile and the like (values used on rank 0 only).
-        keep: newest checkpoints that stay.
-
-    Returns:
-        The file's path (on rank 0 it exists).
-    """
-    path = checkpoint_path(directory, state.step)
-    coming = collect(trainer.rank, trainer.transport, parcels(trainer.tuning, trainer.plan, KINDS), _state_of(trainer))
-    if trainer.rank != 0:
-        for _ in coming:
-            pass
-        return path
-    losses = np.array(state.losses, dtype=np.float64)
+def described(
+    trainer: Trainer, state: RunState, metadata: dict[str, Any], held_out_loss: float | None
+) -> dict[str, Any]:
+    """What a checkpoint of this moment carries besides tensors."""
     scale = trainer.loss_scale
-    described = {
+    return {
         **metadata,
         "step": state.step,
         "updates": state.updates,
-        "losses": losses,
+        "losses": np.array(state.losses, dtype=np.float64),
         "loss_scale": [scale.value, scale.good_steps],
+        **({} if held_out_loss is None else {"held_out_loss": held_out_loss}),
     }
-    with CheckpointWriter(path, described) as writer:
-        for parcel, tensor in coming:
-            writer.write(parcel.kind, parcel.name, tensor.numpy(), "float32")
-    prune(directory, keep)
-    return path
+
+
+def open_saver(trainer: Trainer, directory: Path, job: Job) -> Saver:
+    """What writes the run's checkpoints to ``directory``. Collective over the active ranks."""
+    listed = parcels(trainer.tuning, trainer.plan, KINDS)
+    threaded = job.cluster.communication_thread
+    return Saver(trainer.world, trainer.backend, listed, live_state(trainer), directory, job.checkpoint, threaded)
+
+
+def live_state(trainer: Trainer) -> Callable[[Parcel], torch.Tensor]:
+    """Gives the fp32 tensor of a parcel that this rank holds, where it lies on the device."""
+
+    def own(parcel: Parcel) -> torch.Tensor:
+        assert trainer.optimizer is not None and trainer.stage is not None
+        if parcel.name in trainer.tuning.constants:
+            return trainer.stage.model.get_parameter(parcel.name).detach().float()
+        if parcel.kind == "parameters":
+            return trainer.optimizer.targets[parcel.name].detach()
+        return trainer.optimizer.state(parcel.name)[_MOMENT_OF[parcel.kind]]
+
+    return own
 
 
 def find_checkpoint(run_dir: Path, wanted: str) -> tuple[Path, list[str]]:
@@ -132,6 +137,28 @@ def check_fits(reader: CheckpointReader, path: Path, tuning: Tuning, train: Trai
         )
 
 
+def check_data(reader: CheckpointReader, path: Path, fingerprint: str, allowed: bool) -> str | None:
+    """A remark if the run would go on with other data than the checkpoint's; None if with the same.
+
+    Args:
+        fingerprint: of the data now (``Dataset.fingerprint``).
+        allowed: the user has said that this may be.
+
+    Raises:
+        UserError: it would, and the user has not said so.
+    """
+    then = reader.metadata.get("data_fingerprint")
+    if then is None or then == fingerprint:
+        return None
+    if not allowed:
+        raise UserError(
+            f"{path} was written with other data: its files, tokenizer or shares have changed since, so the run would not "
+            "continue where it stopped; restore the data, start without --resume, or go on with the new data: "
+            "--set checkpoint.allow_other_data=true"
+        )
+    return "The data has changed since the checkpoint was written; the run goes on with the new data, as the job allows"
+
+
 def restore(trainer: Trainer, reader: CheckpointReader | None, state: RunState) -> None:
     """Bring parameters and moments from rank 0's checkpoint to the ranks that hold them now. Collective.
 
@@ -147,6 +174,41 @@ def restore(trainer: Trainer, reader: CheckpointReader | None, state: RunState) 
         array, _ = reader.read(parcel.kind, parcel.name)
         return torch.from_numpy(np.ascontiguousarray(array))
 
+    listed = parcels(trainer.tuning, trainer.plan, KINDS)
+    distribute(trainer.rank, trainer.transport, listed, produce, _keeper(trainer, state.updates))
+    trainer.share_tied_weight()
+
+
+def replicas_differ(trainer: Trainer) -> bool:
+    """May ranks that hold the same items round differently, since they compute on unlike devices? Collective."""
+    own = None
+    if trainer.stage is not None:
+        backend = trainer.backend
+        capability = torch.backends.cpu.get_cpu_capability()
+        own = [backend.name, backend.description(), torch.__version__, capability, torch.get_num_threads()]
+    kinds = [kind for kind in trainer.world.all_gather_json(own) if kind is not None]
+    return len(trainer.plan.pipelines) > 1 and any(kind != kinds[0] for kind in kinds)
+
+
+def align_replicas(trainer: Trainer, updates: int) -> None:
+    """Bring parameters and moments of the first holder to the others: unlike devices round the same update differently,
+    and a run that is resumed starts from the first holder's. Collective.
+
+    Args:
+        updates: steps of the optimizer so far.
+    """
+    listed = parcels(trainer.tuning, trainer.plan, KINDS)
+    live = live_state(trainer)
+
+    def own(parcel: Parcel) -> torch.Tensor:
+        return trainer.backend.to_host(live(parcel))
+
+    align(trainer.rank, trainer.transport, listed, own, _keeper(trainer, updates))
+    trainer.share_tied_weight()
+
+
+def _keeper(trainer: Trainer, updates: int) -> Callable[[Parcel, torch.Tensor], None]:
+    """Puts arriving parameters and moments where they belong."""
     waiting: dict[str, dict[str, torch.Tensor]] = {}
 
     def keep(parcel: Parcel, tensor: torch.Tensor) -> None:
@@ -157,10 +219,9 @@ def restore(trainer: Trainer, reader: CheckpointReader | None, state: RunState) 
         moments[_MOMENT_OF[parcel.kind]] = tensor
         if len(moments) == len(MOMENTS):
             assert trainer.optimizer is not None
-            trainer.optimizer.restore(parcel.name, waiting.pop(parcel.name), state.updates)
+            trainer.optimizer.restore(parcel.name, waiting.pop(parcel.name), updates)
 
-    distribute(trainer.rank, trainer.transport, parcels(trainer.tuning, trainer.plan, KINDS), produce, keep)
-    trainer.share_tied_weight()
+    return keep
 
 
 def save_model(trainer: Trainer, directory: Path, shard_bytes: int, tokenizer: PreTrainedTokenizerFast | None) -> None:
@@ -203,16 +264,6 @@ def load_adapter(trainer: Trainer, directory: Path | None) -> None:
         lambda parcel: stored[parcel.name],
         lambda parcel, tensor: trainer.set_parameter(parcel.name, tensor),
     )
-
-
-def _state_of(trainer: Trainer):  # type: ignore[no-untyped-def]
-    def own(parcel: Parcel) -> torch.Tensor:
-        if parcel.kind == "parameters":
-            return trainer.parameter(parcel.name)
-        assert trainer.optimizer is not None
-        return trainer.backend.to_host(trainer.optimizer.state(parcel.name)[_MOMENT_OF[parcel.kind]])
-
-    return own
 
 
 def _by_item(chain: Chain, coming: Iterator[tuple[Parcel, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:

@@ -123,10 +123,10 @@ def loss_is_no_number_in_step_2(world: World, entry: dict[str, Any]) -> Iterator
     calls = 0
     fill = Judge.fill
 
-    def failing(judge: Judge, squared_norms: dict[str, float], losses: dict[int, float]) -> NDArray[np.float64]:
+    def failing(judge: Judge, norms: dict[str, float], losses: dict[int, float], stop: bool) -> NDArray[np.float64]:
         nonlocal calls
         calls += 1
-        return fill(judge, squared_norms, dict.fromkeys(losses, float("nan")) if calls == 2 else losses)
+        return fill(judge, norms, dict.fromkeys(losses, float("nan")) if calls == 2 else losses, stop)
 
     with mock.patch.object(Judge, "fill", failing):
         yield

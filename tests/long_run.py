@@ -1,0 +1,141 @@
+"""A training job under a real launcher that goes on until a test signals, stops or kills its processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from hetero_mpi.launch.launcher import build_command
+from hetero_mpi.planning.files import save_plan
+from hetero_mpi.planning.plan import IdleRank, PipelinePlan, Plan, StagePlan
+from tests.mpi import ROOT, launcher_or_skip, run_bounded
+from tests.small_jobs import GLOBAL_BATCH, SEQUENCE, Workshop
+
+PATIENCE_S = 300.0
+"""Tests share their machine."""
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
+def rank_of(process: psutil.Process) -> int | None:
+    """The MPI rank that a process is; None for one that is none (launcher, daemon) or has gone."""
+    try:
+        environment = process.environ()
+        if "train" not in process.cmdline() or "launch" in process.cmdline():
+            return None
+    except (psutil.Error, OSError):
+        return None
+    return next((int(environment[key]) for key in _RANK_VARIABLES if key in environment), None)
+
+
+class Running:
+    """A started job. ``ranks``: the processes by rank, known once it has taken a step."""
+
+    def __init__(self, process: psutil.Popen, run: Path, output: Path) -> None:
+        self.process, self.run, self.output = process, run, output
+        self.ranks: dict[int, psutil.Process] = {}
+
+    def steps(self) -> int:
+        """Lines of metrics.jsonl so far."""
+        path = self.run / "metrics.jsonl"
+        return path.read_bytes().count(b'"loss"') if path.exists() else 0
+
+    def wait_for(self, what: str, condition: Callable[[], bool]) -> None:
+        """Return when the condition holds; fail when the job ends before that."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert self.process.poll() is None, f"ended before {what}:\n{self.text()}"
+            assert time.monotonic() < deadline, f"no {what} within {PATIENCE_S} s:\n{self.text()}"
+            time.sleep(0.05)
+
+    def wait_for_steps(self, more: int) -> None:
+        """Until so many more steps are done than now; finds the ranks."""
+        begin = self.steps()
+        self.wait_for(f"{more} more steps", lambda: self.steps() >= begin + more)
+        children = self.process.children(recursive=True)
+        self.ranks = {rank: child for child in children if (rank := rank_of(child)) is not None}
+
+    def end(self) -> int:
+        """The launcher's exit code, once it has ended; nothing of the job may be left then."""
+        code = self.process.wait(PATIENCE_S)
+        deadline = time.monotonic() + 30
+        while any(_alive(process) for process in self.ranks.values()):
+            assert time.monotonic() < deadline, f"ranks are left:\n{self.text()}"
+            time.sleep(0.05)
+        return int(code)
+
+    def text(self) -> str:
+        """All that was printed so far."""
+        return self.output.read_text(errors="replace")
+
+
+class LongRun(Workshop):
+    """A job with a fixed plan for the first two ranks and no end in sight; checkpoints are written on request only."""
+
+    def __init__(self, directory: Path, ranks: int) -> None:
+        super().__init__(directory)
+        self.ranks = ranks
+        stages = (StagePlan((0,), 0, 2, 1), StagePlan((1,), 2, 4, 0))
+        idle = tuple(IdleRank(rank, "left out by the test") for rank in range(2, ranks))
+        self.plan = directory / "plan.toml"
+        plan = Plan((PipelinePlan(stages, 1, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, 4, idle=idle)
+        save_plan(plan, self.plan)
+        self.file = self.job("job", self.values(self.model()), train={"steps": 100_000}, checkpoint={"every": 0})
+
+    def arguments(self, run: Path, *more: str) -> list[str]:
+        """``train`` and its options. A second run takes the first one's profile."""
+        options = ["--run-dir", str(run), "--plan", str(self.plan), *more]
+        for profile in sorted(self.directory.glob("*/profile.toml"))[:1]:
+            options += ["--profile", str(profile)]
+        return ["train", str(self.file), *options]
+
+    def command(self, run: Path, *more: str) -> tuple[list[str], dict[str, str]]:
+        """Command line and environment under the launcher."""
+        program = [sys.executable, "-m", "hetero_mpi", *self.arguments(run, *more)]
+        command = build_command(launcher_or_skip(), self.ranks, None, program)
+        return command.arguments, {**self.environment(), **command.environment}
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+    def finish(self, run: Path, steps: int, *more: str) -> subprocess.CompletedProcess[str]:
+        """Run it to the end, of so many steps."""
+        return run_bounded(*self.command(run, "--set", f"train.steps={steps}", *more), PATIENCE_S)
+
+    @contextmanager
+    def started(self, arguments: list[str], environment: dict[str, str], run: Path) -> Iterator[Running]:
+        """The job in the background; whatever is left of it at the end of the block is killed."""
+        output = self.directory / "output.txt"
+        with output.open("w") as stream:
+            process = psutil.Popen(
+                arguments,
+                env=environment,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        running = Running(process, run, output)
+        try:
+            yield running
+        finally:
+            left = [*running.ranks.values(), *(process.children(recursive=True) if process.is_running() else [])]
+            for one in [*left, process]:
+                if _alive(one):
+                    one.send_signal(signal.SIGKILL)
+            process.wait(60)
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,103 @@
+"""Signals: the step is finished, a checkpoint written, and the run goes on from it to the bit; a second one ends at once."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hetero_mpi.checkpoint import CheckpointReader
+from hetero_mpi.comm.ending import Interrupted
+from hetero_mpi.errors import ExitCode
+from hetero_mpi.training import signals
+from hetero_mpi.training.signals import REQUESTS, StopRequest
+from tests.long_run import LongRun, Running
+from tests.mpi import ROOT
+
+KINDS = ("parameters", "moments1", "moments2")
+
+
+def tensors(path: Path) -> dict[tuple[str, str], np.ndarray[Any, Any]]:
+    with CheckpointReader(path) as reader:
+        return {(kind, name): reader.read(kind, name)[0] for kind in KINDS for name in reader.names(kind)}
+
+
+def stopped(running: Running) -> int:
+    """The step after which the job stopped in order; its checkpoint is there."""
+    assert running.end() == ExitCode.STOPPED, running.text()
+    told = re.search(r"^Stopped after step (\d+), as a signal asked for: (\S+) is whole", running.text(), re.M)
+    assert told is not None and "Traceback" not in running.text(), running.text()
+    assert Path(told.group(2)).is_file()
+    assert not (running.run / "model").exists(), "a run that has stopped has no result yet"
+    return int(told.group(1))
+
+
+def test_a_signal_stops_in_order_and_the_run_goes_on_to_the_bit_np3(tmp_path: Path) -> None:
+    """To one rank, to an idle rank, and to the launcher, one after the other; each start resumes the one before it."""
+    job = LongRun(tmp_path, 3)
+    run = tmp_path / "run"
+    steps = [0]
+    for rank in (1, 2):
+        resume = ["--resume"] if steps[-1] else []
+        with job.started(*job.command(run, *resume), run) as running:
+            running.wait_for_steps(3)
+            running.ranks[rank].send_signal(signal.SIGTERM)
+            steps.append(stopped(running))
+    launch = [sys.executable, "-m", "hetero_mpi", "launch", "-np", "3", "--", *job.arguments(run, "--resume")]
+    with job.started(launch, job.environment(), run) as running:
+        running.wait_for_steps(3)
+        running.process.send_signal(signal.SIGINT)
+        steps.append(stopped(running))
+    assert steps == sorted(set(steps)), "every start took steps"
+    last = steps[-1] + 2
+    for name, more in (("run", ["--resume"]), ("straight", [])):
+        result = job.finish(tmp_path / name, last, *more)
+        assert result.returncode == ExitCode.DONE, result.stdout + result.stderr
+    ours, theirs = (tensors(tmp_path / name / "checkpoints" / f"step-{last:08d}.h5") for name in ("run", "straight"))
+    assert ours.keys() == theirs.keys()
+    assert all(np.array_equal(array, theirs[key]) for key, array in ours.items())
+
+
+def test_a_second_signal_ends_at_once_np2(tmp_path: Path) -> None:
+    """Even where the step cannot end, as the other rank does not answer."""
+    job, run = LongRun(tmp_path, 2), tmp_path / "run"
+    with job.started(*job.command(run), run) as running:
+        running.wait_for_steps(2)
+        running.ranks[1].send_signal(signal.SIGSTOP)
+        time.sleep(1.0)
+        running.ranks[0].send_signal(signal.SIGTERM)
+        time.sleep(2 * signals.ECHO_S)
+        assert running.process.poll() is None, "the first one is noted only"
+        running.ranks[0].send_signal(signal.SIGTERM)
+        assert running.end() in (signal.SIGTERM, 128 + signal.SIGTERM), running.text()  # MPICH's launcher, Open MPI's
+    assert not list((run / "checkpoints").glob("*.h5"))
+
+
+@pytest.mark.parametrize("number", REQUESTS)
+def test_before_the_first_step_nothing_is_saved(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopRequest() as stop, pytest.raises(Interrupted) as caught:
+        signal.raise_signal(number)
+    assert caught.value.number == number and stop()
+    assert signal.getsignal(number) == before, "handlers are put back"
+
+
+def test_the_same_request_on_two_ways_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with StopRequest() as stop, stop.noting():
+        assert not stop()
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert stop.asked_by == signal.SIGTERM
+        assert signal.getsignal(signal.SIGINT) != signal.SIG_DFL
+
+
+def test_exit_codes_are_in_the_documentation() -> None:
+    text = (ROOT / "docs" / "recovery.md").read_text(encoding="utf-8")
+    table = dict(re.findall(r"^\| (\d+) \| `(\w+)`", text, re.M))
+    assert table == {str(int(code)): code.name for code in ExitCode}
