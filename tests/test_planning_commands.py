@@ -52,6 +52,8 @@ text = ["*.txt"]
 sequence_length = 10
 [train]
 global_batch = 8
+[plan]
+pipelines = 1
 """
 TINY = """
 [model.config]
@@ -70,7 +72,7 @@ sequence_length = 32
 global_batch = 4
 dtype = "fp32"
 """
-REQUEST = PlanRequest(8, 10, (1, 2), recompute_choices=(False, True))
+REQUEST = PlanRequest(8, 10, (1, 2), recompute_choices=(False, True), split_choices=(False, True), indifference=0.005)
 """The job as planning sees it, on three ranks."""
 
 

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -192,8 +193,8 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
         ("plan-of-other-batch.plan.toml does not fit", "shares must add up to global_batch = 4", "leave --plan out"),
     ),
     "plan-of-other-length": (
-        lambda s, n: {**s.planned(n, plan_of((0, 1, 4))), "set": ["data.sequence_length=16"]},
-        (f"sequence_length = {SEQUENCE}: the job says 16", "leave --plan out"),
+        lambda s, n: s.planned(n, replace(plan_of((0, 1, 4)), sequence_length=16)),
+        (f"sequence_length = 16: the job says {SEQUENCE}", "leave --plan out"),
     ),
     "plan-that-deadlocks": (
         lambda s, n: s.planned(n, plan_of((0, 1, 4), warm_up=(0, 2))),

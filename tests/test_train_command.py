@@ -346,7 +346,8 @@ def test_a_true_command_line_np2(tmp_path: Path) -> None:
     edited = replace(profile, source="edited by hand", key="another")
     save_profile(edited, dry / "profile.toml")
     stages = (StagePlan((1,), 0, 1, 1), StagePlan((0,), 1, 4, 0))
-    save_plan(replace(plan, pipelines=(replace(plan.pipelines[0], stages=stages),)), dry / "plan.toml")
+    pipeline = PipelinePlan(stages, 1, plan.global_batch)
+    save_plan(replace(plan, pipelines=(pipeline,)), dry / "plan.toml")
     given = ["--plan", str(dry / "plan.toml"), "--profile", str(dry / "profile.toml")]
     second = run_mpi(2, [*command, *given, "--set", "train.steps=2", "--run-dir", str(run)])
     assert second.returncode == 0, second.stderr
