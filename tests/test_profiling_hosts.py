@@ -45,10 +45,11 @@ def test_ranks_behind_one_cable_are_found_to_share_it(limited: tuple[Path, Path]
     found = json.loads(result.stdout)
     assert len(found["links"]) == 12
     assert found["shared"] == dict.fromkeys(found["shared"], True) and len(found["shared"]) == 2, found
-    speeds = {(a, b): bytes_per_s for a, b, _, bytes_per_s in found["links"]}
+    speeds = {(a, b): bytes_per_s for a, b, bytes_per_s in found["links"]}
     for (a, b), bytes_per_s in speeds.items():
         if (a < 2) == (b < 2):
             assert bytes_per_s > 2 * BYTES_PER_S, f"{a} -> {b} does not use the cable"
         else:
-            # No pair was measured while another one used the cable. (On a busy machine the fit may find it too fast.)
-            assert 0.6 * BYTES_PER_S < bytes_per_s < 2 * BYTES_PER_S, (a, b, bytes_per_s)
+            # No pair was measured while another one used the cable. (Of the largest message: small ones pass a rate limit
+            # in one burst, so that the line through all would be too flat.)
+            assert 0.6 * BYTES_PER_S < bytes_per_s < 1.3 * BYTES_PER_S, (a, b, bytes_per_s)
