@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -52,6 +53,9 @@ class ThreadWorld:
         found = list(self._meeting.values)
         self._meeting.barrier.wait()
         return found
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def all_reduce_sum(self, array: NDArray[Any]) -> NDArray[Any]:
         total: NDArray[Any] = np.sum(np.stack(self.all_gather_json(array)), axis=0)
