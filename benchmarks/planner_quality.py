@@ -44,13 +44,13 @@ from hetero_mpi.errors import UserError  # noqa: E402
 from hetero_mpi.planning.files import load_profile  # noqa: E402
 from hetero_mpi.planning.memory import stage_memory, usable_bytes  # noqa: E402
 from hetero_mpi.planning.offline import whole_model_s  # noqa: E402
-from hetero_mpi.planning.optimum import Space  # noqa: E402
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile  # noqa: E402
 from hetero_mpi.planning.request import PlanRequest  # noqa: E402
-from hetero_mpi.planning.search import evaluate  # noqa: E402
 from hetero_mpi.planning.simulator import simulate  # noqa: E402
+from hetero_mpi.planning.single.optimum import Space  # noqa: E402
+from hetero_mpi.planning.single.search import evaluate  # noqa: E402
 
 PEAK_FLOPS = {
     **{card.name: card.peak for card in TYPES},

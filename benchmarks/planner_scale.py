@@ -3,14 +3,14 @@
     python benchmarks/planner_scale.py [--devices 16 64 1024] [--seeds 20] [--noise 0.05] [--bounds] [--json FILE] [--check]
 
 The clusters are those of ``clusters.py``; of more than 128 devices only the first ``--large`` seeds are run. Seconds are CPU
-seconds of planning: ``make_plan``, explanations included; above 128 devices ``pipelines.several``, since simulating every
+seconds of planning: ``make_plan``, explanations included; above 128 devices ``several.layouts``, since simulating every
 action of thousands of sequences takes longer than planning (what it predicts is simulated for the first seed, and must agree).
 Three bounds:
 
 * *fluid*: all devices always busy with nothing to wait for, items divisible at will. It knows neither links nor sums;
 * *unlinked* (with ``--bounds``): whole blocks, whole sequences, filling and draining, with links and sums that cost nothing.
   What it lies over the fluid bound is what granularity forces;
-* *packing* (with ``--bounds``): these, and links and sums (``planning/packing_bound.py``). Minutes per cluster.
+* *packing* (with ``--bounds``): these, and links and sums (``planning/packing/bound.py``). Minutes per cluster.
 
 ``--check``: planning takes at most 1 s on average for 64 devices and 10 s for 1,024; no plan is under a bound; and with
 ``--bounds`` the mean gap to the packing bound is at most 5 %.
@@ -37,11 +37,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from clusters import PAIRWISE, Case, generate  # noqa: E402
 
 from hetero_mpi.planning.bounds import fluid_bound_s  # noqa: E402
-from hetero_mpi.planning.packing_bound import packing_bound_s  # noqa: E402
-from hetero_mpi.planning.pipelines import several  # noqa: E402
+from hetero_mpi.planning.packing.bound import packing_bound_s  # noqa: E402
 from hetero_mpi.planning.plan import Plan  # noqa: E402
 from hetero_mpi.planning.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.profile import ClusterProfile  # noqa: E402
+from hetero_mpi.planning.several.layouts import several  # noqa: E402
 from hetero_mpi.planning.simulator import simulate  # noqa: E402
 from hetero_mpi.training.request import INDIFFERENCE  # noqa: E402
 

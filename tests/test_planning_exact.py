@@ -19,8 +19,8 @@ from hetero_mpi.planning.bounds import fluid_bound_s, plan_bound_s
 from hetero_mpi.planning.cost import EMBEDDING, HEAD
 from hetero_mpi.planning.decide import decide
 from hetero_mpi.planning.durations import duration, finished_items_s, sum_s, tied_s
-from hetero_mpi.planning.exact import Exact
-from hetero_mpi.planning.lockstep import depths, lists_of
+from hetero_mpi.planning.exact.joint import Exact
+from hetero_mpi.planning.exact.lockstep import depths, lists_of
 from hetero_mpi.planning.memory import predict_hosts, predict_memory, usable_bytes
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.planner import make_plan

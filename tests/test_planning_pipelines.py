@@ -10,17 +10,17 @@ import pytest
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
-from hetero_mpi.planning.chains import Chain, Chains
-from hetero_mpi.planning.columns import Columns, along_hosts, in_hosts
 from hetero_mpi.planning.files import load_profile, save_profile
-from hetero_mpi.planning.fleet import Fleet, levels
 from hetero_mpi.planning.memory import predict_hosts, predict_memory
-from hetero_mpi.planning.packing_bound import packing_bound_s
-from hetero_mpi.planning.pipelines import several
+from hetero_mpi.planning.packing.bound import packing_bound_s
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile, HostLinkProfile, HostProfile
 from hetero_mpi.planning.request import PlanRequest
-from hetero_mpi.planning.shares import Pipelines
+from hetero_mpi.planning.several.chains import Chain, Chains
+from hetero_mpi.planning.several.columns import Columns, along_hosts, in_hosts
+from hetero_mpi.planning.several.fleet import Fleet, levels
+from hetero_mpi.planning.several.layouts import several
+from hetero_mpi.planning.several.shares import Pipelines
 from hetero_mpi.planning.simulator import simulate
 from tests.planning_samples import SEQUENCE, make_model, make_profile, random_instance, random_plan
 

@@ -14,14 +14,14 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s, pipeline_bound_s, plan_bound_s
 from hetero_mpi.planning.cost import EMBEDDING
 from hetero_mpi.planning.memory import predict_memory
-from hetero_mpi.planning.optimum import space_of
-from hetero_mpi.planning.orders import all_orders
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.planner import complete_plan, make_plan
 from hetero_mpi.planning.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.request import PlanRequest
-from hetero_mpi.planning.search import Effort, best_classic, deepen, evaluate
 from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.single.optimum import space_of
+from hetero_mpi.planning.single.orders import all_orders
+from hetero_mpi.planning.single.search import Effort, best_classic, deepen, evaluate
 from tests.planning_samples import SEQUENCE, make_device, make_model, make_plan_of, make_profile, random_instance
 
 EQUAL = 1 + 1e-9

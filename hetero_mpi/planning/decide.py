@@ -10,22 +10,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning import few, pipelines
-from hetero_mpi.planning.exact import Exact
-from hetero_mpi.planning.natural import in_natural_order, preferred
-from hetero_mpi.planning.optimum import Optimum, check, optimise, space_of
+from hetero_mpi.planning.exact.joint import Exact
+from hetero_mpi.planning.exact.variants import depths_of
 from hetero_mpi.planning.plan import Plan
-from hetero_mpi.planning.polish import Polisher
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
-from hetero_mpi.planning.room import closest, few_classes, rescued, with_hosts_divided
+from hetero_mpi.planning.several import few, layouts
+from hetero_mpi.planning.several.polish import Polisher
+from hetero_mpi.planning.single.natural import in_natural_order, preferred
+from hetero_mpi.planning.single.optimum import Optimum, check, optimise, space_of
+from hetero_mpi.planning.single.room import closest, few_classes, rescued, with_hosts_divided
 from hetero_mpi.planning.tables import may_split, rank_classes
-from hetero_mpi.planning.variants import depths_of
 
 POLISH_EFFORT = 60_000
 """Simulated actions that may be spent on making a plan better as a whole."""
 LARGE = 32
-"""With more ranks than this, and several pipelines allowed, ``pipelines`` is asked alone."""
+"""With more ranks than this, and several pipelines allowed, ``several.layouts`` is asked alone."""
 MANY_RANKS = 12
 """With more ranks than this a plan is not polished: its searches see enough, and one simulation is dear."""
 
@@ -38,7 +38,7 @@ class Decision:
     step_s: float
     """Simulated."""
     proven: bool
-    """No plan of the finite set that ``exact`` describes is faster (but for the request's indifference)."""
+    """No plan of the finite set that ``exact.joint`` describes is faster (but for the request's indifference)."""
     optimum: Optimum | None = None
     """What the search over single pipelines found, where the plan came of it."""
 
@@ -55,7 +55,7 @@ def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
             "of layer), which are measured where all weights are trained; profile again, or use another schedule"
         )
     if len(profile.devices) > LARGE and request.max_pipelines > 1 and request.schedule == "auto":
-        found = pipelines.several(profile, request, fewest=1)
+        found = layouts.several(profile, request, fewest=1)
         return Decision(found, found.predicted_step_s, False) if found is not None else _searched(profile, request)
     exact = Exact(profile, request, rank_classes(profile), request.indifference)
     if not exact.is_small():
@@ -148,7 +148,7 @@ def _candidates(profile: ClusterProfile, request: PlanRequest) -> Iterator[tuple
         if together is not None:
             yield _scheduled(together[0], request), None
         else:
-            plan = pipelines.several(profile, request)
+            plan = layouts.several(profile, request)
             if plan is not None:
                 yield _scheduled(plan, request), None
 

@@ -10,15 +10,15 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.changes import restricted
 from hetero_mpi.planning.decide import Decision, decide, with_classic_depths
 from hetero_mpi.planning.durations import compute_s
-from hetero_mpi.planning.few import dealt
-from hetero_mpi.planning.optimum import Space, added
 from hetero_mpi.planning.plan import IdleRank, PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.polish import Polisher
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Op, stages
-from hetero_mpi.planning.search import ROUNDING, Candidate, Effort, evaluate
+from hetero_mpi.planning.several.few import dealt
+from hetero_mpi.planning.several.polish import Polisher
 from hetero_mpi.planning.simulator import Simulation
+from hetero_mpi.planning.single.optimum import Space, added
+from hetero_mpi.planning.single.search import ROUNDING, Candidate, Effort, evaluate
 from hetero_mpi.planning.words import describe_items, describe_seconds, ratio
 
 IDLE_EFFORT = 100_000

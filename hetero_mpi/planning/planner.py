@@ -13,24 +13,24 @@ from hetero_mpi.planning.decide import decide
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.explain import busiest, idle_ranks, reasons
 from hetero_mpi.planning.memory import predict_hosts, predict_memory
-from hetero_mpi.planning.optimum import space_of
 from hetero_mpi.planning.plan import IdleRank, Plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import schedule_of, stages
 from hetero_mpi.planning.shortage import explain_shortage
 from hetero_mpi.planning.simulator import Simulation, simulate
+from hetero_mpi.planning.single.optimum import space_of
 from hetero_mpi.planning.words import describe_bytes
 
 
 def make_plan(profile: ClusterProfile, request: PlanRequest) -> Plan:
     """The fastest plan that fits in memory, by simulated step time, with figures and reasons; deterministic.
 
-    Decides everything that ``exact`` lists: which ranks take part in which pipelines and in which order, shares of the batch,
+    Decides everything that ``exact.joint`` lists: which ranks take part in which pipelines and in which order, shares of the batch,
     the items of every stage, micro-batches, warm-up depths, splitting and where to recompute. How ranks are numbered changes
     nothing, unless the request is indifferent to small differences: then ranks stand in their own order where that costs no
-    more (``natural``). Of equally fast plans, the one with fewer ranks is taken. Raises ``UserError`` when nothing fits: what
-    is short by how much, and which changes were found to help.
+    more (``single.natural``). Of equally fast plans, the one with fewer ranks is taken. Raises ``UserError`` when nothing fits:
+    what is short by how much, and which changes were found to help.
     """
     decision = decide(profile, request)
     if decision is None:

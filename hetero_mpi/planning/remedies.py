@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.cost import LayerCost, ModelCost
 from hetero_mpi.planning.decide import fits
-from hetero_mpi.planning.optimum import Space
 from hetero_mpi.planning.profile import ClusterProfile, LinkProfile
 from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.single.optimum import Space
 
 MORE_RANKS = 8
 TOGETHER = "together"

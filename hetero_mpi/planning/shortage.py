@@ -5,9 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hetero_mpi.planning.memory import stage_memory
-from hetero_mpi.planning.optimum import Space
 from hetero_mpi.planning.remedies import TOGETHER, nothing_helps, remedies
-from hetero_mpi.planning.room import Closest, Shortages, closest, few_classes, least_in_flight, with_hosts_divided
+from hetero_mpi.planning.single.optimum import Space
+from hetero_mpi.planning.single.room import (
+    Closest,
+    Shortages,
+    closest,
+    few_classes,
+    least_in_flight,
+    with_hosts_divided,
+)
 from hetero_mpi.planning.tables import shared_memories
 from hetero_mpi.planning.words import describe_bytes, describe_items
 

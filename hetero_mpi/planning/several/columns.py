@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hetero_mpi.planning.fleet import Fleet, Floats, Indices
+from hetero_mpi.planning.several.fleet import Fleet, Floats, Indices
 
 Column = tuple[int, ...]
 """Indices of a fleet's ranks, one per pipeline."""

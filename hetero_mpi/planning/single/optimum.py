@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.lines import Lines, orders_along_lines
 from hetero_mpi.planning.noise import smoothed
-from hetero_mpi.planning.orders import all_orders, found_orders
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
-from hetero_mpi.planning.search import (
+from hetero_mpi.planning.single.lines import Lines, orders_along_lines
+from hetero_mpi.planning.single.orders import all_orders, found_orders
+from hetero_mpi.planning.single.search import (
     Candidate,
     Effort,
     Order,

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hetero_mpi.planning.durations import ring_s, summed_bytes
-from hetero_mpi.planning.lockstep import Table
-from hetero_mpi.planning.teams import Team
-from hetero_mpi.planning.variants import Indices, Order, Part, columns_of, part_of
+from hetero_mpi.planning.exact.lockstep import Table
+from hetero_mpi.planning.exact.teams import Team
+from hetero_mpi.planning.exact.variants import Indices, Order, Part, columns_of, part_of
 
 if TYPE_CHECKING:
-    from hetero_mpi.planning.exact import Exact
+    from hetero_mpi.planning.exact.joint import Exact
 
 
 @dataclass(frozen=True)

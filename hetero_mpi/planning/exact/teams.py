@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from hetero_mpi.planning.variants import Order
+from hetero_mpi.planning.exact.variants import Order
 
 Team = tuple[tuple[Order, int], ...]
 """Pipelines as (order, share of the global batch), in the order of the ring."""

@@ -1,7 +1,7 @@
 """All ways of running one pipeline, timed in arrays: every split over every order of ranks, at every depth.
 
 A *column* is an order of classes of ranks with the cuts of the chain between them. ``Pipelines`` times all columns of one
-length for one share of the global batch; ``exact`` puts the results together.
+length for one share of the global batch; ``joint`` puts the results together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.planning.durations import return_s, tied_s
-from hetero_mpi.planning.lockstep import Seconds, Table, depths, lists_of, run
+from hetero_mpi.planning.exact.lockstep import Seconds, Table, depths, lists_of, run
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.tables import Instance, deferred_bytes, may_split, shared_memories, shares_cards

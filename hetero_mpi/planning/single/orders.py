@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from hetero_mpi.planning.search import Order
+from hetero_mpi.planning.single.search import Order
 
 FEW = 2000
 """So many orders are all looked at."""

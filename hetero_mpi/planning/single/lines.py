@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_mpi.planning.search import ALLOWANCES, ROUNDING, Order, Outlook
+from hetero_mpi.planning.single.search import ALLOWANCES, ROUNDING, Order, Outlook
 from hetero_mpi.planning.tables import Table
 
 LOOKS = 9_000_000

@@ -1,4 +1,4 @@
-"""What the packing bound knows of an instance: least times, bytes and ways of every class of ranks (``packing_bound``).
+"""What the packing bound knows of an instance: least times, bytes and ways of every class of ranks (``bound``).
 
 Every figure errs on the side of less: the least over micro-batch sizes, kinds of blocks, ranks of a class and links.
 """
@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.planning.durations import layer_s, repeated_s, summed_bytes
-from hetero_mpi.planning.fleet import Fleet, Floats
 from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LayerTimes
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Op
+from hetero_mpi.planning.several.fleet import Fleet, Floats
 
 
 @dataclass

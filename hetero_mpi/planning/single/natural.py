@@ -17,11 +17,11 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from hetero_mpi.planning.exact import Exact, Found
+from hetero_mpi.planning.exact.joint import Exact, Found
 from hetero_mpi.planning.noise import smoothed
-from hetero_mpi.planning.optimum import Optimum, on_ranks
 from hetero_mpi.planning.plan import Plan
-from hetero_mpi.planning.search import Candidate
+from hetero_mpi.planning.single.optimum import Optimum, on_ranks
+from hetero_mpi.planning.single.search import Candidate
 from hetero_mpi.planning.tables import rank_classes
 
 EFFORT = 30_000

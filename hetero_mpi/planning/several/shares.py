@@ -6,8 +6,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from hetero_mpi.planning.chains import Chain
-from hetero_mpi.planning.columns import Columns
+from hetero_mpi.planning.several.chains import Chain
+from hetero_mpi.planning.several.columns import Columns
 from hetero_mpi.planning.simulator import spans_s
 
 HALVINGS = 40

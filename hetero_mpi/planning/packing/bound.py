@@ -31,10 +31,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetero_mpi.planning.bounds import fluid_bound_s, simplex
-from hetero_mpi.planning.fleet import Floats
+from hetero_mpi.planning.packing.relaxed import Facts
 from hetero_mpi.planning.profile import ClusterProfile
-from hetero_mpi.planning.relaxed import Facts
 from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.several.fleet import Floats
 
 ROUNDS = 10
 """Columns are looked for at most so often per step time."""

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hetero_mpi.planning.chains import Chain, Chains, Line
-from hetero_mpi.planning.columns import Column, Columns, along_hosts, in_hosts
-from hetero_mpi.planning.fleet import Fleet
 from hetero_mpi.planning.memory import predict_hosts
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
-from hetero_mpi.planning.shares import Pipelines
+from hetero_mpi.planning.several.chains import Chain, Chains, Line
+from hetero_mpi.planning.several.columns import Column, Columns, along_hosts, in_hosts
+from hetero_mpi.planning.several.fleet import Fleet
+from hetero_mpi.planning.several.shares import Pipelines
 from hetero_mpi.planning.tables import stage_bytes
 
 EVERY = 12
@@ -75,7 +75,7 @@ def several(profile: ClusterProfile, request: PlanRequest, fewest: int = 1) -> P
     ranks.
 
     Its pipelines are cut alike. Single pipelines are looked at too, since depth is searched for more broadly here than in
-    ``optimum``.
+    ``single``.
     """
     smallest = Fleet(profile, request, min(request.micro_batch_choices))
     found = _simulated(_ranked(smallest, _numbers(smallest, fewest)))
