@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
+from transformers import get_scheduler
 
 from hetero_mpi.job import TrainTable
 from hetero_mpi.model.optimizer import Judge, LearningRate, LossScale, _short
@@ -70,6 +72,17 @@ def test_learning_rate_is_a_function_of_the_step() -> None:
     np.testing.assert_allclose(
         [rate.at(step) for step in range(10)], [0, 0.25, 0.5, 0.75, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]
     )
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("warm_up", [0, 1, 7])
+def test_learning_rates_are_those_of_transformers(
+    schedule: Literal["cosine", "linear", "constant"], warm_up: int
+) -> None:
+    rate = LearningRate(TrainTable(steps=30, warmup_steps=warm_up, learning_rate=3e-4, schedule=schedule))
+    name = "constant_with_warmup" if schedule == "constant" else schedule
+    theirs = get_scheduler(name, torch.optim.SGD([torch.zeros(1)], lr=3e-4), warm_up, 30).lr_lambdas[0]
+    assert [rate.at(step) for step in range(34)] == [3e-4 * theirs(step) for step in range(34)]
 
 
 @pytest.mark.parametrize("shape", [(7,), (4096,), (4097,), (513, 1001), (1100, 1000)])

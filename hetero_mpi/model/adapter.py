@@ -2,20 +2,25 @@
 
 peft decides the targets once, on the whole model on the meta device; each stage then injects the targets it holds. So a stage
 without any is no error, and names, shapes and start values do not depend on the partition.
+
+peft takes several seconds to import, which a job without an adapter need not wait for: it is imported where it is used.
 """
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers import PreTrainedModel
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.job import AdapterTable
 from hetero_mpi.model.seeds import seed_from
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 _NAME = "default"
 """peft's name of the only adapter; it is part of module names but not of the names in adapter files."""
@@ -25,6 +30,8 @@ FILE_PREFIX = "base_model.model."
 
 def lora_config(adapter: AdapterTable, targets: list[str] | str) -> LoraConfig:
     """peft's configuration of the job's adapter for the given targets."""
+    from peft import LoraConfig
+
     return LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha,
@@ -40,6 +47,8 @@ def adapter_shapes(whole: PreTrainedModel, adapter: AdapterTable) -> tuple[list[
     Raises:
         UserError: the targets match nothing, or something that is not inside a block.
     """
+    from peft import inject_adapter_in_model
+
     wanted: list[str] | str = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
     linear_names = {name for name, module in whole.named_modules() if isinstance(module, nn.Linear)}
     linears = sorted({name.rpartition(".")[2] for name in linear_names})
@@ -68,6 +77,8 @@ def inject(model: PreTrainedModel, adapter: AdapterTable, modules: list[str], de
     """Give the named modules of a stage their adapters (fp32, on ``device``) with the start values of ``start_value``."""
     if not modules:
         return
+    from peft import inject_adapter_in_model
+
     inject_adapter_in_model(lora_config(adapter, modules), model)
     for name, parameter in model.named_parameters():
         if f".{_NAME}." in name:

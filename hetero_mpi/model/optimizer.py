@@ -6,18 +6,17 @@ and of the global step, so the result does not depend on the partition.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
 import torch
-from transformers import get_scheduler
 
 from hetero_mpi.job import TrainTable
 from hetero_mpi.model.stage import Stage
 
-_SCHEDULERS = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """torch's names of AdamW's first and second moment."""
 _BLOCK, _SHORT = 1024, 4096
@@ -27,19 +26,29 @@ _ALIGNMENT = 16
 
 
 class LearningRate:
-    """transformers' own schedules, evaluated at a step: no state to save."""
+    """A function of the step, with no state to save: up to the peak in a line, then constant, or down to 0 in a line or a
+    half cosine (Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts).
+
+    The numbers are those of transformers' schedules, whose import alone takes two seconds.
+    """
 
     def __init__(self, train: TrainTable) -> None:
         self.peak = train.learning_rate
-        dummy = torch.optim.SGD([torch.zeros(1)], lr=train.learning_rate)
-        scheduler = get_scheduler(
-            _SCHEDULERS[train.schedule], dummy, num_warmup_steps=train.warmup_steps, num_training_steps=train.steps
-        )
-        self._factor = scheduler.lr_lambdas[0]
+        self._kind, self._warm_up, self._steps = train.schedule, train.warmup_steps, train.steps
 
     def at(self, step: int) -> float:
         """Learning rate of optimizer step ``step`` (the first is 0)."""
-        return self.peak * float(self._factor(step))
+        return self.peak * self._factor(step)
+
+    def _factor(self, step: int) -> float:
+        if step < self._warm_up:
+            return step / self._warm_up
+        rest = max(1, self._steps - self._warm_up)
+        if self._kind == "linear":
+            return max(0.0, (self._steps - step) / rest)
+        if self._kind == "cosine":
+            return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((step - self._warm_up) / rest))))
+        return 1.0
 
 
 def decays(name: str, parameter: torch.Tensor) -> bool:
@@ -167,7 +176,7 @@ class Optimizer:
     def restore(self, name: str, moments: dict[str, torch.Tensor], steps: int) -> None:
         """Put back the moments of a parameter after ``steps`` optimizer steps."""
         target = self.targets[name]
-        state = {moment: value.to(target.device, torch.float32) for moment, value in moments.items()}
+        state = {moment: value.to(target.device, torch.float32, copy=True) for moment, value in moments.items()}
         # torch keeps the step counter as a float32 tensor, on the device where the kernel is fused.
         device = target.device if self.stage.backend.fused_optimizer() else torch.device("cpu")
         self.adamw.state[target] = {"step": torch.tensor(float(steps), dtype=torch.float32, device=device), **state}

@@ -6,12 +6,15 @@ and head stay in the compute dtype. bitsandbytes quantises ``nn.Linear`` alone: 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from bitsandbytes.functional import quantize_4bit
-from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import nn
 
 from hetero_mpi.device.backend import HOST
+
+if TYPE_CHECKING:
+    from bitsandbytes.nn import Linear4bit
 
 BLOCK = 64
 """Weights that share one scale."""
@@ -46,11 +49,15 @@ def set_training(model: nn.Module, training: bool) -> None:
     """
     model.train(training)
     for module in model.modules():
-        if isinstance(module, Linear4bit):
+        if type(module).__module__.partition(".")[0] == "bitsandbytes":
             module.training = True
 
 
 def _quantized(layer: nn.Linear, device: torch.device, dtype: torch.dtype, double: bool) -> Linear4bit:
+    # Imported here, as it takes two seconds that a job without NF4 need not wait for.
+    from bitsandbytes.functional import quantize_4bit
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
     weight = layer.weight.detach().to(HOST, dtype)
     packed, state = quantize_4bit(weight, blocksize=BLOCK, compress_statistics=double, quant_type="nf4")
     state.to(device)
