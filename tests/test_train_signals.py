@@ -38,10 +38,31 @@ def stopped(running: Running) -> int:
     return int(told.group(1))
 
 
-def test_a_signal_stops_in_order_and_the_run_goes_on_to_the_bit_np3(tmp_path: Path) -> None:
-    """To one rank, to an idle rank, and to the launcher, one after the other; each start resumes the one before it."""
-    job = LongRun(tmp_path, 3)
-    run = tmp_path / "run"
+def equal_to_the_straight_run(job: LongRun, last: int) -> bool:
+    """Resume ``run`` up to step ``last``, and run as far without a stop: the same bits?"""
+    for name, more in (("run", ["--resume"]), ("straight", [])):
+        result = job.finish(job.directory / name, last, *more)
+        assert result.returncode == ExitCode.DONE, result.stdout + result.stderr
+    files = (job.directory / name / "checkpoints" / f"step-{last:08d}.h5" for name in ("run", "straight"))
+    ours, theirs = map(tensors, files)
+    assert ours.keys() == theirs.keys()
+    return all(np.array_equal(array, theirs[key]) for key, array in ours.items())
+
+
+def test_a_signal_to_the_launcher_stops_in_order_and_the_run_goes_on_to_the_bit_np3(tmp_path: Path) -> None:
+    job, run = LongRun(tmp_path, 3), tmp_path / "run"
+    launch = [sys.executable, "-m", "hetero_mpi", "launch", "-np", "3", "--", *job.arguments(run)]
+    with job.started(launch, job.environment(), run) as running:
+        running.wait_for_steps(3)
+        running.process.send_signal(signal.SIGINT)
+        step = stopped(running)
+    assert equal_to_the_straight_run(job, step + 2)
+
+
+@pytest.mark.long
+def test_signals_to_ranks_stop_in_order_one_start_after_the_other_np3(tmp_path: Path) -> None:
+    """To a rank with a stage and to an idle one; each start resumes the one before it."""
+    job, run = LongRun(tmp_path, 3), tmp_path / "run"
     steps = [0]
     for rank in (1, 2):
         resume = ["--resume"] if steps[-1] else []
@@ -49,19 +70,8 @@ def test_a_signal_stops_in_order_and_the_run_goes_on_to_the_bit_np3(tmp_path: Pa
             running.wait_for_steps(3)
             running.ranks[rank].send_signal(signal.SIGTERM)
             steps.append(stopped(running))
-    launch = [sys.executable, "-m", "hetero_mpi", "launch", "-np", "3", "--", *job.arguments(run, "--resume")]
-    with job.started(launch, job.environment(), run) as running:
-        running.wait_for_steps(3)
-        running.process.send_signal(signal.SIGINT)
-        steps.append(stopped(running))
     assert steps == sorted(set(steps)), "every start took steps"
-    last = steps[-1] + 2
-    for name, more in (("run", ["--resume"]), ("straight", [])):
-        result = job.finish(tmp_path / name, last, *more)
-        assert result.returncode == ExitCode.DONE, result.stdout + result.stderr
-    ours, theirs = (tensors(tmp_path / name / "checkpoints" / f"step-{last:08d}.h5") for name in ("run", "straight"))
-    assert ours.keys() == theirs.keys()
-    assert all(np.array_equal(array, theirs[key]) for key, array in ours.items())
+    assert equal_to_the_straight_run(job, steps[-1] + 2)
 
 
 def test_a_second_signal_ends_at_once_np2(tmp_path: Path) -> None:
