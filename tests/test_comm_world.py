@@ -37,7 +37,7 @@ def test_collectives(np: int) -> None:
         assert view["links"] == views[0]["links"], "all ranks know all links"
     assert [(link["source"], link["destination"]) for link in views[0]["links"]] == pairs
     for link in views[0]["links"]:
-        assert link["same_host"] and link["sample_bytes"] == [64, 65_536] and min(link["sample_s"]) > 0
+        assert link["same_host"] and link["sample_bytes"] == [64, 2_048, 65_536] and min(link["sample_s"]) > 0
 
 
 def test_exception_ends_all_ranks_and_is_told_once() -> None:

@@ -104,7 +104,7 @@ def main(world: World) -> int:
     check_agreement(world)
     world.doing = "measuring links"
     with MpiTransport(world.comm) as transport:
-        links = measure_links(world, transport, (64, 65_536), repeats=2)
+        links = measure_links(world, transport, (64, 2_048, 65_536), repeats=2)
     views = world.gather_json(
         {
             "rank": world.rank,
