@@ -1,303 +1,109 @@
 """A lower bound on the step time that knows links, sums of gradients, filling, memory, whole blocks and whole sequences.
 
-For a step time T it is asked whether P pipelines could share the global batch at all. A relaxation of "which ranks in which
-pipelines" answers: fractions of pipelines may be formed, and every constraint below is one that every plan obeys. If even so
-the batch does not fit, T is a lower bound. The linear program has a column per *configuration*, a pipeline with a share S of
-the sequences made of ranks of some classes; columns are found by dynamic programming as they are needed (Gilmore and Gomory
-1961), and for any prices of the ranks, rounded or not,
+For a step time T it is asked whether pipelines could share the global batch at all. A relaxation of "which ranks in which
+pipelines" answers, in which every constraint is one that every plan obeys. If even so the batch does not fit, T is a lower
+bound. In small clusters whole pipelines are counted (``counted``); where there are too many unlike ranks for that, fractions
+of pipelines may be formed (``fractions``).
 
-    sequences done by T  <=  sum over ranks of price + P * max over S of (S - price of the cheapest pipeline that does S by T)
+What a pipeline with a share S of the sequences obeys, stage by stage (chain order; c: least seconds per sequence, forward and
+backward; A: forwards, backwards and messages of one micro-batch through all stages before; R: the same through the stage itself and
+all later ones):
 
-so that nothing rests on the linear program having been solved exactly. What a pipeline with share S obeys, stage by stage
-(chain order; c: least seconds per sequence, forward and backward; A: forwards, backwards and messages of one micro-batch
-through all stages before):
-
-* ``A + S c + optimizer <= T`` (the plan bound of ``bounds``), and with sums ``rho A + S c + tail + optimizer <= T``, where rho
-  is the share of A that lies before: backwards of earlier stages need not wait for sums. The tail are the sums of the stage's
-  items that the last backward cannot hide;
-* a sum over P ranks goes around a ring that leaves every host with fewer than P ranks;
-* a stage that does not recompute keeps at most k sequences, each from its forward until its gradient is back from all later
-  stages, at best at the pace of the fastest rank: ``A + S / k (round trip) + optimizer <= T``;
-* a pipeline that no host can hold alone sends S sequences over a link that leaves the host;
-* parameters, state and one micro-batch fit into memory.
+* ``A + S c + optimizer <= T`` (the plan bound of ``bounds``), where c is without the gradients of the weights if they may be put
+  off, and ``rho A + S c + tail + optimizer <= T``, c with them, where rho is the share of A that lies before: backwards of
+  earlier stages need not wait for weights and sums. The tail are the sums of the stage's items that the last backward cannot
+  hide: the less, the larger the micro-batch; but then A's forwards are longer, too;
+* a sum over P ranks leaves every host with fewer than P ranks;
+* with k sequences in flight at most, the forward of sequence i + k begins after the backward of sequence i has ended. So the
+  forward of the last one begins after ``ceil(S / k) - 1`` round trips, and after r - 1 forwards if r sequences are left then:
+  ``A + ceil(S / k) R + (r - 1) forward + optimizer <= T``. Micro-batches of several sequences make fewer rounds of these, each
+  as much longer as a micro-batch takes longer at least; the last term is no more than what they lose;
+* all S sequences pass the link to a stage, one after the other, and the last of them has R before it: ``A + S message + R
+  + optimizer <= T``, where one message is counted once;
+* parameters, state, workspace and one micro-batch fit into memory.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import numpy as np
-
-from hetero_mpi.planning.bounds import fluid_bound_s, simplex
+from hetero_mpi.planning.bounds import fluid_bound_s
+from hetero_mpi.planning.changes import with_free_links, with_plenty_of_memory
+from hetero_mpi.planning.packing.counted import Packing, classes_apart, packing
+from hetero_mpi.planning.packing.fractions import fractions_bound_s
 from hetero_mpi.planning.packing.relaxed import Facts
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
-from hetero_mpi.planning.several.fleet import Floats
 
-ROUNDS = 10
-"""Columns are looked for at most so often per step time."""
-FINEST = 240
-"""Parts of the step time that A is counted in."""
-TOLERANCE = 0.015
-"""The search for the largest step time that can be shown ends within this share of it."""
-UNIT = 0.985
-"""A is counted in units of the fastest rank's block, a little less so that like ranks' blocks are whole numbers of them."""
-TOGETHER = 8
-"""Up to so many pipelines every number of them is looked at by itself."""
+CAUSES = ("granularity", "filling", "memory", "links", "sums")
+"""What keeps a step longer than the fluid bound, in the order in which it is taken into account."""
 
 
-@dataclass
-class _Move:
-    """A stage of a class that holds so many blocks. ``latest_s[S]``: A may be at most this (negative: never)."""
+@dataclass(frozen=True)
+class Forced:
+    """Bounds that know more and more: seconds over the fluid bound that each cause adds to those before it."""
 
-    kind: int
-    blocks: int
-    units: int
-    latest_s: Floats
-    round_trip: tuple[float, float] | None
-    """(own seconds, sequences kept) where the number in flight limits it."""
-    optimizer_s: float
+    fluid_s: float
+    added_s: dict[str, float]
 
-
-class _Trial:
-    """Can up to ``most`` pipelines, each at least ``least`` of them summing together, do the batch within ``step_s``?"""
-
-    def __init__(self, facts: Facts, least: int, most: int, step_s: float) -> None:
-        self.facts, self.step_s, self.most = facts, step_s, most
-        self.batch = facts.request.global_batch
-        self.shares = _grid(self.batch, least, most)
-        self.upto: Floats = np.array([*(self.shares[1:] - 1).tolist(), float(self.batch - (least - 1))])
-        self.unit_s = max(facts.fastest_s * UNIT, step_s / FINEST, 1e-30)
-        self.width = int(step_s / self.unit_s) + 1
-        self.arrived: Floats = np.arange(self.width, dtype=np.float64) * self.unit_s
-        self.sums = facts.sums_s(least)
-        self.allowed = facts.link_allows(step_s, self.shares)
-        self.moves = {
-            ends: list(self._moves(*ends)) for ends in ((False, False), (False, True), (True, False), (True, True))
-        }
-
-    def _moves(self, first: bool, last: bool) -> Iterator[_Move]:
-        count = len(self.facts.blocks)
-        for kind, one in enumerate(self.facts.classes):
-            if not self.allowed[kind].any():
-                continue
-            for blocks in range(0 if first or last else 1, count + 1):
-                if first and last and blocks != count:
-                    continue
-                parts = (blocks, int(first), int(last))
-                held = sum(n * size for n, size in zip(parts, self.facts.held, strict=True))
-                room = one.usable - held - (self.facts.workspace if blocks else 0.0)
-                if room < 0:
-                    break
-                for recompute in sorted(set(self.facts.request.recompute_choices)):
-                    if blocks or not recompute:
-                        yield from self._move(kind, parts, recompute, room)
-
-    def _move(self, kind: int, parts: tuple[int, int, int], recompute: bool, room: float) -> Iterator[_Move]:
-        facts, one = self.facts, self.facts.classes[kind]
-        blocks = parts[0]
-
-        def total(each: tuple[float, ...]) -> float:
-            return sum(n * value for n, value in zip(parts, each, strict=True))
-
-        optimizer = one.fixed_s + one.per_parameter_s * total(facts.trained)
-        work = total(one.work_s) + (blocks * one.repeated_s if recompute else 0.0)
-        fill = total(one.fill_s) + (blocks * one.refill_s if recompute else 0.0)
-        sums = total(self.sums[kind])
-        first_sum = self.sums[kind][1] if parts[1] else self.sums[kind][0 if blocks else 2]
-        # When the last item is whole, the last backward still has all others to do.
-        tail = max(first_sum, sums - (sum(parts) - 1) * one.hidden_s)
-        spare = self.step_s - optimizer - self.shares * work
-        latest = np.minimum(spare, (spare - tail) / facts.ahead)
-        latest = np.where(self.allowed[kind], latest, -1.0)
-        each = blocks * (facts.kept_input if recompute else facts.kept)
-        kept = math.inf if each <= 0 else math.floor(room / each)
-        if kept < min(facts.request.micro_batch_choices) or (latest < 0).all():
-            return
-        hop = 0.0 if parts[2] else one.hop_s
-        units = int((fill + hop) / self.unit_s * (1 + 1e-12))
-        yield _Move(kind, blocks, units, latest, None if kept == math.inf else (fill, kept), optimizer)
-
-    def latest_s(self, move: _Move, behind: int) -> Floats:
-        """The latest A at which a stage with ``behind`` blocks behind it may begin, by share."""
-        if move.round_trip is None:
-            return move.latest_s
-        fill, kept = move.round_trip
-        rounds = np.maximum(1.0, self.shares / kept)
-        return np.minimum(
-            move.latest_s, self.step_s - move.optimizer_s - rounds * (fill + behind * self.facts.fastest_s)
-        )
-
-    def cheapest(self, prices: Floats) -> tuple[Floats, Floats]:
-        """(price of the cheapest pipeline by share, table [blocks done, share, A] of the cheapest beginnings)."""
-        count = len(self.facts.blocks)
-        table = np.full((count + 1, len(self.shares), self.width), np.inf)
-        whole = np.full(len(self.shares), np.inf)
-        start = np.full((len(self.shares), self.width), np.inf)
-        start[:, 0] = 0.0
-        for first, done, here in ((True, 0, start), *((False, done, table[done]) for done in range(count + 1))):
-            if not first and not (here < np.inf).any():
-                continue
-            for last in (False, True):
-                for move in self.moves[first, last]:
-                    behind = count - done - move.blocks
-                    if behind < 0 or (last and behind):
-                        continue
-                    self._extend(here, move, behind, float(prices[move.kind]), table, whole if last else None)
-        return whole, table
-
-    def _extend(
-        self, here: Floats, move: _Move, behind: int, price: float, table: Floats, whole: Floats | None
-    ) -> None:
-        # What may be larger shares may be smaller ones, and later than the latest A nothing may be: the rest is left aside.
-        latest = self.latest_s(move, behind)
-        rows = int(np.count_nonzero(latest >= 0))
-        columns = min(self.width, int(latest[0] / self.unit_s) + 1) if rows else 0
-        columns = min(columns, self.width - move.units) if whole is None else columns
-        if columns <= 0:
-            return
-        value = np.where(self.arrived[None, :columns] <= latest[:rows, None], here[:rows, :columns], np.inf)
-        if whole is not None:
-            whole[:rows] = np.minimum(whole[:rows], value.min(axis=1) + price)
-        else:
-            there = table[len(self.facts.blocks) - behind][:rows, move.units : move.units + columns]
-            np.minimum(there, value + price, out=there)
-
-    def pipeline(self, share: int, prices: Floats, whole: Floats, table: Floats) -> Floats:
-        """How many ranks of each class the cheapest pipeline of that share has, read back from the table."""
-        used = np.zeros(len(self.facts.classes))
-        count = len(self.facts.blocks)
-        wanted, done, at, last = float(whole[share]), count, -1, True
-        while wanted > 1e-9 * float(whole[share]) or last:
-            step = self._step_back(share, wanted, done, at, last, prices, table)
-            if step is None:
-                break
-            move, before, place = step
-            used[move.kind] += 1
-            if before < 0:
-                break
-            done, at, last = before, place, False
-            wanted = float(table[done, share, at])
-        return used
-
-    def _step_back(
-        self, share: int, wanted: float, done: int, at: int, last: bool, prices: Floats, table: Floats
-    ) -> tuple[_Move, int, int] | None:
-        """(last stage, blocks before it, A before it); -1 blocks: it is the first stage."""
-        behind = len(self.facts.blocks) - done
-        near = 1e-9 * max(wanted, 1e-30)
-        for move in self.moves[True, last]:
-            latest = float(self.latest_s(move, behind)[share])
-            if (
-                move.blocks == done
-                and (last or move.units == at)
-                and latest >= 0
-                and abs(prices[move.kind] - wanted) <= near
-            ):
-                return move, -1, 0
-        for move in self.moves[False, last]:
-            before = done - move.blocks
-            if before < 0 or (not move.blocks and not last):
-                continue
-            latest = float(self.latest_s(move, behind)[share])
-            row = table[before, share] if last else table[before, share, at - move.units : at - move.units + 1]
-            if not last and at < move.units:
-                continue
-            places = self.arrived if last else self.arrived[at - move.units : at - move.units + 1]
-            hits = np.flatnonzero((np.abs(row + prices[move.kind] - wanted) <= near) & (places <= latest))
-            if hits.size:
-                return move, before, int(hits[0]) if last else at - move.units
-        return None
-
-    def impossible(self, prices: Floats) -> tuple[bool, Floats]:
-        """(proven: the batch cannot be done, the prices that show it or the last ones)."""
-        count, most = self.facts.count, float(self.most)
-        columns: list[tuple[float, Floats]] = []
-        best, kept = math.inf, prices
-        for _ in range(ROUNDS):
-            whole, table = self.cheapest(prices)
-            if not np.isfinite(whole).any():
-                return True, kept
-            gain = np.where(np.isfinite(whole), self.upto - whole, 0.0)
-            reach = float(prices @ count + most * max(0.0, gain.max()))
-            if reach < best:
-                best, kept = reach, prices
-            if best < self.batch * (1 - 1e-9):
-                return True, kept
-            for share in self._promising(gain, whole):
-                columns.append((float(self.upto[share]), self.pipeline(share, prices, whole, table)))
-            done, duals = _master(columns, count, most)
-            if done >= self.batch:
-                break
-            prices = 0.5 * (kept + duals) if best < math.inf else duals
-        return False, kept
-
-    def _promising(self, gain: Floats, whole: Floats) -> list[int]:
-        """Shares whose cheapest pipelines become columns: the best, and the best per sequence."""
-        worth = np.where(np.isfinite(whole), self.upto / np.maximum(whole, 1e-30), 0.0)
-        order = [int(i) for i in np.argsort(-gain)[:4]] + [int(i) for i in np.argsort(-worth)[:3]]
-        return [i for i in dict.fromkeys(order) if np.isfinite(whole[i])]
-
-
-def _grid(batch: int, least: int, most: int) -> Floats:
-    """Shares that are looked at, as the least of each range: fine near the mean, which most pipelines take."""
-    if most == 1:
-        return np.array([float(batch)])
-    shares, share, largest = [1.0], 1.0, float(batch - (least - 1))
-    mean = batch / most
-    while True:
-        ratio = 1.04 if 0.4 * mean <= share <= 3 * mean else 1.3
-        share = max(share + 1, math.floor(share * ratio))
-        if share > largest:
-            return np.array(shares)
-        shares.append(share)
-
-
-def _master(columns: list[tuple[float, Floats]], count: Floats, most: float) -> tuple[float, Floats]:
-    """(most sequences with the columns at hand, prices of the classes)."""
-    rows = np.array([[*used, 1.0] for _, used in columns]).T
-    gain = np.array([share for share, _ in columns])
-    right = np.append(count, most)
-    found = simplex(rows, right, gain)
-    assert found is not None, "every column uses ranks"
-    solution, duals = found
-    return float(gain @ solution), np.maximum(duals[:-1], 0.0)
+    @property
+    def bound_s(self) -> float:
+        return self.fluid_s + sum(self.added_s.values())
 
 
 def packing_bound_s(profile: ClusterProfile, request: PlanRequest, known_s: float) -> float:
-    """No plan of as many pipelines as the request allows is faster; within ``TOLERANCE`` of what the relaxation can show.
+    """No plan of as many pipelines as the request allows is faster; within a ``TOLERANCE`` of what the relaxation can show.
 
     ``known_s``: some plan's step time, where the search begins.
     """
-    low = fluid_bound_s(profile, request)
-    if not profile.model.layers[1:-1] or not low < known_s:
-        return low
-    facts = Facts(profile, request)
-    most = min(len(facts.fleet.devices), request.max_pipelines, request.global_batch)
-    cases = [(number, number) for number in range(1, min(TOGETHER, most) + 1)]
-    if most > TOGETHER:
-        cases.append((TOGETHER + 1, most))
-    prices = {case: _first_prices(facts) for case in cases}
-    high = known_s
-    while high > low * (1 + TOLERANCE):
-        middle = math.sqrt(low * high) if high < known_s else high * 0.999
-        for case in list(cases):
-            shown, prices[case] = _Trial(facts, *case, middle).impossible(prices[case])
-            if not shown:
-                # What was possible here is looked at first next time.
-                cases.remove(case)
-                cases.insert(0, case)
-                high = middle
-                break
-        else:
-            low = middle
-            if middle >= known_s * 0.999:
-                break
-    return low
+    return packing_of(profile, request, known_s).bound_s
 
 
-def _first_prices(facts: Facts) -> Floats:
-    speed = np.array([1 / max(one.work_s[0], 1e-30) for one in facts.classes])
-    return np.asarray(facts.request.global_batch * speed / (speed @ facts.count))
+def packing_of(profile: ClusterProfile, request: PlanRequest, known_s: float) -> Packing:
+    """The bound, and pipelines that look as if they could do the batch in little more: what a planner may try.
+
+    ``pipelines`` are empty where nothing faster than ``known_s`` looks possible, or whole pipelines could not be counted.
+    """
+    low_s = fluid_bound_s(profile, request)
+    return _from(low_s, profile, request, known_s)
+
+
+def forced(profile: ClusterProfile, request: PlanRequest, known_s: float) -> Forced:
+    """What forces the bound over the fluid bound. A cause is charged with what it adds to those before it in ``CAUSES``:
+    what two of them cost only together counts as the later one's.
+
+    *granularity*: whole blocks, whole sequences and whole pipelines. *filling*: no stage has work from the first to the last
+    moment. *memory*: repeated forwards, and too few micro-batches in flight. *links*: messages between stages. *sums*: of
+    gradients, between pipelines.
+    """
+    fluid_s = last_s = fluid_bound_s(profile, request)
+    added_s = {}
+    for cause, (seen, filling, sums) in zip(CAUSES, _views(profile), strict=True):
+        bound_s = _from(last_s, seen, request, known_s, filling, sums).bound_s
+        added_s[cause], last_s = bound_s - last_s, bound_s
+    return Forced(fluid_s, added_s)
+
+
+def _views(profile: ClusterProfile) -> Iterator[tuple[ClusterProfile, bool, bool]]:
+    """(the cluster as far as it is seen; does filling cost time? do sums?), one for every cause."""
+    unlinked = with_free_links(profile)
+    roomy = with_plenty_of_memory(unlinked)
+    yield from ((roomy, False, False), (roomy, True, False), (unlinked, True, False), (profile, True, False))
+    yield profile, True, True
+
+
+def _from(
+    low_s: float, profile: ClusterProfile, request: PlanRequest, known_s: float, filling: bool = True, sums: bool = True
+) -> Packing:
+    """``low_s``: a bound that is known already."""
+    if not profile.model.layers[1:-1] or not low_s < known_s or math.isinf(known_s):
+        return Packing(low_s, known_s)
+    facts = classes_apart(Facts(profile, request, True, filling, sums))
+    if facts is not None:
+        found = packing(facts, low_s, known_s)
+        numbered = [device.rank for device in facts.fleet.devices]
+        pipelines = tuple((tuple(numbered[i] for i in ranks), share) for ranks, share in found.pipelines)
+        return replace(found, pipelines=pipelines)
+    return Packing(fractions_bound_s(Facts(profile, request, False, filling, sums), low_s, known_s), known_s)

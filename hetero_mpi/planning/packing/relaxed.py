@@ -1,4 +1,4 @@
-"""What the packing bound knows of an instance: least times, bytes and ways of every class of ranks (``bound``).
+"""What the packing bounds know of an instance: least times, bytes and ways of every class of ranks (``bound``).
 
 Every figure errs on the side of less: the least over micro-batch sizes, kinds of blocks, ranks of a class and links.
 """
@@ -6,8 +6,9 @@ Every figure errs on the side of less: the least over micro-batch sizes, kinds o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,30 +27,77 @@ class RankClass:
 
     work_s: tuple[float, ...]
     """Least seconds per sequence, forward and backward."""
+    trip_s: tuple[float, ...]
+    """The same without what split backward may put off: the gradients of the weights."""
     fill_s: tuple[float, ...]
     """Least seconds of one micro-batch."""
+    forward_s: tuple[float, ...]
+    """Least seconds of one micro-batch's forward."""
     repeated_s: float
     """Least seconds per sequence that repeating a block's forward takes."""
     refill_s: float
+    """Least seconds per micro-batch of the same."""
+    growth: float
+    """A micro-batch of more than one sequence takes at least so many times as long as one of one sequence."""
+    overhead_s: float
+    """Least seconds of a stage's own per micro-batch, forward and backward."""
     hidden_s: float
     """Most seconds of an item's backward: sums of later items may run beside it."""
+    hides_s: tuple[tuple[float, float], ...]
+    """The same by choice of micro-batch: without and with a repeated forward."""
+    stretch: tuple[float, ...]
+    """By choice of micro-batch: how many times as long as the least its forwards and messages take at least."""
     ahead: float
     """Least share of forwards in forwards and backwards."""
     usable: float
     fixed_s: float
     per_parameter_s: float
-    hop_s: float
-    """One message there and back over the best link."""
+    near: tuple[float, ...]
+    """Latency and seconds per byte of the best link within a host."""
+    away: tuple[float, ...]
+    """The same of the best link that leaves a host."""
+    home: int
+    """Ranks of unlike homes are on unlike hosts."""
     ranks: list[int]
+    hop_s: float = 0.0
+    """One message there and back over the best link."""
+
+
+MORE_IS_BETTER = ("hidden_s", "hides_s", "usable")
+
+
+def joined(a: RankClass, b: RankClass) -> RankClass:
+    """One class of the ranks of both, at least as good as either."""
+    both = {one.name: (getattr(a, one.name), getattr(b, one.name)) for one in fields(RankClass) if one.name != "ranks"}
+    better = {name: _each(max if name in MORE_IS_BETTER else min, *pair) for name, pair in both.items()}
+    return RankClass(**better, ranks=sorted([*a.ranks, *b.ranks]))
+
+
+def _each(of: Callable[..., Any], a: Any, b: Any) -> Any:
+    """``of`` two figures, or of every two of them in tuples of figures."""
+    return tuple(_each(of, *pair) for pair in zip(a, b, strict=True)) if isinstance(a, tuple) else of(a, b)
 
 
 class Facts:
-    """What the relaxation knows of an instance."""
+    """What the relaxation knows of an instance.
 
-    def __init__(self, profile: ClusterProfile, request: PlanRequest) -> None:
+    ``apart``: ranks of unlike hosts are of unlike classes. Without ``filling``, pipelines are full from the first moment to
+    the last; without ``sums``, sums of gradients take no time.
+    """
+
+    def __init__(
+        self,
+        profile: ClusterProfile,
+        request: PlanRequest,
+        apart: bool = False,
+        filling: bool = True,
+        sums: bool = True,
+    ) -> None:
         self.profile, self.request, self.model = profile, request, profile.model
+        self.apart, self.filling, self.sums = apart, filling, sums
         self.fleet = Fleet(profile, request, min(request.micro_batch_choices))
         self.blocks = self.model.layers[1:-1]
+        self.choices = sorted(set(request.micro_batch_choices))
         self.sizes = range(1, max(request.micro_batch_choices) + 1)
         self.members: list[list[int]] = [[] for _ in range(int(self.fleet.host.max()) + 1)]
         for rank, host in enumerate(self.fleet.host.tolist()):
@@ -59,9 +107,31 @@ class Facts:
         self.classes: list[RankClass] = []
         self.kind = np.zeros(len(self.fleet.devices), dtype=np.int64)
         self._classify()
+        self._summarise()
+
+    def _summarise(self) -> None:
+        self._between: dict[tuple[int, int], tuple[float, float]] = {}
         self.count: Floats = np.array([float(len(one.ranks)) for one in self.classes])
         self.fastest_s = min(one.fill_s[0] for one in self.classes)
         self.ahead = max(1e-9, min(0.5, *(one.ahead for one in self.classes)))
+        self.speeds: Floats = np.array([1 / max(one.work_s[0], 1e-30) for one in self.classes])
+        """Blocks' sequences per second."""
+        self.ends = sum(
+            min(one.work_s[end] * v for one, v in zip(self.classes, self.speeds, strict=True)) for end in (1, 2)
+        )
+        """Embedding and head, in blocks, where they are least."""
+        self.stretch = [min(values) for values in zip(*(one.stretch for one in self.classes), strict=True)]
+
+    def join(self, a: int, b: int) -> None:
+        """Tell the ranks of two classes apart no longer; their homes become one."""
+        one, home = joined(self.classes[a], self.classes[b]), {self.classes[a].home, self.classes[b].home}
+        self.classes = [one, *(x for i, x in enumerate(self.classes) if i not in (a, b))]
+        for x in self.classes:
+            if x.home in home:
+                x.home = one.home
+            for rank in x.ranks:
+                self.kind[rank] = self.classes.index(x)
+        self._summarise()
 
     def _sizes(self) -> None:
         """Bytes of a block, the embedding and the head: held, trained, sent."""
@@ -113,6 +183,20 @@ class Facts:
             for place, host in zip(fleet.place.tolist(), fleet.host.tolist(), strict=True)
         ]
 
+    def between(self, home: int, other: int) -> tuple[float, float]:
+        """Least latency, least seconds per byte of links between unlike homes, either way."""
+        if (home, other) not in self._between:
+            fleet = self.fleet
+            at = [
+                sorted({int(fleet.place[r]) for x in self.classes if x.home == h for r in x.ranks})
+                for h in (home, other)
+            ]
+            pairs = np.ix_(*at)
+            ways = [(table[pairs], table.T[pairs]) for table in (fleet.latency_s, fleet.per_byte_s)]
+            least = [min(float(out.min()), float(back.min())) for out, back in ways]
+            self._between[home, other] = self._between[other, home] = least[0], least[1]
+        return self._between[home, other]
+
     def message_s(self, way: tuple[float, ...], size: float) -> float:
         return way[0] + size * way[1]
 
@@ -120,23 +204,25 @@ class Facts:
         known: dict[tuple[object, ...], int] = {}
         for rank, device in enumerate(self.fleet.devices):
             host = int(self.fleet.host[rank])
-            hop_s = 2 * min(self.message_s(way, self.message_bytes) for way in (self.exit[host], self.inside[rank]))
-            one = self._class_of(device, float(self.fleet.usable[rank]), 0.0 if hop_s == math.inf else hop_s)
-            key = (one.work_s, one.fill_s, one.repeated_s, one.usable, one.per_parameter_s, self.exit[host])
+            one = self._class_of(device, rank, float(self.fleet.usable[rank]))
+            where = host if self.apart else self.exit[host]
+            key = (one.work_s, one.fill_s, one.repeated_s, one.usable, one.per_parameter_s, where)
             if key not in known:
                 known[key] = len(self.classes)
                 self.classes.append(one)
-            home = self.classes[known[key]]
-            home.hop_s = min(home.hop_s, one.hop_s)
-            home.ranks.append(rank)
+            else:
+                self.classes[known[key]] = joined(self.classes[known[key]], one)
             self.kind[rank] = known[key]
 
-    def _class_of(self, device: DeviceProfile, usable: float, hop_s: float) -> RankClass:
-        tokens = self.request.sequence_length
+    def _class_of(self, device: DeviceProfile, rank: int, usable: float) -> RankClass:
+        tokens, host = self.request.sequence_length, int(self.fleet.host[rank])
         split = True in self.request.split_choices
         blocks = [device.layers[kind] for kind in sorted({x.kind for x in self.blocks})]
         ends = [device.layers[self.model.layers[i].kind] for i in (0, -1)]
         parts = [blocks, ends[:1], ends[1:]]
+
+        def forward(times: LayerTimes, size: int) -> float:
+            return layer_s(times, Op.F, size)
 
         def back(times: LayerTimes, size: int) -> float:
             whole = layer_s(times, Op.B, size)
@@ -149,35 +235,74 @@ class Facts:
         def least(part: list[LayerTimes], of: Callable[[LayerTimes, int], float], each: bool) -> float:
             return min((of(t, n * tokens) / (n if each else 1) for t in part for n in self.sizes), default=0.0)
 
-        def work(times: LayerTimes, size: int) -> float:
-            return layer_s(times, Op.F, size) + back(times, size)
-
-        def fill(times: LayerTimes, size: int) -> float:
-            return layer_s(times, Op.F, size) + homeward(times, size)
-
         def ahead(times: LayerTimes, size: int) -> float:
-            forward = layer_s(times, Op.F, size)
-            return forward / max(1e-30, forward + layer_s(times, Op.B, size) + repeated_s(times, size))
+            return forward(times, size) / max(
+                1e-30, forward(times, size) + layer_s(times, Op.B, size) + repeated_s(times, size)
+            )
 
-        everything = [(t, n * tokens) for t in (*blocks, *ends) for n in self.sizes]
-        again = max((repeated_s(t, n * tokens) for t in blocks for n in self.sizes), default=0.0)
+        layers = [*blocks, *ends]
+        hides_s = self._hides_s(blocks, layers)
+        ways = [self.message_s(way, self.message_bytes) for way in (self.exit[host], self.inside[rank])]
+        hop_s = 2 * min(ways) if self.filling and min(ways) < math.inf else 0.0
         return RankClass(
-            work_s=tuple(least(part, work, True) for part in parts),
-            fill_s=tuple(least(part, fill, False) for part in parts),
+            work_s=tuple(least(part, lambda t, n: forward(t, n) + back(t, n), True) for part in parts),
+            trip_s=tuple(least(part, lambda t, n: forward(t, n) + homeward(t, n), True) for part in parts),
+            fill_s=self._filling(least(part, lambda t, n: forward(t, n) + homeward(t, n), False) for part in parts),
+            forward_s=self._filling(least(part, forward, False) for part in parts),
             repeated_s=least(blocks, repeated_s, True),
-            refill_s=least(blocks, repeated_s, False),
-            hidden_s=again + max(max(layer_s(t, op, size) for op in (Op.B, Op.W)) for t, size in everything),
-            ahead=min(ahead(t, size) for t, size in everything),
+            refill_s=least(blocks, repeated_s, False) if self.filling else 0.0,
+            growth=self._growth(layers, [forward, homeward, repeated_s]),
+            overhead_s=device.forward_overhead_s + device.backward_overhead_s,
+            hidden_s=max(again for _, again in hides_s),
+            hides_s=hides_s,
+            stretch=self._stretch(layers, [way for way in (self.exit[host], self.inside[rank]) if way[0] < math.inf]),
+            ahead=min(ahead(t, n * tokens) for t in layers for n in self.sizes),
             usable=usable,
             fixed_s=device.optimizer_fixed_s,
             per_parameter_s=device.optimizer_s_per_parameter,
+            near=self.inside[rank],
+            away=self.exit[host],
+            home=host,
+            ranks=[rank],
             hop_s=hop_s,
-            ranks=[],
         )
+
+    def _filling(self, seconds: Iterable[float]) -> tuple[float, ...]:
+        return tuple(value if self.filling else 0.0 for value in seconds)
+
+    def _hides_s(self, blocks: list[LayerTimes], layers: list[LayerTimes]) -> tuple[tuple[float, float], ...]:
+        """See ``RankClass.hides_s``. The last micro-batch may hold fewer sequences."""
+        tokens, found = self.request.sequence_length, []
+        for choice in self.choices:
+            sizes = [n * tokens for n in range(1, choice + 1)]
+            own = max(layer_s(t, op, size) for t in layers for size in sizes for op in (Op.B, Op.W))
+            again = max((layer_s(t, Op.B, size) + repeated_s(t, size) for t in blocks for size in sizes), default=0.0)
+            found.append((own, max(own, again)))
+        return tuple(found)
+
+    def _stretch(self, layers: list[LayerTimes], ways: list[tuple[float, ...]]) -> tuple[float, ...]:
+        """See ``RankClass.stretch``."""
+        tokens, size = self.request.sequence_length, self.message_bytes
+        curves: list[Callable[[int], float]] = [lambda n, t=t: layer_s(t, Op.F, n * tokens) for t in layers]  # type: ignore[misc]
+        curves += [lambda n, way=way: self.message_s(way, n * size) for way in ways]  # type: ignore[misc]
+        least = [min(of(n) for n in self.sizes) for of in curves]
+        return tuple(
+            min((of(choice) / one for of, one in zip(curves, least, strict=True) if one > 0), default=1.0)
+            for choice in self.choices
+        )
+
+    def _growth(self, layers: list[LayerTimes], curves: list[Callable[[LayerTimes, int], float]]) -> float:
+        """See ``RankClass.growth``; 1 where micro-batches of one sequence are no choice."""
+        tokens, choices = self.request.sequence_length, self.request.micro_batch_choices
+        if 1 not in choices:
+            return 1.0
+        alone = [(of(t, tokens), of, t) for of in curves for t in layers]
+        ratios = [of(t, n * tokens) / one for one, of, t in alone for n in choices if n > 1 and one > 0]
+        return max(1.0, min(ratios, default=1.0))
 
     def sums_s(self, pipelines: int) -> list[tuple[float, ...]]:
         """Least seconds to sum one block, the embedding, the head over ``pipelines`` ranks, by class."""
-        if pipelines < 2:
+        if pipelines < 2 or not self.sums:
             return [(0.0, 0.0, 0.0)] * len(self.classes)
 
         def of(rank: int, size: float) -> float:

@@ -1,0 +1,166 @@
+"""What a stage of a class of ranks costs, tabulated over the blocks it holds: the steps of ``chains``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetero_mpi.planning.memory import stage_trainable
+from hetero_mpi.planning.packing.relaxed import Facts
+from hetero_mpi.planning.several.fleet import Floats
+from hetero_mpi.planning.tables import Table, stage_bytes
+
+ENDS = tuple(itertools.product((False, True), repeat=2))
+"""Does a stage begin with the embedding? Does it end with the head?"""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When stages may begin, given shares of the batch and a step time; [share, blocks]. See ``bound`` for the inequalities."""
+
+    latest_s: Floats
+    """A may be at most this; negative: never."""
+    rounds: Floats
+    """So many round trips from this stage to the last one and back take place one after the other."""
+    left_s: Floats
+    """A and these round trips must fit into this; negative: never."""
+    end_s: Floats
+    """[blocks]: when everything but the optimizer must have ended."""
+    most: int
+    """No share can have a stage of more blocks; -1: of any."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Stages of one class and one kind (embedding or not, head or not, recompute or not); arrays over 0 ... L blocks."""
+
+    work_s: Floats
+    """Least seconds per sequence."""
+    trip_s: Floats
+    """The same without what split backward may put off."""
+    fill_s: Floats
+    """Least seconds of one micro-batch, there and back."""
+    forward_s: Floats
+    growth: float
+    optimizer_s: Floats
+    tails_s: tuple[Floats, ...]
+    """By choice of micro-batch: what sums of gradients take that the last backward cannot hide; empty: there are none."""
+    kept: Floats
+    """Most sequences in flight; 0: such a stage does not fit, or is none."""
+
+    def limits(self, shares: Floats, step_s: float, ahead: list[float]) -> Limits:
+        """``ahead``: by choice of micro-batch, least share of A that lies before the first backward, of which there is as
+        much more as the micro-batch is larger."""
+        spare = step_s - self.optimizer_s - shares[:, None] * self.work_s
+        tails = self.tails_s or (np.zeros_like(self.work_s),) * len(ahead)
+        latest = np.maximum.reduce([(spare - tail) / part for tail, part in zip(tails, ahead, strict=True)])
+        latest = np.minimum(latest, step_s - self.optimizer_s - shares[:, None] * self.trip_s)
+        latest = np.where(self.kept > 0, latest, -1.0)
+        kept = np.maximum(self.kept, 1e-9)
+        rounds = np.maximum(1.0, np.ceil(shares[:, None] / kept - 1e-9))
+        several = rounds > 1
+        last = np.where(
+            several, shares[:, None] - np.where(several, rounds - 1, 0.0) * np.where(several, kept, 0.0), 1.0
+        )
+        grown = (self.growth - 1) * np.where(several, rounds - 1, 0.0) * self.fill_s
+        before_last = np.maximum(0.0, np.minimum((last - 1) * self.forward_s, grown))
+        possible = np.flatnonzero((latest >= 0).any(axis=0))
+        most = int(possible.max()) if possible.size else -1
+        left = np.where(latest >= 0, step_s - self.optimizer_s - before_last, -1.0)
+        return Limits(latest, rounds, left, step_s - self.optimizer_s, most)
+
+
+class StageTables:
+    """``Stages`` of every class, for numbers of pipelines that sum gradients."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self._bytes = {
+            (first, last, recompute): tuple(_over_blocks(table, first, last) for table in self._stage_bytes(recompute))
+            for first, last in ENDS
+            for recompute in set(facts.request.recompute_choices)
+        }
+        model, count = facts.model, len(facts.blocks)
+        sums = np.concatenate([[0.0], np.cumsum([float(x.trainable_parameters) for x in model.layers])])
+        trained = sums[None, :] - sums[:, None]
+        trained[0, count + 2] = stage_trainable(model, 0, count + 2)
+        self._trained = {ends: np.nan_to_num(_over_blocks(trained, *ends), posinf=0.0) for ends in ENDS}
+        self._known: dict[int, dict[tuple[int, bool, bool], list[Stages]]] = {}
+
+    def _stage_bytes(self, recompute: bool) -> tuple[Table, Table]:
+        """(least bytes whatever is in flight, least bytes of every sequence in flight) [first, last]."""
+        facts, sizes = self.facts, sorted(set(self.facts.request.micro_batch_choices))
+        tables = [stage_bytes(facts.model, facts.request.sequence_length * size, recompute) for size in sizes]
+        each = [table / size for size, (_, table) in zip(sizes, tables, strict=True)]
+        return tables[0][0], np.minimum.reduce(each)
+
+    def of(self, pipelines: int) -> dict[tuple[int, bool, bool], list[Stages]]:
+        """(class, embedding?, head?) -> its stages, one entry for every way of recomputing that fits anywhere."""
+        if pipelines not in self._known:
+            sums = self.facts.sums_s(pipelines)
+            self._known[pipelines] = {
+                (kind, first, last): [one for one in self._stages(kind, first, last, sums[kind]) if one.kept.any()]
+                for kind in range(len(self.facts.classes))
+                for first, last in ENDS
+            }
+        return self._known[pipelines]
+
+    def _stages(self, kind: int, first: bool, last: bool, sums: tuple[float, ...]) -> Iterator[Stages]:
+        facts, one, ends = self.facts, self.facts.classes[kind], (first, last)
+        blocks: Floats = np.arange(len(facts.blocks) + 1, dtype=np.float64)
+
+        def total(each: tuple[float, ...]) -> Floats:
+            return blocks * each[0] + float(first) * each[1] + float(last) * each[2]
+
+        overhead_s = one.overhead_s / max(facts.request.micro_batch_choices)
+        for recompute in sorted(set(facts.request.recompute_choices)):
+            again = blocks * one.repeated_s if recompute else np.zeros_like(blocks)
+            yield Stages(
+                work_s=total(one.work_s) + again + overhead_s,
+                trip_s=total(one.trip_s) + again + overhead_s,
+                fill_s=total(one.fill_s)
+                + (blocks * one.refill_s if recompute else 0.0)
+                + (one.overhead_s if facts.filling else 0.0),
+                forward_s=total(one.forward_s),
+                growth=one.growth,
+                optimizer_s=one.fixed_s + one.per_parameter_s * self._trained[first, last],
+                tails_s=tuple(_tail_s(sums, total(sums), blocks, ends, hides[recompute]) for hides in one.hides_s)
+                if any(sums)
+                else (),
+                kept=self._kept(one.usable, first, last, recompute),
+            )
+
+    def _kept(self, usable: float, first: bool, last: bool, recompute: bool) -> Floats:
+        fixed, each = self._bytes[first, last, recompute]
+        room = usable - fixed
+        with np.errstate(invalid="ignore"):
+            kept = np.where(each > 0, np.floor(room / np.maximum(each, 1e-30) + 1e-9), np.inf)
+        kept = np.where(room >= 0, kept, 0.0)
+        # A stage without blocks has no forward to repeat: one way of not doing so is enough.
+        if (recompute and False in self.facts.request.recompute_choices) or not (first or last):
+            kept[0] = 0.0
+        return np.where(kept >= min(self.facts.request.micro_batch_choices), kept, 0.0)
+
+
+def _tail_s(sums: tuple[float, ...], total: Floats, blocks: Floats, ends: tuple[bool, bool], hidden_s: float) -> Floats:
+    """Of sums of ``total`` seconds, those after the backward: of the first item, and of all beyond what backward hides."""
+    first = np.full(len(blocks), sums[1]) if ends[0] else np.where(blocks > 0, sums[0], sums[2])
+    # When the last item is whole, the last backward still has all others to do.
+    return np.asarray(np.maximum(first, total - (blocks + sum(ends) - 1) * hidden_s))
+
+
+def _over_blocks(table: Table, first: bool, last: bool) -> Floats:
+    """The least entry [first, last) of ``table`` by the number of blocks a stage holds; infinite: there is none."""
+    count = table.shape[0] - 3
+    blocks = np.arange(count + 1)
+    if first and last:
+        return np.where(blocks == count, table[0, count + 2], np.inf)
+    if first:
+        return np.asarray(table[0, blocks + 1], dtype=np.float64)
+    if last:
+        return np.asarray(table[count + 1 - blocks, count + 2], dtype=np.float64)
+    inner = [min(table[i, i + n] for i in range(1, count + 2 - n)) for n in range(1, count + 1)]
+    return np.array([np.inf, *inner])
