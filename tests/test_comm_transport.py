@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hetero_mpi.comm.emulated_cards import Cards
 from hetero_mpi.comm.emulated_link import EmulatedTransport
 from hetero_mpi.comm.loopback import LoopbackNetwork
+from hetero_mpi.comm.mpi_progress import Then
+from hetero_mpi.comm.mpi_sums import GroupSums
 from hetero_mpi.comm.sleeping import Sleeper
-from hetero_mpi.comm.transport import Transport
+from hetero_mpi.comm.transport import Group, Numbers, Sum, Transport
 from tests.mpi import run_mpi
 from tests.programs.comm_conformance import CASES, PIECE_CASES, SUM_CASES
 
@@ -52,6 +58,12 @@ def test_messages_in_pieces(passed_over_mpi: Passed, case: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sums_over_mpi(passed_over_mpi: Passed, kind: str, case: str, ranks: int) -> None:
     assert (kind, case) in passed_over_mpi(ranks)
+
+
+@pytest.mark.parametrize("case", ["ring", "ring, interleaved"])
+@pytest.mark.parametrize("kind", ["threaded", "unthreaded"])
+def test_sums_of_ranks_on_two_hosts(passed_over_mpi: Passed, kind: str, case: str) -> None:
+    assert (kind, case) in passed_over_mpi(3)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -97,6 +109,122 @@ def test_a_sum_of_an_emulated_cluster_lasts_from_its_last_member_s_start() -> No
     # The moments are read between the start noted here and the end: at most a waking early, at least two sums later.
     assert min(ends) - max(starts) >= 2 * sum_s - 1e-3
     assert starts[2] - min(starts) >= late_s / 2, "the late member was not late"
+
+
+def test_sums_of_an_emulated_cluster_queue_for_the_cards_of_their_hosts(tmp_path: Path) -> None:
+    """Ranks 0, 1 on host a, 2, 3 on b. Groups (0, 2) and (1, 3) sum between the hosts, one after the other; a third of ranks
+    0 and 1 does not wait for the card, and no rank sees another end than its peer."""
+    sum_s, ends = 0.1, [0.0] * 4
+    held = [
+        EmulatedTransport(
+            end,
+            rank,
+            lambda *_: 0.0,
+            Cards.create(str(tmp_path / "cards"), "aabb"),
+            [0.0] * 4,
+            Sleeper(False),
+            lambda *_: sum_s,
+        )
+        for rank, end in enumerate(LoopbackNetwork(4).transports)
+    ]
+
+    def case(make: Callable[[], Transport], rank: int) -> None:
+        transport = make()
+        across = transport.group((rank % 2, rank % 2 + 2), rank % 2)
+        inside = transport.group((0, 1), 2) if rank < 2 else None
+        begin = time.perf_counter()
+        if inside is not None:
+            transport.wait(transport.all_reduce(inside, np.ones(4, np.float32)))
+            assert time.perf_counter() - begin < 1.9 * sum_s
+        request = transport.all_reduce(across, np.ones(4, np.float32))
+        transport.wait(request)
+        ends[rank] = request.moment_s  # type: ignore[attr-defined]
+
+    between_threads(held, case)
+    assert ends[:2] == ends[2:]
+    assert abs(ends[0] - ends[1]) >= sum_s * (1 - 1e-9)
+
+
+class Wire:
+    """Stands for MPI under all ranks' sums: delivers in a random order, and tells when a send may be received into."""
+
+    def __init__(self, hosts: str, seed: int) -> None:
+        self.hosts, self.draw = hosts, random.Random(seed)
+        self.sends: dict[tuple[int, int, int], deque[tuple[Numbers, Then]]] = defaultdict(deque)
+        self.receives: dict[tuple[int, int, int], deque[tuple[Numbers, Then]]] = defaultdict(deque)
+        self.being_sent: list[Numbers] = []
+        self.left_host: Counter[str] = Counter()
+        """Bytes."""
+
+    def deliver(self) -> None:
+        """Until nothing is under way."""
+        finished: list[Callable[[], None]] = []
+        while True:
+            matched = [route for route, sends in self.sends.items() if sends and self.receives[route]]
+            if not matched and not finished:
+                return
+            if matched and (not finished or self.draw.random() < 0.5):
+                finished += self._moved(self.draw.choice(matched))
+            else:
+                finished.pop(self.draw.randrange(len(finished)))()
+
+    def _moved(self, route: tuple[int, int, int]) -> list[Callable[[], None]]:
+        (content, left), (room, come) = self.sends[route].popleft(), self.receives[route].popleft()
+        assert content.size == room.size
+        room[:] = content
+        source, destination = self.hosts[route[0]], self.hosts[route[1]]
+        self.left_host[source] += content.nbytes if source != destination else 0
+
+        def has_left() -> None:
+            self.being_sent = [other for other in self.being_sent if other is not content]
+            left()
+
+        return [has_left, come]
+
+
+class WiredProgress:
+    """What ``GroupSums`` asks of ``Progress``, for one rank on a ``Wire``."""
+
+    def __init__(self, wire: Wire, rank: int) -> None:
+        self.wire, self.rank, self.ended = wire, rank, 0
+
+    def begin(self, request: Sum) -> None: ...
+
+    def end(self, request: Sum) -> None:
+        self.ended += 1
+
+    def send(self, comm: object, request: Sum, buffer: Numbers, peer: int, tag: int, then: Then) -> None:
+        self.wire.being_sent.append(buffer)
+        self.wire.sends[self.rank, peer, tag].append((buffer, then))
+
+    def receive(self, comm: object, request: Sum, buffer: Numbers, peer: int, tag: int, then: Then) -> None:
+        used = any(np.shares_memory(buffer, other) for other in self.wire.being_sent)
+        assert not used, "MPI forbids to receive into what is still being sent"
+        self.wire.receives[peer, self.rank, tag].append((buffer, then))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("hosts", ["aab", "abab", "abcd", "aabbcc", "abcabcaa", "aaaa"])
+def test_sums_leave_every_host_as_seldom_as_a_ring(hosts: str, seed: int) -> None:
+    """Bytes that leave a host are counted where they are sent: at most 2 (n - 1) / n of what is summed, and equal bits."""
+    count, size, wire = len(hosts), 16 * 5 * len(hosts), Wire(hosts, seed)
+    group = Group(tuple(range(count)), 0)
+    sides = [WiredProgress(wire, rank) for rank in range(count)]
+    sums = [GroupSums(side, None, side.rank, group, hosts) for side in sides]  # type: ignore[arg-type]
+    draw = np.random.default_rng(seed)
+    turns = [[draw.normal(0, 1e3, size).astype(np.float32) for _ in range(count)] for _ in range(2)]
+    expected = [np.sum(np.stack(parts).astype(np.float64), axis=0) for parts in turns]
+    for parts in turns:
+        for rank in draw.permutation(count):
+            sums[rank].start(Sum(group, parts[rank]))
+    wire.deliver()
+    assert [side.ended for side in sides] == [2] * count
+    for parts, total in zip(turns, expected, strict=True):
+        assert all(np.array_equal(part, parts[0]) for part in parts)
+        assert np.linalg.norm(parts[0] - total) <= 1e-6 * np.linalg.norm(total)
+    most = 2 * 2 * (count - 1) * size * 4 // count
+    assert set(wire.left_host) == (set(hosts) if len(set(hosts)) > 1 else {"a"})
+    assert max(wire.left_host.values()) == (most if len(set(hosts)) > 1 else 0)
 
 
 @pytest.mark.long

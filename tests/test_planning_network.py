@@ -7,15 +7,17 @@ of 1,000 bytes takes 1 s at 1,000 bytes/s. Gradients: 4,000 bytes of the embeddi
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 
+from hetero_mpi.comm.sum_paths import ring_of
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.dry_run import validate
-from hetero_mpi.planning.durations import ring_s
+from hetero_mpi.planning.durations import all_reduce_s
 from hetero_mpi.planning.network import THREADED, Network, with_shared_cards
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile, HostProfile
+from hetero_mpi.planning.profile import ClusterProfile, HostLinkProfile, HostProfile
 from hetero_mpi.planning.schedule import Op, gradients_first, schedule_of
 from hetero_mpi.planning.simulator import Simulation, simulate
 from tests.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, random_plan
@@ -162,15 +164,88 @@ def test_every_rank_sums_its_gradients_when_there_are_several_pipelines() -> Non
         simulate(plan, profile, without)
 
 
-def test_a_ring_is_as_slow_as_its_slowest_link() -> None:
+def sharing(*groups: tuple[int, ...]) -> ClusterProfile:
+    ranks = 1 + max(rank for group in groups for rank in group)
+    return with_shared_cards(on_one_host(make_profile([1.0] * ranks, bytes_per_s=SLOW), *groups))
+
+
+@pytest.mark.parametrize(
+    ("groups", "seconds"),
+    [
+        ([(0,), (1,), (2,), (3,)], 6.0),  # two hops of 3 messages of 1,000 bytes per rank
+        ([(0, 1, 2, 3)], 6.0),
+        ([(0, 1), (2, 3)], 6.0),  # around the ring, 6 hops
+        ([(0, 2), (1, 3)], 6.0),
+        ([(0, 1, 2), (3,)], 6.0),
+    ],
+)
+def test_a_sum_moves_as_many_bytes_through_every_card_however_ranks_share_hosts(
+    groups: list[tuple[int, ...]], seconds: float
+) -> None:
+    assert all_reduce_s(sharing(*groups), (0, 1, 2, 3), 4000) == pytest.approx(seconds)
+    assert all_reduce_s(sharing(*groups), (3, 1, 0, 2), 4000) == pytest.approx(seconds), "the order does not matter"
+    assert all_reduce_s(sharing(*groups), (2,), 4000) == 0.0
+
+
+@pytest.mark.parametrize("pair", [(2, 1), (0, 1), (0, 2)])
+def test_a_ring_is_as_slow_as_the_slowest_link_between_its_ranks(pair: tuple[int, int]) -> None:
+    """Ranks 0, 2 and 1, 3 share hosts; who is whose neighbour does not count."""
+    profile = sharing((0, 2), (1, 3))
+    links = (replace(li, bytes_per_s=250.0) if (li.source, li.destination) == pair else li for li in profile.links)
+    assert all_reduce_s(replace(profile, links=tuple(links)), (0, 1, 2, 3), 4000) == pytest.approx(24.0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_messages_between_all_pairs_are_those_one_by_one(seed: int) -> None:
+    _, profile = random_plan(seed)
+    ranks = [device.rank for device in reversed(profile.devices)]
+    found = profile.messages_s(ranks, 1234)
+    for i, a in enumerate(ranks):
+        for j, b in enumerate(ranks):
+            assert found[i, j] == pytest.approx(profile.transfer_s(a, b, 1234) if a != b else 0.0)
+
+
+def test_links_of_hosts_stand_for_those_of_their_ranks() -> None:
+    names = ("shared0", "shared1", "host4")
+    profile = on_one_host(make_profile([1.0] * 5), (0, 1), (2, 3))
+    between = tuple(HostLinkProfile(a, b, i, 100.0 + j) for i, a in enumerate(names) for j, b in enumerate(names))
+    profile = replace(profile, links=(), host_links=between)
+    assert profile.messages_s((1, 2, 4), 500)[0, 1] == pytest.approx(profile.transfer_s(1, 2, 500))
+    assert profile.messages_s((4, 0, 1), 500)[0, 2] == pytest.approx(profile.transfer_s(4, 1, 500))
+    with pytest.raises(UserError, match="missing: 0 -> 1"):
+        replace(profile, host_links=between[1:]).messages_s((0, 1, 4), 500)
+
+
+def test_direct_exchange_is_as_slow_as_its_busiest_rank() -> None:
+    """All that rank 1 sends takes four times as long: twice two messages of 1,000 bytes, 4 s each."""
     profile = make_profile([1.0] * 3, bytes_per_s=SLOW)
-    assert ring_s(profile, (0,), 3000) == 0.0
-    assert ring_s(profile, (0, 1, 2), 3000) == pytest.approx(4.0)  # 2 * (3 - 1) rounds of 1,000 bytes
+    assert all_reduce_s(profile, (0, 1, 2), 3000) == pytest.approx(4.0)
     slower = tuple(replace(li, bytes_per_s=250.0) if li.source == 1 else li for li in profile.links)
-    assert ring_s(replace(profile, links=slower), (0, 1, 2), 3000) == pytest.approx(16.0)
+    assert all_reduce_s(replace(profile, links=slower), (0, 1, 2), 3000) == pytest.approx(16.0)
 
 
-def test_a_ring_that_goes_to_and_fro_loads_the_cards_twice() -> None:
-    profile = with_shared_cards(on_one_host(make_profile([1.0] * 4, bytes_per_s=SLOW), (0, 1), (2, 3)))
-    assert ring_s(profile, (0, 1, 2, 3), 4000) == pytest.approx(6.0)  # 6 rounds; one message leaves each host in each
-    assert ring_s(profile, (0, 2, 1, 3), 4000) == pytest.approx(12.0)
+@pytest.mark.parametrize(
+    ("hosts", "ring"),
+    [
+        ("abc", None),
+        ("aaa", None),
+        ("aab", (0, 1, 2)),
+        ("aba", (0, 2, 1)),
+        ("abbac", (0, 3, 1, 2, 4)),
+    ],
+)
+def test_ranks_that_share_hosts_with_some_of_the_others_sum_in_a_ring(hosts: str, ring: tuple[int, ...] | None) -> None:
+    ranks = range(len(hosts))
+    assert ring_of(ranks, hosts) == ring
+    assert ring_of([*reversed(ranks)], hosts[::-1]) == ring
+
+
+@pytest.mark.parametrize("hosts", ["abcdefgh", "aabbccdd", "aaaabbbb", "aaaaaaab", "abababab"])
+def test_bytes_that_leave_a_host(hosts: str) -> None:
+    """At most 2 (n - 1) / n of those that are summed, whichever way they take; direct exchange would be more."""
+    count, ring = len(hosts), ring_of(range(len(hosts)), hosts)
+    pairs = list(permutations(range(count), 2)) if ring is None else list(zip(ring, (*ring[1:], ring[0]), strict=True))
+    hops = 2 if ring is None else 2 * (count - 1)
+    for host in set(hosts):
+        leaving = sum(hosts[a] == host != hosts[b] for a, b in pairs)
+        assert hops * leaving <= 2 * (count - 1)

@@ -7,20 +7,19 @@ The real transfer is hidden in that time, if it is the shorter one.
 * Messages of one directed pair of ranks queue behind each other.
 * All ranks of an emulated host share its card, one message in each direction at a time, first come, first served: as
   ``planning.network.Network(shared_nic=True)`` says. The times until which cards are taken lie in a file that the ranks of
-  one real host map into memory, so ranks on different real hosts do not see each other's messages: each real host's ranks
-  share a card of their own.
-* A sum lasts as long as the profile says, counted from the moment when its last member started it: every member sends its
-  own moment to the others. A rank takes part in one sum at a time, first started first.
+  one real host map into memory (``emulated_cards``), so ranks on different real hosts do not see each other's messages:
+  each real host's ranks share a card of their own.
+* A sum lasts as long as the profile says, counted from the moment when its last member started it, and the cards of all its
+  hosts are free, if it has several: every member sends its own moment to the others, and whoever first sees that all have
+  come takes the cards, in both directions, until the sum's end; the others look that end up. So sums take cards in the
+  order in which they are noticed, nearly that in which they begin. A rank takes part in one sum at a time, first
+  started first.
 * Moments are read off the sender's clock. Ranks of one host share a clock; between hosts the clocks are compared once,
   by ping-pong, to about half the variation of a round trip (clocks then drift apart, by milliseconds per minute at worst).
 """
 
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -28,6 +27,7 @@ from typing import Literal
 
 import numpy as np
 
+from hetero_mpi.comm.emulated_cards import Cards
 from hetero_mpi.comm.sleeping import Sleeper
 from hetero_mpi.comm.transport import Buffer, Group, Message, Numbers, Request, Sum, Transport
 from hetero_mpi.comm.world import World
@@ -46,59 +46,10 @@ SumTime = Callable[[tuple[int, ...], int], float]
 Clock = Callable[[], float]
 
 
-class Cards:
-    """Until when each emulated host's network card is taken, in seconds of this machine's clock, per direction.
-
-    The table is a file in memory that the ranks of one real host share; a file lock makes booking one act.
-    """
-
-    def __init__(self, file_descriptor: int, hosts: Sequence[str]) -> None:
-        self._file = file_descriptor
-        names = sorted(set(hosts))
-        self._row = [names.index(host) for host in hosts]
-        self._memory = mmap.mmap(file_descriptor, 16 * len(names))
-        self._taken_until_s = np.frombuffer(self._memory, np.float64).reshape(len(names), 2)
-
-    @classmethod
-    def create(cls, path: str, hosts: Sequence[str]) -> Cards:
-        """The table in a file, made with all cards free unless it is there. ``hosts``: the emulated host of each rank."""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        size = 16 * len(set(hosts))
-        if os.fstat(descriptor).st_size < size:
-            os.ftruncate(descriptor, size)
-        return cls(descriptor, hosts)
-
-    def book(self, source: int, destination: int, earliest_s: float, duration_s: float) -> float:
-        """Take both cards for a message that may start at ``earliest_s``; returns when it ends."""
-        out, into = self._row[source], self._row[destination]
-        if out == into:
-            return earliest_s + duration_s
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        try:
-            taken = self._taken_until_s
-            end_s = max(earliest_s, float(taken[out, 0]), float(taken[into, 1])) + duration_s
-            taken[out, 0] = taken[into, 1] = end_s
-        finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-        return end_s
-
-
-def shared_cards(world: World, hosts: Sequence[str]) -> Cards:
-    """The table of this real host's ranks. Collective. ``hosts``: the emulated host of each rank of the whole job."""
-    path = None
-    if world.local_rank == 0:
-        descriptor, path = tempfile.mkstemp(prefix="hetero_mpi-cards-")
-        os.close(descriptor)
-    paths = {host: made for host, made in world.all_gather_json([world.host, path]) if made is not None}
-    cards = Cards.create(paths[world.host], hosts)
-    world.barrier()
-    if path is not None:
-        os.unlink(path)  # the ranks have it open; a crash leaves nothing behind
-    return cards
-
-
 _Start = tuple[Buffer, float]
-"""A moment as 8 bytes, and what to add to it for this rank's clock."""
+"""A moment as 8 bytes, and the clock it was read off minus rank 0's."""
+SumEnd = Callable[[float, float], float]
+"""(moment at which the last member began it, on rank 0's clock; when it may start, on this rank's clock) -> when it ends."""
 
 
 class _Held(Message):
@@ -116,6 +67,10 @@ class _Held(Message):
         return float(self._stamp.view(np.float64)[0]) + self._offset_s
 
     @property
+    def ended_s(self) -> float | None:
+        return self.moment_s if all(part.completed for part in self.parts) else None
+
+    @property
     def completed(self) -> bool:
         return all(part.completed for part in self.parts) and time.perf_counter() >= self.moment_s
 
@@ -128,14 +83,15 @@ class _HeldSum(Sum):
         request: Request,
         parts: Sequence[Request],
         starts: Sequence[_Start],
-        sum_s: float,
+        own_offset_s: float,
+        ends_s: SumEnd,
         before: _HeldSum | None,
     ) -> None:
         assert isinstance(request, Sum), "transports make sums"
         super().__init__(request.group, request.buffer)
         self.parts = (request, *parts)
         self.before = before
-        self._starts, self._sum_s = starts, sum_s
+        self._starts, self._own_offset_s, self._ends_s = starts, own_offset_s, ends_s
         self._moment_s: float | None = None
 
     @property
@@ -143,8 +99,9 @@ class _HeldSum(Sum):
         """When it is done, on this rank's clock; known once ``parts`` of it, and of those before it, are complete."""
         if self._moment_s is None:
             before_s = self.before.moment_s if self.before is not None else 0.0
-            begin_s = max(float(stamp.view(np.float64)[0]) + offset_s for stamp, offset_s in self._starts)
-            self._moment_s = max(before_s, begin_s) + self._sum_s
+            # On one clock, so that all members find the same to the last bit.
+            begun_s = max(float(stamp.view(np.float64)[0]) - offset_s for stamp, offset_s in self._starts)
+            self._moment_s = self._ends_s(begun_s, max(before_s, begun_s + self._own_offset_s))
             self.before = None  # the chain of a whole run would be long
         return self._moment_s
 
@@ -205,20 +162,31 @@ class EmulatedTransport:
         assert number < _SUM_TAG // 2, "group numbers share the tags with messages"
         return self.inner.group(ranks, number)
 
+    def dissolve(self, group: Group) -> None:
+        """See ``Transport``."""
+        self.inner.dissolve(group)
+
     def all_reduce(self, group: Group, buffer: Numbers) -> Request:
         """See ``Transport``."""
         request = self.inner.all_reduce(group, buffer)
         own = np.array([time.perf_counter()]).view(np.uint8)
-        starts: list[_Start] = [(own, 0.0)]
+        own_offset_s = self._offsets_s.get(self.rank, 0.0)
+        starts: list[_Start] = [(own, own_offset_s)]
         parts: list[Request] = []
         tag = _SUM_TAG - group.number
         for other in group.ranks:
             if other != self.rank:
                 stamp = np.empty(8, np.uint8)
-                starts.append((stamp, self._offset_s(other)))
+                starts.append((stamp, self._offsets_s.get(other, 0.0)))
                 parts += (self.inner.post_receive(other, tag, stamp), self.inner.send(other, tag, own))
         sum_s = self.sum_s(group.ranks, buffer.nbytes)
-        held = _HeldSum(request, parts, starts, sum_s, self._last_sum)
+
+        def ends_s(begun_s: float, earliest_s: float) -> float:
+            if self.cards is None or sum_s == 0:
+                return earliest_s + sum_s
+            return self.cards.book_sum(group, begun_s, earliest_s, sum_s)
+
+        held = _HeldSum(request, parts, starts, own_offset_s, ends_s, self._last_sum)
         self._last_sum = held
         return held
 

@@ -119,6 +119,10 @@ class LoopbackTransport:
         self._groups[number] = group
         return group
 
+    def dissolve(self, group: Group) -> None:
+        """See ``Transport``."""
+        del self._groups[group.number]
+
     def all_reduce(self, group: Group, buffer: Numbers) -> Request:
         """See ``Transport``."""
         assert self._groups.get(group.number) == group, f"{group} was not made by this transport"

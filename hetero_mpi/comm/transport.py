@@ -12,7 +12,9 @@ from, received into, and summed in, where it lies.
 * All members of a group start its sums in the same order and with equal lengths. Sums of different groups, and messages, may
   be under way at the same time.
 * A sum adds in the order of the group's ranks, ``((r0 + r1) + r2) + ...``, element by element in fp32: every member gets
-  the same bits, whatever arrives first and however the elements are divided among sums.
+  the same bits, whatever arrives first and however the elements are divided among sums. Only where a group has several
+  ranks on one of several hosts, a transport may add in an order that depends on the element's place; then too every member
+  gets the same bits, and again the same ones whenever as many numbers are summed over the same ranks and hosts.
 * Requests are made by one thread; any may ask whether they are complete.
 * Whatever goes wrong with a request is raised by ``wait`` for it.
 """
@@ -20,6 +22,7 @@ from, received into, and summed in, where it lies.
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol
@@ -54,6 +57,7 @@ class Request:
     def __init__(self, buffer: NDArray[Any]) -> None:
         self.buffer = buffer
         self.error: BaseException | None = None
+        self._ended_s: float | None = None
         self._done = threading.Lock()
         """Held until completion: a bare lock wakes its waiter faster than an event."""
         self._done.acquire()
@@ -66,7 +70,13 @@ class Request:
     def complete(self, error: BaseException | None = None) -> None:
         """Mark as done, with what went wrong. Called once, by the transport."""
         self.error = error
+        self._ended_s = time.perf_counter()
         self._done.release()
+
+    @property
+    def ended_s(self) -> float | None:
+        """When it was seen to be complete (``time.perf_counter``); None: it is not."""
+        return self._ended_s
 
     def block(self) -> None:
         """Sleep until completed."""
@@ -120,8 +130,12 @@ class Transport(Protocol):
     def group(self, ranks: tuple[int, ...], number: int) -> Group:
         """The ranks (increasing, this one among them) as a group that can sum.
 
-        Every member calls it with the same ranks and number; a number is used once per rank.
+        Every member calls it with the same ranks and number; a number is used once per rank until it is dissolved.
         """
+        ...
+
+    def dissolve(self, group: Group) -> None:
+        """The group sums no more, and its number is free again. Every member calls it, with no sum of it under way on any."""
         ...
 
     def all_reduce(self, group: Group, buffer: Numbers) -> Request:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from operator import add
 
+import numpy as np
+
+from hetero_mpi.comm.sum_paths import ring_of
 from hetero_mpi.planning.cost import ModelCost
 from hetero_mpi.planning.memory import GRADIENT_BYTES, shared_parameters, stage_trainable
-from hetero_mpi.planning.network import Resource, resources
 from hetero_mpi.planning.plan import Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LayerTimes
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by, stages, summed_items, tied_heads
@@ -89,26 +91,27 @@ def _step_s(action: Action, plan: Plan, profile: ClusterProfile) -> float:
     return own
 
 
-def ring_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: float) -> float:
-    """Seconds to sum ``size_bytes`` over ``ranks`` in a ring: 2 (n - 1) rounds, each as long as its busiest link or card.
+def all_reduce_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: float) -> float:
+    """Seconds to sum ``size_bytes`` over ``ranks``, in whatever order these are given, the way the runtime does it.
 
-    Every round moves 1/n of the bytes from each rank to the next (Patarasuk & Yuan 2009: no all-reduce moves fewer).
+    ``comm.sum_paths`` says which. Around a ring from host to host: 2 (n - 1) hops of 1/n of the bytes from each rank to the
+    next. One message leaves every host in each hop, whose card it shares with none; a hop is taken to be as long as the
+    slowest link between any two of the ranks, since the ring does not choose its neighbours. By direct exchange: two hops,
+    in each of which every rank sends 1/n to every other, as long as the busiest rank sends or receives; its messages
+    follow one another, through its own network card.
+
+    Either way 2 (n - 1) / n of the bytes leave every rank (Patarasuk & Yuan 2009: no all-reduce moves fewer), so that both
+    cost the same wherever all links are alike.
     """
     count = len(ranks)
     if count < 2:
         return 0.0
-    neighbours = zip(ranks, (*ranks[1:], ranks[0]), strict=True)
-    return 2 * (count - 1) * _at_once_s(profile, [(a, b, size_bytes / count) for a, b in neighbours])
-
-
-def _at_once_s(profile: ClusterProfile, messages: Iterable[tuple[int, int, float]]) -> float:
-    """Seconds until all messages (source, destination, bytes), begun together, have arrived."""
-    busy: dict[Resource, float] = {}
-    for source, destination, size_bytes in messages:
-        seconds = profile.transfer_s(source, destination, size_bytes)
-        for resource in resources(profile, source, destination):
-            busy[resource] = busy.get(resource, 0.0) + seconds
-    return max(busy.values(), default=0.0)
+    seconds = profile.messages_s(ranks, size_bytes / count)
+    if ring_of(ranks, [profile.devices[rank].host for rank in ranks]) is not None:
+        return 2 * (count - 1) * float(seconds.max())
+    # Sorted first: the same sums to the last bit however ranks are numbered.
+    busiest = (np.sort(seconds, axis=axis).sum(axis=axis).max() for axis in (0, 1))
+    return 2 * float(max(busiest))
 
 
 def summed_bytes(model: ModelCost, item: int) -> int:
@@ -121,7 +124,7 @@ def summed_bytes(model: ModelCost, item: int) -> int:
 
 def sum_s(plan: Plan, profile: ClusterProfile, item: int) -> float:
     """Seconds to sum the gradients of ``item`` over the ranks that hold it, one per pipeline."""
-    return ring_s(profile, held_by(plan, item), summed_bytes(profile.model, item))
+    return all_reduce_s(profile, held_by(plan, item), summed_bytes(profile.model, item))
 
 
 def _reduce_s(action: Action, plan: Plan, profile: ClusterProfile) -> float:
@@ -206,6 +209,8 @@ class Durations:
         self.tied_heads = tied_heads(plan, profile.model)
         self._pipelines = [plan.pipelines[index] for _, index, _ in stages(plan)]
         self._known: dict[tuple[Op, int, int | None], tuple[float, int]] = {}
+        self._sums: dict[tuple[tuple[int, ...], int], float] = {}
+        """(holders, bytes) -> seconds: most items are alike, and holders may be many."""
 
     def of(self, action: Action) -> tuple[float, int]:
         """(seconds, bytes)"""
@@ -220,4 +225,11 @@ class Durations:
         return self._known[key]
 
     def _computed(self, action: Action) -> tuple[float, int]:
-        return duration(action, self.plan, self.profile), message_bytes(action, self.plan, self.profile)
+        size = message_bytes(action, self.plan, self.profile)
+        if action.op is not Op.REDUCE or (action.item == 0 and action.stage in self.tied_heads):
+            return duration(action, self.plan, self.profile), size
+        assert action.item is not None
+        sum_of = held_by(self.plan, action.item), size
+        if sum_of not in self._sums:
+            self._sums[sum_of] = duration(action, self.plan, self.profile)
+        return self._sums[sum_of], size

@@ -39,8 +39,10 @@ THREADED = Network()
 def with_shared_cards(profile: ClusterProfile) -> ClusterProfile:
     """The same cluster, its messages between hosts passing through one card per host."""
     known = {host.name: host for host in profile.hosts}
-    names = dict.fromkeys([*known, *(device.host for device in profile.devices)])
-    hosts = [known.get(name, HostProfile(name, 0, "not known")) for name in names]
+    used_bytes = dict.fromkeys(known, 0)
+    for device in profile.devices:
+        used_bytes[device.host] = used_bytes.get(device.host, 0) + device.memory_bytes
+    hosts = [known.get(name, HostProfile(name, n, "not known: that of its ranks")) for name, n in used_bytes.items()]
     return replace(profile, hosts=tuple(replace(host, shared_nic=True) for host in hosts))
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.cost import ModelCost
@@ -133,6 +137,10 @@ class HostLinkProfile:
     bytes_per_s: float
 
 
+_Floats = NDArray[np.float64]
+_Pairs = tuple[NDArray[np.int64], _Floats, _Floats, _Floats, _Floats]
+
+
 @dataclass(frozen=True)
 class ClusterProfile:
     """Everything planning knows. A TOML file in ``profiles/`` or the run directory that a person can read and edit."""
@@ -201,3 +209,36 @@ class ClusterProfile:
             + (link.latency_s + message_bytes / link.bytes_per_s)
             + (into.copy_latency_s + message_bytes / into.host_to_device_bytes_per_s)
         )
+
+    def messages_s(self, ranks: Sequence[int], message_bytes: float) -> _Floats:
+        """Seconds [source, destination] of a message between any two of ``ranks``, as ``transfer_s`` says; 0 to oneself."""
+        places, latency_s, per_byte_s, out, into = self._pairs
+        at = np.array(ranks)
+        pairs = np.ix_(places[at], places[at])
+        copied = out[at][:, None, :] + into[at][None, :, :]
+        seconds = (latency_s[pairs] + copied[:, :, 0]) + message_bytes * (per_byte_s[pairs] + copied[:, :, 1])
+        np.fill_diagonal(seconds, 0.0)
+        for a, b in np.argwhere(np.isnan(seconds)):
+            self.link(ranks[a], ranks[b])  # says what is missing
+        return np.asarray(seconds)
+
+    @cached_property
+    def _pairs(self) -> _Pairs:
+        """(place of each rank; latency, seconds per byte of the link from place to place, NaN where there is none; latency and
+        seconds per byte [rank, 2] of copies out of and into its device). A place is a rank, or a host where only hosts have
+        links: of pairs of ranks there may be a million."""
+        names = [device.host for device in self.devices]
+        hosts = list(dict.fromkeys(names))
+        by_host = not self.links
+        places = np.array([hosts.index(name) if by_host else rank for rank, name in enumerate(names)])
+        count = len(hosts) if by_host else len(names)
+        latency_s, per_byte_s = np.full((count, count), np.nan), np.full((count, count), np.nan)
+        for a in range(count):
+            for b in range(count):
+                pair = (hosts[a], hosts[b]) if by_host else (names[a], names[b])
+                link = (None if by_host else self._link_of.get((a, b))) or self._host_link_of.get(pair)
+                if link is not None:
+                    latency_s[a, b], per_byte_s[a, b] = link.latency_s, 1 / link.bytes_per_s
+        out = np.array([(d.copy_latency_s, 1 / d.device_to_host_bytes_per_s) for d in self.devices])
+        into = np.array([(d.copy_latency_s, 1 / d.host_to_device_bytes_per_s) for d in self.devices])
+        return places, latency_s, per_byte_s, out, into

@@ -3,18 +3,20 @@
 ``[cluster] emulate = PROFILE``. The profile's model is what is planned; the job's model, with as many blocks, is what is
 computed. Every forward, backward (whole or in parts) and optimizer step runs its real arithmetic and then waits until
 ``durations.duration`` times ``[cluster] time_scale`` has passed; messages and sums are held back by ``comm.emulated_link``.
+The profile is looked at through ``NETWORK`` once, when it is read: planner, prediction and ranks see the same cards.
 Nothing else differs from a run without emulation: losses have the same bits.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from hetero_mpi.comm.emulated_link import Delay, EmulatedTransport, clock_offsets_s, shared_cards
+from hetero_mpi.comm.emulated_cards import Cards, shared_cards
+from hetero_mpi.comm.emulated_link import Delay, EmulatedTransport, clock_offsets_s
 from hetero_mpi.comm.sleeping import Sleeper
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.comm.world import World
@@ -25,10 +27,10 @@ from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.durations import (
     Durations,
+    all_reduce_s,
     finished_items_s,
     optimizer_s,
     return_s,
-    ring_s,
     summed_bytes,
     tied_s,
 )
@@ -36,13 +38,12 @@ from hetero_mpi.planning.files import load_profile, profile_from_dict, profile_t
 from hetero_mpi.planning.network import Network
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.profile import EMULATED, ClusterProfile
-from hetero_mpi.planning.schedule import COMPUTE, Action, Op, Schedule, held_by
-from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by
 from hetero_mpi.report import units
 from hetero_mpi.training.request import with_memory
 
 NETWORK = Network(shared_nic=True)
-"""How messages meet in an emulated cluster; its predictions are made alike."""
+"""How messages meet in an emulated cluster: the ranks of every host share its card."""
 _PACED = (*COMPUTE, Op.STEP)
 
 
@@ -54,10 +55,23 @@ class Pace:
         late: of these, how many took longer than they should, by real arithmetic or since nobody woke this rank in time ...
         late_s: ... and by how much in all (wall clock).
         summed_item: whose gradients this rank is about to sum; ``sum_s`` is asked for it.
+        step: number of the step that runs: devices may change their speed.
+
+    Args:
+        speeds: (rank, from which step on, share of the profile's speed).
     """
 
-    def __init__(self, plan: Plan, profile: ClusterProfile, time_scale: float, sleeper: Sleeper) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        profile: ClusterProfile,
+        time_scale: float,
+        sleeper: Sleeper,
+        speeds: Sequence[tuple[int, int, float]] = (),
+    ) -> None:
         self._plan, self._profile, self._scale, self._sleeper = plan, profile, time_scale, sleeper
+        self._speeds = sorted(speeds, key=lambda change: change[1])
+        self.step = 0
         self._known = Durations(plan, profile)
         self._finished_s: dict[Action, dict[int, float]] = {}
         self.actions, self.late, self.late_s = 0, 0, 0.0
@@ -65,18 +79,29 @@ class Pace:
 
     def lasts_s(self, action: Action) -> float:
         """Seconds of wall clock that an action is to last; STEP without what it waits for (the other end of a tied matrix)."""
+        stage, scale = self._known.stages[action.stage], self._scale_now(action)
         if action.op is Op.STEP:
-            stage = self._known.stages[action.stage]
             device = self._profile.devices[stage.ranks[0]]
-            return self._scale * optimizer_s(self._profile, device, stage.first, stage.last)
-        return self._scale * self._known.of(action)[0]
+            return scale * optimizer_s(self._profile, device, stage.first, stage.last)
+        return scale * self._known.of(action)[0]
+
+    def _scale_now(self, action: Action) -> float:
+        """Seconds of wall clock per second of the device that does ``action``, at its speed in this step."""
+        rank, speed = self._known.stages[action.stage].ranks[0], 1.0
+        for changed, first_step, share in self._speeds:
+            speed = share if changed == rank and first_step <= self.step else speed
+        return self._scale / speed
+
+    def go_on_from(self, before: Pace) -> None:
+        """Count on, after a change of plans."""
+        self.actions, self.late, self.late_s = before.actions, before.late, before.late_s
 
     def sum_s(self, ranks: tuple[int, ...], size_bytes: int) -> float:
         """Seconds of wall clock that the sum of ``summed_item`` is to last. The stand-in's bytes do not matter."""
         emulated_bytes = summed_bytes(self._profile.model, self.summed_item)
         if emulated_bytes == 0:
             return 0.0  # the stand-in trains what the emulated model does not
-        return self._scale * ring_s(self._profile, held_by(self._plan, self.summed_item), emulated_bytes)
+        return self._scale * all_reduce_s(self._profile, held_by(self._plan, self.summed_item), emulated_bytes)
 
     def hold(self, action: Action, start_s: float, finished: Callable[[int], None] | None = None) -> None:
         """Wait until an action that began at ``start_s`` (``time.perf_counter``) has lasted long enough.
@@ -100,8 +125,9 @@ class Pace:
     def _items_s(self, action: Action) -> dict[int, float]:
         if action not in self._finished_s:
             after = finished_items_s(action, self._plan, self._profile)
-            self._finished_s[action] = {item: self._scale * seconds for item, seconds in after.items()}
-        return self._finished_s[action]
+            self._finished_s[action] = after
+        scale = self._scale_now(action)
+        return {item: scale * seconds for item, seconds in self._finished_s[action].items()}
 
 
 @dataclass(frozen=True)
@@ -116,7 +142,8 @@ class Emulation:
     transport: Transport
     """Carries the messages between stages in steps, and those only."""
     end_transport: Transport
-    """Carries the gradient and the values of a tied matrix between the two ends, and sums gradients."""
+    """Carries the gradient and the values of a tied matrix between the two ends, and sums gradients. As simulated, these share
+    cards among themselves; the few messages between stages that still pass beside them are not slowed down by them."""
     pace: Pace
     stand_in_sequence: int
     """Tokens per sequence of the job."""
@@ -158,7 +185,7 @@ def emulated_profile(
             profile = _first_ranks(load_profile(path), world.size, cluster.emulate_first, str(path))
             _check_model(profile, chain, chain.tied is not None and tuning.full, str(path))
             found = replace(
-                profile,
+                NETWORK.seen_by(profile),
                 source=profile.source if profile.emulated else f"{EMULATED}, {profile.source}",
                 key=f"{EMULATED}-{profile.key}",
                 notes=(*_notes(profile, chain, loaded), *profile.notes),
@@ -208,18 +235,6 @@ def _notes(profile: ClusterProfile, chain: Chain, loaded: LoadedJob) -> tuple[st
     )
 
 
-def predicted(plan: Plan, profile: ClusterProfile, schedule: Schedule) -> Plan:
-    """The plan with its prediction for ranks that share their host's network card; the reasons say so if that matters."""
-    step_s = simulate(plan, profile, schedule, NETWORK).step_s
-    reasons = plan.reasons
-    if abs(step_s / plan.predicted_step_s - 1) > 1e-3:
-        reasons += (
-            f"the ranks of a host share its network card: {units.seconds(step_s)} per step instead of the "
-            f"{units.seconds(plan.predicted_step_s)} of links of their own",
-        )
-    return replace(plan, predicted_step_s=step_s, reasons=reasons)
-
-
 def emulate(
     world: World,
     transport: Transport,
@@ -237,21 +252,22 @@ def emulate(
     """
     sleeper = Sleeper(spare_core=cores >= 2)  # one computes, one spins
     scale = loaded.job.cluster.time_scale
-    cards = shared_cards(world, [device.host for device in profile.devices])
+    hosts = [device.host for device in profile.devices]
+    cards, end_cards = shared_cards(world, hosts), shared_cards(world, hosts)
     offsets_s = clock_offsets_s(world, transport)
-    pace = Pace(plan, profile, scale, sleeper)
+    pace = Pace(plan, profile, scale, sleeper, loaded.job.cluster.speed_changes())
     own = loaded.job.data.sequence_length
     row_bytes = own * chain.config.hidden_size * DTYPES[loaded.job.train.dtype].itemsize
 
-    def links(delay_s: Delay) -> EmulatedTransport:
+    def links(delay_s: Delay, cards: Cards) -> EmulatedTransport:
         return EmulatedTransport(transport, world.rank, delay_s, cards, offsets_s, sleeper, pace.sum_s)
 
     return Emulation(
         profile,
         plan,
         scale,
-        links(_between_stages(profile, plan, scale, row_bytes)),
-        links(_between_ends(profile, plan, scale)),
+        links(_between_stages(profile, plan, scale, row_bytes), cards),
+        links(_between_ends(profile, plan, scale), end_cards),
         pace,
         own,
         cores,

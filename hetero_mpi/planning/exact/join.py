@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hetero_mpi.planning.durations import ring_s, summed_bytes
+from hetero_mpi.planning.durations import all_reduce_s, summed_bytes
 from hetero_mpi.planning.exact.lockstep import Table
 from hetero_mpi.planning.exact.teams import Team
 from hetero_mpi.planning.exact.variants import Indices, Order, Part, columns_of, part_of
@@ -45,6 +45,13 @@ class Join:
         self.exact = exact
         self.choices: dict[tuple[Order, int], _Choices] = {}
         self.sums: dict[tuple[int, tuple[int, ...]], float] = {}
+        """(bytes, ranks) -> seconds"""
+        model = exact.profile.model
+        self.summed_bytes = [
+            summed_bytes(model, item) if layer.trainable_parameters > 0 else None
+            for item, layer in enumerate(model.layers)
+        ]
+        """Of each item; None: it has no sum."""
 
     def solve(self) -> None:
         teams = self.exact.teams or []
@@ -153,11 +160,12 @@ class Join:
         return min(self._sum_s(item, (ranks[index][stage], other)) for other in ranks[1 - index])
 
     def _sum_s(self, item: int, holders: tuple[int, ...]) -> float:
-        key = item, holders
+        size = self.summed_bytes[item]
+        if size is None:
+            return 0.0
+        key = size, holders
         if key not in self.sums:
-            model = self.exact.profile.model
-            trained = model.layers[item].trainable_parameters > 0
-            self.sums[key] = ring_s(self.exact.profile, holders, summed_bytes(model, item)) if trained else 0.0
+            self.sums[key] = all_reduce_s(self.exact.profile, holders, size)
         return self.sums[key]
 
     def _together_s(self, own: list[_Choices], places: tuple[int, ...], ranks: list[tuple[int, ...]]) -> float:

@@ -1,0 +1,32 @@
+"""Which way a sum's numbers take between the ranks of a group. Pure, since the planner prices the same way.
+
+Direct exchange takes two hops, but of h ranks on one host every one sends to every rank elsewhere: ``h (n - h)`` of 1/n of the
+bytes leave the host per hop, through its one card. A ring that visits host after host leaves each host once per hop: ``n - 1``
+of 1/n per half of its way (Patarasuk & Yuan 2009). So::
+
+    8 ranks, bytes that leave a host    alone on it    2 on it    4 on it
+    direct                              14/8           24/8       32/8
+    around the ring                     14/8           14/8       14/8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def ring_of(ranks: Sequence[int], hosts: Sequence[str]) -> tuple[int, ...] | None:
+    """The ranks in the order of the ring that sums them, or None where they exchange directly.
+
+    A ring where some host holds several of the ranks and another host holds others; there, host after host, in the order of
+    their lowest ranks. The order in which ``ranks`` are given does not matter.
+
+    Args:
+        ranks: distinct.
+        hosts: of each of ``ranks``.
+    """
+    here: dict[str, list[int]] = {}
+    for rank, host in sorted(zip(ranks, hosts, strict=True)):
+        here.setdefault(host, []).append(rank)
+    if len(here) in (1, len(ranks)):
+        return None
+    return tuple(rank for members in here.values() for rank in members)
