@@ -44,11 +44,11 @@ from hetero_mpi.errors import UserError  # noqa: E402
 from hetero_mpi.planning.files import load_profile  # noqa: E402
 from hetero_mpi.planning.memory import stage_memory, usable_bytes  # noqa: E402
 from hetero_mpi.planning.offline import whole_model_s  # noqa: E402
+from hetero_mpi.planning.outline import outlined  # noqa: E402
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile  # noqa: E402
 from hetero_mpi.planning.request import PlanRequest  # noqa: E402
-from hetero_mpi.planning.simulator import simulate  # noqa: E402
 from hetero_mpi.planning.single.optimum import Space  # noqa: E402
 from hetero_mpi.planning.single.search import evaluate  # noqa: E402
 
@@ -194,7 +194,7 @@ def data_parallel_s(
     if not pipelines:
         return math.inf
     pipelines = (replace(pipelines[0], sequences=pipelines[0].sequences + left_out), *pipelines[1:])
-    return simulate(Plan(pipelines, request.global_batch, request.sequence_length, items), profile).step_s
+    return outlined(Plan(pipelines, request.global_batch, request.sequence_length, items), profile).step_s
 
 
 def figures_of(rule: str, profile: ClusterProfile, able: Sequence[DeviceProfile]) -> list[float] | None:

@@ -18,6 +18,7 @@ from hetero_mpi.planning.files import load_plan, load_profile, plan_to_dict, sav
 from hetero_mpi.planning.idling import idling
 from hetero_mpi.planning.network import THREADED, Network
 from hetero_mpi.planning.offline import losses, what_ifs
+from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.planner import complete_plan, differences, make_plan
 from hetero_mpi.planning.profile import ClusterProfile
@@ -91,7 +92,7 @@ def plan(
     question = ask(job, overrides, profile)
     chosen = _chosen(question, given)
     own = chosen if given is None else make_plan(question.profile, question.request)
-    result = simulate(chosen, question.profile)
+    result = outlined(chosen, question.profile)
     lost = losses(chosen, own, question.profile, question.request)
     answers = list(what_ifs(own, question.profile, question.request)) if explain else []
     otherwise = differences(chosen, question.request) if given is not None else []

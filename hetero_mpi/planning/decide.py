@@ -22,12 +22,12 @@ from hetero_mpi.planning.single.optimum import Optimum, check, optimise, space_o
 from hetero_mpi.planning.single.room import closest, few_classes, rescued, with_hosts_divided
 from hetero_mpi.planning.tables import may_split, rank_classes
 
-POLISH_EFFORT = 60_000
+POLISH_EFFORT = 150_000
 """Simulated actions that may be spent on making a plan better as a whole."""
 LARGE = 32
 """With more ranks than this, and several pipelines allowed, ``several.layouts`` is asked alone."""
 MANY_RANKS = 12
-"""With more ranks than this a plan is not polished: its searches see enough, and one simulation is dear."""
+"""With more ranks than this a plan is not polished, but for splitting backward: its searches see enough."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,9 @@ def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
         )
     if len(profile.devices) > LARGE and request.max_pipelines > 1 and request.schedule == "auto":
         found = layouts.several(profile, request, fewest=1)
-        return Decision(found, found.predicted_step_s, False) if found is not None else _searched(profile, request)
+        if found is None:
+            return _searched(profile, request)
+        return _with_starts(Decision(found, found.predicted_step_s, False), profile, request)
     exact = Exact(profile, request, rank_classes(profile), request.indifference)
     if not exact.is_small():
         return _searched(profile, request)
@@ -96,13 +98,19 @@ def _searched(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
     best = found[0]
     for other in found[1:]:
         best = other if other.step_s < best.step_s * (1 - request.indifference) else best
-    if len(profile.devices) > MANY_RANKS:
-        return best
+    return _with_starts(best, profile, request)
+
+
+def _with_starts(best: Decision, profile: ClusterProfile, request: PlanRequest) -> Decision:
+    """``best``, made better as a whole where there are not many ranks; with backward split where that is faster."""
     for start in _starts(best.plan, profile, request):
+        many = len(profile.devices) > MANY_RANKS
+        if many and start is best.plan:
+            continue
         polisher = Polisher(profile, request, POLISH_EFFORT)
         fitting = polisher.fitted(start)
         if fitting is not None:
-            plan, step_s = polisher.polished(fitting)
+            plan, step_s = (fitting, polisher.step_s(fitting)) if many else polisher.polished(fitting)
             best = replace(best, plan=plan, step_s=step_s) if step_s < best.step_s else best
     return best
 
@@ -147,10 +155,9 @@ def _candidates(profile: ClusterProfile, request: PlanRequest) -> Iterator[tuple
         together = few.several(space, Polisher(profile, request, POLISH_EFFORT))
         if together is not None:
             yield _scheduled(together[0], request), None
-        else:
-            plan = layouts.several(profile, request)
-            if plan is not None:
-                yield _scheduled(plan, request), None
+        plan = layouts.several(profile, request)
+        if plan is not None:
+            yield _scheduled(plan, request), None
 
 
 def _one_pipeline(profile: ClusterProfile, request: PlanRequest) -> Optimum:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.changes import restricted
 from hetero_mpi.planning.decide import Decision, decide, with_classic_depths
-from hetero_mpi.planning.durations import compute_s
+from hetero_mpi.planning.durations import Durations, compute_s
 from hetero_mpi.planning.plan import IdleRank, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
-from hetero_mpi.planning.schedule import Op, stages
+from hetero_mpi.planning.schedule import Action, Op, stages
 from hetero_mpi.planning.several.few import dealt
 from hetero_mpi.planning.several.polish import Polisher
 from hetero_mpi.planning.simulator import Simulation
@@ -53,7 +53,12 @@ def reasons(
     """Why ``plan``, the decision with figures, is the plan."""
     lines = [_counts(plan, profile)]
     lines += [other.sentence(plan.predicted_step_s) for other in beaten(plan, profile, request)]
-    return (*lines, busiest(plan, simulation), *_least(plan, profile, request, simulation), _gap(decision, plan))
+    return (
+        *lines,
+        busiest(plan, profile, simulation),
+        *_least(plan, profile, request, simulation),
+        _gap(decision, plan),
+    )
 
 
 def _least(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: Simulation) -> Iterator[str]:
@@ -174,7 +179,7 @@ def _other_pipelines(plan: Plan, profile: ClusterProfile, request: PlanRequest) 
         yield Beaten(f"one pipeline instead of {count}", one.step_s if one is not None else None)
 
 
-def busiest(plan: Plan, simulation: Simulation) -> str:
+def busiest(plan: Plan, profile: ClusterProfile, simulation: Simulation) -> str:
     """The rank that computes most, or the link that is busier still."""
     numbered = stages(plan)
     rank = max(sorted(simulation.busy_s), key=lambda r: simulation.busy_s[r])
@@ -182,11 +187,13 @@ def busiest(plan: Plan, simulation: Simulation) -> str:
     held = describe_items(stage.first, stage.last, plan.items)
     share = ratio(simulation.busy_s[rank], simulation.step_s)
     text = f"busiest: stage {number} (rank {rank}: {held}) computes {share:.0%} of the step"
-    links: dict[tuple[int, int], float] = {}
-    for event in simulation.events:
-        if event.action.op in (Op.SEND_F, Op.SEND_B):
-            peer = numbered[event.action.stage + (1 if event.action.op is Op.SEND_F else -1)][2].ranks[0]
-            links[event.rank, peer] = links.get((event.rank, peer), 0.0) + event.end_s - event.start_s
+    costs, links = Durations(plan, profile), dict[tuple[int, int], float]()
+    for index, (number, pipeline, stage) in enumerate(numbered[:-1]):
+        if numbered[index + 1][1] == pipeline:
+            there, last = numbered[index + 1][2], plan.pipelines[pipeline].micro_batches - 1
+            for op, sender, ends in ((Op.SEND_F, number, (stage, there)), (Op.SEND_B, number + 1, (there, stage))):
+                seconds = last * costs.of(Action(op, sender, 0))[0] + costs.of(Action(op, sender, last))[0]
+                links[ends[0].ranks[0], ends[1].ranks[0]] = seconds
     link = max(sorted(links), key=lambda pair: links[pair], default=None)
     if link is not None and links[link] > simulation.busy_s[rank]:
         text += f"; the link {link[0]} -> {link[1]} is busy {ratio(links[link], simulation.step_s):.0%} of it"
@@ -195,7 +202,7 @@ def busiest(plan: Plan, simulation: Simulation) -> str:
 
 def _gap(decision: Decision, plan: Plan) -> str:
     more = max(0.0, ratio(plan.predicted_step_s, plan.bound_step_s) - 1)
-    text = f"predicted {describe_seconds(plan.predicted_step_s)}; all ranks always busy: "
+    text = f"predicted {describe_seconds(plan.predicted_step_s)}; no plan could take less than "
     text += f"{describe_seconds(plan.bound_step_s)} (+{more:.1%})"
     return f"{text}; every other plan was looked at: none is faster" if decision.proven else text
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_mpi.planning.cost import ModelCost
-from hetero_mpi.planning.plan import HostMemory, Plan, RankMemory
+from hetero_mpi.planning.plan import HostMemory, PipelinePlan, Plan, RankMemory, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.schedule import Action, Op, Schedule, schedule_of, stages
 
@@ -105,6 +105,14 @@ def holdings(actions: Sequence[Action]) -> tuple[tuple[int, int], ...]:
     return tuple(largest)
 
 
+def stage_holdings(pipeline: PipelinePlan, stage: StagePlan, model: ModelCost) -> tuple[tuple[int, int], ...]:
+    """``holdings`` of one stage of a plan: known without its list, unless its weight gradients are put off."""
+    if not pipeline.split_backward or stage is pipeline.stages[0]:
+        return ((min(stage.warm_up + 1, pipeline.micro_batches), 0),)
+    alone = Plan((pipeline,), pipeline.sequences, 1, len(model.layers))
+    return holdings(schedule_of(alone, model)[stage.ranks[0]])
+
+
 def usable_bytes(memory_bytes: int, reserve: float) -> int:
     """What a plan may use of a rank's memory when the share ``reserve`` is kept free."""
     return int(memory_bytes * (1 - reserve))
@@ -114,12 +122,14 @@ def predict_memory(
     plan: Plan, profile: ClusterProfile, reserve: float = 0.0, schedule: Schedule | None = None
 ) -> tuple[RankMemory, ...]:
     """Peak against usable bytes of every rank that holds a stage, in rank order. ``schedule``: the plan's by default."""
-    actions = schedule if schedule is not None else schedule_of(plan, profile.model)
     peaks: dict[int, int] = {}
     for number, index, stage in stages(plan):
         tokens = plan.pipelines[index].size(0) * plan.sequence_length
         for rank in stage.ranks:
-            held = holdings([action for action in actions[rank] if action.stage == number])
+            if schedule is not None:
+                held = holdings([action for action in schedule[rank] if action.stage == number])
+            else:
+                held = stage_holdings(plan.pipelines[index], stage, profile.model)
             needs = (
                 stage_memory(profile.model, stage.first, stage.last, tokens, flying, stage.recompute, deferred).total
                 for flying, deferred in held
@@ -139,6 +149,8 @@ def predict_hosts(
     Ranks that compute in the host's own memory (CPU, integrated GPUs) take all they need from it; of the others, their
     staging buffers lie there, which are small enough to leave out.
     """
+    if not profile.hosts:
+        return ()
     peaks = {memory.rank: memory.peak_bytes for memory in predict_memory(plan, profile, reserve, schedule)}
     found = []
     for host in profile.hosts:

@@ -83,7 +83,8 @@ class Plan:
     """Length of the chain: blocks + 2."""
     predicted_step_s: float = 0.0
     bound_step_s: float = 0.0
-    """No plan for this instance can be faster than this (fluid bound of planning.bounds)."""
+    """No plan for this instance can be faster than this (``packing.bound`` for a few ranks, else the fluid bound of
+    ``bounds``)."""
     memory: tuple[RankMemory, ...] = ()
     hosts: tuple[HostMemory, ...] = ()
     idle: tuple[IdleRank, ...] = ()

@@ -13,14 +13,19 @@ from hetero_mpi.planning.decide import decide
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.explain import busiest, idle_ranks, reasons
 from hetero_mpi.planning.memory import predict_hosts, predict_memory
+from hetero_mpi.planning.outline import outlined
+from hetero_mpi.planning.packing.bound import packing_bound_s
 from hetero_mpi.planning.plan import IdleRank, Plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import schedule_of, stages
 from hetero_mpi.planning.shortage import explain_shortage
-from hetero_mpi.planning.simulator import Simulation, simulate
+from hetero_mpi.planning.simulator import Simulation
 from hetero_mpi.planning.single.optimum import space_of
 from hetero_mpi.planning.words import describe_bytes
+
+CLOSELY_BOUND = 8
+"""Up to so many ranks the bound of a plan is the packing bound, which takes about a second then; beyond, the fluid one."""
 
 
 def make_plan(profile: ClusterProfile, request: PlanRequest) -> Plan:
@@ -35,7 +40,7 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> Plan:
     decision = decide(profile, request)
     if decision is None:
         raise UserError(explain_shortage(space_of(profile, request)))
-    simulation = simulate(decision.plan, profile)
+    simulation = outlined(decision.plan, profile)
     plan = _with_figures(decision.plan, profile, request, simulation)
     idle = idle_ranks(decision, profile, request)
     return replace(plan, idle=idle, reasons=reasons(decision, plan, profile, request, simulation))
@@ -52,7 +57,7 @@ def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
     if problems:
         raise UserError("\n".join(f"plan: {problem}" for problem in problems))
     validate(schedule_of(plan, profile.model), plan, profile.model)
-    simulation = simulate(plan, profile)
+    simulation = outlined(plan, profile)
     full = _with_figures(plan, profile, request, simulation)
     short = [m for m in full.memory if m.peak_bytes > m.usable_bytes]
     lines = [
@@ -72,7 +77,7 @@ def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
     idle = tuple(
         IdleRank(device.rank, "not named in the given plan") for device in profile.devices if device.rank not in named
     )
-    return replace(full, idle=idle, reasons=("given by hand", busiest(full, simulation)))
+    return replace(full, idle=idle, reasons=("given by hand", busiest(full, profile, simulation)))
 
 
 def differences(plan: Plan, request: PlanRequest) -> list[str]:
@@ -100,10 +105,17 @@ def _with_figures(plan: Plan, profile: ClusterProfile, request: PlanRequest, sim
     return replace(
         plan,
         predicted_step_s=simulation.step_s,
-        bound_step_s=fluid_bound_s(profile, request),
+        bound_step_s=_bound_s(plan, profile, request, simulation.step_s),
         memory=predict_memory(plan, profile, request.memory_reserve),
         hosts=predict_hosts(plan, profile, request.memory_reserve),
     )
+
+
+def _bound_s(plan: Plan, profile: ClusterProfile, request: PlanRequest, step_s: float) -> float:
+    """The best bound that is quick to find. A plan by hand that goes beyond the request may be under the packing bound."""
+    if len(profile.devices) > CLOSELY_BOUND or differences(plan, request):
+        return fluid_bound_s(profile, request)
+    return packing_bound_s(profile, request, step_s)
 
 
 def _chain_problems(plan: Plan, profile: ClusterProfile) -> list[str]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.planning.bounds import usable_devices
-from hetero_mpi.planning.codec import encode
 from hetero_mpi.planning.cost import ModelCost
 from hetero_mpi.planning.durations import layer_s, optimizer_s, repeated_s, return_s, tied_s
 from hetero_mpi.planning.memory import stage_memory, usable_bytes
@@ -35,26 +35,49 @@ def rank_classes(profile: ClusterProfile) -> list[list[int]]:
     Two ranks are interchangeable when their devices are equal, swapping them leaves every link as it is, and their hosts
     set them the same limits: ranks of one host, or each the only one of a host of the same kind.
     """
-    ranks = [device.rank for device in usable_devices(profile)]
+    contents = _contents(profile)
+    if profile.links:
+        return _linked_classes(profile, [device.rank for device in usable_devices(profile)], contents)
+    # Where links are told by pairs of hosts, equal ranks of one host have equal links: one of them stands for all.
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank, content in contents.items():
+        groups.setdefault((profile.devices[rank].host, content), []).append(rank)
+    members = {group[0]: group for group in groups.values()}
+    classes = _linked_classes(profile, list(members), {rank: contents[rank] for rank in members})
+    return [sorted(rank for first in one for rank in members[first]) for one in classes]
+
+
+def _contents(profile: ClusterProfile) -> dict[int, str]:
+    """What every usable rank is, its number and its host's name aside."""
     alone = _only_one_of_its_host(profile)
-    contents = {}
+    known: dict[int, str] = {}
+    """Of the tables of times, which many devices of a large profile are one object or equal ones."""
+    found = {}
     for device in usable_devices(profile):
-        record = encode(device)
+        if id(device.layers) not in known:
+            known[id(device.layers)] = repr(sorted((k, repr(v)) for k, v in device.layers.items()))
         host = profile.host(device.rank)
         limits = None if host is None else (host.memory_bytes, host.shared_nic, alone[device.rank])
-        contents[device.rank] = repr(
-            (limits, sorted((k, v) for k, v in record.items() if k not in ("rank", "host", "memory_reason")))
-        )
-    links = {(link.source, link.destination): (link.latency_s, link.bytes_per_s) for link in profile.links}
+        plain = replace(device, rank=0, host="", memory_reason="", layers={})
+        found[device.rank] = f"{limits} {known[id(device.layers)]} {plain}"
+    return found
+
+
+def _linked_classes(profile: ClusterProfile, ranks: list[int], contents: dict[int, str]) -> list[list[int]]:
+    """Classes of ``ranks`` by what they are and how they are linked among themselves."""
+    alone = _only_one_of_its_host(profile)
+    links: dict[tuple[int, int], tuple[float, float]] = {}
+    for a, b in itertools.permutations(ranks, 2):
+        link = profile.link(a, b)
+        links[a, b] = link.latency_s, link.bytes_per_s
 
     def exchangeable(a: int, b: int) -> bool:
-        others = [rank for rank in ranks if rank not in (a, b)]
         same_host = profile.devices[a].host == profile.devices[b].host
-        return (
+        return bool(
             contents[a] == contents[b]
-            and (same_host or profile.host(a) is None or (alone[a] and alone[b]))
+            and (same_host or (alone[a] and alone[b]) or (profile.links and profile.host(a) is None))
             and links[a, b] == links[b, a]
-            and all(links[a, x] == links[b, x] and links[x, a] == links[x, b] for x in others)
+            and all(links[a, x] == links[b, x] and links[x, a] == links[x, b] for x in ranks if x not in (a, b))
         )
 
     # Colours: what a rank is, then also what it is linked to; a few rounds tell unlike ranks apart.
@@ -75,8 +98,8 @@ def rank_classes(profile: ClusterProfile) -> list[list[int]]:
 
 
 def _only_one_of_its_host(profile: ClusterProfile) -> dict[int, bool]:
-    hosts = [device.host for device in profile.devices]
-    return {device.rank: hosts.count(device.host) == 1 for device in profile.devices}
+    counts = Counter(device.host for device in profile.devices)
+    return {device.rank: counts[device.host] == 1 for device in profile.devices}
 
 
 def _numbered(texts: dict[int, str]) -> dict[int, int]:

@@ -189,7 +189,7 @@ class Chains:
             size = float(columns.fleet.message_bytes[cut - 1])
             out.append(float(columns.latency_s[a, b] + size * columns.per_byte_s[a, b]))
             home.append(float(columns.latency_s[b, a] + size * columns.per_byte_s[b, a]))
-        begun, ends = _spans_s((forward, backward, out, home), warm_up, self.micro_batches)
+        begun, ends = spans_of_many_s((forward, backward, out, home), warm_up, self.micro_batches)
         tails = [
             columns.summed_s(column, cuts[i], cuts[i + 1], begun[i], ends[i], recompute[i])
             for i, column in enumerate(picks)
@@ -290,7 +290,7 @@ class Chains:
                     yield self.evaluate(chain.picks, chain.cuts, (*before, other, *after))
 
 
-def _spans_s(
+def spans_of_many_s(
     times: tuple[Seconds, Seconds, Seconds, Seconds], warm_up: Sequence[int], micro_batches: int
 ) -> tuple[list[float], list[float]]:
     """``simulator.spans_s``; of very many micro-batches the first ones are simulated and the rest go on as these end."""

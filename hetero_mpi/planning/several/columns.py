@@ -106,9 +106,9 @@ class Columns:
             np.maximum(self.per_byte_s, fleet.per_byte_s[pair] * weights[p], out=self.per_byte_s)
 
     def _sums(self) -> Floats:
-        """Seconds [K, I] to sum the gradients of one item around the ring of one column."""
+        """Seconds [K, I] to sum the gradients of one item over one column."""
         sizes, which = np.unique(self.fleet.summed_bytes, return_inverse=True)
-        return np.array([self.fleet.ring_s(members, sizes)[which] for members in self.members])
+        return np.array([self.fleet.all_reduce_s(members, sizes)[which] for members in self.members])
 
     def summed_s(self, column: int, first: int, last: int, begun_s: float, end_s: float, recompute: bool) -> float:
         """When a column has summed its items [first, last), each as soon as it is whole, the last of them first.

@@ -18,7 +18,7 @@ from hetero_mpi.planning.bounds import usable_devices
 from hetero_mpi.planning.durations import repeated_s, summed_bytes
 from hetero_mpi.planning.memory import stage_trainable
 from hetero_mpi.planning.noise import NOISE
-from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.tables import rank_usable_bytes, stage_bytes
 
@@ -33,14 +33,20 @@ class Fleet:
     """Ranks are counted as in ``devices``, which leaves out those without the model's dtype."""
 
     def __init__(
-        self, profile: ClusterProfile, request: PlanRequest, micro_batch: int, like: Fleet | None = None
+        self,
+        profile: ClusterProfile,
+        request: PlanRequest,
+        micro_batch: int,
+        like: Fleet | None = None,
+        devices: list[DeviceProfile] | None = None,
     ) -> None:
-        """``like``: a fleet of the same ranks, whose links need not be looked up again."""
+        """``like``: a fleet of the same ranks, whose links need not be looked up again. ``devices``: the usable ones, in the
+        order in which they are to be counted; by default that of their ranks."""
         self.profile, self.request, self.micro_batch = profile, request, micro_batch
         self.model = profile.model
         self.items = len(profile.model.layers)
         self.tokens = micro_batch * request.sequence_length
-        self.devices = usable_devices(profile)
+        self.devices: list[DeviceProfile] = like.devices if like is not None else devices or usable_devices(profile)
         names = list(dict.fromkeys(device.host for device in self.devices))
         self.host: Indices = np.array([names.index(device.host) for device in self.devices])
         self.usable: Floats = np.array(
@@ -136,15 +142,25 @@ class Fleet:
             self._stages[longest] = Stages(self, longest)
         return self._stages[longest]
 
-    def ring_s(self, members: Sequence[int], size_bytes: Floats) -> Floats:
-        """``durations.ring_s`` for several sizes at once."""
+    def all_reduce_s(self, members: Sequence[int], size_bytes: Floats) -> Floats:
+        """``durations.all_reduce_s`` for several sizes at once."""
         count = len(members)
         if count < 2:
             return np.zeros(len(size_bytes))
-        a = self.place[np.array(members)]
-        b = np.roll(a, -1)
-        slowest = (self.latency_s[a, b][:, None] + self.per_byte_s[a, b][:, None] * size_bytes / count).max(axis=0)
-        return np.where(size_bytes > 0, 2 * (count - 1) * slowest, 0.0)
+        part = size_bytes / count
+        places = self.place[np.array(members)]
+        others = ~np.eye(count, dtype=bool)
+        latency_s = self.latency_s[np.ix_(places, places)] * others
+        per_byte_s = self.per_byte_s[np.ix_(places, places)] * others
+        hosts = len(set(self.host[np.array(members)].tolist()))
+        if hosts not in (1, count):  # around a ring from host to host (``comm.sum_paths``)
+            slowest = [float((latency_s + per_byte_s * size).max()) for size in part.tolist()]
+            return np.where(size_bytes > 0, 2 * (count - 1) * np.array(slowest), 0.0)
+        busiest = np.maximum(
+            (latency_s.sum(axis=1)[:, None] + per_byte_s.sum(axis=1)[:, None] * part).max(axis=0),
+            (latency_s.sum(axis=0)[:, None] + per_byte_s.sum(axis=0)[:, None] * part).max(axis=0),
+        )
+        return np.where(size_bytes > 0, 2 * busiest, 0.0)
 
 
 class Stages:
@@ -179,6 +195,38 @@ class Stages:
         with np.errstate(invalid="ignore"):
             most = np.floor((usable - fixed) / np.maximum(each, 1e-9))
         return np.where(self.inside, most, -1.0)
+
+
+def in_own_order(profile: ClusterProfile, tokens: int) -> list[DeviceProfile]:
+    """The usable devices in an order that does not depend on how ranks and hosts are numbered and named, but where they are
+    alike in all that is looked at; ranks of a host together."""
+    devices = usable_devices(profile)
+    hosts: dict[str, list[DeviceProfile]] = {}
+    for device in devices:
+        hosts.setdefault(device.host, []).append(device)
+    # In large clusters one rank of a host says how it is linked to the others.
+    ends = devices if len(devices) <= FEW else [here[0] for here in hosts.values()]
+
+    def ways_s(device: DeviceProfile) -> float:
+        size = tokens * max(layer.boundary_bytes_per_token for layer in profile.model.layers)
+        others = [end for end in ends if end.rank != device.rank]
+        return math.fsum(
+            profile.transfer_s(*pair, size) for b in others for pair in ((device.rank, b.rank), (b.rank, device.rank))
+        )
+
+    linked = {end.rank: ways_s(end) for end in ends}
+    whole: dict[int, float] = {}
+
+    def key(device: DeviceProfile) -> tuple[float, ...]:
+        if id(device.layers) not in whole:
+            seconds = [c.at(tokens) for _, t in sorted(device.layers.items()) for c in (t.forward_s, t.backward_s)]
+            whole[id(device.layers)] = math.fsum(seconds)
+        steps = device.optimizer_fixed_s, device.optimizer_s_per_parameter
+        return (-device.memory_bytes, whole[id(device.layers)], linked.get(device.rank, 0.0), *steps)
+
+    ordered = {name: sorted(here, key=lambda device: (key(device), device.rank)) for name, here in hosts.items()}
+    names = sorted(hosts, key=lambda name: ([key(device) for device in ordered[name]], ordered[name][0].rank))
+    return [device for name in names for device in ordered[name]]
 
 
 def levels(values: Floats) -> Floats:

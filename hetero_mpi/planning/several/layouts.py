@@ -20,13 +20,16 @@ from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.several.chains import Chain, Chains, Line
 from hetero_mpi.planning.several.columns import Column, Columns, along_hosts, in_hosts
-from hetero_mpi.planning.several.fleet import Fleet
+from hetero_mpi.planning.several.fleet import FEW, Fleet, in_own_order
+from hetero_mpi.planning.several.pace import Crew
 from hetero_mpi.planning.several.shares import Pipelines
+from hetero_mpi.planning.several.unlike import unlike
 from hetero_mpi.planning.tables import stage_bytes
 
-EVERY = 12
+EVERY, RATIO = 12, 1.12
 """Up to so many pipelines every number of them is looked at; beyond, every so often."""
-RATIO = 1.12
+COARSE = 6, 1.25
+"""The same where there are very many ranks."""
 MOST_COLUMNS = 96
 """Of more columns than this, the ones that can do most are kept: no model has so many stages."""
 FIRST_LINES = 1
@@ -67,6 +70,10 @@ class _Found:
     layout: _Layout
     chain: Chain
 
+    @property
+    def fleet(self) -> Fleet:
+        return self.layout.columns.fleet
+
 
 def several(profile: ClusterProfile, request: PlanRequest, fewest: int = 1) -> Plan | None:
     """The best plan found with ``fewest`` or more pipelines; None: none fits. Deterministic.
@@ -77,18 +84,38 @@ def several(profile: ClusterProfile, request: PlanRequest, fewest: int = 1) -> P
     Its pipelines are cut alike. Single pipelines are looked at too, since depth is searched for more broadly here than in
     ``single``.
     """
-    smallest = Fleet(profile, request, min(request.micro_batch_choices))
-    found = _simulated(_ranked(smallest, _numbers(smallest, fewest)))
-    for size in sorted(set(request.micro_batch_choices))[1:]:
-        fleet = Fleet(profile, request, size, smallest)
-        again = [_estimated(Columns(fleet, one.layout.columns.members), FIRST_LINES) for one in found[:IMPROVED]]
+    sizes = sorted(set(request.micro_batch_choices))
+    smallest = Fleet(profile, request, sizes[0], None, in_own_order(profile, sizes[0] * request.sequence_length))
+    fleets = [smallest]
+    if len(smallest.devices) <= FEW:
+        # Which of several like ranks come together in a column goes by this order.
+        fleets.append(Fleet(profile, request, sizes[0], None, smallest.devices[::-1]))
+    numbers = _numbers(smallest, fewest)
+    found = _simulated([layout for fleet in fleets for layout in _ranked(fleet, numbers)])
+    for size in sizes[1:]:
+        again = []
+        for one in found[:IMPROVED]:
+            fleet = Fleet(profile, request, size, one.fleet)
+            again.append(_estimated(Columns(fleet, one.layout.columns.members), FIRST_LINES))
         found += _simulated([layout for layout in again if layout is not None])
     found.sort(key=lambda one: one.chain.step_s)
     plans = [plan for one in found[:IMPROVED] for plan in _finished(one)]
+    if found:
+        counted_alike = [one for one in found if one.fleet.devices is found[0].fleet.devices]
+        other = unlike(found[0].fleet, _crews(counted_alike), fewest)
+        plans += [other] if other is not None else []
     plans.sort(key=lambda one: one[0])
     fitting = (one for one in plans if _hosts_suffice(one[1], profile, request))
     best = next(fitting, None)
     return replace(best[1], predicted_step_s=best[0]) if best is not None else None
+
+
+def _crews(found: Sequence[_Found]) -> list[list[Crew]]:
+    """The ranks of the pipelines of each chain."""
+    return [
+        [tuple(one.layout.columns.members[k][p] for k in one.chain.picks) for p in range(one.layout.columns.pipelines)]
+        for one in found
+    ]
 
 
 def _hosts_suffice(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> bool:
@@ -104,10 +131,11 @@ def _numbers(fleet: Fleet, fewest: int) -> list[int]:
     most = min(
         request.max_pipelines, len(fleet.devices), request.global_batch, int(fleet.usable.sum() / max(fixed, 1.0))
     )
+    every, ratio = (EVERY, RATIO) if len(fleet.devices) <= FEW else COARSE
     numbers, number = [], float(fewest)
     while number <= most:
         numbers.append(int(number))
-        number = number + 1 if number < EVERY else max(number + 1, math.floor(number * RATIO))
+        number = number + 1 if number < every else max(number + 1, math.floor(number * ratio))
     return numbers
 
 

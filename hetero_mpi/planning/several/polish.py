@@ -10,12 +10,12 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hetero_mpi.planning.memory import holdings, stage_memory, usable_bytes
+from hetero_mpi.planning.memory import stage_holdings, stage_memory, usable_bytes
+from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
-from hetero_mpi.planning.schedule import schedule_of, weight_lag
-from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.schedule import weight_lag
 from hetero_mpi.planning.tables import may_split, shared_memories
 
 WORTHWHILE = 1e-4
@@ -36,7 +36,7 @@ class Polisher:
 
     def step_s(self, plan: Plan) -> float:
         self.left -= sum(4 * len(p.stages) * p.micro_batches + len(p.stages) for p in plan.pipelines)
-        return simulate(plan, self.profile).step_s
+        return outlined(plan, self.profile).step_s
 
     def polished(self, plan: Plan, step_s: float | None = None) -> tuple[Plan, float]:
         """``plan``, which fits, or better; and its step time."""
@@ -153,12 +153,7 @@ class Polisher:
         key = (stage.first, stage.last, stage.recompute, pipeline.micro_batch, lists)
         if key not in self._needs:
             tokens = pipeline.micro_batch * self.request.sequence_length
-            held: tuple[tuple[int, int], ...] = ((min(stage.warm_up + 1, pipeline.micro_batches), 0),)
-            if split:
-                plan = Plan(
-                    (pipeline,), pipeline.sequences, self.request.sequence_length, len(self.profile.model.layers)
-                )
-                held = holdings(schedule_of(plan, self.profile.model)[stage.ranks[0]])
+            held = stage_holdings(pipeline, stage, self.profile.model)
             self._needs[key] = max(
                 stage_memory(self.profile.model, stage.first, stage.last, tokens, flying, stage.recompute, late).total
                 for flying, late in held

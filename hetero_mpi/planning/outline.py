@@ -1,0 +1,94 @@
+"""What a simulated step comes to, without its events: as ``simulator.simulate`` has it to the last bit, many times as fast.
+
+Where no messages queue for a shared card, pipelines meet only in the sums of gradients and the STEP: each is timed by itself
+(``simulator.spans_s``), equal ones once.
+"""
+
+from __future__ import annotations
+
+from hetero_mpi.planning.durations import Durations, finished_items_s
+from hetero_mpi.planning.plan import PipelinePlan, Plan
+from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.schedule import Action, Op, held_by
+from hetero_mpi.planning.simulator import Simulation, simulate, spans_s
+from hetero_mpi.planning.tables import shares_cards
+
+_Times = tuple[tuple[float, ...], ...]
+
+
+def outlined(plan: Plan, profile: ClusterProfile) -> Simulation:
+    """A simulation of ``plan``; without events where that is possible: no shared cards, no short micro-batches."""
+    if shares_cards(profile) or any(pipeline.sequences % pipeline.micro_batch for pipeline in plan.pipelines):
+        return simulate(plan, profile)
+    outline = _Outline(plan, profile)
+    outline.sum()
+    return outline.summary()
+
+
+class _Outline:
+    def __init__(self, plan: Plan, profile: ClusterProfile) -> None:
+        self.plan, self.profile = plan, profile
+        self.costs = Durations(plan, profile)
+        self.clock: dict[int, float] = {}
+        self.busy: dict[int, float] = {}
+        self.whole: dict[tuple[int, int], float] = {}
+        """(rank, item) -> when its gradients are whole there."""
+        known: dict[object, tuple[list[float], list[float]]] = {}
+        number = 0
+        for pipeline in plan.pipelines:
+            self._pipeline(pipeline, number, known)
+            number += len(pipeline.stages)
+
+    def _seconds(self, op: Op, number: int) -> float:
+        return self.costs.of(Action(op, number, 0))[0]
+
+    def _pipeline(
+        self, pipeline: PipelinePlan, number: int, known: dict[object, tuple[list[float], list[float]]]
+    ) -> None:
+        count, stages = pipeline.micro_batches, range(number, number + len(pipeline.stages))
+        split = [pipeline.split_backward and s > number for s in stages]
+        forward = tuple(self._seconds(Op.F, s) for s in stages)
+        backward = tuple(self._seconds(Op.I if part else Op.B, s) for s, part in zip(stages, split, strict=True))
+        weights = tuple(self._seconds(Op.W, s) if part else 0.0 for s, part in zip(stages, split, strict=True))
+        out = tuple(self._seconds(Op.SEND_F, s) for s in stages[:-1])
+        back = tuple(self._seconds(Op.SEND_B, s) for s in stages[1:])
+        depths = tuple(min(stage.warm_up, count) for stage in pipeline.stages)
+        put_off = weights if pipeline.split_backward else None
+        key = forward, backward, out, back, depths, count, put_off
+        if key not in known:
+            known[key] = spans_s(*key)
+        for s, begun, end in zip(stages, *known[key], strict=True):
+            stage, place = pipeline.stages[s - number], s - number
+            rank = stage.ranks[0]
+            self.clock[rank] = end
+            self.busy[rank] = count * (forward[place] + backward[place] + weights[place])
+            if any(item in self.costs.summed for item in range(stage.first, stage.last)) or self.costs.tied_heads:
+                last = Action(Op.W if split[place] else Op.B, s, count - 1)
+                for item, after_s in finished_items_s(last, self.plan, self.profile).items():
+                    self.whole[rank, item] = begun + after_s
+
+    def sum(self) -> None:
+        """As ``simulator`` does: all ranks take part in the sums of their items from the last one to the first."""
+        costs, free = self.costs, dict.fromkeys(self.clock, 0.0)
+        for number, first in costs.tied_heads.items():
+            head, embedding = costs.stages[number].ranks[0], costs.stages[first].ranks[0]
+            end = self.whole[head, self.plan.items - 1] + costs.of(Action(Op.REDUCE, number, item=0))[0]
+            self.clock[head] = max(self.clock[head], end)
+            self.whole[embedding, 0] = max(self.whole[embedding, 0], end)
+        numbers = {stage.ranks[0]: number for number, stage in enumerate(costs.stages)}
+        for item in sorted(costs.summed, reverse=True):
+            ranks = held_by(self.plan, item)
+            start = max(max(self.whole[rank, item], free[rank]) for rank in ranks)
+            end = start + costs.of(Action(Op.REDUCE, numbers[ranks[0]], item=item))[0]
+            for rank in ranks:
+                free[rank] = end
+                self.clock[rank] = max(self.clock[rank], end)
+
+    def summary(self) -> Simulation:
+        together = max(self.clock.values())
+        steps = {
+            stage.ranks[0]: self.costs.of(Action(Op.STEP, number))[0] for number, stage in enumerate(self.costs.stages)
+        }
+        step_s = max(together + seconds for seconds in steps.values())
+        busy = {rank: self.busy[rank] + steps[rank] for rank in sorted(self.busy)}
+        return Simulation(step_s, (), busy, {rank: step_s - seconds for rank, seconds in busy.items()})

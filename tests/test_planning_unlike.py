@@ -1,0 +1,143 @@
+"""Pipelines that are not alike: crews, how they are cut, what they take together; and step times without events."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hetero_mpi.planning.durations import all_reduce_s
+from hetero_mpi.planning.memory import predict_memory
+from hetero_mpi.planning.outline import outlined
+from hetero_mpi.planning.profile import ClusterProfile, HostLinkProfile
+from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.several.crews import Crews
+from hetero_mpi.planning.several.cutting import Cutter
+from hetero_mpi.planning.several.fleet import Fleet
+from hetero_mpi.planning.several.layouts import several
+from hetero_mpi.planning.several.pace import Pace
+from hetero_mpi.planning.several.together import dealt, plan_of, sums_of, together_s
+from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.tables import rank_classes
+from tests.planning_samples import SEQUENCE, make_model, make_profile, random_plan
+
+EQUAL = 1 + 1e-9
+
+
+def cluster(seed: int, blocks: int = 12, memory_bytes: int = 60_000) -> ClusterProfile:
+    """Eight ranks of three speeds on three hosts; messages and sums between hosts take a part of a block's time."""
+    draw = random.Random(seed)
+    slowness = [1.0] * 3 + [2.0] * 3 + [4.0] * 2
+    profile = make_profile(slowness, make_model(blocks), memory_bytes, 0.01, 2e4)
+    devices = tuple(replace(d, host=f"host{int(slowness[d.rank])}") for d in profile.devices)
+    links = tuple(
+        replace(link, latency_s=1e-4, bytes_per_s=1e6, same_host=True)
+        if slowness[link.source] == slowness[link.destination]
+        else replace(link, bytes_per_s=link.bytes_per_s * draw.uniform(0.5, 1.0))
+        for link in profile.links
+    )
+    return replace(profile, devices=devices, links=links)
+
+
+REQUEST = PlanRequest(48, SEQUENCE, (1,), max_pipelines=8, recompute_choices=(False, True))
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_an_outline_is_the_simulation_to_the_last_bit(block: int) -> None:
+    """Split backward, recompute, tied ends and several pipelines among them."""
+    without_events = 0
+    for seed in range(block * 50, block * 50 + 50):
+        plan, profile = random_plan(seed)
+        whole, outline = simulate(plan, profile), outlined(plan, profile)
+        without_events += not outline.events
+        assert outline.step_s == whole.step_s, seed
+        assert outline.busy_s == pytest.approx(whole.busy_s) and outline.waiting_s == pytest.approx(whole.waiting_s)
+    assert without_events > 5
+
+
+@pytest.mark.parametrize("members", [(0, 1, 2), (0, 3, 6), (0, 1, 3, 7), (2, 5), (7, 4, 0, 1, 2)])
+def test_sums_take_as_long_as_durations_say(members: tuple[int, ...]) -> None:
+    profile = cluster(0)
+    sizes = np.array([0.0, 10.0, 4000.0])
+    expected = [0.0, *(all_reduce_s(profile, members, size) for size in (10.0, 4000.0))]
+    assert Fleet(profile, REQUEST, 1).all_reduce_s(members, sizes).tolist() == pytest.approx(expected)
+
+
+def crews_of(seed: int) -> list[tuple[int, ...]]:
+    """Two to four crews of some of eight ranks."""
+    draw = random.Random(seed)
+    ranks = draw.sample(range(8), draw.randint(4, 8))
+    cuts = sorted(draw.sample(range(1, len(ranks)), draw.randint(1, 3)))
+    return [tuple(ranks[a:b]) for a, b in zip([0, *cuts], [*cuts, len(ranks)], strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_unlike_pipelines_take_together_what_the_simulator_says_and_fit(seed: int) -> None:
+    profile = cluster(seed)
+    fleet = Fleet(profile, REQUEST, 1)
+    pace, cutter, crews = Pace(fleet), Cutter(fleet, 10**6), crews_of(seed)
+    counts = [48 // len(crews)] * len(crews)
+    counts[0] += 48 - sum(counts)
+    runs = dealt(crews, counts, cutter, sums_of(pace, crews), 8)
+    if not all(run.cuts for run in runs):
+        return  # a crew cannot hold the model
+    plan = plan_of(runs, cutter)
+    assert sum(pipeline.sequences for pipeline in plan.pipelines) == 48
+    assert all(m.peak_bytes <= m.usable_bytes for m in predict_memory(plan, profile, REQUEST.memory_reserve))
+    assert together_s(runs, cutter) == pytest.approx(simulate(plan, profile).step_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_estimate_is_near_what_a_crew_takes(seed: int) -> None:
+    """One crew, so that nothing waits for sums: the estimate leaves jitter out, and rounding to whole blocks in part."""
+    fleet = Fleet(cluster(seed, 24, 10_000_000), REQUEST, 1)
+    pace, cutter = Pace(fleet), Cutter(fleet, 10**6)
+    crew = tuple(random.Random(seed).sample(range(8), 4))
+    estimate_s = Crews(pace, 1000).step_s([crew])
+    run = cutter.best(crew, 48, np.zeros(fleet.items))
+    assert 0.97 * estimate_s <= run.step_s <= 1.12 * estimate_s
+    assert pace.counts([crew], estimate_s * 1.02, (0.0, 0.0, 0.0))[0] >= 48
+
+
+def test_crews_are_made_better_than_they_are() -> None:
+    """Fast and slow ranks paired crosswise, one idle: exchanges and the idle rank bring the batch done sooner."""
+    fleet = Fleet(cluster(3, memory_bytes=10_000_000), REQUEST, 1)
+    crews = Crews(Pace(fleet), 20_000)
+    start = crews.of([(6, 0), (3, 1)])
+    assert start.idle == [2, 4, 5, 7]
+    better = crews.improved(start)
+    assert better.step_s < 0.8 * start.step_s
+    ranks = [rank for crew in better.crews for rank in crew]
+    assert sorted([*ranks, *better.idle]) == list(range(8))
+
+
+def test_several_is_no_slower_than_alike_pipelines_and_indifferent_to_numbers() -> None:
+    profile = cluster(1)
+    plan = several(profile, REQUEST)
+    assert plan is not None and plan.predicted_step_s == pytest.approx(simulate(plan, profile).step_s, rel=1e-9)
+    order = [5, 2, 7, 0, 3, 6, 1, 4]
+    new = {old: rank for rank, old in enumerate(order)}
+    other = replace(
+        profile,
+        devices=tuple(replace(profile.devices[old], rank=rank) for rank, old in enumerate(order)),
+        links=tuple(replace(k, source=new[k.source], destination=new[k.destination]) for k in profile.links),
+    )
+    again = several(other, REQUEST)
+    assert again is not None and again.predicted_step_s == pytest.approx(plan.predicted_step_s, rel=1e-9)
+    alone = several(profile, replace(REQUEST, max_pipelines=1))
+    assert alone is not None and plan.predicted_step_s <= alone.predicted_step_s * EQUAL
+
+
+def test_classes_do_not_depend_on_how_links_are_told() -> None:
+    """Two hosts of three like ranks each, a third with one rank: by pairs of ranks and by pairs of hosts."""
+    profile = make_profile([1.0] * 7, latency_s=0.1, bytes_per_s=1e4)
+    devices = tuple(replace(d, host=f"host{d.rank // 3}") for d in profile.devices)
+    links = tuple(
+        replace(k, latency_s=0.001, same_host=True) if k.source // 3 == k.destination // 3 else k for k in profile.links
+    )
+    linked = replace(profile, devices=devices, links=links)
+    hosts = sorted({d.host for d in devices})
+    between = tuple(HostLinkProfile(a, b, 0.001 if a == b else 0.1, 1e4) for a in hosts for b in hosts)
+    told = replace(linked, links=(), host_links=between)
+    expected = [[0, 1, 2], [3, 4, 5], [6]]
+    assert sorted(rank_classes(told)) == sorted(rank_classes(linked)) == expected
