@@ -9,28 +9,22 @@ microseconds per action, median over the steps. ``--check`` exits 1 where a rank
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
+from harness import Metered, found_by_ranks, parser_of  # noqa: E402
 
-from hetero_mpi.comm.mpi_transport import MpiTransport  # noqa: E402
-from hetero_mpi.comm.transport import Request  # noqa: E402
 from hetero_mpi.comm.world import World, run_guarded  # noqa: E402
 from hetero_mpi.device.backend import Backend  # noqa: E402
-from hetero_mpi.launch.launcher import build_command, find_launcher  # noqa: E402
 from hetero_mpi.model.stage import MicroBatch, Stage  # noqa: E402
 from hetero_mpi.planning.cost import LayerCost, ModelCost  # noqa: E402
 from hetero_mpi.planning.plan import (  # noqa: E402
@@ -61,17 +55,6 @@ class EmptyStage:
 
     def backward(self, index: int, dy: torch.Tensor | None = None, finished: object = None) -> torch.Tensor | None:
         return None if self.is_first else self._tensor
-
-
-class Metered(MpiTransport):
-    """Counts the processor time of waiting."""
-
-    waiting_s = 0.0
-
-    def wait(self, request: Request) -> None:
-        begin = time.thread_time()
-        super().wait(request)
-        self.waiting_s += time.thread_time() - begin
 
 
 def plan_of_two() -> tuple[Plan, ModelCost]:
@@ -109,17 +92,8 @@ def work(world: World) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures there")
-    parser.add_argument("--check", action="store_true", help="exit 1 where the bar is missed")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
-        program = [sys.executable, str(Path(__file__).resolve()), "--worker", str(out)]
-        command = build_command(find_launcher(), 2, None, program)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **command.environment}
-        subprocess.run(command.arguments, env=environment, cwd=ROOT, check=True)
-        found = json.loads(out.read_text())
+    arguments = parser_of(__doc__).parse_args()
+    found = found_by_ranks(2, [str(Path(__file__).resolve()), "--worker"])
     print("rank  actions per step  us per action")
     for rank, (actions, spent_us) in enumerate(found):
         print(f"{rank:>4}  {actions:>16}  {spent_us:>13.1f}")

@@ -1,0 +1,87 @@
+"""What benchmarks that start ranks have in common: the command line, the launcher, and counting what a rank spends its time on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from hetero_mpi.comm.mpi_transport import MpiTransport  # noqa: E402
+from hetero_mpi.comm.transport import Request  # noqa: E402
+from hetero_mpi.launch.launcher import build_command, find_launcher  # noqa: E402
+
+
+def parser_of(docstring: str | None) -> argparse.ArgumentParser:
+    """A parser with ``--json`` and ``--check``, described by the first line of the benchmark's docstring."""
+    parser = argparse.ArgumentParser(description=(docstring or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures there")
+    parser.add_argument("--check", action="store_true", help="exit 1 where the bar is missed")
+    return parser
+
+
+def run_ranks(ranks: int, program: Sequence[str], timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
+    """``python PROGRAM`` on so many ranks with one thread each, from the repository's root; the output is kept."""
+    command = build_command(find_launcher(), ranks, None, [sys.executable, *program])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **command.environment}
+    return subprocess.run(
+        command.arguments, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+def found_by_ranks(ranks: int, program: Sequence[str]) -> Any:
+    """What rank 0 of ``python PROGRAM FILE`` writes into FILE, as JSON. Ends the benchmark where the ranks fail."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        done = run_ranks(ranks, [*program, str(out)])
+        if done.returncode != 0:
+            sys.exit(f"{ranks} ranks failed (exit code {done.returncode}):\n{done.stdout}\n{done.stderr}")
+        return json.loads(out.read_text())
+
+
+class Metered(MpiTransport):
+    """A transport that counts the processor time its rank's own thread spends waiting."""
+
+    waiting_s = 0.0
+
+    def wait(self, request: Request) -> None:
+        begin = time.thread_time()
+        super().wait(request)
+        self.waiting_s += time.thread_time() - begin
+
+
+class Stopwatch:
+    """Adds up this thread's processor time over blocks."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        begin = time.thread_time()
+        yield
+        self.seconds += time.thread_time() - begin
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in use, after what it has freed was given back."""
+    import gc
+
+    import psutil
+
+    from hetero_mpi.device.backend import return_freed_memory
+
+    gc.collect()
+    return_freed_memory()
+    return int(psutil.Process().memory_info().rss)
