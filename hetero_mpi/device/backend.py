@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import torch
 
+from hetero_mpi.device.cgroup import cgroup_free_bytes
 from hetero_mpi.errors import UserError
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -205,12 +206,26 @@ def _count(name: str) -> int:
     return 1
 
 
+def every_device() -> list[Backend]:
+    """All accelerators of this process, best kind first, and the CPU."""
+    return [_BACKENDS[name](index) for name in _available() for index in range(_count(name))]
+
+
+def visible_cards(wanted: str) -> tuple[str, tuple[str, ...]]:
+    """(backend that ``open_backend`` would take, what tells its cards from those that other ranks of this host see)."""
+    name = _available()[0] if wanted == "auto" else wanted
+    if name not in _available() or name in ("cpu", "mps"):
+        return name, ()
+    module = getattr(torch, _BACKENDS[name].torch_type)
+    return name, tuple(str(getattr(module.get_device_properties(i), "uuid", i)) for i in range(_count(name)))
+
+
 def open_backend(wanted: str, local_rank: int) -> Backend:
     """The backend for this rank: local rank i takes accelerator i; a rank beyond the last accelerator computes on the CPU.
 
     Args:
         wanted: ``auto`` or a backend's name.
-        local_rank: index of this rank among the ranks of its host.
+        local_rank: index of this rank among the ranks of its host that see the same accelerators (``choice.card_of``).
 
     Raises:
         UserError: ``wanted`` is not to be had here.
@@ -222,12 +237,12 @@ def open_backend(wanted: str, local_rank: int) -> Backend:
     if wanted not in available:
         raise UserError(
             f"device {wanted!r} is asked for, but this host's torch {torch.__version__} offers {', '.join(available)}; "
-            f'install the torch build for that device, or set [cluster] device = "auto"'
+            f'install the torch build for that device, or set device = "auto" (in [cluster], or in hosts.toml)'
         )
     if wanted != "cpu" and local_rank >= _count(wanted):
         raise UserError(
-            f"local rank {local_rank} has no {wanted} device of its own: this host has {_count(wanted)}; start fewer ranks "
-            f'here, or set [cluster] device = "auto" so that further ranks use the CPU'
+            f"{wanted}:{local_rank} is this rank's device, but of {wanted} it sees {_count(wanted)}: start fewer ranks "
+            f'on this host, or set device = "auto" so that further ranks use the CPU'
         )
     return _BACKENDS[wanted](local_rank)
 
@@ -286,21 +301,6 @@ def host_memory() -> Memory:
         memory.available,
         f"{_gigabytes(memory.available)} free of {_gigabytes(memory.total)} on the host, after other programs",
     )
-
-
-def cgroup_free_bytes() -> int | None:
-    """Bytes left under the memory limit of this process's control group (SLURM, containers); None without a limit."""
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit, usage = Path(limit_file).read_text().strip(), Path(usage_file).read_text().strip()
-        except OSError:
-            continue
-        if limit != "max" and int(limit) < 1 << 60:
-            return max(0, int(limit) - int(usage))
-    return None
 
 
 def _gigabytes(number: int) -> str:

@@ -15,6 +15,7 @@ _SSH = ("ssh", "-o", "BatchMode=yes")
 _PARAMETERS = ("plm_rsh_agent", "plm_ssh_agent")
 _PARAMETER_OPTIONS = ("--mca", "-mca", "--prtemca", "-prtemca", "--gmca", "-gmca")
 _HYDRA_OPTIONS = ("-launcher-exec", "--launcher-exec", "-bootstrap-exec", "--bootstrap-exec")
+_HYDRA_KINDS = ("-launcher", "--launcher", "-bootstrap", "--bootstrap")
 
 
 def launch_agent(family: str, given: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -53,3 +54,16 @@ def remote_command(
     inner = f"cd {shlex.quote(directory)} 2>/dev/null; exec {shlex.join(['env', *assignments, *words])}"
     # The login shell there may be any; sh is everywhere.
     return [*agent, host, shlex.join(["sh", "-c", inner])]
+
+
+def without_agent(family: str, given: Sequence[str]) -> list[str]:
+    """The user's options for the launcher, less those that name a launch agent."""
+    kept, rest = [], list(given)
+    while rest:
+        if family == OPEN_MPI and rest[0] in _PARAMETER_OPTIONS and rest[1:2] and rest[1] in _PARAMETERS:
+            rest = rest[3:]
+        elif family != OPEN_MPI and rest[0] in (*_HYDRA_OPTIONS, *_HYDRA_KINDS):
+            rest = rest[2:]
+        else:
+            kept.append(rest.pop(0))
+    return kept

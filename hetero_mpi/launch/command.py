@@ -1,26 +1,47 @@
-"""The sub-command ``launch -np N [--hostfile F] [--print | --elastic] -- train job.toml``."""
+"""The sub-command ``launch [-np N] [--hostfile F | --hosts F.toml] [--print | --elastic] -- train job.toml``."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 
 from hetero_mpi.errors import UserError
+from hetero_mpi.launch import slurm
 from hetero_mpi.launch.elastic import ElasticOptions, Supervisor
-from hetero_mpi.launch.launcher import find_launcher, launch
+from hetero_mpi.launch.launcher import find_launcher, launch, outliving_ranks, start
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``launch``."""
-    parser.add_argument("-np", "-n", dest="ranks", type=int, required=True, metavar="N", help="number of ranks")
-    parser.add_argument("--hostfile", metavar="FILE", help="machines, one per line: `name slots=2` or `name:2`")
+    parser.add_argument(
+        "-np", "-n", dest="ranks", type=int, metavar="N", help="ranks (--hosts: all slots; SLURM: all tasks)"
+    )
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument("--hostfile", metavar="FILE", help="machines, one per line: `name slots=2` or `name:2`")
+    hosts.add_argument(
+        "--hosts", metavar="FILE", help="unlike machines (TOML): each with its own Python, device, directory"
+    )
     parser.add_argument("--print", dest="print_only", action="store_true", help="print the command line, run nothing")
     parser.add_argument(
         "--mpirun-args",
         default="",
         metavar="TEXT",
         help='further options for the launcher, e.g. --mpirun-args="--tag-output"',
+    )
+    parser.add_argument(
+        "--slurm-python",
+        action="append",
+        default=[],
+        metavar="PYTHON",
+        help="in a heterogeneous SLURM job: the Python of its first, second, ... component; may be repeated (docs/slurm.md)",
+    )
+    parser.add_argument(
+        "--recover",
+        action="store_true",
+        help="when a rank dies, the others go on in the same processes (Open MPI 5; docs/recovery.md)",
     )
     _add_elastic(parser)
     parser.add_argument(
@@ -72,10 +93,29 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
     if not program:
         raise UserError("launch needs a command to run: `python -m hetero_mpi launch -np 3 -- train job.toml`.")
     given = shlex.split(namespace.mpirun_args)
+    if namespace.recover:
+        outliving = outliving_ranks(find_launcher())
+        print(f"launch: {shlex.join(outliving)}: ranks may die, and the others go on", file=sys.stderr)
+        given = [*outliving, *given]
+    if namespace.hosts is not None and (namespace.print_only or not namespace.elastic):
+        return _launch_on_hosts(namespace, program, given)
+    if namespace.hostfile is None and not namespace.elastic and slurm.is_heterogeneous(os.environ):
+        entries = slurm.entries(slurm.components(os.environ), namespace.slurm_python)
+        command = slurm.heterogeneous_command(find_launcher(), entries, namespace.ranks, program, given)
+        return start(command, namespace.print_only, stops_in_order=program[0] == "train")
+    if namespace.slurm_python:
+        raise UserError("--slurm-python is for heterogeneous SLURM jobs (`#SBATCH hetjob`), and this is none.")
+    if namespace.ranks is None and namespace.hosts is not None:
+        namespace.ranks = sum(host.slots for host in ElasticOptions(1, None, namespace.hosts).entries())
+    if namespace.ranks is None:
+        namespace.ranks = sum(sum(component.tasks) for component in slurm.components(os.environ)) or None
+    if namespace.ranks is None:
+        raise UserError("launch must know how many ranks to start: write `-np 3`, say, or name --hosts.")
     if namespace.elastic and not namespace.print_only:
         options = ElasticOptions(
             ranks=namespace.ranks,
             hostfile=namespace.hostfile,
+            hosts_file=namespace.hosts,
             mpirun_args=tuple(given),
             heartbeat_timeout_s=namespace.heartbeat_timeout,
             max_restarts=namespace.max_restarts,
@@ -84,6 +124,16 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
         )
         return _supervise(options, program, parse)
     return launch(namespace.ranks, namespace.hostfile, program, given, namespace.print_only)
+
+
+def _launch_on_hosts(namespace: argparse.Namespace, program: list[str], given: list[str]) -> int:
+    from hetero_mpi.launch.hosts import ranks_of, read_hosts  # these bring pydantic, which a plain launch does not need
+    from hetero_mpi.launch.hosts_command import hosts_command
+    from hetero_mpi.launch.mesh import read_mesh
+
+    shares = ranks_of(read_hosts(namespace.hosts), namespace.ranks, namespace.hosts)
+    command = hosts_command(find_launcher(), shares, program, given, read_mesh(namespace.hosts))
+    return start(command, namespace.print_only, stops_in_order=program[0] == "train")
 
 
 def _supervise(

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from hetero_mpi.comm.library import OPEN_MPI
 from hetero_mpi.errors import ExitCode, UserError
@@ -30,7 +31,10 @@ from hetero_mpi.launch.hostfile import HostEntry, check_slots, format_hostfile, 
 from hetero_mpi.launch.journal import Journal
 from hetero_mpi.launch.launcher import CommandLine, Launcher, ask_to_end, build_command
 from hetero_mpi.launch.processes import VARIABLE, end_starts
-from hetero_mpi.launch.tower import Post, Tower
+from hetero_mpi.launch.tower import Home, Post, Tower
+
+if TYPE_CHECKING:
+    from hetero_mpi.launch.hosts import Host
 
 GIVEN_UP = int(ExitCode.GIVEN_UP)
 """Exit code when the supervisor does not start the job again (EX_TEMPFAIL: trying later may help)."""
@@ -52,6 +56,8 @@ class ElasticOptions:
 
     ranks: int
     hostfile: str | None
+    hosts_file: str | None = None
+    """A hosts.toml, instead."""
     mpirun_args: tuple[str, ...] = ()
     heartbeat_timeout_s: float = 14.0
     """Silence after which a machine counts as dead: an outage of 12 s is ridden out, and seen to be over within 1.75 s."""
@@ -79,19 +85,29 @@ class ElasticOptions:
 
         :raises UserError: the host file is not there, holds too few slots, or leaves out how many.
         """
-        if self.hostfile is None:
+        path = self.hosts_file or self.hostfile
+        if path is None:
             return (HostEntry("localhost", self.ranks),)
         merged: dict[str, int] = {}
-        for entry in read_hostfile(self.hostfile):
+        unlike = [HostEntry(host.address, host.slots) for host in self.entries()]
+        for entry in unlike or read_hostfile(path):
             if entry.slots is None:
                 raise UserError(
                     f"--elastic must know how many ranks fit on the hosts that are left: write `{entry.name} slots=1` "
-                    f"(or more) for {entry.name} in {self.hostfile}."
+                    f"(or more) for {entry.name} in {path}."
                 )
             merged[entry.name] = merged.get(entry.name, 0) + entry.slots
         entries = tuple(HostEntry(name, slots) for name, slots in merged.items())
-        check_slots(entries, self.ranks, self.hostfile)
+        check_slots(entries, self.ranks, path)
         return entries
+
+    def entries(self) -> tuple[Host, ...]:
+        """Those of the hosts file, if there is one. :raises UserError: it cannot be read, or breaks rules."""
+        if self.hosts_file is None:
+            return ()
+        from hetero_mpi.launch.hosts import read_hosts  # brings pydantic
+
+        return read_hosts(self.hosts_file)
 
 
 @dataclass
@@ -119,9 +135,11 @@ class Supervisor:
         self.steps = steps
         self.options, self.launcher, self.program = options, launcher, tuple(program)
         self.name = secrets.token_hex(6)
-        self.hosts = options.hosts()
+        self.hosts, self.entries = options.hosts(), options.entries()
+        self.run_dir = run_dir
         agent = launch_agent(launcher.family, options.mpirun_args, os.environ)
-        self.tower = Tower(self.hosts, agent, self.name, options.heartbeat_timeout_s, run_dir)
+        homes = {host.address: Home(host.executable, host.directory) for host in reversed(self.entries)}
+        self.tower = Tower(self.hosts, agent, self.name, options.heartbeat_timeout_s, run_dir, homes)
         self.journal = Journal(run_dir)
         self.signals: list[int] = []
         self.starts = 0
@@ -296,18 +314,35 @@ class Supervisor:
         if len(posts) < len(self.hosts):
             for option in ("--plan", "--profile"):  # made for all hosts
                 words = without_option(words, option)
+        given = list(self.options.mpirun_args)
+        if self.launcher.family == OPEN_MPI:
+            given += ["-x", VARIABLE]
+        if self.entries:
+            command = self._command_of_entries(posts, ranks, words, given)
+            command.environment[VARIABLE] = start
+            return command
         hostfile = None
         if self.options.hostfile is not None:
             path = scratch / f"hosts-{self.starts}"
             path.write_text(format_hostfile([post.entry for post in posts], self.launcher.family), encoding="utf-8")
             hostfile = str(path)
-        given = list(self.options.mpirun_args)
-        if self.launcher.family == OPEN_MPI:
-            given += ["-x", VARIABLE]
         program = [sys.executable, "-m", "hetero_mpi", *words]
         command = build_command(self.launcher, ranks, hostfile, program, given)
         command.environment[VARIABLE] = start
         return command
+
+    def _command_of_entries(self, posts: Sequence[Post], ranks: int, words: list[str], given: list[str]) -> CommandLine:
+        """Of the entries on hosts that answer, the leader's host first, as ``posts`` has it."""
+        from hetero_mpi.launch.hosts import ranks_of
+        from hetero_mpi.launch.hosts_command import hosts_command
+        from hetero_mpi.launch.mesh import read_mesh
+
+        path = self.options.hosts_file
+        assert path is not None, "entries come from a hosts file"
+        there = [host for post in posts for host in self.entries if host.address == post.name]
+        # Rank 0 may start in another directory than this process, which looks for the run's files here.
+        words = [*without_option(words, "--run-dir"), "--run-dir", str(self.run_dir)]
+        return hosts_command(self.launcher, ranks_of(there, ranks, path), words, given, read_mesh(path))
 
     def _pause(self, fruitless: int) -> None:
         """Wait longer each time, unless the last start got somewhere."""

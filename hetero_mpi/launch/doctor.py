@@ -1,0 +1,225 @@
+"""The command ``doctor``: is everything in place for a run, and what to do where it is not.
+
+Without mpirun (this file) it sends a probe to every host through the launch agent and tries plain TCP between them, so that it
+can tell why MPI would not start; only the standard library is needed here. Under mpirun the ranks examine themselves
+(``doctor_ranks``). Exit code: 0 if a run would work, 1 if one would fail (``ExitCode.FAILED``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import permutations
+from typing import Any
+
+from hetero_mpi.comm.library import MPICH, OPEN_MPI, launched_as
+from hetero_mpi.errors import ExitCode, UserError
+from hetero_mpi.launch import checks
+from hetero_mpi.launch.agent import launch_agent
+from hetero_mpi.launch.checks import Check, Examined
+from hetero_mpi.launch.device_checks import check_devices, check_shares
+from hetero_mpi.launch.findings import Finding, Verdict, as_json, lines_of, merged, would_fail
+from hetero_mpi.launch.hostfile import read_hostfile
+from hetero_mpi.launch.interface import local_addresses, resolve, source_address
+from hetero_mpi.launch.launcher import Launcher, find_launcher
+from hetero_mpi.launch.link_checks import Link, check_links
+from hetero_mpi.launch.probe import Facts
+from hetero_mpi.launch.probing import Probe, ProbeError, Target
+
+_START_S, _FACTS_S, _ANSWER_S = 60.0, 300.0, 30.0
+"""How long a probe may take to start, to look at its host (importing torch), and to answer anything else."""
+_CONNECT_S = 5.0
+"""How long a connection between two hosts may take."""
+CHECKS: tuple[Check, ...] = (
+    checks.check_reach,
+    checks.check_addresses,
+    checks.check_hosts_differ,
+    checks.check_packages,
+    checks.check_versions,
+    checks.check_mpi,
+    checks.check_fault_tolerance,
+    check_devices,
+    check_shares,
+    checks.check_interfaces,
+    checks.check_disks,
+)
+"""About places one by one and against each other, in the order in which they are told."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line of ``doctor``."""
+
+    hostfile: str | None = None
+    hosts: str | None = None
+    mpirun_args: tuple[str, ...] = ()
+    """Looked through for a launch agent."""
+    run_dir: str = "runs"
+    json: bool = False
+
+
+def doctor(options: Options) -> int:
+    """Examine what the options name, or the ranks under mpirun; print it; returns the exit code.
+
+    :raises UserError: a host file that cannot be read.
+    """
+    if launched_as(os.environ, "") is None:
+        return report(options, *examine_hosts(options))
+    from hetero_mpi.comm.world import run_guarded
+    from hetero_mpi.launch.doctor_ranks import examine_together
+
+    return run_guarded(lambda world: examine_together(world, options))
+
+
+def report(options: Options, findings: Sequence[Finding], places: Sequence[Examined]) -> int:
+    """Print the findings as the options say; returns the exit code."""
+    fails = would_fail(findings)
+    if options.json:
+        facts = {place.title: place.facts.to_dict() for place in places if place.facts is not None}
+        print(json.dumps({"would_fail": fails, "findings": as_json(findings), "facts": facts}, indent=1))
+    else:
+        print("\n".join(lines_of(findings)))
+    return int(ExitCode.FAILED if fails else ExitCode.DONE)
+
+
+def examine_hosts(options: Options) -> tuple[list[Finding], list[Examined]]:
+    """Findings about the hosts of the options' file (this machine without one), and what they said."""
+    launcher, findings = _launcher()
+    try:
+        targets, unknown = targets_of(options, launcher)
+    except ImportError as error:
+        raise UserError(f"{error}: ask about this machine alone first (`doctor` without a host file).") from None
+    agent = launch_agent(launcher.family if launcher else OPEN_MPI, options.mpirun_args, os.environ)
+    if not options.json:
+        names = ", ".join(target.title for target in targets)
+        print(f"doctor: asking {names} (importing torch there may take a minute)", file=sys.stderr, flush=True)
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(Probe(target, agent)) for target in targets]
+        with ThreadPoolExecutor(len(targets) or 1) as pool:
+            places = list(pool.map(lambda target, probe: _ask_facts(target, probe, options.run_dir), targets, probes))
+        alive = [(target, probe) for target, probe, place in zip(targets, probes, places, strict=True) if place.facts]
+        links = _connect([*alive, *_own_side(stack, alive)])
+        offsets_s = {target.title: _offset_s(probe) for target, probe in alive}
+    places = [*places, *unknown]
+    findings += [finding for check in CHECKS for finding in check(places)]
+    findings += [*check_links(links, "TCP, ephemeral ports"), *checks.check_clocks(offsets_s)]
+    return merged(findings), places
+
+
+def _launcher() -> tuple[Launcher | None, list[Finding]]:
+    try:
+        launcher = find_launcher()
+    except UserError as error:
+        return None, [Finding("launcher", Verdict.FAILS, str(error))]
+    if launcher.family not in (OPEN_MPI, MPICH):
+        text = f"{launcher.path} of {launcher.library}: `launch` knows Open MPI and MPICH only"
+        remedy = "start with that launcher itself: MPIEXEC -n 3 python -m hetero_mpi ..."
+        return launcher, [Finding("launcher", Verdict.NOTE, text, remedy)]
+    text = f"{launcher.path} belongs to the loaded library, {launcher.library}"
+    return launcher, [Finding("launcher", Verdict.FINE, text)]
+
+
+def targets_of(options: Options, launcher: Launcher | None) -> tuple[list[Target], list[Examined]]:
+    """Whom to ask, in the order of the file, and those without an address.
+
+    :raises UserError: the file cannot be read, or breaks rules.
+    """
+    here = str(launcher.path.parent.parent) if launcher else ""
+    common = Target("", "", "", False, prefix=here)
+    wanted = []
+    if options.hosts is not None:
+        from hetero_mpi.launch.hosts import read_hosts  # these bring pydantic
+        from hetero_mpi.launch.hosts_command import prefix_of
+
+        for host in read_hosts(options.hosts):
+            target = Target(host.title, "", host.address, False, host.executable)
+            target.directory, target.variables = host.directory or "", host.variables()
+            target.ranks, target.device = host.slots, host.device
+            target.prefix = prefix_of(host, launcher) if launcher else host.prefix or ""
+            wanted.append(target)
+    elif options.hostfile is not None:
+        slots: dict[str, int] = {}
+        for line in read_hostfile(options.hostfile):
+            slots[line.name] = slots.get(line.name, 0) + (line.slots or 1)
+        wanted = [replace(common, title=name, name=name, ranks=count) for name, count in slots.items()]
+    else:
+        return [replace(common, title=socket.gethostname(), name="localhost", address="127.0.0.1", local=True)], []
+    return _with_addresses(wanted)
+
+
+def _with_addresses(wanted: Sequence[Target]) -> tuple[list[Target], list[Examined]]:
+    own = {item.address for item in local_addresses()}
+    found: list[Target] = []
+    unknown: list[Examined] = []
+    for target in wanted:
+        number = sum(other.title == target.title for other in found) + 1
+        title = target.title if number == 1 else f"{target.title} ({number})"
+        try:
+            address = resolve(target.name)
+        except UserError as error:
+            unknown.append(Examined(title, "", False, None, str(error), target.python))
+            continue
+        local = address in own or address.startswith("127.")
+        found.append(replace(target, title=title, address=address, local=local))
+    return found, unknown
+
+
+def _ask_facts(target: Target, probe: Probe, run_dir: str) -> Examined:
+    facts, complaint = None, ""
+    try:
+        probe.ask("clock", _START_S)  # a host that is off need not be waited for as long as one that imports torch
+        facts = Facts.from_dict(
+            probe.ask("facts", _FACTS_S, directory=run_dir, prefix=target.prefix, work=target.directory)
+        )
+    except (ProbeError, KeyError, TypeError) as error:
+        complaint = str(error)
+    place = Examined(target.title, target.address, target.local, facts, complaint, target.python, target.prefix)
+    return replace(place, ranks=target.ranks, device=target.device)
+
+
+def _own_side(stack: contextlib.ExitStack, alive: Sequence[tuple[Target, Probe]]) -> list[tuple[Target, Probe]]:
+    """This machine, where it is none of the hosts: their daemons call it back."""
+    if not alive or any(target.local for target, _ in alive):
+        return []
+    address = source_address(alive[0][0].address)
+    if address is None:
+        return []
+    target = Target(f"{socket.gethostname()} (here)", address, "localhost", True)
+    return [(target, stack.enter_context(Probe(target, ())))]
+
+
+def _connect(alive: Sequence[tuple[Target, Probe]]) -> list[Link]:
+    """TCP between each two machines, one pair at a time, so that no pair disturbs another."""
+    machines = {("here" if target.local else target.address): (target, probe) for target, probe in reversed(alive)}
+    ends = list(reversed(machines.values()))
+    links = []
+    doors: dict[str, dict[str, Any]] = {}
+    for (source, caller), (destination, callee) in permutations(ends, 2):
+        try:
+            door = doors.get(destination.title) or callee.ask("listen", _ANSWER_S)
+            doors[destination.title] = door
+            values = {"address": destination.address, "patience_s": _CONNECT_S, **door}
+            speed = caller.ask("connect", _ANSWER_S, **values)
+        except ProbeError as error:
+            speed = {"error": str(error)}
+        links.append(Link(source.title, destination.title, **speed))
+    return links
+
+
+def _offset_s(probe: Probe) -> float:
+    """Seconds by which a host's clock is ahead of ours: of five questions, the one answered fastest tells it best."""
+    trips = []
+    with contextlib.suppress(ProbeError):
+        for _ in range(5):
+            asked = time.time()
+            there = float(probe.ask("clock", _ANSWER_S)["unix_s"])
+            answered = time.time()
+            trips.append((answered - asked, there - (asked + answered) / 2))
+    return min(trips, default=(0.0, 0.0))[1]

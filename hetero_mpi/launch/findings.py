@@ -1,0 +1,89 @@
+"""What ``doctor`` finds: a verdict, what was seen, and the remedy; as lines for people and as JSON for scripts."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from typing import Any
+
+WIDTH = 132
+_INDENT = 20
+
+
+class Verdict(str, Enum):
+    """How bad it is."""
+
+    FINE = "ok"
+    NOTE = "note"
+    """Good to know; nothing to do."""
+    SLOW = "warn"
+    """A run would work, but slower, with less, or with a surprise later on."""
+    FAILS = "FAIL"
+    """A run would fail."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of one check."""
+
+    subject: str
+    verdict: Verdict
+    text: str
+    remedy: str = ""
+    where: tuple[str, ...] = ()
+    """Hosts or ranks that it is about; empty: all."""
+
+
+def merged(findings: Iterable[Finding]) -> list[Finding]:
+    """Findings that differ in nothing but where they were made become one; order is kept."""
+    seen: dict[Finding, list[str]] = {}
+    for finding in findings:
+        places = seen.setdefault(replace(finding, where=()), [])
+        places += [place for place in finding.where if place not in places]
+    return [replace(finding, where=tuple(places)) for finding, places in seen.items()]
+
+
+def would_fail(findings: Iterable[Finding]) -> bool:
+    """Would a run fail?"""
+    return any(finding.verdict is Verdict.FAILS for finding in findings)
+
+
+def lines_of(findings: Sequence[Finding]) -> list[str]:
+    """For a terminal: a line per finding, its remedy below it behind an arrow, and the sum at the end."""
+    lines = []
+    for finding in findings:
+        start = f"{finding.verdict.value:<5} {finding.subject}"
+        places = f"{', '.join(finding.where)}: " if finding.where else ""
+        lines += _paragraph(f"{start:<{_INDENT}}", places + finding.text)
+        for remedy in finding.remedy.splitlines():
+            lines += _paragraph(" " * (_INDENT - 3) + "-> ", remedy)
+    counts = {verdict: sum(finding.verdict is verdict for finding in findings) for verdict in Verdict}
+    if counts[Verdict.FAILS]:
+        lines.append(f"A run would fail: {_number(counts[Verdict.FAILS], 'finding')} marked FAIL.")
+    elif counts[Verdict.SLOW]:
+        lines.append(f"A run would work; {_number(counts[Verdict.SLOW], 'warning')}.")
+    else:
+        lines.append("All is well.")
+    return lines
+
+
+def as_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """The same as JSON-able values, keys as in ``Finding``."""
+    return [{**asdict(finding), "verdict": finding.verdict.value} for finding in findings]
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _paragraph(start: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=start,
+        subsequent_indent=" " * _INDENT,
+        break_on_hyphens=False,
+        break_long_words=False,
+    ) or [start]

