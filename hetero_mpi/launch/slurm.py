@@ -1,0 +1,184 @@
+"""Inside a SLURM job: how many ranks it holds, and the launch over the components of a heterogeneous one.
+
+A plain job needs nothing of this but the number: both launchers find its nodes by themselves. Of a heterogeneous job (several
+kinds of nodes, ``#SBATCH hetjob``) they see the first component only. So its nodes are named to them one by one, and this
+module, run as a program, is the launch agent that reaches each through ``srun`` in the component that it belongs to.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hetero_mpi.comm.library import OPEN_MPI
+from hetero_mpi.errors import UserError
+from hetero_mpi.launch.interface import resolve
+from hetero_mpi.launch.launcher import CommandLine, Launcher
+
+if TYPE_CHECKING:
+    from hetero_mpi.launch.hosts import Host
+
+_AGENT = """#!/bin/sh
+# AGENT [OPTIONS] HOST COMMAND...: runs a launcher's command on a node of this SLURM job. Written by `hetero_mpi launch`.
+exec {python} -m hetero_mpi.launch.slurm "$@"
+"""
+
+
+@dataclass(frozen=True)
+class Component:
+    """Nodes of one kind, with the tasks that the job asked for on each; a plain job has one."""
+
+    nodes: tuple[str, ...]
+    tasks: tuple[int, ...]
+
+
+def is_heterogeneous(environment: Mapping[str, str]) -> bool:
+    """Is this a job of several components?"""
+    return int(environment.get("SLURM_HET_SIZE", "1")) > 1
+
+
+def components(environment: Mapping[str, str]) -> tuple[Component, ...]:
+    """Of the job that this process is in; none outside of SLURM.
+
+    :raises UserError: SLURM's variables do not say what the job consists of.
+    """
+    if "SLURM_JOB_ID" not in environment:
+        return ()
+    suffixes = [""]
+    if is_heterogeneous(environment):
+        suffixes = [f"_HET_GROUP_{number}" for number in range(int(environment["SLURM_HET_SIZE"]))]
+    found = []
+    for suffix in suffixes:
+        names = (f"SLURM_JOB_NODELIST{suffix}", f"SLURM_TASKS_PER_NODE{suffix}")
+        missing = [name for name in names if name not in environment]
+        if missing:
+            raise UserError(
+                f"This is inside of SLURM job {environment['SLURM_JOB_ID']}, but {' and '.join(missing)} is not set: run `launch` "
+                "in the batch script itself (or in `salloc`), not under `srun`."
+            )
+        nodes, tasks = _expand(environment[names[0]]), tasks_per_node(environment[names[1]])
+        if len(nodes) != len(tasks):
+            raise UserError(f"{names[0]} has {len(nodes)} nodes, but {names[1]} is {environment[names[1]]!r}.")
+        found.append(Component(nodes, tasks))
+    return tuple(found)
+
+
+def tasks_per_node(text: str) -> tuple[int, ...]:
+    """SLURM's short form in full.
+
+    >>> tasks_per_node("2(x3),1")
+    (2, 2, 2, 1)
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise UserError(f"SLURM's tasks per node, {text!r}, are not understood: give `-np` to launch.")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return tuple(counts)
+
+
+def _expand(nodes: str) -> tuple[str, ...]:
+    """``n[1-2],big`` -> n1, n2, big."""
+    if not re.search(r"[\[,]", nodes):
+        return (nodes,)
+    try:
+        answer = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(f"`scontrol show hostnames {nodes}` failed ({error}): load SLURM's commands.") from error
+    return tuple(answer.stdout.split())
+
+
+def entries(found: Sequence[Component], pythons: Sequence[str]) -> tuple[Host, ...]:
+    """The nodes of a heterogeneous job as entries of a hosts file.
+
+    Args:
+        pythons: of each component; none: the one that runs this. Several components may be served by the last one.
+    """
+    from hetero_mpi.launch.hosts import Host
+
+    if len(pythons) > len(found):
+        raise UserError(f"--slurm-python is given {len(pythons)} times, but the job has {len(found)} components.")
+    hosts = []
+    for number, component in enumerate(found):
+        python = str(Path(pythons[min(number, len(pythons) - 1)]).absolute()) if pythons else None
+        hosts += [
+            Host(address=node, slots=tasks, python=python)
+            for node, tasks in zip(component.nodes, component.tasks, strict=True)
+        ]
+    return tuple(hosts)
+
+
+def heterogeneous_command(
+    launcher: Launcher, hosts: Sequence[Host], ranks: int | None, program: Sequence[str], given: Sequence[str]
+) -> CommandLine:
+    """The command line for ``python -m hetero_mpi PROGRAM`` over the components of a heterogeneous job.
+
+    Args:
+        hosts: ``entries``.
+        ranks: None: as many as tasks.
+        given: the user's options for the launcher.
+    """
+    from hetero_mpi.launch.hosts import ranks_of
+    from hetero_mpi.launch.hosts_command import hosts_command, prefix_of
+    from hetero_mpi.launch.relay import write_relay
+
+    agent = str(write_relay(_AGENT.format(python=sys.executable)))
+    if launcher.family == OPEN_MPI:
+        # Its own support for SLURM sees the first component only.
+        options = ["--prtemca", "ras", "^slurm", "--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", agent]
+        here = str(launcher.path.parent.parent)
+        if all(prefix_of(host, launcher) == here for host in hosts):  # else `hosts_command` adds the like
+            options += ["--prtemca", "plm_ssh_no_tree_spawn", "1"]  # daemons are in job steps, which start no others
+            options += ["--prefix", here] if "--prefix" not in given else []
+    else:
+        options = ["-rmk", "user", "-launcher", "ssh", "-launcher-exec", agent]
+    shares = ranks_of(hosts, ranks, "the SLURM job")
+    return hosts_command(launcher, shares, program, [*options, *given], find=_address)
+
+
+def _address(node: str) -> str:
+    """A node's address, "" if its name has none: SLURM may know it by another."""
+    try:
+        return resolve(node)
+    except UserError:
+        return ""
+
+
+def step_command(host: str, command: Sequence[str], found: Sequence[Component]) -> list[str]:
+    """What runs a launcher's command on a node of the job.
+
+    :raises UserError: the node is not in the job.
+    """
+    group = next((number for number, component in enumerate(found) if host in component.nodes), None)
+    if group is None:
+        known = ", ".join(node for component in found for node in component.nodes)
+        raise UserError(f"{host} is not a node of this SLURM job: it has {known or 'none'}.")
+    groups = [f"--het-group={group}"] if len(found) > 1 else []
+    # The step of the daemon is that of its ranks too: all cores, cards and memory that the job has there.
+    step = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--cpu-bind=none", "--mpi=none"]
+    return ["srun", *groups, *step, "sh", "-c", " ".join(command)]
+
+
+def agent(arguments: Sequence[str]) -> None:
+    """``[OPTIONS] HOST COMMAND...``, as launchers call ssh. Does not return."""
+    words = list(arguments)
+    while words and words[0].startswith("-"):
+        words.pop(0)
+    command = step_command(words[0], words[1:], components(os.environ))
+    # Variables of this job's step, or of its first component, would bind the new step to them.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_STEP)}
+    os.execvpe(command[0], command, kept)
+
+
+_OF_A_STEP = ("SLURM_CPU_BIND", "SLURM_MEM_BIND", "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_NODE")
+
+
+if __name__ == "__main__":
+    agent(sys.argv[1:])

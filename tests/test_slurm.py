@@ -1,0 +1,286 @@
+"""SLURM: the scripts in ``jobs/`` on a real controller with two nodes (``slurm_lab``), and what they rest on."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from hetero_mpi.device.cgroup import cgroup_free_bytes
+from hetero_mpi.errors import UserError
+from hetero_mpi.launch import slurm
+from hetero_mpi.launch.slurm import Component, components, entries, step_command, tasks_per_node
+from hetero_mpi.report.metrics import read_metrics
+from tests.environments import second_environment
+from tests.long_run import LongRun
+from tests.mpi import ROOT, launcher_or_skip
+from tests.slurm_lab import SlurmLab
+
+SCRIPTS = sorted((ROOT / "jobs").glob("*.sbatch"))
+PATIENCE_S = 300.0
+TWO_KINDS = (Component(("n1",), (2,)), Component(("n2", "n3"), (1, 1)))
+HETEROGENEOUS = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_NODELIST": "n1",
+    "SLURM_TASKS_PER_NODE": "2",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "n1",
+    "SLURM_TASKS_PER_NODE_HET_GROUP_0": "2",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]",
+    "SLURM_TASKS_PER_NODE_HET_GROUP_1": "1(x2)",
+}
+
+
+def test_tasks_per_node() -> None:
+    assert tasks_per_node("4") == (4,)
+    assert tasks_per_node("2(x3),1,3(x2)") == (2, 2, 2, 1, 3, 3)
+    with pytest.raises(UserError, match="give `-np`"):
+        tasks_per_node("2(x)")
+
+
+def test_components_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "_expand", lambda nodes: {"n[2-3]": ("n2", "n3")}.get(nodes, (nodes,)))
+    assert components({}) == ()
+    plain = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[2-3]", "SLURM_TASKS_PER_NODE": "1(x2)"}
+    assert components(plain) == (Component(("n2", "n3"), (1, 1)),)
+    assert components(HETEROGENEOUS) == TWO_KINDS
+    with pytest.raises(
+        UserError, match="SLURM job 7, but SLURM_TASKS_PER_NODE is not set: run `launch` in the batch script"
+    ):
+        components({name: value for name, value in plain.items() if name != "SLURM_TASKS_PER_NODE"})
+
+
+def test_each_component_has_its_python() -> None:
+    hosts = entries(TWO_KINDS, ["/cuda/bin/python", "/rocm/bin/python"])
+    assert [(host.address, host.slots, host.python) for host in hosts] == [
+        ("n1", 2, "/cuda/bin/python"),
+        ("n2", 1, "/rocm/bin/python"),
+        ("n3", 1, "/rocm/bin/python"),
+    ]
+    assert [host.python for host in entries(TWO_KINDS, ["/one"])] == ["/one"] * 3
+    assert [host.python for host in entries(TWO_KINDS, [])] == [None] * 3
+    with pytest.raises(UserError, match="given 3 times, but the job has 2 components"):
+        entries(TWO_KINDS, ["a", "b", "c"])
+
+
+def test_the_agent_starts_a_step_in_the_node_s_component() -> None:
+    words = step_command("n3", ["prted", "--flag", "&&", "true"], TWO_KINDS)
+    assert words[:2] == ["srun", "--het-group=1"] and "--nodelist=n3" in words
+    assert words[-3:] == ["sh", "-c", "prted --flag && true"]
+    with pytest.raises(UserError, match="n9 is not a node of this SLURM job: it has n1, n2, n3"):
+        step_command("n9", ["prted"], TWO_KINDS)
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, ROOT / "jobs" / "slurm.sh"], ids=lambda path: path.name)
+def test_scripts_are_short_and_valid(script: Path) -> None:
+    text = script.read_text()
+    assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
+    assert len(text.splitlines()) < 60 and max(map(len, text.splitlines())) <= 132
+    if script.suffix == ".sbatch":
+        assert "source jobs/slurm.sh\n" in text and "sbatch " in text.split("#SBATCH")[0], (
+            "how to submit it stands on top"
+        )
+        assert f"`{script.name}`" in (ROOT / "docs" / "slurm.md").read_text()
+
+
+def groups(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    own = root / "self"
+    return own
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "free"),
+    [
+        # Version 2: the job's limit stands above the task's group, which has none.
+        (
+            "0::/slurm/job_1/step_0/task_0\n",
+            {
+                "slurm/job_1/memory.max": "4000",
+                "slurm/job_1/memory.current": "1500",
+                "slurm/job_1/memory.stat": "anon 400\ninactive_file 1000\n",
+                "slurm/job_1/step_0/memory.max": "max",
+                "slurm/job_1/step_0/memory.current": "1500",
+            },
+            3500,
+        ),
+        # Version 1: the step has less than the job.
+        (
+            "4:memory:/slurm/job_1/step_0\n3:cpuset:/\n0::/elsewhere\n",
+            {
+                "memory/slurm/job_1/memory.limit_in_bytes": "4000",
+                "memory/slurm/job_1/memory.usage_in_bytes": "100",
+                "memory/slurm/job_1/step_0/memory.limit_in_bytes": "2000",
+                "memory/slurm/job_1/step_0/memory.usage_in_bytes": "500",
+                "memory/memory.limit_in_bytes": str(2**63 - 4096),
+                "memory/memory.usage_in_bytes": "9999",
+            },
+            1500,
+        ),
+        # A container sees its own group at the top.
+        ("0::/../../pod\n", {"memory.max": "800", "memory.current": "900"}, 0),
+        ("0::/\n", {"memory.max": "max", "memory.current": "900"}, None),
+    ],
+    ids=["version 2", "version 1", "container", "no limit"],
+)
+def test_memory_limits_of_control_groups(tmp_path: Path, own: str, files: dict[str, str], free: int | None) -> None:
+    assert cgroup_free_bytes(tmp_path, groups(tmp_path, {**files, "self": own})) == free
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmLab]:
+    launcher_or_skip()
+    with SlurmLab(tmp_path_factory.mktemp("slurm") / "lab") as started:
+        yield started
+
+
+class Submitted:
+    """A job without end on the lab, submitted by one of the scripts; ``LongRun`` is what it trains."""
+
+    def __init__(self, lab: SlurmLab, directory: Path) -> None:
+        self.lab, self.directory = lab, directory
+        self.job = LongRun(directory, 2)
+        self.run, self.output = directory / "job", directory / "output.txt"
+        self.number = ""
+
+    def submit(self, *options: str, pythons: Sequence[str | Path] = (sys.executable,)) -> None:
+        """``sbatch OPTIONS JOB``. The machine has two processors, so what the scripts ask for is made smaller."""
+        words = [*options, str(self.job.file), "--plan", str(self.job.plan)]
+        shown = " ".join(map(str, pythons))
+        environment = {"PYTHONS": shown, "RUNS": str(self.directory), "OMP_NUM_THREADS": "1"}
+        self.number = self.lab.submit(*words, env=environment)
+
+    def text(self) -> str:
+        return (self.output.read_text(errors="replace") if self.output.exists() else "") + self.lab.logs()
+
+    def losses(self) -> list[float]:
+        path = self.run / "metrics.jsonl"
+        return [step.loss for step in read_metrics(path).steps] if path.exists() else []
+
+    def wait_for_steps(self, count: int) -> None:
+        self.lab.until(
+            lambda: len(self.losses()) >= count or self.lab.fields(self.number)["JobState"] == "FAILED",
+            f"{count} steps",
+            self.text,
+            PATIENCE_S,
+        )
+        assert len(self.losses()) >= count, self.text()
+
+    def stopped_after(self) -> int:
+        """Wait until the job is back in the queue; the step after which it stopped, with a checkpoint."""
+        self.lab.until(lambda: self.lab.fields(self.number)["Restarts"] == "1", "requeue", self.text, PATIENCE_S)
+        told = re.search(r"^Stopped after step (\d+), as a signal asked for: (\S+) is whole", self.text(), re.M)
+        assert told is not None and Path(told[2]).is_file(), self.text()
+        return int(told[1])
+
+    def let_it_end_after(self, steps: int) -> None:
+        """Change the job file while the job is in the queue; wait for its end."""
+        self.job.job("job", self.job.values(self.job.model()), train={"steps": steps}, checkpoint={"every": 0})
+        fields = self.lab.wait_for(self.number, ("COMPLETED", "FAILED"), PATIENCE_S, self.text)
+        assert (fields["JobState"], fields["ExitCode"], fields["Restarts"]) == ("COMPLETED", "0:0", "1"), self.text()
+        assert len(self.losses()) == steps and (self.run / "model").is_dir(), self.text()
+
+
+SMALL = ("--cpus-per-task=1", "--mem=0", "--gres=none")
+
+
+def test_unlike_nodes_stop_at_the_limit_and_go_on_np2(lab: SlurmLab, tmp_path: Path) -> None:
+    """Two components of a heterogeneous job, each with its Python; told that the time is over, requeued, resumed, finished."""
+    job = Submitted(lab, tmp_path)
+    other = second_environment(tmp_path / "other")
+    component = ("--nodes=1", "--ntasks-per-node=1", *SMALL)
+    first = ("--partition=first", f"--output={job.output}", *component)
+    job.submit(
+        *first, ":", "--partition=second", *component, "jobs/unlike_nodes.sbatch", pythons=(sys.executable, other)
+    )
+    job.wait_for_steps(3)
+    lab.command("scancel", "--signal=USR1", "--batch", job.number)
+    steps = job.stopped_after()
+    assert "rank 0: n1, cpu" in job.text() and "rank 1: n2, cpu" in job.text()
+    assert f"MPI is installed elsewhere on n2 ({tmp_path / 'other'})" in job.text()
+    job.let_it_end_after(steps + 2)
+    assert re.search(rf"^Resuming from \S+/step-{steps:08d}\.h5, after step {steps}$", job.text(), re.M), job.text()
+
+
+def test_nodes_copies_and_ranks(lab: SlurmLab, tmp_path: Path) -> None:
+    """What the scripts have in common, without training: copies on every node's disk, Hugging Face off line, ranks by tasks."""
+    model = tmp_path / "tiny"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    script, output = tmp_path / "script", tmp_path / "output.txt"
+    script.write_text(
+        textwrap.dedent(
+            f"""\
+            #!/bin/bash
+            SCRATCH={tmp_path}
+            source jobs/slurm.sh
+            to_scratch {model}
+            each_node sh -c 'echo "on $(hostname): $(ls "$1")"' sh "$COPY"
+            echo "offline: $HF_HUB_OFFLINE, copy: $COPY"
+            "${{PYTHONS[0]}}" -m hetero_mpi launch --print -- train job.toml
+            """
+        )
+    )
+    job = lab.submit(
+        "--nodes=2", "--ntasks-per-node=2", f"--output={output}", str(script), env={"PYTHONS": sys.executable}
+    )
+    fields = lab.wait_for(job, ("COMPLETED", "FAILED"), 60.0, lambda: output.read_text() + lab.logs())
+    text = output.read_text()
+    assert fields["JobState"] == "COMPLETED", text
+    assert "on n1: config.json\n" in text and "on n2: config.json\n" in text
+    assert f"offline: 1, copy: {tmp_path}/hetero-{job}/tiny\n" in text
+    assert re.search(r" -np 4 .*-m hetero_mpi train job\.toml$", text, re.M), text
+
+
+@pytest.mark.long
+def test_the_time_limit_of_two_nodes_np2(lab: SlurmLab, tmp_path: Path) -> None:
+    """SLURM itself announces the end of the time (it looks every half a minute), and the job comes back."""
+    job = Submitted(lab, tmp_path)
+    small = ("--nodes=2", "--ntasks-per-node=1", *SMALL, f"--output={job.output}")
+    job.submit(*small, "--time=3", "--signal=B:USR1@60", "jobs/requeue.sbatch")
+    job.wait_for_steps(1)
+    steps = job.stopped_after()
+    job.let_it_end_after(steps + 2)
+    assert re.search(rf"^Resuming from \S+, after step {steps}$", job.text(), re.M), job.text()
+
+
+STUB = """#!/bin/bash
+# Stands in for the Python of the environment: notes how it was called, and trains nothing.
+echo "$SLURM_ARRAY_TASK_ID: $*" >> DIRECTORY/calls
+case "$*" in
+    *two.toml*) exit 3 ;;
+    *--resume*) exit 0 ;;
+esac
+trap 'mkdir -p DIRECTORY/one/checkpoints; touch DIRECTORY/one/checkpoints/step-00000005.h5; exit 76' USR1
+while true; do sleep 0.1; done
+"""
+
+
+def test_an_array_over_job_files(lab: SlurmLab, tmp_path: Path) -> None:
+    """Each task has a file and a run directory of its own. The first is told to stop and comes back, the second one fails."""
+    stub, calls = tmp_path / "python", tmp_path / "calls"
+    stub.write_text(STUB.replace("DIRECTORY", str(tmp_path)))
+    stub.chmod(0o755)
+    small = ("--nodes=1", "--ntasks-per-node=1", *SMALL, f"--output={tmp_path}/%a.txt")
+    environment = {"PYTHONS": str(stub), "RUNS": str(tmp_path)}
+    number = lab.submit("--array=1-2", *small, "jobs/array.sbatch", "one.toml", "two.toml", env=environment)
+    lab.until(lambda: calls.exists() and len(calls.read_text().splitlines()) == 2, "both began", lab.logs, 60.0)
+    lab.command("scancel", "--signal=USR1", "--batch", f"{number}_1")
+    first = lab.wait_for(f"{number}_1", ("COMPLETED", "FAILED"), 60.0, lab.logs)
+    second = lab.wait_for(f"{number}_2", ("COMPLETED", "FAILED"), 60.0, lab.logs)
+    assert (first["JobState"], first["Restarts"]) == ("COMPLETED", "1")
+    assert (second["JobState"], second["Restarts"], second["ExitCode"]) == ("FAILED", "0", "3:0")
+    began = "-m hetero_mpi launch -- train"
+    assert sorted(calls.read_text().splitlines()) == [
+        f"1: {began} one.toml --run-dir {tmp_path}/one",
+        f"1: {began} one.toml --run-dir {tmp_path}/one --resume",
+        f"2: {began} two.toml --run-dir {tmp_path}/two",
+    ]
