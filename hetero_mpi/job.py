@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.job_contradictions import Known, contradictions
+from hetero_mpi.job_contradictions import Known, contradictions, speed_change
 from hetero_mpi.job_rules import as_toml, broken_keys, may_be_empty, unknown_table
 from hetero_mpi.job_toml import apply_override, read_toml
 
@@ -176,6 +176,9 @@ class CheckpointTable(Table):
     background: bool = True
     """Write while training goes on, from a copy in host memory (as much as a rank's trained parameters and moments);
     false: training waits."""
+    buddy_every: NotNegative | Literal["auto"] = "auto"
+    """Steps between copies of the trained state in the memory of other ranks, from which the survivors of a rank's death go on
+    (``launch --recover``); "auto": as few as cost at most 2 % of the time, by measured times; 0: never."""
     allow_other_data: bool = False
     """May a run be resumed with other data than it was written with? The order of samples then starts afresh at that step."""
 
@@ -215,6 +218,9 @@ class PlanTable(Table):
     splitting as the planner finds best."""
     pipelines: Positive | Literal["auto"] = "auto"
     """Pipelines that may hold the model side by side, at most, and share the global batch; "auto": as many as help."""
+    rebalance: bool = True
+    """Move layers between ranks while the run goes on, when ranks run faster or slower than profiled and a step would become
+    shorter by 5 % at least; micro-batches and pipelines stay as they are. Not with ``--plan``."""
 
 
 class ProfileTable(Table):
@@ -243,6 +249,9 @@ class ClusterTable(Table):
     """Emulation: seconds that a second of the emulated cluster takes here; above 1 where the stand-in is too slow."""
     emulate_first: bool = False
     """Emulation: may fewer ranks than the profile has imitate its first ones?"""
+    emulate_changes: list[str] = []
+    """Emulation: devices that change their speed, such as "rank 1 runs at 0.34 from step 20" (of the profile's speed; the first
+    step is 1) and "rank 1 runs at 1 from step 60"."""
     device: Literal["auto", "cpu", "cuda", "rocm", "xpu", "mps"] = "auto"
     """Device of every rank; "auto": the local rank's accelerator where there is one, else the CPU."""
     threads: Positive | Literal["auto"] = "auto"
@@ -255,6 +264,20 @@ class ClusterTable(Table):
     communication_thread: bool = True
     """Move messages from a thread of their own, so that they overlap with computing; false: single-threaded, for
     debugging."""
+
+    def speed_changes(self) -> list[tuple[int, int, float]]:
+        """``emulate_changes`` as (rank, number of the step from 0, share of the profile's speed)."""
+        return [change for text in self.emulate_changes if (change := speed_change(text)) is not None]
+
+
+class ReportTable(Table):
+    """What a run leaves to be looked at."""
+
+    write: bool = True
+    """Write ``architecture.png`` and ``.svg`` before the first step, ``report.html`` and ``trace.json`` after the last one. The
+    command ``report`` writes the report of any run."""
+    tensorboard: bool = False
+    """Write TensorBoard event files into ``tensorboard/`` of the run directory too; needs the package ``tensorboard``."""
 
 
 class Job(Table):
@@ -271,6 +294,7 @@ class Job(Table):
     plan: PlanTable = PlanTable()
     profile: ProfileTable = ProfileTable()
     cluster: ClusterTable = ClusterTable()
+    report: ReportTable = ReportTable()
 
 
 TABLES: dict[str, type[Table]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,14 @@ class Known:
 
     def all_sound(self, *keys: tuple[str, str]) -> bool:
         return not any(key in self.broken for key in keys)
+
+
+def speed_change(text: str) -> tuple[int, int, float] | None:
+    """``rank 1 runs at 0.5 from step 20`` as (rank, number of the step from 0, speed); None: it is not written so."""
+    match = re.fullmatch(r"rank (\d{1,9}) runs at (\d{1,9}(?:\.\d{1,9})?) from step (\d{1,9})", text.strip())
+    if match is None or float(match[2]) == 0 or int(match[3]) == 0:
+        return None
+    return int(match[1]), int(match[3]) - 1, float(match[2])
 
 
 def contradictions(known: Known, name: str) -> list[Problem]:
@@ -116,10 +125,14 @@ def _plan(known: Known) -> list[Problem]:
 
 
 def _cluster(known: Known) -> list[Problem]:
+    for text in known("cluster", "emulate_changes") or ():
+        if speed_change(text) is None:
+            rule = 'each is written "rank R runs at SPEED from step N", such as "rank 1 runs at 0.5 from step 20"'
+            return [(("cluster", "emulate_changes"), f"{rule}; this is not: {text!r}")]
     if known("cluster", "emulate") is not None or not known.all_sound(("cluster", "emulate")):
         return []
     found: list[Problem] = []
-    for key in ("time_scale", "emulate_first"):
+    for key in ("time_scale", "emulate_first", "emulate_changes"):
         if known.all_sound(("cluster", key)) and known("cluster", key) != known.default("cluster", key):
             found.append((("cluster", key), "applies to emulated clusters only: set cluster.emulate, or leave it out"))
     return found

@@ -66,8 +66,10 @@ class Workshop:
             },
             "checkpoint": {"every": 1, "keep": 100},
             "cluster": {"threads": 1},
-            "plan": {"pipelines": 1},  # runs are compared bit by bit, and a noisy profile may prefer another number
+            # Runs are compared bit by bit, and a noisy profile may prefer another number; busy machines change their speed.
+            "plan": {"pipelines": 1, "rebalance": False},
             "profile": {"repeats": 1, "largest_message_bytes": 65536, "cache": False},
+            "report": {"write": False},  # pictures of some hundred runs would take minutes
         }
 
     def job(self, name: str, values: dict[str, Any], **tables: dict[str, Any]) -> Path:

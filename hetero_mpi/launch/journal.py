@@ -15,6 +15,16 @@ from hetero_mpi.errors import UserError
 EVENTS_NAME = "events.jsonl"
 
 
+def append_event(run_dir: Path, event: str, text: str, **values: Any) -> None:
+    """Write one event, without the supervisor: for what a run itself has to tell. A disk that is full is nobody's end."""
+    with contextlib.suppress(OSError), (run_dir / EVENTS_NAME).open("a", encoding="utf-8") as file:
+        file.write(_line(event, text, values))
+
+
+def _line(event: str, text: str, values: dict[str, Any]) -> str:
+    return json.dumps({"unix_s": round(time.time(), 3), "event": event, "text": text, **values}) + "\n"
+
+
 class Journal:
     """Appends to ``RUN/events.jsonl``; every line has ``unix_s``, ``event`` and ``text``, and what belongs to the event."""
 
@@ -31,11 +41,10 @@ class Journal:
 
     def tell(self, event: str, text: str, **values: Any) -> None:
         """Print and write one event."""
-        now = time.time()
-        clock = datetime.datetime.fromtimestamp(now).strftime("%H:%M:%S")
+        clock = datetime.datetime.now().strftime("%H:%M:%S")
         with contextlib.suppress(OSError):  # the terminal may have gone, and the job need not end for that
             print(f"launch {clock}: {text}", file=sys.stderr, flush=True)
-        self._file.write(json.dumps({"unix_s": round(now, 3), "event": event, "text": text, **values}) + "\n")
+        self._file.write(_line(event, text, values))
         self._file.flush()
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from hetero_mpi.model.adapter import adapter_parameters, inject
 from hetero_mpi.model.chain import Chain, build_on_meta
 from hetero_mpi.model.deferred import WeightGradients
 from hetero_mpi.model.finishing import Beginnings, Finished, Report
+from hetero_mpi.model.keeping import Kept, take_over
 from hetero_mpi.model.loss import IGNORED as IGNORED
 from hetero_mpi.model.loss import summed_loss
 from hetero_mpi.model.quantize import quantize_linears, set_training
@@ -81,6 +82,7 @@ class Stage:
         tuning: Tuning | None = None,
         recompute: bool = False,
         split_backward: bool = False,
+        kept: Kept | None = None,
     ) -> None:
         """Build own layers only.
 
@@ -95,6 +97,7 @@ class Stage:
             recompute: run the forward of blocks again in backward instead of keeping their activations.
             split_backward: backward will come in two parts, ``backward_input`` and ``backward_weights``. Where adapters are
                 trained the second part is empty.
+            kept: items whose frozen weights are there already (``keeping.frozen_items``); ``start`` is not asked for them.
 
         Raises:
             UserError: the model's files do not fit its configuration.
@@ -105,7 +108,7 @@ class Stage:
         self.masters: dict[str, torch.Tensor] = {}
         self.tied_head: nn.Parameter | None = None
         self.model = build_on_meta(chain.config)
-        self._materialize(start)
+        self._materialize(start, kept or {})
         restore_buffers(self.model, backend.device)
         self.parameters = self._trained_parameters()
         if recompute:
@@ -239,11 +242,14 @@ class Stage:
             return (self._input, *arguments[1:]), keywords
         return arguments, {**keywords, "hidden_states": self._input}
 
-    def _materialize(self, start: Start | None) -> None:
+    def _materialize(self, start: Start | None, kept: Kept) -> None:
         chain, model = self.chain, self.model
         own = range(self.first, self.last)
         needs_tied_copy = chain.tied is not None and self.is_last
         for item in range(chain.items):
+            if item in own and item in kept:
+                take_over(model, kept[item])
+                continue
             if item in own or (item == 0 and needs_tied_copy):
                 self._fill(start, item)
             if item == 0 and needs_tied_copy:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from hetero_mpi.planning.profile import ClusterProfile, LinkProfile
+from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
 
 PLENTY_BYTES = 2**50
 """More memory than any model needs."""
@@ -61,7 +61,9 @@ def restricted(profile: ClusterProfile, ranks: Sequence[int]) -> ClusterProfile:
         for link in profile.links
         if link.source in new and link.destination in new
     )
-    return replace(profile, devices=devices, links=links)
+    there = {device.host for device in devices}
+    hosts = tuple(host for host in profile.hosts if host.name in there)
+    return replace(profile, devices=devices, links=links, hosts=hosts)
 
 
 def with_copy_of(profile: ClusterProfile, rank: int) -> ClusterProfile:
@@ -78,3 +80,35 @@ def with_copy_of(profile: ClusterProfile, rank: int) -> ClusterProfile:
         links.append(replace(into.get(other, between), source=other, destination=new, same_host=here))
     devices = (*profile.devices, replace(profile.devices[rank], rank=new))
     return replace(profile, devices=devices, links=tuple(links))
+
+
+def with_slowness(profile: ClusterProfile, ratios: Mapping[int, float]) -> ClusterProfile:
+    """Ranks whose computing lasts ``ratios[rank]`` times as long as profiled; ranks that are not named stay as they are."""
+
+    def slower(device: DeviceProfile) -> DeviceProfile:
+        ratio = ratios.get(device.rank, 1.0)
+        return replace(
+            device,
+            layers={kind: _slower(times, ratio) for kind, times in device.layers.items()},
+            optimizer_fixed_s=device.optimizer_fixed_s * ratio,
+            optimizer_s_per_parameter=device.optimizer_s_per_parameter * ratio,
+            forward_overhead_s=device.forward_overhead_s * ratio,
+            backward_overhead_s=device.backward_overhead_s * ratio,
+        )
+
+    return replace(profile, devices=tuple(slower(device) for device in profile.devices))
+
+
+def _slower(times: LayerTimes, ratio: float) -> LayerTimes:
+    def scaled(curve: Curve) -> Curve:
+        return replace(curve, seconds=tuple(seconds * ratio for seconds in curve.seconds))
+
+    optional = {
+        name: scaled(curve) if curve is not None else None
+        for name, curve in (
+            ("recompute_s", times.recompute_s),
+            ("input_s", times.input_s),
+            ("weight_s", times.weight_s),
+        )
+    }
+    return LayerTimes(scaled(times.forward_s), scaled(times.backward_s), **optional)

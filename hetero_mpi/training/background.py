@@ -42,6 +42,7 @@ from hetero_mpi.checkpoint import (
 )
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.transport import Request, Transport
+from hetero_mpi.comm.ulfm import RankLost
 from hetero_mpi.comm.world import CollectiveUserError
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.report import units
@@ -208,9 +209,12 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # With any other error the other ranks may never come here, and this process is about to end all of them.
+        # After a death the survivors go on with another one. With any other error the other ranks may never come here, and this
+        # process is about to end all of them.
         if error is None or isinstance(error, CollectiveUserError):
             self.finish()
+        elif isinstance(error, RankLost):
+            self.abandon()
 
     def _decide(self) -> None:
         """Is there memory for snapshots? Decided by all ranks at the first checkpoint, when everything else is there."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -95,7 +95,14 @@ class FileSupply:
 
 
 def open_files(
-    world: World, rank: int, transport: Transport, chain: Chain, plan: Plan, directory: Path, cache_root: Path | None
+    world: World,
+    rank: int,
+    transport: Transport,
+    chain: Chain,
+    plan: Plan,
+    directory: Path,
+    cache_root: Path | None,
+    kept: Collection[int] = (),
 ) -> FileSupply:
     """Find out which ranks have the files, and say who gets what. Collective over the active ranks.
 
@@ -104,6 +111,7 @@ def open_files(
         rank: this rank's number in the plan.
         directory: where the model is; it must be there on rank 0.
         cache_root: where ranks without the model keep what they receive; None: nowhere.
+        kept: items that this rank has in memory and will not load.
 
     Raises:
         UserError: rank 0's files are missing or damaged, or a rank's shard cache cannot be used.
@@ -132,7 +140,8 @@ def open_files(
         assert source is not None
         start = FileStart(source, chain)
         if incoming is not None and lack is not None:
-            report = incoming.look(lack, needed_items(chain, plan, rank), start.keys_of_item)
+            needed = [item for item in needed_items(chain, plan, rank) if item not in kept]
+            report = incoming.look(lack, needed, start.keys_of_item)
     rows = world.all_gather_json(report.to_list())
     if files is None or rank != 0:
         return FileSupply(start, incoming=incoming)

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hetero_mpi.comm.world import CollectiveUserError
 from hetero_mpi.data.sequences import IGNORED, Batch, Dataset
@@ -40,8 +41,59 @@ class LoopResult:
     """The newest checkpoint of the run; on other ranks than 0 it may be one whose writing failed."""
 
 
+@dataclass
+class Books:
+    """What a run keeps while its plans change. Whole on rank 0; other ranks have what they need to go on."""
+
+    state: RunState
+    result: LoopResult
+    skips_in_a_row: int = 0
+    good_checkpoint: Path | None = None
+    """The newest checkpoint whose weights have since given a finite step."""
+
+    @classmethod
+    def opened(cls, state: RunState, resumed_from: Path | None = None) -> Books:
+        """At the start of a run, or where it is resumed."""
+        return cls(state, LoopResult(last_checkpoint=resumed_from))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a rank that joins must know, as JSON-able values."""
+        last, good = self.result.last_checkpoint, self.good_checkpoint
+        return {
+            "step": self.state.step,
+            "losses": list(self.state.losses),
+            "updates": self.state.updates,
+            "loss_scale": self.state.loss_scale,
+            "skipped": self.result.skipped,
+            "skips_in_a_row": self.skips_in_a_row,
+            "last_checkpoint": str(last) if last is not None else None,
+            "good_checkpoint": str(good) if good is not None else None,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Books:
+        scale, last, good = (values[key] for key in ("loss_scale", "last_checkpoint", "good_checkpoint"))
+        loss_scale = (scale[0], scale[1]) if scale is not None else None
+        state = RunState(values["step"], list(values["losses"]), values["updates"], loss_scale)
+        result = LoopResult(skipped=values["skipped"], last_checkpoint=Path(last) if last is not None else None)
+        return cls(state, result, values["skips_in_a_row"], Path(good) if good is not None else None)
+
+
+class Steering(Protocol):
+    """Who may ask for another plan between two steps. Every active rank makes the same calls."""
+
+    def word(self) -> NDArray[np.float64]:
+        """What this rank says along with the verdict on a step: as many numbers on every rank."""
+        ...
+
+    def due(self, step: int, heard: NDArray[np.float64]) -> bool:
+        """After step number ``step``, with all ranks' words added up: is the plan to be changed now? The same answer on all
+        ranks."""
+        ...
+
+
 class Loop:
-    """Runs the steps of a job. Everything here is collective over the active ranks.
+    """Runs the steps of a job under one plan. Everything here is collective over the active ranks.
 
     Args:
         trainer: this rank's share.
@@ -49,9 +101,10 @@ class Loop:
         dataset: on rank 0, else None.
         directory: where checkpoints go.
         metadata: what every checkpoint carries besides tensors; used on rank 0.
-        state: where the run stands (resumed runs start later).
-        resumed_from: the checkpoint the run started from.
+        books: where the run stands (resumed runs start later); kept up to date.
         asked: has this rank been asked to end the run (``training.signals``)?
+        steering: says when the plan is to be changed; None: never.
+        beside: called after every step but the last, by every active rank.
     """
 
     def __init__(
@@ -62,39 +115,50 @@ class Loop:
         dataset: Dataset | None,
         directory: Path,
         metadata: dict[str, Any],
-        state: RunState,
-        resumed_from: Path | None = None,
+        books: Books,
         asked: Callable[[], bool] = lambda: False,
+        steering: Steering | None = None,
+        beside: Callable[[], None] = lambda: None,
     ) -> None:
         trainer.asked = asked
+        self._beside = beside
+        self.record: Callable[[StepMetrics], None] = lambda line: None
+        """Is told every step's figures, on every active rank; may call collectively."""
+        if steering is not None:
+            trainer.along = steering.word
+        self.steering = steering
         self.trainer, self.job, self.plan, self.dataset = trainer, job, plan, dataset
         self.world = trainer.world
-        self.metadata, self.state = metadata, state
+        self.metadata, self.books, self.state, self.result = metadata, books, books.state, books.result
         self.saver = open_saver(trainer, directory, job)
-        self.saver.newest = resumed_from
+        self.saver.newest = self.result.last_checkpoint
         self.schedule = LearningRate(job.train)
-        self.result = LoopResult(last_checkpoint=resumed_from)
-        self._good_checkpoint: Path | None = None
-        """The newest checkpoint whose weights have since given a finite step."""
         self._held_out = self._broadcast_held_out()
         self._align = replicas_differ(trainer)
 
-    def run(self, metrics: MetricsWriter | None, display: Progress | None) -> LoopResult:
-        """Train until the last step, and until the last checkpoint is on disk; ``metrics`` and ``display`` on rank 0 only.
+    def run(self, metrics: MetricsWriter | None, display: Progress | None) -> bool:
+        """Train until the last step, or until the plan is to be changed, and until the last checkpoint is on disk.
+
+        Args:
+            metrics, display: on rank 0 only.
+
+        Returns:
+            Was it the last step? The same on all ranks.
 
         Raises:
             UserError: the loss is not a number, or too many steps in a row had non-finite gradients.
             CollectiveUserError: with ``ExitCode.STOPPED``: the run was asked to end, and has left a checkpoint.
         """
         with self.saver:
-            self._run(metrics, display)
+            done = self._run(metrics, display)
         if self.world.rank == 0:
             self.result.last_checkpoint = self.saver.newest  # the writing of the last one may have failed
-        return self.result
+        scale = self.trainer.loss_scale
+        self.state.loss_scale = scale.value, scale.good_steps
+        return done
 
-    def _run(self, metrics: MetricsWriter | None, display: Progress | None) -> None:
+    def _run(self, metrics: MetricsWriter | None, display: Progress | None) -> bool:
         train, every = self.job.train, self.job.checkpoint.every
-        in_a_row = 0
         for step in range(self.state.step, train.steps):
             self.world.doing = f"training step {step + 1}"
             begin = time.perf_counter()
@@ -103,9 +167,9 @@ class Loop:
             self.result.steps.append(line)
             if metrics is not None and display is not None:
                 metrics.step(line)
-                display.update(step + 1, verdict.loss, line.tokens_per_s)
-            in_a_row = 0 if verdict.finite else in_a_row + 1
-            self._after(step, verdict, in_a_row)
+                display.update(line)
+            self.record(line)
+            self._after(step, verdict)
             last = step + 1 == train.steps
             if len(self._held_out[0]) and (last or _due(step + 1, train.evaluate_every)):
                 self._evaluate(metrics)
@@ -113,6 +177,11 @@ class Loop:
                 self._save()
             if verdict.stop and not last:
                 self._stop()
+            if not last:
+                self._beside()
+            if self.steering is not None and self.steering.due(step, self.trainer.heard) and not last:
+                return False
+        return True
 
     def _step(self, step: int) -> tuple[Verdict, int]:
         """(verdict, target tokens) of one step on the batch that rank 0 reads."""
@@ -149,15 +218,16 @@ class Loop:
             emulated=emulation is not None,
         )
 
-    def _after(self, step: int, verdict: Verdict, in_a_row: int) -> None:
+    def _after(self, step: int, verdict: Verdict) -> None:
         """Keep the books; stop a run that has lost its way, on all ranks by the same verdict."""
         self.state.step = step + 1
         self.state.losses.append(verdict.loss)
         if verdict.finite:
             self.state.updates += 1
-            self._good_checkpoint = self.result.last_checkpoint
+            self.books.skips_in_a_row, self.books.good_checkpoint = 0, self.result.last_checkpoint
             return
         self.result.skipped += 1
+        self.books.skips_in_a_row = in_a_row = self.books.skips_in_a_row + 1
         if not math.isfinite(verdict.loss):
             self.world.agree(f"step {step + 1}: the loss is {verdict.loss}; {self._remedy()}")
         if in_a_row == _SKIPS_IN_A_ROW:
@@ -181,7 +251,7 @@ class Loop:
     def _remedy(self) -> str:
         """What to do about a run that has lost its way. Collective: only rank 0 sees whether a checkpoint is still there."""
         self.saver.finish()
-        good = self._good_checkpoint
+        good = self.books.good_checkpoint
         checkpoint = self.world.broadcast_json(str(good) if good is not None and good.exists() else None)
         if checkpoint is None:
             return "there is no good checkpoint: lower [train] learning_rate, add warmup_steps, or look at the data"

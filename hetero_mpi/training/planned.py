@@ -29,7 +29,6 @@ from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Schedule, schedule_of
 from hetero_mpi.profiling.cluster import profile_cluster, profile_key
 from hetero_mpi.profiling.subject import Subject
-from hetero_mpi.training.emulation import predicted
 from hetero_mpi.training.request import with_memory
 
 
@@ -98,8 +97,6 @@ def obtain_plan(
                 plan = make_plan(profile, request)
             schedule = schedule_of(plan, profile.model)
             validate(schedule, plan, profile.model)
-            if profile.emulated:
-                plan = predicted(plan, profile, schedule)
             save_plan(plan, run_dir / "plan.toml")
     plan = plan_from_dict(world.broadcast_json(plan_to_dict(plan) if plan is not None else None))
     return plan, schedule_of(plan, profile.model)

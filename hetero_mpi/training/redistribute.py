@@ -1,13 +1,14 @@
-"""Moves named tensors between rank 0 and the ranks that hold them, one at a time.
+"""Moves named tensors from ranks that have them to ranks that need them, a few at a time.
 
-One mechanism serves saving, restoring under another plan, and writing the model: who holds a tensor is a function of the plan,
-so the same list of parcels, walked by all ranks in the same order, needs no negotiation.
+One mechanism serves saving, restoring under another plan (from a checkpoint, from the ranks that held the layers before, or
+from copies that other ranks keep), and writing the model: who has and who needs a tensor is a function of the plans, so the
+same list, walked by all ranks in the same order, needs no negotiation.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +84,41 @@ def collect(
         yield parcel, tensor
 
 
+@dataclass(frozen=True)
+class Delivery:
+    """Who gives a parcel to whom."""
+
+    parcel: Parcel
+    source: int
+    destinations: tuple[int, ...]
+    """Ranks that need it and lack it."""
+    keepers: tuple[int, ...] = ()
+    """Ranks that need it and have it themselves: nothing is sent to them."""
+
+
+def deliveries(listed: Iterable[Parcel], having: Callable[[Parcel], Sequence[int]]) -> list[Delivery]:
+    """What brings every parcel to all its holders. A function of its arguments: every rank makes the same list.
+
+    Args:
+        listed: as ``parcels`` gives it, of the plan that is to be.
+        having: the ranks that have a parcel, at least one; the first of them sends it.
+    """
+    found = []
+    for parcel in listed:
+        has, needs = having(parcel), (parcel.owner, *parcel.others)
+        assert has, f"nobody has {parcel.kind} of {parcel.name}"
+        lacking, keepers = tuple(r for r in needs if r not in has), tuple(r for r in needs if r in has)
+        found.append(Delivery(parcel, has[0], lacking, keepers))
+    return found
+
+
+def held_under(tuning: Tuning, plan: Plan) -> Callable[[Parcel], tuple[int, ...]]:
+    """Gives the ranks that hold a parcel under ``plan``, the one that speaks for it first."""
+    held = holders(plan)
+    items = {spec.name: spec.item for spec in (*tuning.trainable.values(), *tuning.constants.values())}
+    return lambda parcel: held[items[parcel.name]]
+
+
 def distribute(
     rank: int,
     transport: Transport,
@@ -96,7 +132,7 @@ def distribute(
         produce: gives a parcel on rank 0, as a contiguous host tensor.
         keep: takes a parcel this rank holds.
     """
-    _spread(rank, transport, ((parcel, 0, (parcel.owner, *parcel.others)) for parcel in listed), produce, keep)
+    move(rank, transport, deliveries(listed, lambda parcel: (0,)), produce, keep)
 
 
 def align(
@@ -112,38 +148,57 @@ def align(
         own: gives a parcel this rank speaks for, as a contiguous host tensor.
         keep: takes a parcel this rank holds too.
     """
-    _spread(rank, transport, ((parcel, parcel.owner, parcel.others) for parcel in listed), own, keep)
+    move(rank, transport, (Delivery(parcel, parcel.owner, parcel.others) for parcel in listed), own, keep)
 
 
-def _spread(
+def move(
     rank: int,
     transport: Transport,
-    deliveries: Iterable[tuple[Parcel, int, tuple[int, ...]]],
-    produce: Callable[[Parcel], torch.Tensor],
-    keep: Callable[[Parcel, torch.Tensor], None],
-) -> None:
-    """``deliveries``: (parcel, from which rank, to which ranks), the same list on every rank."""
-    under_way: deque[tuple[torch.Tensor, list[Request]]] = deque()
-    for parcel, source, destinations in deliveries:
-        if rank == source and destinations:
-            tensor = produce(parcel)
-            if rank in destinations:
-                keep(parcel, tensor)
-            others = [other for other in destinations if other != rank]
-            under_way.append((tensor, [transport.send(other, _TAG, host_bytes(tensor)) for other in others]))
-            while len(under_way) > _AHEAD:
-                _wait_all(transport, under_way.popleft()[1])
-        elif rank in destinations:
+    listed: Iterable[Delivery],
+    own: Callable[[Parcel], torch.Tensor],
+    put: Callable[[Parcel, torch.Tensor], None],
+) -> int:
+    """Make every delivery, in order. Called by all sources, destinations and keepers with the same list.
+
+    No two ranks wait for each other: whoever waits, waits for its oldest delivery under way, and the oldest of all is
+    waited for by both its ends.
+
+    Args:
+        own: gives a parcel of which this rank is the source or a keeper, as a contiguous host tensor.
+        put: takes a parcel of which this rank is a destination or a keeper; what a keeper is given is its own tensor again.
+
+    Returns:
+        The bytes that this rank received.
+    """
+    under_way: deque[tuple[Parcel, torch.Tensor, list[Request], bool]] = deque()
+    received = 0
+
+    def finish() -> None:
+        parcel, tensor, requests, arrives = under_way.popleft()
+        for request in requests:
+            transport.wait(request)
+        if arrives:
+            put(parcel, tensor)
+
+    for one in listed:
+        parcel = one.parcel
+        if (rank == one.source and one.destinations) or rank in one.keepers:
+            tensor = own(parcel)
+            if rank in one.keepers:
+                put(parcel, tensor)
+            if rank == one.source:
+                sends = [transport.send(other, _TAG, host_bytes(tensor)) for other in one.destinations]
+                under_way.append((parcel, tensor, sends, False))
+        elif rank in one.destinations:
             tensor = torch.empty(parcel.shape, dtype=parcel.dtype)
-            transport.wait(transport.post_receive(source, _TAG, host_bytes(tensor)))
-            keep(parcel, tensor)
+            received += tensor.nbytes
+            request = transport.post_receive(one.source, _TAG, host_bytes(tensor))
+            under_way.append((parcel, tensor, [request], True))
+        while len(under_way) > _AHEAD:
+            finish()
     while under_way:
-        _wait_all(transport, under_way.popleft()[1])
-
-
-def _wait_all(transport: Transport, requests: Iterable[Request]) -> None:
-    for request in requests:
-        transport.wait(request)
+        finish()
+    return received
 
 
 def _send_all(listed: Iterable[Parcel], transport: Transport, own: Callable[[Parcel], torch.Tensor]) -> None:

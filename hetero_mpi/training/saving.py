@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from hetero_mpi.model.directory import ModelDirectoryWriter
 from hetero_mpi.model.optimizer import MOMENTS
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.training.background import Saver
-from hetero_mpi.training.redistribute import Parcel, align, collect, distribute, parcels
+from hetero_mpi.training.redistribute import Delivery, Parcel, align, collect, deliveries, distribute, move, parcels
 from hetero_mpi.training.trainer import Trainer
 
 KINDS = ("parameters", "moments1", "moments2")
@@ -166,8 +166,6 @@ def restore(trainer: Trainer, reader: CheckpointReader | None, state: RunState) 
         reader: the open checkpoint on rank 0, else None.
         state: what the checkpoint says of the run.
     """
-    if state.loss_scale is not None:
-        trainer.loss_scale.value, trainer.loss_scale.good_steps = state.loss_scale
 
     def produce(parcel: Parcel) -> torch.Tensor:
         assert reader is not None
@@ -175,8 +173,28 @@ def restore(trainer: Trainer, reader: CheckpointReader | None, state: RunState) 
         return torch.from_numpy(np.ascontiguousarray(array))
 
     listed = parcels(trainer.tuning, trainer.plan, KINDS)
-    distribute(trainer.rank, trainer.transport, listed, produce, _keeper(trainer, state.updates))
+    take_over(trainer, deliveries(listed, lambda parcel: (0,)), produce, state)
+
+
+def take_over(
+    trainer: Trainer, listed: Sequence[Delivery], own: Callable[[Parcel], torch.Tensor], state: RunState
+) -> int:
+    """Bring parameters and moments of all ``KINDS`` from the ranks that have them to those that hold them now. Collective over
+    the trainers; ranks that only give call ``redistribute.move`` with the same list.
+
+    Args:
+        listed: who gives what to whom.
+        own: gives what this rank has, as a contiguous host tensor.
+        state: where the run stands.
+
+    Returns:
+        The bytes that this rank received.
+    """
+    if state.loss_scale is not None:
+        trainer.loss_scale.value, trainer.loss_scale.good_steps = state.loss_scale
+    received = move(trainer.rank, trainer.transport, listed, own, _keeper(trainer, state.updates))
     trainer.share_tied_weight()
+    return received
 
 
 def replicas_differ(trainer: Trainer) -> bool:

@@ -16,7 +16,8 @@ from typing import Any
 import hetero_mpi
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.comm.world import World
-from hetero_mpi.device.backend import Backend, best_dtype, open_backend, own_cores, set_threads
+from hetero_mpi.device.backend import Backend, best_dtype, open_backend, own_cores, set_threads, visible_cards
+from hetero_mpi.device.choice import Place, card_of, wish
 from hetero_mpi.job import Job, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
 from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.cost import fused_experts
@@ -25,6 +26,7 @@ from hetero_mpi.model.tuning import Tuning, tuning_of
 from hetero_mpi.planning.files import save_profile
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Schedule
 from hetero_mpi.profiling.subject import Subject
 from hetero_mpi.report.logs import say
@@ -106,8 +108,7 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
     cores = share_of_cores(world)
     threads = job.cluster.threads if isinstance(job.cluster.threads, int) else default_threads(cores)
     set_threads(threads)
-    with world.together("opening the device"):
-        backend = open_backend(job.cluster.device, world.local_rank)
+    backend = open_device(world, job.cluster.device)
     _say_ranks(world, backend, threads)
     loaded = _with_dtype(world, loaded, backend)
     job = loaded.job
@@ -144,6 +145,21 @@ def _with_dtype(world: World, loaded: LoadedJob, backend: Backend) -> LoadedJob:
         say(f"{', '.join(lacking)} cannot compute in {wanted} and will idle")
     table = loaded.job.train.model_copy(update={"dtype": wanted})
     return replace(loaded, job=loaded.job.model_copy(update={"train": table}))
+
+
+def open_device(world: World, job_device: str) -> Backend:
+    """This rank's device, each rank of a host another card. Collective.
+
+    Args:
+        job_device: ``[cluster] device``.
+    """
+    with world.together("looking for the device"):
+        wanted = wish(job_device, os.environ)
+        name, cards = visible_cards(wanted.name)
+    seen = world.all_gather_json([world.host, name, list(cards), wanted.card])
+    places = [Place(host, backend, tuple(cards), card) for host, backend, cards, card in seen]
+    with world.together("opening the device"):
+        return open_backend(wanted.name, card_of(world.rank, places))
 
 
 def share_of_cores(world: World) -> float:
@@ -185,6 +201,12 @@ def subject_of(setting: Setting) -> tuple[Subject, str]:
     return subject, reason
 
 
+def planning_request(setting: Setting, profile: ClusterProfile) -> PlanRequest:
+    """What the planner is asked. Local."""
+    subject, _ = subject_of(setting)
+    return replace(request_of(setting.loaded, subject.micro_batches), sequence_length=profile.model.sequence_length)
+
+
 def plan_run(setting: Setting, given: Given) -> tuple[ClusterProfile, Plan, Schedule]:
     """Profile and plan, both shown; the schedule has passed a dry run. Collective."""
     world = setting.world
@@ -198,7 +220,7 @@ def plan_run(setting: Setting, given: Given) -> tuple[ClusterProfile, Plan, Sche
             world, setting.transport, setting.backend, setting.loaded, subject, setting.run_dir, given, say
         )
     say(*profile_lines(profile))
-    request = replace(request_of(setting.loaded, subject.micro_batches), sequence_length=profile.model.sequence_length)
+    request = planning_request(setting, profile)
     plan, schedule = obtain_plan(world, profile, request, setting.run_dir, given)
     say(*plan_lines(plan, profile), reason)
     return profile, plan, schedule

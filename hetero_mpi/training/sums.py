@@ -129,6 +129,11 @@ class GradientSums:
             self._complete(item)
             own.request = None
 
+    def dissolve(self) -> None:
+        """No step follows: the transport may use the groups' numbers for others."""
+        for group in {own.group for own in self._sums.values()}:
+            self.transport.dissolve(group)
+
     def _start_down_to(self, item: int) -> None:
         """Start the sums of this item and of later ones, in the common order. An emulated rank sums one at a time: it starts
         none while one of another group is under way."""

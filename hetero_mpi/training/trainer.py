@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.comm.world import World
 from hetero_mpi.device.backend import DTYPES, Backend, host_bytes
 from hetero_mpi.job import TrainTable
 from hetero_mpi.model.chain import Chain
+from hetero_mpi.model.keeping import Kept
 from hetero_mpi.model.optimizer import Judge, LossScale, Optimizer, Verdict, added
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.tuning import Tuning
@@ -34,6 +36,7 @@ class Trainer:
     Attributes:
         stage, optimizer: this rank's share of the model; None without a stage.
         events: what took place in the last step.
+        heard: what all ranks said ``along`` with the last step's verdict, added up.
         speaks_for: items of which this rank is the first holder: it alone counts and saves them.
     """
 
@@ -50,6 +53,7 @@ class Trainer:
         train: TrainTable,
         start: Start | None,
         emulation: Emulation | None = None,
+        kept: Kept | None = None,
     ) -> None:
         """Build this rank's stage. Local: ranks need not come here together.
 
@@ -58,6 +62,7 @@ class Trainer:
             world: the active ranks (``active_ranks``), for collective calls.
             start: where weights come from; None: left to be filled from a checkpoint.
             emulation: makes steps last as on other devices.
+            kept: frozen weights that this rank has already.
 
         Raises:
             UserError: the model's files do not fit, or the memory does not suffice.
@@ -73,8 +78,13 @@ class Trainer:
         self.loss_scale = LossScale.of(self.dtype)
         self.speaks_for = {item for item, ranks in holders(plan).items() if ranks[0] == rank}
         self.events: list[Event] = []
+        self.length = plan.sequence_length
+        """Tokens per sequence in the step that ``events`` are of."""
         self.asked: Callable[[], bool] = lambda: False
         """Has this rank been asked to end the run? The verdict of the step tells all ranks."""
+        self.along: Callable[[], NDArray[np.float64]] = lambda: np.zeros(0)
+        """Numbers that travel with the verdict, as many on every active rank, so that they cost no message."""
+        self.heard: NDArray[np.float64] = np.zeros(0)
         self.stage: Stage | None = None
         self.optimizer: Optimizer | None = None
         self.executor: Executor | None = None
@@ -84,9 +94,9 @@ class Trainer:
         self._step = 0
         if self.place is not None:
             with memory_explained(rank, lambda: "loading its stage", plan, backend):
-                self._build(schedule, train, start)
+                self._build(schedule, train, start, kept)
 
-    def _build(self, schedule: Schedule, train: TrainTable, start: Start | None) -> None:
+    def _build(self, schedule: Schedule, train: TrainTable, start: Start | None, kept: Kept | None) -> None:
         assert self.place is not None
         pipeline = self.plan.pipelines[self.place.pipeline]
         own = pipeline.stages[self.place.position]
@@ -101,6 +111,7 @@ class Trainer:
             self.tuning,
             own.recompute,
             pipeline.split_backward and self.place.position > 0,
+            kept,
         )
         shared = shared_items(self.plan, schedule, self.tuning)
         self.optimizer = Optimizer(
@@ -140,12 +151,14 @@ class Trainer:
         if self.executor is None or self.optimizer is None or self.place is None:
             return self._verdict({}, {})
         self._step = step
+        if self.emulation is not None:
+            self.emulation.pace.step = step
         share = training_share(self.plan, self.place.pipeline, tokens, targets)
         self.optimizer.zero()
         self.sums.begin()
         data = self._data(step, share.tokens, share.targets, share.sizes, share.first_samples, target_tokens)
         with memory_explained(self.rank, self._action, self.plan, self.backend):
-            self.events = self.executor.run(data)
+            self.events, self.length = self.executor.run(data), data.length
         assert self.transport.pending() == 0, "the step left requests pending"
         assert self._verdict_of_step is not None
         return self._verdict_of_step
@@ -167,6 +180,11 @@ class Trainer:
             begin = starts[self.place.pipeline]
             losses[begin : begin + len(own)] = own
         return added(self.world.all_reduce_sum(losses))
+
+    def close(self) -> None:
+        """No step follows: another trainer may use the transport. Called by every active rank."""
+        if self.executor is not None:
+            self.sums.dissolve()
 
     def parameter(self, name: str) -> torch.Tensor:
         """The fp32 value of a parameter or constant of this rank, in host memory."""
@@ -259,7 +277,7 @@ class Trainer:
         shares = torch.stack(self.executor.losses).double().tolist() if self.executor.losses else []
         losses = {first + index: loss for index, loss in enumerate(shares)}
         verdict = self._verdict(self._squared_norms(), losses)
-        begin = time.perf_counter()
+        self.executor.waited_until_s = begin = time.perf_counter()
         if verdict.finite:
             self.optimizer.step(self._step, verdict.scale)
         if self.emulation is not None:
@@ -280,7 +298,9 @@ class Trainer:
         if self.emulation is not None:
             self.world.meet_asleep()  # ranks that are ahead take no core from those that emulate with it
         with self.world.waiting("all ranks' part of the verdict on the step"):
-            summed = self.world.all_reduce_sum(self.judge.fill(squared_norms, losses, self.asked()))
-        verdict = self.judge.decide(summed, self.loss_scale.value)
+            own = self.judge.fill(squared_norms, losses, self.asked())
+            summed = self.world.all_reduce_sum(np.concatenate([own, self.along()]))
+        self.heard = summed[len(own) :]
+        verdict = self.judge.decide(summed[: len(own)], self.loss_scale.value)
         self.loss_scale.update(verdict.finite)
         return verdict

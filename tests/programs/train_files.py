@@ -21,7 +21,7 @@ from hetero_mpi.comm.transport import Buffer, Request
 from hetero_mpi.comm.world import World, run_guarded
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.weights import FileStart
-from hetero_mpi.training import files, run
+from hetero_mpi.training import building, files
 from hetero_mpi.training.run import train
 from hetero_mpi.training.setup import Options
 
@@ -76,7 +76,7 @@ def circumstances(world: World, entry: dict[str, Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         place = entry.get("at", {}).get(str(world.rank))
         if place is not None:
-            stack.enter_context(mock.patch.object(run, "model_directory", lambda loaded: Path(place)))
+            stack.enter_context(mock.patch.object(building, "model_directory", lambda loaded: Path(place)))
         if entry.get("fails") == world.rank:
             stack.enter_context(failing_at_the_second_item())
         yield

@@ -11,6 +11,7 @@ import io
 import json
 import resource
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,10 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.model.files import ModelFiles
 from hetero_mpi.model.optimizer import Judge, Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
-from hetero_mpi.training import run, trainer
+from hetero_mpi.planning.files import load_plan
+from hetero_mpi.planning.plan import Plan
+from hetero_mpi.training import building, changing, run, trainer
+from hetero_mpi.training.changing import Share
 from hetero_mpi.training.run import train
 from hetero_mpi.training.setup import Options
 
@@ -43,7 +47,7 @@ def model_is_elsewhere(world: World, entry: dict[str, Any]) -> Iterator[None]:
     if world.rank != entry["rank"]:
         yield
         return
-    with mock.patch.object(run, "model_directory", lambda loaded: Path(entry["elsewhere"])):
+    with mock.patch.object(building, "model_directory", lambda loaded: Path(entry["elsewhere"])):
         yield
 
 
@@ -132,6 +136,59 @@ def loss_is_no_number_in_step_2(world: World, entry: dict[str, Any]) -> Iterator
         yield
 
 
+class Forced:
+    """Changes to given plans after given steps, whatever the machines do."""
+
+    def __init__(self, changes: list[tuple[int, str]]) -> None:
+        self._plans = dict(changes)
+        self._stage: weakref.ref[Stage] | None = None
+        self._next = ""
+
+    def begin(self, share: Share) -> None:
+        gone = self._stage is None or self._stage() is None
+        assert gone, "two stages are in memory"
+        stage = share.trainer.stage if share.trainer is not None else None
+        self._stage = weakref.ref(stage) if stage is not None else None
+        print(f"begin with {len(share.plan.numbered)} stages")
+
+    def end(self) -> None:
+        print("end")
+
+    def word(self) -> NDArray[np.float64]:
+        return np.ones(1)
+
+    def due(self, step: int, heard: NDArray[np.float64]) -> bool:
+        assert heard[0] >= 1
+        self._next = self._plans.get(step + 1, "")
+        return bool(self._next)
+
+    def chosen(self) -> Plan:
+        return load_plan(self._next)
+
+    def changed(self, step: int, old: Plan, new: Plan, stall_s: float) -> None:
+        print(f"changed after step {step}")
+
+    def close(self) -> None:
+        print("no change follows")
+
+
+@contextlib.contextmanager
+def plans_change(world: World, entry: dict[str, Any]) -> Iterator[None]:
+    """``entry["changes"]``: pairs of a number of steps and the plan file to go on with."""
+    with mock.patch.object(run, "rebalancer_of", lambda *arguments: Forced(entry["changes"])):
+        yield
+
+
+@contextlib.contextmanager
+def no_room_to_change(world: World, entry: dict[str, Any]) -> Iterator[None]:
+    """Rank 1's host has hardly any memory left once it trains."""
+    if world.rank != 1:
+        yield
+        return
+    with mock.patch.object(changing, "_free_bytes", lambda members: 1000):
+        yield
+
+
 WAYS: dict[str, Callable[[World, dict[str, Any]], Breaking]] = {
     way.__name__: way
     for way in (
@@ -143,6 +200,8 @@ WAYS: dict[str, Callable[[World, dict[str, Any]], Breaking]] = {
         weights_are_locked,
         gradients_overflow_in_step_2,
         loss_is_no_number_in_step_2,
+        plans_change,
+        no_room_to_change,
     )
 }
 

@@ -1,0 +1,51 @@
+"""Frozen weights that stay where they are, on the device and packed, when a rank's stage is built anew for other items.
+
+Only weights are carried over, not modules with their hooks: those belong to the stage that goes. NF4 layers are the exception:
+their weights and the state of their packing are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from torch import nn
+from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from hetero_mpi.model.stage import Stage
+
+Kept = Mapping[int, Mapping[str, nn.Module]]
+"""Item -> name of each of its modules, as in a fresh model -> a module that has the weights."""
+_WRAPPED, _ADAPTER = ".base_layer", ".lora_"
+"""What peft's wrappers put into the names of what they wrap, and of what they add."""
+
+
+def frozen_items(stage: Stage, items: Iterable[int]) -> Kept:
+    """The frozen weights of those of ``items`` that the stage holds; nothing where all weights are trained.
+
+    The ends of a tied model are left out: a stage makes the head's copy itself.
+    """
+    if stage.tuning.full:
+        return {}
+    chain, found = stage.chain, {}
+    for item in items:
+        if stage.first <= item < stage.last and (chain.tied is None or 0 < item < chain.items - 1):
+            found[item] = {
+                name.replace(_WRAPPED, ""): module
+                for root in chain.module_names(item)
+                for name, module in stage.model.get_submodule(root).named_modules(prefix=root)
+                if _ADAPTER not in name and next(module.parameters(recurse=False), None) is not None
+            }
+    return found
+
+
+def take_over(model: PreTrainedModel, kept: Mapping[str, nn.Module]) -> None:
+    """Give the modules of an item in a fresh model (on the meta device) the weights that were kept."""
+    for name, old in kept.items():
+        if type(old).__module__.partition(".")[0] == "bitsandbytes":
+            model.set_submodule(name, old)
+            continue
+        new = model.get_submodule(name)
+        for own, parameter in old.named_parameters(recurse=False):
+            setattr(new, own, parameter)

@@ -1,0 +1,210 @@
+"""When layers move because machines change their speed: decided from made-up times, without MPI."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import numpy as np
+import pytest
+
+from hetero_mpi.planning.changes import restricted, with_slowness
+from hetero_mpi.planning.drift import FEWEST, Decider, Move, Prospect, SpeedWatch, moved_items, moving_s
+from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.planner import make_plan
+from hetero_mpi.planning.replanning import Answer, Question, answer
+from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.simulator import simulate
+from tests.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile
+
+PROFILE = make_profile([1.0] * 3, model=make_model(8), bytes_per_s=1e6)
+REQUEST = PlanRequest(8, SEQUENCE, (1,), indifference=0.005)
+Speeds = Callable[[int], dict[int, float]]
+"""Step -> by how much longer than profiled each rank's computing lasts."""
+
+
+def steady(step: int) -> dict[int, float]:
+    return {0: 1.0, 1: 1.0, 2: 1.0}
+
+
+def drop_and_recovery(step: int) -> dict[int, float]:
+    """Rank 1 at a third of its speed from step 20 to 59."""
+    return {0: 1.0, 1: 3.0 if 20 <= step < 60 else 1.0, 2: 1.0}
+
+
+def noisy(speeds: Speeds, spread: float, seed: int) -> Speeds:
+    """With normal noise on every step and rank, and one step in twenty that takes three times as long."""
+    rng = np.random.default_rng(seed)
+
+    def one(step: int) -> dict[int, float]:
+        return {
+            rank: ratio * max(0.2, 1 + spread * rng.normal()) * (3.0 if rng.random() < 0.05 else 1.0)
+            for rank, ratio in speeds(step).items()
+        }
+
+    return one
+
+
+@dataclass
+class Story:
+    """What became of a run of made-up speeds."""
+
+    plans: list[Plan]
+    moved_at: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    questions: int = 0
+
+
+@lru_cache
+def step_s(plan: Plan, ratios: tuple[tuple[int, float], ...]) -> float:
+    return simulate(plan, with_slowness(PROFILE, dict(ratios))).step_s
+
+
+def play(told: Speeds, true: Speeds, steps: int = 100, cost_s: float = 5.0, rebalance: bool = True) -> Story:
+    """The decisions of a run on three like devices. ``told`` is measured, ``true`` is what steps last; an answer takes two
+    steps."""
+    plan = make_plan(PROFILE, REQUEST)
+    decider, story = Decider(range(3)), Story([plan])
+    under_way: tuple[int, Answer] | None = None
+    reply: Answer | None = None
+    for step in range(steps):
+        story.seconds += step_s(plan, tuple(sorted(true(step).items())))
+        decider.observe(told(step))
+        if under_way is not None and under_way[0] == step:
+            reply, under_way = under_way[1], None
+            decider.answered(reply.prospect)
+        remaining = steps - step - 1
+        move = decider.decide(remaining) if rebalance else Move.STAY
+        if move is Move.ASK:
+            assert decider.asked is not None
+            story.questions += 1
+            under_way = step + 2, answer(Question(PROFILE, decider.asked, REQUEST, plan, remaining, cost_s))
+        elif move is Move.GO:
+            assert reply is not None
+            plan = reply.plan
+            decider.moved()
+            story.seconds += reply.prospect.cost_s
+            story.moved_at.append(step)
+            story.plans.append(plan)
+    return story
+
+
+def loads(plan: Plan) -> dict[int, int]:
+    """rank -> items it holds."""
+    return {stage.ranks[0]: stage.last - stage.first for _, _, stage in plan.numbered}
+
+
+def test_layers_leave_a_slow_rank_and_come_back() -> None:
+    story = play(drop_and_recovery, drop_and_recovery)
+    first, second = story.moved_at
+    assert 20 + FEWEST <= first < 35 and 60 + FEWEST <= second < 80
+    before, slow, after = (loads(plan) for plan in story.plans)
+    assert slow[1] < before[1] and 1 in slow, "the slow rank keeps something, so that its recovery is seen"
+    assert after == before
+    without = play(drop_and_recovery, drop_and_recovery, rebalance=False)
+    assert story.seconds < 0.85 * without.seconds
+
+
+@pytest.mark.parametrize("spread", [0.05, 0.2])
+@pytest.mark.parametrize("seed", range(2))
+def test_noise_moves_nothing(spread: float, seed: int) -> None:
+    story = play(noisy(steady, spread, seed), steady, steps=1000)
+    assert story.moved_at == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_does_not_make_a_change_flap(seed: int) -> None:
+    story = play(noisy(drop_and_recovery, 0.1, seed), drop_and_recovery)
+    assert len(story.moved_at) == 2
+
+
+@pytest.mark.parametrize("period", [3, 6, 12, 25])
+def test_a_rank_that_changes_again_and_again_does_little_harm(period: int) -> None:
+    """Moving is as dear as a third of a slow step; a speed that lasts for 25 steps is worth it, one of 3 is not noticed."""
+
+    def restless(step: int) -> dict[int, float]:
+        return {0: 1.0, 1: 3.0 if step // period % 2 else 1.0, 2: 1.0}
+
+    moving, staying = (play(restless, restless, 120, 60.0, way) for way in (True, False))
+    assert moving.seconds <= (0.95 if period == 25 else 1.05) * staying.seconds
+    assert moving.moved_at == [] or period > 3
+
+
+@pytest.mark.parametrize(("cost_s", "steps"), [(1e6, 100), (5.0, 24)])
+def test_nothing_moves_when_moving_costs_more(cost_s: float, steps: int) -> None:
+    """Too dear, or too near the end."""
+    assert play(drop_and_recovery, drop_and_recovery, steps, cost_s).moved_at == []
+
+
+def test_a_common_slowness_is_asked_about_once() -> None:
+    """All ranks are slower than profiled by the same factor: no other plan helps, and that is that."""
+    slower = {0: 1.4, 1: 1.4, 2: 1.4}
+    story = play(lambda step: slower, lambda step: slower)
+    assert story.moved_at == [] and story.questions == 1
+
+
+def test_pays_once_the_loss_is_as_large_as_the_cost() -> None:
+    prospect = Prospect(now_s=1.0, then_s=0.75, cost_s=2.0)
+    assert [prospect.pays(steps, 1000) for steps in (7, 8)] == [False, True]
+    assert prospect.hopeless(15) and not prospect.hopeless(16)
+    assert Prospect(1.0, 0.96, 0.0).hopeless(10**6)
+
+
+def test_bands() -> None:
+    watch = SpeedWatch([0])
+    for _ in range(20):
+        watch.observe({0: 1.1})
+    assert watch.changed() == {} and watch.ratios() == {0: 1.1}
+    counts = []
+    for _ in range(10):
+        watch.observe({0: 2.0})
+        counts.append(watch.changed().get(0, 0))
+    # Four of eight steps move the median; three medians in a row make a change.
+    assert counts == [0] * 5 + [6, 7, 8, 9, 10]
+    watch.settle(watch.ratios(), moved=False)
+    watch.observe({0: 2.2})
+    assert watch.changed() == {}
+
+
+def two_pipelines() -> Plan:
+    first = PipelinePlan((StagePlan((0,), 0, 5, 1), StagePlan((1,), 5, 10, 0)), 2, 5)
+    return Plan((first, PipelinePlan((StagePlan((2,), 0, 10, 0),), 1, 3)), 8, SEQUENCE, 10)
+
+
+def test_several_pipelines_keep_their_ranks_shares_and_micro_batches() -> None:
+    reply = answer(Question(PROFILE, {1: 3.0}, REQUEST, two_pipelines(), 1000, 1.0))
+    assert reply.prospect.gain_s > 0 and loads(reply.plan)[1] < 5
+    for old, new in zip(two_pipelines().pipelines, reply.plan.pipelines, strict=True):
+        assert (old.micro_batch, old.sequences) == (new.micro_batch, new.sequences)
+        assert {stage.ranks for stage in old.stages} == {stage.ranks for stage in new.stages}
+
+
+def test_an_idle_rank_is_called_and_a_hopeless_one_is_left() -> None:
+    profile = make_profile([1.0, 1.0, 1.6], model=make_model(4), bytes_per_s=1e9)
+    request = replace(REQUEST, max_pipelines=1)
+    plan = make_plan(restricted(profile, [0, 1]), request)
+    called = answer(Question(profile, {1: 1.6}, request, plan, 1000, 1.0)).plan
+    assert set(loads(called)) == {0, 1, 2}
+    left = answer(Question(profile, {1: 50.0}, request, plan, 1000, 1.0)).plan
+    assert set(loads(left)) == {0, 2} and [idle.rank for idle in left.idle] == [1]
+
+
+def test_moved_items_and_their_seconds() -> None:
+    profile = make_profile([1.0] * 3, bytes_per_s=1000.0)
+    old, new = make_plan_of([0, 2, 4], [0, 1], 4), make_plan_of([0, 1, 2, 4], [0, 2, 1], 4)
+    assert moved_items(old, new) == {(0, 2): [1]}
+    assert moving_s(profile, old, new) == pytest.approx(12 * 400 / 1000.0)
+    assert moved_items(new, new) == {} and moving_s(profile, new, new) == 0.0
+
+
+def test_the_program_answers_as_the_function_does() -> None:
+    question = Question(PROFILE, {1: 3.0}, REQUEST, make_plan(PROFILE, REQUEST), 100, 1.0)
+    assert Question.from_dict(json.loads(json.dumps(question.to_dict()))) == question
+    command = [sys.executable, "-m", "hetero_mpi.planning.replanning"]
+    result = subprocess.run(command, input=json.dumps(question.to_dict()), capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert Answer.from_dict(json.loads(result.stdout)) == answer(question)

@@ -1,0 +1,218 @@
+"""Plans that change while a run goes on: layers move between running processes, and not a bit of the result changes."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.job import Job
+from hetero_mpi.model.chain import Chain
+from hetero_mpi.model.families import read_config
+from hetero_mpi.model.keeping import Kept, frozen_items
+from hetero_mpi.model.stage import MicroBatch, Stage
+from hetero_mpi.model.tuning import tuning_of
+from hetero_mpi.model.weights import SeededStart
+from hetero_mpi.planning.files import save_plan, save_profile
+from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.profile import ClusterProfile, Curve, LayerTimes
+from hetero_mpi.report.metrics import read_metrics
+from tests import training_cases
+from tests.planning_samples import make_model, make_profile
+from tests.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
+
+BLOCKS, STEPS = 4, 8
+ITEMS = BLOCKS + 2
+EMULATED_BLOCKS, EMULATED_STEPS, EMULATED_BATCH, TOKENS = 6, 46, 3, 256
+CHANGES = {2: "all", 4: "without-0", 6: "first"}
+"""After so many steps, to that plan; every run begins with ``first``."""
+
+
+def pipeline(ranks: list[int], edges: list[int], micro_batch: int, sequences: int) -> PipelinePlan:
+    stages = tuple(
+        StagePlan((rank,), edges[place], edges[place + 1], len(ranks) - 1 - place) for place, rank in enumerate(ranks)
+    )
+    return PipelinePlan(stages, micro_batch, sequences)
+
+
+def plan(*pipelines: PipelinePlan) -> Plan:
+    return Plan(pipelines, GLOBAL_BATCH, SEQUENCE, ITEMS)
+
+
+PLANS = {
+    "first": plan(pipeline([0, 1], [0, 3, 6], 1, 4)),  # rank 2 is idle
+    "all": plan(pipeline([2, 0, 1], [0, 1, 5, 6], 1, 4)),
+    "without-0": plan(pipeline([1, 2], [0, 5, 6], 1, 4)),  # rank 0 leads only
+    "two": plan(pipeline([0, 1], [0, 2, 6], 1, 3), pipeline([2], [0, 6], 1, 1)),
+    "two-exchanged": plan(pipeline([1, 0], [0, 5, 6], 1, 3), pipeline([2], [0, 6], 1, 1)),
+    "two-otherwise": plan(pipeline([2, 1], [0, 1, 6], 1, 3), pipeline([0], [0, 6], 1, 1)),
+}
+
+
+@dataclass(frozen=True)
+class Runs:
+    """One mpirun of all jobs: outcomes, and where each wrote."""
+
+    directory: Path
+    outcomes: dict[str, Outcome]
+
+    def lines(self, name: str) -> list[tuple[int, float, float]]:
+        """(step, loss, norm of the gradient) of every step that the run took."""
+        assert self.outcomes[name].raised == ("", "", ""), self.outcomes[name].texts
+        steps = read_metrics(self.directory / name / "metrics.jsonl").steps
+        return [(step.step, step.loss, step.grad_norm) for step in steps]
+
+    def tensors(self, name: str, step: int = STEPS) -> dict[tuple[str, str], np.ndarray]:
+        """(kind, name) -> array of everything in a checkpoint."""
+        with CheckpointReader(checkpoint_path(self.directory / name / "checkpoints", step)) as reader:
+            kinds = ("parameters", "moments1", "moments2")
+            return {(kind, tensor): reader.read(kind, tensor)[0] for kind in kinds for tensor in reader.names(kind)}
+
+
+ADAPTED: dict[str, Any] = {"adapter": {"method": "lora", "rank": 4, "dropout": 0.1}}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    shop = Workshop(tmp_path_factory.mktemp("changing"))
+    directory = shop.directory
+    for name, one in PLANS.items():
+        save_plan(one, directory / f"{name}.toml")
+    model = shop.model("tied", BLOCKS, tied=True, attention_dropout=0.1)
+    entries: dict[str, dict[str, Any]] = {}
+
+    def entry(name: str, first: str, changes: dict[int, str], *, base: Path = model, **tables: Any) -> None:
+        values = shop.values(base)
+        job = shop.job(name, values, train={"steps": STEPS}, checkpoint={"every": 1, "keep": 2}, **tables)
+        entries[name] = {"job": job, "run_dir": directory / name, "plan": directory / f"{first}.toml"}
+        if changes:
+            files = [(after, directory / f"{to}.toml") for after, to in changes.items()]
+            entries[name] |= {"breaks": "plans_change", "changes": files}
+
+    entry("full-straight", "first", {})
+    entry("full-changed", "first", CHANGES)
+    entry("nf4-straight", "first", {}, model={"quantization": "nf4"}, **ADAPTED)
+    entry("nf4-changed", "first", CHANGES, model={"quantization": "nf4"}, **ADAPTED)
+    untied = shop.model("untied", BLOCKS)
+    entry("two-straight", "two", {}, base=untied)
+    entry("two-changed", "two", {3: "two-exchanged", 5: "two-otherwise"}, base=untied)
+    emulated_entries(shop, entries)
+    plan_table = {"rebalance": True, "allow_idle": False}
+    narrow = shop.job("narrow", shop.values(untied), train={"steps": 2}, checkpoint={"every": 0}, plan=plan_table)
+    entries["narrow"] = {"job": narrow, "run_dir": directory / "narrow", "breaks": "no_room_to_change"}
+    return Runs(directory, shop.run_entries(3, entries, timeout_s=400))
+
+
+def three_alike() -> ClusterProfile:
+    """Three ranks; a block takes 10 ms forward and 20 ms backward, for one sequence."""
+
+    def times(seconds: float) -> LayerTimes:
+        return LayerTimes(Curve((TOKENS,), (seconds,)), Curve((TOKENS,), (2 * seconds,)))
+
+    layers = {"embedding": times(0.005), "block": times(0.010), "head": times(0.010)}
+    model = replace(make_model(EMULATED_BLOCKS, False, 4096), sequence_length=TOKENS)
+    profile = make_profile([1.0] * 3, model, 10**9, 0.0005, 1e9)
+    return replace(profile, devices=tuple(replace(device, layers=layers) for device in profile.devices))
+
+
+def emulated_entries(shop: Workshop, entries: dict[str, dict[str, Any]]) -> None:
+    """``drop``: rank 1 of three falls to a third of its speed after step 8, and recovers after step 24; ``plain`` is the same
+    training without emulation, on one rank."""
+    save_profile(three_alike(), shop.directory / "three.toml")
+    alone = Plan(
+        (pipeline([0], [0, EMULATED_BLOCKS + 2], 1, EMULATED_BATCH),), EMULATED_BATCH, SEQUENCE, EMULATED_BLOCKS + 2
+    )
+    save_plan(alone, shop.directory / "alone.toml")
+    values = shop.values(shop.model("six", EMULATED_BLOCKS))
+    train, checkpoint = {"steps": EMULATED_STEPS, "global_batch": EMULATED_BATCH, "micro_batch": 1}, {"every": 0}
+    changes = ["rank 1 runs at 0.333 from step 9", "rank 1 runs at 1 from step 25"]
+    cluster = {"emulate": "three.toml", "emulate_changes": changes}
+    plan = {"pipelines": 1, "rebalance": True, "schedule": "1f1b"}
+    drop = shop.job("drop", values, train=train, checkpoint=checkpoint, cluster=cluster, plan=plan)
+    entries["drop"] = {"job": drop, "run_dir": shop.directory / "drop"}
+    plain = shop.job("plain", values, train=train, checkpoint=checkpoint)
+    entries["plain"] = {"job": plain, "run_dir": shop.directory / "plain", "plan": shop.directory / "alone.toml"}
+
+
+def test_a_run_without_the_memory_for_changes_says_so(runs: Runs) -> None:
+    assert len(runs.lines("narrow")) == 2
+    lines = [
+        line for line in runs.outcomes["narrow"].printed.splitlines() if line.startswith("Layers stay where they are")
+    ]
+    assert len(lines) == 1 and "; rank 1 would need " in lines[0] and lines[0].endswith(" and has 1.00 kB free")
+
+
+def test_a_slow_device_gives_layers_away_and_takes_them_back(runs: Runs) -> None:
+    assert [line[:2] for line in runs.lines("drop")] == [line[:2] for line in runs.lines("plain")]
+    events = [json.loads(line) for line in (runs.directory / "drop" / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["rebalanced", "rebalanced"], runs.outcomes["drop"].printed
+    away, back = events
+    assert 8 + 5 <= away["step"] < 24 < 24 + 5 <= back["step"]
+    assert away["speeds"]["1"] == pytest.approx(0.333, rel=0.2) and back["speeds"]["1"] == pytest.approx(1, rel=0.2)
+    assert {move["from"] for move in away["moved"]} == {1} and {move["to"] for move in back["moved"]} == {1}
+    assert away["step_s_after"] < 0.95 * away["step_s_before"]
+    said = f"step {away['step']}: rank 1 (host1) runs at 0.33 of its profiled speed for "
+    assert said in runs.outcomes["drop"].printed and " from rank 1 to rank " in away["text"]
+    # The emulated rank really is faster with fewer layers: steps get shorter at once.
+    steps = read_metrics(runs.directory / "drop" / "metrics.jsonl").steps
+    slow = statistics.median(step.step_s for step in steps[8 : away["step"]])
+    eased = statistics.median(step.step_s for step in steps[away["step"] + 1 : 24])
+    assert eased < 0.9 * slow
+
+
+@pytest.mark.parametrize("kind", ["full", "nf4", "two"])
+def test_changing_plans_gives_the_same_bits(runs: Runs, kind: str) -> None:
+    straight, changed = f"{kind}-straight", f"{kind}-changed"
+    assert len(runs.lines(straight)) == STEPS
+    assert runs.lines(changed) == runs.lines(straight)
+    told = [line for line in runs.outcomes[changed].printed.splitlines() if line.startswith("changed after step")]
+    assert len(told) == (2 if kind == "two" else len(CHANGES))
+    ours, theirs = runs.tensors(changed), runs.tensors(straight)
+    assert ours.keys() == theirs.keys()
+    for key, array in ours.items():
+        assert np.array_equal(array, theirs[key]), key
+
+
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_frozen_weights_that_stay_are_not_loaded_again(quantization: str, tied: bool) -> None:
+    """A stage of items [1, 6) takes what one of [0, 5) held; only what is new is asked for, and it computes the same bits."""
+    case = replace(training_cases.NORMAL[0], tied=tied)
+    chain = Chain(read_config(dict(case.config)))
+    tables = {"model": {"path": "x", "quantization": quantization}, "data": {"text": ["x"]}}
+    tuning = tuning_of(Job.model_validate({**tables, "adapter": {"method": "lora", "rank": 4}}), chain)
+    asked: list[int] = []
+
+    class Asked(SeededStart):
+        def fill(self, chain: Chain, model: PreTrainedModel, item: int) -> None:
+            asked.append(item)
+            super().fill(chain, model, item)
+
+    def stage(first: int, last: int, kept: Kept | None = None) -> Stage:
+        return Stage(chain, first, last, Backend(), "bf16", Asked(1), 7, tuning, kept=kept)
+
+    before, fresh = stage(0, 5), stage(1, 6)
+    packed = before.model.get_submodule(chain.module_names(2)[0]).mlp.up_proj.weight.data_ptr()
+    kept = frozen_items(before, range(1, 6))
+    asked.clear()
+    again = stage(1, 6, kept)
+    assert asked == ([0, 5] if tied else [5])  # the head's copy of a tied matrix is made from the embedding's
+    assert again.model.get_submodule(chain.module_names(2)[0]).mlp.up_proj.weight.data_ptr() == packed
+    x, targets = torch.randn(1, 8, 32, dtype=torch.bfloat16), torch.randint(0, 320, (1, 8))
+    losses = [one.forward(MicroBatch(0, 0, 0, 8), x, targets) for one in (fresh, again)]
+    gradients = [one.backward(0) for one in (fresh, again)]
+    assert torch.equal(*losses) and gradients[0] is not None and torch.equal(*gradients)  # type: ignore[arg-type]
+
+
+def test_nothing_is_kept_where_all_weights_are_trained() -> None:
+    chain = Chain(read_config(dict(training_cases.NORMAL[0].config)))
+    assert frozen_items(Stage(chain, 0, 3, Backend(), "fp32", SeededStart(1)), range(6)) == {}
