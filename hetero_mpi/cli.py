@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -115,6 +116,27 @@ def _simulate(namespace: argparse.Namespace) -> int:
     return 0
 
 
+def _report(namespace: argparse.Namespace) -> int:
+    from hetero_mpi import hindsight
+
+    print("\n".join(hindsight.report(namespace.directory, namespace.output)))
+    return 0
+
+
+def _compare(namespace: argparse.Namespace) -> int:
+    from hetero_mpi import hindsight
+
+    print("\n".join(hindsight.compare(namespace.runs)))
+    return 0
+
+
+def _baseline(namespace: argparse.Namespace) -> int:
+    from hetero_mpi import hindsight
+
+    print("\n".join(hindsight.baseline(namespace.job, tuple(namespace.set), namespace.profile)))
+    return 0
+
+
 def _overrides(namespace: argparse.Namespace) -> tuple[str, ...]:
     """``--set``, and ``--schedule``, which is short for a key of the job."""
     named = () if namespace.schedule is None else (f"plan.schedule={namespace.schedule}",)
@@ -147,6 +169,27 @@ def _launch(namespace: argparse.Namespace) -> int:
     return command.main(namespace, lambda words: parser().parse_args(words))
 
 
+def _doctor(namespace: argparse.Namespace) -> int:
+    from hetero_mpi.launch.doctor import Options, doctor
+
+    given = tuple(shlex.split(namespace.mpirun_args))
+    return doctor(Options(namespace.hostfile, namespace.hosts, given, namespace.run_dir, namespace.json))
+
+
+def _mesh_init(namespace: argparse.Namespace) -> int:
+    from hetero_mpi.launch import mesh
+
+    print("\n".join(mesh.init(namespace.hosts, namespace.output)))
+    return 0
+
+
+def _mesh_verify(namespace: argparse.Namespace) -> int:
+    from hetero_mpi.comm.world import run_guarded
+    from hetero_mpi.launch.mesh_check import verify_command
+
+    return run_guarded(lambda world: verify_command(world, namespace.hosts))
+
+
 def _export(namespace: argparse.Namespace) -> int:
     from hetero_mpi.export import export
 
@@ -170,6 +213,30 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"hetero_mpi {__version__}")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
+    _add_ranks_commands(commands)
+
+    launch = commands.add_parser("launch", help="start ranks with the launcher that belongs to the loaded MPI library")
+    command.add_arguments(launch)
+    launch.set_defaults(run=_launch)
+
+    _add_doctor(commands)
+    _add_mesh(commands)
+    _add_offline_commands(commands)
+    _add_looking_back(commands)
+
+    export = commands.add_parser("export", help="turn a run or a checkpoint into a Hugging Face or PEFT directory")
+    export.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="run directory or checkpoint file")
+    export.add_argument("target", type=Path, metavar="OUT", help="directory to write")
+    export.add_argument("--merge", action="store_true", help="add the adapter to its base weights: a whole model")
+    export.set_defaults(run=_export)
+
+    reference = commands.add_parser("reference", help="print a job file that documents every key")
+    reference.set_defaults(run=_reference)
+    return top
+
+
+def _add_ranks_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """``train`` and ``generate``: what runs on all ranks together."""
     train = commands.add_parser("train", help="train a model: mpirun -np 3 python -m hetero_mpi train job.toml")
     train.add_argument("job", type=Path, metavar="JOB", help="job file (TOML); jobs/reference.toml documents every key")
     train.add_argument(
@@ -218,21 +285,34 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
     generate.set_defaults(run=_generate)
 
-    launch = commands.add_parser("launch", help="start ranks with the launcher that belongs to the loaded MPI library")
-    command.add_arguments(launch)
-    launch.set_defaults(run=_launch)
 
-    _add_offline_commands(commands)
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor = commands.add_parser(
+        "doctor", help="is everything in place for a run? Exit code 0: yes; 1: a run would fail"
+    )
+    files = doctor.add_mutually_exclusive_group()
+    files.add_argument("--hostfile", metavar="FILE", help="look at these hosts too, as for launch")
+    files.add_argument("--hosts", metavar="FILE", help="look at the entries of this hosts.toml, as for launch")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor.add_argument("--run-dir", default="runs", metavar="DIR", help="where runs will go (default %(default)s)")
+    doctor.add_argument("--mpirun-args", default="", metavar="TEXT", help="as for launch: may name a launch agent")
+    doctor.set_defaults(run=_doctor)
 
-    export = commands.add_parser("export", help="turn a run or a checkpoint into a Hugging Face or PEFT directory")
-    export.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="run directory or checkpoint file")
-    export.add_argument("target", type=Path, metavar="OUT", help="directory to write")
-    export.add_argument("--merge", action="store_true", help="add the adapter to its base weights: a whole model")
-    export.set_defaults(run=_export)
 
-    reference = commands.add_parser("reference", help="print a job file that documents every key")
-    reference.set_defaults(run=_reference)
-    return top
+def _add_mesh(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    mesh = commands.add_parser("mesh", help="private links between hosts, by WireGuard (docs/wireguard.md)")
+    actions = mesh.add_subparsers(title="actions", required=True, metavar="ACTION")
+    init = actions.add_parser("init", help="write keys and WireGuard configurations for the machines of a hosts.toml")
+    init.add_argument("hosts", type=Path, metavar="HOSTS", help="hosts.toml with the addresses outside of the mesh")
+    init.add_argument(
+        "-o", "--output", type=Path, default=Path("mesh"), metavar="DIR", help="where to (default %(default)s)"
+    )
+    init.set_defaults(run=_mesh_init)
+    verify = actions.add_parser(
+        "verify", help="under a launcher: do MPI's messages go through the mesh? Exit code 1: no"
+    )
+    verify.add_argument("hosts", type=Path, metavar="HOSTS", help="the hosts.toml that `mesh init` wrote")
+    verify.set_defaults(run=_mesh_verify)
 
 
 def _add_offline_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -283,3 +363,37 @@ def _add_offline_commands(commands: argparse._SubParsersAction[argparse.Argument
             metavar="TABLE.KEY=VALUE",
             help="override a key of the job; may be repeated",
         )
+
+
+def _add_looking_back(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """``report``, ``compare`` and ``baseline``: what a run was like, and what it was good for."""
+    report = commands.add_parser("report", help="write a run's report: one HTML file; train does so at its end")
+    report.add_argument("directory", type=Path, metavar="RUN", help="run directory")
+    report.add_argument("-o", "--output", type=Path, metavar="FILE", help="(default: RUN/report.html)")
+    report.set_defaults(run=_report)
+
+    compare = commands.add_parser(
+        "compare", help="runs side by side: jobs, plans, speed, loss after equally many tokens"
+    )
+    compare.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
+    compare.set_defaults(run=_compare)
+
+    baseline = commands.add_parser(
+        "baseline", help="was it worth adding the other devices? The best one alone, same tokens"
+    )
+    baseline.add_argument("job", type=Path, metavar="JOB", help="job file (TOML)")
+    baseline.add_argument(
+        "--profile",
+        type=Path,
+        required=True,
+        metavar="PROFILE|RUN",
+        help="a profile, or a run, whose measured times count",
+    )
+    baseline.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="TABLE.KEY=VALUE",
+        help="override a key of the job; may be repeated",
+    )
+    baseline.set_defaults(run=_baseline)

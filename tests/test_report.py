@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import math
@@ -24,7 +23,6 @@ from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, La
 from hetero_mpi.report import units
 from hetero_mpi.report.logs import LOGGER, say, setup_logging
 from hetero_mpi.report.metrics import Evaluation, MetricsWriter, StepMetrics, read_metrics
-from hetero_mpi.report.progress import Progress
 from hetero_mpi.report.run_directory import claim
 from hetero_mpi.report.summary import final_lines, measured_step_s
 from hetero_mpi.report.tables import WIDTH, items_text, plan_lines, profile_lines
@@ -212,54 +210,6 @@ def test_no_line_is_too_long() -> None:
 )
 def test_items_by_name(first: int, last: int, expected: str) -> None:
     assert items_text(first, last, items=8) == expected
-
-
-# Progress
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.s = 0.0
-
-    def __call__(self) -> float:
-        return self.s
-
-
-@pytest.mark.parametrize(
-    ("step_s", "first_step", "expected"),
-    [
-        (0.1, 0, [1, 5, 9, 13, 17, 21, 25, 29, 33, 37, 40]),
-        (3.0, 0, [1, *range(3, 41, 2), 40]),
-        (0.1, 35, [36, 37, 38, 39, 40]),
-    ],
-)
-def test_plain_lines_at_a_sensible_rate(step_s: float, first_step: int, expected: list[int]) -> None:
-    stream, clock = io.StringIO(), Clock()
-    with Progress(40, first_step, stream, clock) as progress:
-        for step in range(first_step + 1, 41):
-            clock.s += step_s
-            progress.update(step, loss=2.5, tokens_per_s=1234.0)
-    lines = stream.getvalue().splitlines()
-    assert [
-        int(line.split()[1].split("/")[0]) if "/" in line.split()[1] else int(line.split()[1]) for line in lines
-    ] == expected
-    assert lines[-1] == "step 40/40  loss 2.5000  1,234 tokens/s"
-    left = units.clock(step_s * (40 - first_step - 1))
-    assert lines[0] == f"step {first_step + 1:>2}/40  loss 2.5000  1,234 tokens/s  {left} left"
-
-
-def test_a_bar_on_a_terminal() -> None:
-    stream = Terminal()
-    with Progress(4, 2, stream) as progress:
-        progress.update(3, loss=2.5, tokens_per_s=1234.0)
-        progress.update(4, loss=2.25, tokens_per_s=1234.0)
-    shown = stream.getvalue()
-    assert "4/4" in shown and "loss 2.2500, 1,234 tokens/s" in shown and "step 4/4" not in shown
 
 
 # Metrics

@@ -356,7 +356,7 @@ def test_a_true_command_line_np2(tmp_path: Path) -> None:
     assert "because: given by hand" in second.stdout
     assert load_plan(run / "plan.toml").pipelines[0].stages == stages
     assert sorted(path.name for path in run.iterdir()) == [
-        ".lock", "checkpoints", "logs", "metrics.jsonl", "model", "plan.toml",
+        ".lock", "checkpoints", "logs", "metrics.jsonl", "model", "plan.toml", "run.json", "steps.jsonl", "used-profile.toml",
     ]  # fmt: skip
 
 

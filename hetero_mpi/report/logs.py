@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
 
-from tqdm import tqdm
+from hetero_mpi.report.screen import write_line
 
 LOGGER = "hetero_mpi"
 SPEECH = "hetero_mpi.say"
@@ -44,11 +43,10 @@ def say(*lines: str) -> None:
 
 
 class _Speech(logging.Handler):
-    """stdout as it is when something is said; a progress bar on it is moved out of the way."""
+    """stdout as it is when something is said; the screen on it is moved out of the way."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stdout)
-        sys.stdout.flush()
+        write_line(self.format(record))
 
 
 def _add(logger: logging.Logger, handler: logging.Handler, form: str) -> None:

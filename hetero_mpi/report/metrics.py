@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,27 @@ class Metrics:
     evaluations: tuple[Evaluation, ...]
 
 
+class Board(Protocol):
+    """Somebody else who wants to know (TensorBoard)."""
+
+    def step(self, line: StepMetrics) -> None: ...
+
+    def evaluation(self, step: int, loss: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class MetricsWriter:
     """Appends to a metrics file, flushed line by line. A context manager.
 
     ``resume_step``: steps done when this run begins (0: none). Lines of later steps are left over from a run that went
     further than its last checkpoint; they are dropped, by an atomic replacement of the file.
+    ``board``: is told everything too, and closed at the end.
     """
 
-    def __init__(self, path: str | Path, resume_step: int = 0) -> None:
+    def __init__(self, path: str | Path, resume_step: int = 0, board: Board | None = None) -> None:
         self.path = Path(path)
+        self._board = board
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _keep_until(self.path, resume_step)
         self._file = self.path.open("a", encoding="utf-8")
@@ -66,13 +78,19 @@ class MetricsWriter:
         if not metrics.emulated:
             del values["emulated"]
         self._write(values)
+        if self._board is not None:
+            self._board.step(metrics)
 
     def evaluation(self, step: int, loss: float) -> None:
         """Write the held-out loss after ``step`` steps."""
         self._write({"step": step, "evaluation_loss": loss})
+        if self._board is not None:
+            self._board.evaluation(step, loss)
 
     def close(self) -> None:
         self._file.close()
+        if self._board is not None:
+            self._board.close()
 
     def __enter__(self) -> MetricsWriter:
         return self

@@ -1,44 +1,99 @@
-"""Progress of the training loop: a bar on a terminal, plain lines at a sensible rate elsewhere."""
+"""Progress of the training loop: one calm screen on a terminal, plain lines at a sensible rate elsewhere.
+
+::
+
+    quickstart: 2 stages on 2 of 3 ranks, schedule 1F1B
+    step 120/300 [############------------------]  40 %, 1:12 left
+    loss 5.1234   5,242 tokens/s   391 ms per step, 291 ms predicted (+34 %)
+
+    rank  holds                    computes           predicted  now
+       0  embedding, blocks 0-1    ########--   82 %       91 %  computes 0F3
+       1  blocks 2-5, head         #######---   74 %       80 %  waits for rank 0 to send
+"""
 
 from __future__ import annotations
 
-import os
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TextIO
 
-from tqdm import tqdm
-
+from hetero_mpi.planning.plan import Plan
+from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.report import units
+from hetero_mpi.report.metrics import StepMetrics
+from hetero_mpi.report.past_run import predicted_step
+from hetero_mpi.report.screen import Screen, is_terminal
+from hetero_mpi.report.tables import items_text, schedule_text
 
 LINE_EVERY_S = 5.0
 LINES_PER_RUN = 10
+_RECENT = 20
+"""Steps whose median is shown as the present speed."""
+_BAR, _SHORT_BAR = 30, 10
+_LONGEST_HOLDS = 26
 
 
-def is_terminal(stream: TextIO) -> bool:
-    """Does a person watch this stream?
+@dataclass(frozen=True)
+class RankRow:
+    """What is known of a rank before the first step."""
 
-    Open MPI gives every rank a pseudo-terminal, also when its own output goes to a file; then the launcher's stdout, which
-    is this process's parent's, tells. Where that cannot be seen the answer is no: plain lines are right everywhere.
-    """
-    if not stream.isatty():
-        return False
-    if not any(name in os.environ for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")):
-        return True
-    try:
-        return os.readlink(f"/proc/{os.getppid()}/fd/1").startswith(("/dev/pts/", "/dev/tty"))
-    except OSError:
-        return False
+    rank: int
+    holds: str
+    predicted: float
+    """Share of the predicted step in which it computes."""
+
+
+@dataclass(frozen=True)
+class Overview:
+    """What the screen shows that does not change while a plan is run."""
+
+    title: str
+    ranks: tuple[RankRow, ...] = ()
+
+
+@dataclass(frozen=True)
+class Now:
+    """What a rank does just now, as far as it is known."""
+
+    text: str
+    """Such as ``waits for rank 0 to send``."""
+    computed: float | None = None
+    """Share of its last step in which it computed."""
+
+
+Standings = Callable[[], Mapping[int, Now]]
+"""Rank -> what it does now; called by the thread that draws."""
+
+
+def overview(plan: Plan, profile: ClusterProfile, name: str) -> Overview:
+    """The first line of the screen, and a row for every rank that has a stage."""
+    simulation = predicted_step(plan, profile)
+    used = sum(len(stage.ranks) for _, _, stage in plan.numbered)
+    stages, emulated = len(plan.numbered), ", EMULATED" if profile.emulated else ""
+    title = f"{name}: {stages} stage{'s' if stages > 1 else ''} on {used} of {len(profile.devices)} ranks"
+    title += f"{schedule_text(plan)}{emulated}"
+    rows = []
+    for _, _, stage in plan.numbered:
+        holds = items_text(stage.first, stage.last, plan.items)
+        for rank in stage.ranks:
+            share = simulation.busy_s[rank] / simulation.step_s if simulation.step_s > 0 else 0.0
+            rows.append(RankRow(rank, holds, share))
+    return Overview(title, tuple(sorted(rows, key=lambda row: row.rank)))
 
 
 class Progress:
-    """Shows steps as they are done. A context manager; ``update`` once per step.
+    """Shows steps as they are done. A context manager; ``update`` once per step, which only stores what is to be shown.
 
-    ``first_step``: steps done before this run (0 unless resumed). On a terminal one bar with loss, tokens/s and time
-    left. Otherwise a line for the first step, the last, and in between after 5 s or a tenth of the run, whichever
-    comes first.
+    ``first_step``: steps done before this run (0 unless resumed). On a terminal a screen. Otherwise a line for the first
+    step, the last, and in between after 5 s or a tenth of the run, whichever comes first.
+
+    Attributes:
+        overview, standings: shown on the screen; may be set while it is there.
     """
 
     def __init__(
@@ -47,42 +102,85 @@ class Progress:
         first_step: int = 0,
         stream: TextIO | None = None,
         now_s: Callable[[], float] = time.monotonic,
+        about: Overview | None = None,
     ) -> None:
         self.total_steps = total_steps
         self.first_step = first_step
+        self.overview = about or Overview("training")
+        self.standings: Standings = dict
         self._stream = sys.stdout if stream is None else stream
         self._now_s = now_s
         self._started_s = now_s()
         self._shown_s = self._started_s
         self._shown_step = first_step
-        self._bar: tqdm[None] | None = None
-        if is_terminal(self._stream):
-            self._bar = tqdm(
-                total=total_steps, initial=first_step, file=self._stream, unit="step", dynamic_ncols=True, leave=True
-            )
+        self._latest: StepMetrics | None = None
+        self._recent: deque[StepMetrics] = deque(maxlen=_RECENT)
+        self._screen = Screen(self._stream, self.lines) if is_terminal(self._stream) else None
 
-    def update(self, step: int, loss: float, tokens_per_s: float) -> None:
-        """``step`` steps are done now; ``loss`` of the latest, nats per token."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
-            self._bar.update(step - self._bar.n)
-        elif self._is_due(step):
-            self._shown_s, self._shown_step = self._now_s(), step
-            self._stream.write(self._line(step, loss, tokens_per_s) + "\n")
+    def update(self, line: StepMetrics) -> None:
+        """A step is done."""
+        self._latest = line
+        self._recent.append(line)
+        if self._screen is None and self._is_due(line.step):
+            self._shown_s, self._shown_step = self._now_s(), line.step
+            self._stream.write(self._line(line) + "\n")
             self._stream.flush()
 
-    def close(self) -> None:
-        """Leave the bar as it stands."""
-        if self._bar is not None:
-            self._bar.close()
+    def lines(self, columns: int, rows: int) -> list[str]:
+        """The screen, in so many columns and rows at most."""
+        lines = ["*" + self.overview.title, self._bar_line(), self._speed_line()]
+        room = rows - len(lines) - 3
+        if self.overview.ranks and room > 0:
+            lines += ["", *self._rank_lines(room)]
+        return lines
 
     def __enter__(self) -> Progress:
+        if self._screen is not None:
+            self._screen.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if self._screen is not None:
+            self._screen.__exit__(kind, error, trace)
+
+    def _bar_line(self) -> str:
+        step = self._latest.step if self._latest is not None else self.first_step
+        share = step / self.total_steps if self.total_steps else 1.0
+        left = f", {self._left(step)} left" if self.first_step < step < self.total_steps else ""
+        width = len(str(self.total_steps))
+        return f"step {step:>{width}}/{self.total_steps} [{_bar(share, _BAR)}] {share * 100:3.0f} %{left}"
+
+    def _speed_line(self) -> str:
+        if self._latest is None:
+            return "the first step is under way"
+        recent = list(self._recent)
+        step_s = statistics.median(line.step_s for line in recent)
+        rate = statistics.median(line.tokens_per_s for line in recent)
+        text = f"loss {self._latest.loss:.4f}   {rate:,.0f} tokens/s   {units.seconds(step_s)} per step"
+        predicted_s = self._latest.predicted_step_s
+        if predicted_s > 0:
+            more = step_s / predicted_s - 1
+            text += f", {units.seconds(predicted_s)} predicted ({'+' if more >= 0 else '-'}{units.percent(abs(more))})"
+        return text
+
+    def _rank_lines(self, room: int) -> list[str]:
+        standings = self.standings()
+        shown: Sequence[RankRow] = self.overview.ranks
+        more = ""
+        if len(shown) > room:
+            shown, more = shown[: room - 1], f"  and {len(shown) - room + 1} more ranks"
+        width = min(_LONGEST_HOLDS, max(len(row.holds) for row in shown)) if shown else 0
+        lines = [f"rank  {'holds':<{width}}  {'computes':<{_SHORT_BAR + 6}}  predicted  now"]
+        for row in shown:
+            now = standings.get(row.rank, Now(""))
+            share = "" if now.computed is None else f"{_bar(now.computed, _SHORT_BAR)} {now.computed * 100:3.0f} %"
+            lines.append(
+                f"{row.rank:>4}  {_cut(row.holds, width):<{width}}  {share:<{_SHORT_BAR + 6}}  "
+                f"{row.predicted * 100:7.0f} %  {now.text}"
+            )
+        return [*lines, more] if more else lines
 
     def _is_due(self, step: int) -> bool:
         some_steps = max(1, (self.total_steps - self.first_step) // LINES_PER_RUN)
@@ -93,10 +191,20 @@ class Progress:
             or self._now_s() - self._shown_s >= LINE_EVERY_S
         )
 
-    def _line(self, step: int, loss: float, tokens_per_s: float) -> str:
+    def _line(self, line: StepMetrics) -> str:
         width = len(str(self.total_steps))
-        line = f"step {step:>{width}}/{self.total_steps}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s"
-        if step < self.total_steps:
-            per_step_s = (self._now_s() - self._started_s) / (step - self.first_step)
-            line += f"  {units.clock(per_step_s * (self.total_steps - step))} left"
-        return line
+        text = f"step {line.step:>{width}}/{self.total_steps}  loss {line.loss:.4f}  {line.tokens_per_s:,.0f} tokens/s"
+        return f"{text}  {self._left(line.step)} left" if line.step < self.total_steps else text
+
+    def _left(self, step: int) -> str:
+        per_step_s = (self._now_s() - self._started_s) / (step - self.first_step)
+        return units.clock(per_step_s * (self.total_steps - step))
+
+
+def _bar(share: float, width: int) -> str:
+    done = round(min(max(share, 0.0), 1.0) * width)
+    return "#" * done + "-" * (width - done)
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3].rstrip() + "..."

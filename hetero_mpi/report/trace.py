@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hetero_mpi.planning.schedule import Event, Op
+from hetero_mpi.report.measured import MeasuredEvent, on_one_clock, steps_under
+from hetero_mpi.report.past_run import PastRun, predicted_step
 
 LANES = {
     Op.RECV_F: (1, "receive activations"),
@@ -24,6 +27,7 @@ LANES = {
 COMPUTE = (0, "compute")
 EMBEDDING = (6, "sum the embedding's gradients")
 """The head's share of a tied matrix travels beside its other sums: it has a lane to itself."""
+COPY = (7, "copy between device and host")
 
 
 def trace(events: Sequence[Event], labels: Mapping[int, str] | None = None) -> dict[str, Any]:
@@ -31,34 +35,99 @@ def trace(events: Sequence[Event], labels: Mapping[int, str] | None = None) -> d
 
     Steps follow each other: a step begins where the longest rank of the one before ended. ``labels``: names of ranks.
     """
-    begins = _begins_s(events)
-    entries: list[dict[str, Any]] = []
-    lanes = sorted({(event.rank, *_lane(event)) for event in events})
-    for rank in sorted({event.rank for event in events}):
-        name = (labels or {}).get(rank, "")
-        entries.append(_metadata("process_name", rank, 0, f"rank {rank}{': ' if name else ''}{name}"))
-    entries += [_metadata("thread_name", rank, lane, name) for rank, lane, name in lanes]
-    for event in events:
-        entries.append(
-            {
-                "ph": "X",
-                "name": str(event.action),
-                "cat": event.action.op.value,
-                "pid": event.rank,
-                "tid": _lane(event)[0],
-                "ts": (begins[event.step] + event.start_s) * 1e6,
-                "dur": (event.end_s - event.start_s) * 1e6,
-                "args": {"step": event.step, "bytes": event.bytes},
-            }
-        )
+    return _document(_process_entries(events, labels or {}, _begins_s(events), 1, 0, ""))
+
+
+def run_trace(
+    measured: Sequence[Event],
+    predicted: Sequence[Event],
+    labels: Mapping[int, str] | None = None,
+    emulated: bool = False,
+) -> dict[str, Any]:
+    """A run's recorded steps, and below every rank the predicted step, once for each of them, beginning with it.
+
+    Args:
+        measured: of any number of steps, the times of each on one clock (``measured.on_one_clock``).
+        predicted: of one step.
+        emulated: the measured times are those of devices that the ranks imitated, and are labelled so.
+    """
+    steps = sorted({event.step for event in measured})
+    repeated = [replace(event, step=step) for step in steps or [0] for event in predicted]
+    begins = _begins_s([*measured, *repeated])
+    kind = "measured, emulated" if emulated else "measured"
+    return _document(
+        [
+            *_process_entries(measured, labels or {}, begins, 2, 0, kind),
+            *_process_entries(repeated, labels or {}, begins, 2, 1, "predicted"),
+        ]
+    )
+
+
+def _document(entries: list[dict[str, Any]]) -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "traceEvents": entries}
+
+
+def _process_entries(
+    events: Sequence[Event], labels: Mapping[int, str], begins: Mapping[int, float], stride: int, offset: int, kind: str
+) -> list[dict[str, Any]]:
+    """Every rank as process ``stride * rank + offset``."""
+    entries: list[dict[str, Any]] = []
+    lanes = {(event.rank, *_lane(event)) for event in events} | {(rank, *COPY) for rank in _copying(events)}
+    for rank in sorted({event.rank for event in events}):
+        words = [f"rank {rank}", *([kind] if kind else [])]
+        name = f"{', '.join(words)}{': ' + labels[rank] if labels.get(rank) else ''}"
+        entries.append(_metadata("process_name", stride * rank + offset, 0, name))
+        if stride > 1:
+            order = {"name": "process_sort_index", "args": {"sort_index": stride * rank + offset}}
+            entries.append({"ph": "M", "pid": stride * rank + offset, "tid": 0, **order})
+    entries += [_metadata("thread_name", stride * rank + offset, lane, name) for rank, lane, name in sorted(lanes)]
+    for event in events:
+        begin, pid = begins[event.step], stride * event.rank + offset
+        entries.append(_complete(event, pid, _lane(event)[0], begin + event.start_s, event.end_s - event.start_s))
+        if isinstance(event, MeasuredEvent) and event.copied_s > 0:
+            # A send copies first; a receive copies when the message has come.
+            begun_s = event.start_s if event.begun_s is None else event.begun_s
+            start_s = event.end_s - event.copied_s if event.action.op in (Op.RECV_F, Op.RECV_B) else begun_s
+            entries.append(_complete(event, pid, COPY[0], begin + start_s, event.copied_s))
+    return entries
+
+
+def _complete(event: Event, pid: int, lane: int, start_s: float, lasts_s: float) -> dict[str, Any]:
+    start_us, end_us = round(start_s * 1e6, 3), round((start_s + lasts_s) * 1e6, 3)
+    return {
+        "ph": "X",
+        "name": str(event.action),
+        "cat": event.action.op.value,
+        "pid": pid,
+        "tid": lane,
+        "ts": start_us,
+        "dur": round(end_us - start_us, 3),
+        "args": {"step": event.step, "bytes": event.bytes},
+    }
+
+
+def _copying(events: Sequence[Event]) -> set[int]:
+    return {event.rank for event in events if isinstance(event, MeasuredEvent) and event.copied_s > 0}
+
+
+def save_run_trace(run: PastRun, path: Path) -> Path | None:
+    """Write the trace of a run's recorded steps beside the predicted one; None where there is nothing to write."""
+    if run.plan is None or run.profile is None:
+        return None
+    measured = [event for records in steps_under(run.rank_steps, run.plan) for event in on_one_clock(records)]
+    predicted = predicted_step(run.plan, run.profile).events
+    labels = {device.rank: f"{device.name}, {device.host}" for device in run.profile.devices}
+    return _write(run_trace(measured, predicted, labels, run.emulated), path)
 
 
 def save_trace(events: Sequence[Event], path: str | Path, labels: Mapping[int, str] | None = None) -> Path:
     """Write ``trace(events)`` to ``path``; its folder is made where it is missing."""
-    path = Path(path)
+    return _write(trace(events, labels), Path(path))
+
+
+def _write(values: dict[str, Any], path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(trace(events, labels), allow_nan=False), encoding="utf-8")
+    path.write_text(json.dumps(values, allow_nan=False), encoding="utf-8")
     return path
 
 

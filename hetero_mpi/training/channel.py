@@ -7,6 +7,7 @@ where it lies, so nothing is copied. Once buffers are as large as the largest me
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -55,6 +56,10 @@ class Inbox:
     A step begins with ``begin``; then for each micro-batch in order ``take``, and ``release`` as soon as nobody reads the
     tensor any more. ``depth`` buffers are in use at once: one more than are held between take and release keeps a receive
     posted while the stage computes.
+
+    Attributes:
+        arrived_s: when the tensor that was taken last was seen to be in host memory (``time.perf_counter``).
+        copied_s: seconds that bringing it to the device took; 0 on CPU ranks, which copy nothing.
     """
 
     def __init__(
@@ -66,6 +71,9 @@ class Inbox:
         self._posted: deque[tuple[torch.Tensor, Request]] = deque()
         self._held: deque[torch.Tensor] = deque()
         self._to_come: deque[tuple[int, ...]] = deque()
+        self.copies = backend.device != HOST
+        self.arrived_s: float | None = None
+        self.copied_s = 0.0
 
     def begin(self, shapes: Sequence[tuple[int, ...]]) -> None:
         """Announce the shapes of the step's micro-batches, in order, and post the first receives."""
@@ -81,7 +89,10 @@ class Inbox:
         buffer, request = self._posted.popleft()
         self.transport.wait(request)
         self._held.append(buffer)
-        return self.backend.from_host(buffer)
+        self.arrived_s, begin = request.ended_s, time.perf_counter()
+        tensor = self.backend.from_host(buffer)
+        self.copied_s = time.perf_counter() - begin if self.copies else 0.0
+        return tensor
 
     def release(self) -> None:
         """The oldest tensor taken is no longer read: its buffer serves the next receive."""
@@ -95,11 +106,16 @@ class Inbox:
 
 
 class Outbox:
-    """Tensors sent in micro-batch order to one rank."""
+    """Tensors sent in micro-batch order to one rank.
+
+    Attributes:
+        copied_s: seconds that bringing the last one to host memory took; 0 on CPU ranks.
+    """
 
     def __init__(self, transport: Transport, destination: int, tag: int, backend: Backend, dtype: torch.dtype) -> None:
         self.transport, self.destination, self.tag = transport, destination, tag
         self.copies = backend.device != HOST
+        self.copied_s = 0.0
         self.buffers = HostBuffers(backend, dtype)
         self._sent: deque[tuple[torch.Tensor, Request]] = deque()
 
@@ -107,7 +123,9 @@ class Outbox:
         """Start sending; returns the bytes. The tensor's memory is kept until it has left."""
         while self._sent and self._sent[0][1].completed:
             self._take_back()
+        begin = time.perf_counter()
         host = self.buffers.lend(tensor.shape).copy_(tensor) if self.copies else tensor.detach().contiguous()
+        self.copied_s = time.perf_counter() - begin if self.copies else 0.0
         content = host_bytes(host)
         self._sent.append((host, self.transport.send(self.destination, self.tag, content)))
         return content.nbytes

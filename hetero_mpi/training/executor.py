@@ -11,7 +11,8 @@ import torch
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.planning.plan import PipelinePlan
-from hetero_mpi.planning.schedule import WHOLE_STEP, Action, Event, Op
+from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Event, Op
+from hetero_mpi.report.measured import MeasuredEvent
 from hetero_mpi.training.channel import Inbox, Outbox
 from hetero_mpi.training.emulation import Emulation
 from hetero_mpi.training.places import Place
@@ -66,6 +67,8 @@ class Executor:
         losses: shares of the loss of the running step's micro-batches (fp32 scalars), on the last stage.
         current: the action that runs.
         evaluated: micro-batches of held-out sequences so far.
+        began_s: when the latest step began (``time.perf_counter``); its events count from then.
+        waited_until_s: set by STEP: until when it waited for the others' verdict; its event begins only then.
     """
 
     def __init__(
@@ -88,6 +91,10 @@ class Executor:
         self.losses: list[torch.Tensor] = []
         self.current: Action | None = None
         self.evaluated = 0
+        self.began_s = self.waited_until_s = 0.0
+        # A device may still compute when a forward or backward returns. Between stages a tensor is copied to the host next, which
+        # waits for it anyway; told here, the time belongs to the action that took it.
+        self._synchronises = len(pipeline.stages) > 1
         self._last_backward = next((a for a in reversed(self.actions) if a.op in (Op.B, Op.W)), None)
         self._inputs: dict[tuple[Op, int], torch.Tensor] = {}
         self._outputs: dict[tuple[Op, int], torch.Tensor] = {}
@@ -111,23 +118,38 @@ class Executor:
     def run(self, data: StepData) -> list[Event]:
         """Run one step and return what took place when."""
         self._begin(data)
-        events = []
-        begin = time.perf_counter()
+        events: list[Event] = []
+        self.began_s = begin = time.perf_counter()
         for action in self.actions:
             self.current = action
             start = time.perf_counter()
             moved = 0
             if action.op in WHOLE_STEP:
                 self.whole_step[action.op](action)
+                start = max(start, self.waited_until_s) if action.op is Op.STEP else start
             else:
                 moved = self._perform(action, data)
+                if self._synchronises and action.op in COMPUTE:
+                    self.stage.backend.synchronize()
                 if self.pace is not None:
                     self.pace.hold(action, start, self.finished if action is self._last_backward else None)
-            events.append(Event(self.rank, data.step, action, start - begin, time.perf_counter() - begin, moved))
+            events.append(self._event(data.step, action, start - begin, time.perf_counter() - begin, moved))
         self.flush()
         self.current = None
         assert not self._inputs and not self._outputs, "the step left tensors behind"
         return events
+
+    def _event(self, step: int, action: Action, start_s: float, end_s: float, moved: int) -> Event:
+        if action.op in (Op.RECV_F, Op.RECV_B):
+            inbox = self.activations_in if action.op is Op.RECV_F else self.gradients_in
+            assert inbox is not None
+            arrived_s = inbox.arrived_s - self.began_s if inbox.arrived_s is not None else None
+            return MeasuredEvent(self.rank, step, action, start_s, end_s, moved, inbox.copied_s, arrived_s)
+        if action.op in (Op.SEND_F, Op.SEND_B):
+            outbox = self.activations_out if action.op is Op.SEND_F else self.gradients_out
+            assert outbox is not None
+            return MeasuredEvent(self.rank, step, action, start_s, end_s, moved, outbox.copied_s)
+        return Event(self.rank, step, action, start_s, end_s, moved)
 
     def flush(self) -> None:
         """Return when everything this stage sent has left: collective calls may follow."""

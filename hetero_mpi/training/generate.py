@@ -21,7 +21,7 @@ from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.comm.versions import MUST_MATCH, own_versions
 from hetero_mpi.comm.world import CollectiveUserError, World
-from hetero_mpi.device.backend import Backend, open_backend, set_threads
+from hetero_mpi.device.backend import Backend, set_threads
 from hetero_mpi.errors import UserError
 from hetero_mpi.job import AdapterTable, ClusterTable
 from hetero_mpi.model.adapter_files import read_adapter
@@ -39,7 +39,7 @@ from hetero_mpi.training.files import open_files
 from hetero_mpi.training.generate_source import Opened, Source, open_source, stop_tokens
 from hetero_mpi.training.places import active_ranks
 from hetero_mpi.training.redistribute import Parcel, distribute, parcels
-from hetero_mpi.training.setup import default_threads, share_of_cores
+from hetero_mpi.training.setup import default_threads, open_device, share_of_cores
 from hetero_mpi.training.writing import Spelling, Writer
 
 DEFAULT_TOKENS = 128
@@ -108,8 +108,8 @@ def generate(world: World, options: Options) -> int:
     task = Task.from_dict(world.broadcast_json(asdict(task) if task is not None else None))
     cluster = ClusterTable(**task.source.cluster)
     set_threads(cluster.threads if isinstance(cluster.threads, int) else default_threads(share_of_cores(world)))
-    with world.together("opening the device"):
-        backend = open_backend(cluster.device, world.local_rank)
+    backend = open_device(world, cluster.device)
+    with world.together("reading the model's configuration"):
         chain = Chain(read_config(task.source.config))
         tuning = _tuning(task.source, chain)
     plan = _plan(world, backend, chain, tuning, task, cluster.memory_bytes)

@@ -9,49 +9,61 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
-from hetero_mpi.checkpoint import CheckpointReader, set_aside
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.versions import MUST_MATCH, own_versions
 from hetero_mpi.comm.world import CollectiveUserError, World
-from hetero_mpi.errors import ExitCode, UserError
+from hetero_mpi.errors import ExitCode
 from hetero_mpi.job import job_to_dict
-from hetero_mpi.model.adapter_files import check_adapter
 from hetero_mpi.model.hub import is_hub_id
-from hetero_mpi.model.weights import SeededStart, Start
-from hetero_mpi.planning.files import plan_to_dict, profile_to_dict
+from hetero_mpi.planning.files import plan_from_dict, plan_to_dict, profile_to_dict, save_plan
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.profile import ClusterProfile
-from hetero_mpi.planning.schedule import Schedule
+from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.report.logs import say, setup_logging
 from hetero_mpi.report.metrics import MetricsWriter
 from hetero_mpi.report.progress import Progress
 from hetero_mpi.report.summary import final_lines
-from hetero_mpi.training.emulation import Emulation, emulate, punctuality_lines
-from hetero_mpi.training.files import FileSupply, open_files
-from hetero_mpi.training.loop import Loop, LoopResult
+from hetero_mpi.training.building import build, start_adapter
+from hetero_mpi.training.changing import Share, change, join
+from hetero_mpi.training.emulation import punctuality_lines
+from hetero_mpi.training.loop import Books, Loop, LoopResult
 from hetero_mpi.training.material import model_directory
 from hetero_mpi.training.places import active_ranks
 from hetero_mpi.training.planned import Given
+from hetero_mpi.training.rebalancing import Rebalancer, rebalancer_of
+from hetero_mpi.training.recording import Recorder
+from hetero_mpi.training.recovery import (
+    Past,
+    beside_steps,
+    bring_back,
+    known_profile,
+    origin,
+    outlive,
+    plan_again,
+    remember,
+    renewed,
+    tell,
+)
 from hetero_mpi.training.rehearsal import rehearse
+from hetero_mpi.training.resuming import open_checkpoint
 from hetero_mpi.training.sample import write_sample
 from hetero_mpi.training.saving import (
     RunState,
-    check_data,
-    check_fits,
-    find_checkpoint,
-    load_adapter,
     restore,
     save_adapter,
     save_model,
 )
 from hetero_mpi.training.setup import Options, Setting, claimed, plan_run, read_job, set_up
 from hetero_mpi.training.signals import StopRequest
+from hetero_mpi.training.telling import draw_plan, files_of, keep_profile, open_metrics, reported, show_plan
 from hetero_mpi.training.trainer import Trainer
 from hetero_mpi.training.watchdog import Lookout, Watchdog, limit_s
 
@@ -64,88 +76,207 @@ def train(world: World, options: Options) -> int:
     Raises:
         UserError: anything the user can put right, on all ranks together.
     """
-    loaded, run_dir = read_job(world, options)
-    with StopRequest() as stop, claimed(world, run_dir):
+    with StopRequest() as stop:
+        return outlive(world, lambda past: _attempt(world, options, stop, past))
+
+
+def _attempt(world: World, options: Options, stop: StopRequest, past: Past) -> int:
+    """The whole run, from what is left of earlier attempts on."""
+    if not past.shared(world, past.job):
+        past.job = read_job(world, options)
+    assert past.job is not None
+    loaded, run_dir = past.job
+    with claimed(world, run_dir):
         setup_logging(run_dir, world.rank, world.size)
         transformers_logging.disable_progress_bar()  # rank 0 alone talks, and says what it loads
         _LOG.info("process %d on %s", os.getpid(), world.host)  # some launchers name a dead rank by its process only
+        tell(world, past, run_dir)
         world.check_versions(own_versions(world.library), MUST_MATCH)
-        transport = MpiTransport(world.comm, threaded=loaded.job.cluster.communication_thread)
-        with transport:
-            setting = set_up(world, transport, loaded, run_dir)
-            _train(setting, options, stop)
+        threaded = loaded.job.cluster.communication_thread
+        with MpiTransport(world.comm, threaded=threaded, hosts=world.hosts) as transport:
+            if past.shared(world, past.setting):
+                setting = renewed(past, world, transport)
+            else:
+                setting = set_up(world, transport, loaded, run_dir)
+                remember(past, setting)
+            _train(setting, options, stop, past)
     return ExitCode.DONE
 
 
-def _train(setting: Setting, options: Options, stop: StopRequest) -> None:
+def _train(setting: Setting, options: Options, stop: StopRequest, past: Past) -> None:
     world = setting.world
-    profile, plan, schedule = plan_run(setting, Given(options.profile, options.plan, options.reprofile))
+    profile = known_profile(past, world)
+    if profile is not None:
+        plan = plan_again(setting, past, profile)
+    else:
+        given = Given(options.profile, options.plan, options.reprofile)
+        past.profiled_ranks = world.size
+        profile, plan, _ = plan_run(setting, given if not past.losses else Given(None, None, options.reprofile))
+        draw_plan(setting, profile, plan)
+    past.profile = profile
     if options.dry_run:
         say("Dry run: stopping before any weight is read")
         return
-    emulation = None
-    if setting.job.cluster.emulate is not None:
-        emulation = emulate(world, setting.transport, setting.loaded, setting.chain, profile, plan, setting.cores)
-    active = active_ranks(plan)
-    members = world.subset(active)
-    if members is None:
-        world.doing = "idle, by the plan"
-        with stop.noting():
-            world.sleep_until_released(stop)
-        return
-    problem: CollectiveUserError | None = None
+    begin = origin(setting, past)
+    if begin is not None and begin.having is not None:
+        share, books = bring_back(setting, past, profile, plan, begin)
+    else:
+        share, books = join(setting, profile, plan), Books.opened(RunState(0, [], 0))
+        if share.members is not None:
+            with _passed_on(world, share):
+                resume = str(begin.checkpoint) if begin is not None else options.resume
+                books = _start(setting, profile, share, replace(options, resume=resume))
+    past.books = books
+    metadata = {**_metadata(setting, profile), "run": past.token} if world.rank == 0 else {}
+    keep_profile(setting, profile)
+    with reported(setting), contextlib.ExitStack() as stack:
+        stack.enter_context(stop.noting())
+        rebalancer = rebalancer_of(setting, profile, options.plan is not None)
+        if rebalancer is not None:
+            stack.callback(rebalancer.close)
+        shown = _shown(setting, books, stack)
+        asked = _asked(world, stop)
+        while (word := _until_change(setting, past, share, books, metadata, asked, shown, rebalancer)) is not None:
+            if share.members is None:
+                past.books = books = Books.from_dict(word["books"])
+            share = _changed(setting, profile, share, plan_from_dict(word["plan"]), books, rebalancer)
+    if share.members is not None:
+        with _passed_on(world, share):
+            _end(setting, share, profile, books.result)
+        world.release(_idle(world, share), None)
+
+
+def _changed(
+    setting: Setting, profile: ClusterProfile, before: Share, plan: Plan, books: Books, rebalancer: Rebalancer | None
+) -> Share:
+    """Go over to another plan, and tell. Collective over all ranks of the job."""
+    begin = time.perf_counter()
+    share = change(setting, profile, before, plan, books)
+    if setting.world.rank == 0:
+        with contextlib.suppress(OSError):  # a full disk is no reason to end
+            save_plan(plan, setting.run_dir / "plan.toml")
+        if rebalancer is not None:
+            rebalancer.changed(books.state.step, before.plan, plan, time.perf_counter() - begin)
+    return share
+
+
+def _idle(world: World, share: Share) -> list[int]:
+    active = active_ranks(share.plan)
+    return [rank for rank in range(world.size) if rank not in active]
+
+
+@contextlib.contextmanager
+def _passed_on(world: World, share: Share) -> Iterator[None]:
+    """A block of the active ranks: what they end with, the sleeping ranks end with too."""
     try:
-        _train_active(setting, members, profile, plan, schedule, options, emulation, stop)
+        yield
     except CollectiveUserError as error:
-        problem = error
-    world.release([rank for rank in range(world.size) if rank not in active], problem)
-    if problem is not None:
-        raise problem
+        world.release(_idle(world, share), error)
+        raise
 
 
-def _train_active(
-    setting: Setting,
-    world: World,
-    profile: ClusterProfile,
-    plan: Plan,
-    schedule: Schedule,
-    options: Options,
-    emulation: Emulation | None,
-    stop: StopRequest,
-) -> None:
-    """The part of a run that idle ranks sleep through. ``world`` holds the active ranks."""
-    rank = setting.world.rank
-    own_plan = emulation.stand_in_plan if emulation is not None else plan
+def _start(setting: Setting, profile: ClusterProfile, share: Share, options: Options) -> Books:
+    """Build the active ranks' shares: anew, from an adapter or from a checkpoint. Collective over them."""
+    assert share.members is not None
+    members, schedule = share.members, schedule_of(share.plan, profile.model)
     with contextlib.ExitStack() as stack:
-        checkpoint, reader, state = _open_checkpoint(setting, world, options, stack)
-        trainer = _build(setting, world, own_plan, schedule, emulation, resuming=checkpoint is not None)
+        checkpoint, reader, state = open_checkpoint(setting, members, options, stack)
+        begin = time.perf_counter()
+        trainer = build(setting, members, share.own_plan, schedule, share.emulation, resuming=checkpoint is not None)
+        share.seconds = {"build": time.perf_counter() - begin}
         if checkpoint is not None:
-            world.doing = "restoring the checkpoint"
+            members.doing = "restoring the checkpoint"
             restore(trainer, reader, state)
         elif setting.job.adapter.path is not None:
-            _start_adapter(setting, world, trainer)
-    if emulation is not None:
-        world.doing = "rehearsing"
-        rehearse(trainer, world, emulation)
-    metadata = _metadata(setting, plan, profile) if rank == 0 else {}
+            start_adapter(setting, members, trainer)
+    if share.emulation is not None:
+        members.doing = "rehearsing"
+        rehearse(trainer, members, share.emulation)
+    share.trainer = trainer
+    return Books.opened(state, checkpoint)
+
+
+_Shown = tuple[MetricsWriter | None, Progress | None]
+
+
+def _shown(setting: Setting, books: Books, stack: contextlib.ExitStack) -> _Shown:
+    """Where steps are told, on rank 0."""
+    if setting.world.rank != 0:
+        return None, None
+    metrics = stack.enter_context(open_metrics(setting, books.state.step))
+    return metrics, stack.enter_context(Progress(setting.job.train.steps, books.state.step))
+
+
+def _until_change(
+    setting: Setting,
+    past: Past,
+    share: Share,
+    books: Books,
+    metadata: dict[str, Any],
+    asked: Callable[[], bool],
+    shown: _Shown,
+    rebalancer: Rebalancer | None,
+) -> dict[str, Any] | None:
+    """Take steps, or sleep on an idle rank, until another plan is due, which all ranks are told; None: the run is over.
+
+    Collective over all ranks of the job.
+    """
+    world = setting.world
+    if share.members is None:
+        world.doing = "idle, by the plan"
+        word: dict[str, Any] | None = world.sleep_until_released(asked)
+        return word
+    assert share.trainer is not None and past.profile is not None
+    if rebalancer is not None:
+        rebalancer.begin(share)
     dataset = setting.material.dataset if setting.material is not None else None
-    asked = _asked(setting.world, stop)
+    described = {**metadata, "plan": plan_to_dict(share.plan)}
     directory = setting.run_dir / "checkpoints"
-    loop = Loop(trainer, setting.job, own_plan, dataset, directory, metadata, state, checkpoint, asked)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(stop.noting())
-        metrics = display = None
-        if rank == 0:
-            metrics = stack.enter_context(MetricsWriter(setting.run_dir / "metrics.jsonl", state.step))
-            display = stack.enter_context(Progress(setting.job.train.steps, state.step))
-        stack.enter_context(_watchdog(setting, world, trainer))
-        result = loop.run(metrics, display)
-    if emulation is not None:
-        say(*punctuality_lines(world, emulation))
-    world.doing = "writing the result"
-    result_directory = _write_result(setting, trainer)
-    if rank == 0:
-        _say_end(setting, plan, profile, result, result_directory)
+    with _passed_on(world, share):
+        with beside_steps(setting, past, share.trainer, books) as beside:
+            loop = Loop(
+                share.trainer,
+                setting.job,
+                share.own_plan,
+                dataset,
+                directory,
+                described,
+                books,
+                asked,
+                rebalancer,
+                beside,
+            )
+            loop.record = Recorder(
+                share.trainer,
+                share.members,
+                setting.transport,
+                setting.run_dir,
+                books.state.step,
+                setting.job.train.steps,
+            )
+            with _watchdog(setting, share.members, share.trainer) as watchdog:
+                show_plan(shown[1], setting, past.profile, share.plan, watchdog)
+                done = loop.run(*shown)
+        if rebalancer is not None:
+            rebalancer.end()
+        if done:
+            return None
+        plan = rebalancer.chosen() if rebalancer is not None else None
+        word = {"plan": plan_to_dict(plan), "books": books.to_dict()} if plan is not None else None
+        word = share.members.broadcast_json(word)
+    world.release(_idle(world, share), None, word)
+    return word
+
+
+def _end(setting: Setting, share: Share, profile: ClusterProfile, result: LoopResult) -> None:
+    """What the run leaves behind. Collective over the active ranks."""
+    assert share.members is not None and share.trainer is not None
+    if share.emulation is not None:
+        say(*punctuality_lines(share.members, share.emulation))
+    share.members.doing = "writing the result"
+    result_directory = _write_result(setting, share.trainer)
+    if setting.world.rank == 0:
+        _say_end(setting, share.plan, profile, result, result_directory)
 
 
 def _asked(everybody: World, stop: StopRequest) -> Callable[[], bool]:
@@ -168,107 +299,12 @@ def _watchdog(setting: Setting, world: World, trainer: Trainer) -> contextlib.Ab
     return Watchdog(world, limit, lookout.look, lookout.forgive)
 
 
-def _open_checkpoint(
-    setting: Setting, world: World, options: Options, stack: contextlib.ExitStack
-) -> tuple[Path | None, CheckpointReader | None, RunState]:
-    """(path, open file on rank 0, where the run stands) of the checkpoint to resume from; nothing when starting anew."""
-    checkpoints = setting.run_dir / "checkpoints"
-    if options.resume is None:
-        if world.rank == 0:
-            _set_aside(checkpoints, 0)
-        return None, None, RunState(0, [], 0)
-    reader, shared = None, None
-    with world.led("opening the checkpoint"):
-        if world.rank == 0:
-            path, remarks = find_checkpoint(setting.run_dir, options.resume)
-            say(*remarks)
-            reader = stack.enter_context(CheckpointReader(path))
-            check_fits(reader, path, setting.tuning, setting.job.train, setting.job.data.sequence_length)
-            assert setting.material is not None
-            fingerprint = setting.material.dataset.fingerprint()
-            say(*filter(None, [check_data(reader, path, fingerprint, setting.job.checkpoint.allow_other_data)]))
-            step, losses = int(reader.metadata["step"]), [float(loss) for loss in reader.metadata["losses"]]
-            if step > setting.job.train.steps:
-                raise UserError(
-                    f"{path} was written after step {step}, and the job ends at [train] steps = {setting.job.train.steps}: "
-                    f"raise it, or resume from an earlier checkpoint"
-                )
-            say(f"Resuming from {path}, after step {step}")
-            _set_aside(checkpoints, step)
-            shared = {"path": str(path), "step": step, "losses": losses, "updates": int(reader.metadata["updates"])}
-            shared["loss_scale"] = reader.metadata["loss_scale"]
-    shared = world.broadcast_json(shared)
-    return (
-        Path(shared["path"]),
-        reader,
-        RunState(
-            shared["step"],
-            list(shared["losses"]),
-            shared["updates"],
-            (shared["loss_scale"][0], shared["loss_scale"][1]),
-        ),
-    )
-
-
-def _set_aside(checkpoints: Path, step: int) -> None:
-    aside = set_aside(checkpoints, step)
-    if aside is not None:
-        say(f"Checkpoints of an earlier run from after step {step} are in {aside} now")
-
-
-def _build(
-    setting: Setting, world: World, plan: Plan, schedule: Schedule, emulation: Emulation | None, resuming: bool
-) -> Trainer:
-    """This rank's trainer, with its start weights unless they come from a checkpoint."""
-    start: Start | None = None
-    files: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    directory = model_directory(setting.loaded)
-    needs_start = not (resuming and setting.tuning.full)  # an adapter's checkpoint does not hold the model
-    if needs_start and directory is None:
-        start = SeededStart(setting.job.train.seed)
-    elif needs_start and directory is not None:
-        files = supply = _open_files(setting, world, plan, directory)
-        start = supply.start
-        world.doing = "sending the model's files to ranks without them"
-        supply.serve()
-    with world.together("loading weights"), files:
-        return Trainer(
-            setting.world.rank,
-            world,
-            setting.transport,
-            setting.chain,
-            setting.tuning,
-            plan,
-            schedule,
-            setting.backend,
-            setting.job.train,
-            start,
-            emulation,
-        )
-
-
-def _start_adapter(setting: Setting, world: World, trainer: Trainer) -> None:
-    """Load the adapter the job starts from; only rank 0 needs its files."""
-    assert setting.job.adapter.path is not None
-    directory = setting.loaded.resolve(setting.job.adapter.path) if setting.world.rank == 0 else None
-    with world.led("reading the adapter"):
-        if directory is not None:
-            check_adapter(directory, setting.tuning)
-    load_adapter(trainer, directory)
-
-
-def _open_files(setting: Setting, world: World, plan: Plan, directory: Path) -> FileSupply:
-    cache = setting.job.model.shard_cache
-    cache_root = setting.loaded.resolve(cache) if cache is not None else None
-    return open_files(world, setting.world.rank, setting.transport, setting.chain, plan, directory, cache_root)
-
-
-def _metadata(setting: Setting, plan: Plan, profile: ClusterProfile) -> dict[str, Any]:
+def _metadata(setting: Setting, profile: ClusterProfile) -> dict[str, Any]:
+    """What every checkpoint says of the run, besides the plan of its moment."""
     assert setting.material is not None
     return {
         "data_fingerprint": setting.material.dataset.fingerprint(),
         "job": job_to_dict(setting.job),
-        "plan": plan_to_dict(plan),
         "profile": profile_to_dict(profile),
         "model_config": setting.chain.config.to_dict(),
         "base_model": str(base) if (base := model_directory(setting.loaded)) is not None else None,
@@ -303,7 +339,7 @@ def _say_end(setting: Setting, plan: Plan, profile: ClusterProfile, result: Loop
     written = {result_directory.name: result_directory}
     if result.last_checkpoint is not None:
         written["checkpoint"] = result.last_checkpoint
-    written |= {"metrics": setting.run_dir / "metrics.jsonl", "logs": setting.run_dir / "logs"}
+    written |= files_of(setting) | {"metrics": setting.run_dir / "metrics.jsonl", "logs": setting.run_dir / "logs"}
     entropy = setting.material.dataset.unigram_entropy()
     say(*final_lines(plan, profile, result.steps, result.evaluations, entropy, written))
     if result.skipped:

@@ -11,6 +11,7 @@ for waiting while another rank works. Rank 0 decides; where rank 0 itself is not
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
@@ -24,8 +25,10 @@ from hetero_mpi.comm.ending import end_all
 from hetero_mpi.comm.heartbeat import Heartbeat
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.transport import Message, Sum
+from hetero_mpi.comm.ulfm import RankLost
 from hetero_mpi.comm.world import CollectiveUserError, World
 from hetero_mpi.errors import ExitCode
+from hetero_mpi.planning.idling import busy
 from hetero_mpi.report import units
 
 if TYPE_CHECKING:
@@ -63,6 +66,8 @@ class Standing:
     waits_for: str | None
     busy: bool
     """It works alone, for long, and says so."""
+    computed: float | None = None
+    """Share of its last step in which it computed."""
 
     def line(self) -> str:
         """For a person."""
@@ -88,11 +93,17 @@ class Lookout:
         if seen != self._seen:
             self._seen, self._since_s = seen, now
         at = f"{activity.text}, {action}" if action else activity.text
-        return Standing(at, round(now - self._since_s, 1), self._waits_for(), activity.busy > 0)
+        return Standing(at, round(now - self._since_s, 1), self._waits_for(), activity.busy > 0, self._computed())
 
     def forgive(self, pause_s: float) -> None:
         """This process was stopped for so long."""
         self._since_s += pause_s
+
+    def _computed(self) -> float | None:
+        events = self._trainer.events
+        if not events or events[-1].end_s <= 0:
+            return None
+        return round(sum(busy(events).values()) / events[-1].end_s, 3)
 
     def _waits_for(self) -> str | None:
         waiting = list(self._transport.waiting)
@@ -134,11 +145,23 @@ class Watchdog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self._stop.set()
-        if error is None or isinstance(error, CollectiveUserError):
+        if error is None or isinstance(error, (CollectiveUserError, RankLost)):
             self._thread.join()
+            del self._look, self._forgive  # they know the trainer, whose memory is needed
+        if error is None or isinstance(error, CollectiveUserError):
             self._heartbeat.close()
 
+    def standings(self) -> dict[int, Standing]:
+        """The ranks' newest words, by their numbers in the job; on rank 0."""
+        numbers = self.world.numbers or range(self.world.size)
+        return {numbers[index]: Standing(**word) for index, word in list(self._heartbeat.words.items())}
+
     def _run(self) -> None:
+        # The main thread hears of a death too, and whoever survives it begins with another watchdog.
+        with contextlib.suppress(RankLost):
+            self._watch()
+
+    def _watch(self) -> None:
         last = time.monotonic()
         while not self._stop.wait(_LOOK_S):
             now = time.monotonic()

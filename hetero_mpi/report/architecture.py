@@ -1,0 +1,270 @@
+"""Who holds what: hosts, devices, layers per stage, pipelines, the links between them, and ranks that idle, in one picture.
+
+::
+
+    pipeline 0: 16 sequences = 8 micro-batches x 2
+    +- alpha --------------------------+             +- beta ------------+
+    | [rank 0  stage 0] -> [rank 1   ] | -118 MB/s-> | [rank 2  stage 2] |
+    | [blocks 0-3     ]    [blocks 4 ] |   0.2 ms    | [blocks 5, head ] |
+    +----------------------------------+             +-------------------+
+
+A pipeline is a strip that goes on in the next row where it is long; short strips share a row.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from pathlib import Path
+
+from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.schedule import summed_items
+from hetero_mpi.report import units
+from hetero_mpi.report.drawing import Box, Drawing, Line, Text, fitted, host_colours, save_png, save_svg, width_of
+from hetero_mpi.report.tables import items_text
+
+WIDTH = 1320.0
+"""No row is wider, in pixels."""
+_CARD_WIDTH, _CARD_HEIGHT = 172.0, 104.0
+_GAP = 74.0
+"""Between two cards: room for an arrow and what is written at it."""
+_PADDING = 10.0
+"""Of a host's box around its cards."""
+_HEADER = 20.0
+"""Of a host's box: its name."""
+_MARGIN = 24.0
+_ROW = _CARD_HEIGHT + _HEADER + 2 * _PADDING
+_IDLE_WIDTH, _IDLE_HEIGHT = 412.0, 60.0
+_UNLIKE = 0.1
+"""Both directions of a link are told apart if they differ by more than this share."""
+
+_PREFIXES = ("NVIDIA ", "GeForce ", "AMD ", "Radeon ", "Intel(R) ", "Apple ")
+"""Of device names: left out first."""
+
+
+@dataclass(frozen=True)
+class _Card:
+    """A stage of a pipeline on one rank."""
+
+    number: int
+    stage: StagePlan
+    rank: int
+    host: str
+
+
+def architecture(plan: Plan, profile: ClusterProfile, title: str, busy: Mapping[int, float] | None = None) -> Drawing:
+    """The picture of a plan.
+
+    Args:
+        title: what is trained.
+        busy: rank -> share of the predicted step in which it computes; drawn where given.
+    """
+    drawing = Drawing(WIDTH, 0.0, f"architecture: {title}")
+    y = _heading(drawing, plan, profile, title)
+    colours = host_colours([device.host for device in profile.devices])
+    painter = _Painter(drawing, plan, profile, colours, busy or {})
+    number, x, widest = 0, _MARGIN, 0.0
+    strips: list[tuple[int, PipelinePlan, list[_Card]]] = []
+    for index, pipeline in enumerate(plan.pipelines):
+        cards = []
+        for stage in pipeline.stages:
+            cards.append(_Card(number, stage, stage.ranks[0], profile.devices[stage.ranks[0]].host))
+            number += 1
+        strips.append((index, pipeline, cards))
+    row_bottom = y
+    for index, pipeline, cards in strips:
+        rows = _rows(cards)
+        label = _pipeline_label(index, pipeline, plan)
+        width = max(max(_row_width(row) for row in rows), width_of(label, 12))
+        if x > _MARGIN and x + width > WIDTH - _MARGIN:
+            x, y = _MARGIN, row_bottom
+        if label:
+            drawing.shapes.append(Text(x, y + 12, label, 12, "soft"))
+        bottom = painter.strip(rows, x, y + (20 if label else 0))
+        row_bottom = max(row_bottom, bottom + 14) if x > _MARGIN else bottom + 14
+        x += width + 36
+        widest = max(widest, x - 36)
+    y = row_bottom
+    if plan.idle:
+        y, right = painter.idle(y + 4)
+        widest = max(widest, right)
+    drawing.width = max(widest, 640.0) + _MARGIN
+    drawing.height = _footer(drawing, plan, profile, y)
+    return drawing
+
+
+def save_architecture(drawing: Drawing, directory: Path) -> tuple[Path, Path]:
+    """Write ``architecture.png`` and ``architecture.svg``. :raises UserError: they cannot be written."""
+    return save_png(drawing, directory / "architecture.png"), save_svg(drawing, directory / "architecture.svg")
+
+
+def _heading(drawing: Drawing, plan: Plan, profile: ClusterProfile, title: str) -> float:
+    used = sum(len(stage.ranks) for _, _, stage in plan.numbered)
+    hosts = len({device.host for device in profile.devices})
+    facts = f"{used} of {len(profile.devices)} ranks on {hosts} host{'s' if hosts > 1 else ''}"
+    facts += f", {plan.global_batch} sequences per step"
+    if plan.predicted_step_s > 0:
+        facts += f", {units.seconds(plan.predicted_step_s)} predicted"
+    drawing.shapes.append(Text(_MARGIN, 34, fitted(title, 17, WIDTH / 2), 17, bold=True))
+    drawing.shapes.append(Text(_MARGIN, 54, facts, 12, "soft"))
+    if profile.emulated:
+        drawing.shapes.append(
+            Text(_MARGIN, 72, "EMULATED: devices and links of a profile, imitated by other machines", 12, "warm")
+        )
+    return 92.0 if profile.emulated else 74.0
+
+
+def _footer(drawing: Drawing, plan: Plan, profile: ClusterProfile, y: float) -> float:
+    kind = "emulated" if profile.emulated else profile.source.split(" (")[0]
+    lines = [
+        f"links: bandwidth and latency from stage to stage, {kind}"
+        f" (there / back where they differ by more than {units.percent(_UNLIKE)})"
+    ]
+    sums = len(summed_items(plan, profile.model))
+    if sums and len(plan.pipelines) > 1:
+        lines.append(f"gradients of {sums} items are summed over the {len(plan.pipelines)} pipelines in every step")
+    for line in lines:
+        for part in textwrap.wrap(line, int((drawing.width - 2 * _MARGIN) / (0.55 * 11))):
+            drawing.shapes.append(Text(_MARGIN, y + 14, part, 11, "soft"))
+            y += 16
+    return y + 18
+
+
+def _pipeline_label(index: int, pipeline: PipelinePlan, plan: Plan) -> str:
+    if len(plan.pipelines) > 1:
+        return f"pipeline {index}: {pipeline.sequences} sequences, {pipeline.micro_batch} at a time"
+    return f"{pipeline.micro_batches} micro-batches of {pipeline.micro_batch}"
+
+
+def _rows(cards: Sequence[_Card]) -> list[list[_Card]]:
+    """The cards of a strip in rows that fit."""
+    rows: list[list[_Card]] = [[]]
+    for card in cards:
+        if rows[-1] and _row_width([*rows[-1], card]) > WIDTH - 2 * _MARGIN - 40:
+            rows.append([])
+        rows[-1].append(card)
+    return rows
+
+
+def _row_width(row: Sequence[_Card]) -> float:
+    changes = sum(a.host != b.host for a, b in pairwise(row))
+    return len(row) * _CARD_WIDTH + (len(row) - 1) * _GAP + 2 * _PADDING * (changes + 1)
+
+
+@dataclass
+class _Painter:
+    """Paints strips and idle ranks into a drawing."""
+
+    drawing: Drawing
+    plan: Plan
+    profile: ClusterProfile
+    colours: Mapping[str, str]
+    busy: Mapping[int, float]
+
+    def strip(self, rows: Sequence[Sequence[_Card]], x: float, y: float) -> float:
+        """One pipeline from its upper left corner; returns where it ends below."""
+        before: _Card | None = None
+        for row in rows:
+            place = x
+            middle = y + _HEADER + _PADDING + _CARD_HEIGHT / 2
+            for host, group in groupby(row, key=lambda card: card.host):
+                cards = list(group)
+                width = _row_width(cards)
+                self._host(host, place, y, width)
+                left = place + _PADDING
+                for card in cards:
+                    if before is not None:
+                        begin = left - _GAP - (0 if before.host == card.host else 2 * _PADDING)
+                        self._link(before, card, begin, left, middle, wrapped=before not in row)
+                    self._card(card, left, y + _HEADER + _PADDING)
+                    left += _CARD_WIDTH + _GAP
+                    before = card
+                place += width + _GAP
+            y += _ROW + (24 if len(rows) > 1 else 0)
+        return y - (24 if len(rows) > 1 else 0)
+
+    def idle(self, y: float) -> tuple[float, float]:
+        """The ranks that the plan leaves out; returns (where they end below, on the right)."""
+        self.drawing.shapes.append(Text(_MARGIN, y + 12, "idle, by the plan", 12, "soft"))
+        y, x, right = y + 20, _MARGIN, _MARGIN
+        for idle in sorted(self.plan.idle, key=lambda one: one.rank):
+            if x + _IDLE_WIDTH > WIDTH - _MARGIN:
+                x, y = _MARGIN, y + _IDLE_HEIGHT + 8
+            device = self.profile.devices[idle.rank]
+            self._add(Box(x, y, _IDLE_WIDTH, _IDLE_HEIGHT, "paper", "faint", dashed=True, title=idle.reason))
+            name = fitted(f"rank {idle.rank}  {device.name}, {device.host}", 12, _IDLE_WIDTH - 20)
+            self._add(Text(x + 10, y + 18, name, 12, "soft", bold=True))
+            for line, text in enumerate(textwrap.wrap(idle.reason, int((_IDLE_WIDTH - 20) / (0.56 * 10.5)))[:2]):
+                self._add(Text(x + 10, y + 35 + 14 * line, text, 10.5, "soft"))
+            right = max(right, x + _IDLE_WIDTH)
+            x += _IDLE_WIDTH + 12
+        return y + _IDLE_HEIGHT + 14, right
+
+    def _add(self, shape: Box | Text | Line) -> None:
+        self.drawing.shapes.append(shape)
+
+    def _host(self, host: str, x: float, y: float, width: float) -> None:
+        self._add(Box(x, y, width, _ROW, self.colours[host], "faint", radius=10))
+        self._add(Text(x + _PADDING, y + 18, fitted(host, 11.5, width - 2 * _PADDING), 11.5, "soft", bold=True))
+
+    def _card(self, card: _Card, x: float, y: float) -> None:
+        device, inside = self.profile.devices[card.rank], _CARD_WIDTH - 20
+        self._add(Box(x, y, _CARD_WIDTH, _CARD_HEIGHT, "card", "faint", title=f"{device.name} ({device.backend})"))
+        self._add(Text(x + 10, y + 19, f"rank {card.rank}", 13, bold=True))
+        self._add(Text(x + _CARD_WIDTH - 10, y + 19, f"stage {card.number}", 11, "soft", "end"))
+        self._add(Text(x + 10, y + 36, fitted(_short_name(device.name, inside), 11.5, inside), 11.5))
+        items = items_text(card.stage.first, card.stage.last, self.plan.items)
+        again = " (recompute)" if card.stage.recompute else ""
+        self._add(Text(x + 10, y + 53, fitted(_short(items) + again, 11.5, inside), 11.5, "accent", bold=True))
+        share = self.busy.get(card.rank)
+        if share is not None:
+            self._bar(x + 10, y + 70, "busy", share, units.percent(share), "good")
+        memory = next((m for m in self.plan.memory if m.rank == card.rank), None)
+        if memory is not None:
+            of = memory.peak_bytes / max(memory.usable_bytes, 1)
+            text = f"{units.size(memory.peak_bytes)} of {units.size(memory.usable_bytes)}"
+            self._bar(x + 10, y + 90, "memory", of, text, "violet")
+
+    def _bar(self, x: float, y: float, name: str, share: float, text: str, colour: str) -> None:
+        inside = _CARD_WIDTH - 20
+        self._add(Text(x, y, name, 10, "soft"))
+        self._add(Text(x + inside, y, text, 10, "soft", "end"))
+        self._add(Box(x, y + 3.5, inside, 4, "faint", radius=2))
+        self._add(Box(x, y + 3.5, inside * min(max(share, 0.0), 1.0), 4, colour, radius=2))
+
+    def _link(self, before: _Card, card: _Card, begin: float, end: float, y: float, wrapped: bool) -> None:
+        """The arrow into ``card``; one that comes from the row above starts short of it, from a dot."""
+        there, back = self.profile.link(before.rank, card.rank), self.profile.link(card.rank, before.rank)
+        speed, delay = units.bandwidth(there.bytes_per_s), units.seconds(there.latency_s)
+        unlike = abs(there.bytes_per_s - back.bytes_per_s) > _UNLIKE * max(there.bytes_per_s, back.bytes_per_s)
+        if unlike and there.bytes_per_s != back.bytes_per_s:
+            speed = f"{speed} / {units.bandwidth(back.bytes_per_s)}"
+        if wrapped:
+            top = y - _CARD_HEIGHT / 2 - _HEADER - _PADDING - 14
+            place = end + _CARD_WIDTH / 2
+            self._add(Line(((place, top - 2), (place, y - _CARD_HEIGHT / 2)), "accent", 1.4, arrow=True))
+            self._add(Text(place + 8, top + 9, f"from rank {before.rank}: {speed}, {delay}", 10, "ink"))
+            return
+        self._add(Line(((begin + 3, y), (end - 2, y)), "accent", 1.4, arrow=True))
+        middle = (begin + end) / 2
+        for place, part in enumerate(reversed(speed.split(" / "))):
+            self._add(Text(middle, y - 7 - 12 * place, part + (" /" if unlike and place else ""), 10, "ink", "middle"))
+        self._add(Text(middle, y + 16, delay, 10, "soft", "middle"))
+
+
+def _short(items: str) -> str:
+    """``embedding, blocks 0-3`` in fewer characters."""
+    if items.startswith("embedding") and items.endswith("head"):
+        return "the whole model"
+    return items.replace("embedding", "emb.") if len(items) > 22 else items
+
+
+def _short_name(name: str, width: float) -> str:
+    """Without the maker's name where it does not fit."""
+    for prefix in _PREFIXES:
+        if width_of(name, 11.5) > width:
+            name = name.removeprefix(prefix)
+    return name

@@ -1,0 +1,201 @@
+"""Runs beside each other, and a plan beside the best single device: what was gained, in a table and one honest sentence."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hetero_mpi.planning.plan import Plan
+from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.report import units
+from hetero_mpi.report.inspection import wrapped
+from hetero_mpi.report.metrics import StepMetrics
+from hetero_mpi.report.past_run import PastRun
+from hetero_mpi.report.tables import schedule_text, table
+
+HARDLY = 1.1
+"""Up to this gain, predictions and machines vary as much."""
+_WINDOW = 0.05
+"""The loss after so many tokens is the mean over the last this share of them."""
+_IRRELEVANT = {("output", "run_dir")}
+
+
+@dataclass(frozen=True)
+class Single:
+    """One device alone, with the same tokens per step."""
+
+    rank: int
+    device: str
+    step_s: float | None
+    """Predicted; None: it cannot, for the reason ``problem``."""
+    problem: str = ""
+
+
+def comparison_lines(runs: Sequence[PastRun]) -> list[str]:
+    """A table with a column per run: how the jobs differ, plans, speed, and the loss after equally many tokens."""
+    tokens = equal_tokens(runs)
+    first = runs[0].median_tokens_per_s()
+    rows = [(key, *values) for key, values in job_differences([run.job for run in runs])]
+    rows += [
+        ("devices", *(_devices(run.profile) for run in runs)),
+        ("plan", *(_plan(run.plan) for run in runs)),
+        ("steps done", *(f"{run.metrics.steps[-1].step:,}" if run.metrics.steps else "none" for run in runs)),
+        ("step, predicted", *(units.seconds(run.plan.predicted_step_s) if run.plan else "" for run in runs)),
+        ("step, median", *(_seconds(run.median_step_s()) for run in runs)),
+        ("tokens/s, median", *(_rate(run.median_tokens_per_s()) for run in runs)),
+        ("speed", *(_relative(run.median_tokens_per_s(), first) for run in runs)),
+        (f"loss after {units.count(tokens)} tokens", *(_loss(loss_after(run.metrics.steps, tokens)) for run in runs)),
+        ("held-out loss, last", *(_loss(_held_out(run)) for run in runs)),
+        ("energy", *("not measured" for _ in runs)),
+    ]  # fmt: skip
+    by_job = len({run.name for run in runs}) == len(runs)
+    names = [run.name if by_job else str(run.directory) for run in runs]
+    names = [f"{name}{' (emulated)' if run.emulated else ''}" for name, run in zip(names, runs, strict=True)]
+    lines = table(("", *names), rows)
+    if any(run.emulated for run in runs):
+        lines += wrapped(
+            "  ",
+            "emulated: times and speeds are those of a profile's devices, imitated; losses are of the model that stood in",
+        )
+    if len({_model(run.profile) for run in runs}) > 1:
+        lines += wrapped("  ", "the models differ: neither losses nor tokens per second can be compared")
+    return lines
+
+
+def equal_tokens(runs: Sequence[PastRun]) -> int:
+    """The most target tokens that every run has learnt from."""
+    return min(sum(step.tokens for step in run.metrics.steps) for run in runs)
+
+
+def loss_after(steps: Sequence[StepMetrics], tokens: int) -> float:
+    """Mean training loss over the last twentieth of the first ``tokens`` tokens (at least one step); NaN without any."""
+    seen, recent = 0, []
+    for step in steps:
+        if seen >= tokens:
+            break
+        seen += step.tokens
+        recent.append((seen, step.loss))
+    kept = [loss for at, loss in recent if at > (1 - _WINDOW) * tokens]
+    return statistics.fmean(kept) if kept else math.nan
+
+
+def job_differences(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, tuple[str, ...]]]:
+    """(``table.key``, its value in each job) of the keys that are not the same in all."""
+    keys = dict.fromkeys(
+        (name, key) for job in jobs for name, values in job.items() if isinstance(values, Mapping) for key in values
+    )
+    found = []
+    for name, key in keys:
+        values = tuple(_value(job.get(name, {}).get(key)) for job in jobs)
+        if len(set(values)) > 1 and (name, key) not in _IRRELEVANT:
+            found.append((f"{name}.{key}", values))
+    return found
+
+
+def baseline_lines(
+    singles: Sequence[Single], plan: Plan, profile: ClusterProfile, tokens: int, run: PastRun | None, remarks: Sequence[str]
+) -> list[str]:  # fmt: skip
+    """Every kind of device alone and all of them together, and whether the others were worth it.
+
+    Args:
+        singles: of every kind of device one.
+        tokens: per step, the same for all.
+        run: a run under ``plan``; its measured times are shown too.
+    """
+    kind = ", emulated" if profile.emulated else ""
+    rows = [
+        (f"rank {one.rank} alone", one.device, *_times(one.step_s, tokens), one.problem or f"predicted{kind}")
+        for one in singles
+    ]
+    used = sorted(rank for _, _, stage in plan.numbered for rank in stage.ranks)
+    together = f"{len(used)} of {len(profile.devices)} ranks"
+    rows.append((together, _devices(profile), *_times(plan.predicted_step_s, tokens), f"predicted{kind}"))
+    measured = run.median_step_s() if run is not None else None
+    if run is not None and measured is not None:
+        rows.append(
+            (
+                together,
+                f"run {run.name}",
+                *_times(measured, tokens),
+                f"measured{kind}, median of {len(run.warm_steps)} steps",
+            )
+        )
+    lines = [f"The same {tokens:,} tokens per step{kind}:", *table(("", "device", "step", "tokens/s", ""), rows), ""]
+    lines += ["Was it worth adding the others?", *wrapped("  ", verdict(singles, plan, measured)), ""]
+    return [*lines, *(line for remark in remarks for line in wrapped("", remark))]
+
+
+def verdict(singles: Sequence[Single], plan: Plan, measured_s: float | None) -> str:
+    """One sentence, no kinder than the figures. ``measured_s``: per step of all devices together; None: not measured."""
+    if len(singles) == 1 and len(plan.memory) + len(plan.idle) <= 1:
+        return "There is one device only: nothing was added."
+    able = [one for one in singles if one.step_s is not None]
+    if not able:
+        return "Yes: no single device can do this job at all."
+    best = min(able, key=lambda one: (one.step_s or 0.0, one.rank))
+    assert best.step_s is not None
+    used = {rank for _, _, stage in plan.numbered for rank in stage.ranks}
+    if len(used) == 1:
+        return f"No: the plan itself uses rank {next(iter(used))} alone, since the others would only slow it down."
+    promised = best.step_s / plan.predicted_step_s if plan.predicted_step_s > 0 else math.nan
+    gain = best.step_s / measured_s if measured_s else promised
+    answer = "No" if gain < 1 else "Hardly" if gain < HARDLY else "Yes"
+    what = "measured" if measured_s else "predicted"
+    text = f"{answer}: together they are {gain:.2f} times as fast ({what}) as {best.device} alone would be (predicted)"
+    if measured_s and math.isfinite(promised):
+        text += f"; the prediction was {promised:.2f} times"
+    return text + "."
+
+
+def _times(step_s: float | None, tokens: int) -> tuple[str, str]:
+    return (units.seconds(step_s), f"{tokens / step_s:,.0f}") if step_s else ("", "")
+
+
+def _devices(profile: ClusterProfile | None) -> str:
+    if profile is None:
+        return ""
+    counts = Counter(device.name for device in profile.devices)
+    return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items())
+
+
+def _plan(plan: Plan | None) -> str:
+    if plan is None:
+        return ""
+    stages, pipelines = len(plan.numbered), len(plan.pipelines)
+    text = f"{stages} stage{'s' if stages > 1 else ''}"
+    text += f" in {pipelines} pipelines" if pipelines > 1 else ""
+    return f"{text}{schedule_text(plan).replace(', schedule', ',')}{f', {len(plan.idle)} idle' if plan.idle else ''}"
+
+
+def _model(profile: ClusterProfile | None) -> tuple[object, ...]:
+    if profile is None:
+        return ()
+    return profile.model.model_type, tuple(layer.parameters for layer in profile.model.layers)
+
+
+def _seconds(value: float | None) -> str:
+    return units.seconds(value) if value is not None else "too few steps"
+
+
+def _rate(value: float | None) -> str:
+    return f"{value:,.0f}" if value is not None else "too few steps"
+
+
+def _relative(value: float | None, first: float | None) -> str:
+    return f"{value / first:.2f}x" if value and first else ""
+
+
+def _held_out(run: PastRun) -> float:
+    return run.metrics.evaluations[-1].loss if run.metrics.evaluations else math.nan
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else "not known"
+
+
+def _value(value: Any) -> str:
+    return "empty" if value is None else str(value)

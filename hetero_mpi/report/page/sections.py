@@ -1,0 +1,308 @@
+"""The sections of the run report, each from a run to HTML; empty where a run has nothing to tell about it."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from html import escape
+
+from hetero_mpi.planning.plan import Plan
+from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.schedule import Event
+from hetero_mpi.planning.simulator import Simulation
+from hetero_mpi.report import units
+from hetero_mpi.report.architecture import architecture
+from hetero_mpi.report.drawing import Drawing
+from hetero_mpi.report.measured import Usage, last_usage
+from hetero_mpi.report.page.charts import Series, line_chart
+from hetero_mpi.report.page.html import listing, picture, share_bar, table
+from hetero_mpi.report.page.timeline import Panel, timelines
+from hetero_mpi.report.past_run import PastRun
+from hetero_mpi.report.tables import items_text, schedule_text
+from hetero_mpi.report.traffic import sums, traffic
+
+USAGE_NOTE = "Shares of the time since training began. The thin bar is the prediction: computing, and the rest."
+MEMORY_NOTE = (
+    "Highest memory of each rank. A GPU rank counts what is allocated on the device; a CPU rank the whole process, libraries "
+    "included, which the prediction does not count."
+)
+STEP_NOTE = (
+    "One step as simulated and one as measured, on one time axis. What is left empty is waiting; the dashed line is the "
+    "end of the step. "
+    "Clocks of several hosts were compared once, at the start."
+)
+LINKS_NOTE = "Messages between stages in one step. The speed while under way includes queueing behind other messages."
+SPENT = (
+    ("computing_s", "computing", "forward"),
+    ("activations_s", "waiting for activations", "backward"),
+    ("gradients_s", "waiting for gradients", "input-gradients"),
+    ("copies_s", "copying", "copy"),
+    ("sums_s", "sums of gradients", "sum"),
+    ("end_s", "waiting for the batch and the others", "send"),
+)
+"""(field of Usage, its name, its colour)."""
+_MOST_LINKS = 40
+
+
+def key_figures(run: PastRun) -> list[tuple[str, str, str]]:
+    """(what, figure, remark) of the first line."""
+    found = []
+    steps, evaluations = run.metrics.steps, run.metrics.evaluations
+    if steps:
+        found.append(("loss", f"{steps[-1].loss:.4f}", f"from {steps[0].loss:.4f} at step {steps[0].step}"))
+    if evaluations:
+        found.append(("held-out loss", f"{evaluations[-1].loss:.4f}", f"at step {evaluations[-1].step}"))
+    seconds, speed = run.median_step_s(), run.median_tokens_per_s()
+    kind = "emulated" if run.emulated else "median"
+    if speed is not None:
+        found.append(("tokens per second", f"{speed:,.0f}", kind))
+    if seconds is not None:
+        remark = kind
+        if run.plan is not None and run.plan.predicted_step_s > 0:
+            more = seconds / run.plan.predicted_step_s - 1
+            sign = "+" if more >= 0 else "-"
+            remark = f"{units.seconds(run.plan.predicted_step_s)} predicted ({sign}{units.percent(abs(more))})"
+        found.append(("time per step", units.seconds(seconds), remark))
+    if steps:
+        total_s = sum(step.step_s for step in steps)
+        tokens = sum(step.tokens for step in steps)
+        found.append(("learnt from", f"{units.count(tokens)} tokens", f"in {units.seconds(total_s)} of steps"))
+    return found
+
+
+def learning(run: PastRun) -> str:
+    """Loss, held-out loss, learning rate, norm of the gradients."""
+    steps = run.metrics.steps
+    loss = [Series("training", tuple((s.step, s.loss) for s in steps), "accent")]
+    held_out = tuple((e.step, e.loss) for e in run.metrics.evaluations)
+    if held_out:
+        loss.append(Series("held out", held_out, "warm", dots=True))
+    rate = [Series("learning rate", tuple((s.step, s.lr) for s in steps), "good")]
+    norm = [Series("gradient norm", tuple((s.step, s.grad_norm) for s in steps), "violet")]
+    return _charts(
+        [
+            line_chart("loss, nats per token", loss, _plain),
+            line_chart("learning rate", rate, lambda value: f"{value:.3g}", from_zero=True),
+            line_chart("norm of the gradients, before clipping", norm, _plain, from_zero=True),
+        ]
+    )
+
+
+def speed(run: PastRun) -> str:
+    """Tokens per second, and seconds per step beside the predicted ones."""
+    steps = run.metrics.steps
+    rate = [Series("tokens per second", tuple((s.step, s.tokens_per_s) for s in steps), "accent")]
+    step_s = [Series("measured", tuple((s.step, s.step_s) for s in steps), "accent")]
+    expected = tuple((s.step, s.predicted_step_s) for s in steps if s.predicted_step_s > 0)
+    if expected:
+        step_s.append(Series("predicted", expected, "warm", dashed=True))
+    return _charts(
+        [
+            line_chart("tokens per second", rate, lambda value: f"{value:,.0f}", from_zero=True),
+            line_chart("time per step", step_s, units.seconds, from_zero=True),
+        ]
+    )
+
+
+def usage(run: PastRun, predicted: Simulation | None) -> str:
+    """Per rank: what it spent its time on, and the predicted share of computing."""
+    measured = {rank: used for rank, used in last_usage(run.rank_steps).items() if used.seconds > 0}
+    if not measured and predicted is None:
+        return ""
+    ranks = sorted(measured) if measured else sorted(predicted.busy_s) if predicted is not None else []
+    present = [
+        part for part in SPENT if any(getattr(used, part[0]) > 0.0005 * used.seconds for used in measured.values())
+    ]
+    legend = "".join(f'<span><i style="background:var(--{colour})"></i>{name}</span>' for _, name, colour in present)
+    rows = []
+    for rank in ranks:
+        rows.append(f'<div class="who">rank {rank}<small>{escape(_place(run.profile, rank))}</small></div>')
+        rows.append(f'<div class="pair">{_usage_bars(rank, measured.get(rank), predicted)}</div>')
+    return f'<div class="legend">{legend}</div><div class="ranks">{"".join(rows)}</div>'
+
+
+def _usage_bars(rank: int, used: Usage | None, predicted: Simulation | None) -> str:
+    said, bars = [], ""
+    if used is not None:
+        parts = [(name, getattr(used, field) / used.seconds, colour) for field, name, colour in SPENT]
+        bars += share_bar(parts, f"rank {rank}, measured")
+        said.append(f"{units.percent(parts[0][1])} computing")
+    if predicted is not None and predicted.step_s > 0 and rank in predicted.busy_s:
+        share = predicted.busy_s[rank] / predicted.step_s
+        bars += share_bar([("computing, predicted", share, "soft")], f"rank {rank}, predicted").replace(
+            'class="bar"', 'class="bar thin" style="margin-top:2px"'
+        )
+        said.append(f"{units.percent(share)} predicted")
+    return f"{bars}<small>{escape(', '.join(said))}</small>"
+
+
+def memory(run: PastRun) -> str:
+    """Per rank: predicted and measured peak, and what it may use."""
+    if run.plan is None:
+        return ""
+    used = last_usage(run.rank_steps)
+    rows = []
+    for known in run.plan.memory:
+        # What an emulated rank holds is the model that stands in for the profile's: no measurement of this plan.
+        peak = used[known.rank].peak_bytes if known.rank in used and not run.emulated else 0
+        rows.append(
+            (
+                str(known.rank),
+                _place(run.profile, known.rank),
+                units.size(known.peak_bytes),
+                units.size(peak) if peak else "",
+                units.size(known.usable_bytes),
+                run.profile.devices[known.rank].memory_reason if run.profile is not None else "",
+            )
+        )
+    return table(("rank", "device", "predicted", "measured", "usable", "why so much"), rows, numbers=(0, 2, 3, 4))
+
+
+def step(run: PastRun, predicted: Simulation | None, measured: Sequence[Event], number: int) -> str:
+    """The timeline, predicted above measured."""
+    panels = []
+    if predicted is not None:
+        panels.append(Panel(f"predicted: {units.seconds(predicted.step_s)}", predicted.events))
+    if measured:
+        last_s = max(event.end_s for event in measured)
+        panels.append(Panel(f"measured, step {number}: {units.seconds(last_s)}", measured))
+    if not panels:
+        return ""
+    labels = {device.rank: device.name for device in run.profile.devices} if run.profile is not None else {}
+    kind = "" if measured else "<p class=note>No step was recorded under this plan.</p>"
+    return kind + picture(timelines(panels, labels), wide=True)
+
+
+def links(run: PastRun, predicted: Simulation | None, measured: Sequence[Event]) -> str:
+    """Per directed pair of ranks: bytes of a step, and speeds."""
+    if run.plan is None or run.profile is None or predicted is None:
+        return ""
+    expected, seen = traffic(predicted.events, run.plan), traffic(measured, run.plan)
+    rows = []
+    for pair in sorted({*expected, *seen})[:_MOST_LINKS]:
+        there, real, link = expected.get(pair), seen.get(pair), run.profile.link(*pair)
+        busy = units.percent(there.seconds / predicted.step_s) if there is not None and predicted.step_s > 0 else ""
+        if real is not None and there is not None and run.emulated:
+            real = replace(real, bytes=there.bytes)  # the message stands for the one of the profile's model
+        under_way = real is not None and math.isfinite(real.bytes_per_s)
+        rows.append(
+            (
+                f"{pair[0]} → {pair[1]}",
+                f"{run.profile.devices[pair[0]].host} → {run.profile.devices[pair[1]].host}",
+                str(there.messages if there is not None else real.messages if real is not None else 0),
+                units.size(there.bytes) if there is not None else "",
+                units.size(real.bytes) if real is not None else "",
+                units.bandwidth(link.bytes_per_s),
+                units.bandwidth(real.bytes_per_s) if real is not None and under_way else "",
+                busy,
+            )
+        )
+    headers = (
+        "ranks",
+        "hosts",
+        "messages",
+        "bytes, predicted",
+        "bytes, measured",
+        "link",
+        "while under way",
+        "link busy, predicted",
+    )
+    more = len({*expected, *seen}) - len(rows)
+    text = table(headers, rows, numbers=(2, 3, 4, 5, 6, 7))
+    if more > 0:
+        text += f"<p class=note>And {more} more pairs.</p>"
+    return text + _sums_text(sums(predicted.events), sums(measured))
+
+
+def _sums_text(expected: Mapping[int, float], seen: Mapping[int, float]) -> str:
+    if not expected:
+        return ""
+    longest = units.seconds(max(expected.values()))
+    waited = f"; measured, ranks wait up to {units.seconds(max(seen.values()))} for them" if seen else ""
+    return f"<p class=note>Sums of gradients: {len(expected)} ranks, up to {longest} of a step predicted{waited}.</p>"
+
+
+def topology(run: PastRun, predicted: Simulation | None) -> str:
+    """The architecture."""
+    if run.plan is None or run.profile is None:
+        return ""
+    busy = (
+        {rank: s / predicted.step_s for rank, s in predicted.busy_s.items()}
+        if predicted is not None and predicted.step_s
+        else {}
+    )
+    return picture(architecture(run.plan, run.profile, run.name, busy), wide=True)
+
+
+def plan(run: PastRun) -> str:
+    """Stages, reasons, idle ranks, and how far from the bound."""
+    if run.plan is None:
+        return ""
+    return _stages(run.plan, run.profile) + listing(_reasons(run.plan))
+
+
+def _stages(plan: Plan, profile: ClusterProfile | None) -> str:
+    rows = []
+    several = len(plan.pipelines) > 1
+    for number, index, stage in plan.numbered:
+        pipeline = plan.pipelines[index]
+        rows.append(
+            (
+                str(index) if several else "",
+                str(number),
+                ", ".join(map(str, stage.ranks)),
+                _place(profile, stage.ranks[0]),
+                items_text(stage.first, stage.last, plan.items),
+                f"{pipeline.micro_batches} x {pipeline.micro_batch}",
+                str(stage.warm_up),
+                "yes" if stage.recompute else "",
+            )
+        )
+    headers = ("pipeline", "stage", "rank", "device", "items", "micro-batches", "warm-up", "recompute")
+    return table(headers, rows, numbers=(0, 1, 2, 6))
+
+
+def _reasons(plan: Plan) -> list[str]:
+    found = [f"Schedule{schedule_text(plan).removeprefix(', schedule')}."] if schedule_text(plan) else []
+    if plan.predicted_step_s > 0 and plan.bound_step_s > 0:
+        gap = units.percent(plan.predicted_step_s / plan.bound_step_s - 1)
+        found.append(
+            f"Predicted {units.seconds(plan.predicted_step_s)} per step; no plan could take less than "
+            f"{units.seconds(plan.bound_step_s)} (this one {gap} more)."
+        )
+    found += [f"Because: {reason}" for reason in plan.reasons]
+    return found + [f"Rank {idle.rank} idles: {idle.reason}" for idle in plan.idle]
+
+
+def checkpoints(run: PastRun) -> str:
+    """What can be resumed from."""
+    rows = [(str(one.step), units.size(one.bytes), _moment(one.unix_s)) for one in run.checkpoints]
+    return table(("after step", "size", "written"), rows, numbers=(0, 1))
+
+
+def happenings(run: PastRun) -> str:
+    """Starts, recoveries, migrations, restarts, in the order of time."""
+    rows = [(_moment(one.unix_s), one.event, one.text) for one in run.happenings]
+    return table(("when", "what", ""), rows)
+
+
+def _charts(drawings: Sequence[Drawing | None]) -> str:
+    found = "".join(map(picture, drawings))
+    return f'<div class="charts">{found}</div>' if found else ""
+
+
+def _place(profile: ClusterProfile | None, rank: int) -> str:
+    if profile is None or not 0 <= rank < len(profile.devices):
+        return ""
+    device = profile.devices[rank]
+    return f"{device.name}, {device.host}"
+
+
+def _plain(value: float) -> str:
+    return f"{value:,.4g}"
+
+
+def _moment(unix_s: float) -> str:
+    return datetime.datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,188 @@
+"""A run as its directory tells it: what reports and comparisons are made of. Works while the run goes on, and after a crash.
+
+``run.json`` says what was to be done (the job with all overrides, versions) and when training was started from which step;
+``profile.toml``, ``plan.toml``, ``metrics.jsonl``, ``steps.jsonl`` and ``events.jsonl`` say how it went.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning.files import load_plan, load_profile
+from hetero_mpi.planning.network import THREADED, Network
+from hetero_mpi.planning.plan import Plan
+from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.simulator import Simulation, simulate
+from hetero_mpi.report.measured import STEPS_NAME, RankStep, read_rank_steps
+from hetero_mpi.report.metrics import Metrics, StepMetrics, read_metrics
+from hetero_mpi.report.summary import WARM_UP_STEPS
+
+RUN_NAME = "run.json"
+USED_PROFILE = "used-profile.toml"
+"""The profile that the run's plans are made for, where that is not ``profile.toml``."""
+_CHECKPOINT = re.compile(r"step-(\d{8,})\.h5")
+
+
+@dataclass(frozen=True)
+class Happening:
+    """Something that happened to a run: a start, a loss of machines, a change of plan."""
+
+    unix_s: float
+    event: str
+    text: str
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    step: int
+    bytes: int
+    unix_s: float
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """What is known of a run; ``None`` and empty tuples stand for files that are not there."""
+
+    directory: Path
+    name: str
+    job: Mapping[str, Any]
+    """The job with all overrides, as values; empty: not known."""
+    versions: Mapping[str, str]
+    plan: Plan | None
+    profile: ClusterProfile | None
+    metrics: Metrics
+    rank_steps: tuple[RankStep, ...]
+    happenings: tuple[Happening, ...]
+    checkpoints: tuple[SavedCheckpoint, ...]
+
+    @property
+    def emulated(self) -> bool:
+        """Are its times those of devices that ranks imitated?"""
+        return (self.profile is not None and self.profile.emulated) or any(step.emulated for step in self.metrics.steps)
+
+    @property
+    def steps_wanted(self) -> int | None:
+        """Steps that the job asks for."""
+        return self.setting("train", "steps")
+
+    def setting(self, table: str, key: str) -> Any:
+        """A key of the job; None where it is not known."""
+        found = self.job.get(table, {})
+        return found.get(key) if isinstance(found, Mapping) else None
+
+    @property
+    def warm_steps(self) -> tuple[StepMetrics, ...]:
+        """The steps that count for times: those after the first two."""
+        return self.metrics.steps[WARM_UP_STEPS:]
+
+    def median_step_s(self) -> float | None:
+        """Median seconds per step; None where too few were done."""
+        return statistics.median(step.step_s for step in self.warm_steps) if self.warm_steps else None
+
+    def median_tokens_per_s(self) -> float | None:
+        return statistics.median(step.tokens_per_s for step in self.warm_steps) if self.warm_steps else None
+
+
+def read_run(directory: Path) -> PastRun:
+    """:raises UserError: it is not the directory of a run, or its plan or profile is damaged."""
+    if not any((directory / name).exists() for name in ("metrics.jsonl", "plan.toml", RUN_NAME)):
+        raise UserError(
+            f"{directory}: not the directory of a run (it has neither {RUN_NAME} nor plan.toml nor metrics.jsonl); "
+            f"give the one that `train` wrote, such as runs/quickstart"
+        )
+    told = _told(directory / RUN_NAME)
+    metrics = directory / "metrics.jsonl"
+    plan, profile = _plan_and_profile(directory)
+    return PastRun(
+        directory=directory,
+        name=str(told.get("name") or directory.resolve().name),
+        job=told.get("job") or {},
+        versions=told.get("versions") or {},
+        plan=plan,
+        profile=profile,
+        metrics=read_metrics(metrics) if metrics.exists() else Metrics((), ()),
+        rank_steps=read_rank_steps(directory / STEPS_NAME),
+        happenings=tuple(sorted(_happenings(directory, told), key=lambda one: one.unix_s)),
+        checkpoints=_checkpoints(directory / "checkpoints"),
+    )
+
+
+def describe_run(
+    directory: Path,
+    name: str,
+    job_file: str,
+    job: Mapping[str, Any],
+    versions: Mapping[str, str],
+    ranks: int,
+    step: int,
+) -> None:
+    """Write ``run.json`` as training starts from ``step``; earlier starts of a run that is resumed are kept."""
+    path = directory / RUN_NAME
+    starts = [one for one in _told(path).get("starts", []) if step > 0 and one.get("step", 0) <= step]
+    starts.append({"unix_s": round(time.time(), 3), "step": step, "ranks": ranks})
+    values = {"name": name, "job_file": job_file, "job": job, "versions": dict(versions), "starts": starts}
+    temporary = path.with_name(path.name + ".partial")
+    temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def predicted_step(plan: Plan, profile: ClusterProfile) -> Simulation:
+    """The simulated step, with the cards of hosts shared where ranks were emulated so."""
+    return simulate(plan, profile, network=Network(shared_nic=True) if profile.emulated else THREADED)
+
+
+def _plan_and_profile(directory: Path) -> tuple[Plan | None, ClusterProfile | None]:
+    """Both as far as they are there; no profile, if the plan is not for its ranks and model."""
+    used = directory / USED_PROFILE
+    paths = directory / "plan.toml", used if used.exists() else directory / "profile.toml"
+    plan = load_plan(paths[0]) if paths[0].exists() else None
+    profile = load_profile(paths[1]) if paths[1].exists() else None
+    if plan is not None and profile is not None:
+        ranks = [rank for _, _, stage in plan.numbered for rank in stage.ranks] + [idle.rank for idle in plan.idle]
+        if max(ranks) >= len(profile.devices) or plan.items != len(profile.model.layers):
+            return plan, None
+    return plan, profile
+
+
+def _told(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _happenings(directory: Path, told: Mapping[str, Any]) -> list[Happening]:
+    found = []
+    for start in told.get("starts", []):
+        what = "training started" if start["step"] == 0 else f"training resumed after step {start['step']}"
+        ranks = f"{start['ranks']} rank{'s' if start['ranks'] != 1 else ''}"
+        found.append(Happening(start["unix_s"], "training", f"{what} on {ranks}"))
+    path = directory / "events.jsonl"
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    for line in lines:
+        try:
+            values = json.loads(line)
+            found.append(Happening(float(values["unix_s"]), str(values["event"]), str(values["text"])))
+        except (ValueError, KeyError, TypeError):
+            continue  # torn by a crash
+    return found
+
+
+def _checkpoints(directory: Path) -> tuple[SavedCheckpoint, ...]:
+    found = []
+    for path in sorted(directory.glob("step-*.h5")):
+        match = _CHECKPOINT.fullmatch(path.name)
+        if match:
+            status = path.stat()
+            found.append(SavedCheckpoint(int(match[1]), status.st_size, status.st_mtime))
+    return tuple(found)

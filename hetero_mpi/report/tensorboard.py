@@ -1,0 +1,54 @@
+"""Metrics as TensorBoard event files, where the package ``tensorboard`` is installed; nothing here needs torch or TensorFlow."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi.report.metrics import StepMetrics
+
+REMEDY = "pip install tensorboard, or leave [report] tensorboard out"
+
+
+class TensorBoard:
+    """Writes scalars of steps and evaluations into a directory of event files. Emulated speeds stand under their own names."""
+
+    def __init__(self, directory: Path) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer: Any = EventFileWriter(str(directory))
+
+    def step(self, line: StepMetrics) -> None:
+        """One optimizer step."""
+        speed = "speed (emulated)" if line.emulated else "speed"
+        values = {
+            "loss/training": line.loss,
+            "optimizer/learning rate": line.lr,
+            "optimizer/gradient norm": line.grad_norm,
+            f"{speed}/tokens per second": line.tokens_per_s,
+            f"{speed}/seconds per step": line.step_s,
+        }
+        if line.predicted_step_s > 0:
+            values[f"{speed}/seconds per step, predicted"] = line.predicted_step_s
+        self._write(line.step, values)
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """The held-out loss after ``step`` steps."""
+        self._write(step, {"loss/held out": loss})
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+
+
+def available() -> bool:
+    """Is the package installed?"""
+    return importlib.util.find_spec("tensorboard") is not None

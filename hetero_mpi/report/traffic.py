@@ -1,0 +1,47 @@
+"""What passes over the links in a step: predicted and measured, per directed pair of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hetero_mpi.planning.plan import Plan
+from hetero_mpi.planning.schedule import Event, Op
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Messages between stages from one rank to another, in one step."""
+
+    messages: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    """Under way, each counted by itself."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.bytes / self.seconds if self.seconds > 0 else float("nan")
+
+
+def traffic(events: Iterable[Event], plan: Plan) -> dict[tuple[int, int], Traffic]:
+    """(sender, receiver) -> what passes, of one step's events; sums of gradients are not in it (``sums`` has their time)."""
+    rank_of = {number: stage.ranks[0] for number, _, stage in plan.numbered}
+    found: dict[tuple[int, int], Traffic] = {}
+    for event in events:
+        if event.action.op in (Op.SEND_F, Op.SEND_B):
+            step = 1 if event.action.op is Op.SEND_F else -1
+            pair = event.rank, rank_of.get(event.action.stage + step, -1)
+            so_far = found.get(pair, Traffic())
+            found[pair] = Traffic(
+                so_far.messages + 1, so_far.bytes + event.bytes, so_far.seconds + event.end_s - event.start_s
+            )
+    return dict(sorted(found.items()))
+
+
+def sums(events: Iterable[Event]) -> dict[int, float]:
+    """Rank -> seconds of a step in which it takes part in sums of gradients; ranks that sum nothing are absent."""
+    found: dict[int, float] = {}
+    for event in events:
+        if event.action.op is Op.REDUCE:
+            found[event.rank] = found.get(event.rank, 0.0) + event.end_s - event.start_s
+    return found

@@ -1,0 +1,96 @@
+"""Run directories as `train` leaves them, made up: what reports and comparisons are tested with."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi.planning.files import save_plan, save_profile
+from hetero_mpi.planning.plan import Plan
+from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.schedule import Op
+from hetero_mpi.report.measured import (
+    STEPS_NAME,
+    MeasuredEvent,
+    RankStep,
+    Usage,
+    append_rank_steps,
+    rank_step_to_dict,
+)
+from hetero_mpi.report.metrics import MetricsWriter, StepMetrics
+from hetero_mpi.report.past_run import describe_run, predicted_step
+
+JOB: dict[str, Any] = {
+    "train": {"steps": 60, "global_batch": 8, "learning_rate": 3e-3, "seed": 7},
+    "data": {"sequence_length": 128},
+    "cluster": {"emulate": None},
+}
+
+
+def make_run(
+    directory: Path, plan: Plan, profile: ClusterProfile, steps: int = 60, slower: float = 1.05, job: Mapping[str, Any] = JOB
+) -> Path:  # fmt: skip
+    """A run of ``steps`` steps that took ``slower`` times the prediction; its last step was recorded, as if predicted."""
+    directory.mkdir(parents=True, exist_ok=True)
+    save_plan(plan, directory / "plan.toml")
+    save_profile(profile, directory / "profile.toml")
+    describe_run(
+        directory, directory.name, f"{directory.name}.toml", job, {"hetero_mpi": "0.1.0"}, len(profile.devices), 0
+    )
+    step_s = slower * plan.predicted_step_s
+    tokens = plan.global_batch * plan.sequence_length
+    noise = random.Random(1)
+    with MetricsWriter(directory / "metrics.jsonl") as writer:
+        for step in range(1, steps + 1):
+            took, loss = step_s * noise.uniform(0.97, 1.03), 4 + 4 * math.exp(-step / 20) + noise.uniform(-0.1, 0.1)
+            rate = 3e-3 * min(1.0, step / 10) * (1 + math.cos(math.pi * step / steps)) / 2
+            line = StepMetrics(step, loss, 1 + noise.random(), rate, tokens, tokens / took, took, plan.predicted_step_s)
+            writer.step(replace(line, emulated=profile.emulated))
+            if step % 20 == 0:
+                writer.evaluation(step, loss + 0.2)
+    append_rank_steps(
+        directory / STEPS_NAME, [rank_step_to_dict(one) for one in measured(plan, profile, steps, slower)]
+    )
+    event = {"unix_s": 1.7e9, "event": "silent", "text": "no word from host beta for 14 s", "hosts": ["beta"]}
+    (directory / "events.jsonl").write_text(json.dumps(event) + "\n")
+    (directory / "checkpoints").mkdir(exist_ok=True)
+    (directory / "checkpoints" / f"step-{steps:08}.h5").write_bytes(b"\x89HDF")
+    return directory
+
+
+def measured(plan: Plan, profile: ClusterProfile, step: int, slower: float) -> list[RankStep]:
+    """The predicted step, ``slower`` times as long, as ranks whose clocks are 1 ms apart would have recorded it.
+
+    Sends are handed over at once; their receives know when the message had arrived.
+    """
+    events = predicted_step(plan, profile).events
+    arrivals = {
+        (event.action.op, event.action.stage, event.action.micro_batch): event.end_s
+        for event in events
+        if event.action.op in (Op.SEND_F, Op.SEND_B)
+    }
+    found = []
+    for rank in sorted({event.rank for event in events}):
+        later = 0.001 * rank
+        own = []
+        for event in events:
+            if event.rank != rank:
+                continue
+            start, end, op = slower * event.start_s - later, slower * event.end_s - later, event.action.op
+            arrived = None
+            if op in (Op.RECV_F, Op.RECV_B):
+                sent = Op.SEND_F if op is Op.RECV_F else Op.SEND_B
+                sender = event.action.stage + (-1 if op is Op.RECV_F else 1)
+                arrived = slower * arrivals[sent, sender, event.action.micro_batch] - later
+            end = start if op in (Op.SEND_F, Op.SEND_B) else end
+            own.append(MeasuredEvent(rank, step, event.action, start, end, event.bytes, 0.0, arrived))
+        usage = Usage(peak_bytes=500_000_000)
+        for _ in range(10):
+            usage = usage.and_step(own, slower * plan.predicted_step_s)
+        found.append(RankStep(rank, step, 100.0 + later, tuple(own), usage))
+    return found

@@ -1,0 +1,491 @@
+"""What looks back at a run: architecture, recorded steps, traces, the HTML report, comparisons and baselines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from hetero_mpi import hindsight
+from hetero_mpi.cli import main
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning.files import save_profile
+from hetero_mpi.planning.memory import predict_memory
+from hetero_mpi.planning.plan import IdleRank, PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.schedule import Action, Op, schedule_of
+from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.report.architecture import architecture, save_architecture
+from hetero_mpi.report.comparison import Single, job_differences, loss_after, verdict
+from hetero_mpi.report.drawing import Box, Drawing, Text, svg
+from hetero_mpi.report.measured import (
+    STEPS_NAME,
+    MeasuredEvent,
+    RankStep,
+    Usage,
+    keep_until,
+    newest_step,
+    on_one_clock,
+    rank_step_from_dict,
+    rank_step_to_dict,
+    read_rank_steps,
+)
+from hetero_mpi.report.page.charts import Series, line_chart, ticks
+from hetero_mpi.report.page.document import report_html, write_report
+from hetero_mpi.report.past_run import USED_PROFILE, describe_run, read_run
+from hetero_mpi.report.tensorboard import TensorBoard
+from hetero_mpi.report.trace import run_trace, save_run_trace
+from hetero_mpi.report.traffic import traffic
+from tests.mpi import run_mpi
+from tests.past_runs import JOB, make_run, measured
+from tests.planning_samples import make_model, make_plan_of, make_profile
+from tests.small_jobs import Workshop
+
+ROOT = Path(__file__).parent.parent
+JOB_FILE = """
+[model.config]
+model_type = "llama"
+num_hidden_layers = 6
+[tokenizer]
+train_vocab_size = 300
+[data]
+text = ["*.txt"]
+sequence_length = 10
+[train]
+global_batch = 8
+"""
+
+
+def cluster(ranks: int, per_host: int = 2, source: str = "measured") -> ClusterProfile:
+    """Ranks on hosts of ``per_host``, whose links are fast inside and slow between them."""
+    profile = make_profile(
+        [1 + rank % 2 for rank in range(ranks)], make_model(2 * ranks), latency_s=0.1, bytes_per_s=1e4
+    )
+    devices = tuple(replace(d, host=f"host{d.rank // per_host}", name=f"card {d.rank}") for d in profile.devices)
+    links = tuple(
+        replace(link, same_host=devices[link.source].host == devices[link.destination].host) for link in profile.links
+    )
+    return replace(profile, devices=devices, links=links, source=source)
+
+
+def planned(profile: ClusterProfile, ranks: int | None = None, micro_batches: int = 8) -> Plan:
+    """One pipeline over the first ``ranks`` ranks; the others idle."""
+    used, items = ranks or len(profile.devices), len(profile.model.layers)
+    plan = make_plan_of([round(k * items / used) for k in range(used + 1)], list(range(used)), micro_batches)
+    idle = tuple(
+        IdleRank(rank, f"it would slow <everybody> down by {rank} %") for rank in range(used, len(profile.devices))
+    )
+    step_s = simulate(plan, profile).step_s
+    return replace(
+        plan, idle=idle, predicted_step_s=step_s, memory=predict_memory(plan, profile, 0.05), reasons=("a & b",)
+    )
+
+
+# Architecture
+
+
+def texts(shapes: list[object]) -> list[str]:
+    return [shape.text for shape in shapes if isinstance(shape, Text)]
+
+
+def assert_apart(drawing: Drawing, count: int) -> None:
+    """So many cards, all inside the picture, none over another."""
+    cards = [shape for shape in drawing.shapes if isinstance(shape, Box) and shape.fill == "card"]
+    assert len(cards) == count
+    for place, card in enumerate(cards):
+        assert card.x >= 0 and card.x + card.width <= drawing.width and card.y + card.height <= drawing.height
+        for other in cards[:place]:
+            assert abs(card.x - other.x) >= card.width or abs(card.y - other.y) >= card.height, "cards overlap"
+
+
+@pytest.mark.parametrize(("ranks", "used"), [(1, 1), (3, 2), (34, 32)])
+def test_the_architecture_names_every_rank_and_overlaps_none(tmp_path: Path, ranks: int, used: int) -> None:
+    profile = cluster(ranks)
+    drawing = architecture(planned(profile, used), profile, "a job")
+    said = texts(list(drawing.shapes))
+    assert [text for text in said if text.startswith("stage ")] == [f"stage {number}" for number in range(used)]
+    assert all(
+        any(text == f"rank {rank}" or text.startswith(f"rank {rank}  card") for text in said) for rank in range(ranks)
+    )
+    assert sum("kB/s" in text for text in said) == used - 1, "a bandwidth at every link"
+    assert_apart(drawing, used)
+    png, vector = save_architecture(drawing, tmp_path)
+    assert (
+        png.read_bytes().startswith(b"\x89PNG") and "it would slow &lt;everybody&gt;" in vector.read_text()
+    ) or ranks == used
+
+
+def test_pipelines_have_strips_of_their_own() -> None:
+    profile = cluster(6)
+    items = len(profile.model.layers)
+    one = PipelinePlan((StagePlan((0,), 0, 7, 1), StagePlan((1,), 7, items, 0)), 1, 4)
+    plan = Plan((one, PipelinePlan((StagePlan((5,), 0, items, 0),), 2, 4)), 8, 10, items, predicted_step_s=1.0)
+    emulated = architecture(plan, replace(profile, source="emulated, measured"), "a job")
+    said = texts(list(emulated.shapes))
+    assert "pipeline 0: 4 sequences, 1 at a time" in said and "pipeline 1: 4 sequences, 2 at a time" in said
+    assert any(text == "the whole model" for text in said)
+    assert any("summed over the 2 pipelines" in text for text in said)
+    assert any(text.startswith("EMULATED") for text in said)
+    assert_apart(emulated, 3)
+    alone = tuple(PipelinePlan((StagePlan((rank,), 0, 26, 0),), 1, 2) for rank in range(12))
+    assert_apart(architecture(Plan(alone, 24, 10, 26), cluster(12), "a job"), 12)
+
+
+# Recorded steps
+
+
+def test_recorded_steps_come_back_and_forget_what_is_done_again(tmp_path: Path) -> None:
+    profile = cluster(3)
+    plan = planned(profile)
+    make_run(tmp_path / "a", plan, profile)
+    path = tmp_path / "a" / STEPS_NAME
+    records = read_rank_steps(path)
+    assert [rank_step_from_dict(rank_step_to_dict(record)) for record in records] == list(records)
+    with path.open("a") as file:
+        file.write('{"step": 61, "ra')  # torn by a crash
+    assert read_rank_steps(path) == records
+    assert {record.rank for record in newest_step(records, plan)} == {0, 1, 2}
+    assert newest_step(records[:2], plan) == (), "not every rank told"
+    other = make_plan_of([0, 4, 8], [0, 1], 8)
+    assert newest_step(records, other) == (), "measured under another plan"
+    keep_until(path, 59)
+    assert read_rank_steps(path) == ()
+
+
+def test_events_of_several_clocks_are_brought_onto_one() -> None:
+    """Measured exactly as predicted, by ranks that began at different times: the simulator's events come back."""
+    profile = cluster(3)
+    plan = planned(profile)
+    found = on_one_clock(measured(plan, profile, 5, slower=1.0))
+    expected = {event.action: event for event in simulate(plan, profile).events}
+    assert {event.action for event in found} == set(expected)
+    for event in found:
+        same = expected[event.action]
+        assert event.start_s == pytest.approx(same.start_s, abs=1e-9)
+        assert event.end_s == pytest.approx(same.end_s, abs=1e-9), "a send lasts until its message has come"
+    seen, promised = traffic(found, plan)[0, 1], traffic(simulate(plan, profile).events, plan)[0, 1]
+    assert (seen.messages, seen.bytes) == (promised.messages, promised.bytes) == (8, 8 * 1000)
+    assert seen.seconds == pytest.approx(promised.seconds)
+
+
+def test_messages_of_one_link_follow_each_other() -> None:
+    """Handed over at 1 s and 2 s, arrived at 4 s and 5 s: the second was under way from 4 s on."""
+    sends = [MeasuredEvent(0, 1, Action(Op.SEND_F, 0, m), 1.0 + m, 1.1 + m, 10, copied_s=0.1) for m in (0, 1)]
+    takes = [MeasuredEvent(1, 1, Action(Op.RECV_F, 1, m), 0.0, 6.0, 10, arrived_s=4.0 + m) for m in (0, 1)]
+    records = [RankStep(0, 1, 50.0, tuple(sends), Usage()), RankStep(1, 1, 50.0, tuple(takes), Usage())]
+    found = [event for event in on_one_clock(records) if event.action.op is Op.SEND_F]
+    assert [(event.start_s, event.end_s) for event in found] == [(1.0, 4.0), (4.0, 5.0)]
+    copies = [entry for entry in run_trace(found, [])["traceEvents"] if entry["ph"] == "X" and entry["tid"] == 7]
+    assert [entry["ts"] for entry in copies] == [1e6, 2e6], "but they were copied when the rank began them"
+
+
+def test_every_second_of_a_step_is_accounted_for() -> None:
+    events = [
+        MeasuredEvent(0, 1, Action(Op.RECV_F, 1, 0), 0.0, 1.0, 100, copied_s=0.25),
+        MeasuredEvent(0, 1, Action(Op.F, 1, 0), 1.0, 3.0),
+        MeasuredEvent(0, 1, Action(Op.B, 1, 0), 3.0, 6.0),
+        MeasuredEvent(0, 1, Action(Op.SEND_B, 1, 0), 6.0, 6.5, 80, copied_s=0.5),
+        MeasuredEvent(0, 1, Action(Op.REDUCE, 1, item=2), 6.5, 7.0),
+        MeasuredEvent(0, 1, Action(Op.STEP, 1), 8.0, 9.0),
+    ]
+    used = Usage().and_step(events, 10.0).and_step(events, 10.0)
+    assert (used.steps, used.computing_s, used.activations_s, used.copies_s, used.sums_s) == (2, 12.0, 1.5, 1.5, 1.0)
+    assert (used.sent_bytes, used.received_bytes, used.end_s) == (160, 200, 4.0)
+
+
+def test_a_trace_has_predicted_beside_measured(tmp_path: Path) -> None:
+    profile = cluster(3, source="emulated, measured")
+    plan = planned(profile)
+    run = make_run(tmp_path / "a", plan, profile)
+    path = save_run_trace(read_run(run), run / "trace.json")
+    assert path is not None
+    entries = json.loads(path.read_text())["traceEvents"]
+    names = [entry["args"]["name"] for entry in entries if entry["name"] == "process_name"]
+    assert names[0] == "rank 0, measured, emulated: card 0, host0" and "rank 2, predicted: card 2, host1" in names
+    complete = [entry for entry in entries if entry["ph"] == "X"]
+    count = len(simulate(plan, profile).events)
+    assert [sum(entry["pid"] % 2 == which for entry in complete) for which in (0, 1)] == [count, count]
+    assert min(entry["ts"] for entry in complete) == 0.0
+
+
+# The report
+
+
+class Reader(HTMLParser):
+    """Collects what a page says, and everything in it that could lead out of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.headings: list[str] = []
+        self.leads: list[str] = []
+        self.said = ""
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "link", "br", "img", "input"):
+            self.open.append(tag)
+        self.leads += [
+            value or ""
+            for name, value in attributes
+            if name in ("src", "href", "data", "action") or name.startswith("on")
+        ]
+        assert tag not in ("script", "iframe", "object")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data: str) -> None:
+        self.said += data
+        if self.open and self.open[-1] == "h2":
+            self.headings.append(data)
+
+
+def test_the_report_holds_everything_and_leads_nowhere(tmp_path: Path) -> None:
+    profile = cluster(4)
+    run = make_run(tmp_path / "a <b> & c", planned(profile, 3), profile)
+    assert main(["report", str(run)]) == 0
+    text = (run / "report.html").read_text()
+    reader = Reader()
+    reader.feed(text)
+    reader.close()
+    assert reader.open == [] and reader.leads == ["data:,"] and "url(" not in text and "@import" not in text
+    assert reader.headings == [
+        "Learning", "Speed", "What the ranks do", "Memory", "A step", "Links", "Where everything is",
+        "The plan, and why", "Checkpoints", "What happened",
+    ]  # fmt: skip
+    for words in (
+        "a <b> & c", "measured, step 60", "it would slow <everybody> down by 3 %", "no word from host beta",
+        "training started on 4 ranks", "held-out loss", "(+5", "0 → 1", "prefers-color-scheme:dark",
+    ):  # fmt: skip
+        assert words in reader.said, words
+    assert "emulated" not in reader.said.lower()
+    assert not list(run.glob("*.partial"))
+
+
+def test_an_emulated_run_is_labelled_wherever_it_has_times(tmp_path: Path) -> None:
+    profile = cluster(3, source="emulated, measured")
+    text = report_html(read_run(make_run(tmp_path / "a", planned(profile), profile)))
+    for heading in (
+        "Speed",
+        "What the ranks do",
+        "Memory",
+        "A step",
+        "Links",
+        "Where everything is",
+        "The plan, and why",
+    ):
+        assert f'<h2>{heading} <span class="tag">emulated</span>' in text
+    assert '<h1>a <span class="tag">emulated</span>' in text
+
+
+def test_a_run_that_was_cut_short_is_reported_too(tmp_path: Path) -> None:
+    profile = cluster(2)
+    run = make_run(tmp_path / "a", planned(profile), profile)
+    (run / STEPS_NAME).unlink()
+    (run / "events.jsonl").write_text('{"unix_s": 1')
+    (run / "metrics.jsonl").write_text("")
+    assert "No step was recorded" in report_html(read_run(run))
+    save_profile(cluster(1), run / USED_PROFILE)  # of another cluster: the plan is not for it
+    assert read_run(run).profile is None and "The plan, and why" in report_html(read_run(run))
+    (run / "plan.toml").unlink()
+    assert "What happened" in report_html(read_run(run))
+    with pytest.raises(UserError, match="not the directory of a run"):
+        read_run(tmp_path)
+    with pytest.raises(UserError, match="name another place with -o"):
+        write_report(read_run(run), tmp_path / "nowhere" / "report.html")
+
+
+def test_a_resumed_run_keeps_its_starts(tmp_path: Path) -> None:
+    for step in (0, 20, 10):
+        describe_run(tmp_path, "a", "a.toml", JOB, {}, 3, step)
+    assert [one.text for one in read_run(tmp_path).happenings] == [
+        "training started on 3 ranks",
+        "training resumed after step 10 on 3 ranks",
+    ]
+    describe_run(tmp_path, "a", "a.toml", JOB, {}, 2, 0)
+    assert len(read_run(tmp_path).happenings) == 1, "another run in the same directory"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (3.1, 7.9, [3, 4, 5, 6, 7, 8]),
+        (2, 2, [1.8, 1.9, 2.0, 2.1, 2.2]),
+        (0, 0, [-1, -0.5, 0, 0.5, 1]),
+    ],
+)
+def test_axes_have_round_numbers(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high, 5) == pytest.approx(expected)
+
+
+def test_charts_leave_out_what_is_no_number() -> None:
+    points = tuple((float(step), float("nan") if step == 3 else 1.0 * step) for step in range(1, 2000))
+    drawing = line_chart("loss", [Series("training", points, "accent")], str)
+    assert drawing is not None and "nan" not in svg(drawing) and len(svg(drawing)) < 20_000
+    assert line_chart("loss", [Series("training", ((1.0, float("nan")),), "accent")], str) is None
+
+
+BROWSER = next(
+    (found for name in ("chromium", "google-chrome", "chromium-browser") if (found := shutil.which(name))), None
+)
+
+
+def console_of(page: Path, directory: Path) -> list[str]:
+    """What Chromium's console says of a page, which it draws as wide as a phone."""
+    assert BROWSER is not None
+    command = [
+        BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr",
+        "--disable-background-networking", "--no-first-run", "--window-size=390,844", f"--user-data-dir={directory}",
+        f"--screenshot={page.with_suffix('.png')}", page.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert page.with_suffix(".png").stat().st_size > 5_000
+    return [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine (chromium, google-chrome)")
+def test_a_real_browser_shows_the_report_without_complaint(tmp_path: Path) -> None:
+    """The page's own policy forbids every request, and a browser complains of each that is tried: as the second page shows."""
+    profile = cluster(3)
+    report = write_report(read_run(make_run(tmp_path / "a", planned(profile), profile)), tmp_path / "report.html")
+    assert console_of(report, tmp_path / "profile") == []
+    tempted = tmp_path / "tempted.html"
+    tempted.write_text(report.read_text().replace("<main>", '<main><img src="https://example.org/a.png">'))
+    assert any("example.org" in line for line in console_of(tempted, tmp_path / "profile"))
+
+
+# A real run
+
+
+def test_a_run_leaves_all_of_it_behind(tmp_path: Path) -> None:
+    """Two ranks under mpirun: every action of the recorded steps is there, times add up, and the files are made from them."""
+    shop = Workshop(tmp_path)
+    job = shop.job(
+        "shown", shop.values(shop.model()), report={"write": True}, train={"steps": 5}, plan={"allow_idle": False}
+    )
+    run = tmp_path / "run"
+    done = run_mpi(2, ["-m", "hetero_mpi", "train", str(job), "--run-dir", str(run)], timeout_s=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "report.html" in done.stdout and "\x1b" not in done.stdout
+    found = read_run(run)
+    assert (
+        found.plan is not None
+        and found.profile is not None
+        and found.name == "shown"
+        and found.job["train"]["steps"] == 5
+    )
+    schedule = schedule_of(found.plan, found.profile.model)
+    assert sorted({record.step for record in found.rank_steps}) == [1, 2, 3, 5], (
+        "the third, and the ends of the quarters"
+    )
+    for record in found.rank_steps:
+        assert tuple(event.action for event in record.events) == schedule[record.rank]
+        assert record.usage.steps == record.step and record.usage.peak_bytes > 10**7
+        assert 0 < record.usage.computing_s <= record.usage.seconds * 1.001
+        assert all(event.arrived_s is not None for event in record.events if event.action.op in (Op.RECV_F, Op.RECV_B))
+    step = on_one_clock(newest_step(found.rank_steps, found.plan))
+    took = {event.action: event for event in step}
+    for event in step:
+        if event.action.op is Op.RECV_F:
+            send = took[Action(Op.SEND_F, event.action.stage - 1, event.action.micro_batch)]
+            assert send.start_s < event.end_s, "no message is taken before it is sent, whatever the clocks"
+    assert max(event.end_s for event in step) <= 1.2 * found.metrics.steps[-1].step_s
+    report = (run / "report.html").read_text()
+    assert "measured, step 5" in report and "emulated" not in report
+    assert {entry["pid"] for entry in json.loads((run / "trace.json").read_text())["traceEvents"]} == {0, 1, 2, 3}
+    assert (run / "architecture.png").stat().st_size > 10_000 and "<svg" in (run / "architecture.svg").read_text()
+    assert not list(run.glob("*.partial"))
+
+
+# Looking back
+
+
+def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = cluster(3)
+    changed = {**JOB, "train": {**JOB["train"], "learning_rate": 1e-3}}
+    first = make_run(tmp_path / "first", planned(profile), profile)
+    second = make_run(tmp_path / "second", planned(profile, 2), profile, steps=30, slower=2.0, job=changed)
+    assert main(["compare", str(first), str(second)]) == 0
+    rows = {line[2:28].strip(): line[28:].split() for line in capsys.readouterr().out.splitlines()}
+    assert "first" in " ".join(rows[""]) and rows["train.learning_rate"] == ["0.003", "0.001"]
+    assert rows["loss after 2.40 k tokens"][0] == rows["loss after 2.40 k tokens"][1], "equal losses at equal tokens"
+    assert rows["energy"] == ["not", "measured", "not", "measured"] and "train.steps" not in rows
+    with pytest.raises(UserError, match="needs two runs or more"):
+        hindsight.compare([first])
+
+
+def test_the_loss_after_equally_many_tokens(tmp_path: Path) -> None:
+    profile = cluster(2)
+    steps = read_run(make_run(tmp_path / "a", planned(profile), profile)).metrics.steps
+    assert loss_after(steps, steps[0].tokens) == steps[0].loss
+    assert loss_after(steps, 40 * steps[0].tokens) == pytest.approx((steps[38].loss + steps[39].loss) / 2)
+    assert job_differences([{"a": {"x": 1, "y": None}}, {"a": {"x": 1, "y": 2}}]) == [("a.y", ("empty", "2"))]
+
+
+@pytest.mark.parametrize(
+    ("alone_s", "together_s", "measured_s", "expected"),
+    [
+        (2.0, 1.0, None, "Yes: together they are 2.00 times as fast (predicted) as A alone would be (predicted)."),
+        (2.0, 1.0, 1.9, "Hardly: together they are 1.05 times as fast (measured) as A alone would be (predicted); the"),
+        (2.0, 1.0, 2.5, "No: together they are 0.80 times as fast"),
+        (None, 1.0, None, "Yes: no single device can do this job at all."),
+    ],
+)  # fmt: skip
+def test_the_answer_is_honest(
+    alone_s: float | None, together_s: float, measured_s: float | None, expected: str
+) -> None:
+    plan = replace(planned(cluster(2)), predicted_step_s=together_s)
+    assert verdict([Single(0, "A", alone_s), Single(1, "B", None, "too small")], plan, measured_s).startswith(expected)
+
+
+def test_a_plan_that_idles_the_others_says_no() -> None:
+    profile = cluster(3)
+    assert "the plan itself uses rank 0 alone" in verdict([Single(0, "A", 1.0)], planned(profile, 1), 1.0)
+
+
+def test_the_baseline_of_a_profile_and_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.toml").write_text(JOB_FILE)
+    profile = cluster(3)
+    save_profile(profile, tmp_path / "p.toml")
+    assert main(["baseline", str(tmp_path / "job.toml"), "--profile", str(tmp_path / "p.toml")]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "The same 80 tokens per step:" in said
+        and "rank 0 alone" in said
+        and "Was it worth adding the others?\n  Yes: " in said
+    )
+    run = make_run(tmp_path / "run", planned(profile), profile)
+    assert main(["baseline", str(tmp_path / "job.toml"), "--profile", str(run)]) == 0
+    assert "measured, median of 58 steps" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"--set train\.global_batch=8"):
+        hindsight.baseline(tmp_path / "job.toml", ("train.global_batch=4",), run)
+
+
+def test_looking_back_needs_neither_torch_nor_mpi() -> None:
+    program = "import sys\nfor name in ('torch', 'mpi4py', 'matplotlib'): sys.modules[name] = None\nimport hetero_mpi.hindsight"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+def test_tensorboard_files(tmp_path: Path) -> None:
+    loader = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_file_loader", reason="tensorboard is not installed"
+    )
+    profile = cluster(2)
+    lines = read_run(make_run(tmp_path / "a", planned(profile), profile)).metrics.steps
+    board = TensorBoard(tmp_path / "tb")
+    board.step(lines[0])
+    board.evaluation(1, 2.5)
+    board.close()
+    (file,) = (tmp_path / "tb").iterdir()
+    found = {
+        value.tag: event.step for event in loader.EventFileLoader(str(file)).Load() for value in event.summary.value
+    }
+    assert found["loss/training"] == found["loss/held out"] == 1

@@ -1,0 +1,97 @@
+"""The terminal: plain lines in logs, a calm screen where a person watches."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+
+from hetero_mpi.report import units
+from hetero_mpi.report.metrics import StepMetrics
+from hetero_mpi.report.progress import Now, Overview, Progress, RankRow
+from hetero_mpi.report.screen import Screen, write_line
+
+
+def metrics(step: int, loss: float = 2.0) -> StepMetrics:
+    return StepMetrics(step, loss, 1.0, 3e-4, 8192, 8192.0, 1.0, 1.1)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.s = 0.0
+
+    def __call__(self) -> float:
+        return self.s
+
+
+@pytest.mark.parametrize(
+    ("step_s", "first_step", "expected"),
+    [
+        (0.1, 0, [1, 5, 9, 13, 17, 21, 25, 29, 33, 37, 40]),
+        (3.0, 0, [1, *range(3, 41, 2), 40]),
+        (0.1, 35, [36, 37, 38, 39, 40]),
+    ],
+)
+def test_plain_lines_at_a_sensible_rate(step_s: float, first_step: int, expected: list[int]) -> None:
+    stream, clock = io.StringIO(), Clock()
+    with Progress(40, first_step, stream, clock) as progress:
+        for step in range(first_step + 1, 41):
+            clock.s += step_s
+            progress.update(replace(metrics(step, loss=2.5), tokens_per_s=1234.0))
+    lines = stream.getvalue().splitlines()
+    assert [
+        int(line.split()[1].split("/")[0]) if "/" in line.split()[1] else int(line.split()[1]) for line in lines
+    ] == expected
+    assert lines[-1] == "step 40/40  loss 2.5000  1,234 tokens/s"
+    left = units.clock(step_s * (40 - first_step - 1))
+    assert lines[0] == f"step {first_step + 1:>2}/40  loss 2.5000  1,234 tokens/s  {left} left"
+
+
+OVERVIEW = Overview(
+    "small: 2 stages on 2 of 3 ranks", (RankRow(0, "blocks 2-5, head", 0.8), RankRow(1, "embedding, blocks 0-1", 0.9))
+)
+SCREEN = """\
+*small: 2 stages on 2 of 3 ranks
+step  3/40 [##----------------------------]   8 %, 3:05 left
+loss 2.5000   8,192 tokens/s   1.00 s per step, 1.10 s predicted (-9.1 %)
+
+rank  holds                  computes          predicted  now
+   0  blocks 2-5, head       ########--  75 %       80 %  computes 1F3
+   1  embedding, blocks 0-1                         90 %  waits for rank 0 to send"""
+
+
+def test_a_calm_screen_on_a_terminal() -> None:
+    """What a person sees: drawn in place, and left standing at the end; more ranks than lines are counted."""
+    stream, clock = Terminal(), Clock()
+    with Progress(40, 2, stream, clock, OVERVIEW) as progress:
+        progress.standings = lambda: {0: Now("computes 1F3", 0.75), 1: Now("waits for rank 0 to send")}
+        clock.s += 5.0
+        progress.update(metrics(3, loss=2.5))
+        assert "\n".join(line.rstrip() for line in progress.lines(100, 30)) == SCREEN
+        assert progress.lines(100, 7)[-1] == "  and 2 more ranks"
+        assert len(progress.lines(100, 4)) == 3, "a low terminal shows no ranks"
+    shown = stream.getvalue()
+    assert shown.startswith("\x1b[1msmall: 2 stages") and "step  3/40 [##" in shown and shown.endswith("\n\x1b[J")
+
+
+def test_what_is_said_goes_above_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = Terminal()
+    with Screen(stream, lambda columns, rows: ["one", "two"], every_s=100) as screen:
+        screen.draw()
+        write_line("said")
+        assert stream.getvalue().endswith("two\x1b[K\n\x1b[J\x1b[2A\x1b[Jone\x1b[K\ntwo\x1b[K\n\x1b[J")
+    assert capsys.readouterr().out == "said\n"
+
+
+def test_no_escape_codes_where_nobody_watches() -> None:
+    stream = io.StringIO()
+    with Progress(2, 0, stream, Clock(), OVERVIEW) as progress:
+        progress.update(metrics(1))
+        progress.update(metrics(2))
+    assert stream.getvalue().count("\n") == 2 and "\x1b" not in stream.getvalue()
