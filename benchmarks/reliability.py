@@ -8,6 +8,10 @@ stall      two ranks train a small Llama on this machine, once all its weights a
            step and against one copy of the same bytes in host memory; how much slower the steps are beside the writing
 damage     random damage to a checkpoint (flipped bits, zeroed and foreign blocks, cut ends): how many files are recognised,
            or are read as they were written because the damage hit bytes that mean nothing
+kills      four ranks under Open MPI's fault tolerance, of which three are killed one after the other at random moments, eight
+           times: deaths survived, steps lost, seconds from the death to the next new step, losses against an undisturbed run
+rebalancing  three emulated devices, of which one falls to a third of its speed after step 20 and recovers after step 60: step times
+           with layers that stay and with layers that move, changes of plan, losses; changes of plan under noise alone
 
 A measurement is a function that returns figures; a figure with a bar is what ``--check`` holds it to (exit code 1 if missed).
 """
@@ -226,8 +230,22 @@ def _damaged(good: bytes, dice: random.Random) -> bytes:
     return bytes(found)
 
 
+def kills(folder: Path) -> list[Figure]:
+    """Ranks die, and the others go on in the same processes."""
+    from benchmarks import reliability_kills
+
+    return [Figure(*row) for row in reliability_kills.kills(folder)]
+
+
+def rebalancing(folder: Path) -> list[Figure]:
+    """A device slows down and recovers, and layers move."""
+    from benchmarks import reliability_rebalancing
+
+    return [Figure(*row) for row in reliability_rebalancing.rebalancing(folder)]
+
+
 MEASUREMENTS: dict[str, Callable[[Path], list[Figure]]] = {
-    measurement.__name__: measurement for measurement in (bandwidth, stall, damage)
+    measurement.__name__: measurement for measurement in (bandwidth, stall, damage, kills, rebalancing)
 }
 
 

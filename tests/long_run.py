@@ -59,6 +59,10 @@ class Running:
         """Until so many more steps are done than now; finds the ranks."""
         begin = self.steps()
         self.wait_for(f"{more} more steps", lambda: self.steps() >= begin + more)
+        self.find_ranks()
+
+    def find_ranks(self) -> None:
+        """Look for the ranks' processes."""
         children = self.process.children(recursive=True)
         self.ranks = {rank: child for child in children if (rank := rank_of(child)) is not None}
 

@@ -31,14 +31,17 @@ def run_mpi(
     timeout_s: float = 60.0,
     env: Mapping[str, str] | None = None,
     launcher: Launcher | None = None,
+    options: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python ARGS`` (a program, or ``-m module ...``) on ``np`` ranks from the repository's root.
+
+    ``options``: the launcher's own.
 
     The result holds exit code, stdout and stderr as text. At the timeout the whole process group is ended and the test
     fails with what was printed. ``env`` is added to the environment.
     """
     program = [sys.executable, *program_or_module_args]
-    command = build_command(launcher or launcher_or_skip(), np, None, program)
+    command = build_command(launcher or launcher_or_skip(), np, None, program, options)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **command.environment, **(env or {})}
     return run_bounded(command.arguments, environment, timeout_s)
 

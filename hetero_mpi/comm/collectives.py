@@ -7,6 +7,7 @@ here starts MPI's non-blocking one and looks for its end politely.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.comm.pausing import LONGEST_SLEEP_S, YIELD_S, Pause
+from hetero_mpi.comm.ulfm import Check, losses
 
 PIECE_BYTES = 1 << 30
 """Largest array piece of one collective call: MPI counts are 32 bit in most libraries."""
@@ -23,7 +25,10 @@ DROWSY_S = 0.05
 
 @dataclass
 class Collectives:
-    """Ranks that call together, in the same order, from their main threads, while no transport has requests in flight."""
+    """Ranks that call together, in the same order, from their main threads, while no transport has requests in flight.
+
+    Every call raises ``RankLost`` if a rank has died and the job goes on without it (``comm.ulfm``).
+    """
 
     comm: Any
     """A duplicate of ``MPI.COMM_WORLD`` for the collectives below."""
@@ -32,13 +37,13 @@ class Collectives:
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""
-        _finish(self.comm.Ibarrier())
+        _finish(self.comm.Ibarrier)
 
     def broadcast_json(self, value: Any, root: int = 0) -> Any:
         """``root``'s value on every rank, as JSON gives it back (tuples become lists, keys become strings)."""
         payload = encode(value) if self.rank == root else np.empty(0, np.uint8)
         length = np.array([payload.size], np.int64)
-        _finish(self.comm.Ibcast(length, root=root))
+        _finish(self.comm.Ibcast, length, root=root)
         if self.rank != root:
             payload = np.empty(int(length[0]), np.uint8)
         self._broadcast_bytes(payload, root)
@@ -49,20 +54,20 @@ class Collectives:
         payload = encode(value)
         lengths, everything = self._room_for_all(payload)
         receive = [everything, lengths] if self.rank == root else None
-        _finish(self.comm.Igatherv(payload, receive, root=root))
+        _finish(self.comm.Igatherv, payload, receive, root=root)
         return split(everything, lengths) if self.rank == root else None
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's value in rank order, on every rank."""
         payload = encode(value)
         lengths, everything = self._room_for_all(payload)
-        _finish(self.comm.Iallgatherv(payload, [everything, lengths]))
+        _finish(self.comm.Iallgatherv, payload, [everything, lengths])
         return split(everything, lengths)
 
     def _room_for_all(self, payload: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
         """Lengths of all ranks' payloads, and an array that holds them one after the other."""
         lengths = np.zeros(self.size, np.int64)
-        _finish(self.comm.Iallgather(np.array([payload.size], np.int64), lengths))
+        _finish(self.comm.Iallgather, np.array([payload.size], np.int64), lengths)
         everything = np.empty(int(lengths.sum()), np.uint8)
         assert everything.size < PIECE_BYTES, "gathered JSON is meant for small values"
         return lengths, everything
@@ -88,19 +93,19 @@ class Collectives:
         total = np.empty_like(flat)
         step = max(1, PIECE_BYTES // max(1, flat.itemsize))
         for first in range(0, flat.size, step):
-            _finish(self.comm.Ireduce(flat[first : first + step], total[first : first + step], root=0))
+            _finish(self.comm.Ireduce, flat[first : first + step], total[first : first + step], root=0)
         self._broadcast_bytes(total.view(np.uint8), 0)
         return total.reshape(array.shape)
 
     def _broadcast_bytes(self, flat: NDArray[np.uint8], root: int) -> None:
         for first in range(0, flat.size, PIECE_BYTES):
-            _finish(self.comm.Ibcast(flat[first : first + PIECE_BYTES], root=root))
+            _finish(self.comm.Ibcast, flat[first : first + PIECE_BYTES], root=root)
 
     def broadcast_asleep(self, value: Any) -> Any:
         """``broadcast_json`` from rank 0 after something that takes it long: the others look for it more and more rarely."""
         payload = encode(value) if self.rank == 0 else np.empty(0, np.uint8)
         length = np.array([payload.size], np.int64)
-        _finish(self.comm.Ibcast(length, root=0), DROWSY_S)
+        _finish(self.comm.Ibcast, length, root=0, longest_s=DROWSY_S)
         if self.rank != 0:
             payload = np.empty(int(length[0]), np.uint8)
         self._broadcast_bytes(payload, 0)
@@ -108,14 +113,23 @@ class Collectives:
 
     def meet_asleep(self) -> None:
         """``barrier`` after which ranks that share cores go on to compute: nobody looks twice without sleeping."""
-        _finish(self.comm.Ibarrier(), yield_s=0.0)
+        _finish(self.comm.Ibarrier, yield_s=0.0)
 
 
-def _finish(request: Any, longest_s: float = LONGEST_SLEEP_S, yield_s: float = YIELD_S) -> None:
-    """Look until MPI is done with ``request``."""
-    pause = Pause(longest_s, yield_s)
-    while not request.Test():
-        pause.rest()
+def _finish(
+    call: Callable[..., Any],
+    *arguments: Any,
+    longest_s: float = LONGEST_SLEEP_S,
+    yield_s: float = YIELD_S,
+    **options: Any,
+) -> None:
+    """Make one of MPI's non-blocking calls, and look until MPI is done with it."""
+    pause, check = Pause(longest_s, yield_s), Check()
+    with losses():
+        request = call(*arguments, **options)
+        while not request.Test():
+            check()
+            pause.rest()
 
 
 def encode(value: Any) -> NDArray[np.uint8]:

@@ -7,6 +7,7 @@ mostly echoes of another rank's death.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
+from hetero_mpi.comm.ulfm import RankLost, losses
 from hetero_mpi.errors import ExitCode
 
 SETTLE_S = 1.0
@@ -52,17 +54,28 @@ def leave_together(guard: Any, code: int) -> bool:
     """Wait until all ranks are at their end, on the communicator kept for this.
 
     False: this rank ends badly (``code != 0``) and some other rank has not come to its end within ``SETTLE_S``.
+
+    :raises RankLost: some other rank has died.
     """
     mine, everyone = np.array([code], np.int32), np.empty(guard.Get_size(), np.int32)
-    request = guard.Iallgather(mine, everyone)
     deadline = time.monotonic() + SETTLE_S
     pause_s = 1e-4
-    while not request.Test():
-        if code != 0 and time.monotonic() > deadline:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.01)
+    with losses():
+        request = guard.Iallgather(mine, everyone)
+        while not request.Test():
+            if code != 0 and time.monotonic() > deadline:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.01)
     return True
+
+
+def leave_now(code: int) -> NoReturn:
+    """End this process without a farewell to MPI, for whose end the survivors of a rank's death would wait for ever."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    logging.shutdown()
+    os._exit(code)
 
 
 def end_alone(world: Member, cause: BaseException | str, code: int = ExitCode.FAILED) -> NoReturn:
@@ -74,7 +87,7 @@ def end_alone(world: Member, cause: BaseException | str, code: int = ExitCode.FA
     # speak too.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    time.sleep(_turn_s(world) + (ECHO_S if isinstance(cause, MPI.Exception) else 0.0))
+    time.sleep(_turn_s(world) + (ECHO_S if isinstance(cause, (MPI.Exception, RankLost)) else 0.0))
     heading = f"rank {world.rank}/{world.size} on {world.host} {'was interrupted' if interrupted else 'failed'}"
     if interrupted:
         code = 128 + (cause.number if isinstance(cause, Interrupted) else signal.SIGINT)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hetero_mpi.comm import ulfm
 from hetero_mpi.comm.collectives import Collectives, decode, encode
 from hetero_mpi.comm.pausing import Pause
 from hetero_mpi.comm.world import World
@@ -28,7 +29,7 @@ class Heartbeat:
     """
 
     def __init__(self, world: World) -> None:
-        self._comm = world.comm.Dup()
+        self._comm = ulfm.duplicate(world.comm)
         self.rank, self.size = world.rank, world.size
         self.words: dict[int, Any] = {}
         peers = range(1, self.size) if self.rank == 0 else (0,)
@@ -38,7 +39,14 @@ class Heartbeat:
         """Peer -> (MPI request, the bytes it sends)."""
 
     def beat(self, word: Any) -> None:
-        """Take what has come, and send ``word``, rank 0 all words; not to a peer that has not yet taken the last one."""
+        """Take what has come, and send ``word``, rank 0 all words; not to a peer that has not yet taken the last one.
+
+        :raises RankLost: some rank has died.
+        """
+        with ulfm.losses():
+            self._beat(word)
+
+    def _beat(self, word: Any) -> None:
         self._take_all()
         self.words[self.rank] = word
         message = encode(sorted(self.words.items()) if self.rank == 0 else word)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hetero_mpi.comm import ulfm
 from hetero_mpi.comm.pausing import Pause
 from hetero_mpi.comm.transport import (
     Message,
@@ -82,6 +83,7 @@ class Progress:
         try:
             handle = call([buffer, buffer.nbytes, self._mpi.BYTE], peer, tag)
         except (self._mpi.Exception, ValueError, OverflowError) as error:
+            ulfm.note(error)
             self.end(part.request, error)
             return
         self._handles.append(handle)
@@ -142,14 +144,23 @@ class Progress:
                 pause.rest()
         for handle, part in zip(self._handles, self._parts, strict=True):
             if part.receives:
-                handle.Cancel()
-                handle.Wait()
+                self._cancel(handle)
         self._give_up()
         for request in list(self.requests):
             self.end(request, TransportError("the transport was closed before it was complete"))
 
+    def _cancel(self, handle: Any) -> None:
+        try:
+            handle.Cancel()
+            handle.Wait()
+        except self._mpi.Exception as error:
+            if not ulfm.is_loss(error):
+                raise
+
     def _fail_all(self, error: BaseException) -> None:
         """MPI does not say which requests are still good after an error, so none is; the guilty ones say why."""
+        if ulfm.note(error):
+            error = ulfm.RankLost()
         truncated = {
             (status.Get_source(), status.Get_tag())
             for status in self._statuses[: len(self._handles)]

@@ -14,9 +14,11 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+from hetero_mpi.comm import ulfm
 from hetero_mpi.comm.mpi_progress import Progress
 from hetero_mpi.comm.mpi_sums import GroupSums
 from hetero_mpi.comm.pausing import Pause
@@ -47,12 +49,15 @@ class MpiTransport:
     """Messages between the ranks of ``comm``. The constructor is collective (it duplicates the communicator).
 
     ``threaded=False`` makes the same calls on the caller's thread: ``wait`` polls, nothing moves outside it. For
-    debugging, and for MPI libraries that allow no second thread.
+    debugging, and for MPI libraries that allow no second thread. ``hosts``: of every rank, so that sums leave each host as
+    seldom as can be (``sum_paths``); by default all are on one.
 
     :raises UserError: ``threaded`` with a library that grants neither THREAD_MULTIPLE nor THREAD_SERIALIZED.
     """
 
-    def __init__(self, comm: Any, threaded: bool = True, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(
+        self, comm: Any, threaded: bool = True, piece_bytes: int = PIECE_BYTES, hosts: Sequence[str] = ()
+    ) -> None:
         from mpi4py import MPI
 
         if threaded and MPI.Query_thread() < MPI.THREAD_SERIALIZED:
@@ -61,8 +66,9 @@ class MpiTransport:
                 "grants less: set `communication_thread = false` in [cluster], or use another MPI build."
             )
         # Never freed by hand: freeing is collective, and a rank that fails could not wait for the others.
-        self._messages, self._summing = comm.Dup(), comm.Dup()
+        self._messages, self._summing = ulfm.duplicate(comm), ulfm.duplicate(comm)
         self._piece_bytes = piece_bytes
+        self._hosts = tuple(hosts) or ("",) * comm.Get_size()
         self._progress = Progress(MPI)
         self._groups: dict[int, Group] = {}
         self._sums: dict[Group, GroupSums] = {}
@@ -88,8 +94,12 @@ class MpiTransport:
         rank = self._summing.Get_rank()
         check_group(rank, self._summing.Get_size(), group, self._groups)
         self._groups[number] = group
-        self._sums[group] = GroupSums(self._progress, self._summing, rank, group)
+        self._sums[group] = GroupSums(self._progress, self._summing, rank, group, [self._hosts[r] for r in ranks])
         return group
+
+    def dissolve(self, group: Group) -> None:
+        """See ``Transport``."""
+        del self._groups[group.number], self._sums[group]
 
     def all_reduce(self, group: Group, buffer: Numbers) -> Request:
         """See ``Transport``."""
@@ -127,18 +137,24 @@ class MpiTransport:
             return self._progress.poll()
 
     def wait(self, request: Request) -> None:
-        """See ``Transport``."""
+        """See ``Transport``.
+
+        :raises RankLost: some rank has died, whether or not the request has to do with it.
+        """
         if not request.completed:
             self.waiting.append(request)
-            pause = Pause()
+            pause, check = Pause(), ulfm.Check()
             try:
                 while not request.completed:
                     if self.look():
                         pause.reset()
                     else:
+                        check()
                         pause.rest()
             finally:
                 self.waiting.remove(request)
+        if ulfm.is_loss(request.error):
+            raise ulfm.RankLost from request.error
         request.raise_error()
 
     def pending(self) -> int:

@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from hetero_mpi.comm import ulfm
 from hetero_mpi.comm.collectives import Collectives, decode, encode
-from hetero_mpi.comm.ending import end_alone, leave_together
+from hetero_mpi.comm.ending import end_alone, leave_now, leave_together
 from hetero_mpi.comm.library import (
     MpiLibrary,
     foreign_launcher_problem,
@@ -77,6 +78,10 @@ class World(Collectives):
     activity: Activity = field(default_factory=Activity)
     numbers: tuple[int, ...] = ()
     """Each rank's number in the whole job, by which messages name it; empty: its own."""
+    guard: Any = None
+    """A communicator for the end of the job alone."""
+    bereaved: bool = False
+    """Ranks have died, and this is the world of those that are left (``comm.survivors``)."""
 
     @property
     def doing(self) -> str:
@@ -130,7 +135,7 @@ class World(Collectives):
 
     @classmethod
     def _look_around(cls, mpi: Any, library: MpiLibrary) -> World:
-        comm = mpi.COMM_WORLD.Dup()
+        comm = ulfm.duplicate(mpi.COMM_WORLD)
         rank, size = comm.Get_rank(), comm.Get_size()
         levels = {
             mpi.THREAD_MULTIPLE: "multiple",
@@ -140,6 +145,7 @@ class World(Collectives):
         }
         name = socket.gethostname()
         world = cls(comm, rank, size, name, (name,) * size, 0, size, str(library), levels[mpi.Query_thread()])
+        world.guard = ulfm.duplicate(comm)
         # Ranks that share memory know each other by the lowest of their ranks. A host is that *and* the name:
         # containers on unlike machines may share a name, network namespaces of one kernel may share memory.
         shared = comm.Split_type(mpi.COMM_TYPE_SHARED)
@@ -161,6 +167,16 @@ class World(Collectives):
         text = describe_problems(self.all_gather_json(problem), self.hosts, self.numbers)
         if text is not None:
             raise CollectiveUserError(text)
+
+    def share_problem(self, problem: CollectiveUserError | None) -> None:
+        """If some ranks, such as those of a subset, have come to the same error together, every rank raises it.
+
+        :raises CollectiveUserError: the first rank's that has one.
+        """
+        outcomes = self.all_gather_json([str(problem), problem.exit_code] if problem is not None else None)
+        outcome = next((outcome for outcome in outcomes if outcome is not None), None)
+        if outcome is not None:
+            raise CollectiveUserError(*outcome) from problem
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -212,7 +228,7 @@ class World(Collectives):
         from mpi4py import MPI
 
         member = self.rank in ranks
-        comm = self.comm.Split(0 if member else MPI.UNDEFINED, self.rank)
+        comm = ulfm.made(self.comm, lambda: self.comm.Split(0 if member else MPI.UNDEFINED, self.rank))
         if not member:
             return None
         hosts = tuple(self.hosts[rank] for rank in ranks)
@@ -228,32 +244,36 @@ class World(Collectives):
             local_size=len(neighbours),
         )
 
-    def release(self, ranks: Sequence[int], problem: CollectiveUserError | None) -> None:
-        """Wake ``ranks`` from ``sleep_until_released``, with the error that the others end with.
+    def release(self, ranks: Sequence[int], problem: CollectiveUserError | None, word: Any = None) -> None:
+        """Wake ``ranks`` from ``sleep_until_released``, with the error that the others end with, or with a word (JSON).
 
         Only rank 0 sends; on other ranks the call does nothing.
         """
         if self.rank == 0:
-            payload = encode([str(problem), problem.exit_code] if problem is not None else None)
-            for rank in ranks:
-                self.comm.Send(payload, dest=rank, tag=_RELEASE_TAG)
+            payload = encode([[str(problem), problem.exit_code] if problem is not None else None, word])
+            with ulfm.losses():
+                for rank in ranks:
+                    self.comm.Send(payload, dest=rank, tag=_RELEASE_TAG)
 
     def ask(self) -> None:
         """Tell rank 0, which may look with ``asked``, that this rank has been asked to end. Not collective."""
-        self.comm.Send(np.empty(0, np.uint8), dest=0, tag=_ASK_TAG)
+        with ulfm.losses():
+            self.comm.Send(np.empty(0, np.uint8), dest=0, tag=_ASK_TAG)
 
     def asked(self) -> bool:
         """Rank 0: has some rank called ``ask`` since the last look? A matter of a microsecond."""
         from mpi4py import MPI
 
         found = False
-        while self.rank == 0 and self.comm.Iprobe(source=MPI.ANY_SOURCE, tag=_ASK_TAG):
-            self.comm.Recv(np.empty(0, np.uint8), source=MPI.ANY_SOURCE, tag=_ASK_TAG)
-            found = True
+        with ulfm.losses():
+            while self.rank == 0 and self.comm.Iprobe(source=MPI.ANY_SOURCE, tag=_ASK_TAG):
+                self.comm.Recv(np.empty(0, np.uint8), source=MPI.ANY_SOURCE, tag=_ASK_TAG)
+                found = True
         return found
 
-    def sleep_until_released(self, ended: Callable[[], bool] = lambda: False) -> None:
-        """Wait for rank 0's ``release`` without taking a core from ranks that compute (MPI's own waiting spins).
+    def sleep_until_released(self, ended: Callable[[], bool] = lambda: False) -> Any:
+        """Wait for rank 0's ``release`` without taking a core from ranks that compute (MPI's own waiting spins), and return
+        its word.
 
         ``ended``: has this rank been asked to end? Rank 0 is told so, once.
 
@@ -261,18 +281,21 @@ class World(Collectives):
         """
         from mpi4py import MPI
 
-        status = MPI.Status()
+        status, check = MPI.Status(), ulfm.Check()
         told = False
-        while not self.comm.Iprobe(source=0, tag=_RELEASE_TAG, status=status):
-            if not told and ended():
-                told = True
-                self.ask()
-            time.sleep(RELEASE_POLL_S)
-        payload = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-        self.comm.Recv(payload, source=0, tag=_RELEASE_TAG)
-        outcome = decode(payload)
+        with ulfm.losses():
+            while not self.comm.Iprobe(source=0, tag=_RELEASE_TAG, status=status):
+                check()
+                if not told and ended():
+                    told = True
+                    self.ask()
+                time.sleep(RELEASE_POLL_S)
+            payload = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+            self.comm.Recv(payload, source=0, tag=_RELEASE_TAG)
+        outcome, word = decode(payload)
         if outcome is not None:
             raise CollectiveUserError(*outcome)
+        return word
 
     def check_versions(self, own: Mapping[str, str], must_match: Mapping[str, Rule]) -> None:
         """Refuse differing software. ``own``: this rank's name -> version; the MPI library's is added.
@@ -300,25 +323,33 @@ def run_guarded(main: Callable[[World], int]) -> int:
             print(error, file=sys.stderr, flush=True)
         _finalize()
         return error.exit_code
-    guard = world.comm.Dup()
     try:
         code, problem = main(world), None
     except CollectiveUserError as error:
         if world.rank == 0:
             print(error, file=sys.stderr, flush=True)
-        _finalize()
-        return error.exit_code
+        return _leave(world, error.exit_code)
     except UserError as error:
         code, problem = error.exit_code, str(error)
     except SystemExit as leaving:
         code, problem = _system_exit(leaving)
     except BaseException as error:
         end_alone(world, error)
-    if not leave_together(guard, code):
-        end_alone(world, problem if problem is not None else f"it ended with exit code {code}", code)
-    text = describe_problems(world.all_gather_json(problem), world.hosts)
+    try:
+        if not leave_together(world.guard, code):
+            end_alone(world, problem if problem is not None else f"it ended with exit code {code}", code)
+        text = describe_problems(world.all_gather_json(problem), world.hosts)
+    except ulfm.RankLost:
+        text, world.bereaved = problem, True  # everything had been done
     if text is not None and world.rank == 0:
         print(text, file=sys.stderr, flush=True)
+    return _leave(world, code)
+
+
+def _leave(world: World, code: int) -> int:
+    """The end of this process's part in MPI; returns ``code``, if it returns."""
+    if world.bereaved:
+        leave_now(code)
     _finalize()
     return code
 

@@ -1,0 +1,279 @@
+"""Copies of the trained state in the memory of other ranks, so that the death of a rank costs a few steps and no disk is asked.
+
+    rank 0   step 20 | copy | step 21 | ...        own copy of step 20, and rank 1's
+    rank 1   step 20 | copy | step 21 | ...        own copy of step 20, and rank 0's
+    background        each sends its copy to its *buddy*, on another host where there is one
+
+A *generation* is all ranks' trained parameters and moments after one step. Every rank keeps its own part, as its device has
+moved on when somebody dies, and its buddy's wards keep theirs with it. A generation takes the place of the one before the last
+when the last one has arrived everywhere, on which all ranks agree first: so at any moment there is one that is whole, and survivors
+never go on from different steps. (Checkpoints in memory with a buddy: Zheng, Shi, Kale 2004, FTC-Charm++.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hetero_mpi.checkpoint import PIECE_BYTES
+from hetero_mpi.comm.mpi_transport import MpiTransport
+from hetero_mpi.comm.transport import Request
+from hetero_mpi.comm.ulfm import RankLost
+from hetero_mpi.comm.world import CollectiveUserError
+from hetero_mpi.device.backend import Backend, host_bytes
+from hetero_mpi.report import units
+from hetero_mpi.report.logs import say
+from hetero_mpi.training.copies import Copies, Costs, Generation, buddies, steps_between
+from hetero_mpi.training.redistribute import Parcel, parcels
+from hetero_mpi.training.saving import KINDS, live_state
+
+if TYPE_CHECKING:
+    from hetero_mpi.training.loop import Books
+    from hetero_mpi.training.trainer import Trainer
+
+MEMORY_SHARE = 0.5
+"""Copies may take this share of the host memory that is free when training begins."""
+GENERATIONS = 2
+_TAG = 1
+_SENDS_AHEAD = 2
+_FIRST_LOOK = 4
+"""Steps before the first decision how often; the first few of a run are slower than the rest."""
+_STEPS_ALONE = 3
+"""Steps without a transfer beside them that must have been timed before that."""
+
+
+class _Slot:
+    """Host memory for one generation, made once: the own part in one piece, and those of the wards."""
+
+    def __init__(self, own: Sequence[Parcel], wards: dict[int, list[Parcel]], backend: Backend) -> None:
+        self.own = backend.host_buffer((_numbers(own),), torch.float32)
+        self.wards = {rank: torch.empty(_numbers(listed), dtype=torch.float32) for rank, listed in wards.items()}
+        self.own_views = _views(self.own, own)
+        self.ward_views = {
+            key: view for rank, listed in wards.items() for key, view in _views(self.wards[rank], listed).items()
+        }
+
+
+class Buddies:
+    """Takes generations while one plan lasts. Every method is collective over the active ranks, between two steps.
+
+    A context manager: leaving the block ends the transfer under way, or gives it up after a death.
+
+    Args:
+        trainer: this rank's share.
+        copies: where generations are kept; older ones, of other plans too, stay until the first new one is whole.
+        every: steps between generations; None: as few as ``COST_SHARE`` allows, by measured times.
+    """
+
+    def __init__(self, trainer: Trainer, copies: Copies, every: int | None) -> None:
+        world = trainer.world
+        self.world, self.trainer, self.copies, self._fixed = world, trainer, copies, every
+        self.every: int | None = every
+        numbers = list(world.numbers or range(world.size))
+        listed = [
+            replace(parcel, owner=numbers.index(parcel.owner))
+            for parcel in parcels(trainer.tuning, trainer.plan, KINDS)
+        ]
+        sizes = [4 * _numbers([p for p in listed if p.owner == rank]) for rank in range(world.size)]
+        self.buddy_of = buddies(sizes, world.hosts)
+        self._own = [parcel for parcel in listed if parcel.owner == world.rank]
+        self._wards = {
+            ward: [parcel for parcel in listed if parcel.owner == ward]
+            for ward, buddy in self.buddy_of.items()
+            if buddy == world.rank
+        }
+        specs = (*trainer.tuning.trainable.values(), *trainer.tuning.constants.values())
+        self._item = {spec.name: spec.item for spec in specs}
+        self.enabled = world.size > 1 and self._there_is_room(sizes)
+        self._transport = MpiTransport(world.comm, threaded=False) if self.enabled else None
+        self._slots = deque([self._slot() for _ in range(GENERATIONS)]) if self.enabled else deque()
+        self._thread: threading.Thread | None = None
+        self._problem: BaseException | None = None
+        self._costs = Costs()
+        self._said = math.inf
+        """The number of steps that a person was told last."""
+        self._since = self._taken = self._next = 0
+        self._new: list[Generation] = []
+
+    def begin(self, books: Books) -> None:
+        """Before the first step: a generation of this moment."""
+        self._since = books.state.step
+        if self.enabled:
+            self._take(books, time.perf_counter())
+            self._next = self._since + (self._fixed or _FIRST_LOOK)
+
+    def after(self, books: Books) -> None:
+        """After a step: a generation of it, when one is due."""
+        if not self.enabled:
+            return
+        step = books.state.step
+        self._costs.step(beside=self._under_way())
+        if step >= self._next:
+            self._meet(books)
+            self._costs.pause_ended()
+
+    def finish(self) -> None:
+        """Wait for the transfer under way.
+
+        Raises:
+            Exception: what went wrong with it.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._problem is not None:
+            problem, self._problem = self._problem, None
+            raise problem
+
+    def __enter__(self) -> Buddies:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, CollectiveUserError):
+            self.finish()
+        elif isinstance(error, RankLost) and self._transport is not None:
+            self._transport.close()
+            with contextlib.suppress(Exception):
+                self.finish()
+
+    def _under_way(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _meet(self, books: Books) -> None:
+        """All ranks: has the last generation arrived everywhere, what did it cost, is the next one due?"""
+        begin, step = time.perf_counter(), books.state.step
+        if self._fixed is not None or not self._under_way():
+            self.finish()  # with a number given by the user, whatever it costs
+        costs = self._costs
+        own = [self._thread is None, costs.steps_alone, costs.step_s, costs.cost_s]
+        words = self.world.all_gather_json(own)
+        if not all(word[0] for word in words):
+            self._next = step + max(1, (step - self._taken) // 2)
+            return
+        self._forget()
+        if self._fixed is None:
+            if min(word[1] for word in words) < _STEPS_ALONE:
+                self._next = step + _STEPS_ALONE
+                return
+            self._decide(max(word[2] for word in words), max(word[3] for word in words))
+        assert self.every is not None
+        if step >= self._taken + self.every:
+            self._take(books, begin)
+        self._next = self._taken + self.every
+
+    def _decide(self, step_s: float, cost_s: float) -> None:
+        self.every = steps_between(cost_s, step_s)
+        if not 0.5 < self.every / self._said < 2.0:
+            self._said = self.every
+            share = cost_s / (self.every * step_s)
+            say(
+                f"Copies of the trained state in other ranks' memory: every {self.every} "
+                f"step{'s' if self.every > 1 else ''}, as each costs {units.seconds(cost_s)} and a step takes "
+                f"{units.seconds(step_s)} ({units.percent(share)} of the time)"
+            )
+
+    def _take(self, books: Books, begin_s: float) -> None:
+        """Copy this rank's part, and begin to send it. ``begin_s``: since when training has stood still for it."""
+        slot = self._slots[0]
+        self._slots.rotate(-1)
+        live = live_state(self.trainer)
+        with torch.no_grad():
+            for parcel in self._own:
+                slot.own_views[parcel.kind, parcel.name].copy_(live(parcel), non_blocking=True)
+        self.trainer.backend.synchronize()
+        scale = self.trainer.loss_scale
+        said = {**books.to_dict(), "loss_scale": [scale.value, scale.good_steps]}
+        generation = Generation(books.state.step, said, dict(slot.own_views), self._items(self._own))
+        self._new.append(generation)
+        self.copies.generations.append(generation)
+        self._taken = generation.step
+        self._costs.begin(time.perf_counter() - begin_s)
+        self._thread = threading.Thread(target=self._exchange, args=(slot, generation), name="buddy", daemon=True)
+        self._thread.start()
+
+    def _forget(self) -> None:
+        """The newest generation is whole on all ranks: older ones have done their duty."""
+        self.copies.generations[:] = self._new = self._new[-1:]
+
+    def _exchange(self, slot: _Slot, generation: Generation) -> None:
+        """Send the own part, receive those of the wards. Runs in the background."""
+        begin_s = time.thread_time()
+        try:
+            self._transfer(slot)
+            generation.tensors |= slot.ward_views
+            generation.items |= self._items([parcel for listed in self._wards.values() for parcel in listed])
+        except BaseException as error:  # raised again where training looks after the transfer
+            self._problem = error
+        self._costs.processor_s = time.thread_time() - begin_s
+
+    def _transfer(self, slot: _Slot) -> None:
+        assert self._transport is not None
+        # All receives at once: no two ranks can wait for each other's, whoever keeps whose copies.
+        coming = [
+            self._transport.post_receive(ward, _TAG, piece) for ward, flat in slot.wards.items() for piece in _cut(flat)
+        ]
+        leaving: deque[Request] = deque()
+        buddy = self.buddy_of.get(self.world.rank)
+        for piece in _cut(slot.own) if buddy is not None else ():
+            if len(leaving) == _SENDS_AHEAD:
+                self._transport.wait(leaving.popleft())
+            leaving.append(self._transport.send(buddy, _TAG, piece))  # type: ignore[arg-type]
+            self.world.activity.marks += 1
+        for request in (*leaving, *coming):
+            self._transport.wait(request)
+            self.world.activity.marks += 1
+
+    def _slot(self) -> _Slot:
+        return _Slot(self._own, self._wards, self.trainer.backend)
+
+    def _items(self, listed: Sequence[Parcel]) -> set[int]:
+        return {self._item[parcel.name] for parcel in listed}
+
+    def _there_is_room(self, sizes: Sequence[int]) -> bool:
+        """Is there memory for all of it, on every rank?"""
+        held = [size + sum(sizes[w] for w, b in self.buddy_of.items() if b == r) for r, size in enumerate(sizes)]
+        free = Backend().memory(self.world.local_size).usable_bytes
+        lacking = [
+            f"rank {rank} would need {units.size(GENERATIONS * needs)} and has {units.size(has)} free"
+            for rank, (needs, has) in enumerate(zip(held, self.world.all_gather_json(free), strict=True))
+            if GENERATIONS * needs > MEMORY_SHARE * has
+        ]
+        if lacking:
+            say(
+                "No copies of the trained state are kept in other ranks' memory, so a death costs the steps since the newest "
+                f"checkpoint: they may take {units.percent(MEMORY_SHARE)} of the free host memory; {', '.join(lacking)}"
+            )
+        return not lacking
+
+
+def _numbers(listed: Sequence[Parcel]) -> int:
+    return sum(math.prod(parcel.shape) for parcel in listed)
+
+
+def _views(flat: torch.Tensor, listed: Sequence[Parcel]) -> dict[tuple[str, str], torch.Tensor]:
+    views, begin = {}, 0
+    for parcel in listed:
+        end = begin + math.prod(parcel.shape)
+        views[parcel.kind, parcel.name] = flat[begin:end].view(parcel.shape)
+        begin = end
+    return views
+
+
+def _cut(flat: torch.Tensor) -> Iterator[NDArray[np.uint8]]:
+    """The bytes of a tensor, in pieces."""
+    everything = host_bytes(flat)
+    for first in range(0, everything.size, PIECE_BYTES):
+        yield everything[first : first + PIECE_BYTES]
