@@ -116,6 +116,8 @@ def kill(running: Running, *victims: int) -> float:
 
 
 def newest_step(run: Path) -> int:
+    if not (run / "metrics.jsonl").exists():
+        return 0
     steps = read_metrics(run / "metrics.jsonl").steps
     return steps[-1].step if steps else 0
 
