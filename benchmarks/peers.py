@@ -1,13 +1,16 @@
 """How fast are we beside what people would otherwise pick? One process, and every schedule of torch.distributed.pipelining (gloo).
 
-    python benchmarks/peers.py [--micro-batch 1 4] [--rounds 3] [--json FILE] [--check]
+    python benchmarks/peers.py [--micro-batch 1 4] [--unlike 4] [--rounds 3] [--json FILE] [--check]
 
 The same Llama (hidden 256, 8 blocks, vocabulary 2048, sequences of 128), start weights, data, fused fp32 AdamW and 8
 micro-batches per step for all; 2 ranks with one thread each. Contenders take turns, ``--rounds`` times, so that a machine
 that changes its speed hits all alike; a contender's figure is the median over its rounds of its median step. Losses must
 agree to 1e-5. Torch's schedules split the blocks evenly; ours is what our planner makes of the measured profile. Printed
 beside: ideal, one process / 2 ranks.
-``--check`` exits 1 where our throughput is under 0.97 of the fastest other schedule.
+
+Unlike ranks: once more, with ``--unlike`` sequences per micro-batch, while rank 1 gets a third of a core's time (``slow_rank``;
+needs root). The ideal is then one process at the speed of both, 4/3 of a core.
+``--check`` exits 1 where our throughput is under 0.97 of the fastest other schedule, or, with unlike ranks, under 1.3 times it.
 """
 
 from __future__ import annotations
@@ -23,6 +26,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from slow_rank import slowed, why_not  # noqa: E402
+
 WORKER = ROOT / "benchmarks" / "peers_worker.py"
 SCHEDULES = (
     "Schedule1F1B",
@@ -34,45 +41,62 @@ SCHEDULES = (
     "ScheduleDualPipeV",
 )
 STEPS, WARM = 8, 2
-BAR = 0.97
+BAR, UNLIKE_BAR = 0.97, 1.3
+SLOWER = 3.0
+"""So many times slower rank 1 is where ranks are unlike."""
 OURS, PLAIN = "hetero_mpi", "plain"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def main() -> int:
     arguments = _arguments()
-    results = {}
+    results, missed = {}, False
     with tempfile.TemporaryDirectory() as folder:
         for micro_batch in arguments.micro_batch:
-            results[micro_batch] = _compare(Path(folder), micro_batch, arguments.rounds)
-            _print(micro_batch, results[micro_batch])
+            rows = _compare(Path(folder), micro_batch, arguments.rounds, [])
+            results[f"micro-batch {micro_batch}"] = rows
+            _print(f"micro-batch {micro_batch}", rows, 2.0)
+        if results:
+            worst = min(_ratio(rows) for rows in results.values())
+            missed = worst < BAR
+            print(f"\nthroughput against the fastest other schedule: {worst:.3f} (bar {BAR})")
+        obstacle = why_not()
+        if obstacle is not None:
+            print(f"\nunlike ranks: skipped, {obstacle}")
+        for micro_batch in arguments.unlike if obstacle is None else ():
+            with slowed(1, SLOWER) as before:
+                rows = _compare(Path(folder), micro_batch, arguments.rounds, before)
+            name = f"micro-batch {micro_batch}, rank 1 {SLOWER:g} times slower"
+            results[name] = rows
+            _print(name, rows, 1 + 1 / SLOWER)
+            missed = missed or _ratio(rows) < UNLIKE_BAR
+            print(f"\nunlike ranks: throughput against the best even split: {_ratio(rows):.3f} (bar {UNLIKE_BAR})")
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-    worst = min(_ratio(rows) for rows in results.values())
-    print(f"throughput against the fastest other schedule: {worst:.3f} (bar {BAR})")
-    return int(arguments.check and worst < BAR)
+    return int(arguments.check and missed)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument(
-        "--micro-batch", type=int, nargs="+", default=[1, 4], metavar="N", help="sequences per micro-batch"
+        "--micro-batch", type=int, nargs="*", default=[1, 4], metavar="N", help="sequences per micro-batch"
     )
+    parser.add_argument("--unlike", type=int, nargs="*", default=[4], metavar="N", help="the same with unlike ranks")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of every contender")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures there")
     parser.add_argument("--check", action="store_true", help="exit 1 where the bar is missed")
     return parser.parse_args()
 
 
-def _compare(folder: Path, micro_batch: int, rounds: int) -> dict[str, dict[str, Any]]:
-    """contender -> median step (s), all medians, losses, or the error it ended with."""
+def _compare(folder: Path, micro_batch: int, rounds: int, before: list[str]) -> dict[str, dict[str, Any]]:
+    """contender -> median step (s), all medians, losses, or the error it ended with. ``before``: words before commands."""
     job = _job(folder, micro_batch)
     rows: dict[str, dict[str, Any]] = {name: {"medians_s": []} for name in (OURS, PLAIN, *SCHEDULES)}
     for turn in range(rounds):
         for name, row in rows.items():
             if "error" in row:
                 continue
-            outcome = _ours(job, folder, turn) if name == OURS else _other(name, job)
+            outcome = _ours(job, folder, turn, before) if name == OURS else _other(name, job, before)
             if isinstance(outcome, str):
                 row["error"] = outcome
                 continue
@@ -124,11 +148,11 @@ threads = 1
     return path
 
 
-def _ours(job: Path, folder: Path, turn: int) -> dict[str, list[float]] | str:
+def _ours(job: Path, folder: Path, turn: int, before: list[str]) -> dict[str, list[float]] | str:
     from hetero_mpi.launch.launcher import build_command, find_launcher
 
-    run = folder / f"run-{job.stem}-{turn}"
-    program = [sys.executable, "-m", "hetero_mpi", "train", str(job), "--run-dir", str(run)]
+    run = folder / f"run-{job.stem}-{len(before)}-{turn}"
+    program = [*before, sys.executable, "-m", "hetero_mpi", "train", str(job), "--run-dir", str(run), "--reprofile"]
     command = build_command(find_launcher(), 2, None, program)
     done = subprocess.run(
         command.arguments, capture_output=True, text=True, env={**os.environ, **command.environment, **ENVIRONMENT}
@@ -139,15 +163,13 @@ def _ours(job: Path, folder: Path, turn: int) -> dict[str, list[float]] | str:
     return {"seconds": [line["step_s"] for line in lines], "losses": [line["loss"] for line in lines]}
 
 
-def _other(name: str, job: Path) -> dict[str, list[float]] | str:
-    arguments = [str(WORKER), str(job), name, str(STEPS)]
-    start = (
-        [sys.executable] if name == PLAIN else [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    )
+def _other(name: str, job: Path, before: list[str]) -> dict[str, list[float]] | str:
+    command = [sys.executable, str(WORKER), str(job), name, str(STEPS)]
+    if name != PLAIN:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+        command = [*torchrun, *before, *command]
     try:
-        done = subprocess.run(
-            [*start, *arguments], capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}, timeout=300
-        )
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}, timeout=300)
     except subprocess.TimeoutExpired:
         return "did not end within 300 s"
     found = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
@@ -156,9 +178,9 @@ def _other(name: str, job: Path) -> dict[str, list[float]] | str:
     return dict(json.loads(found[0]))
 
 
-def _print(micro_batch: int, rows: dict[str, dict[str, Any]]) -> None:
-    ideal = rows[PLAIN]["step_s"] / 2
-    print(f"\nmicro-batch {micro_batch}: 8 micro-batches per step; ideal (one process / 2) {ideal * 1e3:.0f} ms")
+def _print(name: str, rows: dict[str, dict[str, Any]], cores: float) -> None:
+    ideal = rows[PLAIN]["step_s"] / cores
+    print(f"\n{name}: 8 micro-batches per step; ideal (one process / {cores:.3g}) {ideal * 1e3:.0f} ms")
     print(f"{'contender':<31} {'ms per step':>11} {'all rounds':>24} {'over ideal':>10}")
     for name, row in sorted(rows.items(), key=lambda item: item[1].get("step_s", float("inf"))):
         if "step_s" not in row or "error" in row:

@@ -248,7 +248,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     ),
     "no-such-device": (
         lambda s, n: s.entry(n, cluster={"device": "cuda"}, profile={"path": ""}),
-        ("device 'cuda' is asked for", "offers cpu", '[cluster] device = "auto"'),
+        ("device 'cuda' is asked for", "offers cpu", 'set device = "auto"'),
     ),
     "damaged-before-loading": (damaged_elsewhere, ("rank 0 on ", "damaged-before-loading-model/model.safetensors")),
 }  # fmt: skip
