@@ -117,6 +117,7 @@ def _rank(messages: int, rounds: int) -> int:
     """One of the two ranks; rank 0 prints a line per round with the longer of both ranks' times."""
     import torch
 
+    from hetero_mpi.comm import pages
     from hetero_mpi.comm.mpi_transport import MpiTransport
     from hetero_mpi.comm.world import World, run_guarded
 
@@ -129,7 +130,7 @@ def _rank(messages: int, rounds: int) -> int:
 
     def program(world: World) -> int:
         peer = 1 - world.rank
-        buffers = [np.zeros(MESSAGE_BYTES, np.uint8) for _ in range(messages)]
+        buffers = [pages.empty(MESSAGE_BYTES) for _ in range(messages)]
 
         def timed(turns: int, moving: bool) -> tuple[float, float]:
             receives, sends = moving and world.rank == 1, moving and world.rank == 0

@@ -154,13 +154,16 @@ def _missed(setting: str, rows: list[dict[str, Any]]) -> list[str]:
 
 def _rank(words: list[str]) -> int:
     """One of our two ranks: does what ``transport.c`` does."""
+    from hetero_mpi.comm import pages
     from hetero_mpi.comm.mpi_transport import MpiTransport
     from hetero_mpi.comm.world import World, run_guarded
 
     def program(world: World) -> int:
         for word in words:
             size, count = map(int, word.split("x"))
-            buffers = [np.full(size, world.rank, np.uint8) for _ in range(WINDOW)]
+            buffers = [pages.empty(size) for _ in range(WINDOW)]
+            for buffer in buffers:
+                buffer.fill(world.rank)
             with MpiTransport(world.comm) as transport:
                 latency_s = _median_trip(transport, buffers, world.rank)
                 for messages in (WINDOW, count):

@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from hetero_mpi.comm import pages
 from hetero_mpi.comm.mpi_progress import Progress
 from hetero_mpi.comm.sum_paths import ring_of
 from hetero_mpi.comm.transport import Group, Numbers, Sum
@@ -106,7 +107,7 @@ class GroupSums:
             return self._scratch.pop(fitting)
         if self._scratch:
             self._scratch.pop()  # too small now, and it would be too small again
-        return np.empty(size, np.float32)
+        return pages.empty(4 * size).view(np.float32)
 
 
 def _segments(numbers: Numbers, members: int) -> list[Numbers]:

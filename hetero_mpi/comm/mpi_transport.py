@@ -146,7 +146,8 @@ class MpiTransport:
             pause, check = Pause(), ulfm.Check()
             try:
                 while not request.completed:
-                    if self.look():
+                    begin_s = time.perf_counter()
+                    if self.look() or time.perf_counter() - begin_s > WORTHWHILE_S:
                         pause.reset()
                     else:
                         check()
@@ -221,7 +222,9 @@ class _CommunicationThread:
                 if transport.pending() == 0:  # again: who posts looks at `_idle` after that
                     self._woken.get()
                 self._idle = False
-            elif not transport.waiting:
+            elif transport.waiting:
+                self._sleep_s = LONGEST_SLEEP_S
+            else:
                 begin_s = time.thread_time()
                 transport.look()
                 self._adapt(time.thread_time() - begin_s)

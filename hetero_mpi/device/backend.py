@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import platform
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ import numpy as np
 import psutil
 import torch
 
+from hetero_mpi.comm import pages
 from hetero_mpi.device.cgroup import cgroup_free_bytes
 from hetero_mpi.errors import UserError
 
@@ -88,8 +90,11 @@ class Backend:
         return tensor.to(self.device)
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised host memory that lasts, of the kind the device copies into fastest."""
-        return torch.empty(tuple(shape), dtype=dtype)
+        """Uninitialised host memory that lasts, of the kind that is copied into fastest."""
+        memory = pages.empty(math.prod(shape) * dtype.itemsize)
+        if memory.size == 0:  # torch cannot view nothing as another type
+            return torch.empty(tuple(shape), dtype=dtype)
+        return torch.from_numpy(memory).view(dtype).view(tuple(shape))
 
     def fused_optimizer(self) -> bool:
         """Does torch's AdamW have a fused kernel here?"""
