@@ -7,6 +7,7 @@ takes as many times longer as it would on a slower core.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,7 +40,11 @@ def slowed(rank: int, times: float) -> Iterator[list[str]]:
             (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
             (group / "cpu.cfs_quota_us").write_text(str(quota))
         own = "".join(f"${{{name}:-" for name in _RANKS) + "}" * len(_RANKS)
-        yield ["sh", "-c", f'[ "{own}" != {rank} ] || echo $$ > {group}/cgroup.procs; exec "$@"', "sh"]
+        # A file, since torchrun replaces $$ in the words of a command.
+        with tempfile.NamedTemporaryFile("w", suffix=".sh") as script:
+            script.write(f'set -e\nif [ "{own}" = {rank} ]; then echo $$ > {group}/cgroup.procs; fi\nexec "$@"\n')
+            script.flush()
+            yield ["sh", script.name]
     finally:
         group.rmdir()
 
