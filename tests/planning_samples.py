@@ -12,6 +12,19 @@ from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, Ho
 from hetero_mpi.planning.request import PlanRequest
 
 SEQUENCE = 10
+JOB_TOML = """
+[model.config]
+model_type = "llama"
+num_hidden_layers = 6
+[tokenizer]
+train_vocab_size = 300
+[data]
+text = ["*.txt"]
+sequence_length = 10
+[train]
+global_batch = 8
+"""
+"""A job that a profile of ``make_model(6)`` belongs to."""
 
 
 def make_model(blocks: int = 2, tied: bool = False, boundary_bytes_per_token: int = 100) -> ModelCost:

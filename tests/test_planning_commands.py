@@ -39,23 +39,10 @@ from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.report import units
 from hetero_mpi.report.inspection import residuals
 from tests.mpi import run_mpi
-from tests.planning_samples import make_model, make_plan_of, make_profile, random_instance
+from tests.planning_samples import JOB_TOML, make_model, make_plan_of, make_profile, random_instance
 
 ROOT = Path(__file__).parent.parent
-JOB = """
-[model.config]
-model_type = "llama"
-num_hidden_layers = 6
-[tokenizer]
-train_vocab_size = 300
-[data]
-text = ["*.txt"]
-sequence_length = 10
-[train]
-global_batch = 8
-[plan]
-pipelines = 1
-"""
+JOB = JOB_TOML + "[plan]\npipelines = 1\n"
 TINY = """
 [model.config]
 model_type = "llama"

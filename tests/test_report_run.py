@@ -44,22 +44,10 @@ from hetero_mpi.report.trace import run_trace, save_run_trace
 from hetero_mpi.report.traffic import traffic
 from tests.mpi import run_mpi
 from tests.past_runs import JOB, make_run, measured
-from tests.planning_samples import make_model, make_plan_of, make_profile
+from tests.planning_samples import JOB_TOML, make_model, make_plan_of, make_profile
 from tests.small_jobs import Workshop
 
 ROOT = Path(__file__).parent.parent
-JOB_FILE = """
-[model.config]
-model_type = "llama"
-num_hidden_layers = 6
-[tokenizer]
-train_vocab_size = 300
-[data]
-text = ["*.txt"]
-sequence_length = 10
-[train]
-global_batch = 8
-"""
 
 
 def cluster(ranks: int, per_host: int = 2, source: str = "measured") -> ClusterProfile:
@@ -452,7 +440,7 @@ def test_a_plan_that_idles_the_others_says_no() -> None:
 
 
 def test_the_baseline_of_a_profile_and_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "job.toml").write_text(JOB_FILE)
+    (tmp_path / "job.toml").write_text(JOB_TOML)
     profile = cluster(3)
     save_profile(profile, tmp_path / "p.toml")
     assert main(["baseline", str(tmp_path / "job.toml"), "--profile", str(tmp_path / "p.toml")]) == 0

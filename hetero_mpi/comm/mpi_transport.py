@@ -40,7 +40,7 @@ SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 100e-6, 1e-3
 """Between two looks of the communication thread. A look that finds nothing still costs a computing rank some 40 us: the
 thread needs a core and the interpreter's lock."""
 WORTHWHILE_S = 30e-6
-"""A look that took more processor time than this has moved bytes: copying 100 KB takes about as long."""
+"""A look that took longer than this has moved bytes: copying 100 KB takes about as long."""
 CLOSE_S = 0.5
 """How long ``close`` lets pending sends run on before it abandons them."""
 
@@ -147,6 +147,7 @@ class MpiTransport:
             try:
                 while not request.completed:
                     begin_s = time.perf_counter()
+                    # A long look has copied a part of something: the rest follows at once.
                     if self.look() or time.perf_counter() - begin_s > WORTHWHILE_S:
                         pause.reset()
                     else:
@@ -223,7 +224,7 @@ class _CommunicationThread:
                     self._woken.get()
                 self._idle = False
             elif transport.waiting:
-                self._sleep_s = LONGEST_SLEEP_S
+                self._sleep_s = LONGEST_SLEEP_S  # who waits looks by itself, and wants the interpreter's lock
             else:
                 begin_s = time.thread_time()
                 transport.look()
