@@ -66,6 +66,7 @@ class GroupSums:
         self._under_way = 0
         self._pieces_left: dict[Sum, int] = {}
         self._scratch: list[Numbers] = []
+        self._room = 0
 
     def start(self, request: Sum) -> None:
         """Begin a sum, or queue it behind the group's others."""
@@ -101,13 +102,14 @@ class GroupSums:
         self._begin_pieces()
 
     def take_scratch(self, size: int) -> Numbers:
-        """Room for ``size`` numbers, reused from earlier pieces."""
-        fitting = next((index for index, array in enumerate(self._scratch) if array.size >= size), None)
-        if fitting is not None:
-            return self._scratch.pop(fitting)
-        if self._scratch:
-            self._scratch.pop()  # too small now, and it would be too small again
-        return pages.empty(4 * size).view(np.float32)
+        """Room for ``size`` numbers, reused from earlier pieces. All rooms are as long as the longest, so that it does not
+        matter which piece takes which."""
+        self._room = max(self._room, size)
+        while self._scratch:
+            array = self._scratch.pop()
+            if array.size >= self._room:
+                return array
+        return pages.empty(4 * self._room).view(np.float32)
 
 
 def _segments(numbers: Numbers, members: int) -> list[Numbers]:
