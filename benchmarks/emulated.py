@@ -158,10 +158,10 @@ def trials() -> list[Trial]:
         Trial("M4 Max + 2 TITAN X", shipped("homelab-m4max-2titanx"), 8, 0.5, 5),
         Trial("8 mixed devices, 1 GbE", mixed(GIGABIT, "mixed-1gbe"), 16, 0.5, 5),
         Trial("8 mixed devices, 10 GbE", mixed(TEN_GIGABIT, "mixed-10gbe"), 16, 0.5, 5),
-        Trial("4 cards, 4 hosts, LoRA", few_cards(APART, TEN_GIGABIT), 8, 2.0, 5),
-        Trial("6 cards, 2 hosts, LoRA", few_cards(SIX, TEN_GIGABIT), 12, 2.0, 5),
-        Trial("4 cards, 2 hosts, LoRA", few_cards(FOUR, GIGABIT), 16, 2.0, 5),
-        Trial("... a pipeline in each", few_cards(FOUR, GIGABIT), 16, 2.0, 5, two_pipelines()),
+        Trial("4 cards, 4 hosts, LoRA", few_cards(APART, TEN_GIGABIT), 8, 4.0, 5),
+        Trial("6 cards, 2 hosts, LoRA", few_cards(SIX, TEN_GIGABIT), 12, 4.0, 5),
+        Trial("4 cards, 2 hosts, LoRA", few_cards(FOUR, GIGABIT), 16, 4.0, 5),
+        Trial("... a pipeline in each", few_cards(FOUR, GIGABIT), 16, 4.0, 5, two_pipelines()),
     ]
 
 

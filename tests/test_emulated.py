@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,12 +17,15 @@ from hetero_mpi.comm.emulated_cards import Cards
 from hetero_mpi.comm.emulated_link import EmulatedTransport, compare_clocks
 from hetero_mpi.comm.loopback import LoopbackNetwork, LoopbackTransport
 from hetero_mpi.comm.sleeping import Sleeper
+from hetero_mpi.planning.durations import finished_items_s
 from hetero_mpi.planning.files import load_profile, save_plan, save_profile
 from hetero_mpi.planning.network import THREADED, Network
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
+from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.report.metrics import StepMetrics, read_metrics
+from hetero_mpi.training.emulation import Pace
 from tests.planning_samples import make_model, make_plan_of, make_profile
 from tests.programs.comm_conformance import CASES
 from tests.small_jobs import SEQUENCE, Outcome, Workshop
@@ -77,6 +81,21 @@ def pipelines_of(sequence_length: int) -> Plan:
     two = (StagePlan((0,), 0, 3, 1), StagePlan((2,), 3, 4, 0))
     first, second = PipelinePlan(two, 1, 4, split_backward=True), PipelinePlan((StagePlan((1,), 0, 4, 0),), 1, 2)
     return Plan((first, second), BATCH, sequence_length, 4)
+
+
+def test_items_of_the_last_backward_count_as_finished_while_it_runs() -> None:
+    """Not all at its end: their sums are to start one after the other."""
+    profile, plan = three_ranks(), pipelines_of(TOKENS)
+    pace, told = Pace(plan, profile, 1.0, Sleeper(spare_core=False)), []
+    last = Action(Op.B, 2, 1)  # of the pipeline that is one rank
+    begin = time.perf_counter()
+    pace.hold(last, begin, lambda item: told.append((item, time.perf_counter() - begin)))
+    expected = finished_items_s(last, plan, profile)
+    assert [item for item, _ in told] == [3, 2, 1, 0]
+    for item, after_s in told:
+        assert after_s >= expected[item] - 1e-3
+    # The head is told before a block's backward has passed: 24 ms and 20 ms, with room for a busy machine.
+    assert told[0][1] < pace.lasts_s(last) - 0.010
 
 
 def first_two(profile: ClusterProfile) -> ClusterProfile:

@@ -178,7 +178,8 @@ def duration(action: Action, plan: Plan, profile: ClusterProfile) -> float:
 
 
 def finished_items_s(action: Action, plan: Plan, profile: ClusterProfile) -> dict[int, float]:
-    """item -> seconds from the beginning of a stage's last backward (B or W) until the item's gradients are whole.
+    """item -> seconds from the beginning of a stage's last backward (B or W) until the item's gradients are whole, in the
+    order of time.
 
     Backward runs from the last item to the first: gradients of later items can be summed while it still does. An item is
     done after as long as the backward of a stage that begins with it takes.
@@ -195,7 +196,7 @@ def finished_items_s(action: Action, plan: Plan, profile: ClusterProfile) -> dic
     overhead = _overhead_s(device, action.op)
     return {
         item: reduce(add, again[item : stage.last], 0.0) + reduce(add, seconds[item : stage.last], overhead)
-        for item in range(stage.first, stage.last)
+        for item in reversed(range(stage.first, stage.last))
     }
 
 

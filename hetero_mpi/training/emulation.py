@@ -25,6 +25,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job import LoadedJob
 from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.planning.changes import restricted
 from hetero_mpi.planning.durations import (
     Durations,
     all_reduce_s,
@@ -124,8 +125,7 @@ class Pace:
 
     def _items_s(self, action: Action) -> dict[int, float]:
         if action not in self._finished_s:
-            after = finished_items_s(action, self._plan, self._profile)
-            self._finished_s[action] = after
+            self._finished_s[action] = finished_items_s(action, self._plan, self._profile)
         scale = self._scale_now(action)
         return {item: scale * seconds for item, seconds in self._finished_s[action].items()}
 
@@ -199,11 +199,7 @@ def _first_ranks(profile: ClusterProfile, ranks: int, fewer: bool, path: str) ->
     if ranks > known or (ranks < known and not fewer):
         also = "" if ranks > known else f", or set [cluster] emulate_first = true to emulate its first {ranks}"
         raise UserError(f"{path} describes {known} ranks, this job has {ranks}: start {known} ranks{also}")
-    links = tuple(link for link in profile.links if max(link.source, link.destination) < ranks)
-    devices = profile.devices[:ranks]
-    names = {device.host for device in devices}
-    hosts = tuple(host for host in profile.hosts if host.name in names)
-    return replace(profile, devices=devices, links=links, hosts=hosts)
+    return restricted(profile, range(ranks))
 
 
 def _check_model(profile: ClusterProfile, chain: Chain, tied: bool, path: str) -> None:

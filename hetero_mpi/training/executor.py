@@ -32,8 +32,8 @@ def tag_of(stage: int, direction: int) -> int:
 
 @dataclass(frozen=True)
 class StepData:
-    """What a pipeline computes on. Tensors on the device, (rows of its share, T) int64; None where this rank does not need
-    them."""
+    """What a pipeline computes on. Tensors on the device, (rows of its share, T) int64, or samples (rows, ...) in the dtypes of
+    ``items.as_input``; None where this rank does not need them."""
 
     step: int
     sizes: tuple[int, ...]
@@ -85,7 +85,6 @@ class Executor:
         self.stage, self.place, self.actions = stage, place, tuple(actions)
         self.whole_step, self.finished = whole_step, finished
         self.pace = emulation.pace if emulation is not None else None
-        self.hidden = stage.chain.config.hidden_size
         position = place.position
         self.rank = pipeline.stages[position].ranks[0]
         self.losses: list[torch.Tensor] = []
@@ -162,7 +161,7 @@ class Executor:
         else nothing."""
         found: list[torch.Tensor] = []
         if self.evaluation_in is not None:
-            self.evaluation_in.begin(self._shapes(data))
+            self.evaluation_in.begin(self._shapes(data, self.stage.first - 1))
         for first, last in _consecutive(data.sizes):
             x = self.evaluation_in.take() if self.evaluation_in is not None else data.tokens
             assert x is not None
@@ -182,14 +181,13 @@ class Executor:
     def _begin(self, data: StepData) -> None:
         self.losses = []
         self._rows = _consecutive(data.sizes)
-        shapes = self._shapes(data)
-        for inbox in (self.activations_in, self.gradients_in):
+        for inbox, item in ((self.activations_in, self.stage.first - 1), (self.gradients_in, self.stage.last - 1)):
             if inbox is not None:
-                inbox.begin(shapes)
+                inbox.begin(self._shapes(data, item))
 
-    def _shapes(self, data: StepData) -> list[tuple[int, ...]]:
-        """Of the tensors between stages."""
-        return [(size, data.length, self.hidden) for size in data.sizes]
+    def _shapes(self, data: StepData, item: int) -> list[tuple[int, ...]]:
+        """Of the tensors that follow ``item``, and of their gradients."""
+        return [self.stage.chain.boundary(item, size, data.length) for size in data.sizes]
 
     def _perform(self, action: Action, data: StepData) -> int:
         """One action of one micro-batch; returns the bytes sent or received."""
