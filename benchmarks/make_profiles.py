@@ -13,6 +13,7 @@ import csv
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,6 +44,8 @@ LLAMA_1B = Shape(2048, 16, 8192, 128256, 512)
 LLAMA_3B = Shape(3200, 26, 8640, 32000, 3200)
 LLAMA_7B = Shape(4096, 32, 11008, 32000, 4096)
 LLAMA_8B = Shape(4096, 32, 14336, 128256, 1024)
+LLAMA_13B = Shape(5120, 40, 13824, 32000, 5120)
+LLAMA_30B = Shape(6656, 60, 17920, 32000, 6656)
 LLAMA_70B = Shape(8192, 80, 28672, 32000, 1024)
 
 
@@ -53,8 +56,10 @@ STRIX_HALO = Card(
 M4_MAX = Card("Apple M4 Max (40 GPU cores)", "mps", 64, 546e9, 18.4e12, 50e9, usable=0.75, integrated=True)
 TITAN_X = Card("NVIDIA TITAN X (Pascal)", "cuda", 12, 480e9, 11e12, 12e9, ("fp32",))
 A800 = Card("NVIDIA A800 80GB", "cuda", 80, 2039e9, 312e12, 24e9)
+A100 = Card("NVIDIA A100 80GB", "cuda", 80, 2039e9, 312e12, 24e9)
 RTX_4090 = Card("NVIDIA RTX 4090", "cuda", 24, 1008e9, 165.2e12, 24e9)
 RTX_3090 = Card("NVIDIA RTX 3090", "cuda", 24, 936e9, 71e12, 24e9)
+RTX_3080_TI = Card("NVIDIA RTX 3080 Ti", "cuda", 12, 912e9, 68e12, 24e9)
 TYPE_A = Card("type A (made up)", "cuda", 64, 1600e9, 200e12, 24e9)
 TYPE_B = Card("type B (made up)", "rocm", 64, 1200e9, 120e12, 24e9)
 ZORSE_CARDS = {
@@ -133,19 +138,47 @@ def hexiscale() -> ClusterProfile:
     )
 
 
-def hethub() -> ClusterProfile:
-    places = [("a0", TYPE_A)] * 4 + [(f"b{i // 4}", TYPE_B) for i in range(20)]
+def hexiscale_setting(number: int, hosts: Sequence[tuple[int, Card]], shape: Shape, model: str) -> ClusterProfile:
+    """``hosts``: (cards, their kind) of every machine."""
+    places = [(f"host{h}", card) for h, (count, card) in enumerate(hosts) for _ in range(count)]
     return sheet_cluster(
-        "hethub-4-20",
-        "derived from nothing measured: a synthetic cluster of two types in HetHub's proportion (128 + 640 accelerators)",
+        f"hexiscale-setting-{number}",
+        "derived from data sheets (dense bf16 TFLOPS with fp32 accumulation: A100 312, RTX 4090 165.2, RTX 3090 71, "
+        "RTX 3080 Ti 68)",
+        places,
+        shape,
+        "bf16",
+        4096,
+        TEN_GIGABIT,
+        (
+            f"Setting {number} of the three on which HexiScale was compared with A100s of as many FLOPS in all: machines and cards "
+            f"from the README of Relaxed-System-Lab/FlashFlex, as the project was first called.",
+            "10 Gigabit Ethernet between machines is assumed: published is that they were connected by TCP.",
+            f"Job: full training, Llama 2 {model} shape, sequences of 4096 (its scheduler's). HexiScale also shares layers "
+            f"among the cards of a machine, which this program does not.",
+        ),
+    )
+
+
+HEXISCALE_SETTINGS = {
+    1: ([(8, RTX_3080_TI), (8, RTX_3090), *([(8, RTX_4090)] * 3)], LLAMA_13B, "13B"),
+    2: ([(8, RTX_3080_TI), (8, RTX_3090), (8, RTX_4090), (8, A100)], LLAMA_13B, "13B"),
+    3: ([(8, RTX_3090), *([(4, RTX_4090)] * 2), *([(8, RTX_4090)] * 4), (8, A100)], LLAMA_30B, "30B"),
+}
+
+
+def hethub() -> ClusterProfile:
+    places = [(f"a{i // 8}", TYPE_A) for i in range(128)] + [(f"b{i // 8}", TYPE_B) for i in range(640)]
+    return sheet_cluster(
+        "hethub-128-640",
+        "derived from nothing measured: a synthetic cluster of two types in HetHub's numbers (128 + 640 accelerators)",
         places,
         LLAMA_70B,
         "bf16",
         2048,
         HUNDRED_GIGABIT,
         (
-            "A thirty-second of the published 128 + 640: 4 of type A and 20 of type B, since a file lists every pair of ranks.",
-            "Made up: type A has 200 TFLOPS, type B 120, both 64 GiB, 4 per host, 100 Gbit/s between hosts.",
+            "Made up: type A has 200 TFLOPS, type B 120, both 64 GiB, 8 per host, 100 Gbit/s between hosts.",
             "Job: full training, Llama 2 70B shape, sequences of 2048.",
         ),
     )
@@ -238,7 +271,8 @@ CLUSTERS: dict[str, Callable[[], ClusterProfile]] = {
     "zorse-2xa6000-2xw6800": zorse_w6800,
     "zorse-4xa10g-4xt4-4xv100": zorse_cloud,
     "hexiscale-3xa800-3x4090-2x3090": hexiscale,
-    "hethub-4-20": hethub,
+    **{f"hexiscale-setting-{n}": partial(hexiscale_setting, n, *given) for n, given in HEXISCALE_SETTINGS.items()},
+    "hethub-128-640": hethub,
 }
 """File name without its ending -> what makes it."""
 

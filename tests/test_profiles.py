@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,21 @@ def test_a_shipped_profile_can_be_planned_with(path: Path) -> None:
     validate(schedule_of(plan, profile.model), plan, profile.model)
     assert 0 < plan.bound_step_s <= plan.predicted_step_s
     assert all(memory.peak_bytes <= memory.usable_bytes for memory in plan.memory)
+
+
+def test_hexiscales_and_hethubs_machines_are_as_many_as_published() -> None:
+    """README of Relaxed-System-Lab/FlashFlex; HetHub's 768 accelerators."""
+    found = {}
+    for path in PROFILES:
+        if path.stem.startswith(("hexiscale-setting", "hethub")):
+            devices = load_profile(path).devices
+            found[path.stem] = Counter(device.name.removeprefix("NVIDIA ") for device in devices)
+    assert found == {
+        "hexiscale-setting-1": {"RTX 3080 Ti": 8, "RTX 3090": 8, "RTX 4090": 24},
+        "hexiscale-setting-2": {"RTX 3080 Ti": 8, "RTX 3090": 8, "RTX 4090": 8, "A100 80GB": 8},
+        "hexiscale-setting-3": {"RTX 3090": 8, "RTX 4090": 40, "A100 80GB": 8},
+        "hethub-128-640": {"type A (made up)": 128, "type B (made up)": 640},
+    }
 
 
 def test_files_are_what_their_maker_writes(tmp_path: Path) -> None:

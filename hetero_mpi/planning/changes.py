@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
-from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
+from hetero_mpi.planning.profile import (
+    ANY_HOST,
+    ITSELF,
+    ClusterProfile,
+    Curve,
+    DeviceProfile,
+    HostLinkProfile,
+    LayerTimes,
+    LinkProfile,
+)
+
+AnyLink = TypeVar("AnyLink", LinkProfile, HostLinkProfile)
 
 PLENTY_BYTES = 2**50
 """More memory than any model needs."""
@@ -16,17 +28,27 @@ def with_faster_links(
     pairs: Collection[tuple[int, int]] | None = None,
     times: float = 10,
     latency: bool = True,
+    where: Callable[[LinkProfile | HostLinkProfile], bool] = lambda link: True,
 ) -> ClusterProfile:
-    """Both directions of ``pairs`` (all by default) with ``times`` the bandwidth and, if ``latency``, 1 / ``times`` of that."""
+    """Both directions of ``pairs`` (all by default) with ``times`` the bandwidth and, if ``latency``, 1 / ``times`` of that.
 
-    def faster(link: LinkProfile) -> LinkProfile:
-        pair = (min(link.source, link.destination), max(link.source, link.destination))
-        if pairs is not None and pair not in pairs:
+    ``where``: only links of which this is true.
+    """
+
+    def faster(link: AnyLink) -> AnyLink:
+        if not where(link):
             return link
         shorter = link.latency_s / times if latency else link.latency_s
         return replace(link, latency_s=shorter, bytes_per_s=link.bytes_per_s * times)
 
-    return replace(profile, links=tuple(faster(link) for link in profile.links))
+    if pairs is None:
+        between = tuple(faster(link) for link in profile.host_links)
+        return replace(profile, links=tuple(faster(link) for link in profile.links), host_links=between)
+    # Pairs of a host's ranks that are told by their hosts get a link of their own.
+    listed = {(link.source, link.destination): link for link in profile.links}
+    for pair in ((a, b) for one in pairs for a, b in (one, one[::-1])):
+        listed[pair] = faster(profile.link(*pair))
+    return replace(profile, links=tuple(listed.values()))
 
 
 def with_free_links(profile: ClusterProfile) -> ClusterProfile:
@@ -40,9 +62,14 @@ def with_free_links(profile: ClusterProfile) -> ClusterProfile:
         )
         for device in profile.devices
     )
-    links = tuple(replace(link, latency_s=0.0, bytes_per_s=float("inf")) for link in profile.links)
+    links = tuple(_free(link) for link in profile.links)
+    between = tuple(_free(link) for link in profile.host_links)
     hosts = tuple(replace(host, shared_nic=False) for host in profile.hosts)
-    return replace(profile, devices=devices, links=links, hosts=hosts)
+    return replace(profile, devices=devices, links=links, host_links=between, hosts=hosts)
+
+
+def _free(link: AnyLink) -> AnyLink:
+    return replace(link, latency_s=0.0, bytes_per_s=float("inf"))
 
 
 def with_plenty_of_memory(profile: ClusterProfile) -> ClusterProfile:
@@ -63,23 +90,28 @@ def restricted(profile: ClusterProfile, ranks: Sequence[int]) -> ClusterProfile:
     )
     there = {device.host for device in devices}
     hosts = tuple(host for host in profile.hosts if host.name in there)
-    return replace(profile, devices=devices, links=links, hosts=hosts)
+    known = there | {ANY_HOST, ITSELF}
+    between = tuple(one for one in profile.host_links if one.source in known and one.destination in known)
+    return replace(profile, devices=devices, links=links, host_links=between, hosts=hosts)
 
 
 def with_copy_of(profile: ClusterProfile, rank: int) -> ClusterProfile:
     """One more rank like ``rank``, linked to the others as that one is, and to that one by its fastest link."""
-    new = len(profile.devices)
-    out = {link.destination: link for link in profile.links if link.source == rank}
-    into = {link.source: link for link in profile.links if link.destination == rank}
-    none = LinkProfile(rank, rank, 0.0, float("inf"), False)
-    between = max(out.values(), key=lambda link: (link.bytes_per_s, -link.latency_s, link.destination), default=none)
-    links = list(profile.links)
-    for other in range(new):
-        here = profile.devices[other].host == profile.devices[rank].host
-        links.append(replace(out.get(other, between), source=new, destination=other, same_host=here))
-        links.append(replace(into.get(other, between), source=other, destination=new, same_host=here))
-    devices = (*profile.devices, replace(profile.devices[rank], rank=new))
-    return replace(profile, devices=devices, links=tuple(links))
+    new, host = len(profile.devices), profile.devices[rank].host
+    more = replace(profile, devices=(*profile.devices, replace(profile.devices[rank], rank=new)))
+    others = [other for other in range(new) if other != rank]
+    fastest = max(
+        (profile.link(rank, other) for other in others), key=lambda k: (k.bytes_per_s, -k.latency_s), default=None
+    )
+    speed = (0.0, float("inf")) if fastest is None else (fastest.latency_s, fastest.bytes_per_s)
+    if not profile.links:  # all but what the host's own ranks have among themselves is told by the hosts
+        own = () if profile.host_link(host, host) else (HostLinkProfile(host, host, *speed),)
+        return replace(more, host_links=(*profile.host_links, *own))
+    links = [*profile.links, LinkProfile(new, rank, *speed, True), LinkProfile(rank, new, *speed, True)]
+    for other in others:
+        links.append(replace(profile.link(rank, other), source=new))
+        links.append(replace(profile.link(other, rank), destination=new))
+    return replace(more, links=tuple(links))
 
 
 def with_slowness(profile: ClusterProfile, ratios: Mapping[int, float]) -> ClusterProfile:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 import typing
@@ -83,7 +84,7 @@ def _decode_record(kind: type, data: Any, path: str, problems: list[str]) -> Any
     if not isinstance(data, dict):
         return _refuse(path, data, "must be a table", problems)
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     before = len(problems)
     for key in data.keys() - fields.keys():
         nearest = difflib.get_close_matches(key, fields.keys() - data.keys(), n=1)
@@ -101,6 +102,12 @@ def _decode_record(kind: type, data: Any, path: str, problems: list[str]) -> Any
         return kind(**values)
     except UserError as error:
         return _refuse(path, data, str(error), problems)
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Worked out once: a large cluster's profile has tens of thousands of links."""
+    return typing.get_type_hints(kind)
 
 
 def _refuse(path: str, data: Any, rule: str, problems: list[str]) -> None:

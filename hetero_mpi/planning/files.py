@@ -20,13 +20,15 @@ from hetero_mpi.planning.codec import decode, encode, raise_all
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.profile_rules import number_problems, profile_problems
+from hetero_mpi.planning.shorthand import expanded, shortened
 
 PROFILE_HEADING = """\
 # Profile of a cluster: what every rank and every directed link was measured to do, and the model it was measured with.
 # Edit it to ask "what if?". Seconds end in _s, bytes in _bytes, speeds in _per_s; a message of n bytes takes
 # latency_s + n / bytes_per_s on a link. Under a device's layers are seconds per micro-batch of so many tokens: forward_s,
 # backward_s, recompute_s (backward that repeats the forward), input_s and weight_s (backward in two parts). Samples of links
-# and spreads are for the reader. The model's costs are part of the file, so that planning needs nothing else.
+# and spreads are for the reader. The model's costs are part of the file, so that planning needs nothing else. count = n: so
+# many equal items follow each other; like = r: what a device does not say itself is as rank r says.
 """
 PLAN_HEADING = """\
 # Plan of a run. Stages hold the items [first, last) of the chain embedding = 0, blocks = 1 to items - 2, head = last.
@@ -44,6 +46,7 @@ def profile_from_dict(data: dict[str, Any], where: str = "profile") -> ClusterPr
     """Inverse of ``profile_to_dict``. Raises ``UserError`` with all problems."""
     _check_version(data, profile_types.SCHEMA_VERSION, "profile", where)
     problems = number_problems(data)
+    data = expanded(data, where)
     try:
         profile = decode(ClusterProfile, data, where)
     except UserError as error:
@@ -73,7 +76,7 @@ def plan_from_dict(data: dict[str, Any], where: str = "plan") -> Plan:
 
 def save_profile(profile: ClusterProfile, path: str | os.PathLike[str]) -> None:
     """Writes ``path`` in one step; its folder is made where it is missing."""
-    _write(Path(path), PROFILE_HEADING + to_toml(encode(profile)))
+    _write(Path(path), PROFILE_HEADING + to_toml(shortened(encode(profile))))
 
 
 def load_profile(path: str | os.PathLike[str]) -> ClusterProfile:

@@ -126,15 +126,25 @@ class LinkProfile:
     sample_s: tuple[float, ...] = ()
 
 
+ANY_HOST = "*"
+ITSELF = "itself"
+
+
 @dataclass(frozen=True)
 class HostLinkProfile:
     """Every link from a rank of one host to another rank of another host, or of the same: for clusters of hundreds of ranks,
     whose hosts have thousands of pairs and whose ranks have a million."""
 
     source: str
+    """A host, or ``ANY_HOST`` for all pairs that are not told otherwise."""
     destination: str
+    """A host, or beside ``ANY_HOST`` again ``ANY_HOST`` (two hosts) or ``ITSELF`` (two ranks of one host)."""
     latency_s: float
     bytes_per_s: float
+
+    @property
+    def same_host(self) -> bool:
+        return self.destination in (self.source, ITSELF) and self.destination != ANY_HOST
 
 
 _Floats = NDArray[np.float64]
@@ -175,7 +185,7 @@ class ClusterProfile:
         if found is not None:
             return found
         hosts = self.devices[source].host, self.devices[destination].host
-        between = self._host_link_of.get(hosts)
+        between = self.host_link(*hosts)
         if between is None or source == destination:
             raise UserError(
                 f"every directed pair of ranks needs a link (missing: {source} -> {destination}); "
@@ -187,6 +197,21 @@ class ClusterProfile:
     def _link_of(self) -> dict[tuple[int, int], LinkProfile]:
         """(source, destination) -> link: thousands of links are looked up thousands of times."""
         return {(link.source, link.destination): link for link in reversed(self.links)}
+
+    def host_link(self, source: str, destination: str) -> HostLinkProfile | None:
+        """What is told of all links from a host to another, or to itself."""
+        known, any_other = self._host_link_of, ITSELF if source == destination else ANY_HOST
+        return known.get((source, destination)) or known.get((ANY_HOST, any_other))
+
+    def told_links(self) -> tuple[LinkProfile, ...]:
+        """``links``, or where there are none, one link for every pair of hosts: enough for a table or the least of all."""
+        if self.links:
+            return self.links
+        ranks: dict[str, list[int]] = {}
+        for device in self.devices:
+            ranks.setdefault(device.host, []).append(device.rank)
+        ends = ((a[0], b[-1]) for a in ranks.values() for b in ranks.values())
+        return tuple(self.link(a, b) for a, b in ends if a != b)
 
     @cached_property
     def _host_link_of(self) -> dict[tuple[str, str], HostLinkProfile]:
@@ -236,7 +261,7 @@ class ClusterProfile:
         for a in range(count):
             for b in range(count):
                 pair = (hosts[a], hosts[b]) if by_host else (names[a], names[b])
-                link = (None if by_host else self._link_of.get((a, b))) or self._host_link_of.get(pair)
+                link = (None if by_host else self._link_of.get((a, b))) or self.host_link(*pair)
                 if link is not None:
                     latency_s[a, b], per_byte_s[a, b] = link.latency_s, 1 / link.bytes_per_s
         out = np.array([(d.copy_latency_s, 1 / d.device_to_host_bytes_per_s) for d in self.devices])

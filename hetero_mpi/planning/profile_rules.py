@@ -5,14 +5,15 @@ Profiles are edited by hand, so every problem is told, and by its key.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from hetero_mpi.planning.cost import EMBEDDING, HEAD
-from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes
+from hetero_mpi.planning.profile import ANY_HOST, ITSELF, ClusterProfile, Curve, DeviceProfile, LayerTimes
 
 DTYPES = ("fp32", "bf16", "fp16")
 BACKENDS = ("cpu", "cuda", "rocm", "xpu", "mps")
@@ -22,8 +23,12 @@ def profile_problems(profile: ClusterProfile) -> list[str]:
     """Ranks in order, a link for every pair, times for every kind, hosts that exist. All problems, each with its key."""
     problems = [*_rank_problems(profile), *_link_problems(profile), *_model_problems(profile)]
     kinds = list(dict.fromkeys(layer.kind for layer in profile.model.layers))
+    told = set()
     for device in profile.devices:
-        problems += _device_problems(device, kinds, f"devices[{device.rank}]")
+        content = repr(replace(device, rank=0, host=""))
+        if content not in told:  # devices like an earlier one have its problems
+            problems += _device_problems(device, kinds, f"devices[{device.rank}]")
+        told.add(content)
     return [*problems, *_host_problems(profile)]
 
 
@@ -53,15 +58,17 @@ def _rank_problems(profile: ClusterProfile) -> Iterator[str]:
 def _link_problems(profile: ClusterProfile) -> Iterator[str]:
     hosts = {device.rank: device.host for device in profile.devices}
     pairs = Counter((link.source, link.destination) for link in profile.links)
-    between = {(link.source, link.destination) for link in profile.host_links}
-    for host in sorted({host for pair in between for host in pair} - set(hosts.values())):
-        yield f"host_links: no such host: {host}"
-    wanted = {(a, b) for a in hosts for b in hosts if a != b}
-    for a, b in sorted(wanted - set(pairs)):
-        if (hosts[a], hosts[b]) not in between:
-            yield f"links: missing the link {a} -> {b}"
-    for a, b in sorted(set(pairs) - wanted):
-        yield f"links: no such pair of ranks: {a} -> {b}"
+    yield from _host_link_problems(profile, set(hosts.values()))
+    names = set(hosts.values())
+    # Of pairs of ranks there may be a million.
+    unlinked = {(a, b) for a in names for b in names if profile.host_link(a, b) is None}
+    if unlinked:
+        for a, b in itertools.permutations(sorted(hosts), 2):
+            if (hosts[a], hosts[b]) in unlinked and (a, b) not in pairs:
+                yield f"links: missing the link {a} -> {b}"
+    for a, b in sorted(pairs):
+        if a not in hosts or b not in hosts or a == b:
+            yield f"links: no such pair of ranks: {a} -> {b}"
     for (a, b), times in sorted(pairs.items()):
         if times > 1:
             yield f"links: {a} -> {b} given twice"
@@ -73,6 +80,17 @@ def _link_problems(profile: ClusterProfile) -> Iterator[str]:
         ends = hosts.get(link.source), hosts.get(link.destination)
         if None not in ends and link.same_host != (ends[0] == ends[1]):
             yield f"{path}.same_host = {str(link.same_host).lower()}: the ranks are on {ends[0]} and {ends[1]}"
+
+
+def _host_link_problems(profile: ClusterProfile, hosts: set[str]) -> Iterator[str]:
+    for link in profile.host_links:
+        ends = link.source, link.destination
+        if ends not in ((ANY_HOST, ANY_HOST), (ANY_HOST, ITSELF)):
+            for host in sorted({*ends} - hosts):
+                yield f"host_links: no such host: {host}"
+    for ends, times in Counter((link.source, link.destination) for link in profile.host_links).items():
+        if times > 1:
+            yield f"host_links: {' -> '.join(ends)} given {times} times"
 
 
 def _model_problems(profile: ClusterProfile) -> Iterator[str]:

@@ -12,10 +12,10 @@ from hetero_mpi.planning.idling import Idling
 from hetero_mpi.planning.network import Network
 from hetero_mpi.planning.offline import Losses, WhatIf
 from hetero_mpi.planning.plan import Plan, RankMemory
-from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LinkProfile
+from hetero_mpi.planning.profile import ANY_HOST, ClusterProfile, Curve, DeviceProfile, LinkProfile
 from hetero_mpi.planning.words import describe_items
 from hetero_mpi.report import units
-from hetero_mpi.report.tables import WIDTH, host_lines, plan_lines, profile_lines, schedule_text, table
+from hetero_mpi.report.tables import WIDTH, host_lines, idle_lines, plan_lines, profile_lines, schedule_text, table
 
 MOST_LINKS = 12
 """Links listed one by one; of more, those that fit their line worst."""
@@ -49,7 +49,7 @@ def inspection_lines(profile: ClusterProfile) -> list[str]:
     for ranks, device in distinct_devices(profile):
         lines += [
             "",
-            f"{_ranks_text(ranks)}: {device.name} ({device.backend}), {units.size(device.memory_bytes)} usable",
+            f"{units.ranks(ranks).capitalize()}: {device.name} ({device.backend}), {units.size(device.memory_bytes)} usable",
         ]
         lines += table(_CURVE_HEADERS, _curve_rows(device))
         if any(times.recompute_s or times.input_s for times in device.layers.values()) or device.alone:
@@ -89,8 +89,8 @@ def plan_inspection_lines(plan: Plan) -> list[str]:
         lines.append(
             f"  predicted {units.seconds(plan.predicted_step_s)} per step; bound {units.seconds(plan.bound_step_s)}"
         )
-    for idle in plan.idle:
-        lines += wrapped(f"  rank {idle.rank} idles: ", idle.reason)
+    for line in idle_lines(plan):
+        lines += wrapped("  ", line)
     for reason in plan.reasons:
         lines += wrapped("  because: ", reason)
     return lines
@@ -214,7 +214,7 @@ def _host_table(profile: ClusterProfile) -> list[str]:
         card = "shared" if host.shared_nic else "not shared" if measured else ""
         size, reason = (units.size(host.memory_bytes), host.memory_reason) if sharing else ("", "")
         speed = units.bandwidth(host.flows_bytes_per_s) if measured else ""
-        rows.append((host.name, ", ".join(map(str, ranks)), ", ".join(map(str, sharing)), size, card, speed, reason))
+        rows.append((host.name, units.numbers(ranks), units.numbers(sharing), size, card, speed, reason))
     if not rows:
         return []
     headers = ("host", "ranks", "in its memory", "memory", "network card", "all flows out", "why so much memory")
@@ -223,7 +223,7 @@ def _host_table(profile: ClusterProfile) -> list[str]:
 
 def _link_table(profile: ClusterProfile) -> list[str]:
     if not profile.links:
-        return []
+        return _host_link_table(profile)
     errors = {(link.source, link.destination): residuals(link) for link in profile.links}
     worst = {pair: max(map(abs, found), default=0.0) for pair, found in errors.items()}
     listed = sorted(
@@ -253,8 +253,14 @@ def _link_table(profile: ClusterProfile) -> list[str]:
     ]
 
 
-def _ranks_text(ranks: Sequence[int]) -> str:
-    return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))}"
+def _host_link_table(profile: ClusterProfile) -> list[str]:
+    """Links that are told by pairs of hosts."""
+    rows = []
+    for link in profile.host_links:
+        ends = "any other two hosts" if link.source == ANY_HOST else f"{link.source} -> {link.destination}"
+        where = "inside a host" if link.same_host else ends
+        rows.append((where, units.seconds(link.latency_s), units.bandwidth(link.bytes_per_s)))
+    return ["", "Links", *table(("where", "latency", "bandwidth"), rows)] if rows else []
 
 
 def _share(part: float, whole: float) -> float:

@@ -20,6 +20,8 @@ LONGEST_NAME = 26
 SHORTEST_NAME = 10
 PROSE = 30
 """Least width of a column of prose."""
+MOST_ROWS = 16
+"""Ranks up to which each has a line of its own."""
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -48,21 +50,22 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def profile_lines(profile: ClusterProfile) -> list[str]:
-    """Every rank with its device, memory and speed, and the links between them, in a few lines."""
+    """Every rank with its device, memory and speed, and the links between them, in a few lines; of more than ``MOST_ROWS``
+    ranks those of a host that look alike share one."""
     tokens = profile.model.sequence_length
-    rows = []
+    alike: dict[tuple[int, tuple[str, ...]], list[int]] = {}
     for device in profile.devices:
-        rows.append(
-            (
-                str(device.rank),
-                _short(device.host),
-                _device(device),
-                units.seconds(_block_s(profile, device, Op.F)),
-                units.seconds(_block_s(profile, device, Op.B)),
-                units.size(device.memory_bytes),
-                device.memory_reason,
-            )
+        row = (
+            _short(device.host),
+            _device(device),
+            units.seconds(_block_s(profile, device, Op.F)),
+            units.seconds(_block_s(profile, device, Op.B)),
+            units.size(device.memory_bytes),
+            device.memory_reason,
         )
+        own_row = device.rank if len(profile.devices) <= MOST_ROWS else 0
+        alike.setdefault((own_row, row), []).append(device.rank)
+    rows = [(units.numbers(members), *row) for (_, row), members in alike.items()]
     ranks = len(profile.devices)
     lines = [f"Ranks: {ranks}, {profile.mpi_library}; figures {profile.source}, {profile.date}"]
     lines += table(("rank", *_places(profile), "forward", "backward", "memory", "why so much"), rows)
@@ -100,8 +103,8 @@ def plan_lines(plan: Plan, profile: ClusterProfile) -> list[str]:
         "warm-up: micro-batches ahead of the first backward"
     )
     lines += host_lines(plan)
-    for idle in sorted(plan.idle, key=lambda idle: idle.rank):
-        lines += _wrapped(f"  rank {idle.rank} idles: ", idle.reason)
+    for line in idle_lines(plan):
+        lines += _wrapped("  ", line)
     for reason in plan.reasons:
         lines += _wrapped("  because: ", reason)
     lines += [f"Batch: {line}" for line in _batch_lines(plan)]
@@ -125,6 +128,14 @@ def _schedule_text(pipeline: PipelinePlan) -> str:
     else:
         name = "1F1B" if depths == classic else "1F1B with its own warm-up depths"
     return f"{name}, split backward" if pipeline.split_backward else name
+
+
+def idle_lines(plan: Plan) -> list[str]:
+    """``ranks 4-7 idle: a slower card than ...``, one line for every reason."""
+    alike: dict[str, list[int]] = {}
+    for idle in sorted(plan.idle, key=lambda idle: idle.rank):
+        alike.setdefault(idle.reason, []).append(idle.rank)
+    return [f"{units.ranks(r)} {'idles' if len(r) == 1 else 'idle'}: {reason}" for reason, r in alike.items()]
 
 
 def host_lines(plan: Plan) -> list[str]:
@@ -198,24 +209,26 @@ def _micro_batch_s(pipeline: PipelinePlan, stage: StagePlan, plan: Plan, profile
 def _batch_lines(plan: Plan) -> list[str]:
     """``64 sequences = 8 micro-batches x 8 sequences, 128 tokens each: 8,192 tokens per step``."""
     shares: dict[str, int] = {}
+    row = "sample" if units.unit_of(plan.sequence_length) == "samples" else "sequence"
     for pipeline in plan.pipelines:
         count, last = pipeline.micro_batches, pipeline.size(pipeline.micro_batches - 1)
         short = f" (the last: {last})" if last < pipeline.size(0) else ""
-        share = f"{_plural(count, 'micro-batch')} x {_plural(pipeline.size(0), 'sequence')}{short}"
+        share = f"{_plural(count, 'micro-batch')} x {_plural(pipeline.size(0), row)}{short}"
         shares[share] = shares.get(share, 0) + 1
     parts = [share if many == 1 else f"{many} x ({share})" for share, many in shares.items()]
+    text = f"{_plural(plan.global_batch, row)} = {' + '.join(parts)}"
+    if row == "sample":
+        return [text]
     tokens = plan.global_batch * plan.sequence_length
-    return [
-        f"{_plural(plan.global_batch, 'sequence')} = {' + '.join(parts)}, {plan.sequence_length:,} tokens each: "
-        f"{tokens:,} tokens per step"
-    ]
+    return [f"{text}, {plan.sequence_length:,} tokens each: {tokens:,} tokens per step"]
 
 
 def _prediction_lines(plan: Plan) -> list[str]:
     if plan.predicted_step_s <= 0:
         return []
     tokens_per_s = plan.global_batch * plan.sequence_length / plan.predicted_step_s
-    text = f"Predicted: {units.seconds(plan.predicted_step_s)} per step, {tokens_per_s:,.0f} tokens/s"
+    rate = f"{tokens_per_s:,.0f} {units.unit_of(plan.sequence_length)}/s"
+    text = f"Predicted: {units.seconds(plan.predicted_step_s)} per step, {rate}"
     if plan.bound_step_s > 0:
         gap = plan.predicted_step_s / plan.bound_step_s - 1
         text += (
@@ -225,19 +238,20 @@ def _prediction_lines(plan: Plan) -> list[str]:
 
 
 def _link_lines(profile: ClusterProfile) -> list[str]:
-    if not profile.links:
+    links = profile.told_links()
+    if not links:
         return []
-    latencies = [link.latency_s for link in profile.links]
-    bandwidths = [link.bytes_per_s for link in profile.links]
+    latencies = [link.latency_s for link in links]
+    bandwidths = [link.bytes_per_s for link in links]
     # The link that would take longest over what the blocks send: neither latency nor bandwidth says that alone.
     boundary = max(layer.boundary_bytes_per_token for layer in profile.model.layers) * profile.model.sequence_length
 
     def message_s(link: LinkProfile) -> float:
         return link.latency_s + boundary / link.bytes_per_s
 
-    slowest = max(profile.links, key=lambda link: (message_s(link), link.source, link.destination))
+    slowest = max(links, key=lambda link: (message_s(link), link.source, link.destination))
     return [
-        f"  {_plural(len(profile.links), 'link')} (least, median, most): "
+        f"  {_plural(len(links), 'link')}{'' if profile.links else ' from host to host'} (least, median, most): "
         f"latency {', '.join(units.seconds(value) for value in _spread(latencies))}; "
         f"bandwidth {', '.join(units.bandwidth(value) for value in _spread(bandwidths))}",
         f"  slowest: rank {slowest.source} -> rank {slowest.destination}, "

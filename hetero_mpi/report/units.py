@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _COUNTS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -45,6 +46,29 @@ def count(value: float) -> str:
 def percent(share: float) -> str:
     """``0.0834`` -> ``8.3 %``, ``0.25`` -> ``25 %``."""
     return f"{share * 100:.1f} %" if abs(share) < 0.0995 else f"{share * 100:.0f} %"
+
+
+def unit_of(sequence_length: int) -> str:
+    """What a throughput counts: tokens; where a sequence has just one, it is a sample of a model made of layers."""
+    return "samples" if sequence_length == 1 else "tokens"
+
+
+def numbers(values: Iterable[int]) -> str:
+    """``[0, 1, 2, 5]`` -> ``0-2, 5``. Two that follow each other stay ``0, 1``."""
+    runs: list[list[int]] = []
+    for value in sorted(set(values)):
+        if runs and runs[-1][-1] == value - 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    texts = (f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+    return ", ".join(texts)
+
+
+def ranks(values: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 0-7, 9``."""
+    listed = list(values)
+    return f"{'rank' if len(listed) == 1 else 'ranks'} {numbers(listed)}"
 
 
 def _scaled(value: float, units: tuple[tuple[float, str], ...]) -> str | None:
