@@ -13,9 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 
 from hetero_mpi.planning.cost import EMBEDDING, HEAD, LayerCost, ModelCost
-from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes, LinkProfile
+from hetero_mpi.planning.profile import (
+    ANY_HOST,
+    ITSELF,
+    ClusterProfile,
+    Curve,
+    DeviceProfile,
+    HostLinkProfile,
+    HostProfile,
+    LayerTimes,
+    LinkProfile,
+)
 
 DATE = "2026-11-20"
 EFFICIENCY = 0.4
@@ -44,6 +55,8 @@ STATED = (
     "device.",
 )
 
+PAIRWISE = 12
+"""Ranks up to which a file lists every pair, to be edited one by one."""
 ONE_CARD = "The ranks of a host share its network card: their messages to other hosts wait for each other (assumed)."
 
 
@@ -176,13 +189,13 @@ def cluster(
     between: Link | Callable[[DeviceProfile, DeviceProfile], Link],
     notes: Sequence[str],
 ) -> ClusterProfile:
-    links = []
-    for a in devices:
-        for b in devices:
-            if a.rank != b.rank:
-                same = a.host == b.host
-                latency, speed = SHARED_MEMORY if same else between(a, b) if callable(between) else between
-                links.append(LinkProfile(a.rank, b.rank, latency, speed, same))
+    links, told = [], ()
+    if len(devices) > PAIRWISE and not callable(between):
+        told = HostLinkProfile(ANY_HOST, ITSELF, *SHARED_MEMORY), HostLinkProfile(ANY_HOST, ANY_HOST, *between)
+    for a, b in [] if told else permutations(devices, 2):
+        same = a.host == b.host
+        latency, speed = SHARED_MEMORY if same else between(a, b) if callable(between) else between
+        links.append(LinkProfile(a.rank, b.rank, latency, speed, same))
     hosts = hosts_of(devices)
     if any(host.shared_nic for host in hosts):
         notes = [*notes, ONE_CARD]
@@ -196,6 +209,7 @@ def cluster(
         devices=tuple(devices),
         links=tuple(links),
         hosts=hosts,
+        host_links=told,
         notes=tuple(notes),
     )
 

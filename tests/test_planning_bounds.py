@@ -7,6 +7,7 @@ import pytest
 
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.changes import with_plenty_of_memory
+from hetero_mpi.planning.decide import decide
 from hetero_mpi.planning.exact.joint import Exact
 from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.packing import counted
@@ -112,6 +113,63 @@ def test_too_little_memory_for_two_in_flight_costs_a_round_trip_per_sequence() -
     assert step_s / NEAR <= packing_bound_s(profile, request, 2 * step_s) <= step_s * EQUAL
     # With room for more in flight both ranks work at once.
     assert packing_bound_s(with_plenty_of_memory(profile), request, 2 * step_s) < 0.75 * step_s
+
+
+def test_before_the_first_gradient_and_after_the_last_forward_there_is_little_to_do() -> None:
+    """A long first stage keeps two in flight: it idles while the first gradient comes back, and again at the end."""
+    profile = make_profile([1.0] * 3, make_model(4), memory_bytes=10_000_000)
+    cuts = (StagePlan((0,), 0, 3, 1), StagePlan((1,), 3, 4, 1), StagePlan((2,), 4, 6, 0))
+    plan = Plan((PipelinePlan(cuts, 1, 6),), 6, SEQUENCE, 6)
+    needed = {m.rank: m.peak_bytes for m in predict_memory(plan, profile)}
+    profile = replace(profile, devices=tuple(replace(d, memory_bytes=needed[d.rank]) for d in profile.devices))
+    request = PlanRequest(6, SEQUENCE, (1,), memory_reserve=0.0)
+    best_s = Exact(profile, request, rank_classes(profile)).solve()[0].step_s
+    # One sequence takes 6.3 s on the first stage and 13.8 s on all: one round trip, what is left of six, another round trip.
+    by_hand_s = 2 * 13.8 + (6 - 2) * 6.3 - 6.3
+    assert by_hand_s / NEAR <= packing_bound_s(profile, request, 2 * best_s) <= best_s * EQUAL
+
+
+def on_two_hosts(slowness: tuple[float, ...], bytes_per_s: float, blocks: int = 4) -> ClusterProfile:
+    """The first two ranks on one host, the others on another; links inside a host cost next to nothing."""
+    profile = make_profile(slowness, make_model(blocks), bytes_per_s=bytes_per_s)
+    devices = tuple(replace(d, host=f"host{min(1, d.rank // 2)}") for d in profile.devices)
+    links = tuple(
+        LinkProfile(k.source, k.destination, 0.0, 1e9, True) if k.source // 2 == k.destination // 2 else k
+        for k in profile.links
+    )
+    return replace(profile, devices=devices, links=links)
+
+
+def test_sums_of_a_host_that_only_one_pipeline_has_leave_it() -> None:
+    """A pipeline on each host would be best if its sums could stay there; they cannot."""
+    profile = on_two_hosts((1.0, 1.0, 1.0, 1.0), 100.0)
+    request = PlanRequest(6, SEQUENCE, (1,), max_pipelines=2, memory_reserve=0.0)
+    plan = decide(profile, request)
+    assert plan is not None
+    rough, close = (packing_bound_s(profile, request, 2 * plan.step_s, closely) for closely in (False, True))
+    assert rough < 0.9 * close and 0.9 * plan.step_s < close <= plan.step_s * EQUAL
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_good_plan_with_sums_inside_hosts_is_under_a_packing_bound(seed: int) -> None:
+    draw = random.Random(seed)
+    profile = on_two_hosts(
+        tuple(draw.choice((1.0, 1.0, 2.0)) for _ in range(4)), draw.choice((100.0, 1000.0)), draw.randint(2, 5)
+    )
+    roomy = draw.choice((45_000, 60_000, 10_000_000))
+    profile = replace(profile, devices=tuple(replace(d, memory_bytes=roomy) for d in profile.devices))
+    request = PlanRequest(
+        draw.choice((6, 12)),
+        SEQUENCE,
+        (1, 2, 3),
+        max_pipelines=4,
+        recompute_choices=(False, True),
+        memory_reserve=0.0,
+    )
+    found = decide(profile, request)
+    if found is not None:
+        for closely in (False, True):
+            assert packing_bound_s(profile, request, 2 * found.step_s, closely) <= found.step_s * EQUAL
 
 
 def test_a_pipeline_over_two_hosts_passes_every_sequence_over_their_link() -> None:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from hetero_mpi.job import load_job
 from hetero_mpi.planning.memory import (
     holdings,
     predict_hosts,
     predict_memory,
     stage_memory,
+    with_copies,
 )
 from hetero_mpi.planning.plan import HostMemory
+from hetero_mpi.planning.planner import make_plan
 from hetero_mpi.planning.profile import HostProfile
+from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Action, Op, parse_action, schedule_of, stages
-from tests.planning_samples import make_model, make_plan_of, make_profile, random_plan
+from hetero_mpi.training.request import request_of
+from tests.planning_samples import JOB_TOML, SEQUENCE, make_model, make_plan_of, make_profile, random_plan
 
 
 def actions(text: str) -> tuple[Action, ...]:
@@ -40,6 +46,40 @@ def test_memory_by_hand() -> None:
     again = stage_memory(profile.model, 2, 4, 10, in_flight=3, recompute=True)
     # The block keeps its input, the head all it needs; one block is computed again at a time.
     assert (again.activations, again.workspace) == (3 * (1000 + 3000), 500 + 300 * 10)
+
+
+def test_copies_in_host_memory_are_counted_where_ranks_compute_in_it() -> None:
+    """2,800 trained parameters, all on one rank or 1,400 on each of two: 24 bytes of copies for each beside 16 of their own."""
+    profile = make_profile((1.0, 1.0), memory_bytes=100_000, latency_s=100.0)
+    devices = tuple(replace(device, shares_host_memory=True) for device in profile.devices)
+    ours = replace(profile, devices=devices)
+    request = PlanRequest(4, SEQUENCE, (1,), memory_reserve=0.0)
+    copying = replace(request, copy_bytes_per_trainable_parameter=24.0)
+    alone, spread = make_plan(ours, request), make_plan(ours, copying)
+    one = replace(ours, devices=devices[:1], links=())
+    fitting = make_plan(replace(one, devices=(replace(devices[0], memory_bytes=200_000),)), copying)
+    assert fitting.memory[0].peak_bytes - alone.memory[0].peak_bytes == 24 * 2800
+    assert any("24 bytes a trained parameter) are counted" in reason for reason in fitting.reasons)
+    assert [len(memory) for memory in (alone.memory, spread.memory)] == [1, 2], "what fitted one rank needs two now"
+    assert all(m.peak_bytes <= 100_000 for m in spread.memory)
+    # A run that has no room for copies goes without; so does its plan.
+    without = make_plan(one, copying)
+    assert without.memory == alone.memory and any("no plan leaves room for copies" in r for r in without.reasons)
+    on_cards = replace(ours, devices=(devices[0], profile.devices[1]))
+    assert with_copies(on_cards, copying) is on_cards and with_copies(ours, request) is ours
+
+
+def test_what_a_job_asks_for_its_copies(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    for more, generations, bytes_each in (
+        ("", 0, 0),
+        ("[checkpoint]\nevery = 5", 0, 12),
+        ("[checkpoint]\nevery = 5\nbackground = false", 0, 0),
+        ("[checkpoint]\nevery = 5", 1, 36),  # under a supervisor: one of its own and one of others
+        ("", 2, 48),  # where ranks outlive others
+    ):
+        path.write_text(f"{JOB_TOML}{more}")
+        assert request_of(load_job(path), (1,), generations).copy_bytes_per_trainable_parameter == bytes_each
 
 
 def test_a_rank_with_both_tied_ends_holds_their_matrix_once() -> None:

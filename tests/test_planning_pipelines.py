@@ -16,10 +16,12 @@ from hetero_mpi.planning.packing.bound import packing_bound_s
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile, HostLinkProfile, HostProfile
 from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.several.abreast import abreast
 from hetero_mpi.planning.several.chains import Chain, Chains
 from hetero_mpi.planning.several.columns import Columns, along_hosts, in_hosts
 from hetero_mpi.planning.several.fleet import Fleet, levels
 from hetero_mpi.planning.several.layouts import several
+from hetero_mpi.planning.several.polish import Polisher
 from hetero_mpi.planning.several.shares import Pipelines
 from hetero_mpi.planning.simulator import simulate
 from tests.planning_samples import SEQUENCE, make_model, make_profile, random_instance, random_plan
@@ -178,6 +180,23 @@ def test_ranks_that_share_a_hosts_memory_must_fit_together() -> None:
     tight = replace(roomy, hosts=tuple(HostProfile(name, most // 4, "made up") for name in "ab"))
     other = several(tight, request)
     assert other is None or all(h.peak_bytes <= h.usable_bytes for h in predict_hosts(other, tight, 0.05))
+
+
+def test_pipelines_that_end_together_are_changed_together() -> None:
+    """Both have their long stage in front, and neither gains by itself."""
+    profile = make_profile([1.0] * 4, make_model(6))
+    request = PlanRequest(16, SEQUENCE, (2,), max_pipelines=2)
+    cuts = (0, 6, 8)
+    pair = [(StagePlan((a,), *cuts[:2], 1), StagePlan((b,), *cuts[1:], 0)) for a, b in ((0, 1), (2, 3))]
+    plan = Plan(tuple(PipelinePlan(stages, 2, 8) for stages in pair), 16, SEQUENCE, 8)
+    step_s = simulate(plan, profile).step_s
+    alone, alone_s = Polisher(profile, request, 100_000).polished(plan, step_s)
+    found, found_s = abreast(plan, step_s, profile, Polisher(profile, request, 100_000))
+    assert alone == plan and alone_s == step_s
+    assert found_s == simulate(found, profile).step_s < 0.99 * step_s
+    assert len({tuple(stage.last for stage in pipeline.stages) for pipeline in found.pipelines}) == 1
+    fixed = replace(request, schedule="1f1b")
+    assert abreast(plan, step_s, profile, Polisher(profile, fixed, 100_000)) == (plan, step_s)
 
 
 def request_of(plan: Plan) -> PlanRequest:

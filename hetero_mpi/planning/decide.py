@@ -16,6 +16,7 @@ from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.several import few, layouts
+from hetero_mpi.planning.several.abreast import abreast
 from hetero_mpi.planning.several.polish import Polisher
 from hetero_mpi.planning.single.natural import in_natural_order, preferred
 from hetero_mpi.planning.single.optimum import Optimum, check, optimise, space_of
@@ -24,6 +25,8 @@ from hetero_mpi.planning.tables import may_split, rank_classes
 
 POLISH_EFFORT = 150_000
 """Simulated actions that may be spent on making a plan better as a whole."""
+ABREAST_EFFORT = 400_000
+"""The same, for changes of all pipelines at once."""
 LARGE = 32
 """With more ranks than this, and several pipelines allowed, ``several.layouts`` is asked alone."""
 MANY_RANKS = 12
@@ -103,14 +106,18 @@ def _searched(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
 
 def _with_starts(best: Decision, profile: ClusterProfile, request: PlanRequest) -> Decision:
     """``best``, made better as a whole where there are not many ranks; with backward split where that is faster."""
-    for start in _starts(best.plan, profile, request):
+    first = best.plan
+    for start in _starts(first, profile, request):
         many = len(profile.devices) > MANY_RANKS
-        if many and start is best.plan:
+        if many and start is first:
             continue
         polisher = Polisher(profile, request, POLISH_EFFORT)
         fitting = polisher.fitted(start)
         if fitting is not None:
-            plan, step_s = (fitting, polisher.step_s(fitting)) if many else polisher.polished(fitting)
+            begun = fitting, polisher.step_s(fitting)
+            if start is first and not many:
+                begun = abreast(*begun, profile, Polisher(profile, request, ABREAST_EFFORT))
+            plan, step_s = begun if many else polisher.polished(*begun)
             best = replace(best, plan=plan, step_s=step_s) if step_s < best.step_s else best
     return best
 

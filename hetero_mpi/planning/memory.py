@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.cost import ModelCost
 from hetero_mpi.planning.plan import HostMemory, PipelinePlan, Plan, RankMemory, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Action, Op, Schedule, schedule_of, stages
 
 STAGING_BUFFERS = 2
@@ -116,6 +117,19 @@ def stage_holdings(pipeline: PipelinePlan, stage: StagePlan, model: ModelCost) -
 def usable_bytes(memory_bytes: int, reserve: float) -> int:
     """What a plan may use of a rank's memory when the share ``reserve`` is kept free."""
     return int(memory_bytes * (1 - reserve))
+
+
+def with_copies(profile: ClusterProfile, request: PlanRequest) -> ClusterProfile:
+    """The profile with a model whose trained parameters take the copies' memory as well, where ranks compute in host memory.
+
+    A rank keeps its own copies and, as a buddy, others', which are counted as if they were as large as its own. Where some rank
+    has a card, the profile is returned as it is: copies of a card's state lie in a memory that plans do not fill.
+    """
+    more = request.copy_bytes_per_trainable_parameter
+    if not more or not all(device.shares_host_memory for device in profile.devices):
+        return profile
+    state = profile.model.state_bytes_per_trainable_parameter + more
+    return replace(profile, model=replace(profile.model, state_bytes_per_trainable_parameter=state))
 
 
 def predict_memory(

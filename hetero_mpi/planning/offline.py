@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
@@ -20,7 +21,7 @@ from hetero_mpi.planning.changes import (
 from hetero_mpi.planning.decide import decide
 from hetero_mpi.planning.durations import compute_s
 from hetero_mpi.planning.plan import Plan
-from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LinkProfile
+from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, HostLinkProfile, LinkProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Op, stages
 from hetero_mpi.planning.tables import rank_classes
@@ -118,23 +119,23 @@ def what_ifs(own: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterat
 
 def faster_networks(plan: Plan, profile: ClusterProfile) -> Iterator[tuple[str, ClusterProfile]]:
     """What the usual next Ethernet would be, for each that the plan's messages between hosts run over now."""
-    found: dict[float, list[tuple[int, int]]] = {}
-    for link in profile.links:
-        now = ethernet_gbit(link)
-        if now is not None:
-            found.setdefault(now, []).append((link.source, link.destination))
-    used = {pair for a, b in link_pairs(plan) for pair in ((a, b), (b, a))}
-    for now, pairs in sorted(found.items()):
+    used = {ethernet_gbit(profile.link(*pair)) for a, b in link_pairs(plan) for pair in ((a, b), (b, a))}
+    for now in sorted(speed for speed in used if speed is not None):
         after = NEXT_GBIT.get(now)
-        if after is not None and used & set(pairs):
-            ordered = {(min(pair), max(pair)) for pair in pairs}
-            yield f"{after:g} GbE instead of {now:g}", with_faster_links(profile, ordered, after / now, latency=False)
+        if after is not None:
+            alike = partial(_is_ethernet, now)
+            faster = with_faster_links(profile, times=after / now, latency=False, where=alike)
+            yield f"{after:g} GbE instead of {now:g}", faster
 
 
-def ethernet_gbit(link: LinkProfile) -> float | None:
+def ethernet_gbit(link: LinkProfile | HostLinkProfile) -> float | None:
     """The Ethernet that a link between hosts looks like by its speed; None: none of the usual ones."""
     measured = 8 * link.bytes_per_s / 1e9
     return None if link.same_host else next((g for g in NEXT_GBIT if SHARE_OF_NOMINAL * g <= measured <= g), None)
+
+
+def _is_ethernet(gbit: float, link: LinkProfile | HostLinkProfile) -> bool:
+    return ethernet_gbit(link) == gbit
 
 
 def link_pairs(plan: Plan) -> list[tuple[int, int]]:

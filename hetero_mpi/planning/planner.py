@@ -12,7 +12,7 @@ from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decide import decide
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.explain import busiest, idle_ranks, reasons
-from hetero_mpi.planning.memory import predict_hosts, predict_memory
+from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copies
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.packing.bound import packing_bound_s
 from hetero_mpi.planning.plan import IdleRank, Plan
@@ -34,16 +34,29 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> Plan:
     Decides everything that ``exact.joint`` lists: which ranks take part in which pipelines and in which order, shares of the batch,
     the items of every stage, micro-batches, warm-up depths, splitting and where to recompute. How ranks are numbered changes
     nothing, unless the request is indifferent to small differences: then ranks stand in their own order where that costs no
-    more (``single.natural``). Of equally fast plans, the one with fewer ranks is taken. Raises ``UserError`` when nothing fits:
-    what is short by how much, and which changes were found to help.
+    more (``single.natural``). Of equally fast plans, the one with fewer ranks is taken. Copies of the trained state are
+    counted where ranks compute in host memory, unless nothing fits beside them. Raises ``UserError`` when nothing fits: what is
+    short by how much, and which changes were found to help.
     """
+    plain, profile = profile, with_copies(profile, request)
     decision = decide(profile, request)
+    remarks: tuple[str, ...] = ()
+    if decision is None and profile is not plain:
+        remarks = (f"memory: no plan leaves room for {_copies(request)}; the run says which it goes without",)
+        profile, decision = plain, decide(plain, request)
+    elif profile is not plain:
+        remarks = (f"memory: {_copies(request)} are counted",)
     if decision is None:
         raise UserError(explain_shortage(space_of(profile, request)))
     simulation = outlined(decision.plan, profile)
     plan = _with_figures(decision.plan, profile, request, simulation)
     idle = idle_ranks(decision, profile, request)
-    return replace(plan, idle=idle, reasons=reasons(decision, plan, profile, request, simulation))
+    told = (*reasons(decision, plan, profile, request, simulation), *remarks)
+    return replace(plan, idle=idle, reasons=told)
+
+
+def _copies(request: PlanRequest) -> str:
+    return f"copies of the trained state ({request.copy_bytes_per_trainable_parameter:g} bytes a trained parameter)"
 
 
 def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan:
@@ -115,7 +128,7 @@ def _bound_s(plan: Plan, profile: ClusterProfile, request: PlanRequest, step_s: 
     """The best bound that is quick to find. A plan by hand that goes beyond the request may be under the packing bound."""
     if len(profile.devices) > CLOSELY_BOUND or differences(plan, request):
         return fluid_bound_s(profile, request)
-    return packing_bound_s(profile, request, step_s)
+    return packing_bound_s(profile, request, step_s, closely=False)
 
 
 def _chain_problems(plan: Plan, profile: ClusterProfile) -> list[str]:

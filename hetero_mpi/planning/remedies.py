@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from hetero_mpi.planning.changes import with_copy_of
 from hetero_mpi.planning.cost import LayerCost, ModelCost
 from hetero_mpi.planning.decide import fits
-from hetero_mpi.planning.profile import ClusterProfile, LinkProfile
+from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.single.optimum import Space
 
@@ -221,14 +222,6 @@ def in_bf16(model: ModelCost) -> ModelCost:
 def with_more_ranks(profile: ClusterProfile, count: int) -> ClusterProfile:
     """The cluster with ``count`` more ranks like the one with the most memory, linked as that one is."""
     largest = max(profile.devices, key=lambda device: (device.memory_bytes, -device.rank))
-    devices, links = list(profile.devices), list(profile.links)
     for _ in range(count):
-        new = len(devices)
-        like = {link.destination: link for link in links if link.source == largest.rank}
-        into = {link.source: link for link in links if link.destination == largest.rank}
-        some = next(iter(like.values()), LinkProfile(0, 0, 0.0, float("inf"), False))
-        for rank in range(new):
-            links.append(replace(like.get(rank, some), source=new, destination=rank))
-            links.append(replace(into.get(rank, some), source=rank, destination=new))
-        devices.append(replace(largest, rank=new))
-    return replace(profile, devices=tuple(devices), links=tuple(links))
+        profile = with_copy_of(profile, largest.rank)
+    return profile

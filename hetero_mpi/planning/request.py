@@ -38,3 +38,6 @@ class PlanRequest:
     """Plans within this share of the fastest are as good: of these, the one whose ranks follow one another is taken."""
     memory_reserve: float = 0.05
     """Share of every device's usable memory that is kept free."""
+    copy_bytes_per_trainable_parameter: float = 0.0
+    """Host memory for copies of the trained state (snapshots of checkpoints, copies for and of buddies) that the run makes where
+    there is room."""

@@ -12,12 +12,15 @@ all later ones):
 * ``A + S c + optimizer <= T`` (the plan bound of ``bounds``), where c is without the gradients of the weights if they may be put
   off, and ``rho A + S c + tail + optimizer <= T``, c with them, where rho is the share of A that lies before: backwards of
   earlier stages need not wait for weights and sums. The tail are the sums of the stage's items that the last backward cannot
-  hide: the less, the larger the micro-batch; but then A's forwards are longer, too;
-* a sum over P ranks leaves every host with fewer than P ranks;
-* with k sequences in flight at most, the forward of sequence i + k begins after the backward of sequence i has ended. So the
-  forward of the last one begins after ``ceil(S / k) - 1`` round trips, and after r - 1 forwards if r sequences are left then:
-  ``A + ceil(S / k) R + (r - 1) forward + optimizer <= T``. Micro-batches of several sequences make fewer rounds of these, each
-  as much longer as a micro-batch takes longer at least; the last term is no more than what they lose;
+  hide: the less, the larger the last micro-batch is;
+* a sum over P ranks leaves every host with fewer than P ranks, and every host without a rank in some pipeline;
+* with k micro-batches in flight at most, the forward of micro-batch i + k begins after the backward of i has ended. So the
+  forward of the last one begins after ``ceil(M / k) - 1`` round trips (M: micro-batches of the share), and after r - 1 forwards
+  if r are left then: ``A + ceil(M / k) R + (r - 1) forward + optimizer <= T``;
+* the first backward begins A and R - backward after the step did, when no more than k forwards have been done. After the last
+  forward, R - forward and A pass while no more than k backwards are left. What lies between takes ``(M - k)`` forwards and
+  backwards at least: ``A + (M - k) c + 2 R - forward - backward + optimizer <= T``, c of a micro-batch here; and with rho A
+  instead of A, the tail, too;
 * all S sequences pass the link to a stage, one after the other, and the last of them has R before it: ``A + S message + R
   + optimizer <= T``, where one message is counted once;
 * parameters, state, workspace and one micro-batch fit into memory.
@@ -53,12 +56,12 @@ class Forced:
         return self.fluid_s + sum(self.added_s.values())
 
 
-def packing_bound_s(profile: ClusterProfile, request: PlanRequest, known_s: float) -> float:
+def packing_bound_s(profile: ClusterProfile, request: PlanRequest, known_s: float, closely: bool = True) -> float:
     """No plan of as many pipelines as the request allows is faster; within a ``TOLERANCE`` of what the relaxation can show.
 
-    ``known_s``: some plan's step time, where the search begins.
+    ``known_s``: some plan's step time, where the search begins. Not ``closely``: quicker, and less tight (``counted.packing``).
     """
-    return packing_of(profile, request, known_s).bound_s
+    return _from(fluid_bound_s(profile, request), profile, request, known_s, closely=closely).bound_s
 
 
 def packing_of(profile: ClusterProfile, request: PlanRequest, known_s: float) -> Packing:
@@ -95,14 +98,20 @@ def _views(profile: ClusterProfile) -> Iterator[tuple[ClusterProfile, bool, bool
 
 
 def _from(
-    low_s: float, profile: ClusterProfile, request: PlanRequest, known_s: float, filling: bool = True, sums: bool = True
+    low_s: float,
+    profile: ClusterProfile,
+    request: PlanRequest,
+    known_s: float,
+    filling: bool = True,
+    sums: bool = True,
+    closely: bool = True,
 ) -> Packing:
     """``low_s``: a bound that is known already."""
     if not profile.model.layers[1:-1] or not low_s < known_s or math.isinf(known_s):
         return Packing(low_s, known_s)
     facts = classes_apart(Facts(profile, request, True, filling, sums))
     if facts is not None:
-        found = packing(facts, low_s, known_s)
+        found = packing(facts, low_s, known_s, closely)
         numbered = [device.rank for device in facts.fleet.devices]
         pipelines = tuple((tuple(numbered[i] for i in ranks), share) for ranks, share in found.pipelines)
         return replace(found, pipelines=pipelines)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_mpi.planning.packing.relaxed import Facts
-from hetero_mpi.planning.packing.stages import Limits, Stages
+from hetero_mpi.planning.packing.relaxed import ANY, Summing
+from hetero_mpi.planning.packing.stages import Limits, Stages, StageTables
 from hetero_mpi.planning.several.fleet import Floats
 
 Places = NDArray[np.int64]
@@ -32,20 +32,17 @@ class _Entry:
     """How a message reaches a rank of one class, by the ranks that the pipeline has already [vector]."""
 
     hop_s: Floats
-    """One micro-batch's, there and back."""
-    once_s: Floats
-    """The same one way; 0 where there is none."""
-    each_s: Floats
-    """One sequence's, one way, of any number; 0 where there is none."""
+    """The last micro-batch's, there and back; infinite: the pipeline has no rank yet."""
+    whole_s: Floats
+    """Any other micro-batch's, one way; of ``ANY`` each sequence's. 0 where there is none."""
 
 
 class Chains:
     """All pipelines of at most ``count[class]`` ranks of every class. Vectors are numbered as arrays of ``shape`` lay them."""
 
-    def __init__(
-        self, facts: Facts, count: tuple[int, ...], stages: dict[tuple[int, bool, bool], list[Stages]]
-    ) -> None:
-        self.facts, self.count, self.stages = facts, count, stages
+    def __init__(self, tables: StageTables, count: tuple[int, ...], summing: Summing) -> None:
+        facts = tables.facts
+        self.facts, self.batch, self.count, self.stages = facts, tables.batch, count, tables.of(summing)
         self.shape = tuple(n + 1 for n in count)
         self.vectors = np.indices(self.shape).reshape(len(count), -1)
         self.used = [kind for kind, n in enumerate(count) if n]
@@ -57,19 +54,22 @@ class Chains:
     def _entry(self, kind: int) -> _Entry:
         """The message comes from one of the homes that the vector's ranks are at: over the best of their links."""
         facts, one = self.facts, self.facts.classes[kind]
-        size, number = facts.message_bytes, self.vectors.shape[1]
+        bytes_, number = facts.message_bytes, self.vectors.shape[1]
         if not facts.filling:
-            return _Entry(*(np.zeros(number) for _ in range(3)))
-        once, each = np.full(number, np.inf), np.full(number, np.inf)
+            return _Entry(np.zeros(number), np.zeros(number))
+        last, whole = (np.full(number, np.inf) for _ in range(2))
         for home in sorted({other.home for other in facts.classes}):
             there = [i for i, other in enumerate(facts.classes) if other.home == home]
             ways = [one.near, one.away] if home == one.home else [facts.between(home, one.home)]
             from_there = self.vectors[there].sum(axis=0) > 0
             for way in ways:
-                seconds = [facts.message_s(way, n * size) / n for n in facts.sizes]
-                once = np.where(from_there, np.minimum(once, facts.message_s(way, size)), once)
-                each = np.where(from_there, np.minimum(each, min(seconds)), each)
-        return _Entry(2 * once, *(np.where(np.isfinite(x), x, 0.0) for x in (once, each)))
+                once = min(facts.message_s(way, n * bytes_) for n in facts.sizes)
+                each = min(
+                    facts.message_s(way, n * bytes_) / (n if self.batch == ANY else 1) for n in facts.whole_sizes
+                )
+                last = np.where(from_there, np.minimum(last, once), last)
+                whole = np.where(from_there, np.minimum(whole, each), whole)
+        return _Entry(2 * last, np.where(np.isfinite(whole), whole, 0.0))
 
     def carried(self, shares: list[int], step_s: float, most: int, spare: float) -> NDArray[np.bool_]:
         """[share, vector]: can these ranks, or some of them, be a pipeline that does so many sequences by ``step_s``?
@@ -94,13 +94,13 @@ class _Passes:
     def __init__(self, chains: Chains, shares: Floats, step_s: float) -> None:
         self.chains, self.shares = chains, shares
         self.blocks, self.last = len(chains.facts.blocks), chains.vectors.shape[1] - 1
-        ahead = [chains.facts.ahead * by for by in chains.facts.stretch]
+        batch, ahead = chains.batch, chains.facts.ahead
         self.limits: dict[tuple[int, bool, bool], list[tuple[Stages, Limits]]] = {
-            key: [(stages, stages.limits(shares, step_s, ahead)) for stages in kinds]
+            key: [(stages, stages.limits(shares, step_s, batch, ahead)) for stages in kinds]
             for key, kinds in chains.stages.items()
             if chains.count[key[0]]
         }
-        self.wasted: Floats = np.zeros(self.last + 1)
+        self.wasted: Floats = np.full(self.last + 1, -np.inf)
         self.most = 0
         self.behind: dict[int, Floats] = {}
         """class -> least round trip behind a stage of that class, the message to it included, [share, blocks behind,
@@ -143,7 +143,9 @@ class _Passes:
                 continue
             some = slice(1, most + 1)
             whole = later + stages.fill_s[some, None]
-            whole[limits.rounds[:, some, None] * whole > limits.left_s[:, some, None]] = np.inf
+            too_long = limits.rounds[:, some, None] * whole > limits.left_s[:, some, None]
+            too_long |= 2 * whole > limits.both_s[:, some, None]
+            whole[too_long] = np.inf
             _lower(trip, slice(done + 1, done + most + 1), vectors + chains.one[kind], whole)
 
     def onward(self) -> NDArray[np.bool_]:
@@ -169,7 +171,8 @@ class _Passes:
         behind = self.behind[kind][:, ::-1, self.last - one]
         here = arrived[:, :, one]
         for stages, limits in self.limits[kind, True, False]:
-            possible = limits.rounds * (stages.fill_s + behind) <= limits.left_s
+            trip = stages.fill_s + behind
+            possible = (limits.rounds * trip <= limits.left_s) & limits.twice(0.0, trip)
             np.minimum(here, np.where(possible, stages.fill_s, np.inf), out=here)
 
     def _append(self, arrived: Floats, carried: NDArray[np.bool_], done: int, kind: int, vectors: Places) -> None:
@@ -177,8 +180,7 @@ class _Passes:
         entry, left, after = self.chains.entries[kind], self.blocks - done, vectors + self.chains.one[kind]
         at = arrived[:, done, vectors] + entry.hop_s[vectors]
         # All messages of the pipeline pass over the link to this stage, one after the other.
-        each_s, once_s = entry.each_s[vectors], entry.once_s[vectors]
-        last_at = at + np.maximum(0.0, self.shares[:, None] * each_s - once_s)
+        last_at = at + self._queued_s(entry)[:, vectors]
         for stages, limits in self.limits[kind, False, False]:
             most = min(limits.most, left)
             if most < 1:
@@ -188,6 +190,7 @@ class _Passes:
             possible = at[:, None] + limits.rounds[:, some, None] * trip <= limits.left_s[:, some, None]
             possible &= at[:, None] <= limits.latest_s[:, some, None]
             possible &= last_at[:, None] + trip <= limits.end_s[some, None]
+            possible &= limits.twice(at[:, None], trip, some)
             whole = np.where(possible, at[:, None] + fill, np.inf)
             _lower(arrived, slice(done + 1, done + most + 1), after, whole)
         for stages, limits in self.limits[kind, False, True]:
@@ -195,6 +198,13 @@ class _Passes:
             possible = at + limits.rounds[:, left, None] * fill_s <= limits.left_s[:, left, None]
             possible &= (at <= limits.latest_s[:, left, None]) & (last_at + fill_s <= limits.end_s[left])
             carried[:, after] |= possible
+
+    def _queued_s(self, entry: _Entry) -> Floats:
+        """[share, vector] what all messages but the one that A counts take, one way."""
+        if self.chains.batch == ANY:
+            once_s = np.where(np.isfinite(entry.hop_s), entry.hop_s / 2, 0.0)
+            return np.asarray(np.maximum(0.0, self.shares[:, None] * entry.whole_s - once_s))
+        return np.asarray((np.ceil(self.shares[:, None] / self.chains.batch.size) - 1) * entry.whole_s)
 
 
 def _lower(table: Floats, blocks: slice, vectors: Places, to: Floats) -> None:

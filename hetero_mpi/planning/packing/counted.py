@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.planning.packing.chains import Chains
-from hetero_mpi.planning.packing.relaxed import Facts, RankClass
+from hetero_mpi.planning.packing.relaxed import ANY, Batch, Facts, RankClass, Summing
 from hetero_mpi.planning.packing.stages import StageTables
 from hetero_mpi.planning.several.fleet import Floats
 
@@ -26,10 +26,25 @@ MOST_VECTORS = 400
 """Classes are joined until there are no more vectors than these."""
 MOST_UNLIKE = 1.13
 """No classes are joined of which one is more than so many times as fast, or as large, as the other."""
-AT_ONCE = 4
-"""So many shares are looked at side by side."""
-TOLERANCE = 0.004
+MOST_TOLD_APART = 4
+"""Up to so many pipelines it is told apart how many there are."""
+GROWTH = 3
+"""Each step away from a known plan's time is so many times as large as the one before."""
+TOLERANCE = 0.002
 """The search for the largest step time that can be shown ends within this share of it."""
+ROUGHLY = 0.006
+"""The same, where the bound is to be quick."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is supposed of pipelines."""
+
+    summing: Summing
+    limit: int
+    """There are no more of them; 0: any number."""
+    homes: frozenset[int] = frozenset()
+    """All of them have ranks there."""
 
 
 @dataclass(frozen=True)
@@ -49,34 +64,53 @@ class Counted:
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
-        self.tables = StageTables(facts)
+        self._tables: dict[Batch, StageTables] = {}
         self.shape = tuple(len(one.ranks) + 1 for one in facts.classes)
         self.vectors: Whole = np.indices(self.shape).reshape(len(self.shape), -1)
         self.number = self.vectors.shape[1]
-        self._chains: dict[tuple[int, int], tuple[Chains, Whole]] = {}
+        self._chains: dict[tuple[int, Summing, Batch], Chains] = {}
         self.blocks = len(facts.blocks) + facts.ends
         self.sequences_per_s: Floats = facts.speeds @ self.vectors / self.blocks
+        homes = [one.home for one in facts.classes]
+        self.at_home: NDArray[np.bool_] = np.array(
+            [(self.vectors[[h == home for h in homes]] > 0).any(axis=0) for home in range(max(homes) + 1)]
+        )
+        """[home, vector]: has it a rank there?"""
         places = np.arange(self.number)
         inside = (self.vectors[:, None, :] <= self.vectors[:, :, None]).all(axis=0)
         self.rest: Whole = np.where(inside, places[:, None] - places[None, :], self.number)
         """[vector, some of its ranks]: the vector of the others; beyond all of them where there is none."""
 
-    def chains(self, vector: int, pipelines: int) -> tuple[Chains, Whole]:
-        """(all chains of at most these ranks, their vectors' places among all vectors)."""
-        key = vector, pipelines
+    def homes_with(self, ranks: int) -> list[int]:
+        """Homes that are one host with at least so many ranks."""
+        found = []
+        for home in sorted({one.home for one in self.facts.classes}):
+            here = [rank for one in self.facts.classes if one.home == home for rank in one.ranks]
+            if len(here) >= ranks and len({int(self.facts.fleet.host[rank]) for rank in here}) == 1:
+                found.append(home)
+        return found
+
+    def places(self, vector: int) -> Whole:
+        """Of all vectors of these ranks or some of them."""
+        shape = tuple(int(n) + 1 for n in self.vectors[:, vector])
+        inner = np.indices(shape).reshape(len(shape), -1)
+        return np.asarray(np.ravel_multi_index(tuple(inner), self.shape))
+
+    def chains(self, vector: int, summing: Summing, batch: Batch) -> Chains:
+        """All chains of at most these ranks."""
+        key = vector, summing, batch
         if key not in self._chains:
-            count = tuple(int(n) for n in self.vectors[:, vector])
-            chains = Chains(self.facts, count, self.tables.of(pipelines))
-            inner = np.indices(chains.shape).reshape(len(count), -1)
-            self._chains[key] = chains, np.asarray(np.ravel_multi_index(tuple(inner), self.shape))
+            if batch not in self._tables:
+                self._tables[batch] = StageTables(self.facts, batch)
+            self._chains[key] = Chains(self._tables[batch], tuple(int(n) for n in self.vectors[:, vector]), summing)
         return self._chains[key]
 
 
 class Shares:
-    """What every vector can carry: at least ``least``, at most ``most`` sequences, when so many pipelines sum gradients."""
+    """What every vector can carry: at least ``least``, at most ``most`` sequences, when pipelines sum gradients so."""
 
-    def __init__(self, counted: Counted, pipelines: int) -> None:
-        self.counted, self.pipelines = counted, pipelines
+    def __init__(self, counted: Counted, summing: Summing, closely: bool) -> None:
+        self.counted, self.summing, self.closely = counted, summing, closely
         self.batch = counted.facts.request.global_batch
         self._known: dict[float, tuple[Whole, Whole]] = {}
         self.step_s = 0.0
@@ -86,7 +120,9 @@ class Shares:
     def begin(self, step_s: float) -> None:
         """What shorter and longer step times have shown holds here too."""
         speed = step_s * self.counted.sequences_per_s * (1 + 1e-9)
-        self.least, self.most = np.zeros_like(self.least), np.minimum(self.batch, np.floor(speed)).astype(np.int64)
+        # Each of the other pipelines does one sequence at least.
+        ceiling = self.batch - (self.summing.pipelines - 1)
+        self.least, self.most = np.zeros_like(self.least), np.minimum(ceiling, np.floor(speed)).astype(np.int64)
         for other_s, (least, most) in self._known.items():
             if other_s <= step_s:
                 self.least = np.maximum(self.least, least)
@@ -97,25 +133,53 @@ class Shares:
 
     def look(self, vector: int, shares: list[int]) -> None:
         """Whether these ranks, at best, carry these shares."""
-        chains, places = self.counted.chains(vector, self.pipelines)
+        places = self.counted.places(vector)
         speed = self.step_s * self.counted.sequences_per_s
         spare = (float(speed[-1]) - self.batch) * self.counted.blocks * (1 + 1e-9) + 1e-6
         ceiling = min(self.batch, math.floor(speed[vector] * (1 + 1e-9)))
-        for some in (shares[i : i + AT_ONCE] for i in range(0, len(shares), AT_ONCE)):
-            for share, found in zip(some, chains.carried(some, self.step_s, ceiling, spare), strict=True):
-                # What those ranks could not do, though any of the others might have stood behind them, fewer cannot either.
-                beyond = places[~found]
+        whole = vector == self.counted.number - 1
+
+        def carried(some: list[int], batch: Batch) -> dict[int, NDArray[np.bool_]]:
+            if not some:
+                return {}
+            found = self.counted.chains(vector, self.summing, batch).carried(some, self.step_s, ceiling, spare)
+            return dict(zip(some, found, strict=True))
+
+        found = carried(shares, ANY) if whole or not self.closely else {}
+        open_ = [share for share in shares if share not in found or found[share][-1]]
+        closer = {share: np.full(len(places), not self.closely) for share in open_}
+        for batch in self._batches(min(shares)):
+            left = [share for share in closer if not closer[share][-1]]
+            for share, vectors in carried(left, batch).items():
+                closer[share] |= vectors
+        for share in shares:
+            if share in closer and closer[share][-1]:
+                self.least[vector] = max(self.least[vector], share)
+            elif share in closer:
+                found[share] = closer[share]
+            # What those ranks could not do, though any of the others might have stood behind them, fewer cannot either.
+            if share in found:
+                beyond = places[~found[share]]
                 self.most[beyond] = np.minimum(self.most[beyond], share - 1)
-                if found[-1]:
-                    self.least[vector] = max(self.least[vector], share)
         self.least = np.minimum(self.least, self.most)
         self._known[self.step_s] = self.least, self.most
 
-    def impossible(self, pipelines: int) -> list[int] | None:
-        """None: shown that so many pipelines (0: any number) cannot do the batch by ``step_s``; else vectors that could."""
+    def _batches(self, share: int) -> list[Batch]:
+        """How shares of so many sequences or more may be cut: a larger one may end with a longer micro-batch, or a shorter one."""
+        choices = self.counted.facts.choices
+        alone = [size for size in range(share, max(choices)) if size not in choices]
+        return [
+            *(Batch(size, last) for size in choices for last in range(size, 0, -1)),
+            *(Batch(size, size) for size in alone),
+        ]
+
+    def impossible(self, pipelines: int, homes: frozenset[int] = frozenset()) -> list[int] | None:
+        """None: shown that so many pipelines (0: any number), each with ranks of all ``homes``, cannot do the batch by ``step_s``;
+        else vectors that could."""
         looked: set[int] = set()
+        has = self.counted.at_home[sorted(homes)].all(axis=0)
         while True:
-            sequences, parts = packed(self.counted, self.most, pipelines)
+            sequences, parts = packed(self.counted, np.where(has, self.most, 0), pipelines)
             if sequences < self.batch:
                 return None
             open_ = sorted({vector for vector in parts if self.least[vector] < self.most[vector]})
@@ -183,29 +247,82 @@ def _unlike(a: RankClass, b: RankClass, facts: Facts) -> float:
     return max(ratios) * (1.0 if a.home == b.home else 1.001)
 
 
-def packing(facts: Facts, low_s: float, known_s: float) -> Packing:
-    """``low_s``: a bound to begin with. ``known_s``: some plan's step time, above which nothing is of interest."""
-    counted = Counted(facts)
-    request = facts.request
-    most = min(int(counted.vectors[:, -1].sum()), request.max_pipelines, request.global_batch)
-    # (pipelines that sum, pipelines there may be; 0: any number)
-    cases = [(1, 1), *([(2, 0)] if most > 1 else [])]
-    shares = {number: Shares(counted, number) for number, _ in cases}
+def packing(facts: Facts, low_s: float, known_s: float, closely: bool = True) -> Packing:
+    """``low_s``: a bound to begin with. ``known_s``: some plan's step time, above which nothing is of interest. Not ``closely``:
+    micro-batches may have any sizes, and no cases are told apart; several times as fast, and less tight where sums are long."""
+    search = Search(facts, closely)
+    tolerance = TOLERANCE if closely else ROUGHLY
     high_s = known_s
     found: tuple[tuple[tuple[int, ...], int], ...] = ()
-    tried_known = False
-    while high_s > low_s * (1 + TOLERANCE):
-        middle_s = math.sqrt(low_s * high_s) if tried_known else high_s * (1 - TOLERANCE / 2)
-        tried_known = True
-        for number, pipelines in cases:
-            shares[number].begin(middle_s)
-            parts = shares[number].impossible(pipelines)
-            if parts is not None:
-                high_s, found = middle_s, _named(counted, parts, shares[number].most)
-                break
-        else:
+    share = tolerance / 2
+    while high_s > low_s * (1 + tolerance):
+        # What is known is near: the steps away from it grow until one is impossible.
+        middle_s = max(math.sqrt(low_s * high_s), high_s * (1 - share))
+        share *= GROWTH
+        parts = search.possible(middle_s)
+        if parts is None:
             low_s = middle_s
+        else:
+            high_s, found = middle_s, parts
     return Packing(low_s, high_s, found)
+
+
+class Search:
+    """Whether the batch can be done by a step time, for one time after another.
+
+    What pipelines are told of one another decides what their sums cost. At first that is little: two of them sum, inside a host
+    wherever it has ranks enough. Where pipelines that look possible contradict that, cases are told apart: *all* pipelines
+    have ranks of a host, or its sums leave it; there are exactly so many pipelines, or more.
+    """
+
+    def __init__(self, facts: Facts, closely: bool) -> None:
+        self.counted, self.closely = Counted(facts), closely
+        request = facts.request
+        self.most = min(int(self.counted.vectors[:, -1].sum()), request.max_pipelines, request.global_batch)
+        self._shares: dict[Summing, Shares] = {}
+
+    def possible(self, step_s: float) -> tuple[tuple[tuple[int, ...], int], ...] | None:
+        """Pipelines (ranks, sequences) that look as if they could; None: there are none."""
+        cases = [Case(Summing(1), 1)]
+        if self.most > 1:
+            cases.insert(0, Case(Summing(2), 0))
+        while cases:
+            case = cases.pop()
+            if case.summing not in self._shares:
+                self._shares[case.summing] = Shares(self.counted, case.summing, self.closely)
+            shares = self._shares[case.summing]
+            if shares.step_s != step_s:
+                shares.begin(step_s)
+            parts = shares.impossible(case.limit, case.homes)
+            if parts is not None:
+                closer = self._closer(case, parts)
+                if not closer:
+                    return _named(self.counted, parts, shares.most)
+                cases += closer
+        return None
+
+    def _closer(self, case: Case, parts: list[int]) -> list[Case]:
+        """The cases that ``case`` falls apart into where ``parts`` contradict what it knows; the most likely one last."""
+        summing, at_home = case.summing, self.counted.at_home
+        if summing.pipelines == 1 or not self.counted.facts.sums or not self.closely:
+            return []
+        torn = [
+            home
+            for home in self.counted.homes_with(summing.pipelines)
+            if home not in summing.leaving and 0 < sum(bool(at_home[home, vector]) for vector in parts) < len(parts)
+        ]
+        if torn:
+            home = torn[0]
+            away = replace(case, summing=replace(summing, leaving=summing.leaving | {home}))
+            found = [replace(case, homes=case.homes | {home}), away]
+            if len(torn) > 1:
+                # Likely enough that sums matter little; if this looks possible, nothing else need be looked at.
+                found.append(replace(case, summing=replace(summing, leaving=summing.leaving.union(torn))))
+            return found
+        if not case.limit and summing.pipelines < min(len(parts), MOST_TOLD_APART):
+            more = replace(case, summing=replace(summing, pipelines=summing.pipelines + 1))
+            return [replace(case, limit=summing.pipelines), more]
+        return []
 
 
 def _named(counted: Counted, parts: list[int], most: Whole) -> tuple[tuple[tuple[int, ...], int], ...]:

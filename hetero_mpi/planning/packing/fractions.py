@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetero_mpi.planning.bounds import simplex
-from hetero_mpi.planning.packing.relaxed import Facts
+from hetero_mpi.planning.packing.relaxed import Facts, Summing
 from hetero_mpi.planning.several.fleet import Floats
 
 ROUNDS = 10
@@ -59,7 +59,7 @@ class _Trial:
         self.unit_s = max(facts.fastest_s * UNIT, step_s / FINEST, 1e-30)
         self.width = int(step_s / self.unit_s) + 1
         self.arrived: Floats = np.arange(self.width, dtype=np.float64) * self.unit_s
-        self.sums = facts.sums_s(least)
+        self.sums = facts.sums_s(Summing(least))
         self.allowed = facts.link_allows(step_s, self.shares)
         self.moves = {
             ends: list(self._moves(*ends)) for ends in ((False, False), (False, True), (True, False), (True, True))

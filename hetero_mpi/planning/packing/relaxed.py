@@ -6,9 +6,11 @@ Every figure errs on the side of less: the least over micro-batch sizes, kinds o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import reduce
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,30 @@ from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.several.fleet import Fleet, Floats
 
+Way = Callable[[LayerTimes, int], float]
+"""Seconds of a layer with so many tokens."""
+
+
+class Batch(NamedTuple):
+    """How a pipeline's share is cut: micro-batches of ``size`` sequences, the last one of ``last``. See also ``ANY``."""
+
+    size: int
+    last: int
+
+
+ANY = Batch(0, 0)
+"""Micro-batches of any sizes, whichever suits best at each place: less is known, but of all of them at once."""
+
+
+@dataclass(frozen=True)
+class Summing:
+    """Who sums gradients with whom, as far as it is known."""
+
+    pipelines: int
+    """At least so many."""
+    leaving: frozenset[int] = frozenset()
+    """Homes without a rank in some pipeline: what is summed there leaves the host."""
+
 
 @dataclass
 class RankClass:
@@ -30,23 +56,19 @@ class RankClass:
     trip_s: tuple[float, ...]
     """The same without what split backward may put off: the gradients of the weights."""
     fill_s: tuple[float, ...]
-    """Least seconds of one micro-batch."""
+    """Least seconds of one micro-batch, forward and back as far as others wait for it."""
     forward_s: tuple[float, ...]
-    """Least seconds of one micro-batch's forward."""
+    """Least seconds of one micro-batch's forward, but for the last."""
     repeated_s: float
     """Least seconds per sequence that repeating a block's forward takes."""
     refill_s: float
     """Least seconds per micro-batch of the same."""
-    growth: float
-    """A micro-batch of more than one sequence takes at least so many times as long as one of one sequence."""
     overhead_s: float
     """Least seconds of a stage's own per micro-batch, forward and backward."""
     hidden_s: float
     """Most seconds of an item's backward: sums of later items may run beside it."""
-    hides_s: tuple[tuple[float, float], ...]
-    """The same by choice of micro-batch: without and with a repeated forward."""
-    stretch: tuple[float, ...]
-    """By choice of micro-batch: how many times as long as the least its forwards and messages take at least."""
+    hides_s: tuple[tuple[float, ...], tuple[float, ...]]
+    """Most seconds of the backward of a block, the embedding and the head, without and with a repeated forward."""
     ahead: float
     """Least share of forwards in forwards and backwards."""
     usable: float
@@ -98,7 +120,10 @@ class Facts:
         self.fleet = Fleet(profile, request, min(request.micro_batch_choices))
         self.blocks = self.model.layers[1:-1]
         self.choices = sorted(set(request.micro_batch_choices))
-        self.sizes = range(1, max(request.micro_batch_choices) + 1)
+        self.sizes: Sequence[int] = range(1, max(request.micro_batch_choices) + 1)
+        self.last_sizes: Sequence[int] = self.sizes
+        self.whole_sizes: Sequence[int] = self.sizes
+        """Sequences of any micro-batch, of the last one, of all others."""
         self.members: list[list[int]] = [[] for _ in range(int(self.fleet.host.max()) + 1)]
         for rank, host in enumerate(self.fleet.host.tolist()):
             self.members[host].append(rank)
@@ -110,17 +135,36 @@ class Facts:
         self._summarise()
 
     def _summarise(self) -> None:
-        self._between: dict[tuple[int, int], tuple[float, float]] = {}
+        self._apply()
         self.count: Floats = np.array([float(len(one.ranks)) for one in self.classes])
-        self.fastest_s = min(one.fill_s[0] for one in self.classes)
-        self.ahead = max(1e-9, min(0.5, *(one.ahead for one in self.classes)))
         self.speeds: Floats = np.array([1 / max(one.work_s[0], 1e-30) for one in self.classes])
         """Blocks' sequences per second."""
         self.ends = sum(
             min(one.work_s[end] * v for one, v in zip(self.classes, self.speeds, strict=True)) for end in (1, 2)
         )
         """Embedding and head, in blocks, where they are least."""
-        self.stretch = [min(values) for values in zip(*(one.stretch for one in self.classes), strict=True)]
+
+    def _apply(self) -> None:
+        """What depends on the sizes of micro-batches."""
+        self._between: dict[tuple[int, int], tuple[float, float]] = {}
+        self.fastest_s = min(one.fill_s[0] for one in self.classes)
+        self.ahead = max(1e-9, min(0.5, *(one.ahead for one in self.classes)))
+
+    def at(self, batch: Batch) -> Facts:
+        """The same, of pipelines with such micro-batches only."""
+        if batch == ANY:
+            return self
+        found = copy(self)
+        found.sizes = sorted({batch.size, batch.last})
+        found.last_sizes, found.whole_sizes = [batch.last], [batch.size]
+        found.classes = [
+            reduce(joined, (found._class_of(found.fleet.devices[rank], rank, one.usable) for rank in one.ranks))
+            for one in self.classes
+        ]
+        for one, before in zip(found.classes, self.classes, strict=True):
+            one.home = before.home
+        found._apply()
+        return found
 
     def join(self, a: int, b: int) -> None:
         """Tell the ranks of two classes apart no longer; their homes become one."""
@@ -232,30 +276,31 @@ class Facts:
             whole = layer_s(times, Op.B, size)
             return min(whole, layer_s(times, Op.I, size)) if split else whole
 
-        def least(part: list[LayerTimes], of: Callable[[LayerTimes, int], float], each: bool) -> float:
-            return min((of(t, n * tokens) / (n if each else 1) for t in part for n in self.sizes), default=0.0)
+        # Forwards and backwards may be of unlike micro-batches: each is the least by itself.
+        def each(part: list[LayerTimes], *ways: Way) -> float:
+            return min((sum(min(of(t, n * tokens) / n for n in self.sizes) for of in ways) for t in part), default=0.0)
+
+        def least(part: list[LayerTimes], sizes: Sequence[int], *ways: Way) -> float:
+            return min((sum(min(of(t, n * tokens) for n in sizes) for of in ways) for t in part), default=0.0)
 
         def ahead(times: LayerTimes, size: int) -> float:
-            return forward(times, size) / max(
-                1e-30, forward(times, size) + layer_s(times, Op.B, size) + repeated_s(times, size)
-            )
+            back_s = layer_s(times, Op.B, size) + repeated_s(times, size)
+            return forward(times, size) / max(1e-30, forward(times, size) + back_s)
 
         layers = [*blocks, *ends]
-        hides_s = self._hides_s(blocks, layers)
+        hides_s = self._hides_s(parts)
         ways = [self.message_s(way, self.message_bytes) for way in (self.exit[host], self.inside[rank])]
         hop_s = 2 * min(ways) if self.filling and min(ways) < math.inf else 0.0
         return RankClass(
-            work_s=tuple(least(part, lambda t, n: forward(t, n) + back(t, n), True) for part in parts),
-            trip_s=tuple(least(part, lambda t, n: forward(t, n) + homeward(t, n), True) for part in parts),
-            fill_s=self._filling(least(part, lambda t, n: forward(t, n) + homeward(t, n), False) for part in parts),
-            forward_s=self._filling(least(part, forward, False) for part in parts),
-            repeated_s=least(blocks, repeated_s, True),
-            refill_s=least(blocks, repeated_s, False) if self.filling else 0.0,
-            growth=self._growth(layers, [forward, homeward, repeated_s]),
+            work_s=tuple(each(part, forward, back) for part in parts),
+            trip_s=tuple(each(part, forward, homeward) for part in parts),
+            fill_s=self._filling(least(part, self.sizes, forward, homeward) for part in parts),
+            forward_s=self._filling(least(part, self.whole_sizes, forward) for part in parts),
+            repeated_s=each(blocks, repeated_s),
+            refill_s=least(blocks, self.sizes, repeated_s) if self.filling else 0.0,
             overhead_s=device.forward_overhead_s + device.backward_overhead_s,
-            hidden_s=max(again for _, again in hides_s),
+            hidden_s=max(max(hides) for hides in hides_s),
             hides_s=hides_s,
-            stretch=self._stretch(layers, [way for way in (self.exit[host], self.inside[rank]) if way[0] < math.inf]),
             ahead=min(ahead(t, n * tokens) for t in layers for n in self.sizes),
             usable=usable,
             fixed_s=device.optimizer_fixed_s,
@@ -270,51 +315,35 @@ class Facts:
     def _filling(self, seconds: Iterable[float]) -> tuple[float, ...]:
         return tuple(value if self.filling else 0.0 for value in seconds)
 
-    def _hides_s(self, blocks: list[LayerTimes], layers: list[LayerTimes]) -> tuple[tuple[float, float], ...]:
-        """See ``RankClass.hides_s``. The last micro-batch may hold fewer sequences."""
-        tokens, found = self.request.sequence_length, []
-        for choice in self.choices:
-            sizes = [n * tokens for n in range(1, choice + 1)]
-            own = max(layer_s(t, op, size) for t in layers for size in sizes for op in (Op.B, Op.W))
-            again = max((layer_s(t, Op.B, size) + repeated_s(t, size) for t in blocks for size in sizes), default=0.0)
-            found.append((own, max(own, again)))
-        return tuple(found)
+    def _hides_s(self, parts: list[list[LayerTimes]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """See ``RankClass.hides_s``: of the last micro-batch."""
+        sizes = [n * self.request.sequence_length for n in self.last_sizes]
+        own = [
+            max((layer_s(t, op, size) for t in part for size in sizes for op in (Op.B, Op.W)), default=0.0)
+            for part in parts
+        ]
+        again = max((layer_s(t, Op.B, size) + repeated_s(t, size) for t in parts[0] for size in sizes), default=0.0)
+        return tuple(own), (max(own[0], again), own[1], own[2])
 
-    def _stretch(self, layers: list[LayerTimes], ways: list[tuple[float, ...]]) -> tuple[float, ...]:
-        """See ``RankClass.stretch``."""
-        tokens, size = self.request.sequence_length, self.message_bytes
-        curves: list[Callable[[int], float]] = [lambda n, t=t: layer_s(t, Op.F, n * tokens) for t in layers]  # type: ignore[misc]
-        curves += [lambda n, way=way: self.message_s(way, n * size) for way in ways]  # type: ignore[misc]
-        least = [min(of(n) for n in self.sizes) for of in curves]
-        return tuple(
-            min((of(choice) / one for of, one in zip(curves, least, strict=True) if one > 0), default=1.0)
-            for choice in self.choices
-        )
-
-    def _growth(self, layers: list[LayerTimes], curves: list[Callable[[LayerTimes, int], float]]) -> float:
-        """See ``RankClass.growth``; 1 where micro-batches of one sequence are no choice."""
-        tokens, choices = self.request.sequence_length, self.request.micro_batch_choices
-        if 1 not in choices:
-            return 1.0
-        alone = [(of(t, tokens), of, t) for of in curves for t in layers]
-        ratios = [of(t, n * tokens) / one for one, of, t in alone for n in choices if n > 1 and one > 0]
-        return max(1.0, min(ratios, default=1.0))
-
-    def sums_s(self, pipelines: int) -> list[tuple[float, ...]]:
-        """Least seconds to sum one block, the embedding, the head over ``pipelines`` ranks, by class."""
+    def sums_s(self, summing: Summing) -> list[tuple[float, ...]]:
+        """Least seconds to sum one block, the embedding, the head, by class."""
+        pipelines = summing.pipelines
         if pipelines < 2 or not self.sums:
             return [(0.0, 0.0, 0.0)] * len(self.classes)
 
-        def of(rank: int, size: float) -> float:
+        def of(rank: int, size: float, leaving: bool) -> float:
             if size == 0:
                 return 0.0
             host = int(self.fleet.host[rank])
             ways = [self.exit[host]]
-            if len(self.members[host]) >= pipelines:
+            if len(self.members[host]) >= pipelines and not leaving:
                 ways.append(self.inside[rank])
             return 2 * (pipelines - 1) * min(self.message_s(way, size / pipelines) for way in ways)
 
-        return [tuple(min(of(rank, size) for rank in one.ranks) for size in self.summed) for one in self.classes]
+        return [
+            tuple(min(of(rank, size, one.home in summing.leaving) for rank in one.ranks) for size in self.summed)
+            for one in self.classes
+        ]
 
     def link_allows(self, step_s: float, shares: Floats) -> NDArray[np.bool_]:
         """[class, share]: may a rank be in a pipeline of that share, as far as leaving its host goes?"""

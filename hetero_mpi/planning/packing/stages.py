@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hetero_mpi.planning.memory import stage_trainable
-from hetero_mpi.planning.packing.relaxed import Facts
+from hetero_mpi.planning.packing.relaxed import ANY, Batch, Facts, Summing
 from hetero_mpi.planning.several.fleet import Floats
 from hetero_mpi.planning.tables import Table, stage_bytes
 
@@ -27,10 +28,22 @@ class Limits:
     """So many round trips from this stage to the last one and back take place one after the other."""
     left_s: Floats
     """A and these round trips must fit into this; negative: never."""
+    both_s: Floats
+    """A and two round trips must fit into this, where not all sequences can be in flight: the first one's, before which no more
+    than are in flight are done, and the last one's, after which no more than these are left."""
+    summed_s: Floats
+    """The same with the sums that no backward hides; of A only what lies before the first backward counts."""
+    ahead: float
+    """Least share of A that lies before the first backward."""
     end_s: Floats
     """[blocks]: when everything but the optimizer must have ended."""
     most: int
     """No share can have a stage of more blocks; -1: of any."""
+
+    def twice(self, at_s: Floats | float, trip_s: Floats, blocks: slice = slice(None)) -> NDArray[np.bool_]:
+        """[share, blocks, ...]: is there time for two round trips of stages that A reaches then, and for what lies between?"""
+        twice, more = 2 * trip_s, (slice(None), blocks) + (None,) * (trip_s.ndim - 2)
+        return np.asarray((at_s + twice <= self.both_s[more]) & (self.ahead * at_s + twice <= self.summed_s[more]))
 
 
 @dataclass(frozen=True)
@@ -44,40 +57,36 @@ class Stages:
     fill_s: Floats
     """Least seconds of one micro-batch, there and back."""
     forward_s: Floats
-    growth: float
     optimizer_s: Floats
-    tails_s: tuple[Floats, ...]
-    """By choice of micro-batch: what sums of gradients take that the last backward cannot hide; empty: there are none."""
+    tail_s: Floats
+    """What sums of gradients take that the last backward cannot hide."""
     kept: Floats
-    """Most sequences in flight; 0: such a stage does not fit, or is none."""
+    """Most micro-batches in flight, of ``ANY`` sequences; 0: such a stage does not fit, or is none."""
 
-    def limits(self, shares: Floats, step_s: float, ahead: list[float]) -> Limits:
-        """``ahead``: by choice of micro-batch, least share of A that lies before the first backward, of which there is as
-        much more as the micro-batch is larger."""
-        spare = step_s - self.optimizer_s - shares[:, None] * self.work_s
-        tails = self.tails_s or (np.zeros_like(self.work_s),) * len(ahead)
-        latest = np.maximum.reduce([(spare - tail) / part for tail, part in zip(tails, ahead, strict=True)])
-        latest = np.minimum(latest, step_s - self.optimizer_s - shares[:, None] * self.trip_s)
+    def limits(self, shares: Floats, step_s: float, batch: Batch, ahead: float) -> Limits:
+        """``ahead``: least share of A that lies before the first backward."""
+        end, share = step_s - self.optimizer_s, shares[:, None]
+        latest = (end - share * self.work_s - self.tail_s) / ahead
+        latest = np.minimum(latest, end - share * self.trip_s)
         latest = np.where(self.kept > 0, latest, -1.0)
-        kept = np.maximum(self.kept, 1e-9)
-        rounds = np.maximum(1.0, np.ceil(shares[:, None] / kept - 1e-9))
-        several = rounds > 1
-        last = np.where(
-            several, shares[:, None] - np.where(several, rounds - 1, 0.0) * np.where(several, kept, 0.0), 1.0
-        )
-        grown = (self.growth - 1) * np.where(several, rounds - 1, 0.0) * self.fill_s
-        before_last = np.maximum(0.0, np.minimum((last - 1) * self.forward_s, grown))
         possible = np.flatnonzero((latest >= 0).any(axis=0))
         most = int(possible.max()) if possible.size else -1
-        left = np.where(latest >= 0, step_s - self.optimizer_s - before_last, -1.0)
-        return Limits(latest, rounds, left, step_s - self.optimizer_s, most)
+        kept, size = np.maximum(self.kept, 1e-9), batch.size or 1
+        count = np.ceil(share / size)
+        rounds = np.maximum(1.0, np.ceil(count / kept - 1e-9))
+        left_over = count - np.where(rounds > 1, (rounds - 1) * np.where(rounds > 1, kept, 0.0), 0.0)
+        before_last = 0.0 if batch == ANY else (left_over - 1) * self.forward_s
+        left = np.where(latest >= 0, end - before_last, -1.0)
+        beyond = np.maximum(0.0, share - size * self.kept)
+        both = np.where(beyond > 0, end - beyond * self.trip_s + self.fill_s, np.inf)
+        return Limits(latest, rounds, left, both, both - self.tail_s, ahead, end, most)
 
 
 class StageTables:
-    """``Stages`` of every class, for numbers of pipelines that sum gradients."""
+    """``Stages`` of every class, for numbers of pipelines that sum gradients and one way to cut a share into micro-batches."""
 
-    def __init__(self, facts: Facts) -> None:
-        self.facts = facts
+    def __init__(self, facts: Facts, batch: Batch) -> None:
+        self.facts, self.batch = facts.at(batch), batch
         self._bytes = {
             (first, last, recompute): tuple(_over_blocks(table, first, last) for table in self._stage_bytes(recompute))
             for first, last in ENDS
@@ -88,25 +97,27 @@ class StageTables:
         trained = sums[None, :] - sums[:, None]
         trained[0, count + 2] = stage_trainable(model, 0, count + 2)
         self._trained = {ends: np.nan_to_num(_over_blocks(trained, *ends), posinf=0.0) for ends in ENDS}
-        self._known: dict[int, dict[tuple[int, bool, bool], list[Stages]]] = {}
+        self._known: dict[Summing, dict[tuple[int, bool, bool], list[Stages]]] = {}
 
     def _stage_bytes(self, recompute: bool) -> tuple[Table, Table]:
-        """(least bytes whatever is in flight, least bytes of every sequence in flight) [first, last]."""
-        facts, sizes = self.facts, sorted(set(self.facts.request.micro_batch_choices))
-        tables = [stage_bytes(facts.model, facts.request.sequence_length * size, recompute) for size in sizes]
-        each = [table / size for size, (_, table) in zip(sizes, tables, strict=True)]
+        """(bytes whatever is in flight, bytes of every micro-batch in flight) [first, last]; of ``ANY``: of every sequence."""
+        model, tokens = self.facts.model, self.facts.request.sequence_length
+        if self.batch != ANY:
+            return stage_bytes(model, tokens * self.batch.size, recompute)
+        tables = [stage_bytes(model, tokens * size, recompute) for size in self.facts.choices]
+        each = [table / size for size, (_, table) in zip(self.facts.choices, tables, strict=True)]
         return tables[0][0], np.minimum.reduce(each)
 
-    def of(self, pipelines: int) -> dict[tuple[int, bool, bool], list[Stages]]:
+    def of(self, summing: Summing) -> dict[tuple[int, bool, bool], list[Stages]]:
         """(class, embedding?, head?) -> its stages, one entry for every way of recomputing that fits anywhere."""
-        if pipelines not in self._known:
-            sums = self.facts.sums_s(pipelines)
-            self._known[pipelines] = {
+        if summing not in self._known:
+            sums = self.facts.sums_s(summing)
+            self._known[summing] = {
                 (kind, first, last): [one for one in self._stages(kind, first, last, sums[kind]) if one.kept.any()]
                 for kind in range(len(self.facts.classes))
                 for first, last in ENDS
             }
-        return self._known[pipelines]
+        return self._known[summing]
 
     def _stages(self, kind: int, first: bool, last: bool, sums: tuple[float, ...]) -> Iterator[Stages]:
         facts, one, ends = self.facts, self.facts.classes[kind], (first, last)
@@ -115,7 +126,7 @@ class StageTables:
         def total(each: tuple[float, ...]) -> Floats:
             return blocks * each[0] + float(first) * each[1] + float(last) * each[2]
 
-        overhead_s = one.overhead_s / max(facts.request.micro_batch_choices)
+        overhead_s = one.overhead_s / (self.batch.size or max(facts.choices))
         for recompute in sorted(set(facts.request.recompute_choices)):
             again = blocks * one.repeated_s if recompute else np.zeros_like(blocks)
             yield Stages(
@@ -125,11 +136,8 @@ class StageTables:
                 + (blocks * one.refill_s if recompute else 0.0)
                 + (one.overhead_s if facts.filling else 0.0),
                 forward_s=total(one.forward_s),
-                growth=one.growth,
                 optimizer_s=one.fixed_s + one.per_parameter_s * self._trained[first, last],
-                tails_s=tuple(_tail_s(sums, total(sums), blocks, ends, hides[recompute]) for hides in one.hides_s)
-                if any(sums)
-                else (),
+                tail_s=_tail_s(sums, total(sums), blocks, ends, one.hides_s[recompute]),
                 kept=self._kept(one.usable, first, last, recompute),
             )
 
@@ -142,14 +150,18 @@ class StageTables:
         # A stage without blocks has no forward to repeat: one way of not doing so is enough.
         if (recompute and False in self.facts.request.recompute_choices) or not (first or last):
             kept[0] = 0.0
-        return np.where(kept >= min(self.facts.request.micro_batch_choices), kept, 0.0)
+        return np.asarray(kept)
 
 
-def _tail_s(sums: tuple[float, ...], total: Floats, blocks: Floats, ends: tuple[bool, bool], hidden_s: float) -> Floats:
+def _tail_s(
+    sums: tuple[float, ...], total: Floats, blocks: Floats, ends: tuple[bool, bool], hides_s: tuple[float, ...]
+) -> Floats:
     """Of sums of ``total`` seconds, those after the backward: of the first item, and of all beyond what backward hides."""
     first = np.full(len(blocks), sums[1]) if ends[0] else np.where(blocks > 0, sums[0], sums[2])
+    backward = blocks * hides_s[0] + ends[0] * hides_s[1] + ends[1] * hides_s[2]
     # When the last item is whole, the last backward still has all others to do.
-    return np.asarray(np.maximum(first, total - (blocks + sum(ends) - 1) * hidden_s))
+    own = hides_s[2] if ends[1] else np.where(blocks > 0, hides_s[0], hides_s[1])
+    return np.asarray(np.maximum(first, total - (backward - own)))
 
 
 def _over_blocks(table: Table, first: bool, last: bool) -> Floats:

@@ -38,6 +38,11 @@ def in_hosts(fleet: Fleet, pipelines: int, keys: Sequence[Floats]) -> list[Colum
     return columns + _chunks(fleet, rest, pipelines, keys)
 
 
+def of_all(fleet: Fleet, pipelines: int, keys: Sequence[Floats]) -> list[Column]:
+    """Columns of like ranks, wherever they are."""
+    return _chunks(fleet, list(range(len(fleet.devices))), pipelines, keys)
+
+
 def along_hosts(fleet: Fleet, pipelines: int, keys: Sequence[Floats]) -> list[Column]:
     """Columns across hosts, such that neighbours of a host stand one after another in a pipeline.
 

@@ -108,6 +108,11 @@ class Fleet:
         """Sequences per second of each rank, were it alone with a memory that holds everything."""
         return np.asarray(self.micro_batch / (self.forward_s.sum(axis=1) + self.backward_s.sum(axis=1)))
 
+    @property
+    def unlinked(self) -> bool:
+        """Do messages take no time at all? Then it does not matter who is whose neighbour."""
+        return not self.latency_s.any() and not self.per_byte_s.any()
+
     @cached_property
     def outward_s(self) -> Floats:
         """Seconds of one micro-batch's message over each rank's best link to another host; 0: there is only one."""
@@ -207,20 +212,17 @@ def in_own_order(profile: ClusterProfile, tokens: int) -> list[DeviceProfile]:
     # In large clusters one rank of a host says how it is linked to the others.
     ends = devices if len(devices) <= FEW else [here[0] for here in hosts.values()]
 
-    def ways_s(device: DeviceProfile) -> float:
-        size = tokens * max(layer.boundary_bytes_per_token for layer in profile.model.layers)
-        others = [end for end in ends if end.rank != device.rank]
-        return math.fsum(
-            profile.transfer_s(*pair, size) for b in others for pair in ((device.rank, b.rank), (b.rank, device.rank))
-        )
-
-    linked = {end.rank: ways_s(end) for end in ends}
+    size = tokens * max(layer.boundary_bytes_per_token for layer in profile.model.layers)
+    numbers = [end.rank for end in ends]
+    seconds = profile.messages_s(numbers, size) if len(ends) > 1 else np.zeros((len(ends), len(ends)))
+    # Exactly rounded sums: the same in whatever order the others come.
+    linked = {rank: math.fsum([*seconds[i], *seconds[:, i]]) for i, rank in enumerate(numbers)}
     whole: dict[int, float] = {}
 
     def key(device: DeviceProfile) -> tuple[float, ...]:
         if id(device.layers) not in whole:
-            seconds = [c.at(tokens) for _, t in sorted(device.layers.items()) for c in (t.forward_s, t.backward_s)]
-            whole[id(device.layers)] = math.fsum(seconds)
+            each = [c.at(tokens) for _, t in sorted(device.layers.items()) for c in (t.forward_s, t.backward_s)]
+            whole[id(device.layers)] = math.fsum(each)
         steps = device.optimizer_fixed_s, device.optimizer_s_per_parameter
         return (-device.memory_bytes, whole[id(device.layers)], linked.get(device.rank, 0.0), *steps)
 

@@ -19,7 +19,7 @@ from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.several.chains import Chain, Chains, Line
-from hetero_mpi.planning.several.columns import Column, Columns, along_hosts, in_hosts
+from hetero_mpi.planning.several.columns import Column, Columns, along_hosts, in_hosts, of_all
 from hetero_mpi.planning.several.fleet import FEW, Fleet, in_own_order
 from hetero_mpi.planning.several.pace import Crew
 from hetero_mpi.planning.several.shares import Pipelines
@@ -90,8 +90,11 @@ def several(profile: ClusterProfile, request: PlanRequest, fewest: int = 1) -> P
     if len(smallest.devices) <= FEW:
         # Which of several like ranks come together in a column goes by this order.
         fleets.append(Fleet(profile, request, sizes[0], None, smallest.devices[::-1]))
-    numbers = _numbers(smallest, fewest)
-    found = _simulated([layout for fleet in fleets for layout in _ranked(fleet, numbers)])
+    layouts = _ranked(smallest, _numbers(smallest, fewest))
+    for turned in fleets[1:]:
+        # Which numbers of pipelines are promising does not depend on that order.
+        layouts += _ranked(turned, sorted({layout.columns.pipelines for layout in layouts}))
+    found = _simulated(layouts)
     for size in sizes[1:]:
         again = []
         for one in found[:IMPROVED]:
@@ -164,8 +167,9 @@ def _groupings(fleet: Fleet, pipelines: int) -> Iterator[list[Column]]:
         (fleet.memory_level, fleet.speed_level, fleet.outward_level),
     )
     seen: set[tuple[Column, ...]] = set()
+    builds = (of_all,) if fleet.unlinked else (in_hosts, along_hosts) if pipelines > 1 else (in_hosts,)
     for keys in likeness:
-        for build in (in_hosts, along_hosts) if pipelines > 1 else (in_hosts,):
+        for build in builds:
             members = build(fleet, pipelines, keys)
             if members and tuple(sorted(members)) not in seen:
                 seen.add(tuple(sorted(members)))
