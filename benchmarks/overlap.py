@@ -118,8 +118,9 @@ def _rank(messages: int, rounds: int) -> int:
     import torch
 
     from hetero_mpi.comm import pages
+    from hetero_mpi.comm.joining import run_guarded
     from hetero_mpi.comm.mpi_transport import MpiTransport
-    from hetero_mpi.comm.world import World, run_guarded
+    from hetero_mpi.comm.world import World
 
     torch.set_num_threads(1)
     matrix, product = torch.randn(256, 256), torch.empty(256, 256)

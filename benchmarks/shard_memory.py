@@ -102,7 +102,8 @@ def _measure(ranks: int, model: Path, held: str) -> list[dict[str, Any]]:
 
 def _load(directory: Path, held: str) -> int:
     """One rank: load the share, report the memory."""
-    from hetero_mpi.comm.world import World, run_guarded
+    from hetero_mpi.comm.joining import run_guarded
+    from hetero_mpi.comm.world import World
 
     def command(world: World) -> int:
         import psutil

@@ -41,7 +41,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import numpy as np  # noqa: E402
 from harness import Metered, Stopwatch, found_by_ranks, parser_of, resident_bytes  # noqa: E402
 
-from hetero_mpi.comm.world import World, run_guarded  # noqa: E402
+from hetero_mpi.comm.joining import run_guarded  # noqa: E402
+from hetero_mpi.comm.world import World  # noqa: E402
 from hetero_mpi.device.backend import Backend, set_threads  # noqa: E402
 from hetero_mpi.job import Job, LoadedJob  # noqa: E402
 from hetero_mpi.model.chain import Chain  # noqa: E402

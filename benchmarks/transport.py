@@ -155,8 +155,9 @@ def _missed(setting: str, rows: list[dict[str, Any]]) -> list[str]:
 def _rank(words: list[str]) -> int:
     """One of our two ranks: does what ``transport.c`` does."""
     from hetero_mpi.comm import pages
+    from hetero_mpi.comm.joining import run_guarded
     from hetero_mpi.comm.mpi_transport import MpiTransport
-    from hetero_mpi.comm.world import World, run_guarded
+    from hetero_mpi.comm.world import World
 
     def program(world: World) -> int:
         for word in words:

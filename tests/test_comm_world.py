@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from hetero_mpi.comm.joining import host_labels
 from hetero_mpi.comm.library import (
     MpiLibrary,
     foreign_launcher_problem,
@@ -16,9 +17,10 @@ from hetero_mpi.comm.library import (
     parse_library_version,
     world_size_problem,
 )
-from hetero_mpi.comm.links import fit_line, rounds
+from hetero_mpi.comm.links import fit_line
+from hetero_mpi.comm.pairs import rounds
 from hetero_mpi.comm.versions import MUST_MATCH, own_versions, version_problem
-from hetero_mpi.comm.world import describe_problems, host_labels
+from hetero_mpi.comm.world import describe_problems
 from tests.mpi import ROOT, run_bounded, run_mpi
 
 FAILURES = "tests/programs/comm_failures.py"
@@ -236,6 +238,8 @@ def test_line_fit() -> None:
     assert latency_s == pytest.approx(50e-6, rel=0.05) and bytes_per_s == pytest.approx(1e8, rel=0.1)
     assert fit_line([1000], [1e-3]) == pytest.approx((0.0, 1e6))
     latency_s, bytes_per_s = fit_line([1000, 2000], [2e-3, 1e-3])
-    assert latency_s > 0 and bytes_per_s == float("inf"), "noise: larger is not slower"
+    assert (latency_s, bytes_per_s) == pytest.approx((1.3125e-3, 8e6)), "noise: larger is not slower"
+    latency_s, bytes_per_s = fit_line([1024, 2048, 4096], [1e-5, 1.0001e-5, 1.0000001e-5])
+    assert bytes_per_s == pytest.approx(4 * 4096 / 1e-5, rel=1e-3), "noise: a line that hardly rises"
     latency_s, bytes_per_s = fit_line([1000, 2000], [1e-6, 1e-3])
     assert latency_s == 0 and 0 < bytes_per_s < float("inf")

@@ -1,5 +1,5 @@
 """Ranks talking to each other: mpi4py and numpy, never torch.
 
-``world`` joins the MPI job and refuses a broken start, ``transport`` moves bytes between ranks, ``links`` measures how
-fast.
+``joining`` enters the MPI job and refuses a broken start, ``world`` is what its ranks do together, ``transport`` moves bytes
+between them, ``links`` measures how fast.
 """

@@ -7,7 +7,7 @@ here starts MPI's non-blocking one and looks for its end politely.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,14 +74,29 @@ class Collectives:
 
     def broadcast_array(self, array: NDArray[Any] | None, root: int = 0) -> NDArray[Any]:
         """``root``'s array (any shape, plain numeric dtype) on every rank; other ranks pass ``None``."""
-        if self.rank == root:
-            assert array is not None and array.dtype.kind in "biufc", "root must give an array of plain numbers"
-            array = np.ascontiguousarray(array).reshape(array.shape)
-        header = self.broadcast_json([array.dtype.str, array.shape] if array is not None else None, root)
-        if self.rank != root or array is None:
-            array = np.empty(tuple(header[1]), np.dtype(header[0]))
-        self._broadcast_bytes(array.reshape(-1).view(np.uint8), root)
-        return array
+        return self.broadcast_arrays(None if array is None else [array], root)[0]
+
+    def broadcast_arrays(self, arrays: Sequence[NDArray[Any]] | None, root: int = 0) -> list[NDArray[Any]]:
+        """Several of ``root``'s arrays, likewise, in one message; other ranks pass ``None``."""
+        own = [np.ascontiguousarray(array).reshape(array.shape) for array in arrays or ()]
+        assert all(array.dtype.kind in "biufc" for array in own), "root must give arrays of plain numbers"
+        header = self.broadcast_json(
+            [[array.dtype.str, array.shape] for array in own] if arrays is not None else None, root
+        )
+        if arrays is None:
+            own = [np.empty(tuple(shape), np.dtype(dtype)) for dtype, shape in header]
+        pieces = [array.reshape(-1).view(np.uint8) for array in own]
+        if len(pieces) == 1:
+            self._broadcast_bytes(pieces[0], root)
+            return own
+        joined = np.concatenate(pieces) if arrays is not None else np.empty(sum(map(len, pieces)), np.uint8)
+        self._broadcast_bytes(joined, root)
+        if arrays is None:
+            for piece, content in zip(
+                pieces, np.split(joined, np.cumsum([len(piece) for piece in pieces])[:-1]), strict=True
+            ):
+                piece[:] = content
+        return own
 
     def all_reduce_sum(self, array: NDArray[Any]) -> NDArray[Any]:
         """The element-wise sum over the ranks, with the same bits on every rank. Equal shape and dtype everywhere.

@@ -17,6 +17,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_mpi.comm.pairs import quiet_rounds
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.comm.world import World
 
@@ -30,6 +31,8 @@ _FLOW_S, _FLOW_MESSAGES = 0.05, 3
 """Messages of about this time, and how many of them, tell how fast a flow is."""
 CLEARLY_FASTER = 1.5
 """Flows that share no card are together at least so much faster than the fastest of them alone."""
+PLAUSIBLE = 4.0
+"""A fitted bandwidth is at most so many times the best bytes / seconds of its samples."""
 
 
 @dataclass(frozen=True)
@@ -120,47 +123,6 @@ def flows_of(hosts: Sequence[str], host: str) -> list[tuple[int, int]]:
     place = {rank: sum(hosts[other] == hosts[rank] for other in range(rank)) for rank in elsewhere}
     elsewhere.sort(key=lambda rank: (place[rank], rank))
     return list(zip(own, itertools.cycle(elsewhere), strict=False)) if elsewhere else []
-
-
-def quiet_rounds(hosts: Sequence[str]) -> list[list[tuple[int, int]]]:
-    """``rounds`` for ranks on ``hosts``, divided so that of the pairs between hosts no two in a round touch one host.
-
-    >>> quiet_rounds(("a", "a", "b", "b"))
-    [[(0, 3)], [(1, 2)], [(0, 2)], [(1, 3)], [(0, 1), (2, 3)]]
-    """
-    result = []
-    for pairs in rounds(len(hosts)):
-        waiting = pairs
-        while waiting:
-            now: list[tuple[int, int]] = []
-            busy: set[str] = set()
-            for a, b in waiting:
-                touched = {hosts[a], hosts[b]} if hosts[a] != hosts[b] else set()
-                if not touched & busy:
-                    now.append((a, b))
-                    busy |= touched
-            result.append(now)
-            waiting = [pair for pair in waiting if pair not in now]
-    return result
-
-
-def rounds(n: int) -> list[list[tuple[int, int]]]:
-    """Disjoint pairs per round, every pair of ``range(n)`` once, lower rank first.
-
-    For n = 4::
-
-        round 0: 0-3 1-2
-        round 1: 0-2 1-3  (0 stays, the others rotate)
-        round 2: 0-1 2-3
-    """
-    seats: list[int | None] = [*range(n), *([None] if n % 2 else [])]
-    result = []
-    for _ in range(len(seats) - 1):
-        half = len(seats) // 2
-        opposite = zip(seats[:half], reversed(seats[half:]), strict=True)
-        result.append([(min(a, b), max(a, b)) for a, b in opposite if a is not None and b is not None])
-        seats = [seats[0], seats[-1], *seats[1:-1]]
-    return result
 
 
 def _time_one_way(transport: Transport, peer: int, sizes_bytes: Sequence[int], repeats: int) -> tuple[float, ...]:
@@ -260,7 +222,8 @@ def fit_line(sample_bytes: Sequence[float], sample_s: Sequence[float]) -> tuple[
     """``(latency_s, bytes_per_s)`` of the line ``latency_s + bytes / bytes_per_s`` through the samples.
 
     Least squares of the *relative* errors: small messages fix the latency, large ones the bandwidth. The latency is not
-    negative and the bandwidth positive (infinite if larger messages are not slower).
+    negative, and the bandwidth at most ``PLAUSIBLE`` times the best bytes / seconds that was seen: noise alone makes lines
+    that hardly rise, or fall.
     """
     sizes, seconds = np.asarray(sample_bytes, np.float64), np.asarray(sample_s, np.float64)
     assert sizes.size == seconds.size > 0 and bool(np.all(seconds > 0)), "samples must be positive seconds"
@@ -271,9 +234,10 @@ def fit_line(sample_bytes: Sequence[float], sample_s: Sequence[float]) -> tuple[
     (latency_s, s_per_byte), *_ = np.linalg.lstsq(design, np.ones_like(seconds), rcond=None)
     if latency_s < 0:
         return _through_zero(sizes, seconds)
-    if s_per_byte <= 0:
-        return float(median(seconds)), float("inf")
-    return float(latency_s), float(1 / s_per_byte)
+    fastest = PLAUSIBLE * float((sizes / seconds).max())
+    if s_per_byte * fastest >= 1:
+        return float(latency_s), float(1 / s_per_byte)
+    return max(0.0, float(median(seconds - sizes / fastest))), fastest
 
 
 def _through_zero(sizes: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[float, float]:

@@ -8,13 +8,12 @@ import time
 from collections.abc import Callable
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
 
 from hetero_mpi.device.backend import DTYPES, Backend
-from hetero_mpi.model.chain import Chain
+from hetero_mpi.model.items import ItemChain
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
-from hetero_mpi.model.weights import materialize
 from hetero_mpi.profiling.clock import ItemClock, Seconds
 from hetero_mpi.profiling.subject import CACHE_BYTES, Subject
 
@@ -24,11 +23,11 @@ _OPTIMIZER_STEPS = 4
 class ProfilingStart:
     """Weights that are quick to make and numerically harmless; timing does not depend on their values."""
 
-    def fill(self, chain: Chain, model: PreTrainedModel, item: int) -> None:
+    def fill(self, chain: ItemChain, model: nn.Module, item: int) -> None:
         """As ``weights.SeededStart.fill``."""
+        chain.vacate(model, item)
         for root in chain.module_names(item):
             for module in model.get_submodule(root).modules():
-                materialize(module)
                 for parameter in module.parameters(recurse=False):
                     with torch.no_grad():
                         parameter.uniform_(-0.02, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
@@ -68,10 +67,7 @@ class Bench:
 
     def recompute(self, enabled: bool) -> None:
         """Whether backward repeats the forward of blocks from now on."""
-        if enabled:
-            self.stage.model.gradient_checkpointing_enable({"use_reentrant": False})
-        else:
-            self.stage.model.gradient_checkpointing_disable()
+        self.subject.chain.recompute(self.stage.model, enabled)
 
     def activation_bytes(self, rows: int) -> dict[int, int]:
         """Item -> bytes that autograd keeps from forward to backward; parameters are not counted, a storage that several items
@@ -129,17 +125,13 @@ class Bench:
 
     def _inputs(self, rows: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """(x, targets, dy) of a micro-batch of ``rows`` sequences."""
-        chain, device = self.subject.chain, self.backend.device
-        shape = (rows, self.subject.sequence_length)
-        tokens = torch.arange(math.prod(shape), device=device).view(shape) % chain.config.vocab_size
-        dtype = DTYPES[self.subject.train.dtype]
-        hidden = torch.full((*shape, chain.config.hidden_size), 0.01, dtype=dtype, device=device)
-        hidden += torch.linspace(0, 1, hidden.shape[-1], dtype=dtype, device=device)
-        last = self.stage.is_last
+        dtype, device = DTYPES[self.subject.train.dtype], self.backend.device
+        stage, length = self.stage, self.subject.sequence_length
+        x, targets, dy = stage.chain.example(stage.first, stage.last, rows, length, dtype)
         return (
-            tokens if self.stage.is_first else hidden,
-            tokens if last else None,
-            None if last else torch.full_like(hidden, 1e-3),
+            x.to(device),
+            targets.to(device) if targets is not None else None,
+            dy.to(device) if dy is not None else None,
         )
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_mpi.job import TrainTable
-from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.cost import BYTES
+from hetero_mpi.model.items import ItemChain
 from hetero_mpi.model.tuning import Tuning
 
 CACHE_BYTES = 64 << 20
@@ -20,7 +20,7 @@ _COUNTS = 4
 class Subject:
     """What is profiled: the model and how it will run."""
 
-    chain: Chain
+    chain: ItemChain
     tuning: Tuning
     train: TrainTable
     sequence_length: int
@@ -80,5 +80,6 @@ def item_groups(kinds: Sequence[str], one_by_one: bool) -> list[list[tuple[int, 
 def cold_by_itself(subject: Subject) -> bool:
     """Is a block larger than caches, so that it finds them cold even when it runs over and over? Or is packing it slow?"""
     chain = subject.chain
-    largest = max(sum(spec.count for spec in chain.specs(item, item + 1)) for item in range(1, chain.items - 1))
+    blocks = (sum(spec.count for spec in chain.specs(item, item + 1)) for item in range(1, chain.items - 1))
+    largest = max(blocks, default=0)
     return subject.tuning.nf4 or largest * BYTES[subject.train.dtype] > CACHE_BYTES

@@ -9,8 +9,9 @@ import sys
 
 import numpy as np
 
+from hetero_mpi.comm.joining import run_guarded
 from hetero_mpi.comm.mpi_transport import MpiTransport
-from hetero_mpi.comm.world import World, run_guarded
+from hetero_mpi.comm.world import World
 
 SIZE_BYTES = (2 << 30) + 4096
 

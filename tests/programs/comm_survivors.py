@@ -16,9 +16,10 @@ import numpy as np
 
 from hetero_mpi.comm import ulfm
 from hetero_mpi.comm.heartbeat import Heartbeat
+from hetero_mpi.comm.joining import run_guarded
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.survivors import settled, survivors
-from hetero_mpi.comm.world import World, run_guarded
+from hetero_mpi.comm.world import World
 
 
 def work(world: World, victim: int, death_s: float) -> int:

