@@ -8,8 +8,10 @@ stall      two ranks train a small Llama on this machine, once all its weights a
            step and against one copy of the same bytes in host memory; how much slower the steps are beside the writing
 damage     random damage to a checkpoint (flipped bits, zeroed and foreign blocks, cut ends): how many files are recognised,
            or are read as they were written because the damage hit bytes that mean nothing
-kills      four ranks under Open MPI's fault tolerance, of which three are killed one after the other at random moments, eight
-           times: deaths survived, steps lost, seconds from the death to the next new step, losses against an undisturbed run
+kills      four ranks under Open MPI's fault tolerance, of which three are killed one after the other at random moments, up to
+           eight times, as far as four minutes suffice: deaths survived, steps lost, seconds from the death to the next new step,
+           losses against an undisturbed run
+copies     two ranks with copies of the trained state in memory, on disk and without, in turns: what a step takes
 rebalancing  three emulated devices, of which one falls to a third of its speed after step 20 and recovers after step 60: step times
            with layers that stay and with layers that move, changes of plan, losses; changes of plan under noise alone
 
@@ -237,6 +239,13 @@ def kills(folder: Path) -> list[Figure]:
     return [Figure(*row) for row in reliability_kills.kills(folder)]
 
 
+def copies(folder: Path) -> list[Figure]:
+    """Copies of the trained state in other ranks' memory and on hosts' disks, as often as the run thinks right."""
+    from benchmarks import reliability_copies
+
+    return [Figure(*row) for row in reliability_copies.copies(folder)]
+
+
 def rebalancing(folder: Path) -> list[Figure]:
     """A device slows down and recovers, and layers move."""
     from benchmarks import reliability_rebalancing
@@ -245,7 +254,7 @@ def rebalancing(folder: Path) -> list[Figure]:
 
 
 MEASUREMENTS: dict[str, Callable[[Path], list[Figure]]] = {
-    measurement.__name__: measurement for measurement in (bandwidth, stall, damage, kills, rebalancing)
+    measurement.__name__: measurement for measurement in (bandwidth, stall, damage, kills, copies, rebalancing)
 }
 
 

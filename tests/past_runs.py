@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi.planning.files import save_plan, save_profile
-from hetero_mpi.planning.plan import Plan
+from hetero_mpi.planning.memory import predict_memory
+from hetero_mpi.planning.plan import IdleRank, Plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.schedule import Op
+from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.report.measured import (
     STEPS_NAME,
     MeasuredEvent,
@@ -24,6 +26,7 @@ from hetero_mpi.report.measured import (
 )
 from hetero_mpi.report.metrics import MetricsWriter, StepMetrics
 from hetero_mpi.report.past_run import describe_run, predicted_step
+from tests.planning_samples import make_model, make_plan_of, make_profile
 
 JOB: dict[str, Any] = {
     "train": {"steps": 60, "global_batch": 8, "learning_rate": 3e-3, "seed": 7},
@@ -94,3 +97,28 @@ def measured(plan: Plan, profile: ClusterProfile, step: int, slower: float) -> l
             usage = usage.and_step(own, slower * plan.predicted_step_s)
         found.append(RankStep(rank, step, 100.0 + later, tuple(own), usage))
     return found
+
+
+def cluster(ranks: int, per_host: int = 2, source: str = "measured") -> ClusterProfile:
+    """Ranks on hosts of ``per_host``, whose links are fast inside and slow between them."""
+    profile = make_profile(
+        [1 + rank % 2 for rank in range(ranks)], make_model(2 * ranks), latency_s=0.1, bytes_per_s=1e4
+    )
+    devices = tuple(replace(d, host=f"host{d.rank // per_host}", name=f"card {d.rank}") for d in profile.devices)
+    links = tuple(
+        replace(link, same_host=devices[link.source].host == devices[link.destination].host) for link in profile.links
+    )
+    return replace(profile, devices=devices, links=links, source=source)
+
+
+def planned(profile: ClusterProfile, ranks: int | None = None, micro_batches: int = 8) -> Plan:
+    """One pipeline over the first ``ranks`` ranks; the others idle."""
+    used, items = ranks or len(profile.devices), len(profile.model.layers)
+    plan = make_plan_of([round(k * items / used) for k in range(used + 1)], list(range(used)), micro_batches)
+    idle = tuple(
+        IdleRank(rank, f"it would slow <everybody> down by {rank} %") for rank in range(used, len(profile.devices))
+    )
+    step_s = simulate(plan, profile).step_s
+    return replace(
+        plan, idle=idle, predicted_step_s=step_s, memory=predict_memory(plan, profile, 0.05), reasons=("a & b",)
+    )

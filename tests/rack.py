@@ -1,7 +1,8 @@
 """Several hosts on this machine that can be switched off: each has its own network, name and processes.
 
 They hang on a switch (a bridge in a network namespace of its own), so that a cable can be pulled between any two of them. The
-file system is shared, as over NFS. Needs root; commands reach a host as they do with ssh (programs/launch_host.py).
+file system is shared, as over NFS, but for one directory that may be every host's own. Needs root; commands reach a host as they
+do with ssh (programs/launch_host.py).
 """
 
 from __future__ import annotations
@@ -29,14 +30,22 @@ def ip(*words: str) -> None:
 
 
 class Rack:
-    """``names`` of hosts -> addresses; a context manager that leaves nothing behind. Skips the test where it cannot be."""
+    """``names`` of hosts -> addresses; a context manager that leaves nothing behind. Skips the test where it cannot be.
 
-    def __init__(self, directory: Path, names: Sequence[str]) -> None:
+    Args:
+        own: a directory that is another one on every host, on its own disk: ``disks[name]`` to those who look from outside.
+    """
+
+    def __init__(self, directory: Path, names: Sequence[str], own: Path | None = None) -> None:
         if os.geteuid() != 0 or not all(shutil.which(tool) for tool in ("ip", "unshare", "bash")):
             pytest.skip("hosts on one machine need root, ip and unshare")
         self.directory = directory
         directory.mkdir()
         self.addresses = {name: f"{NETWORK}.{number}" for number, name in enumerate(names, start=1)}
+        self.own = own
+        self.disks = {name: directory / f"disk-{name}" for name in names}
+        for disk in (*self.disks.values(), *([own] if own is not None else [])):
+            disk.mkdir()
         self.switch = f"sw{os.getpid()}"
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._temporary: list[tempfile.TemporaryDirectory[str]] = []
@@ -74,7 +83,10 @@ class Rack:
         (self.directory / f"{name}.socket").unlink(missing_ok=True)
         unshare = ["unshare", "--net", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child"]
         # A sysfs of its own shows the host's network devices, not this machine's.
-        serve = f"mount -t sysfs none /sys; exec {sys.executable} {LOGIN} serve {self.directory} {name}"
+        mounts = "mount -t sysfs none /sys"
+        if self.own is not None:
+            mounts += f"; mount --bind {self.disks[name]} {self.own}"
+        serve = f"{mounts}; exec {sys.executable} {LOGIN} serve {self.directory} {name}"
         # Process ids begin anew in every host: files that launchers name by them must not meet.
         temporary = tempfile.TemporaryDirectory(prefix=name)
         self._temporary.append(temporary)
@@ -111,6 +123,11 @@ class Rack:
         """Nothing runs on, and no connection is closed towards the others."""
         self.pull_cable(name)
         self._kill(name)
+
+    def lose(self, name: str) -> None:
+        """The power goes, and nothing that was on the host's own disk will ever be read again."""
+        self.cut_power(name)
+        shutil.rmtree(self.disks[name])
 
     def crash(self, name: str) -> None:
         """All processes of the host die, its login included; the network tells the others at once."""

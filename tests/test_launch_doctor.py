@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,7 +10,9 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any
 
@@ -334,6 +337,53 @@ def test_a_probe_answers_behind_a_talkative_login_and_its_end_is_told(tmp_path: 
     with Probe(target, [str(agent)]) as asked, pytest.raises(ProbeError, match="Could not resolve hostname rtx"):
         asked.ask("clock", 60)
     assert MARK not in "Welcome to this machine"
+
+
+Note = tuple[frozenset[int], float, float]
+
+
+class Noted(Probe):
+    """Writes down when it measured a connection, and the numbers of its ends."""
+
+    def __init__(self, number: int, agent: Sequence[str], notes: list[Note]) -> None:
+        self.target = Target(str(number), f"127.0.0.{number + 1}", "host", False)
+        self.number, self.notes = number, notes
+        super().__init__(self.target, agent)
+
+    def ask(self, what: str, timeout_s: float, **values: Any) -> dict[str, Any]:
+        begin = time.monotonic()
+        answer = super().ask(what, timeout_s, **values)
+        if what == "connect":
+            other = int(values["address"].rpartition(".")[2]) - 1
+            self.notes.append((frozenset((self.number, other)), begin, time.monotonic()))
+        return answer
+
+
+def at_once(notes: Sequence[Note]) -> set[tuple[frozenset[int], frozenset[int]]]:
+    """Whose measurements overlapped."""
+    return {(one[0], other[0]) for one, other in permutations(notes, 2) if one[1] < other[2] and other[1] < one[2]}
+
+
+def test_pairs_that_share_no_machine_are_measured_at_once_and_slow_ones_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = tmp_path / "agent"
+    agent.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
+    agent.chmod(0o755)
+    notes: list[Note] = []
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(Noted(number, [str(agent)], notes)) for number in range(4)]
+        ends = [(probe.target, probe) for probe in probes]
+        links = doctor._connect(ends)
+        count = len(notes)
+        monkeypatch.setattr(doctor, "SLOW_BYTES_PER_S", 1e15)
+        links += doctor._connect(ends)
+    every = list(permutations("0123", 2))
+    assert [(link.source, link.destination) for link in links] == 2 * every
+    assert all(not link.error and link.bytes_per_s > 1e6 for link in links)
+    everyone = frozenset(range(4))
+    assert at_once(notes[:count]) == {(pair, everyone - pair) for pair in map(frozenset, combinations(range(4), 2))}
+    assert (count, len(notes)) == (len(every), 3 * len(every)) and not at_once(notes[2 * count :])
 
 
 def examine(command: list[str]) -> tuple[int, dict[str, Any]]:

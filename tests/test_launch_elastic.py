@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,10 +18,12 @@ from typing import Any
 import psutil
 import pytest
 
+from hetero_mpi.checkpoint.shelf import newest_copy_step
 from hetero_mpi.cli import main
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch.agent import launch_agent, remote_command
-from hetero_mpi.launch.elastic import ElasticOptions, without_option
+from hetero_mpi.launch.elastic_command import without_option
+from hetero_mpi.launch.elastic_options import ElasticOptions
 from hetero_mpi.report.metrics import read_metrics
 from tests.mpi import ROOT, launcher_or_skip, run_bounded
 from tests.rack import Rack
@@ -33,13 +36,18 @@ PATIENCE_S = 240
 class Elastic(Workshop):
     """One job, always cut over all its ranks, and commands that supervise it."""
 
-    def __init__(self, directory: Path, steps: int = STEPS) -> None:
+    def __init__(
+        self, directory: Path, steps: int = STEPS, buddy_every: int | str = "auto", text: Path | None = None
+    ) -> None:
         super().__init__(directory)
         values = self.values(self.model(blocks=2))
+        if text is not None:
+            values["data"]["text"] = [str(text)]
         # One pipeline with fixed micro-batches computes the same bits however it is cut.
         plan = {"allow_idle": False, "pipelines": 1}
         self.steps = steps
-        self.file = self.job("job", values, train={"steps": steps}, plan=plan, checkpoint={"every": 1, "keep": 2})
+        checkpoint = {"every": 1, "keep": 2, "buddy_every": buddy_every}
+        self.file = self.job("job", values, train={"steps": steps}, plan=plan, checkpoint=checkpoint)
 
     def command(self, run: Path, ranks: int, *options: str) -> list[str]:
         start = [sys.executable, "-m", "hetero_mpi", "launch", "-np", str(ranks), "--elastic", *options]
@@ -159,11 +167,11 @@ def test_a_killed_rank_on_one_host_then_no_restart_left_np2(tmp_path: Path) -> N
                 tell(run, "a killed rank", killed_s)
         assert running.end() == 75
     assert "--max-restarts 1 reached: not starting again (exit code 75)" in running.output.read_text()
-    names = [event["event"] for event in events(run)]
+    names = [event["event"] for event in events(run) if event["event"] != "copies"]  # where they beat the checkpoint
     once = ["hosts", "start", "first-step", "broken", "ended"]
     assert names == [*once, *once, "given-up"]
     first, second = events(run, "start")
-    assert first["resume"] == 0 and second["resume"] >= 2
+    assert first["resume"] == 0 and second["resume"] >= 1
     steps = [step.step for step in read_metrics(run / "metrics.jsonl").steps]
     assert steps == list(range(1, len(steps) + 1))
 
@@ -181,9 +189,9 @@ def test_a_mistake_of_the_user_is_not_tried_again(tmp_path: Path) -> None:
 class Cluster(Rack):
     """Three hosts with a slot each; the supervisor runs on hA, the first rank on the first of ``order``."""
 
-    def __init__(self, directory: Path, order: Sequence[str] = ("hA", "hB", "hC")) -> None:
+    def __init__(self, directory: Path, order: Sequence[str] = ("hA", "hB", "hC"), own: Path | None = None) -> None:
         launcher = launcher_or_skip()
-        super().__init__(directory, ("hA", "hB", "hC"))
+        super().__init__(directory, ("hA", "hB", "hC"), own)
         self.hostfile = directory / "hosts"
         self.hostfile.write_text("".join(f"{self.addresses[name]} slots=1\n" for name in order))
         mpich = f"-launcher ssh -launcher-exec {self.agent}"
@@ -195,7 +203,8 @@ class Cluster(Rack):
         # MPICH's other network library, UCX, takes hosts of one kernel for one machine.
         variables = ["env", "OMP_NUM_THREADS=1", f"PYTHONPATH={ROOT}", "MPIR_CVAR_CH4_NETMOD=ofi", "FI_PROVIDER=tcp"]
         words = shlex.join([*variables, *job.command(run, 3, *given)])
-        return Running([str(self.agent), self.addresses["hA"], f"cd {ROOT} && exec {words}"], run)
+        seen = self.disks["hA"] / run.name if run.parent == self.own else run
+        return Running([str(self.agent), self.addresses["hA"], f"cd {ROOT} && exec {words}"], seen)
 
     def ranks(self, name: str) -> list[psutil.Process]:
         return ranks_under(self.login(name))
@@ -219,21 +228,52 @@ def hosts_of_starts(run: Path, rack: Rack) -> list[list[str]]:
     return [[names[host] for host in event["hosts"]] for event in events(run, "start")]
 
 
-def test_a_host_without_power_is_left_out_and_the_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
-    """Rank, launch daemon and sentry die at once, and no connection is closed towards the others."""
-    job, run = Elastic(tmp_path), tmp_path / "run"
-    with Cluster(tmp_path / "rack") as rack, rack.start(job, run, "--heartbeat-timeout", "4") as running:
-        running.until_step(3, start=1)
+def test_a_host_without_power_whose_disk_held_the_checkpoints(tmp_path: Path) -> None:
+    """Every host has a run directory of its own. The one that leads is gone for good, and no connection is closed towards the
+    others: they go on from the copies that it and they have left on the disks of buddies, and end as an undisturbed run."""
+    job, runs = Elastic(tmp_path, buddy_every=2), tmp_path / "runs"
+    with (
+        Cluster(tmp_path / "rack", ("hB", "hA", "hC"), own=runs) as rack,
+        rack.start(job, runs / "run", "--heartbeat-timeout", "4") as running,
+    ):
+        lost, kept = rack.disks["hB"] / "run", [rack.disks[name] / "run" for name in ("hA", "hC")]
+        running.until(lambda: events(running.run, "first-step") != [] and newest_copy_step(kept[0]) >= 6, "copies")
+        assert list((lost / "checkpoints").glob("step-*.h5")) != []
         killed_s = time.time()
-        rack.cut_power("hC")
+        rack.lose("hB")
         assert running.end() == 0, running.output.read_text()[-6000:]
         assert rack.orphans() == []
-    tell(run, "a host without power (--heartbeat-timeout 4)", killed_s)
-    assert hosts_of_starts(run, rack) == [["hA", "hB", "hC"], ["hA", "hB"]]
-    assert [event["hosts"] for event in events(run, "silent")] == [[rack.addresses["hC"]]]
-    assert [event["ranks"] for event in events(run, "start")] == [3, 2]
-    assert events(run, "start")[1]["resume"] >= 2
-    assert losses(run) == job.straight_losses()
+        run = running.run
+        tell(run, "a host without power (--heartbeat-timeout 4)", killed_s)
+        assert hosts_of_starts(run, rack) == [["hB", "hA", "hC"], ["hA", "hC"]]
+        assert [event["hosts"] for event in events(run, "silent")] == [[rack.addresses["hB"]]]
+        assert [(event["ranks"], event["resume"]) for event in events(run, "start")] == [(3, 0), (2, 0)]
+        (found,) = events(run, "copies")
+        assert found["step"] >= 4 and found["step"] % 2 == 0 and found["hosts"] == ["hA", "hC"]
+        assert "from copies on the disks of hA, hC; there is no checkpoint here" in running.output.read_text()
+        steps = read_metrics(run / "metrics.jsonl").steps
+        assert [step.step for step in steps] == list(range(found["step"] + 1, STEPS + 1))
+        assert losses(run) == job.straight_losses()[found["step"] :]
+        assert [newest_copy_step(folder) for folder in kept] == [0, 0], "the run is over"
+
+
+@pytest.mark.long
+def test_hosts_that_cannot_read_the_data_do_not_lead(tmp_path: Path) -> None:
+    """The data is on the disk that is lost: each host that is left is tried, and then the run ends and says what is amiss."""
+    runs = tmp_path / "runs"
+    job = Elastic(tmp_path, steps=100_000, buddy_every=2, text=runs / "text.txt")
+    with Cluster(tmp_path / "rack", ("hB", "hA", "hC"), own=runs) as rack:
+        shutil.copy(job.text, rack.disks["hB"] / "text.txt")
+        with rack.start(job, runs / "run", "--heartbeat-timeout", "4") as running:
+            running.until(lambda: events(running.run, "first-step") != [], "the first step")
+            rack.lose("hB")
+            assert running.end() == 2, running.output.read_text()[-6000:]
+            assert rack.orphans() == []
+        told = running.output.read_text()
+        assert hosts_of_starts(running.run, rack) == [["hB", "hA", "hC"], ["hA", "hC"], ["hC", "hA"]]
+        names = {host: name for name, host in rack.addresses.items()}
+        assert [names[event["host"]] for event in events(running.run, "unfit")] == ["hA", "hC"]
+        assert "nor could any other host that is left" in told and "text.txt" in told, told[-3000:]
 
 
 @pytest.mark.long

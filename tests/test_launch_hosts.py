@@ -19,7 +19,9 @@ from hetero_mpi.launch import hosts_command as building
 from hetero_mpi.launch import launcher as launching
 from hetero_mpi.launch import tower
 from hetero_mpi.launch.agent import without_agent
-from hetero_mpi.launch.elastic import ElasticOptions, Supervisor
+from hetero_mpi.launch.elastic import Supervisor
+from hetero_mpi.launch.elastic_command import Commands
+from hetero_mpi.launch.elastic_options import ElasticOptions
 from hetero_mpi.launch.hostfile import HostEntry
 from hetero_mpi.launch.hosts import Host, ranks_of, read_hosts
 from hetero_mpi.launch.hosts_command import hosts_command
@@ -155,7 +157,8 @@ def test_the_command_of_open_mpi(network: None, tmp_path: Path) -> None:
     command = hosts_command(OPEN_MPI, ranks_of(read_hosts(path), None, path), ["train", "job.toml"], ["-q"])
     program = "-m hetero_mpi train job.toml"
     assert shlex.join(command.arguments) == (
-        "/opt/bin/mpirun --bind-to none --mca btl_tcp_if_include 10.77.0.0/24 --prtemca prte_if_include 10.77.0.0/24 -q "
+        "/opt/bin/mpirun --bind-to none --mca btl_tcp_if_include 10.77.0.0/24 --prtemca prte_if_include 10.77.0.0/24 "
+        "--prtemca plm_ssh_no_tree_spawn 1 -q "
         f"--host 10.77.0.1:1 -np 1 env {DEVICE_VARIABLE}=cuda /a/bin/python {program} : "
         f"--host 10.77.0.1:1 -np 1 env {DEVICE_VARIABLE}=rocm HSA_OVERRIDE_GFX_VERSION=11.0.0 /b/bin/python {program} : "
         f"--host 10.77.0.2:2 -np 2 --wdir /srv/it {sys.executable} {program}"
@@ -185,6 +188,7 @@ def test_another_prefix_brings_our_own_agent_which_calls_the_users(
     relay = Path(command.arguments[command.arguments.index("plm_ssh_agent") + 1])
     line = shlex.join(command.arguments)
     assert f"--prtemca plm_ssh_agent {relay} --prtemca plm_ssh_no_tree_spawn 1 --prefix /opt" in line
+    assert line.count("no_tree_spawn") == 1
     assert "plm_rsh_agent" not in line and "--mca pml ob1 --host" in line and line.count("--prefix") == 1
     assert "10.77.0.2:1 -np 1 env OPAL_PREFIX=/c /c/bin/python" in line
     assert "10.77.0.2) there=/c ;;" in relay.read_text() and "exec /opt/agent -v" in relay.read_text()
@@ -241,13 +245,14 @@ def test_a_supervisor_keeps_the_entries_of_the_hosts_that_answer(network: None, 
     program = ["train", "job.toml", "--run-dir", "runs/x"]
     supervisor = Supervisor(options, OPEN_MPI, program, tmp_path / "run", steps=1)
     box, other = supervisor.tower.posts
-    line = str(supervisor._command([other, box], 3, 0, tmp_path, "name.1"))
+    commands = Commands(options, OPEN_MPI, tuple(program), tmp_path / "run", tmp_path, supervisor.entries)
+    line = str(commands.of_start("name.1", [other, box], 3, True, False))
     assert line.index("/c/bin/python") < line.index("/a/bin/python") and "/b/bin/python" not in line
     assert f"{VARIABLE}=name.1" in line and f"-x {VARIABLE}" in line
     assert line.count(f"train job.toml --run-dir {tmp_path}/run") == 2 and "runs/x" not in line
-    line = str(supervisor._command([box], 2, 7, tmp_path, "name.2"))
+    line = str(commands.of_start("name.2", [box], 2, False, True))
     assert "/a/bin/python" in line and "/b/bin/python" in line and "/c/bin/python" not in line
-    assert line.count("--resume latest") == 2
+    assert line.count("--resume any") == 2
 
 
 def losses(run: Path) -> list[float]:

@@ -135,9 +135,14 @@ def test_open_mpi_on_several_hosts(network: None, tmp_path: Path) -> None:
     hosts = write(tmp_path, "hA slots=1\nhB slots=2\n")
     line = str(build_command(OPEN_MPI, 3, hosts, ["python"]))
     assert f"--hostfile {hosts}" in line and "--oversubscribe" not in line
-    assert "--mca btl_tcp_if_include 10.77.0.0/24 --prtemca prte_if_include 10.77.0.0/24" in line
+    assert (
+        "--mca btl_tcp_if_include 10.77.0.0/24 --prtemca prte_if_include 10.77.0.0/24 --prtemca plm_ssh_no_tree_spawn 1"
+        in line
+    )
     own = build_command(OPEN_MPI, 3, hosts, ["python"], ["--mca", "btl_tcp_if_include", "eth7"])
     assert str(own).count("btl_tcp_if_include") == 1, "the user's choice stands"
+    tree = build_command(OPEN_MPI, 3, hosts, ["python"], ["--prtemca", "plm_ssh_no_tree_spawn", "0"])
+    assert str(tree).count("no_tree_spawn") == 1
     converted = str(build_command(OPEN_MPI, 3, write(tmp_path, "hA:1\nhB:2\n"), ["python"]))
     assert "--host hA:1,hB:2" in converted and "--hostfile" not in converted
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +24,7 @@ from hetero_mpi.launch.hosts import ranks_of, read_hosts
 from hetero_mpi.launch.hosts_command import hosts_command
 from hetero_mpi.launch.interface import LocalAddress
 from hetero_mpi.launch.launcher import CommandLine, Launcher
-from hetero_mpi.launch.mesh import Mesh, configuration, init, members, read_mesh
+from hetero_mpi.launch.mesh import Mesh, check_up, configuration, init, members, read_mesh
 from hetero_mpi.launch.mesh_check import Passed, judge
 from tests.mpi import ROOT, launcher_or_skip
 from tests.rack import Rack
@@ -238,6 +240,13 @@ def test_what_the_counters_say(counted: dict[str, tuple[int, int]], verdict: Ver
     )
 
 
+def test_what_the_doctor_says_of_a_mesh_without_ranks() -> None:
+    up = {"a": ["127.0.0.1", "10.86.0.1"], "b": ["10.86.0.2"]}
+    assert check_up(Mesh(), up, "mesh/hosts.toml").verdict is Verdict.NOTE
+    down = check_up(Mesh(), {**up, "c": ["192.168.1.12"]}, "mesh/hosts.toml")
+    assert (down.verdict, down.where) == (Verdict.FAILS, ("c",))
+
+
 class Tunnelled:
     """A rack of two hosts with WireGuard between them, and the agent that reaches them by all their addresses."""
 
@@ -279,11 +288,28 @@ class Tunnelled:
         if result.returncode != 0:
             pytest.skip(f"WireGuard does not run in user space here: {result.stderr}")
 
-    def verify(self, hosts: Path) -> subprocess.CompletedProcess[str]:
-        """`mesh verify` from the first host, on ranks started by ``hosts``."""
+    def launched(self, hosts: Path, *words: str) -> subprocess.CompletedProcess[str]:
+        """A command from the first host, on ranks started by ``hosts``."""
         option = shlex.quote(f"--mpirun-args=--mca plm_ssh_agent {self.agent}")
-        start = f"{sys.executable} -m hetero_mpi launch --hosts {hosts} {option} -- mesh verify {self.inner}"
-        return self.on("first", start)
+        command = shlex.join(["--", *words])
+        return self.on("first", f"{sys.executable} -m hetero_mpi launch --hosts {hosts} {option} {command}")
+
+    def verify(self, hosts: Path) -> subprocess.CompletedProcess[str]:
+        """`mesh verify` of the mesh, likewise."""
+        return self.launched(hosts, "mesh", "verify", str(self.inner))
+
+    def doctor(self, hosts: Path | None) -> list[dict[str, Any]]:
+        """What `doctor` finds of the mesh: without ranks, or on those that ``hosts`` starts."""
+        words = ["doctor", "--hosts", str(self.inner), "--json"]
+        if hosts is None:
+            agent = shlex.quote(f"--mpirun-args=--mca plm_ssh_agent {self.agent}")
+            result = self.on("first", f"{sys.executable} -m hetero_mpi {shlex.join(words)} {agent}")
+        else:
+            result = self.launched(hosts, *words)
+        assert result.stdout.startswith("{"), result.stderr
+        report = json.loads(result.stdout)
+        assert result.returncode == int(report["would_fail"])
+        return [finding for finding in report["findings"] if finding["subject"] == "mesh"]
 
 
 @pytest.fixture
@@ -317,6 +343,32 @@ def test_messages_go_through_wireguard_or_it_is_told(tunnelled: Tunnelled) -> No
         r"FAIL mesh first: with second: of 4\.2 MB each way, 0\.\d MB left and 0\.\d MB came through hetero0", text
     ), text
     assert re.search(r"; 4\.\d MB passed cable0", text) and "A run would fail: 2 findings" in text
+
+
+@pytest.mark.long
+def test_the_doctor_sends_messages_through_the_mesh_too(tunnelled: Tunnelled) -> None:
+    """Without ranks it can say no more than that the mesh is up, and how the rest is seen."""
+    for name in ("first", "second"):
+        tunnelled.up(name)
+    (asked,) = tunnelled.doctor(None)
+    assert asked["verdict"] == "note" and "mesh verify" in asked["remedy"]
+    (inside,) = tunnelled.doctor(tunnelled.inner)
+    assert inside["verdict"] == "ok" and "passed WireGuard's interfaces" in inside["text"]
+    outside = tunnelled.doctor(tunnelled.outer)
+    assert [(finding["verdict"], *finding["where"]) for finding in outside] == [("FAIL", "first"), ("FAIL", "second")]
+    assert all("passed cable0" in finding["text"] for finding in outside)
+    assert tunnelled.on("second", "ip link delete hetero0").returncode == 0
+    (half,) = tunnelled.doctor(tunnelled.outer)
+    assert half["verdict"] == "FAIL" and half["where"] == ["second"] and "wg-quick up" in half["remedy"]
+
+
+def test_a_cable_with_the_address_of_the_mesh_is_none(tunnelled: Tunnelled) -> None:
+    """Bytes go where they are expected, and nothing is encrypted."""
+    for name, address in (("first", "10.86.0.1"), ("second", "10.86.0.2")):
+        assert tunnelled.on(name, f"ip address add {address}/24 dev cable0").returncode == 0
+    result = tunnelled.verify(tunnelled.inner)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "first, second: cable0 has the address in 10.86.0.0/24 and is no tunnel" in flat(result.stdout)
 
 
 def flat(text: str) -> str:

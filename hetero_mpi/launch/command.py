@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch import slurm
-from hetero_mpi.launch.elastic import ElasticOptions, Supervisor
+from hetero_mpi.launch.elastic import Supervisor
+from hetero_mpi.launch.elastic_options import ElasticOptions
 from hetero_mpi.launch.launcher import find_launcher, launch, outliving_ranks, start
 
 

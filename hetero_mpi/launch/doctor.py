@@ -15,11 +15,11 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from itertools import permutations
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetero_mpi.comm.library import MPICH, OPEN_MPI, launched_as
+from hetero_mpi.comm.pairs import rounds
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.launch import checks
 from hetero_mpi.launch.agent import launch_agent
@@ -29,7 +29,7 @@ from hetero_mpi.launch.findings import Finding, Verdict, as_json, lines_of, merg
 from hetero_mpi.launch.hostfile import read_hostfile
 from hetero_mpi.launch.interface import local_addresses, resolve, source_address
 from hetero_mpi.launch.launcher import Launcher, find_launcher
-from hetero_mpi.launch.link_checks import Link, check_links
+from hetero_mpi.launch.link_checks import SLOW_BYTES_PER_S, Link, check_links
 from hetero_mpi.launch.probe import Facts
 from hetero_mpi.launch.probing import Probe, ProbeError, Target
 
@@ -72,7 +72,7 @@ def doctor(options: Options) -> int:
     """
     if launched_as(os.environ, "") is None:
         return report(options, *examine_hosts(options))
-    from hetero_mpi.comm.world import run_guarded
+    from hetero_mpi.comm.joining import run_guarded
     from hetero_mpi.launch.doctor_ranks import examine_together
 
     return run_guarded(lambda world: examine_together(world, options))
@@ -109,8 +109,17 @@ def examine_hosts(options: Options) -> tuple[list[Finding], list[Examined]]:
         offsets_s = {target.title: _offset_s(probe) for target, probe in alive}
     places = [*places, *unknown]
     findings += [finding for check in CHECKS for finding in check(places)]
+    findings += _mesh(options.hosts, places) if options.hosts is not None else []
     findings += [*check_links(links, "TCP, ephemeral ports"), *checks.check_clocks(offsets_s)]
     return merged(findings), places
+
+
+def _mesh(path: str, places: Sequence[Examined]) -> list[Finding]:
+    from hetero_mpi.launch.mesh import check_up, read_mesh  # bring pydantic, as `targets_of` does for a hosts file
+
+    mesh = read_mesh(path)
+    own = {place.title: [address for _, address, _ in place.facts.addresses] for place in places if place.facts}
+    return [check_up(mesh, own, path)] if mesh is not None and own else []
 
 
 def _launcher() -> tuple[Launcher | None, list[Finding]]:
@@ -196,21 +205,46 @@ def _own_side(stack: contextlib.ExitStack, alive: Sequence[tuple[Target, Probe]]
 
 
 def _connect(alive: Sequence[tuple[Target, Probe]]) -> list[Link]:
-    """TCP between each two machines, one pair at a time, so that no pair disturbs another."""
+    """TCP between each two machines: pairs that share no machine at once, the two directions of a pair one after the other.
+
+    Pairs may share more than machines (Wi-Fi, the line between two sites): what is slow then is measured again, alone.
+    """
     machines = {("here" if target.local else target.address): (target, probe) for target, probe in reversed(alive)}
-    ends = list(reversed(machines.values()))
-    links = []
-    doors: dict[str, dict[str, Any]] = {}
-    for (source, caller), (destination, callee) in permutations(ends, 2):
-        try:
-            door = doors.get(destination.title) or callee.ask("listen", _ANSWER_S)
-            doors[destination.title] = door
-            values = {"address": destination.address, "patience_s": _CONNECT_S, **door}
-            speed = caller.ask("connect", _ANSWER_S, **values)
-        except ProbeError as error:
-            speed = {"error": str(error)}
-        links.append(Link(source.title, destination.title, **speed))
-    return links
+    ends = [_End(target, probe) for target, probe in reversed(machines.values())]
+    links: dict[tuple[int, int], Link] = {}
+    with ThreadPoolExecutor(max(1, len(ends) // 2)) as pool:
+        for pairs in rounds(len(ends)):
+            found = pool.map(_both_ways, (ends[a] for a, _ in pairs), (ends[b] for _, b in pairs))
+            for (a, b), (there, back) in zip(pairs, found, strict=True):
+                links[a, b], links[b, a] = there, back
+    slow = [pair for pair, link in links.items() if not link.error and link.bytes_per_s < SLOW_BYTES_PER_S]
+    for a, b in slow if len(ends) > 3 else ():  # of fewer machines, no two pairs were measured at once
+        links[a, b] = max(links[a, b], _link(ends[a], ends[b]), key=lambda link: link.bytes_per_s)
+    return [links[pair] for pair in sorted(links)]
+
+
+@dataclass
+class _End:
+    """A machine that takes part in measuring connections, in one of them at a time."""
+
+    target: Target
+    probe: Probe
+    door: dict[str, Any] = field(default_factory=dict)
+    """How it can be called; empty before it has been called first."""
+
+
+def _both_ways(one: _End, other: _End) -> tuple[Link, Link]:
+    return _link(one, other), _link(other, one)
+
+
+def _link(source: _End, destination: _End) -> Link:
+    try:
+        destination.door = destination.door or destination.probe.ask("listen", _ANSWER_S)
+        values = {"address": destination.target.address, "patience_s": _CONNECT_S, **destination.door}
+        speed = source.probe.ask("connect", _ANSWER_S, **values)
+    except ProbeError as error:
+        speed = {"error": str(error)}
+    return Link(source.target.title, destination.target.title, **speed)
 
 
 def _offset_s(probe: Probe) -> float:

@@ -3,9 +3,10 @@
 MPI does not survive the loss of a machine: its launcher ends the job, or waits for minutes, or for ever. So this process
 starts the launcher, watches the hosts itself (``tower``, ``sentry``), and when a host falls silent or the job breaks::
 
-    end what is left on all hosts -> see which hosts answer -> start again on those, from the newest checkpoint
+    end what is left on all hosts -> see which hosts answer -> start again on those, from the newest state they have
 
-The job makes a new plan for the ranks it has then. A host that is back takes part from the next start on.
+The job makes a new plan for the ranks it has then, and finds that state itself: a checkpoint of the host that leads, or copies
+on the disks of all hosts (``training.offers``). A host that is back takes part from the next start on.
 """
 
 from __future__ import annotations
@@ -22,19 +23,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
-from hetero_mpi.comm.library import OPEN_MPI
-from hetero_mpi.errors import ExitCode, UserError
+from hetero_mpi.errors import ExitCode
 from hetero_mpi.launch.agent import launch_agent
-from hetero_mpi.launch.hostfile import HostEntry, check_slots, format_hostfile, read_hostfile
+from hetero_mpi.launch.elastic_command import Commands
+from hetero_mpi.launch.elastic_options import ElasticOptions
 from hetero_mpi.launch.journal import Journal
-from hetero_mpi.launch.launcher import CommandLine, Launcher, ask_to_end, build_command
-from hetero_mpi.launch.processes import VARIABLE, end_starts
+from hetero_mpi.launch.launcher import Launcher, ask_to_end
+from hetero_mpi.launch.processes import end_starts
 from hetero_mpi.launch.tower import Home, Post, Tower
-
-if TYPE_CHECKING:
-    from hetero_mpi.launch.hosts import Host
 
 GIVEN_UP = int(ExitCode.GIVEN_UP)
 """Exit code when the supervisor does not start the job again (EX_TEMPFAIL: trying later may help)."""
@@ -48,66 +45,6 @@ _LOCK_S = 120.0
 """How long to wait for the lock of a run directory; NFS servers keep those of a dead machine for 90 s."""
 _SWEEP_S = 8.0
 """How long a host may take to end its processes; it normally does within half a second."""
-
-
-@dataclass(frozen=True)
-class ElasticOptions:
-    """The command line of ``launch --elastic``."""
-
-    ranks: int
-    hostfile: str | None
-    hosts_file: str | None = None
-    """A hosts.toml, instead."""
-    mpirun_args: tuple[str, ...] = ()
-    heartbeat_timeout_s: float = 14.0
-    """Silence after which a machine counts as dead: an outage of 12 s is ridden out, and seen to be over within 1.75 s."""
-    max_restarts: int = 10
-    min_ranks: int = 1
-    probe_timeout_s: float = 10.0
-    """How long to wait for hosts to answer before a start."""
-
-    def check(self) -> None:
-        """:raises UserError: a number that cannot be meant, or a place where this does not work."""
-        if "SLURM_JOB_ID" in os.environ:
-            raise UserError(
-                "--elastic does not work inside a SLURM job: SLURM ends the whole allocation when it loses a node, this "
-                "process too. Let it come back instead, with `#SBATCH --requeue` and `train --resume`: see docs/recovery.md."
-            )
-        if not 1 <= self.min_ranks <= self.ranks:
-            raise UserError(f"--min-ranks must be from 1 to -np {self.ranks}, not {self.min_ranks}.")
-        if self.max_restarts < 0:
-            raise UserError(f"--max-restarts must be at least 0, not {self.max_restarts}.")
-        if not 2 <= self.heartbeat_timeout_s <= 3600:
-            raise UserError(f"--heartbeat-timeout must be from 2 to 3600 seconds, not {self.heartbeat_timeout_s:g}.")
-
-    def hosts(self) -> tuple[HostEntry, ...]:
-        """All hosts that may take part, with their slots.
-
-        :raises UserError: the host file is not there, holds too few slots, or leaves out how many.
-        """
-        path = self.hosts_file or self.hostfile
-        if path is None:
-            return (HostEntry("localhost", self.ranks),)
-        merged: dict[str, int] = {}
-        unlike = [HostEntry(host.address, host.slots) for host in self.entries()]
-        for entry in unlike or read_hostfile(path):
-            if entry.slots is None:
-                raise UserError(
-                    f"--elastic must know how many ranks fit on the hosts that are left: write `{entry.name} slots=1` "
-                    f"(or more) for {entry.name} in {path}."
-                )
-            merged[entry.name] = merged.get(entry.name, 0) + entry.slots
-        entries = tuple(HostEntry(name, slots) for name, slots in merged.items())
-        check_slots(entries, self.ranks, path)
-        return entries
-
-    def entries(self) -> tuple[Host, ...]:
-        """Those of the hosts file, if there is one. :raises UserError: it cannot be read, or breaks rules."""
-        if self.hosts_file is None:
-            return ()
-        from hetero_mpi.launch.hosts import read_hosts  # brings pydantic
-
-        return read_hosts(self.hosts_file)
 
 
 @dataclass
@@ -146,6 +83,10 @@ class Supervisor:
         self.stepped = False
         """Has any start of this supervisor done a step? Before that, the user's own ``--resume`` stands."""
         self._noticed_s: float | None = None
+        self._unfit: list[str] = []
+        """Hosts that came to lead and could not: what only the lost one had, such as the data, cannot be read there."""
+        self._led: str | None = None
+        """Host that led when the last step was done."""
 
     def run(self) -> int:
         """To the end. Returns the job's exit code, ``GIVEN_UP``, or 128 + a signal."""
@@ -168,6 +109,9 @@ class Supervisor:
                 silent, fruitless = [], fruitless + 1
             else:
                 ending, progressed = self._start(posts, scratch)
+                if self._cannot_lead(ending, progressed, posts):
+                    silent = []
+                    continue
                 if ending.code is not None and (ending.code in _FINAL or self.signals):
                     self.journal.tell("end", f"the job ended with exit code {ending.code}", code=ending.code)
                     return ending.code
@@ -201,15 +145,16 @@ class Supervisor:
         """Run the job once; (how it ended, whether it did a step). Nothing of it is left afterwards."""
         self.starts += 1
         start = f"{self.name}.{self.starts}"
-        ranks, resume = self._ranks(posts), self._resume(posts)
+        ranks, resume, copies = self._ranks(posts), *self._state(posts)
         self._wait_for_lock(posts[0])
-        command = self._command(posts, ranks, resume, scratch, start)
+        commands = Commands(self.options, self.launcher, self.program, self.run_dir, scratch, self.entries)
+        complete = len(posts) == len(self.hosts)
+        command = commands.of_start(start, posts, ranks, complete, bool(resume or copies))
         text = f"start {self.starts}: {ranks} rank{'s' if ranks > 1 else ''} on {', '.join(p.name for p in posts)}"
         if self.stepped:
-            text += (
-                f", from the checkpoint after step {resume}" if resume else ", which have no checkpoint: as at first"
-            )
-        self.journal.tell("start", text, start=self.starts, ranks=ranks, hosts=[p.name for p in posts], resume=resume)
+            text += f", {_from_where(resume, copies)}"
+        hosts = [post.name for post in posts]
+        self.journal.tell("start", text, start=self.starts, ranks=ranks, hosts=hosts, resume=resume, copies=copies)
         print(f"launch: {command}", file=sys.stderr, flush=True)
         self.tower.keep(start)
         process = subprocess.Popen(
@@ -218,15 +163,37 @@ class Supervisor:
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # a signal from the terminal comes to the supervisor, which passes it on once
         )
-        base = resume or (max(post.run.get("checkpoint", 0) for post in posts) if "--resume" in self.program else 0)
-        progress = _Progress(posts, base, self._tell_first_step)
+        progress = _Progress(posts, self._tell_first_step)
         try:
             ending = self._attend(process, posts, progress)
         finally:
             deaf = self._end(process, posts)
         if ending.code == 0:
             ending = self._believed(ending, posts, deaf)
+        if progress.seen:
+            self._led = posts[0].name
         return ending, progress.seen
+
+    def _cannot_lead(self, ending: Ending, progressed: bool, posts: Sequence[Post]) -> bool:
+        """Has a host that came to lead been refused, and is there another one that may try?
+
+        Where the run has gone on before, the job itself is sound: what is amiss is most likely not there on this host.
+        """
+        leader = posts[0].name
+        if ending.code != ExitCode.USER_ERROR or progressed or self._led in (None, leader) or self.signals:
+            return False
+        self._unfit.append(leader)
+        others = [post.name for post in posts if post.name not in self._unfit]
+        text = f"{leader} cannot lead in place of {self._led} (above is why)"
+        if others:
+            self.journal.tell("unfit", f"{text}: trying with {others[0]}", host=leader)
+            return True
+        text += (
+            "; nor could any other host that is left. The first rank must be able to read the job, its data and its model under "
+            f"the same paths as on {self._led}: bring them there, and go on with `train --resume`"
+        )
+        self.journal.tell("unfit", text, host=leader)
+        return False
 
     def _believed(self, ending: Ending, posts: Sequence[Post], deaf: Sequence[Post]) -> Ending:
         """Exit code 0, or that of a job cut short: Open MPI's launcher may call it a success when it loses a machine."""
@@ -286,16 +253,18 @@ class Supervisor:
             text += f", {values['after_s']:.1f} s after the end of the one before was noticed"
         self.journal.tell("first-step", text, start=self.starts, step=step, **values)
 
-    def _resume(self, posts: list[Post]) -> int:
-        """Step of the checkpoint to resume from; 0: as the user's own command line says.
+    def _state(self, posts: list[Post]) -> tuple[int, int]:
+        """(step of the newest checkpoint, step of the newest copies on disk, whole or not) to go on from; 0: none. Both 0: as
+        the user's own command line says.
 
-        The host with the newest one comes first in ``posts`` then: its first rank leads, and reads it.
+        The host with the newest checkpoint comes first in ``posts`` then: its first rank leads, and reads it.
         """
         if not self.stepped:
-            return 0
+            return 0, 0
         newest = max(post.run.get("checkpoint", 0) for post in posts)
-        posts.sort(key=lambda post: post.run.get("checkpoint", 0) < newest)  # stable: the rest stays in order
-        return newest
+        # Stable: the rest stays in order.
+        posts.sort(key=lambda post: (post.name in self._unfit, post.run.get("checkpoint", 0) < newest))
+        return newest, max(post.run.get("copies", 0) for post in posts)
 
     def _wait_for_lock(self, leader: Post) -> None:
         """In a shared directory a rank on a lost host may still hold the run: until its sentry ends it, or the file server
@@ -306,43 +275,6 @@ class Supervisor:
                 self.journal.tell("locked", "a lost rank still holds the run directory: waiting until it has ended")
                 told = True
             time.sleep(_POLL_S)
-
-    def _command(self, posts: Sequence[Post], ranks: int, resume: int, scratch: Path, start: str) -> CommandLine:
-        words = list(self.program)
-        if resume:
-            words = [*without_option(words, "--resume", needs_value=False), "--resume", "latest"]
-        if len(posts) < len(self.hosts):
-            for option in ("--plan", "--profile"):  # made for all hosts
-                words = without_option(words, option)
-        given = list(self.options.mpirun_args)
-        if self.launcher.family == OPEN_MPI:
-            given += ["-x", VARIABLE]
-        if self.entries:
-            command = self._command_of_entries(posts, ranks, words, given)
-            command.environment[VARIABLE] = start
-            return command
-        hostfile = None
-        if self.options.hostfile is not None:
-            path = scratch / f"hosts-{self.starts}"
-            path.write_text(format_hostfile([post.entry for post in posts], self.launcher.family), encoding="utf-8")
-            hostfile = str(path)
-        program = [sys.executable, "-m", "hetero_mpi", *words]
-        command = build_command(self.launcher, ranks, hostfile, program, given)
-        command.environment[VARIABLE] = start
-        return command
-
-    def _command_of_entries(self, posts: Sequence[Post], ranks: int, words: list[str], given: list[str]) -> CommandLine:
-        """Of the entries on hosts that answer, the leader's host first, as ``posts`` has it."""
-        from hetero_mpi.launch.hosts import ranks_of
-        from hetero_mpi.launch.hosts_command import hosts_command
-        from hetero_mpi.launch.mesh import read_mesh
-
-        path = self.options.hosts_file
-        assert path is not None, "entries come from a hosts file"
-        there = [host for post in posts for host in self.entries if host.address == post.name]
-        # Rank 0 may start in another directory than this process, which looks for the run's files here.
-        words = [*without_option(words, "--run-dir"), "--run-dir", str(self.run_dir)]
-        return hosts_command(self.launcher, ranks_of(there, ranks, path), words, given, read_mesh(path))
 
     def _pause(self, fruitless: int) -> None:
         """Wait longer each time, unless the last start got somewhere."""
@@ -373,32 +305,28 @@ class Supervisor:
 class _Progress:
     """Notices the first step of a start from what sentries tell of the run directory, on whichever host it lies.
 
-    A start writes metrics.jsonl anew (another inode), with the lines up to its checkpoint, that of step ``base``.
+    A start writes metrics.jsonl anew (another inode), with the lines up to the step it goes on from.
     """
 
-    def __init__(self, posts: Sequence[Post], base: int, tell: Callable[[int], None]) -> None:
+    def __init__(self, posts: Sequence[Post], tell: Callable[[int], None]) -> None:
         self.seen = False
-        self._base, self._tell, self._posts = base, tell, posts
+        self._tell, self._posts = tell, posts
         self._files = {post.number: post.run.get("file", 0) for post in posts}
 
     def look(self) -> None:
         for post in self._posts if not self.seen else ():
             now = post.run
-            if now.get("file", 0) != self._files[post.number] and now.get("step", 0) > self._base:
+            if now.get("file", 0) != self._files[post.number] and now.get("step", 0) > now.get("base", 0):
                 self.seen = True
                 self._tell(now["step"])
                 return
 
 
-def without_option(words: Sequence[str], option: str, needs_value: bool = True) -> list[str]:
-    """A command line without an option and its value. ``needs_value``: else a word that begins with "-" is no value."""
-    kept: list[str] = []
-    skip = False
-    for word in words:
-        if skip and (needs_value or not word.startswith("-")):
-            skip = False
-            continue
-        skip = word == option
-        if not skip and not word.startswith(f"{option}="):
-            kept.append(word)
-    return kept
+def _from_where(checkpoint: int, copies: int) -> str:
+    """What a start goes on from, as far as the supervisor can see."""
+    if not checkpoint and not copies:
+        return "which have no checkpoint and no copies: as at first"
+    found = [f"the checkpoint after step {checkpoint}"] * bool(checkpoint)
+    if copies > checkpoint:
+        found.append(f"the copies on disk, of up to step {copies}, if they are whole")
+    return f"from {' or '.join(found)}"

@@ -217,10 +217,23 @@ def add_open_mpi(
         and int(launcher.library.major) >= 5
     ):
         command.add("the launcher's own connections likewise", "--prtemca", "prte_if_include", networks)
+    _start_daemons_from_here(command, launcher, given)
     if launcher.path.parent == Path(sys.prefix) / "bin" and "--prefix" not in [*given, *command.arguments]:
         command.add("the other hosts find Open MPI in the same place", "--prefix", sys.prefix)
     if "PYTHONPATH" in os.environ:
         command.add("the other hosts look for modules in the same places", "-x", "PYTHONPATH")
+
+
+def _start_daemons_from_here(command: CommandLine, launcher: Launcher, given: list[str]) -> None:
+    """No host's daemon starts another host's: in Open MPI 5.0, one that is told to, by a daemon on another processor, crashes.
+
+    It costs nothing: up to 64 hosts are started from here in any case. And only this machine needs a login to the others.
+    """
+    if "no_tree_spawn" in " ".join([*given, *command.arguments]):
+        return
+    option, name = ("--mca", "plm_rsh") if launcher.library.major == "4" else ("--prtemca", "plm_ssh")
+    reason = "daemons are started from here alone, as they crash between unlike processors (x86-64, ARM) otherwise"
+    command.add(reason, option, f"{name}_no_tree_spawn", "1")
 
 
 def outliving_ranks(launcher: Launcher) -> list[str]:

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from hetero_mpi.comm.library import OPEN_MPI
 from hetero_mpi.errors import UserError
 from hetero_mpi.job_rules import as_toml, broken_keys
+from hetero_mpi.launch.findings import Finding, Verdict
 from hetero_mpi.launch.hosts import Host, read_hosts, tables_of
 from hetero_mpi.launch.interface import LocalAddress
 
@@ -253,6 +254,21 @@ def check_bound(mesh: Mesh, hosts: Sequence[Host], local: Sequence[LocalAddress]
             f"`sudo wg-quick up {mesh.interface}`. Nothing was started, as messages would not go through the mesh."
         )
     return own
+
+
+def check_up(mesh: Mesh, addresses: Mapping[str, Iterable[str]], path: str | Path) -> Finding:
+    """What can be said of the mesh without MPI: is it up everywhere?
+
+    Args:
+        addresses: host -> IPv4 addresses that it says it has.
+        path: the hosts file, which has the mesh.
+    """
+    without = [host for host, own in addresses.items() if not any(mesh.holds(address) for address in own)]
+    if without:
+        text = f"the hosts file has a [mesh], and no interface there has an address in {mesh.network}"
+        return Finding("mesh", Verdict.FAILS, text, f"there: sudo wg-quick up {mesh.interface}", tuple(without))
+    text = f"every host has an address in {mesh.network}; whether messages go through it is seen when ranks send some"
+    return Finding("mesh", Verdict.NOTE, text, f"python -m hetero_mpi launch --hosts {path} -- mesh verify {path}")
 
 
 def _options_text(mesh: Mesh) -> str:

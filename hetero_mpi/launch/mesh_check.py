@@ -1,11 +1,12 @@
 """Do MPI's messages go through the private mesh? Messages are sent between each two hosts while interfaces count their bytes.
 
 What an MPI library was told is no proof: it may fall back to another network without a word. So every interface is looked at, and
-the answer is no wherever fewer bytes passed the mesh than were sent.
+the answer is no wherever fewer bytes passed the mesh than were sent. Nor is an address: what has it must be a tunnel.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from hetero_mpi.comm.links import quiet_rounds
 from hetero_mpi.comm.mpi_transport import MpiTransport
+from hetero_mpi.comm.pairs import quiet_rounds
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.comm.world import CollectiveUserError, World
 from hetero_mpi.errors import ExitCode
@@ -25,6 +26,8 @@ from hetero_mpi.launch.mesh import Mesh, read_mesh
 MESSAGE_BYTES = 1 << 22
 """Sent each way between each two hosts: far more than whatever else happens to pass in these moments."""
 _THERE, _BACK = 101, 102
+_NO_LINK_LAYER = 0xFFFE
+"""ARPHRD_NONE, Linux's type of WireGuard's interfaces and of those that a program makes (tun)."""
 _SUBJECT = "mesh"
 
 
@@ -45,12 +48,19 @@ def verify(world: World, transport: Transport, mesh: Mesh) -> list[Finding]:
     ``transport`` must be idle.
     """
     own = mesh.own(local_addresses())
-    interfaces = world.all_gather_json(own.interface if own is not None else None)
+    ends = world.all_gather_json([own.interface, is_tunnel(own.interface)] if own is not None else [None, False])
+    interfaces = [interface for interface, _ in ends]
     hosts = tuple(dict.fromkeys(world.hosts))
     without = [host for host in hosts if interfaces[world.hosts.index(host)] is None]
     if without:
         text = f"no interface has an address in {mesh.network}: whatever is sent from here does not go through the mesh"
         return [Finding(_SUBJECT, Verdict.FAILS, text, f"there: sudo wg-quick up {mesh.interface}", tuple(without))]
+    bare = [host for host in hosts if not ends[world.hosts.index(host)][1]]
+    if bare:
+        names = ", ".join(dict.fromkeys(interfaces[world.hosts.index(host)] for host in bare))
+        text = f"{names} has the address in {mesh.network} and is no tunnel: nothing is encrypted there"
+        remedy = f"give [mesh] a network that nothing else uses, and start it there: sudo wg-quick up {mesh.interface}"
+        return [Finding(_SUBJECT, Verdict.FAILS, text, remedy, tuple(bare))]
     if len(hosts) == 1:
         return [Finding(_SUBJECT, Verdict.NOTE, "all ranks are on one host: no message needs the mesh")]
     leaders = [world.hosts.index(host) for host in hosts]
@@ -73,6 +83,16 @@ def verify(world: World, transport: Transport, mesh: Mesh) -> list[Finding]:
         world.meet_asleep()  # nobody begins the next round before all have read their counters
     gathered = world.all_gather_json([[own.host, own.other, own.interface, own.counted] for own in seen])
     return judge([_from_json(values) for ranks_own in gathered for values in ranks_own], mesh)
+
+
+def is_tunnel(interface: str) -> bool:
+    """Can an interface be WireGuard's, of the kernel or in user space? It has no link layer then, as a cable or Wi-Fi has."""
+    if sys.platform == "darwin":
+        return interface.startswith("utun")
+    try:
+        return int(Path("/sys/class/net", interface, "type").read_text()) == _NO_LINK_LAYER
+    except OSError:
+        return True  # not to be known here
 
 
 def judge(passed: Sequence[Passed], mesh: Mesh, message_bytes: int = MESSAGE_BYTES) -> list[Finding]:

@@ -3,7 +3,7 @@
 It calls the supervisor several times a second, over a new TCP connection each time, and does what the answer says::
 
     sentry      {"token": ..., "host": 1, "number": 3, "swept": 4, "tried": 2, "locked": false,
-                 "run": {"step": 17, "file": 9321, "checkpoint": 15}}
+                 "run": {"step": 17, "base": 8, "file": 9321, "checkpoint": 15, "copies": 16}}
     supervisor  {"sweep": 5, "keep": null, "try_lock": 2, "leave": false}
 
 * New connections, because an old one that has lost packets waits ever longer between its attempts: after an outage of
@@ -22,6 +22,7 @@ Run as ``python -m hetero_mpi.launch.sentry``; what it needs to know comes as on
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -45,7 +46,10 @@ FENCE_S = 1.0
 REFUSED_S = 3.0
 """How long the supervisor's port may be closed: its process has gone, though its machine is there."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})\.h5")
+_COPY = re.compile(r"step-(\d{8,})\.[0-9a-f]{8}\.h5")
 _TAIL_BYTES = 4096
+RUN_STATE = ("step", "base", "file", "checkpoint", "copies")
+"""What a sentry says of the run directory on its host; whole numbers."""
 
 
 @dataclass(frozen=True)
@@ -121,12 +125,16 @@ class RunDirectory:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._seen: tuple[int, int] = (0, 0)
-        self._step = 0
+        self._step = self._base = 0
 
     def state(self) -> dict[str, int]:
-        """``step``: of the last line of metrics.jsonl; ``file``: its inode (a resumed run begins a new file);
-        ``checkpoint``: step of the newest one. 0: none."""
-        return {"step": self._last_step(), "file": self._seen[0], "checkpoint": self._newest_checkpoint()}
+        """``step``: of the last line of metrics.jsonl; ``file``: its inode (a resumed run begins a new file); ``base``: the step
+        that the run went on from when it began that file; ``checkpoint``, ``copies``: step of the newest one. 0: none."""
+        step = self._last_step()
+        checkpoint, copies = _newest(self.directory / "checkpoints", _CHECKPOINT), 0
+        with contextlib.suppress(OSError):
+            copies = max((_newest(folder, _COPY) for folder in (self.directory / "copies").iterdir()), default=0)
+        return dict(zip(RUN_STATE, (step, self._base, self._seen[0], checkpoint, copies), strict=True))
 
     def locked(self) -> bool:
         """Does a run hold the directory, here or, where it is shared, elsewhere? To be asked while nobody wants to claim it."""
@@ -145,6 +153,8 @@ class RunDirectory:
             with (self.directory / "metrics.jsonl").open("rb") as file:
                 size = file.seek(0, 2)
                 now = (os.fstat(file.fileno()).st_ino, size)
+                if now[0] != self._seen[0]:
+                    self._base = self._started_from()
                 if now != self._seen:
                     file.seek(max(0, size - _TAIL_BYTES))
                     self._seen, self._step = now, last_step(file.read())
@@ -152,12 +162,21 @@ class RunDirectory:
             self._seen, self._step = (0, 0), 0
         return self._step
 
-    def _newest_checkpoint(self) -> int:
+    def _started_from(self) -> int:
+        """The step that the run went on from; it says so before it begins its metrics."""
         try:
-            names = [path.name for path in (self.directory / "checkpoints").iterdir()]
-        except OSError:
+            return int(json.loads((self.directory / "run.json").read_text(encoding="utf-8"))["starts"][-1]["step"])
+        except (OSError, ValueError, KeyError, IndexError, TypeError):
             return 0
-        return max((int(found[1]) for name in names if (found := _CHECKPOINT.fullmatch(name))), default=0)
+
+
+def _newest(directory: Path, pattern: re.Pattern[str]) -> int:
+    """The largest step in the names of a directory; 0: there is none."""
+    try:
+        names = [path.name for path in directory.iterdir()]
+    except OSError:
+        return 0
+    return max((int(found[1]) for name in names if (found := pattern.fullmatch(name))), default=0)
 
 
 def last_step(tail: bytes) -> int:

@@ -25,7 +25,7 @@ from typing import IO, Any
 from hetero_mpi.launch.agent import remote_command
 from hetero_mpi.launch.hostfile import HostEntry
 from hetero_mpi.launch.interface import local_addresses, resolve, source_address
-from hetero_mpi.launch.sentry import CALL_S, Orders, as_line
+from hetero_mpi.launch.sentry import CALL_S, RUN_STATE, Orders, as_line
 
 _POLL_S = 0.02
 _COMPLAINT_BYTES = 20_000
@@ -248,7 +248,7 @@ class Tower:
                 return self._orders_now(leave=True)
             post.heard_s = time.monotonic()
             post.swept, post.tried, post.locked = int(report["swept"]), int(report["tried"]), bool(report["locked"])
-            post.run = {key: int(report["run"][key]) for key in ("step", "file", "checkpoint")}
+            post.run = {key: int(report["run"][key]) for key in RUN_STATE}
             return self._orders_now(self._leave)
 
     def _orders_now(self, leave: bool) -> dict[str, Any]:

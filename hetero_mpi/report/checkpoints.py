@@ -66,10 +66,14 @@ def _origin(metadata: Mapping[str, Any]) -> list[str]:
     adapter = _table(metadata, "job", "adapter").get("method", "none")
     trained = "all its weights" if adapter == "none" else f"a {adapter} adapter"
     blocks = next((config[key] for key in _BLOCKS if key in config), "?")
-    lines = [f"  model: {config.get('model_type', '?')}, {blocks} blocks; trained: {trained}"]
+    model, rows = f"{config.get('model_type', '?')}, {blocks} blocks", "sequences of {} tokens"
+    if "factory" in config:
+        model, rows = f"{config['factory']}, {len(config['layers'])} layers", "samples"
+    lines = [f"  model: {model}; trained: {trained}"]
     if metadata.get("base_model"):
         lines.append(f"  base: {metadata['base_model']}")
-    batch = f"{train.get('global_batch', '?')} sequences of {_table(metadata, 'job', 'data').get('sequence_length', '?')} tokens"
+    length = _table(metadata, "job", "data").get("sequence_length", "?")
+    batch = f"{train.get('global_batch', '?')} {rows.format(length)}"
     lines.append(f"  dtype: computed in {train.get('dtype', '?')}; a step is {batch}, seed {train.get('seed', '?')}")
     if "data_fingerprint" in metadata:
         lines.append(f"  data: fingerprint {metadata['data_fingerprint']}")

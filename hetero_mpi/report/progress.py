@@ -94,6 +94,7 @@ class Progress:
 
     Attributes:
         overview, standings: shown on the screen; may be set while it is there.
+        unit: what the throughput counts.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Progress:
         self.first_step = first_step
         self.overview = about or Overview("training")
         self.standings: Standings = dict
+        self.unit = "tokens"
         self._stream = sys.stdout if stream is None else stream
         self._now_s = now_s
         self._started_s = now_s()
@@ -158,7 +160,7 @@ class Progress:
         recent = list(self._recent)
         step_s = statistics.median(line.step_s for line in recent)
         rate = statistics.median(line.tokens_per_s for line in recent)
-        text = f"loss {self._latest.loss:.4f}   {rate:,.0f} tokens/s   {units.seconds(step_s)} per step"
+        text = f"loss {self._latest.loss:.4f}   {rate:,.0f} {self.unit}/s   {units.seconds(step_s)} per step"
         predicted_s = self._latest.predicted_step_s
         if predicted_s > 0:
             more = step_s / predicted_s - 1
@@ -193,7 +195,7 @@ class Progress:
 
     def _line(self, line: StepMetrics) -> str:
         width = len(str(self.total_steps))
-        text = f"step {line.step:>{width}}/{self.total_steps}  loss {line.loss:.4f}  {line.tokens_per_s:,.0f} tokens/s"
+        text = f"step {line.step:>{width}}/{self.total_steps}  loss {line.loss:.4f}  {line.tokens_per_s:,.0f} {self.unit}/s"
         return f"{text}  {self._left(line.step)} left" if line.step < self.total_steps else text
 
     def _left(self, step: int) -> str:

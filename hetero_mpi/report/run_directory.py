@@ -15,6 +15,8 @@ from typing import TextIO
 from hetero_mpi.errors import UserError
 
 LOCK_NAME = ".lock"
+_WRITTEN = ("", "adapter", "checkpoints", "copies", "logs", "model", "tensorboard")
+"""Directories of a run in which it writes; "": itself."""
 
 
 @contextlib.contextmanager
@@ -28,6 +30,7 @@ def claim(run_dir: str | Path) -> Iterator[Path]:
     directory = Path(run_dir)
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        refuse_links(directory)
         file = (directory / LOCK_NAME).open("a+", encoding="utf-8")
     except OSError as error:
         raise UserError(
@@ -47,6 +50,23 @@ def claim(run_dir: str | Path) -> Iterator[Path]:
             yield directory
         finally:
             file.truncate(0)
+
+
+def refuse_links(run_dir: str | Path) -> None:
+    """Refuse a run directory with a link through which a run would write elsewhere. Local: each host has its own.
+
+    Raises:
+        UserError: with the first such link.
+    """
+    home = Path(run_dir).resolve()
+    for name in _WRITTEN:
+        folder = home / name
+        for path in (folder, *(folder.iterdir() if folder.is_dir() else ())):
+            if path.is_symlink() and not path.resolve().is_relative_to(home):
+                raise UserError(
+                    f"a run writes into its own directory only; {path} is a link that leads out of it, to {path.resolve()}. "
+                    "Remove the link, or have the whole run directory there with --run-dir."
+                )
 
 
 def _write_holder(file: TextIO) -> None:

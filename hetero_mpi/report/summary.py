@@ -30,7 +30,7 @@ def final_lines(
     ``unigram_entropy``: of the training targets, nats per token. ``written``: what -> where, in the order to be shown.
     """
     lines = time_lines(plan, profile, steps)
-    lines += _loss_lines(steps, evaluations, unigram_entropy)
+    lines += _loss_lines(steps, evaluations, unigram_entropy, _per(plan))
     if written:
         width = max(len(what) for what in written)
         lines += ["Written:", *(f"  {what:<{width}}  {path}" for what, path in written.items())]
@@ -50,7 +50,8 @@ def time_lines(plan: Plan, profile: ClusterProfile, steps: Sequence[StepMetrics]
         return [f"Step time: {len(steps)} steps are too few to measure it (the first {WARM_UP_STEPS} do not count)"]
     tokens_per_s = statistics.median(step.tokens_per_s for step in steps[WARM_UP_STEPS:])
     what = f"Step time{', emulated' if profile.emulated else ''}"
-    line = f"{what}: {units.seconds(measured)} measured (median), {tokens_per_s:,.0f} tokens/s"
+    rate = f"{tokens_per_s:,.0f} {units.unit_of(plan.sequence_length)}/s"
+    line = f"{what}: {units.seconds(measured)} measured (median), {rate}"
     if plan.predicted_step_s <= 0:
         return [line]
     difference = measured / plan.predicted_step_s - 1
@@ -79,15 +80,17 @@ def _difference_reason(plan: Plan, profile: ClusterProfile) -> str:
     return "the machines are not as fast as when they were measured: measure again (profile.reuse = false)"
 
 
+def _per(plan: Plan) -> str:
+    return "nats per token" if units.unit_of(plan.sequence_length) == "tokens" else "per sample"
+
+
 def _loss_lines(
-    steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation], unigram_entropy: float | None
+    steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation], unigram_entropy: float | None, per: str
 ) -> list[str]:
     lines = []
     if steps:
         first, last = steps[0], steps[-1]
-        lines.append(
-            f"Loss: {first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step} (nats per token)"
-        )
+        lines.append(f"Loss: {first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step} ({per})")
     if evaluations:
         lines.append(f"Held-out loss: {evaluations[-1].loss:.4f} at step {evaluations[-1].step}")
     if unigram_entropy is not None:

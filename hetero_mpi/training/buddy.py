@@ -1,13 +1,15 @@
-"""Copies of the trained state in the memory of other ranks, so that the death of a rank costs a few steps and no disk is asked.
+"""Copies of the trained state on other ranks, so that the death of a rank, or of a machine with its disk, costs a few steps.
 
     rank 0   step 20 | copy | step 21 | ...        own copy of step 20, and rank 1's
     rank 1   step 20 | copy | step 21 | ...        own copy of step 20, and rank 0's
     background        each sends its copy to its *buddy*, on another host where there is one
+                      and writes what it has then to its own disk, where a supervisor stands by (``shelf``)
 
 A *generation* is all ranks' trained parameters and moments after one step. Every rank keeps its own part, as its device has
 moved on when somebody dies, and its buddy's wards keep theirs with it. A generation takes the place of the one before the last
 when the last one has arrived everywhere, on which all ranks agree first: so at any moment there is one that is whole, and survivors
-never go on from different steps. (Checkpoints in memory with a buddy: Zheng, Shi, Kale 2004, FTC-Charm++.)
+never go on from different steps. (Checkpoints in memory with a buddy: Zheng, Shi, Kale 2004, FTC-Charm++.) Copies in memory
+serve ranks that outlive others; without such ranks one generation in memory is enough, as it only passes through to the disk.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -27,6 +30,8 @@ import torch
 from numpy.typing import NDArray
 
 from hetero_mpi.checkpoint import PIECE_BYTES
+from hetero_mpi.checkpoint.shelf import new_generation
+from hetero_mpi.comm import ulfm
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.transport import Request
 from hetero_mpi.comm.ulfm import RankLost
@@ -37,6 +42,7 @@ from hetero_mpi.report.logs import say
 from hetero_mpi.training.copies import Copies, Costs, Generation, buddies, steps_between
 from hetero_mpi.training.redistribute import Parcel, parcels
 from hetero_mpi.training.saving import KINDS, live_state
+from hetero_mpi.training.shelf import DISK_SHARE, GENERATIONS, Shelf, lack_of_disk
 
 if TYPE_CHECKING:
     from hetero_mpi.training.loop import Books
@@ -44,7 +50,6 @@ if TYPE_CHECKING:
 
 MEMORY_SHARE = 0.5
 """Copies may take this share of the host memory that is free when training begins."""
-GENERATIONS = 2
 _TAG = 1
 _SENDS_AHEAD = 2
 _FIRST_LOOK = 4
@@ -74,10 +79,24 @@ class Buddies:
         trainer: this rank's share.
         copies: where generations are kept; older ones, of other plans too, stay until the first new one is whole.
         every: steps between generations; None: as few as ``COST_SHARE`` allows, by measured times.
+        threaded: may MPI be called by several threads? If not, training stands still while copies are sent and written.
+        shelf: makes what writes pieces to disk, of the tensors it is given, for this run; None: nothing is written.
+        run_dir: where pieces go.
     """
 
-    def __init__(self, trainer: Trainer, copies: Copies, every: int | None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        copies: Copies,
+        every: int | None,
+        threaded: bool = True,
+        shelf: Callable[[Sequence[Parcel]], Shelf] | None = None,
+        run_dir: Path | None = None,
+    ) -> None:
         world = trainer.world
+        self._threaded = threaded
+        self._in_memory = ulfm.active()
+        self._generations = GENERATIONS if self._in_memory else 1
         self.world, self.trainer, self.copies, self._fixed = world, trainer, copies, every
         self.every: int | None = every
         numbers = list(world.numbers or range(world.size))
@@ -95,9 +114,13 @@ class Buddies:
         }
         specs = (*trainer.tuning.trainable.values(), *trainer.tuning.constants.values())
         self._item = {spec.name: spec.item for spec in specs}
-        self.enabled = world.size > 1 and self._there_is_room(sizes)
+        self.enabled = (world.size > 1 or shelf is not None) and self._there_is_room(sizes)
+        self._shelf: Shelf | None = None
+        if self.enabled and shelf is not None and run_dir is not None and self._there_is_disk(sizes, run_dir):
+            self._shelf = shelf([*self._own, *(parcel for listed in self._wards.values() for parcel in listed)])
+        self.enabled = self.enabled and (self._shelf is not None or (self._in_memory and world.size > 1))
         self._transport = MpiTransport(world.comm, threaded=False) if self.enabled else None
-        self._slots = deque([self._slot() for _ in range(GENERATIONS)]) if self.enabled else deque()
+        self._slots = deque([self._slot() for _ in range(self._generations)]) if self.enabled else deque()
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
         self._costs = Costs()
@@ -110,7 +133,7 @@ class Buddies:
         """Before the first step: a generation of this moment."""
         self._since = books.state.step
         if self.enabled:
-            self._take(books, time.perf_counter())
+            self._take(books, time.perf_counter(), self.world.broadcast_json(new_generation()))
             self._next = self._since + (self._fixed or _FIRST_LOOK)
 
     def after(self, books: Books) -> None:
@@ -158,12 +181,15 @@ class Buddies:
         if self._fixed is not None or not self._under_way():
             self.finish()  # with a number given by the user, whatever it costs
         costs = self._costs
-        own = [self._thread is None, costs.steps_alone, costs.step_s, costs.cost_s]
+        trouble = self._shelf.trouble if self._shelf is not None else None
+        own = [self._thread is None, costs.steps_alone, costs.step_s, costs.cost_s, trouble, new_generation()]
         words = self.world.all_gather_json(own)
         if not all(word[0] for word in words):
             self._next = step + max(1, (step - self._taken) // 2)
             return
         self._forget()
+        if self._shelf is not None:
+            self._shelf.settle([word[4] for word in words])
         if self._fixed is None:
             if min(word[1] for word in words) < _STEPS_ALONE:
                 self._next = step + _STEPS_ALONE
@@ -171,7 +197,7 @@ class Buddies:
             self._decide(max(word[2] for word in words), max(word[3] for word in words))
         assert self.every is not None
         if step >= self._taken + self.every:
-            self._take(books, begin)
+            self._take(books, begin, words[0][5])
         self._next = self._taken + self.every
 
     def _decide(self, step_s: float, cost_s: float) -> None:
@@ -179,14 +205,21 @@ class Buddies:
         if not 0.5 < self.every / self._said < 2.0:
             self._said = self.every
             share = cost_s / (self.every * step_s)
+            memory, disk = self._in_memory, self._shelf is not None
+            where = ["in other ranks' memory"] * memory + ["on hosts' disks"] * disk
             say(
-                f"Copies of the trained state in other ranks' memory: every {self.every} "
+                f"Copies of the trained state {' and '.join(where)}: every {self.every} "
                 f"step{'s' if self.every > 1 else ''}, as each costs {units.seconds(cost_s)} and a step takes "
                 f"{units.seconds(step_s)} ({units.percent(share)} of the time)"
             )
 
-    def _take(self, books: Books, begin_s: float) -> None:
-        """Copy this rank's part, and begin to send it. ``begin_s``: since when training has stood still for it."""
+    def _take(self, books: Books, begin_s: float, number: str) -> None:
+        """Copy this rank's part, and begin to send it.
+
+        Args:
+            begin_s: since when training has stood still for it.
+            number: of the generation, the same on all ranks and never used before.
+        """
         slot = self._slots[0]
         self._slots.rotate(-1)
         live = live_state(self.trainer)
@@ -200,24 +233,31 @@ class Buddies:
         self._new.append(generation)
         self.copies.generations.append(generation)
         self._taken = generation.step
+        if not self._threaded:
+            self._exchange(slot, generation, number)
         self._costs.begin(time.perf_counter() - begin_s)
-        self._thread = threading.Thread(target=self._exchange, args=(slot, generation), name="buddy", daemon=True)
-        self._thread.start()
+        if self._threaded:
+            arguments = (slot, generation, number)
+            self._thread = threading.Thread(target=self._exchange, args=arguments, name="buddy", daemon=True)
+            self._thread.start()
 
     def _forget(self) -> None:
         """The newest generation is whole on all ranks: older ones have done their duty."""
         self.copies.generations[:] = self._new = self._new[-1:]
 
-    def _exchange(self, slot: _Slot, generation: Generation) -> None:
-        """Send the own part, receive those of the wards. Runs in the background."""
+    def _exchange(self, slot: _Slot, generation: Generation, number: str) -> None:
+        """Send the own part, receive those of the wards, and write them all where that is asked for. Runs in the background."""
         begin_s = time.thread_time()
         try:
             self._transfer(slot)
             generation.tensors |= slot.ward_views
             generation.items |= self._items([parcel for listed in self._wards.values() for parcel in listed])
+            if self._shelf is not None:
+                self._shelf.write(number, generation.books, sorted(generation.items), generation.tensors)
         except BaseException as error:  # raised again where training looks after the transfer
             self._problem = error
-        self._costs.processor_s = time.thread_time() - begin_s
+        if self._threaded:  # else it is a part of what training stood still
+            self._costs.processor_s = time.thread_time() - begin_s
 
     def _transfer(self, slot: _Slot) -> None:
         assert self._transport is not None
@@ -244,19 +284,33 @@ class Buddies:
 
     def _there_is_room(self, sizes: Sequence[int]) -> bool:
         """Is there memory for all of it, on every rank?"""
-        held = [size + sum(sizes[w] for w, b in self.buddy_of.items() if b == r) for r, size in enumerate(sizes)]
         free = Backend().memory(self.world.local_size).usable_bytes
+        needed = [self._generations * held for held in self._held(sizes)]
         lacking = [
-            f"rank {rank} would need {units.size(GENERATIONS * needs)} and has {units.size(has)} free"
-            for rank, (needs, has) in enumerate(zip(held, self.world.all_gather_json(free), strict=True))
-            if GENERATIONS * needs > MEMORY_SHARE * has
+            f"rank {rank} would need {units.size(needs)} and has {units.size(has)} free"
+            for rank, (needs, has) in enumerate(zip(needed, self.world.all_gather_json(free), strict=True))
+            if needs > MEMORY_SHARE * has
         ]
         if lacking:
             say(
-                "No copies of the trained state are kept in other ranks' memory, so a death costs the steps since the newest "
+                "No copies of the trained state are kept by other ranks, so a death costs the steps since the newest "
                 f"checkpoint: they may take {units.percent(MEMORY_SHARE)} of the free host memory; {', '.join(lacking)}"
             )
         return not lacking
+
+    def _there_is_disk(self, sizes: Sequence[int], run_dir: Path) -> bool:
+        """Is there room for pieces, on every host?"""
+        lacking = lack_of_disk(self.world, run_dir, self._held(sizes)[self.world.rank])
+        if lacking is not None:
+            say(
+                "No copies of the trained state are kept on hosts' disks, so a lost machine costs the steps since the newest "
+                f"checkpoint: they may take {units.percent(DISK_SHARE)} of what is free; {lacking}"
+            )
+        return lacking is None
+
+    def _held(self, sizes: Sequence[int]) -> list[int]:
+        """Bytes of one generation on each rank: its own part and those of its wards."""
+        return [size + sum(sizes[w] for w, b in self.buddy_of.items() if b == r) for r, size in enumerate(sizes)]
 
 
 def _numbers(listed: Sequence[Parcel]) -> int:

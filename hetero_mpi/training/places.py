@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,8 @@ from hetero_mpi.model.stage import IGNORED
 from hetero_mpi.planning.plan import PipelinePlan, Plan
 from hetero_mpi.planning.schedule import held_by, stages
 
-Tokens = NDArray[np.int32]
+Tokens = NDArray[Any]
+"""Rows of a batch: token ids or targets, int32 (B, T); or samples or their targets, (B, ...)."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def holders(plan: Plan) -> dict[int, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Share:
-    """One pipeline's rows of a batch, cut into micro-batches. Arrays int32 (rows, T).
+    """One pipeline's rows of a batch, cut into micro-batches.
 
     ``sizes``: rows of each micro-batch, which follow one another in the arrays; ``first_samples``: where each begins in the
     whole batch.
@@ -71,7 +73,7 @@ def training_share(plan: Plan, pipeline: int, tokens: Tokens, targets: Tokens) -
     sizes = [max(0, min(own.size(m), len(rows[0]) - m * own.micro_batch)) for m in range(own.micro_batches)]
     empty = sizes.count(0)
     if empty:
-        filler = np.repeat(tokens[:1], empty, axis=0), np.full_like(targets, IGNORED, shape=(empty, targets.shape[1]))
+        filler = np.repeat(tokens[:1], empty, axis=0), np.full_like(targets, IGNORED, shape=(empty, *targets.shape[1:]))
         rows = np.concatenate([rows[0], filler[0]]), np.concatenate([rows[1], filler[1]])
     starts = tuple(first + m * own.micro_batch for m in range(own.micro_batches))
     return Share(*rows, tuple(size or 1 for size in sizes), starts)

@@ -17,12 +17,12 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from hetero_mpi.checkpoint import CheckpointError, CheckpointReader, newest_good
 from hetero_mpi.comm import ulfm
 from hetero_mpi.comm.survivors import Loss, settled, survivors
 from hetero_mpi.comm.transport import Transport
@@ -40,18 +40,18 @@ from hetero_mpi.report import units
 from hetero_mpi.report.logs import say
 from hetero_mpi.report.tables import plan_lines
 from hetero_mpi.training.buddy import Buddies
-from hetero_mpi.training.changing import Share, build_share, hand_over
-from hetero_mpi.training.copies import Copies, newest_whole
+from hetero_mpi.training.copies import Copies
 from hetero_mpi.training.loop import Books
 from hetero_mpi.training.material import prepare
 from hetero_mpi.training.planned import Given, obtain_plan
-from hetero_mpi.training.redistribute import deliveries, parcels
+from hetero_mpi.training.redistribute import Parcel
 from hetero_mpi.training.request import micro_batch_choices, request_of
-from hetero_mpi.training.saving import KINDS
 from hetero_mpi.training.setup import Setting
+from hetero_mpi.training.shelf import SAID, Shelf, generations_in_memory, supervised
 from hetero_mpi.training.trainer import Trainer
 
 _LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -68,6 +68,10 @@ class Past:
     """Of the data that the first leader read."""
     token: str | None = None
     """What checkpoints of this run, and no others, bear; None: without fault tolerance."""
+    begun: str | None = None
+    """Which run this is, over all its starts (``checkpoint.shelf.new_lineage``); not known to all ranks."""
+    shelved: str | None = None
+    """Id of the copies on disk that stay until newer ones are whole."""
     profile: ClusterProfile | None = None
     """Of the ranks as they are numbered now."""
     profiled_ranks: int = 0
@@ -98,7 +102,7 @@ class Past:
             self.profile = restricted(self.profile, loss.before)
 
 
-def outlive(world: World, attempt: Callable[[Past], int]) -> int:
+def outlive(world: World, attempt: Callable[[Past], _T]) -> _T:
     """Make attempts until one comes to its end on every rank that is left, well or with an error that all share. Collective;
     returns what the attempt returned.
 
@@ -110,9 +114,10 @@ def outlive(world: World, attempt: Callable[[Past], int]) -> int:
         return attempt(past)
     while True:
         problem: CollectiveUserError | None = None
-        code, well, noticed_s = 0, True, 0.0
+        ended: list[_T] = []
+        well, noticed_s = True, 0.0
         try:
-            code = attempt(past)
+            ended.append(attempt(past))
         except CollectiveUserError as error:
             problem = error
         except ulfm.RankLost as error:
@@ -127,7 +132,7 @@ def outlive(world: World, attempt: Callable[[Past], int]) -> int:
         past.noticed_s = noticed_s
     if problem is not None:
         raise problem
-    return code
+    return ended[0]
 
 
 def _may_lead(past: Past) -> bool:
@@ -217,84 +222,35 @@ def plan_again(setting: Setting, past: Past, profile: ClusterProfile) -> Plan:
     """
     job, dropout = setting.job, setting.tuning.uses_dropout(setting.chain)
     choices, _ = micro_batch_choices(job.train.global_batch, job.train.micro_batch, past.profiled_ranks, dropout)
-    request = replace(request_of(setting.loaded, choices), sequence_length=profile.model.sequence_length)
+    asked = request_of(setting.loaded, choices, generations_in_memory(job.checkpoint.buddy_every))
+    request = replace(asked, sequence_length=profile.model.sequence_length)
     plan, _ = obtain_plan(setting.world, profile, request, setting.run_dir, Given(None, None))
     say(*plan_lines(plan, profile))
     return plan
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where an attempt after a death begins."""
-
-    step: int
-    having: dict[int, tuple[int, ...]] | None = None
-    """Item -> the ranks that have copies of it in memory."""
-    checkpoint: Path | None = None
-
-
-def origin(setting: Setting, past: Past) -> Origin | None:
-    """The newest state of the run that is left: copies in memory, or a checkpoint where that is newer; None: there is none.
-
-    Collective over all ranks.
-    """
-    if not past.losses:
-        return None
-    world, tuning = setting.world, setting.tuning
-    needed = {spec.item for spec in (*tuning.trainable.values(), *tuning.constants.values())}
-    found = newest_whole(world.all_gather_json(past.copies.inventory()), needed)
-    saved: list[Any] | None = None
-    if world.rank == 0:
-        checkpoint = _checkpoint_of_this_run(setting.run_dir / "checkpoints", past.token)
-        saved = [str(checkpoint[0]), checkpoint[1]] if checkpoint is not None else None
-    saved = world.broadcast_json(saved)
-    if saved is not None and (found is None or saved[1] > found[0]):
-        return Origin(int(saved[1]), checkpoint=Path(saved[0]))
-    return Origin(found[0], having=found[1]) if found is not None else None
-
-
-def _checkpoint_of_this_run(directory: Path, token: str | None) -> tuple[Path, int] | None:
-    """(path, step) of the newest whole checkpoint. A rank that has come to lead may find some of another run on its disk: this
-    run's bear its token."""
-    path, _ = newest_good(directory)
-    if path is None or token is None:
-        return None
-    try:
-        with CheckpointReader(path) as reader:
-            return (path, int(reader.metadata["step"])) if reader.metadata.get("run") == token else None
-    except CheckpointError:
-        return None
-
-
-def bring_back(setting: Setting, past: Past, profile: ClusterProfile, plan: Plan, begin: Origin) -> tuple[Share, Books]:
-    """This rank's share of the new plan, with the state of ``begin``, from copies in memory. Collective over all ranks."""
-    assert begin.having is not None
-    world, having, step = setting.world, begin.having, begin.step
-    tuning = setting.tuning
-    item = {spec.name: spec.item for spec in (*tuning.trainable.values(), *tuning.constants.values())}
-    first = min(rank for ranks in having.values() for rank in ranks)
-    own_books = past.copies.books(step) if world.rank == first else None
-    books = Books.from_dict(world.broadcast_json(own_books, root=first))
-    if past.books is not None:  # what was told of earlier steps
-        books.result.steps = [line for line in past.books.result.steps if line.step <= step]
-        books.result.evaluations = [line for line in past.books.result.evaluations if line.step <= step]
-    share = build_share(setting, profile, plan)
-    listed = deliveries(parcels(tuning, plan, KINDS), lambda parcel: having[item[parcel.name]])
-    received = hand_over(setting, share, listed, lambda parcel: past.copies.tensor(step, parcel), books)
-    _LOG.info("the state after step %d is back; %d bytes received", step, received)
-    say(f"Going on after step {step}, from copies in memory")
-    return share, books
-
-
 @contextlib.contextmanager
-def beside_steps(setting: Setting, past: Past, trainer: Trainer, books: Books) -> Iterator[Callable[[], None]]:
-    """What makes a run that may lose ranks ready for it, while steps are taken: to be called after each. Collective over the
-    active ranks."""
-    every = setting.job.checkpoint.buddy_every
-    if not ulfm.active() or every == 0:
+def beside_steps(
+    setting: Setting, past: Past, trainer: Trainer, books: Books, described: dict[str, Any]
+) -> Iterator[Callable[[], None]]:
+    """What makes a run that may lose ranks or machines ready for it, while steps are taken: to be called after each. Collective
+    over the active ranks.
+
+    Args:
+        described: what every checkpoint carries besides tensors; used on rank 0.
+    """
+    every, world = setting.job.checkpoint.buddy_every, trainer.world
+    if not (ulfm.active() or supervised()) or every == 0:
         yield lambda: _tell_first_step(setting, past, books.state.step)
         return
-    with Buddies(trainer, past.copies, every if isinstance(every, int) else None) as buddies:
+    shelf: Callable[[Sequence[Parcel]], Shelf] | None = None
+    if supervised():
+        said = world.broadcast_json({key: described[key] for key in SAID if key in described})
+        past.begun = said["begun"]
+        shelf = partial(Shelf, world, setting.run_dir, said, kept=past.shelved)
+    threaded = setting.job.cluster.communication_thread and world.thread_level == "multiple"
+    fixed = every if isinstance(every, int) else None
+    with Buddies(trainer, past.copies, fixed, threaded, shelf, setting.run_dir) as buddies:
         buddies.begin(books)
 
         def after() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from hetero_mpi.checkpoint import CheckpointReader, set_aside
+from hetero_mpi.checkpoint import CheckpointReader, newest_good, set_aside
+from hetero_mpi.checkpoint.shelf import new_lineage
 from hetero_mpi.comm.world import World
 from hetero_mpi.errors import UserError
 from hetero_mpi.report.logs import say
-from hetero_mpi.training.saving import RunState, check_data, check_fits, find_checkpoint
+from hetero_mpi.training.saving import ANY, LATEST, RunState, check_data, check_fits, find_checkpoint
 from hetero_mpi.training.setup import Options, Setting
 
 
@@ -18,20 +19,20 @@ def open_checkpoint(
 ) -> tuple[Path | None, CheckpointReader | None, RunState]:
     """(path, open file on rank 0, where the run stands) of the checkpoint to resume from; nothing when starting anew."""
     checkpoints = setting.run_dir / "checkpoints"
-    if options.resume is None:
-        if world.rank == 0:
-            _set_aside(checkpoints, 0)
-        return None, None, RunState(0, [], 0)
     reader, shared = None, None
     with world.led("opening the checkpoint"):
-        if world.rank == 0:
+        if world.rank == 0 and (options.resume is None or _nothing_there(checkpoints, options.resume)):
+            tell_set_aside(checkpoints, 0)
+        elif world.rank == 0:
+            assert options.resume is not None
             path, remarks = find_checkpoint(setting.run_dir, options.resume)
             say(*remarks)
             reader = stack.enter_context(CheckpointReader(path))
             check_fits(reader, path, setting.tuning, setting.job.train, setting.job.data.sequence_length)
             assert setting.material is not None
             fingerprint = setting.material.dataset.fingerprint()
-            say(*filter(None, [check_data(reader, path, fingerprint, setting.job.checkpoint.allow_other_data)]))
+            then, allowed = reader.metadata.get("data_fingerprint"), setting.job.checkpoint.allow_other_data
+            say(*filter(None, [check_data(then, path, fingerprint, allowed)]))
             step, losses = int(reader.metadata["step"]), [float(loss) for loss in reader.metadata["losses"]]
             if step > setting.job.train.steps:
                 raise UserError(
@@ -39,10 +40,12 @@ def open_checkpoint(
                     f"raise it, or resume from an earlier checkpoint"
                 )
             say(f"Resuming from {path}, after step {step}")
-            _set_aside(checkpoints, step)
+            tell_set_aside(checkpoints, step)
             shared = {"path": str(path), "step": step, "losses": losses, "updates": int(reader.metadata["updates"])}
             shared["loss_scale"] = reader.metadata["loss_scale"]
     shared = world.broadcast_json(shared)
+    if shared is None:
+        return None, None, RunState(0, [], 0)
     return (
         Path(shared["path"]),
         reader,
@@ -55,7 +58,22 @@ def open_checkpoint(
     )
 
 
-def _set_aside(checkpoints: Path, step: int) -> None:
+def lineage(reader: CheckpointReader | None, options: Options) -> str:
+    """Which run this is: that of the checkpoint, where it goes on from the newest; from one that was named, it is a new one."""
+    found = reader.metadata.get("begun") if reader is not None and options.resume in (LATEST, ANY) else None
+    return found or new_lineage()
+
+
+def tell_set_aside(checkpoints: Path, step: int) -> None:
+    """Move checkpoints of later steps out of the way. On rank 0."""
     aside = set_aside(checkpoints, step)
     if aside is not None:
         say(f"Checkpoints of an earlier run from after step {step} are in {aside} now")
+
+
+def _nothing_there(checkpoints: Path, wanted: str) -> bool:
+    """Was any state asked for, and there is none?"""
+    if wanted != ANY or newest_good(checkpoints)[0] is not None:
+        return False
+    say("There is no checkpoint, and no whole copy of the trained state: beginning anew")
+    return True

@@ -16,8 +16,7 @@ from hetero_mpi.data.tokenizer import save_tokenizer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job import Job, TrainTable
 from hetero_mpi.model.adapter_files import read_adapter, write_adapter
-from hetero_mpi.model.chain import Chain
-from hetero_mpi.model.directory import ModelDirectoryWriter
+from hetero_mpi.model.items import ItemChain
 from hetero_mpi.model.optimizer import MOMENTS
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.training.background import Saver
@@ -25,6 +24,10 @@ from hetero_mpi.training.redistribute import Delivery, Parcel, align, collect, d
 from hetero_mpi.training.trainer import Trainer
 
 KINDS = ("parameters", "moments1", "moments2")
+LATEST = "latest"
+"""``--resume latest``: from the newest state of the run directory."""
+ANY = "any"
+"""The same, or from the beginning where there is none: what a supervisor asks for."""
 _MOMENT_OF = dict(zip(KINDS[1:], MOMENTS, strict=True))
 
 
@@ -82,12 +85,12 @@ def find_checkpoint(run_dir: Path, wanted: str) -> tuple[Path, list[str]]:
     """The checkpoint to resume from, and remarks about damaged ones that were passed over.
 
     Args:
-        wanted: ``latest``, or the path of a checkpoint file.
+        wanted: ``LATEST`` (or ``ANY``), or the path of a checkpoint file.
 
     Raises:
         UserError: there is none that is whole.
     """
-    if wanted != "latest":
+    if wanted not in (LATEST, ANY):
         path = Path(wanted)
         if not path.exists():
             raise UserError(f"{path}: no such checkpoint; `--resume latest` takes the newest one of the run directory")
@@ -112,6 +115,8 @@ def check_fits(reader: CheckpointReader, path: Path, tuning: Tuning, train: Trai
     """
     names = set(reader.names("parameters"))
     own = set(tuning.trainable) | set(tuning.constants)
+    if "generation" in reader.metadata:
+        raise UserError(f"{path} is one rank's copy, not a checkpoint; `--resume` alone looks for those on all hosts")
     if names != own:
         extra, lacking = sorted(names - own), sorted(own - names)
         detail = f"it holds {extra[0]!r}, which this model does not have" if extra else f"it lacks {lacking[0]!r}"
@@ -122,6 +127,15 @@ def check_fits(reader: CheckpointReader, path: Path, tuning: Tuning, train: Trai
             raise UserError(
                 f"{path} is a checkpoint of another model: {name} has shape {shape} there and {spec.shape} here"
             )
+    check_settings(reader, path, train, sequence_length)
+
+
+def check_settings(reader: CheckpointReader, path: Path, train: TrainTable, sequence_length: int) -> None:
+    """Refuse a checkpoint, or a rank's copy, of a run whose steps would not continue in this one.
+
+    Raises:
+        UserError: with the first difference.
+    """
     then = reader.metadata["job"]
     now = {"seed": train.seed, "global_batch": train.global_batch, "dtype": train.dtype}
     for key, value in now.items():
@@ -137,17 +151,17 @@ def check_fits(reader: CheckpointReader, path: Path, tuning: Tuning, train: Trai
         )
 
 
-def check_data(reader: CheckpointReader, path: Path, fingerprint: str, allowed: bool) -> str | None:
+def check_data(then: str | None, path: Path, fingerprint: str, allowed: bool) -> str | None:
     """A remark if the run would go on with other data than the checkpoint's; None if with the same.
 
     Args:
+        then: the fingerprint that the checkpoint bears.
         fingerprint: of the data now (``Dataset.fingerprint``).
         allowed: the user has said that this may be.
 
     Raises:
         UserError: it would, and the user has not said so.
     """
-    then = reader.metadata.get("data_fingerprint")
     if then is None or then == fingerprint:
         return None
     if not allowed:
@@ -243,14 +257,16 @@ def _keeper(trainer: Trainer, updates: int) -> Callable[[Parcel, torch.Tensor], 
 
 
 def save_model(trainer: Trainer, directory: Path, shard_bytes: int, tokenizer: PreTrainedTokenizerFast | None) -> None:
-    """Write the model as a Hugging Face directory on rank 0, item by item, its tokenizer beside it. Collective."""
+    """Write the model on rank 0, item by item: a Hugging Face directory with its tokenizer, or what else the chain writes.
+
+    Collective."""
     listed = parcels(trainer.tuning, trainer.plan, ("parameters",), trainer.dtype)
     coming = collect(trainer.rank, trainer.transport, listed, lambda parcel: trainer.compute_parameter(parcel.name))
     if trainer.rank != 0:
         for _ in coming:
             pass
         return
-    with ModelDirectoryWriter(trainer.chain.model, directory, shard_bytes) as writer:
+    with trainer.chain.writer(directory, shard_bytes) as writer:
         for state in _by_item(trainer.chain, coming):
             writer.add(state)
         if tokenizer is not None:
@@ -284,7 +300,7 @@ def load_adapter(trainer: Trainer, directory: Path | None) -> None:
     )
 
 
-def _by_item(chain: Chain, coming: Iterator[tuple[Parcel, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+def _by_item(chain: ItemChain, coming: Iterator[tuple[Parcel, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
     item = 0
     state: dict[str, torch.Tensor] = {}
     for parcel, tensor in coming:

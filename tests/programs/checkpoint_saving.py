@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from hetero_mpi.checkpoint import PIECE_BYTES, CheckpointError, CheckpointReader, CheckpointWriter, checkpoint_path
-from hetero_mpi.comm.world import World, run_guarded
+from hetero_mpi.comm.joining import run_guarded
+from hetero_mpi.comm.world import World
 from hetero_mpi.device.backend import Backend, Memory
 from hetero_mpi.training import background
 from hetero_mpi.training.background import PIECES_HELD, Saver

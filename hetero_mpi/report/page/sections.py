@@ -20,7 +20,7 @@ from hetero_mpi.report.page.charts import Series, line_chart
 from hetero_mpi.report.page.html import listing, picture, share_bar, table
 from hetero_mpi.report.page.timeline import Panel, timelines
 from hetero_mpi.report.past_run import PastRun
-from hetero_mpi.report.tables import items_text, schedule_text
+from hetero_mpi.report.tables import idle_lines, items_text, schedule_text
 from hetero_mpi.report.traffic import sums, traffic
 
 USAGE_NOTE = "Shares of the time since training began. The thin bar is the prediction: computing, and the rest."
@@ -273,7 +273,7 @@ def _reasons(plan: Plan) -> list[str]:
             f"{units.seconds(plan.bound_step_s)} (this one {gap} more)."
         )
     found += [f"Because: {reason}" for reason in plan.reasons]
-    return found + [f"Rank {idle.rank} idles: {idle.reason}" for idle in plan.idle]
+    return found + [line[:1].upper() + line[1:] for line in idle_lines(plan)]
 
 
 def checkpoints(run: PastRun) -> str:
