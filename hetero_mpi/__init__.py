@@ -1,7 +1,65 @@
-"""hetero_mpi: train and fine-tune language models over unlike machines, in one MPI job.
+"""hetero_mpi: train and fine-tune models over unlike machines, in one MPI job.
 
-Run it with ``mpirun -np 3 python -m hetero_mpi train jobs/quickstart.toml``. Importing the package is cheap: torch, mpi4py
-and transformers are imported by the rooms that need them, when they need them.
+From the command line: ``mpirun -np 3 python -m hetero_mpi train jobs/quickstart.toml``. From a Python program that mpirun
+started: :class:`Job`, :func:`profile`, :func:`plan`, :func:`simulate`, :func:`train` (docs/python.md).
+
+Importing the package is cheap: torch, mpi4py and transformers are imported by what needs them, when it needs them. So are the
+names below (PEP 562), and planning needs none of the three.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetero_mpi.api import Job as Job
+    from hetero_mpi.api import Simulation as Simulation
+    from hetero_mpi.api import plan as plan
+    from hetero_mpi.api import profile as profile
+    from hetero_mpi.api import simulate as simulate
+    from hetero_mpi.api import train as train
+    from hetero_mpi.errors import UserError as UserError
+    from hetero_mpi.model.layered import LayeredModel as LayeredModel
+    from hetero_mpi.planning.files import load_plan as load_plan
+    from hetero_mpi.planning.files import load_profile as load_profile
+    from hetero_mpi.planning.files import save_plan as save_plan
+    from hetero_mpi.planning.files import save_profile as save_profile
+    from hetero_mpi.planning.plan import Plan as Plan
+    from hetero_mpi.planning.profile import ClusterProfile as ClusterProfile
+    from hetero_mpi.training.outcome import TrainResult as TrainResult
+
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Job": "api",
+    "Simulation": "api",
+    "profile": "api",
+    "plan": "api",
+    "simulate": "api",
+    "train": "api",
+    "UserError": "errors",
+    "LayeredModel": "model.layered",
+    "load_plan": "planning.files",
+    "load_profile": "planning.files",
+    "save_plan": "planning.files",
+    "save_profile": "planning.files",
+    "Plan": "planning.plan",
+    "ClusterProfile": "planning.profile",
+    "TrainResult": "training.outcome",
+}
+"""Name -> the module that has it."""
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hetero_mpi' has no attribute {name!r}")
+    found = getattr(import_module(f"hetero_mpi.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -151,7 +151,7 @@ def _add_schedule(command: argparse.ArgumentParser) -> None:
 
 def _on_all_ranks(command: Callable[[World], int]) -> int:
     """Join the other ranks and run ``command``, which imports its rooms itself; any failure ends all ranks."""
-    from hetero_mpi.comm.world import run_guarded
+    from hetero_mpi.comm.joining import run_guarded
 
     # bitsandbytes (through peft) warns of an optional kernel package that we never call.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -184,7 +184,7 @@ def _mesh_init(namespace: argparse.Namespace) -> int:
 
 
 def _mesh_verify(namespace: argparse.Namespace) -> int:
-    from hetero_mpi.comm.world import run_guarded
+    from hetero_mpi.comm.joining import run_guarded
     from hetero_mpi.launch.mesh_check import verify_command
 
     return run_guarded(lambda world: verify_command(world, namespace.hosts))
@@ -199,8 +199,13 @@ def _export(namespace: argparse.Namespace) -> int:
 
 def _reference(namespace: argparse.Namespace) -> int:
     from hetero_mpi.reference import reference_text
+    from hetero_mpi.reference_pages import commands_page, job_page
 
-    print(reference_text(), end="")
+    if namespace.commands:
+        text = commands_page(parser())
+    else:
+        text = job_page() if namespace.markdown else reference_text()
+    print(text, end="")
     return 0
 
 
@@ -230,7 +235,12 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--merge", action="store_true", help="add the adapter to its base weights: a whole model")
     export.set_defaults(run=_export)
 
-    reference = commands.add_parser("reference", help="print a job file that documents every key")
+    reference = commands.add_parser(
+        "reference", help="print a job file that documents every key, or the pages of reference"
+    )
+    form = reference.add_mutually_exclusive_group()
+    form.add_argument("--markdown", action="store_true", help="the same as Markdown, which is docs/job.md")
+    form.add_argument("--commands", action="store_true", help="all commands and options as Markdown: docs/commands.md")
     reference.set_defaults(run=_reference)
     return top
 

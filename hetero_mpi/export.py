@@ -84,6 +84,11 @@ def _checkpoint(source: Path) -> Path:
 
 def _open(reader: CheckpointReader, path: Path) -> Source:
     job = job_from_dict(reader.metadata["job"])
+    if job.model.factory is not None:
+        raise UserError(
+            f"{path} is of a model made of layers ({job.model.factory}), which has no Hugging Face form: its run wrote "
+            f"model/model.safetensors, and docs/checkpoint.md shows how to read the checkpoint itself"
+        )
     chain = Chain(read_config(reader.metadata["model_config"]))
     base = reader.metadata["base_model"]
     return Source(reader, path, job, chain, tuning_of(job, chain), Path(base) if base else None)

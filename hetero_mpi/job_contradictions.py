@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
+
+from hetero_mpi.job_rules import ELSEWHERE, leads_out
 
 Problem = tuple[tuple[str, str], str]
 """((table, key), the rule it breaks)."""
@@ -46,8 +49,8 @@ def contradictions(known: Known, name: str) -> list[Problem]:
     """All broken rules; a rule about a broken value keeps silent. ``name``: the job's, for ``output.run_dir``."""
     return [
         *_model(known),
-        *_tokenizer(known),
-        *_data(known),
+        *_shard_cache(known),
+        *(_factory(known) if known("model", "factory") is not None else [*_tokenizer(known), *_data(known)]),
         *_train(known),
         *_plan(known),
         *_cluster(known),
@@ -57,16 +60,48 @@ def contradictions(known: Known, name: str) -> list[Problem]:
 
 def _model(known: Known) -> list[Problem]:
     found: list[Problem] = []
-    path, config = known("model", "path"), known("model", "config")
-    if known.all_sound(("model", "path"), ("model", "config")):
-        if (path is None) == (config is None):
-            state = "neither is set" if path is None else "both are set"
-            found.append((("model", "path"), f"set exactly one of model.path and model.config; {state}"))
+    config, keys = known("model", "config"), ("path", "config", "factory")
+    if known.all_sound(*(("model", key) for key in keys)):
+        named = [f"model.{key}" for key in keys if known("model", key) is not None]
+        if len(named) != 1:
+            state = f"{' and '.join(named)} are set" if named else "none is set"
+            rule = f"set exactly one of model.path, model.config and model.factory; {state}"
+            found.append((("model", "path"), rule))
         if isinstance(config, dict) and "model_type" not in config:
             found.append((("model", "config"), 'needs model_type, the family\'s name in transformers, such as "llama"'))
     if known("model", "quantization") == "nf4" and known("adapter", "method") == "none":
         rule = 'frozen 4-bit weights cannot be trained themselves: set adapter.method = "lora"'
         found.append((("model", "quantization"), rule))
+    return found
+
+
+_TEXT_ONLY = {
+    "model": ("shard_cache", "quantization"),
+    "adapter": ("method", "path"),
+    "tokenizer": ("path", "train_vocab_size"),
+    "data": (
+        ("text", "records", "evaluation", "documents", "template", "train_on_prompt", "packing", "pad", "max_bytes")
+    ),
+    "sample": ("prompt",),
+    "cluster": ("emulate",),
+}
+"""What is said of language models only."""
+
+
+def _factory(known: Known) -> list[Problem]:
+    text = known("model", "factory")
+    found: list[Problem] = []
+    if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", text) is None:
+        found.append((("model", "factory"), 'is written "package.module:function", such as "cnn_model:cnn"'))
+    rule = "is for language models, and this job's comes from model.factory: leave it out"
+    for table, keys in _TEXT_ONLY.items():
+        for key in keys:
+            if known.all_sound((table, key)) and known(table, key) != known.default(table, key):
+                found.append(((table, key), rule))
+    if known("data", "sequence_length") not in (None, 1, known.default("data", "sequence_length")):
+        found.append((("data", "sequence_length"), rule))
+    if known("train", "dtype") not in (None, "auto", "fp32"):
+        found.append((("train", "dtype"), "must be fp32, as the model's layers are; it comes from model.factory"))
     return found
 
 
@@ -152,6 +187,14 @@ def _run_dir_problem(text: str, name: str) -> str | None:
         return "may hold {name} and no other placeholder"
     cwd = Path.cwd()
     inside = Path(rest).expanduser()
-    if not inside.is_absolute() and not (cwd / inside).resolve().is_relative_to(cwd.resolve()):
-        return f"must stay inside the working directory {cwd}; write an absolute path to go elsewhere"
+    if not inside.is_absolute() and leads_out(cwd / inside, cwd):
+        return f"must stay inside the working directory {cwd}; {ELSEWHERE}"
     return None
+
+
+def _shard_cache(known: Known) -> list[Problem]:
+    """Where links lead is looked at on each rank's machine, when the cache is opened."""
+    text = known("model", "shard_cache")
+    if text is None or not os.path.normpath(Path(text).expanduser()).startswith(".."):
+        return []
+    return [(("model", "shard_cache"), f"must stay inside the job file's directory; {ELSEWHERE}")]

@@ -10,10 +10,19 @@ import difflib
 import json
 import types
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+
+ELSEWHERE = "write an absolute path to go elsewhere"
+
+
+def leads_out(path: Path, base: Path) -> bool:
+    """Does ``path`` lead out of the directory ``base``, once links are followed? Neither need exist."""
+    return not path.resolve().is_relative_to(base.resolve())
+
 
 Tables = Mapping[str, type[BaseModel]]
 """Table name -> the model that validates it."""

@@ -1,11 +1,12 @@
-"""A job file as raw TOML values, with ``--set table.key=value`` laid over them.
+"""A job file as raw TOML values, with ``--set table.key=value``, or what a Python program sets, laid over them.
 
 What the values may be is ``job.py``'s matter.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
+from pathlib import Path, PurePath
 from typing import Any
 
 from hetero_mpi import toml
@@ -43,12 +44,40 @@ def apply_override(values: dict[str, Any], text: str, problems: list[str]) -> tu
     except toml.TomlError as error:
         problems.append(f"--set {text}: the value is no TOML value: {error}")
         return None
+    return _put(values, keys, value, problems, f"--set {text}")
+
+
+def apply_setting(
+    values: dict[str, Any], dotted: str, value: Any, problems: list[str], by: str
+) -> tuple[str, ...] | None:
+    """The same with a value that is one already, and the key it is for: ``train.steps``."""
+    keys = tuple(part.strip() for part in dotted.split("."))
+    if not 2 <= len(keys) <= toml.DEEPEST or not all(keys):
+        problems.append(f"{by} {dotted!r}: must be table.key, such as train.steps")
+        return None
+    return _put(values, keys, value, problems, f"{by} {dotted!r}")
+
+
+def as_values(value: Any) -> Any:
+    """What a Python program gives as a job file would have it: paths are texts, tuples are lists, None is empty."""
+    if isinstance(value, Mapping):
+        return {str(key): as_values(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_values(inner) for inner in value]
+    if isinstance(value, PurePath):
+        return str(value)
+    return "" if value is None else value
+
+
+def _put(
+    values: dict[str, Any], keys: tuple[str, ...], value: Any, problems: list[str], label: str
+) -> tuple[str, ...] | None:
     table = values
     for depth, key in enumerate(keys[:-1], start=1):
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
             problems.append(
-                f"--set {text}: {'.'.join(keys[:depth])} = {as_toml(table)} in the job file is no table to set a key of"
+                f"{label}: {'.'.join(keys[:depth])} = {as_toml(table)} in the job file is no table to set a key of"
             )
             return None
     table[keys[-1]] = value

@@ -172,14 +172,24 @@ def ask(job: Path, overrides: tuple[str, ...], profile_path: Path) -> Question:
     Raises:
         UserError: one of them is damaged, or the profile was made for another model, dtype or sequence length.
     """
-    loaded = load_job(job, overrides)
-    profile = load_profile(profile_path)
+    return question(load_job(job, overrides), load_profile(profile_path), str(profile_path))
+
+
+def question(loaded: LoadedJob, profile: ClusterProfile, named: str = "the given profile") -> Question:
+    """What the planner is asked, of a job and a profile that fits it.
+
+    Args:
+        named: what the profile is called in texts.
+
+    Raises:
+        UserError: the profile was made for another model, dtype or sequence length.
+    """
     config = _model_keys(loaded)
     problems = _differences(loaded, config, profile)
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise UserError(
-            f"{profile_path} was not made for {job}:\n{listed}\n"
+            f"{named} was not made for {loaded.path}:\n{listed}\n"
             f"Plan with a profile of this job (`profile JOB -o FILE`), or change the job (--set table.key=value)."
         )
     train = loaded.job.train
@@ -187,7 +197,7 @@ def ask(job: Path, overrides: tuple[str, ...], profile_path: Path) -> Question:
     loaded = replace(loaded, job=loaded.job.model_copy(update={"train": settled}))
     if loaded.job.cluster.memory_bytes is not None:
         profile = with_memory(profile, loaded.job.cluster.memory_bytes)
-    remarks = [f"Profile: {profile_path} ({profile.source}, {profile.date})"]
+    remarks = [f"Profile: {named} ({profile.source}, {profile.date})"]
     if config is None:
         remarks.append("The model's configuration is not here: taken to be the profile's, without dropout")
     choices, reason = micro_batch_choices(

@@ -1,6 +1,6 @@
-"""``jobs/reference.toml``, made from the fields of ``job.py``: every key with its meaning, its rule and its default.
+"""``jobs/reference.toml``, made from the fields of ``job_tables.py``: every key with its meaning, its rule and its default.
 
-Print it with ``python -m hetero_mpi.reference``.
+Print it with ``python -m hetero_mpi reference``; ``reference_pages.py`` makes Markdown of the same.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ EXAMPLES: dict[tuple[str, str], str] = {
     ("model", "path"): '"models/SmolLM2-135M"',
     ("model", "shard_cache"): '"~/.cache/hetero_mpi"',
     ("model", "config"): '{ model_type = "llama", hidden_size = 256, num_hidden_layers = 8 }',
+    ("model", "factory"): '"cnn_model:cnn"',
     ("adapter", "path"): '"runs/first/adapter"',
     ("tokenizer", "path"): '"models/SmolLM2-135M"',
     ("tokenizer", "train_vocab_size"): "4096",
@@ -40,7 +41,7 @@ EXAMPLES: dict[tuple[str, str], str] = {
 
 
 def reference_text() -> str:
-    """The text of ``jobs/reference.toml``: TOML, with every key of every table in the order of ``job.py``."""
+    """The text of ``jobs/reference.toml``: TOML, with every key of every table in the order of ``job_tables.py``."""
     parts = [HEADER]
     for table, model in TABLES.items():
         parts.append(f"\n{_comment(model.__doc__ or '')}\n[{table}]\n")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 
 from hetero_mpi.data.template import render_prompt
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
-from hetero_mpi.device.backend import open_backend
-from hetero_mpi.model.chain import Chain
-from hetero_mpi.model.decoding import NOT_A_NUMBER, OWN_CACHE, Decoder, Sampling, pick
-from hetero_mpi.model.families import PROVEN_FAMILIES, read_config
-from hetero_mpi.model.files import ModelFiles
 from hetero_mpi.model.quantize import set_training
-from hetero_mpi.model.stage import MicroBatch, Stage
-from hetero_mpi.model.tuning import nothing_trained
-from hetero_mpi.model.weights import FileStart
 from hetero_mpi.training.generate import share_out
-from hetero_mpi.training.writing import Spelling
-from tests.family_configs import VOCABULARY, tiny_keys
+from tests.family_configs import tiny_keys
 from tests.mpi import run_mpi
 from tests.training_cases import (
     DTYPES,
@@ -371,94 +359,3 @@ def test_shares_fill_memory_alike_on_few_ranks() -> None:
     ]
     for item_bytes, memory, expected in table:
         assert share_out(item_bytes, memory) == expected
-
-
-def test_picks_follow_temperature_and_nucleus() -> None:
-    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
-    assert pick(logits, Sampling(), 0) == 0
-    drawn = [pick(logits, Sampling(1.0, 0.79, 5), position) for position in range(400)]
-    assert set(drawn) == {0, 1}, "0.5 + 0.3 reach 0.79"
-    assert 0.55 < drawn.count(0) / 400 < 0.7, "0.5 / 0.8"
-    assert drawn == [pick(logits, Sampling(1.0, 0.79, 5), position) for position in range(400)]
-    cold = [pick(logits, Sampling(1e-30, 1.0, 5), position) for position in range(20)]
-    assert set(cold) == {0}
-    assert pick(torch.tensor([0.0, math.nan]), Sampling(), 0) == NOT_A_NUMBER
-
-
-def test_characters_of_several_tokens_appear_whole(tokenizer: Path) -> None:
-    loaded = load_tokenizer(tokenizer)
-    text = "ab déf 漢字 🎉 end"
-    tokens = loaded(text).input_ids
-    spelling = Spelling(loaded, tokens[:1])
-    pieces = [spelling.add(token) for token in tokens[1:]]
-    assert "".join([loaded.decode(tokens[:1]), *pieces, spelling.end()]) == text
-    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
-    cut = Spelling(loaded, [])
-    emoji = loaded("🎉").input_ids
-    assert [cut.add(token) for token in emoji[:-1]] == [""] * (len(emoji) - 1)
-    assert cut.end(), "half a character is told at the end"
-
-
-def test_decoding_leaves_a_stage_in_training_as_it_was(place: Path) -> None:
-    """Dropout, gradients and random numbers after a sample are those of a run without one."""
-    case = Written("dropout", "llama", True, 0.1, True, 1, "even")
-    path = model_directory(place, case)
-
-    def losses(sample: bool) -> tuple[list[float], torch.Tensor]:
-        chain = Chain(read_config(ModelFiles(path).config))
-        stage = Stage(
-            chain, 0, chain.items, open_backend("cpu", 0), "fp32", FileStart(ModelFiles(path), chain), recompute=True
-        )
-        torch.manual_seed(1)
-        found = []
-        tokens = torch.tensor([[3, 1, 4, 1, 5, 9]])
-        for step in range(2):
-            position = MicroBatch(0, step, 0, 6)
-            found.append(float(stage.forward(position, tokens, tokens)))
-            stage.backward(0)
-            if sample:
-                with Decoder(stage) as decoder:
-                    pick(decoder.step(tokens), Sampling(1.0), 6)
-        found.append(float(torch.rand(())))
-        return found, torch.cat([p.grad.flatten() for p in stage.parameters.values() if p.grad is not None])
-
-    plain, sampled = losses(False), losses(True)
-    assert plain[0] == sampled[0] and torch.equal(plain[1], sampled[1])
-
-
-def stages_of(path: Path, cuts: tuple[int, ...]) -> list[Stage]:
-    chain = Chain(read_config(ModelFiles(path).config))
-    edges = [0, *cuts, chain.items]
-    backend = open_backend("cpu", 0)
-    return [
-        Stage(chain, first, last, backend, "fp32", FileStart(ModelFiles(path), chain), tuning=nothing_trained())
-        for first, last in pairwise(edges)
-    ]
-
-
-def decoded_families() -> list[Any]:
-    """Every family; those whose masks differ most are tried always."""
-    names = [family for family in PROVEN_FAMILIES if family not in OWN_CACHE]
-    return [pytest.param(n, marks=() if n in ("gemma2", "gpt_oss", "phi3") else pytest.mark.long) for n in names]
-
-
-@pytest.mark.parametrize("family", decoded_families())
-def test_every_proven_family_decodes_over_three_stages(family: str, tmp_path: Path) -> None:
-    """The logits after a prompt of random tokens, after some more, and after single ones, are the whole model's."""
-    torch.manual_seed(3)
-    keys = tiny_keys(family)
-    config = AutoConfig.for_model(keys.pop("model_type"), **keys)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    set_training(whole, False)
-    tokens = torch.randint(1, VOCABULARY, (1, 40))
-    past = None
-    with contextlib.ExitStack() as stack, torch.no_grad():
-        decoders = [stack.enter_context(Decoder(stage)) for stage in stages_of(tmp_path, (2, 4))]
-        for first, last in [(0, 10), (10, 15), *((index, index + 1) for index in range(15, 40))]:
-            expected = whole(input_ids=tokens[:, first:last], past_key_values=past, use_cache=True)
-            past = expected.past_key_values
-            x = tokens[:, first:last]
-            for decoder in decoders:
-                x = decoder.step(x)
-            torch.testing.assert_close(x, expected.logits[0, -1], rtol=1e-4, atol=1e-4)

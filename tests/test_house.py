@@ -1,15 +1,12 @@
-"""The house rules that a reader relies on: which room imports from which, and what the documents say."""
+"""The house rules that a reader relies on: which room imports from which, and what the README says (more: test_docs.py)."""
 
 from __future__ import annotations
 
 import ast
 import re
-import shlex
 from pathlib import Path
 
 import pytest
-
-from hetero_mpi.cli import parser
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hetero_mpi"
@@ -28,7 +25,7 @@ ROOMS = [
 ]
 """Bottom to top; a room may import from those before it, and from itself."""
 FURNITURE = {"errors"}
-JOB_FILES = {"job", "job_contradictions", "job_rules", "job_toml"}
+JOB_FILES = {"job", "job_contradictions", "job_rules", "job_tables", "job_toml"}
 BANS = {
     "planning": {"torch", "mpi4py", "pydantic", "h5py", "transformers"},
     "comm": {"torch", "transformers"},
@@ -38,7 +35,6 @@ BANS = {
     "checkpoint": {"mpi4py", "torch"},
 }
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "jobs").glob("*.md")])
 
 
 def room_of(path: Path) -> str:
@@ -74,37 +70,6 @@ def test_no_room_imports_what_it_must_not(path: Path) -> None:
     tops = {name.split(".")[0] for name in imported(path)}
     assert not tops & BANS.get(room_of(path), set())
     assert not tops & {"pickle", "dill", "cloudpickle"}
-
-
-def documented_commands() -> list[tuple[str, list[str]]]:
-    """(document, arguments) of every ``python -m hetero_mpi`` in the fenced blocks of the documents."""
-    found = []
-    for document in DOCUMENTS:
-        for block in re.findall(r"```sh\n(.*?)```", document.read_text(), re.DOTALL):
-            for line in block.splitlines():
-                for part in re.findall(r"-m hetero_mpi (.*)", line.split(" #")[0]):
-                    found.append((document.name, shlex.split(part)))
-    return found
-
-
-def test_commands_in_the_documents_are_valid() -> None:
-    commands = documented_commands()
-    assert len(commands) >= 3
-    for document, arguments in commands:
-        namespace = parser().parse_args(arguments)
-        program = getattr(namespace, "program", None)
-        if program:
-            namespace = parser().parse_args(program[1:] if program[0] == "--" else program)
-        job = getattr(namespace, "job", None)
-        if job is not None and str(job) != "job.toml":
-            assert (ROOT / job).is_file(), f"{document}: {job}"
-
-
-def test_links_in_the_documents_lead_somewhere() -> None:
-    for document in DOCUMENTS:
-        for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
-            if not target.startswith("http"):
-                assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
 def test_readme_and_ci_run_the_same_tests() -> None:

@@ -135,8 +135,12 @@ lerning_rate = 3
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["model.path=x"], 'model] path = "x": set exactly one of model.path and model.config; both are set'),
-        (["model.config="], "model] path: set exactly one of model.path and model.config; neither is set"),
+        (
+            ["model.path=x"],
+            'model] path = "x": set exactly one of model.path, model.config and model.factory; model.path',
+        ),
+        (["model.path=x"], "model.factory; model.path and model.config are set"),
+        (["model.config="], "model] path: set exactly one of model.path, model.config and model.factory; none is set"),
         (["tokenizer.path=x"], 'tokenizer] path = "x": set tokenizer.path or tokenizer.train_vocab_size, not both'),
         (["tokenizer.train_vocab_size=513"], "must be at most model.config.vocab_size = 512"),
         (["tokenizer.train_vocab_size=256"], 'must be a whole number of at least 257 or empty ("")'),
@@ -177,6 +181,33 @@ lerning_rate = 3
 )
 def test_contradictions(tmp_path: Path, overrides: list[str], expected: str) -> None:
     assert expected in "\n".join(problems(tmp_path, SMALL, *overrides))
+
+
+LAYERS = '[model]\nfactory = "my_model:model"\n'
+
+
+def test_a_model_of_layers_needs_nothing_else(tmp_path: Path) -> None:
+    job = load_job(write(tmp_path, LAYERS)).job
+    assert (job.model.factory, job.data.sequence_length, job.train.dtype) == ("my_model:model", 1, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["data.text=['a.txt']"], 'text = ["a.txt"]: is for language models'),
+        (["tokenizer.path=t"], '[tokenizer] path = "t": is for language models'),
+        (["adapter.method=lora"], 'method = "lora": is for language models'),
+        (["data.sequence_length=64"], "sequence_length = 64: is for language models"),
+        (["data.pad=longest"], 'pad = "longest": is for language models'),
+        (["sample.prompt=hello"], 'prompt = "hello": is for language models'),
+        (["cluster.emulate=p.toml"], 'emulate = "p.toml": is for language models'),
+        (["train.dtype=bf16"], 'dtype = "bf16": must be fp32, as the model\'s layers are'),
+        (["model.factory=my_model.model"], 'is written "package.module:function"'),
+        (["model.path=x"], "model.path and model.factory are set"),
+    ],
+)
+def test_what_a_model_of_layers_cannot_have(tmp_path: Path, overrides: list[str], expected: str) -> None:
+    assert expected in "\n".join(problems(tmp_path, LAYERS, *overrides))
 
 
 def test_a_rule_about_a_broken_value_keeps_silent(tmp_path: Path) -> None:
@@ -279,4 +310,6 @@ def test_every_example_of_the_reference_is_a_valid_value() -> None:
             complete["data.text"] = ""
         if (table, key) == ("model", "config"):
             complete |= {"model.path": "", "tokenizer.path": "t"}
+        if (table, key) == ("model", "factory"):
+            complete = {f"{table}.{key}": example}
         load_job(REFERENCE, [f"{dotted}={value}" for dotted, value in complete.items()])

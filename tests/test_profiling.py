@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from hetero_mpi.comm.links import HostFlows, flows_of, quiet_rounds, rounds
+from hetero_mpi.comm.links import HostFlows, flows_of
+from hetero_mpi.comm.pairs import quiet_rounds, rounds
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.job import AdapterTable, TrainTable

@@ -5,24 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from hetero_mpi import hindsight
 from hetero_mpi.cli import main
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.files import save_profile
-from hetero_mpi.planning.memory import predict_memory
-from hetero_mpi.planning.plan import IdleRank, PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.schedule import Action, Op, schedule_of
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.report.architecture import architecture, save_architecture
-from hetero_mpi.report.comparison import Single, job_differences, loss_after, verdict
 from hetero_mpi.report.drawing import Box, Drawing, Text, svg
 from hetero_mpi.report.measured import (
     STEPS_NAME,
@@ -39,40 +34,14 @@ from hetero_mpi.report.measured import (
 from hetero_mpi.report.page.charts import Series, line_chart, ticks
 from hetero_mpi.report.page.document import report_html, write_report
 from hetero_mpi.report.past_run import USED_PROFILE, describe_run, read_run
-from hetero_mpi.report.tensorboard import TensorBoard
 from hetero_mpi.report.trace import run_trace, save_run_trace
 from hetero_mpi.report.traffic import traffic
 from tests.mpi import run_mpi
-from tests.past_runs import JOB, make_run, measured
-from tests.planning_samples import JOB_TOML, make_model, make_plan_of, make_profile
+from tests.past_runs import JOB, cluster, make_run, measured, planned
+from tests.planning_samples import make_plan_of
 from tests.small_jobs import Workshop
 
 ROOT = Path(__file__).parent.parent
-
-
-def cluster(ranks: int, per_host: int = 2, source: str = "measured") -> ClusterProfile:
-    """Ranks on hosts of ``per_host``, whose links are fast inside and slow between them."""
-    profile = make_profile(
-        [1 + rank % 2 for rank in range(ranks)], make_model(2 * ranks), latency_s=0.1, bytes_per_s=1e4
-    )
-    devices = tuple(replace(d, host=f"host{d.rank // per_host}", name=f"card {d.rank}") for d in profile.devices)
-    links = tuple(
-        replace(link, same_host=devices[link.source].host == devices[link.destination].host) for link in profile.links
-    )
-    return replace(profile, devices=devices, links=links, source=source)
-
-
-def planned(profile: ClusterProfile, ranks: int | None = None, micro_batches: int = 8) -> Plan:
-    """One pipeline over the first ``ranks`` ranks; the others idle."""
-    used, items = ranks or len(profile.devices), len(profile.model.layers)
-    plan = make_plan_of([round(k * items / used) for k in range(used + 1)], list(range(used)), micro_batches)
-    idle = tuple(
-        IdleRank(rank, f"it would slow <everybody> down by {rank} %") for rank in range(used, len(profile.devices))
-    )
-    step_s = simulate(plan, profile).step_s
-    return replace(
-        plan, idle=idle, predicted_step_s=step_s, memory=predict_memory(plan, profile, 0.05), reasons=("a & b",)
-    )
 
 
 # Architecture
@@ -391,89 +360,3 @@ def test_a_run_leaves_all_of_it_behind(tmp_path: Path) -> None:
     assert {entry["pid"] for entry in json.loads((run / "trace.json").read_text())["traceEvents"]} == {0, 1, 2, 3}
     assert (run / "architecture.png").stat().st_size > 10_000 and "<svg" in (run / "architecture.svg").read_text()
     assert not list(run.glob("*.partial"))
-
-
-# Looking back
-
-
-def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    profile = cluster(3)
-    changed = {**JOB, "train": {**JOB["train"], "learning_rate": 1e-3}}
-    first = make_run(tmp_path / "first", planned(profile), profile)
-    second = make_run(tmp_path / "second", planned(profile, 2), profile, steps=30, slower=2.0, job=changed)
-    assert main(["compare", str(first), str(second)]) == 0
-    rows = {line[2:28].strip(): line[28:].split() for line in capsys.readouterr().out.splitlines()}
-    assert "first" in " ".join(rows[""]) and rows["train.learning_rate"] == ["0.003", "0.001"]
-    assert rows["loss after 2.40 k tokens"][0] == rows["loss after 2.40 k tokens"][1], "equal losses at equal tokens"
-    assert rows["energy"] == ["not", "measured", "not", "measured"] and "train.steps" not in rows
-    with pytest.raises(UserError, match="needs two runs or more"):
-        hindsight.compare([first])
-
-
-def test_the_loss_after_equally_many_tokens(tmp_path: Path) -> None:
-    profile = cluster(2)
-    steps = read_run(make_run(tmp_path / "a", planned(profile), profile)).metrics.steps
-    assert loss_after(steps, steps[0].tokens) == steps[0].loss
-    assert loss_after(steps, 40 * steps[0].tokens) == pytest.approx((steps[38].loss + steps[39].loss) / 2)
-    assert job_differences([{"a": {"x": 1, "y": None}}, {"a": {"x": 1, "y": 2}}]) == [("a.y", ("empty", "2"))]
-
-
-@pytest.mark.parametrize(
-    ("alone_s", "together_s", "measured_s", "expected"),
-    [
-        (2.0, 1.0, None, "Yes: together they are 2.00 times as fast (predicted) as A alone would be (predicted)."),
-        (2.0, 1.0, 1.9, "Hardly: together they are 1.05 times as fast (measured) as A alone would be (predicted); the"),
-        (2.0, 1.0, 2.5, "No: together they are 0.80 times as fast"),
-        (None, 1.0, None, "Yes: no single device can do this job at all."),
-    ],
-)  # fmt: skip
-def test_the_answer_is_honest(
-    alone_s: float | None, together_s: float, measured_s: float | None, expected: str
-) -> None:
-    plan = replace(planned(cluster(2)), predicted_step_s=together_s)
-    assert verdict([Single(0, "A", alone_s), Single(1, "B", None, "too small")], plan, measured_s).startswith(expected)
-
-
-def test_a_plan_that_idles_the_others_says_no() -> None:
-    profile = cluster(3)
-    assert "the plan itself uses rank 0 alone" in verdict([Single(0, "A", 1.0)], planned(profile, 1), 1.0)
-
-
-def test_the_baseline_of_a_profile_and_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "job.toml").write_text(JOB_TOML)
-    profile = cluster(3)
-    save_profile(profile, tmp_path / "p.toml")
-    assert main(["baseline", str(tmp_path / "job.toml"), "--profile", str(tmp_path / "p.toml")]) == 0
-    said = capsys.readouterr().out
-    assert (
-        "The same 80 tokens per step:" in said
-        and "rank 0 alone" in said
-        and "Was it worth adding the others?\n  Yes: " in said
-    )
-    run = make_run(tmp_path / "run", planned(profile), profile)
-    assert main(["baseline", str(tmp_path / "job.toml"), "--profile", str(run)]) == 0
-    assert "measured, median of 58 steps" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"--set train\.global_batch=8"):
-        hindsight.baseline(tmp_path / "job.toml", ("train.global_batch=4",), run)
-
-
-def test_looking_back_needs_neither_torch_nor_mpi() -> None:
-    program = "import sys\nfor name in ('torch', 'mpi4py', 'matplotlib'): sys.modules[name] = None\nimport hetero_mpi.hindsight"
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
-
-
-def test_tensorboard_files(tmp_path: Path) -> None:
-    loader = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_file_loader", reason="tensorboard is not installed"
-    )
-    profile = cluster(2)
-    lines = read_run(make_run(tmp_path / "a", planned(profile), profile)).metrics.steps
-    board = TensorBoard(tmp_path / "tb")
-    board.step(lines[0])
-    board.evaluation(1, 2.5)
-    board.close()
-    (file,) = (tmp_path / "tb").iterdir()
-    found = {
-        value.tag: event.step for event in loader.EventFileLoader(str(file)).Load() for value in event.summary.value
-    }
-    assert found["loss/training"] == found["loss/held out"] == 1

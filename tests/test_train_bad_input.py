@@ -64,6 +64,20 @@ class Scene(Workshop):
         return copy
 
 
+def linked_run(scene: Scene, name: str) -> dict[str, Any]:
+    """Somebody has left a link where checkpoints will be written."""
+    entry = scene.entry(name)
+    entry["run_dir"].mkdir()
+    (entry["run_dir"] / "checkpoints").symlink_to(scene.directory)
+    return entry
+
+
+def linked_cache(scene: Scene, name: str) -> dict[str, Any]:
+    """A relative path that a link leads elsewhere."""
+    (scene.directory / "away").symlink_to("/")
+    return scene.entry(name, model={"shard_cache": "away/cache"})
+
+
 def plan_of(
     edges: tuple[int, ...],
     ranks: tuple[int, ...] = (0, 1),
@@ -143,7 +157,8 @@ def named_profile(scene: Scene, name: str, ranks: int, blocks: int) -> dict[str,
 def damaged_elsewhere(scene: Scene, name: str) -> dict[str, Any]:
     model = scene.copy_of_model(name)
     os.truncate(model / "model.safetensors", 5000)
-    return {**scene.entry(name), "breaks": "model_is_elsewhere", "rank": 0, "elsewhere": model}
+    both = scene.planned(name, plan_of((0, 2, 4)))  # on a busy machine the planner may leave rank 1 idle
+    return {**both, "breaks": "model_is_elsewhere", "rank": 0, "elsewhere": model}
 
 
 CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
@@ -237,6 +252,14 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     "infinite-weights": (
         infinite_weights,
         ("step 1: the loss is nan", "there is no good checkpoint", "lower [train] learning_rate"),
+    ),
+    "run-directory-link": (
+        linked_run,
+        ("run directory", "checkpoints is a link that leads out of it, to", "Remove the link"),
+    ),
+    "shard-cache-link": (
+        linked_cache,
+        ("[model] shard_cache = \"away/cache\"", "leads out of the job file's directory", "absolute path"),
     ),
     "run-directory-in-use": (
         lambda s, n: s.entry(n),

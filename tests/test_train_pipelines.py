@@ -46,6 +46,7 @@ LAYOUTS: dict[str, list[tuple[list[int], list[int], int, int]]] = {
     "pipeline and rank": [([1], [0, 5], 3, 3), ([0, 3, 2], [0, 1, 4, 5], 2, 5)],
 }
 """(ranks in chain order, boundaries, micro-batch, sequences) of each pipeline."""
+BY_ITSELF = {f"alone, micro-batches of {size}": [([0], [0, 5], size, 8)] for size in (1, 3)}
 TRAIN = TrainTable(steps=3, global_batch=BATCH, learning_rate=3e-3, schedule="constant", dtype="fp32", clip_norm=0.5)
 
 
@@ -104,14 +105,20 @@ def outcome_of(threads: Threads, rows: int = BATCH, length: int = LENGTH) -> Out
     return Outcome(with_all[0][0], gradients, with_all[0][1])
 
 
-def check_close(found: Outcome, expected: Outcome) -> None:
+def distance(found: Outcome, expected: Outcome) -> float:
+    """Of the gradient that differs most, in parts of its norm."""
+    gradients = expected.gradients.items()
+    return max(float((found.gradients[name] - gradient).norm() / gradient.norm()) for name, gradient in gradients)
+
+
+def check_close(found: Outcome, expected: Outcome, tolerance: float = TOLERANCE) -> None:
     assert found.verdict.loss == pytest.approx(expected.verdict.loss, rel=TOLERANCE)
     assert found.verdict.grad_norm == pytest.approx(expected.verdict.grad_norm, rel=TOLERANCE)
     assert found.held_out == pytest.approx(expected.held_out, rel=TOLERANCE)
     assert found.gradients.keys() == expected.gradients.keys()
     for name, gradient in expected.gradients.items():
         assert gradient.norm() > 0, f"{name} has no gradient: the comparison would be empty"
-        assert (found.gradients[name] - gradient).norm() / gradient.norm() <= TOLERANCE, name
+        assert (found.gradients[name] - gradient).norm() / gradient.norm() <= tolerance, name
 
 
 def check_same_bits(found: Outcome, expected: Outcome) -> None:
@@ -128,7 +135,7 @@ def trained_once(
     tuning: Tuning | None = None,
     **batch: int,
 ) -> Outcome:
-    plan = plan_of(chain, LAYOUTS[layout], LENGTH, schedule, recompute)
+    plan = plan_of(chain, {**LAYOUTS, **BY_ITSELF}[layout], LENGTH, schedule, recompute)
     threads = Threads(chain, plan, TRAIN, tuning)
     if tuning is not None and tuning.adapter is not None:
         _random_adapters(threads)
@@ -194,9 +201,13 @@ def test_full_product(family: str, tied: bool, recompute: bool, adapters: bool) 
     tuning = adapter_tuning(chain, table, False, True) if adapters else full_training(chain)
     for rows, length in ((BATCH, LENGTH), (3, 9)):
         expected = trained_once("alone", chain, "1f1b", recompute, tuning, rows=rows, length=length)
+        # Adapters on few rows: one process with other micro-batches differs from itself by 2e-6 to 3e-6.
+        alone = [trained_once(name, chain, "1f1b", recompute, tuning, rows=rows, length=length) for name in BY_ITSELF]
+        tolerance = max(TOLERANCE, *(distance(one, expected) for one in alone))
+        assert tolerance < 5e-6
         for layout, schedule in itertools.product(LAYOUTS, ("1f1b", "gpipe", "split")):
             found = trained_once(layout, chain, schedule, recompute, tuning, rows=rows, length=length)
-            check_close(found, expected)
+            check_close(found, expected, tolerance)
 
 
 # Rows

@@ -1,4 +1,4 @@
-"""A model as a chain of items: embedding, block 0 .. block L-1, head (final norm and output projection).
+"""A language model as a chain of items: embedding, block 0 .. block L-1, head (final norm and output projection).
 
 ``base_model_pp_plan`` of transformers' configurations says which modules come before and after the blocks. Everything here is
 on torch's meta device: names and shapes, no memory.
@@ -6,28 +6,24 @@ on torch's meta device: names and shapes, no memory.
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hetero_mpi.errors import UserError
+from hetero_mpi.model.directory import ModelDirectoryWriter
+from hetero_mpi.model.items import Example, ItemChain
+from hetero_mpi.model.items import ParameterSpec as ParameterSpec
+from hetero_mpi.model.loss import IGNORED, summed_loss
+from hetero_mpi.model.weights import initialise, materialize, restore_buffers
 from hetero_mpi.planning.cost import EMBEDDING, HEAD
-
-
-@dataclass(frozen=True)
-class ParameterSpec:
-    """A parameter of the whole model: the item that holds it and its shape."""
-
-    name: str
-    item: int
-    shape: tuple[int, ...]
-
-    @property
-    def count(self) -> int:
-        return int(torch.Size(self.shape).numel())
 
 
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
@@ -63,19 +59,19 @@ def uses_dropout(model: nn.Module) -> bool:
     )
 
 
-class Chain:
-    """Names, shapes and kinds of a model's items.
+class Chain(ItemChain):
+    """A causal language model of transformers.
 
     Attributes:
         items: number of items, blocks + 2.
-        parameters: name -> ``ParameterSpec``, in the model's own order, each tensor that can be trained once.
-        constants: name -> ``ParameterSpec`` of what is in the model's files but is never trained.
-        tied: (head's name, embedding's name) when the head's matrix *is* the embedding's, else None.
-        kinds: kind of each item; blocks with equal shapes and attention type share one.
+        constants: what is in the model's files but is never trained.
+        kinds: blocks with equal shapes and attention type share one.
+        model: the whole model on the meta device.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config = config
+        self.name, self.logits = config.model_type, config.vocab_size
         self._fp32_names: dict[torch.dtype, set[str]] = {}
         self.model = build_on_meta(config)
         plan = self.model._pp_plan or {}
@@ -137,13 +133,70 @@ class Chain:
             }
         return torch.float32 if name in self._fp32_names[compute] else compute
 
-    def specs(self, first: int, last: int) -> list[ParameterSpec]:
-        """Parameters of items ``[first, last)``."""
-        return [spec for spec in self.parameters.values() if first <= spec.item < last]
+    def summary(self) -> str:
+        return f"{self.name}, {self.blocks} blocks"
 
-    def constant_specs(self, first: int, last: int) -> list[ParameterSpec]:
-        """Constants of items ``[first, last)``."""
-        return [spec for spec in self.constants.values() if first <= spec.item < last]
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.config.to_dict())
+
+    def draws(self) -> bool:
+        return uses_dropout(self.model)
+
+    def frame(self) -> PreTrainedModel:
+        return build_on_meta(self.config)
+
+    def vacate(self, model: nn.Module, item: int) -> None:
+        for name in self.module_names(item):
+            for module in model.get_submodule(name).modules():
+                materialize(module)
+
+    def initialise(self, model: nn.Module, item: int, seed: int) -> None:
+        initialise(self, model, item, seed)
+
+    def restore_buffers(self, model: nn.Module, device: torch.device) -> None:
+        restore_buffers(model, device)
+
+    def recompute(self, model: nn.Module, enabled: bool) -> None:
+        """By transformers' own gradient checkpointing, of blocks."""
+        if enabled:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            model.gradient_checkpointing_disable()
+
+    def run(self, model: nn.Module, first: int, last: int, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
+        """Token ids (B, T) or hidden states (B, T, D) to hidden states, on the last stage to logits (B, T, V)."""
+        inputs = {"input_ids": x} if first == 0 else {"inputs_embeds": x}
+        keywords.setdefault("use_cache", False)
+        if last < self.items:
+            return model.base_model(**inputs, **keywords).last_hidden_state
+        return model(**inputs, **keywords).logits
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy of logits (B, T, V) and targets (B, T) that are not ``IGNORED``."""
+        return summed_loss(outputs, targets)
+
+    def boundary(self, item: int, rows: int, length: int) -> tuple[int, ...]:
+        return rows, length, self.config.hidden_size
+
+    def example(self, first: int, last: int, rows: int, length: int, dtype: torch.dtype) -> Example:
+        tokens = torch.arange(math.prod((rows, length))).view(rows, length) % self.config.vocab_size
+        hidden = torch.full(self.boundary(first, rows, length), 0.01, dtype=dtype)
+        hidden += torch.linspace(0, 1, hidden.shape[-1], dtype=dtype)
+        ends = last == self.items
+        return (
+            tokens if first == 0 else hidden,
+            tokens if ends else None,
+            None if ends else torch.full_like(hidden, 1e-3),
+        )
+
+    def length(self, inputs: NDArray[Any]) -> int:
+        return int(inputs.shape[1])
+
+    def counted(self, targets: NDArray[Any]) -> int:
+        return int(np.count_nonzero(targets != IGNORED))
+
+    def writer(self, directory: Path, shard_bytes: int) -> ModelDirectoryWriter:
+        return ModelDirectoryWriter(self.model, directory, shard_bytes)
 
     def _tied_pair(self) -> tuple[str, str] | None:
         pairs = dict(self.model.all_tied_weights_keys)
@@ -178,3 +231,9 @@ class Chain:
                 signatures[signature] = layer_types[index] + (f"_{same_type + 1}" if same_type else "")
             kinds.append(signatures[signature])
         return (EMBEDDING, *kinds, HEAD)
+
+
+def language(chain: ItemChain) -> Chain:
+    """The chain of what only language models can do: adapters, emulation, writing text. Jobs ask for it of no other."""
+    assert isinstance(chain, Chain), f"{chain.name} is no language model"
+    return chain

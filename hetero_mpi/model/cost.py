@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from torch import nn
 
-from hetero_mpi.model.chain import Chain
+from hetero_mpi.model.chain import Chain, language
+from hetero_mpi.model.items import ItemChain
 from hetero_mpi.model.quantize import packed_bytes
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.cost import LayerCost, ModelCost
@@ -21,7 +23,7 @@ ADAPTER_BYTES = 4
 
 
 def model_cost(
-    chain: Chain, tuning: Tuning, dtype: str, sequence_length: int, activation_bytes: Mapping[str, float]
+    chain: ItemChain, tuning: Tuning, dtype: str, sequence_length: int, activation_bytes: Mapping[str, float]
 ) -> ModelCost:
     """The cost of every item of the chain.
 
@@ -35,7 +37,7 @@ def model_cost(
     layers = tuple(_layer_cost(chain, tuning, item, dtype, tied, activation_bytes) for item in range(chain.items))
     master_bytes = 4 if tuning.full and dtype != "fp32" else 0
     return ModelCost(
-        model_type=chain.config.model_type,
+        model_type=chain.name,
         dtype=dtype,
         sequence_length=sequence_length,
         tied=chain.tied is not None and tuning.full,
@@ -46,25 +48,28 @@ def model_cost(
 
 
 def _layer_cost(
-    chain: Chain, tuning: Tuning, item: int, dtype: str, tied: int, activation_bytes: Mapping[str, float]
+    chain: ItemChain, tuning: Tuning, item: int, dtype: str, tied: int, activation_bytes: Mapping[str, float]
 ) -> LayerCost:
     head, kind = item == chain.items - 1, chain.kinds[item]
-    held = sum(spec.count for spec in chain.specs(item, item + 1))
+    trained = sum(spec.count for spec in chain.specs(item, item + 1))
+    held = trained + sum(spec.count for spec in chain.constant_specs(item, item + 1))
     copy = tied if head else 0
     adapters = 0 if tuning.full else sum(spec.count for spec in tuning.specs(item, item + 1))
-    packed, largest = _packed(chain, item) if tuning.nf4 and 0 < item < chain.items - 1 else (0, 0)
+    packed, largest = _packed(language(chain), item) if tuning.nf4 and 0 < item < chain.items - 1 else (0, 0)
     parameter_bytes = (held - packed + copy) * BYTES[dtype] + packed_bytes(packed, tuning.double)
     # The head's copy of a trained tied matrix has a gradient but neither moments nor a master of its own.
     parameter_bytes += adapters * ADAPTER_BYTES + (copy * GRADIENT_BYTES if tuning.full else 0)
     return LayerCost(
         kind=kind,
         parameters=held + copy + adapters,
-        trainable_parameters=held if tuning.full else adapters,
+        trainable_parameters=trained if tuning.full else adapters,
         parameter_bytes=parameter_bytes,
         activation_bytes_per_token=activation_bytes[kind],
         # Backward holds the gradients of one item's activations; the head those of its logits, and a piece of them in fp32.
-        workspace_bytes_per_token=2.0 * chain.config.vocab_size * BYTES[dtype] if head else activation_bytes[kind],
-        boundary_bytes_per_token=0 if head else chain.config.hidden_size * BYTES[dtype],
+        workspace_bytes_per_token=(
+            2.0 * chain.logits * BYTES[dtype] if head and chain.logits is not None else activation_bytes[kind]
+        ),
+        boundary_bytes_per_token=0 if head else math.prod(chain.boundary(item, 1, 1)) * BYTES[dtype],
         workspace_bytes=largest * BYTES[dtype],
     )
 

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hetero_mpi.device.backend import HOST
 from hetero_mpi.errors import UserError
+from hetero_mpi.model.chain import language
 from hetero_mpi.model.quantize import set_training
 from hetero_mpi.model.seeds import seed_from
 from hetero_mpi.model.stage import Stage
@@ -147,6 +148,6 @@ def _cache(stage: Stage) -> tuple[DynamicCache, list[Any]]:
 
 def _own_layers(stage: Stage) -> set[int]:
     """Indices in the cache of the attention layers that the stage holds (a block may have several)."""
-    blocks = stage.model.get_submodule(stage.chain.blocks_name)
+    blocks = stage.model.get_submodule(language(stage.chain).blocks_name)
     found = (getattr(module, "layer_idx", None) for module in blocks.modules())
     return {index for index in found if isinstance(index, int)}

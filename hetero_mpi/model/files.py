@@ -304,8 +304,10 @@ def _entry(path: Path, data: int, entry: dict[str, Any]) -> StoredTensor:
     if entry["dtype"] not in _DTYPES:
         raise ValueError(f"unknown dtype {entry['dtype']!r}")
     dtype, item_bytes = _DTYPES[entry["dtype"]]
-    shape = tuple(int(size) for size in entry["shape"])
+    shape = tuple(entry["shape"])
     first, last = entry["data_offsets"]
+    if not all(type(number) is int for number in (*shape, first, last)):  # JSON also knows 1.5, true and Infinity
+        raise ValueError(f"shape {list(shape)} at {[first, last]}: sizes and places are whole numbers")
     if first < 0 or min(shape, default=0) < 0 or last - first != math.prod(shape) * item_bytes:
         raise ValueError(f"{entry['dtype']} of shape {list(shape)} in {last - first} bytes")
     return StoredTensor(path, dtype, shape, data + first, last - first)

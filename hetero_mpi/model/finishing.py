@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node
-from transformers import PreTrainedModel
 
-from hetero_mpi.model.chain import Chain
+from hetero_mpi.model.items import ItemChain
 
 Finished = Callable[[int], None]
 """Is told the number of an item whose parameters' gradients are whole. On accelerators autograd calls it from a thread of its own,
@@ -25,7 +24,7 @@ class Beginnings:
     ready nodes in the reverse order of their making. So the item's gradients are whole then, whatever took part in them.
     """
 
-    def __init__(self, chain: Chain, model: PreTrainedModel, first: int, last: int) -> None:
+    def __init__(self, chain: ItemChain, model: nn.Module, first: int, last: int) -> None:
         """Watch the items ``[first, last)``; the first one ends with backward itself."""
         self._nodes: dict[int, Node] | None = None
         for item in range(first + 1, last):

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from torch import nn
-from transformers import PreTrainedModel
 
 if TYPE_CHECKING:
     from hetero_mpi.model.stage import Stage
@@ -40,7 +39,7 @@ def frozen_items(stage: Stage, items: Iterable[int]) -> Kept:
     return found
 
 
-def take_over(model: PreTrainedModel, kept: Mapping[str, nn.Module]) -> None:
+def take_over(model: nn.Module, kept: Mapping[str, nn.Module]) -> None:
     """Give the modules of an item in a fresh model (on the meta device) the weights that were kept."""
     for name, old in kept.items():
         if type(old).__module__.partition(".")[0] == "bitsandbytes":

@@ -1,8 +1,8 @@
 """A stage: the items ``[first, last)`` of the chain on one device, with forward and backward of one micro-batch.
 
-transformers' own model class runs; the layers this rank does not hold are replaced by modules that pass their input through,
-so attention masks, rotary embeddings, soft-capping and the like are the library's. Layers keep their global indices, so
-parameter names are transformers' everywhere.
+The whole model's frame is there; the layers this rank does not hold are replaced by modules that pass their input through. So of
+a language model transformers' own class runs: attention masks, rotary embeddings, soft-capping and the like are the library's.
+Layers keep their global indices, so parameter names are the whole model's everywhere.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch.autograd.graph import Node
 
 from hetero_mpi.device.backend import DTYPES, Backend, return_freed_memory
 from hetero_mpi.model.adapter import adapter_parameters, inject
-from hetero_mpi.model.chain import Chain, build_on_meta
 from hetero_mpi.model.deferred import WeightGradients
 from hetero_mpi.model.finishing import Beginnings, Finished, Report
+from hetero_mpi.model.items import ItemChain
+from hetero_mpi.model.items import PassThrough as PassThrough
 from hetero_mpi.model.keeping import Kept, take_over
 from hetero_mpi.model.loss import IGNORED as IGNORED
-from hetero_mpi.model.loss import summed_loss
 from hetero_mpi.model.quantize import quantize_linears, set_training
 from hetero_mpi.model.seeds import seed_from
 from hetero_mpi.model.tuning import Tuning, full_training
-from hetero_mpi.model.weights import Start, materialize, restore_buffers
+from hetero_mpi.model.weights import Start
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,6 @@ class _Kept:
     beginnings: dict[int, Node]
 
 
-class PassThrough(nn.Module):
-    """Stands where a foreign layer was and hands its input on."""
-
-    def forward(self, hidden_states: torch.Tensor, *arguments: object, **keywords: object) -> torch.Tensor:
-        return hidden_states
-
-
 class Stage:
     """A rank's share of the model.
 
@@ -72,7 +65,7 @@ class Stage:
 
     def __init__(
         self,
-        chain: Chain,
+        chain: ItemChain,
         first: int,
         last: int,
         backend: Backend,
@@ -107,12 +100,12 @@ class Stage:
         self.tuning = tuning if tuning is not None else full_training(chain)
         self.masters: dict[str, torch.Tensor] = {}
         self.tied_head: nn.Parameter | None = None
-        self.model = build_on_meta(chain.config)
+        self.model: Any = chain.frame()
         self._materialize(start, kept or {})
-        restore_buffers(self.model, backend.device)
+        chain.restore_buffers(self.model, backend.device)
         self.parameters = self._trained_parameters()
         if recompute:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            chain.recompute(self.model, True)
         set_training(self.model, True)
         self.deferred: WeightGradients | None = None
         if split_backward and self.tuning.full:
@@ -143,11 +136,14 @@ class Stage:
 
         Args:
             position: which micro-batch.
-            x: token ids (B, T) int64 on the first stage, else the previous stage's output (B, T, D) in the compute dtype.
-            targets: (B, T) int64 on the last stage, ``IGNORED`` where nothing is learnt; already shifted by one.
+            x: token ids (B, T) int64 on the first stage, else the previous stage's output (B, T, D) in the compute dtype; of a
+                model made of layers, the samples (B, ...), or what the layers before make of them.
+            targets: (B, T) int64 on the last stage, ``IGNORED`` where nothing is learnt; already shifted by one. Or the
+                samples' own.
 
         Returns:
-            Output (B, T, D), detached; on the last stage this micro-batch's share of the loss, a scalar (fp32).
+            Output, shaped as the next stage's ``x``, detached; on the last stage this micro-batch's share of the loss, a scalar
+            (fp32).
         """
         if not self.is_first:
             x = x.detach().requires_grad_(True)
@@ -164,12 +160,12 @@ class Stage:
 
         Args:
             index: the micro-batch given to ``forward``.
-            dy: gradient of the output (B, T, D); on the last stage the factor of the loss (a scalar), None for 1.
+            dy: gradient of the output; on the last stage the factor of the loss (a scalar), None for 1.
             finished: for the last micro-batch of a step: called with each item of this stage that has trained parameters, the last
                 first, as soon as their gradients are whole, while backward goes on.
 
         Returns:
-            Gradient of the input (B, T, D), or None on the first stage.
+            Gradient of the input, or None on the first stage.
         """
         if self.deferred is None:
             return self._backward(index, dy, finished)
@@ -221,19 +217,16 @@ class Stage:
             set_training(self.model, True)
 
     def apply(self, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        """Own layers on ``x``, as transformers' model is called with ``keywords``; the last stage gives logits (B, T, V)."""
+        """Own layers on ``x``, as the model is called with ``keywords``; the last stage gives what the loss takes."""
         self._input = x
-        inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
-        if not self.is_last:
-            return self.model.base_model(**inputs, **keywords).last_hidden_state
-        return self.model(**inputs, **keywords).logits
+        return self.chain.run(self.model, self.first, self.last, x, **keywords)
 
     def _run(self, x: torch.Tensor, targets: torch.Tensor | None, divisor: int) -> torch.Tensor:
-        y = self.apply(x, use_cache=False)
+        y = self.apply(x)
         if not self.is_last:
             return y
         assert targets is not None
-        return summed_loss(y, targets) / divisor
+        return self.chain.loss(y, targets) / divisor
 
     def _enter(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
         """The received tensor enters at the first own module: what a model does to its embeddings (Granite's multiplier,
@@ -264,10 +257,8 @@ class Stage:
     def _fill(self, start: Start | None, item: int) -> None:
         if start is not None:
             start.fill(self.chain, self.model, item)
-            return
-        for name in self.chain.module_names(item):
-            for module in self.model.get_submodule(name).modules():
-                materialize(module)
+        else:
+            self.chain.vacate(self.model, item)
 
     def _tie(self) -> None:
         """Give the head its own Parameter over the embedding's values.

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from hetero_mpi.errors import UserError
 from hetero_mpi.job import AdapterTable, Job
 from hetero_mpi.model.adapter import adapter_shapes
-from hetero_mpi.model.chain import Chain, ParameterSpec, build_on_meta, uses_dropout
+from hetero_mpi.model.chain import Chain, build_on_meta, language
+from hetero_mpi.model.items import ItemChain, ParameterSpec
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class Tuning:
         """Last parts of the adapted modules' names, as adapter configurations list them."""
         return sorted({name.rpartition(".")[2] for _, name in self.modules})
 
-    def uses_dropout(self, chain: Chain) -> bool:
+    def uses_dropout(self, chain: ItemChain) -> bool:
         """Are random numbers drawn in training?"""
-        return uses_dropout(chain.model) or (self.adapter is not None and self.adapter.dropout > 0)
+        return chain.draws() or (self.adapter is not None and self.adapter.dropout > 0)
 
 
-def full_training(chain: Chain) -> Tuning:
+def full_training(chain: ItemChain) -> Tuning:
     """Every parameter is trained."""
     return Tuning(dict(chain.parameters), dict(chain.constants))
 
@@ -61,7 +62,7 @@ def nothing_trained() -> Tuning:
     return Tuning({}, frozen=True)
 
 
-def tuning_of(job: Job, chain: Chain) -> Tuning:
+def tuning_of(job: Job, chain: ItemChain) -> Tuning:
     """The job's tuning of a model.
 
     Raises:
@@ -69,7 +70,7 @@ def tuning_of(job: Job, chain: Chain) -> Tuning:
     """
     if job.adapter.method == "none":
         return full_training(chain)
-    return adapter_tuning(chain, job.adapter, job.model.quantization == "nf4", job.model.double_quantization)
+    return adapter_tuning(language(chain), job.adapter, job.model.quantization == "nf4", job.model.double_quantization)
 
 
 def adapter_tuning(chain: Chain, adapter: AdapterTable, nf4: bool, double: bool) -> Tuning:

@@ -1,4 +1,4 @@
-"""Start weights of a few items: initialised from seed and name, or read from a model directory.
+"""Start weights of a few items: initialised from seed and name, or read from the files of a language model.
 
 Both fill real fp32 host tensors for modules that were on the meta device, one item at a time, so that a rank's peak host
 memory is its own shard plus one item.
@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -25,12 +25,15 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.chain import Chain
+from hetero_mpi.model.items import ItemChain
 from hetero_mpi.model.seeds import seed_from
+
+if TYPE_CHECKING:
+    from hetero_mpi.model.chain import Chain
 
 
 class SeededStart:
-    """Every module is initialised by its family's own rule from a generator seeded by (seed, module name).
+    """Start values are functions of the seed and of names, by the model's own rules.
 
     So the start does not depend on which rank initialises which layer.
     """
@@ -38,19 +41,26 @@ class SeededStart:
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
-    def fill(self, chain: Chain, model: PreTrainedModel, item: int) -> None:
-        """Give the meta parameters of ``item`` in ``model`` their start values (fp32, host)."""
-        for root in chain.module_names(item):
-            for name, module in model.get_submodule(root).named_modules(prefix=root):
-                own = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
-                if not own or (chain.tied is not None and own == [chain.tied[0]]):
-                    continue  # a tied head takes the embedding's values
-                materialize(module)
-                _forget(module.named_parameters(recurse=False))
-                with torch.random.fork_rng(devices=[]), torch.no_grad():
-                    torch.default_generator.manual_seed(seed_from(self.seed, name))
-                    model._init_weights(module)
-                _require_values(chain, name, module.named_parameters(recurse=False))
+    def fill(self, chain: ItemChain, model: nn.Module, item: int) -> None:
+        """Give an item of a frame its start values (fp32, host)."""
+        chain.initialise(model, item, self.seed)
+
+
+def initialise(chain: Chain, model: PreTrainedModel, item: int, seed: int) -> None:
+    """Give the meta parameters of ``item`` of a language model their start values (fp32, host): every module is initialised by
+    its family's own rule from a generator seeded by (seed, module name).
+    """
+    for root in chain.module_names(item):
+        for name, module in model.get_submodule(root).named_modules(prefix=root):
+            own = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
+            if not own or (chain.tied is not None and own == [chain.tied[0]]):
+                continue  # a tied head takes the embedding's values
+            materialize(module)
+            _forget(module.named_parameters(recurse=False))
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.default_generator.manual_seed(seed_from(seed, name))
+                model._init_weights(module)
+            _require_values(chain, name, module.named_parameters(recurse=False))
 
 
 class TensorSource(Protocol):
@@ -127,8 +137,8 @@ class FileStart:
 class Start(Protocol):
     """Where start weights come from."""
 
-    def fill(self, chain: Chain, model: PreTrainedModel, item: int) -> None:
-        """Give the meta parameters of ``item`` in ``model`` their values, fp32 in host memory."""
+    def fill(self, chain: Any, model: Any, item: int) -> None:
+        """Give an item of a chain's frame its values, fp32 in host memory. Some starts know one kind of chain only."""
         ...
 
 

@@ -260,7 +260,7 @@ class Saver:
                 with CheckpointWriter(task.path, task.metadata) as writer:
                     for parcel in self._listed:
                         writer.write_pieces(
-                            parcel.kind, parcel.name, parcel.shape, "float32", self._flat_pieces(parcel, task, arriving)
+                            parcel.kind, parcel.name, parcel.shape, "float32", self._coming(parcel, task, arriving)
                         )
                     alone.enter_context(self.world.busy())  # nobody sees how far a slow disk is
                 self.newest = task.path
@@ -273,11 +273,11 @@ class Saver:
             for _ in arriving:  # the others are still sending
                 pass
 
-    def _flat_pieces(
+    def _coming(
         self, parcel: Parcel, task: _Task, arriving: Iterator[NDArray[np.uint8]]
     ) -> Iterator[NDArray[np.float32]]:
         if parcel.owner == 0:
-            coming: Iterator[NDArray[np.float32]] = _cut(parcel, task.values)
+            coming: Iterator[NDArray[np.float32]] = flat_pieces(parcel, task.values)
         else:
             coming = (next(arriving).view(np.float32) for _ in pieces(parcel.shape, parcel.dtype.itemsize))
         for piece in coming:
@@ -317,7 +317,7 @@ class Saver:
         for parcel in self._listed:
             if parcel.owner != self.world.rank:
                 continue
-            for piece in _cut(parcel, values):
+            for piece in flat_pieces(parcel, values):
                 if len(under_way) == _SENDS_AHEAD:
                     self._transport.wait(under_way.popleft())
                 under_way.append(self._transport.send(0, _TAG, piece.view(np.uint8)))
@@ -326,8 +326,8 @@ class Saver:
             self._transport.wait(under_way.popleft())
 
 
-def _cut(parcel: Parcel, values: Live) -> Iterator[NDArray[np.float32]]:
-    """The pieces of a parcel that this rank holds, as views of it."""
+def flat_pieces(parcel: Parcel, values: Live) -> Iterator[NDArray[np.float32]]:
+    """The pieces of a parcel that this rank has in host memory, in the order of a file, as views of it."""
     flat: NDArray[np.float32] = values(parcel).detach().reshape(-1).numpy()
     begin = 0
     for piece in pieces(parcel.shape, parcel.dtype.itemsize):

@@ -6,7 +6,10 @@ import contextlib
 from pathlib import Path
 
 from hetero_mpi.comm.world import World
+from hetero_mpi.errors import UserError
+from hetero_mpi.job_rules import ELSEWHERE, as_toml, leads_out
 from hetero_mpi.model.adapter_files import check_adapter
+from hetero_mpi.model.chain import language
 from hetero_mpi.model.keeping import Kept
 from hetero_mpi.model.weights import SeededStart, Start
 from hetero_mpi.planning.plan import Plan
@@ -81,5 +84,13 @@ def start_adapter(setting: Setting, members: World, trainer: Trainer) -> None:
 def _open_files(setting: Setting, members: World, plan: Plan, directory: Path, kept: Kept) -> FileSupply:
     cache = setting.job.model.shard_cache
     cache_root = setting.loaded.resolve(cache) if cache is not None else None
+    if cache is not None and cache_root is not None and not Path(cache).expanduser().is_absolute():
+        with members.together("looking for the shard cache"):
+            if leads_out(cache_root, setting.loaded.directory):
+                raise UserError(
+                    f"[model] shard_cache = {as_toml(cache)}: a link in it leads out of the job file's directory, to "
+                    f"{cache_root.resolve()}; {ELSEWHERE}"
+                )
     rank = setting.world.rank
-    return open_files(members, rank, setting.transport, setting.chain, plan, directory, cache_root, tuple(kept))
+    chain = language(setting.chain)
+    return open_files(members, rank, setting.transport, chain, plan, directory, cache_root, tuple(kept))

@@ -24,6 +24,7 @@ import torch
 
 from hetero_mpi.comm.world import CollectiveUserError, World
 from hetero_mpi.device.backend import Backend
+from hetero_mpi.model.chain import language
 from hetero_mpi.model.keeping import Kept, frozen_items
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.profile import ClusterProfile
@@ -112,7 +113,7 @@ def join(setting: Setting, profile: ClusterProfile, plan: Plan) -> Share:
     emulation = None
     if setting.job.cluster.emulate is not None:
         emulation = emulate(
-            setting.world, setting.transport, setting.loaded, setting.chain, profile, plan, setting.cores
+            setting.world, setting.transport, setting.loaded, language(setting.chain), profile, plan, setting.cores
         )
     return Share(plan, emulation, setting.world.subset(active_ranks(plan)))
 

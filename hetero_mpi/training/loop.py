@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.comm.world import CollectiveUserError
-from hetero_mpi.data.sequences import IGNORED, Batch, Dataset
+from hetero_mpi.data.samples import Source
+from hetero_mpi.data.sequences import Batch
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.job import Job
 from hetero_mpi.model.optimizer import LearningRate, Verdict
@@ -21,7 +22,7 @@ from hetero_mpi.planning.plan import Plan
 from hetero_mpi.report.logs import say
 from hetero_mpi.report.metrics import Evaluation, MetricsWriter, StepMetrics
 from hetero_mpi.report.progress import Progress
-from hetero_mpi.training.places import holders
+from hetero_mpi.training.places import Tokens, holders
 from hetero_mpi.training.saving import RunState, align_replicas, described, open_saver, replicas_differ
 from hetero_mpi.training.trainer import Trainer
 
@@ -112,7 +113,7 @@ class Loop:
         trainer: Trainer,
         job: Job,
         plan: Plan,
-        dataset: Dataset | None,
+        dataset: Source | None,
         directory: Path,
         metadata: dict[str, Any],
         books: Books,
@@ -189,8 +190,8 @@ class Loop:
         if self.dataset is not None:
             arrays = self._padded(self.dataset.batch(step, self.job.train.global_batch))
         with self.world.waiting("rank 0 and the batch" if self.world.rank else "the others to take the batch"):
-            tokens, targets = self.world.broadcast_array(arrays)
-        target_tokens = int(np.count_nonzero(targets != IGNORED))
+            tokens, targets = self.world.broadcast_arrays(arrays)
+        target_tokens = self.trainer.chain.counted(targets)
         return self.trainer.step(step, tokens, targets, max(1, target_tokens)), target_tokens
 
     def _stop(self) -> NoReturn:
@@ -263,7 +264,7 @@ class Loop:
     def _evaluate(self, metrics: MetricsWriter | None) -> None:
         self.world.doing = "evaluating"
         tokens, targets = self._held_out
-        loss = self.trainer.evaluate(tokens, targets) / max(1, int(np.count_nonzero(targets != IGNORED)))
+        loss = self.trainer.evaluate(tokens, targets) / max(1, self.trainer.chain.counted(targets))
         self.result.evaluations.append(Evaluation(self.state.step, loss))
         if metrics is not None:
             metrics.evaluation(self.state.step, loss)
@@ -277,20 +278,20 @@ class Loop:
         held_out_loss = last.loss if last is not None and last.step == self.state.step else None
         self.result.last_checkpoint = self.saver.save(described(self.trainer, self.state, self.metadata, held_out_loss))
 
-    def _padded(self, batch: Batch) -> np.ndarray:
-        """Tokens and targets as they travel, int32 (2, B, T), padded as the job says."""
+    def _padded(self, batch: Batch) -> list[Tokens]:
+        """Tokens and targets as they travel, padded as the job says."""
         batch = batch.trimmed() if self.job.data.pad == "longest" else batch
-        return np.stack([batch.tokens, batch.targets])
+        return [batch.tokens, batch.targets]
 
-    def _broadcast_held_out(self) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, targets) of the held-out sequences that are evaluated, int32 (N, T) each; N may be 0."""
+    def _broadcast_held_out(self) -> tuple[Tokens, Tokens]:
+        """(tokens, targets) of the held-out sequences that are evaluated, N rows each; N may be 0."""
         arrays = None
         if self.dataset is not None:
             limit = self.job.train.evaluate_sequences
             batch = next(self.dataset.held_out_batches(limit, limit), None)
-            empty = np.empty((2, 0, self.plan.sequence_length), np.int32)
-            arrays = self._padded(batch) if batch is not None else empty
-        tokens, targets = self.world.broadcast_array(arrays)
+            empty = np.empty((0, self.plan.sequence_length), np.int32)
+            arrays = self._padded(batch) if batch is not None else [empty, empty]
+        tokens, targets = self.world.broadcast_arrays(arrays)
         return tokens, targets
 
 

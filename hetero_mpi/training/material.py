@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from hetero_mpi.data.documents import read_documents
 from hetero_mpi.data.instructions import build_record_sequences
 from hetero_mpi.data.records import read_records
-from hetero_mpi.data.sequences import Dataset, build_sequences
+from hetero_mpi.data.samples import Source
+from hetero_mpi.data.sequences import build_sequences
 from hetero_mpi.data.template import Template, choose_form, plain_texts
 from hetero_mpi.data.tokenizer import check_vocabulary, load_tokenizer, train_bpe, vocabulary_note
 from hetero_mpi.errors import UserError
@@ -21,6 +22,7 @@ from hetero_mpi.model import hub
 from hetero_mpi.model.families import read_config
 from hetero_mpi.model.files import ModelFiles
 from hetero_mpi.report.logs import say
+from hetero_mpi.training.factory import read_factory
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,10 @@ class Material:
     """Model configuration, tokenizer and data of a job. Only rank 0 has it."""
 
     config: dict[str, Any]
-    """Keys of the model's ``config.json``, to be broadcast."""
-    tokenizer: PreTrainedTokenizerFast
-    dataset: Dataset
+    """Keys of the model's ``config.json``, or what is known of a factory's layers; to be broadcast."""
+    tokenizer: PreTrainedTokenizerFast | None
+    """None: the model reads no text."""
+    dataset: Source
     notes: tuple[str, ...]
     """Remarks for a person."""
     template: Literal["chat", "plain"] | None = None
@@ -48,6 +51,9 @@ def prepare(loaded: LoadedJob) -> Material:
     Raises:
         UserError: anything missing, damaged or contradictory.
     """
+    if loaded.job.model.factory is not None:
+        keys, samples = read_factory(loaded)
+        return Material(keys, None, samples, samples.notes)
     config = _model_keys(loaded)
     _check_model(loaded, config)
     return _from_text(loaded, config) if loaded.job.data.records is None else _from_records(loaded, config)

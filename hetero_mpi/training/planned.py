@@ -34,10 +34,10 @@ from hetero_mpi.training.request import with_memory
 
 @dataclass(frozen=True)
 class Given:
-    """What the command line gives instead of computing it (rank 0's view)."""
+    """What the command line, or a Python program, gives instead of having it computed (rank 0's view)."""
 
-    profile: Path | None
-    plan: Path | None
+    profile: Path | ClusterProfile | None
+    plan: Path | Plan | None
     reprofile: bool = False
     """Measure, whatever was measured before."""
 
@@ -62,12 +62,14 @@ def obtain_profile(
     named = given.profile or (loaded.resolve(settings.path) if settings.path else None)
     if named is not None and given.reprofile:
         raise CollectiveUserError(f"--reprofile measures, but {named} is to be used: leave one of them out")
-    cached = named or run_dir / "profile.toml"
+    cached = named if isinstance(named, Path) else run_dir / "profile.toml"
     key = profile_key(world, backend, subject)
     found: ClusterProfile | None = None
     with world.led("reading the profile"):
-        if world.rank == 0 and cached.exists() and (named is not None or (settings.reuse and not given.reprofile)):
-            found = _read(cached, subject, world.size, named is not None, key, say)
+        if world.rank == 0 and isinstance(named, ClusterProfile):
+            found = _fitting(named, "the given profile", subject, world.size, True, key, say)
+        elif world.rank == 0 and cached.exists() and (named is not None or (settings.reuse and not given.reprofile)):
+            found = _fitting(load_profile(cached), str(cached), subject, world.size, named is not None, key, say)
         elif world.rank == 0 and given.profile is not None:
             raise UserError(f"{given.profile}: no such profile; leave --profile out to measure")
     known = world.broadcast_json(profile_to_dict(found) if found is not None else None)
@@ -102,20 +104,31 @@ def obtain_plan(
     return plan, schedule_of(plan, profile.model)
 
 
-def _given_plan(path: Path, profile: ClusterProfile, request: PlanRequest) -> Plan:
-    plan = load_plan(path)
+def _given_plan(given: Path | Plan, profile: ClusterProfile, request: PlanRequest) -> Plan:
+    plan = given if isinstance(given, Plan) else load_plan(given)
     try:
         return complete_plan(plan, profile, request)
     except UserError as error:
+        which = "the given plan" if isinstance(given, Plan) else given
         raise UserError(
-            f"{path} does not fit this job on these ranks:\n{error}\nCorrect it, or leave --plan out to plan anew"
+            f"{which} does not fit this job on these ranks:\n{error}\nCorrect it, or leave --plan out to plan anew"
         ) from None
 
 
-def _read(
-    path: Path, subject: Subject, ranks: int, named: bool, key: str, say: Callable[[str], None]
+def _fitting(
+    profile: ClusterProfile,
+    path: str,
+    subject: Subject,
+    ranks: int,
+    named: bool,
+    key: str,
+    say: Callable[[str], None],
 ) -> ClusterProfile | None:
-    profile = load_profile(path)
+    """The profile that ``path`` names, if it is of this job; None if it is not, and nobody has asked for just this one.
+
+    Raises:
+        UserError: the user has, and it is of another model or number of ranks.
+    """
     if profile.key == key:
         say(f"Profile: {path} (measured {profile.date}, same devices, model and versions)")
         return profile

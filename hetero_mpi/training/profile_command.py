@@ -15,7 +15,9 @@ from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.versions import MUST_MATCH, own_versions
 from hetero_mpi.comm.world import CollectiveUserError, World
 from hetero_mpi.errors import UserError
+from hetero_mpi.job import LoadedJob
 from hetero_mpi.planning.files import save_profile
+from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.profiling.cluster import profile_cluster
 from hetero_mpi.report.logs import say, setup_logging
 from hetero_mpi.report.tables import profile_lines
@@ -33,8 +35,12 @@ class Options:
     """Take nothing that was measured before."""
 
 
-def profile(world: World, options: Options) -> int:
-    """Measure and write. Collective; returns the exit code.
+def measure(world: World, job: Path | LoadedJob, overrides: tuple[str, ...], reprofile: bool) -> ClusterProfile:
+    """Measure. Collective; every rank gets the same profile.
+
+    Args:
+        job: what rank 0 gives counts.
+        reprofile: take nothing that was measured before.
 
     Raises:
         UserError: anything the user can put right, on all ranks together.
@@ -42,7 +48,7 @@ def profile(world: World, options: Options) -> int:
     setup_logging(None, world.rank, world.size)
     transformers_logging.disable_progress_bar()
     world.check_versions(own_versions(world.library), MUST_MATCH)
-    loaded, run_dir = setup.read_job(world, setup.Options(options.job, options.overrides))
+    loaded, run_dir = setup.read_job(world, setup.Options(job, overrides))
     if loaded.job.cluster.emulate is not None:
         raise CollectiveUserError(
             f"[cluster] emulate = {loaded.job.cluster.emulate!r} takes all times from that profile, and nothing is measured: "
@@ -51,10 +57,14 @@ def profile(world: World, options: Options) -> int:
     with MpiTransport(world.comm, threaded=loaded.job.cluster.communication_thread) as transport:
         setting = setup.set_up(world, transport, loaded, run_dir)
         subject, _ = setup.subject_of(setting)
-        measured = profile_cluster(
-            world, transport, setting.backend, subject, setting.job.profile, say, options.reprofile
-        )
+        measured = profile_cluster(world, transport, setting.backend, subject, setting.job.profile, say, reprofile)
     say(*profile_lines(measured))
+    return measured
+
+
+def profile(world: World, options: Options) -> int:
+    """The command: measure and write. Collective; returns the exit code. Raises: as ``measure``."""
+    measured = measure(world, options.job, options.overrides, options.reprofile)
     with world.led("writing the profile"):
         if world.rank == 0:
             try:

@@ -82,7 +82,7 @@ def _compute_s(stage: Stage, emulation: Emulation, trainer: Trainer) -> dict[Op,
     x = (
         tokens
         if stage.is_first
-        else torch.zeros((*shape, trainer.chain.config.hidden_size), dtype=stage.dtype, device=device)
+        else torch.zeros(trainer.chain.boundary(stage.first - 1, *shape), dtype=stage.dtype, device=device)
     )
     backward = (Op.I, Op.W) if pipeline.split_backward and not stage.is_first else (Op.B,)
     times: dict[Op, list[float]] = {op: [] for op in (Op.F, *backward)}

@@ -33,9 +33,18 @@ def micro_batch_choices(global_batch: int, wanted: int | str, ranks: int, dropou
     return choices, f"micro-batch: the planner's choice among {', '.join(map(str, choices))}"
 
 
-def request_of(loaded: LoadedJob, choices: tuple[int, ...]) -> PlanRequest:
-    """The job as planning sees it."""
+COPY_BYTES = 12
+"""Of the trained state in host memory, per trained parameter: itself and AdamW's two moments, fp32."""
+
+
+def request_of(loaded: LoadedJob, choices: tuple[int, ...], generations: int = 0) -> PlanRequest:
+    """The job as planning sees it.
+
+    Args:
+        generations: how many copies of its own state a rank keeps for itself and, as many, for others (``training.buddy``).
+    """
     job = loaded.job
+    snapshots = 1 if job.checkpoint.background and job.checkpoint.every else 0
     trains_all = job.adapter.method == "none"
     wanted = job.train.global_batch if job.plan.pipelines == "auto" else job.plan.pipelines
     return PlanRequest(
@@ -49,6 +58,7 @@ def request_of(loaded: LoadedJob, choices: tuple[int, ...]) -> PlanRequest:
         allow_idle=job.plan.allow_idle,
         memory_reserve=job.plan.memory_reserve,
         indifference=INDIFFERENCE,
+        copy_bytes_per_trainable_parameter=COPY_BYTES * (snapshots + 2 * generations),
     )
 
 

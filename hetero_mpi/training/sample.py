@@ -11,6 +11,7 @@ from hetero_mpi.comm.world import CollectiveUserError
 from hetero_mpi.data.template import render_prompt
 from hetero_mpi.errors import UserError
 from hetero_mpi.job import LoadedJob
+from hetero_mpi.model.chain import language
 from hetero_mpi.model.decoding import Sampling, require_decodable
 from hetero_mpi.report.logs import say
 from hetero_mpi.training.generate_source import stop_tokens
@@ -42,7 +43,7 @@ def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedToken
     ranks = [stage.ranks[0] for stage in trainer.plan.pipelines[0].stages]
     active = active_ranks(trainer.plan)
     stage = trainer.stage if trainer.rank in ranks else None
-    writer = Writer(trainer.rank, ranks, active, trainer.transport, trainer.chain, stage)
+    writer = Writer(trainer.rank, ranks, active, trainer.transport, language(trainer.chain), stage)
     sampling = Sampling(table.temperature, table.top_p, loaded.job.train.seed)
     try:
         tokens = list(writer.tokens(task["prompt"], sampling, task["stops"], task["limit"]))
@@ -60,7 +61,7 @@ def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedToken
 
 def _task(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any] | None:
     """Prompt, stop tokens and number of new ones; None, and a reason said, where the prompt cannot be continued."""
-    table, config = loaded.job.sample, trainer.chain.config
+    table, config = loaded.job.sample, language(trainer.chain).config
     assert table.prompt is not None
     try:
         require_decodable(config)

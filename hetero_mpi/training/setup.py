@@ -16,12 +16,14 @@ from typing import Any
 import hetero_mpi
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.comm.world import World
+from hetero_mpi.data.samples import Samples
 from hetero_mpi.device.backend import Backend, best_dtype, open_backend, own_cores, set_threads, visible_cards
 from hetero_mpi.device.choice import Place, card_of, wish
 from hetero_mpi.job import Job, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
-from hetero_mpi.model.chain import Chain
+from hetero_mpi.model.chain import Chain, language
 from hetero_mpi.model.cost import fused_experts
 from hetero_mpi.model.families import read_config
+from hetero_mpi.model.items import ItemChain
 from hetero_mpi.model.tuning import Tuning, tuning_of
 from hetero_mpi.planning.files import save_profile
 from hetero_mpi.planning.plan import Plan
@@ -30,24 +32,26 @@ from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Schedule
 from hetero_mpi.profiling.subject import Subject
 from hetero_mpi.report.logs import say
-from hetero_mpi.report.run_directory import claim
+from hetero_mpi.report.run_directory import claim, refuse_links
 from hetero_mpi.report.tables import plan_lines, profile_lines
 from hetero_mpi.training.emulation import emulated_profile
+from hetero_mpi.training.factory import layer_chain
 from hetero_mpi.training.material import Material, prepare
 from hetero_mpi.training.planned import Given, obtain_plan, obtain_profile
 from hetero_mpi.training.request import micro_batch_choices, request_of
+from hetero_mpi.training.shelf import generations_in_memory
 
 
 @dataclass(frozen=True)
 class Options:
-    """The command line of ``train``."""
+    """The command line of ``train``, or what a Python program asks of it."""
 
-    job: Path
+    job: Path | LoadedJob
     overrides: tuple[str, ...] = ()
     run_dir: str | None = None
     resume: str | None = None
-    plan: Path | None = None
-    profile: Path | None = None
+    plan: Path | Plan | None = None
+    profile: Path | ClusterProfile | None = None
     dry_run: bool = False
     reprofile: bool = False
 
@@ -62,7 +66,7 @@ class Setting:
     run_dir: Path
     material: Material | None
     """On rank 0 only."""
-    chain: Chain
+    chain: ItemChain
     tuning: Tuning
     backend: Backend
     cores: float
@@ -79,7 +83,8 @@ def read_job(world: World, options: Options) -> tuple[LoadedJob, Path]:
     shared: dict[str, Any] | None = None
     with world.led("reading the job"):
         if world.rank == 0:
-            loaded = load_job(options.job, options.overrides)
+            job = options.job
+            loaded = job if isinstance(job, LoadedJob) else load_job(job, options.overrides)
             shared = {
                 "job": job_to_dict(loaded.job),
                 "path": str(loaded.path),
@@ -99,6 +104,8 @@ def claimed(world: World, run_dir: Path) -> Iterator[None]:
         with world.led("claiming the run directory"):
             if world.rank == 0:
                 stack.enter_context(claim(run_dir))
+        with world.together("looking at the run directory"):
+            refuse_links(run_dir)
         yield
 
 
@@ -116,17 +123,24 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
         if world.rank == 0:
             material = prepare(loaded)
     keys = world.broadcast_json(material.config if material is not None else None)
+    chain: ItemChain
+    if job.model.factory is not None:
+        own = material.dataset if material is not None else None
+        chain = layer_chain(world, loaded, keys, own if isinstance(own, Samples) else None)
+        rows = "samples"
+    else:
+        with world.together("reading the model's configuration"):
+            chain = Chain(read_config(keys))
+        rows = f"sequences of {job.data.sequence_length} tokens"
     with world.together("reading the model's configuration"):
-        chain = Chain(read_config(keys))
         tuning = tuning_of(job, chain)
     if material is not None:
         dataset = material.dataset
         say(*material.notes)
-        say(f"data: {len(dataset.train):,} training and {len(dataset.held_out):,} held-out sequences of "
-            f"{job.data.sequence_length} tokens")  # fmt: skip
+        say(f"data: {len(dataset.train):,} training and {len(dataset.held_out):,} held-out {rows}")
     parameters = sum(spec.count for spec in chain.parameters.values())
-    say(f"model: {chain.config.model_type}, {chain.blocks} blocks, {parameters:,} parameters, {job.train.dtype}")
-    if tuning.nf4 and (experts := fused_experts(chain)):
+    say(f"model: {chain.summary()}, {parameters:,} parameters, {job.train.dtype}")
+    if tuning.nf4 and (experts := fused_experts(language(chain))):
         say(
             f"NF4 packs linear layers only: {experts:,} parameters of fused experts stay in {job.train.dtype} and are counted so"
         )
@@ -204,7 +218,9 @@ def subject_of(setting: Setting) -> tuple[Subject, str]:
 def planning_request(setting: Setting, profile: ClusterProfile) -> PlanRequest:
     """What the planner is asked. Local."""
     subject, _ = subject_of(setting)
-    return replace(request_of(setting.loaded, subject.micro_batches), sequence_length=profile.model.sequence_length)
+    generations = generations_in_memory(setting.job.checkpoint.buddy_every)
+    request = request_of(setting.loaded, subject.micro_batches, generations)
+    return replace(request, sequence_length=profile.model.sequence_length)
 
 
 def plan_run(setting: Setting, given: Given) -> tuple[ClusterProfile, Plan, Schedule]:
@@ -212,7 +228,8 @@ def plan_run(setting: Setting, given: Given) -> tuple[ClusterProfile, Plan, Sche
     world = setting.world
     subject, reason = subject_of(setting)
     if setting.job.cluster.emulate is not None:
-        profile = emulated_profile(world, setting.loaded, setting.chain, setting.tuning, given.profile)
+        other = Path("--profile") if given.profile is not None else None
+        profile = emulated_profile(world, setting.loaded, language(setting.chain), setting.tuning, other)
         if world.rank == 0:
             save_profile(profile, setting.run_dir / "profile.toml")
     else:

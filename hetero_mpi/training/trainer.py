@@ -13,7 +13,7 @@ from hetero_mpi.comm.transport import Transport
 from hetero_mpi.comm.world import World
 from hetero_mpi.device.backend import DTYPES, Backend, host_bytes
 from hetero_mpi.job import TrainTable
-from hetero_mpi.model.chain import Chain
+from hetero_mpi.model.items import ItemChain, as_input
 from hetero_mpi.model.keeping import Kept
 from hetero_mpi.model.optimizer import Judge, LossScale, Optimizer, Verdict, added
 from hetero_mpi.model.stage import Stage
@@ -45,7 +45,7 @@ class Trainer:
         rank: int,
         world: World,
         transport: Transport,
-        chain: Chain,
+        chain: ItemChain,
         tuning: Tuning,
         plan: Plan,
         schedule: Schedule,
@@ -141,8 +141,8 @@ class Trainer:
         Args:
             step: number of the step, from 0.
             tokens, targets: the global batch, int32 (B, T): at most ``plan.global_batch`` rows of at most
-                ``plan.sequence_length`` tokens.
-            target_tokens: targets that count in it.
+                ``plan.sequence_length`` tokens; or samples and their targets (B, ...).
+            target_tokens: targets that count in it (``ItemChain.counted``).
 
         Raises:
             UserError: this rank (alone) ran out of memory.
@@ -164,7 +164,7 @@ class Trainer:
         return self._verdict_of_step
 
     def evaluate(self, tokens: Tokens, targets: Tokens) -> float:
-        """Sum of the losses of all targets of held-out sequences, int32 (N, T). Collective.
+        """Sum of the losses of all targets of held-out sequences, int32 (N, T), or samples (N, ...). Collective.
 
         Every pipeline takes its share of the rows; losses are added in fp64 in the order of the rows.
         """
@@ -230,7 +230,7 @@ class Trainer:
         return self.backend.to_host(self.stage.model.get_parameter(name).float())
 
     def _fits(self, tokens: Tokens) -> None:
-        rows, length = tokens.shape
+        rows, length = len(tokens), self.chain.length(tokens)
         assert 0 < rows <= self.plan.global_batch and 0 < length <= self.plan.sequence_length, (
             f"a batch has at most {self.plan.global_batch} rows of {self.plan.sequence_length} tokens, not {rows} x {length}"
         )
@@ -247,13 +247,13 @@ class Trainer:
         assert self.stage is not None
 
         def place(array: Tokens) -> torch.Tensor:
-            return torch.from_numpy(array).long().to(self.backend.device)
+            return as_input(array).to(self.backend.device)
 
         return StepData(
             step,
             sizes,
             first_samples,
-            tokens.shape[1],
+            self.chain.length(tokens),
             place(tokens) if self.stage.is_first else None,
             place(targets) if self.stage.is_last else None,
             target_tokens,

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from hetero_mpi.comm.world import World, run_guarded
+from hetero_mpi.comm.joining import run_guarded
+from hetero_mpi.comm.world import World
 from hetero_mpi.errors import UserError
 from hetero_mpi.training import generate as command
 from hetero_mpi.training import run

@@ -12,8 +12,9 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from hetero_mpi.comm.joining import run_guarded
 from hetero_mpi.comm.mpi_transport import MpiTransport
-from hetero_mpi.comm.world import World, run_guarded
+from hetero_mpi.comm.world import World
 from hetero_mpi.device.backend import Backend, set_threads
 from hetero_mpi.job import ProfileTable, TrainTable
 from hetero_mpi.model.chain import Chain

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from hetero_mpi.comm.world import World, run_guarded
+from hetero_mpi.comm.joining import run_guarded
+from hetero_mpi.comm.world import World
 from hetero_mpi.data.sequences import Batch, Dataset
 from hetero_mpi.training.run import train
 from hetero_mpi.training.setup import Options

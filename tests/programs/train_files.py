@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from hetero_mpi.comm.joining import run_guarded
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.transport import Buffer, Request
-from hetero_mpi.comm.world import World, run_guarded
+from hetero_mpi.comm.world import World
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.weights import FileStart
 from hetero_mpi.training import building, files

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hetero_mpi.comm.world import CollectiveUserError, World, run_guarded
+from hetero_mpi.comm.joining import run_guarded
+from hetero_mpi.comm.world import CollectiveUserError, World
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files import ModelFiles
 from hetero_mpi.model.optimizer import Judge, Optimizer

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from hetero_mpi.comm.joining import run_guarded
 from hetero_mpi.comm.mpi_transport import MpiTransport
-from hetero_mpi.comm.world import World, run_guarded
+from hetero_mpi.comm.world import World
 from hetero_mpi.training.watchdog import Lookout, Watchdog
 
 LIMIT_S = 3.0

@@ -1,0 +1,253 @@
+"""The package's functions for Python programs: what the commands do, as values that a program goes on with (docs/python.md).
+
+``plan`` and ``simulate`` need neither MPI nor torch. ``profile`` and ``train`` are collective: every process that mpirun started
+calls them, in the same order. What a user can put right is raised as ``UserError``, by all ranks alike, after which all may go
+on; anything else ends all ranks, as one that is left behind in a message could not be reached in any other way.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hetero_mpi import offline
+from hetero_mpi.errors import UserError
+from hetero_mpi.job import Job as Tables
+from hetero_mpi.job import LoadedJob, job_of_tables, load_job
+from hetero_mpi.planning.files import (
+    load_plan,
+    load_profile,
+    plan_from_dict,
+    plan_to_dict,
+    profile_from_dict,
+    profile_to_dict,
+)
+from hetero_mpi.planning.plan import HostMemory, Plan, RankMemory
+from hetero_mpi.planning.planner import complete_plan, make_plan
+from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.schedule import Event
+from hetero_mpi.planning.simulator import simulate as simulate_step
+
+if TYPE_CHECKING:
+    from hetero_mpi.comm.world import World
+    from hetero_mpi.training.outcome import TrainResult
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Job(LoadedJob):
+    """A validated job: what is to be trained, on which data, how. Made by ``load`` or ``build``, and never changed."""
+
+    @classmethod
+    def load(cls, path: str | Path, set: Mapping[str, Any] | None = None) -> Job:
+        """Read a job file.
+
+        Args:
+            path: the file (TOML); jobs/reference.toml shows every key.
+            set: changes, ``{"train.steps": 6}``; None empties a key.
+
+        Raises:
+            UserError: with all problems of the file and the changes.
+        """
+        return cls._of(load_job(path, settings=set))
+
+    @classmethod
+    def build(
+        cls,
+        tables: Mapping[str, Mapping[str, Any]],
+        name: str = "job",
+        directory: str | Path = ".",
+        set: Mapping[str, Any] | None = None,
+    ) -> Job:
+        """A job without a file.
+
+        Args:
+            tables: what a job file would hold: table -> key -> value. Paths may be ``Path``; None empties a key.
+            name: what ``{name}`` stands for in ``output.run_dir``, one word.
+            directory: where the job's relative paths start.
+            set: changes, as for ``load``.
+
+        Raises:
+            UserError: with all problems.
+        """
+        return cls._of(job_of_tables(tables, name, directory, set))
+
+    @property
+    def tables(self) -> Tables:
+        """All tables with all their keys, defaults filled in: ``job.tables.train.steps``."""
+        return self.job
+
+    @classmethod
+    def _of(cls, loaded: LoadedJob) -> Job:
+        return cls(loaded.job, loaded.path, loaded.name, loaded.directory)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A predicted step of a plan. Ranks that the plan leaves idle are in no table."""
+
+    step_s: float
+    tokens_per_s: float
+    """Of the global batch; of a model made of layers, samples per second."""
+    use: dict[int, float]
+    """Rank -> share of the step in which it computes."""
+    busy_s: dict[int, float]
+    """Rank -> seconds of forward, backward and optimizer."""
+    memory: tuple[RankMemory, ...]
+    """Peak and usable bytes of each rank."""
+    hosts: tuple[HostMemory, ...]
+    """The same of hosts whose memory several ranks share."""
+    events: tuple[Event, ...]
+    """Every action of every rank with its times."""
+    plan: Plan
+    """The plan with its prediction, bound and reasons."""
+
+
+def profile(job: Job | str | Path, *, reprofile: bool = False) -> ClusterProfile:
+    """Measure the ranks and the links between them for a job. Collective; every rank gets the same profile.
+
+    Args:
+        job: a job, or the path of a job file, which only rank 0 reads. Rank 0's counts.
+        reprofile: measure devices that were measured before, too (links and free memory are always measured).
+
+    Raises:
+        UserError: the same on all ranks.
+    """
+
+    def work(world: World) -> ClusterProfile:
+        from hetero_mpi.training.profile_command import measure
+
+        return measure(world, _named(job), (), reprofile)
+
+    return _collectively(work)
+
+
+def plan(job: Job | str | Path, profile: ClusterProfile | str | Path, given: Plan | str | Path | None = None) -> Plan:
+    """The planner's plan of a job for the cluster of a profile; or one that is given, checked and with its prediction.
+
+    Needs neither MPI nor torch, and is not collective.
+
+    Raises:
+        UserError: nothing fits, the profile was not made for this job, or the given plan does not fit.
+    """
+    question = _question(job, profile)
+    if given is None:
+        return make_plan(question.profile, question.request)
+    plan = given if isinstance(given, Plan) else load_plan(given)
+    return complete_plan(plan, question.profile, question.request)
+
+
+def simulate(job: Job | str | Path, plan: Plan | str | Path, profile: ClusterProfile | str | Path) -> Simulation:
+    """A step of a plan, predicted: the simulation that the planner compares plans by.
+
+    Needs neither MPI nor torch, and is not collective.
+
+    Raises:
+        UserError: the plan or the profile does not fit the job.
+    """
+    question = _question(job, profile)
+    plan = plan if isinstance(plan, Plan) else load_plan(plan)
+    plan = complete_plan(plan, question.profile, question.request)
+    step = simulate_step(plan, question.profile)
+    seconds = step.step_s
+    return Simulation(
+        step_s=seconds,
+        tokens_per_s=plan.global_batch * plan.sequence_length / seconds if seconds > 0 else float("inf"),
+        use={rank: busy / seconds if seconds > 0 else 0.0 for rank, busy in step.busy_s.items()},
+        busy_s=step.busy_s,
+        memory=plan.memory,
+        hosts=plan.hosts,
+        events=step.events,
+        plan=plan,
+    )
+
+
+def train(
+    job: Job | str | Path,
+    plan: Plan | str | Path | None = None,
+    profile: ClusterProfile | str | Path | None = None,
+    resume: str | Path | None = None,
+    *,
+    run_dir: str | Path | None = None,
+    reprofile: bool = False,
+) -> TrainResult:
+    """Train a job to its end, as the command ``train`` does. Collective; every rank gets the same result.
+
+    Rank 0's arguments count, and only rank 0 reads files that they name. MPI may be used afterwards, by another ``train`` too.
+
+    Args:
+        job: a job, or the path of a job file.
+        plan: how to split the work; None: the planner decides.
+        profile: what the cluster can do; None: it is measured, unless the run directory has a profile that fits.
+        resume: a checkpoint to go on from, or ``"latest"``.
+        run_dir: where results go, instead of ``output.run_dir``.
+        reprofile: measure, whatever was measured before.
+
+    Raises:
+        UserError: the same on all ranks. Its ``exit_code`` is ``ExitCode.STOPPED`` where a signal has asked for the end: the run
+            has left a checkpoint.
+    """
+
+    def work(world: World) -> TrainResult:
+        from hetero_mpi.training.run import run_job
+        from hetero_mpi.training.setup import Options
+
+        shared: dict[str, Any] | None = None
+        with world.led("reading plan and profile"):
+            if world.rank == 0:
+                own_plan = load_plan(plan) if isinstance(plan, (str, Path)) else plan
+                own_profile = load_profile(profile) if isinstance(profile, (str, Path)) else profile
+                shared = {
+                    "plan": plan_to_dict(own_plan) if own_plan is not None else None,
+                    "profile": profile_to_dict(own_profile) if own_profile is not None else None,
+                    "resume": str(resume) if resume is not None else None,
+                    "run_dir": str(run_dir) if run_dir is not None else None,
+                    "reprofile": reprofile,
+                }
+        shared = world.broadcast_json(shared)
+        options = Options(
+            job=_named(job),
+            run_dir=shared["run_dir"],
+            resume=shared["resume"],
+            plan=plan_from_dict(shared["plan"]) if shared["plan"] is not None else None,
+            profile=profile_from_dict(shared["profile"]) if shared["profile"] is not None else None,
+            reprofile=shared["reprofile"],
+        )
+        result = run_job(world, options)
+        assert result is not None  # not a dry run
+        return result
+
+    return _collectively(work)
+
+
+def _named(job: Job | str | Path) -> Job | Path:
+    return job if isinstance(job, Job) else Path(job)
+
+
+def _collectively(work: Callable[[World], T]) -> T:
+    # Imported here: these bring mpi4py, without which plans can be made.
+    from hetero_mpi.comm.script import collectively
+    from hetero_mpi.report.logs import setup_logging
+
+    # bitsandbytes (through peft) warns of an optional kernel package that we never call.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    if threading.current_thread() is not threading.main_thread():
+        raise UserError("profile and train handle signals and talk to MPI: call them from the main thread")
+    try:
+        return collectively(work)
+    finally:
+        setup_logging(None, -1, 0)  # a run's log files are the run's; what the program logs is its own
+        logging.captureWarnings(False)
+
+
+def _question(job: Job | str | Path, profile: ClusterProfile | str | Path) -> offline.Question:
+    """A job and a profile that fits it, as the planner is asked. As ``offline.ask``, of values."""
+    loaded = job if isinstance(job, Job) else Job.load(job)
+    named = "the given profile" if isinstance(profile, ClusterProfile) else str(profile)
+    profile = profile if isinstance(profile, ClusterProfile) else load_profile(profile)
+    return offline.question(loaded, profile, named)

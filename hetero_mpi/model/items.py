@@ -1,0 +1,163 @@
+"""What a stage, the benchmark, the planner's costs and a run ask of a model: a chain of items that is cut between any two.
+
+Two kinds of model answer. ``chain.Chain`` is transformers' language models: embedding, blocks, head. ``layers.LayerChain`` is a
+list of a user's own layers. What travels between items is one tensor, whose first dimension counts sequences (or samples).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """A parameter of the whole model: the item that holds it and its shape."""
+
+    name: str
+    item: int
+    shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+
+class PassThrough(nn.Module):
+    """Stands where a foreign layer was and hands its input on."""
+
+    def forward(self, hidden_states: torch.Tensor, *arguments: object, **keywords: object) -> torch.Tensor:
+        return hidden_states
+
+
+class ResultWriter(Protocol):
+    """Takes a trained model item by item and writes it to a directory, which appears whole at the end."""
+
+    @property
+    def path(self) -> Path:
+        """Where other files that belong to it may be put."""
+        ...
+
+    def add(self, state: dict[str, torch.Tensor]) -> None:
+        """One item's parameters and constants, in host memory; the items come in order."""
+        ...
+
+
+Example = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""(input of a stage, targets on the last one, gradient of the output on the others)."""
+
+
+class ItemChain(ABC):
+    """Names, shapes and kinds of a model's items, and how they are built and run.
+
+    Attributes:
+        name: of the model's family.
+        items: number of items.
+        kinds: kind of each item; items of one kind cost the same.
+        parameters: name -> ``ParameterSpec``, in the model's own order, each tensor that can be trained once.
+        constants: name -> ``ParameterSpec`` of what belongs to the model but is never trained.
+        tied: (head's name, embedding's name) when the last item's matrix *is* the first one's, else None.
+        logits: numbers per token of which the loss needs the gradient too; None: no more than other activations.
+    """
+
+    name: str
+    items: int
+    kinds: tuple[str, ...]
+    parameters: dict[str, ParameterSpec]
+    constants: dict[str, ParameterSpec]
+    tied: tuple[str, str] | None = None
+    logits: int | None = None
+
+    def specs(self, first: int, last: int) -> list[ParameterSpec]:
+        """Parameters of items ``[first, last)``."""
+        return [spec for spec in self.parameters.values() if first <= spec.item < last]
+
+    def constant_specs(self, first: int, last: int) -> list[ParameterSpec]:
+        """Constants of items ``[first, last)``."""
+        return [spec for spec in self.constants.values() if first <= spec.item < last]
+
+    def dtype_of(self, name: str, compute: torch.dtype) -> torch.dtype:
+        """The dtype a tensor has where ``compute`` is the model's."""
+        return compute
+
+    @abstractmethod
+    def summary(self) -> str:
+        """The model in a few words."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """What the model is, for checkpoints, as JSON-able values."""
+
+    @abstractmethod
+    def module_names(self, item: int) -> tuple[str, ...]:
+        """Qualified names of the modules that make up an item."""
+
+    @abstractmethod
+    def item_of(self, name: str) -> int:
+        """Index of the item that holds the parameter or module ``name``."""
+
+    @abstractmethod
+    def draws(self) -> bool:
+        """Does any item draw random numbers in training?"""
+
+    @abstractmethod
+    def frame(self) -> nn.Module:
+        """The whole model without memory, under the names of its modules."""
+
+    @abstractmethod
+    def vacate(self, model: nn.Module, item: int) -> None:
+        """Give an item of a frame modules with memory (fp32, host), whose values are still to be filled in."""
+
+    @abstractmethod
+    def initialise(self, model: nn.Module, item: int, seed: int) -> None:
+        """Give an item of a frame its start values (fp32, host), which are functions of the seed and of names."""
+
+    @abstractmethod
+    def restore_buffers(self, model: nn.Module, device: torch.device) -> None:
+        """Bring the buffers of all items that are there to the device."""
+
+    @abstractmethod
+    def recompute(self, model: nn.Module, enabled: bool) -> None:
+        """From now on, run the forward of the inner items again in backward instead of keeping their activations, or do not."""
+
+    @abstractmethod
+    def run(self, model: nn.Module, first: int, last: int, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
+        """The items ``[first, last)`` on ``x``; ``keywords`` are the model's own."""
+
+    @abstractmethod
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Sum of the losses of all targets, a scalar (fp32), differentiable. ``outputs``: the last item's."""
+
+    @abstractmethod
+    def boundary(self, item: int, rows: int, length: int) -> tuple[int, ...]:
+        """Shape of the item's output for ``rows`` sequences of ``length`` tokens."""
+
+    @abstractmethod
+    def example(self, first: int, last: int, rows: int, length: int, dtype: torch.dtype) -> Example:
+        """What the benchmark gives the items ``[first, last)``, in host memory."""
+
+    @abstractmethod
+    def length(self, inputs: NDArray[Any]) -> int:
+        """Tokens per sequence of a batch's inputs."""
+
+    @abstractmethod
+    def counted(self, targets: NDArray[Any]) -> int:
+        """By how many targets the summed loss of a batch is divided."""
+
+    @abstractmethod
+    def writer(self, directory: Path, shard_bytes: int) -> AbstractContextManager[ResultWriter]:
+        """Writes the trained model to a directory, in files of at most ``shard_bytes`` where it can."""
+
+
+def as_input(array: NDArray[Any]) -> torch.Tensor:
+    """A batch's array as models take it: whole numbers are int64, all others fp32."""
+    tensor = torch.from_numpy(array)
+    return tensor.float() if np.issubdtype(array.dtype, np.floating) else tensor.long()

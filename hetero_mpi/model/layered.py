@@ -1,0 +1,39 @@
+"""What a job's ``[model] factory`` gives: a model as a list of layers, with its loss and its data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+Builder = Callable[[], nn.Module]
+
+
+@dataclass(frozen=True)
+class LayeredModel:
+    """A model that is a chain of layers, each of which takes one tensor and gives one. It may be cut between any two.
+
+    The first dimension of every tensor counts samples, and what a layer makes of a sample may not depend on the others (no batch
+    normalisation). Tensors between layers are fp32.
+    """
+
+    layers: Sequence[Builder] | Mapping[str, Builder]
+    """Functions without arguments, each of which builds one layer, at least two of them. A rank calls those of the layers that
+    it holds; random numbers drawn by a call are functions of ``train.seed`` and the layer's name. Names are keys, or 0, 1, 2 ...:
+    parameters are called as in ``torch.nn.Sequential`` of the layers."""
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """(the last layer's output, targets) -> the losses of the samples, *summed*: a scalar."""
+    data: Callable[[], Sequence[Any]]
+    """Gives what is learnt from, on rank 0 only: it has a length and gives under each number a pair (input, target) of arrays,
+    as data sets of torch do. Whole numbers reach the model as int64, others as fp32."""
+    evaluation: Callable[[], Sequence[Any]] | None = None
+    """The same, never learnt from; None: ``data.held_out`` is a share of ``data``."""
+
+    def named_layers(self) -> dict[str, Builder]:
+        """Name -> builder."""
+        if isinstance(self.layers, Mapping):
+            return dict(self.layers)
+        return {str(number): layer for number, layer in enumerate(self.layers)}

@@ -1,0 +1,110 @@
+"""Models made of layers for tests/test_train_factory.py: one that has everything a layer may have, and ones that break a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import hetero_mpi
+
+SHAPE, CLASSES = (2, 8, 8), 3
+
+
+class Images:
+    """Made-up images of three classes. (2, 8, 8) fp64, a whole number."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        self.labels = random.integers(CLASSES, size=count)
+        self.images = random.standard_normal((count, *SHAPE)) + self.labels[:, None, None, None]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, number: int) -> tuple[np.ndarray, int]:
+        return self.images[number], int(self.labels[number])
+
+
+class Scaled(nn.Module):
+    """A layer with a buffer that is saved, one that is not, a frozen parameter and start values of its own."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([0.5]))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("hidden", torch.tensor([2.0]), persistent=False)
+        self.frozen = nn.Parameter(torch.full((64,), 0.25), requires_grad=False)
+        self.linear = nn.Linear(64, 16)
+        nn.init.normal_(self.linear.weight, std=0.3)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(torch.tanh(self.linear(x * self.scale * self.hidden + self.frozen)))
+
+
+def layers(dropout: float = 0.0) -> dict[str, Callable[[], nn.Module]]:
+    return {
+        "stem": lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(inplace=True)),
+        "pool": lambda: nn.MaxPool2d(2),
+        "flat": lambda: nn.Flatten(),
+        "scaled": lambda: Scaled(dropout),
+        "hidden": lambda: nn.Sequential(nn.Linear(16, 16), nn.ReLU()),
+        "out": lambda: nn.Linear(16, CLASSES),
+    }
+
+
+def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs, targets, reduction="sum")
+
+
+def _model(chain: Any, loss: Any = loss) -> hetero_mpi.LayeredModel:
+    return hetero_mpi.LayeredModel(chain, loss, data=lambda: Images(40, 1), evaluation=lambda: Images(10, 2))
+
+
+def plain() -> hetero_mpi.LayeredModel:
+    return _model(layers())
+
+
+def dropping() -> hetero_mpi.LayeredModel:
+    return _model(layers(dropout=0.2))
+
+
+def nothing() -> None:
+    pass
+
+
+def fails() -> hetero_mpi.LayeredModel:
+    raise RuntimeError("no such luck")
+
+
+def batch_norm() -> hetero_mpi.LayeredModel:
+    return _model({**layers(), "pool": lambda: nn.Sequential(nn.BatchNorm2d(4), nn.MaxPool2d(2))})
+
+
+def in_place() -> hetero_mpi.LayeredModel:
+    return _model({**layers(), "pool": lambda: nn.Sequential(nn.ReLU(inplace=True), nn.MaxPool2d(2))})
+
+
+class Centred(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+def looks_around() -> hetero_mpi.LayeredModel:
+    return _model({**layers(), "flat": lambda: nn.Sequential(Centred(), nn.Flatten())})
+
+
+def mean_loss() -> hetero_mpi.LayeredModel:
+    return _model(layers(), nn.functional.cross_entropy)
+
+
+def built_already() -> hetero_mpi.LayeredModel:
+    return _model([nn.Flatten(), nn.Linear(128, CLASSES)])
+
+
+def wrong_shape() -> hetero_mpi.LayeredModel:
+    return _model({**layers(), "hidden": lambda: nn.Linear(17, 16)})

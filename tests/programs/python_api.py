@@ -1,0 +1,78 @@
+"""Uses hetero_mpi as a program would, on all ranks: ``OUT`` writes what each of them saw there; ``alone OUT`` breaks on one."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+import hetero_mpi
+
+RANK = MPI.COMM_WORLD.Get_rank()
+
+
+def job_in(out: Path, **changes: Any) -> hetero_mpi.Job:
+    tables = {
+        "model": {"factory": "tests.programs.layers_model:plain"},
+        "train": {"steps": 3, "global_batch": 4, "micro_batch": 2},
+        "checkpoint": {"every": 1},
+        "output": {"run_dir": out / "{name}"},
+        "plan": {"rebalance": False},
+        "profile": {"repeats": 1, "largest_message_bytes": 4096, "cache": False},
+        "report": {"write": False},
+        "cluster": {"threads": 1},
+    }
+    return hetero_mpi.Job.build(tables, name="made", directory=out, set=changes)
+
+
+def refused(call: Any) -> list[Any]:
+    try:
+        call()
+    except hetero_mpi.UserError as error:
+        return [str(error), error.exit_code]
+    raise AssertionError("nothing was raised")
+
+
+def use(out: Path) -> None:
+    job = job_in(out)
+    profile = hetero_mpi.profile(job)
+    plan = hetero_mpi.plan(job, profile)
+    first = hetero_mpi.train(job, plan=plan, profile=profile)
+    again = hetero_mpi.train(job, plan=plan, profile=profile, run_dir=out / "again")
+    # Only rank 0's arguments count: the others name a job that is nowhere.
+    longer = job_in(out, **{"train.steps": 5}) if RANK == 0 else Path("nowhere.toml")
+    resumed = hetero_mpi.train(longer, profile=profile if RANK == 0 else None, resume="latest" if RANK == 0 else None)
+    if RANK == 0:
+        hetero_mpi.save_profile(profile, out / "profile.toml")
+        hetero_mpi.save_plan(plan, out / "plan.toml")
+    found = {
+        "losses": [first.losses, again.losses, resumed.losses],
+        "directories": [str(one.run_dir) for one in (first, again, resumed)],
+        "checkpoint": str(resumed.checkpoint),
+        "result": str(first.result),
+        "step_s": first.step_s,
+        "same": first.plan.pipelines == plan.pipelines and first.profile == profile,
+        "resume": refused(lambda: hetero_mpi.train(job, resume="nowhere.h5", profile=profile)),
+        "job": refused(lambda: hetero_mpi.train("nowhere.toml")),
+        "few": refused(lambda: hetero_mpi.train(job, profile="profiles/homelab-5090-strix-halo.toml")),
+        "ranks": MPI.COMM_WORLD.allreduce(1),
+    }
+    (out / f"rank{RANK}.json").write_text(json.dumps(found))
+
+
+def fail_alone(out: Path) -> None:
+    """Rank 1's program breaks between two calls; rank 0 is in the second one."""
+    job = job_in(out)
+    profile = hetero_mpi.profile(job)
+    if RANK == 1:
+        raise ValueError("rank 1 has had enough")
+    hetero_mpi.train(job, profile=profile)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "alone":
+        fail_alone(Path(sys.argv[2]))
+    else:
+        use(Path(sys.argv[1]))
+    print("the end of the program", flush=True)

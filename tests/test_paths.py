@@ -1,0 +1,61 @@
+"""What a job file can name for writing stays where it belongs: no job of somebody else's writes elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.job import load_job, run_directory
+from hetero_mpi.report.run_directory import claim, refuse_links
+from tests.planning_samples import JOB_TOML
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "work"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    path = directory / "job.toml"
+    path.write_text(JOB_TOML)
+    return path
+
+
+@pytest.mark.parametrize("text", ["../x", "runs/../../x", "../../{name}", "away/{name}", "away", "inner/up/x"])
+def test_a_relative_run_directory_stays_inside_links_included(job: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (job.parent / "away").symlink_to(tmp_path / "elsewhere")
+    (job.parent / "inner").mkdir()
+    (job.parent / "inner" / "up").symlink_to("../..")
+    with pytest.raises(UserError, match=r"\[output\] run_dir = .*must stay inside the working directory"):
+        load_job(job, [f"output.run_dir={text}"])
+
+
+def test_what_is_meant_is_allowed(job: Path, tmp_path: Path) -> None:
+    (job.parent / "near").symlink_to(job.parent / "runs")
+    for text in ("runs/{name}", "near/{name}", str(tmp_path / "far" / "x"), "~/x"):
+        assert run_directory(load_job(job, [f"output.run_dir={text}"])).is_absolute()
+    for text in ("cache", "a/../cache", str(tmp_path / "cache"), "~/cache"):
+        assert load_job(job, [f"model.shard_cache={text}"]).job.model.shard_cache == text
+
+
+@pytest.mark.parametrize("text", ["../cache", "a/../../cache", ".."])
+def test_a_relative_shard_cache_stays_inside(job: Path, text: str) -> None:
+    with pytest.raises(UserError, match=r"\[model\] shard_cache = .*must stay inside the job file's directory"):
+        load_job(job, [f"model.shard_cache={text}"])
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "copies", "logs", "metrics.jsonl", ".lock", "logs/rank-0000.log"])
+def test_links_that_lead_out_of_a_run_directory_are_refused(tmp_path: Path, name: str) -> None:
+    run, link = tmp_path / "run", tmp_path / "run" / name
+    link.parent.mkdir(parents=True)
+    outside = tmp_path / "precious"
+    link.symlink_to(outside)
+    with pytest.raises(UserError, match=rf"{name} is a link that leads out of it, to .*precious"), claim(run):
+        pass
+    assert not outside.exists()
+    link.unlink()
+    (run / "real").mkdir()
+    link.symlink_to(run / "real")
+    refuse_links(run)

@@ -1,0 +1,119 @@
+"""The functions for Python programs, used by programs that a real mpirun starts, and what docs/python.md says of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hetero_mpi
+from tests.mpi import ROOT, run_mpi
+
+PROGRAM = "tests/programs/python_api.py"
+
+
+@pytest.fixture(scope="module")
+def used(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The directory and what each of 3 ranks saw, of one run of the program."""
+    out = tmp_path_factory.mktemp("api")
+    result = run_mpi(3, [PROGRAM, str(out)], timeout_s=300)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.stdout.count("the end of the program") == 3
+    return out, [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(3)]
+
+
+def test_every_rank_gets_the_same_results(used: tuple[Path, list[dict[str, Any]]]) -> None:
+    out, ranks = used
+    assert ranks[1] == ranks[0] and ranks[2] == ranks[0]
+    assert ranks[0]["same"] and ranks[0]["ranks"] == 3 and ranks[0]["step_s"] > 0
+    assert ranks[0]["directories"] == [str(out / "made"), str(out / "again"), str(out / "made")]
+    assert (Path(ranks[0]["result"]) / "model.safetensors").is_file()
+    assert Path(ranks[0]["checkpoint"]).name == "step-00000005.h5" and Path(ranks[0]["checkpoint"]).is_file()
+
+
+def test_a_program_trains_again_and_goes_on(used: tuple[Path, list[dict[str, Any]]]) -> None:
+    first, again, resumed = used[1][0]["losses"]
+    assert len(first) == 3 and again == first
+    assert len(resumed) == 5 and resumed[:3] == first
+
+
+def test_errors_are_raised_on_all_ranks_and_the_program_goes_on(used: tuple[Path, list[dict[str, Any]]]) -> None:
+    found = used[1][2]
+    assert found["resume"][0].startswith("nowhere.h5: no such checkpoint") and found["resume"][1] == 2
+    assert "nowhere.toml: there is no such job file" in found["job"][0]
+    assert "this job has 3: start" in found["few"][0]
+
+
+def test_planning_needs_neither_torch_nor_mpi(used: tuple[Path, list[dict[str, Any]]]) -> None:
+    """With the modules blocked; the plan is the one that the cluster made."""
+    out, _ = used
+    program = f"""
+import sys
+for name in ("torch", "mpi4py", "transformers"):
+    sys.modules[name] = None
+import hetero_mpi
+assert not set(sys.modules) & {{"numpy", "pydantic", "hetero_mpi.job"}}, "importing the package is cheap"
+job = hetero_mpi.Job.build({{"model": {{"factory": "tests.programs.layers_model:plain"}},
+    "train": {{"global_batch": 4, "micro_batch": 2}}}})
+plan = hetero_mpi.plan(job, {str(out / "profile.toml")!r})
+assert plan.predicted_step_s == hetero_mpi.load_plan({str(out / "plan.toml")!r}).predicted_step_s
+step = hetero_mpi.simulate(job, plan, {str(out / "profile.toml")!r})
+assert step.step_s == plan.predicted_step_s and set(step.use) == set(step.busy_s)
+assert all(0 < share <= 1 for share in step.use.values()) and len(step.memory) == len(step.use)
+assert step.tokens_per_s == 4 / step.step_s and step.events
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
+
+
+def test_an_exception_of_one_rank_ends_all(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    result = run_mpi(2, [PROGRAM, "alone", str(tmp_path)], timeout_s=120)
+    assert result.returncode != 0 and "the end of the program" not in result.stdout
+    assert "rank 1/2 on" in result.stderr and "ValueError: rank 1 has had enough" in result.stderr
+    assert time.monotonic() - begin < 100
+
+
+def test_a_job_built_in_python_tells_all_its_problems() -> None:
+    tables = {"model": {"config": {"model_type": "llama"}}, "data": {"text": ["*.txt"]}, "train": {"steps": 0}}
+    with pytest.raises(hetero_mpi.UserError) as caught:
+        hetero_mpi.Job.build(tables, name="mine", set={"train.global_batch": -1, "steps": 3})
+    lines = str(caught.value).split("\n")
+    assert "set 'steps': must be table.key, such as train.steps" in lines
+    assert any(line.startswith("job 'mine': [train] steps = 0: ") for line in lines)
+    assert any(line.startswith("set: [train] global_batch = -1: ") for line in lines)
+    assert any("[tokenizer] path" in line for line in lines)
+
+
+def test_names_of_the_package() -> None:
+    assert set(hetero_mpi.__all__) <= set(dir(hetero_mpi))
+    for name in hetero_mpi.__all__:
+        assert getattr(hetero_mpi, name).__doc__
+    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
+        _ = hetero_mpi.trian
+
+
+def test_the_programs_of_the_document_run(tmp_path: Path) -> None:
+    """Every block of Python in docs/python.md, under the name that stands before it."""
+    text = (ROOT / "docs" / "python.md").read_text()
+    files = dict(re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)```", text, re.DOTALL))
+    assert len(files) == text.count("```python") >= 4
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    result = run_mpi(2, [str(tmp_path / "experiment.py")], timeout_s=300)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert re.search(r"predicted: \d+\.\d{4} s", result.stdout) and (tmp_path / "runs" / "second" / "model").is_dir()
+    first, last = re.search(r"loss (\S+) -> (\S+), ", result.stdout).groups()  # type: ignore[union-attr]
+    assert float(last) < float(first)
+    for name in ("laptop.py", "afterwards.py"):
+        environment = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": "/usr/bin:/bin"}
+        done = subprocess.run(
+            [sys.executable, tmp_path / name], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        assert "was not made for" in done.stdout if name == "laptop.py" else "tensor(" in done.stdout
