@@ -23,7 +23,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import torch  # noqa: E402
 from harness import Metered, found_by_ranks, parser_of  # noqa: E402
 
-from hetero_mpi.comm.world import World, run_guarded  # noqa: E402
+from hetero_mpi.comm.joining import run_guarded  # noqa: E402
+from hetero_mpi.comm.world import World  # noqa: E402
 from hetero_mpi.device.backend import Backend  # noqa: E402
 from hetero_mpi.model.stage import MicroBatch, Stage  # noqa: E402
 from hetero_mpi.planning.cost import LayerCost, ModelCost  # noqa: E402
@@ -44,7 +45,8 @@ class EmptyStage:
     """Has the shape of a stage and computes nothing."""
 
     def __init__(self, first: bool, last: bool) -> None:
-        self.chain = SimpleNamespace(config=SimpleNamespace(hidden_size=HIDDEN))
+        self.chain = SimpleNamespace(boundary=lambda item, rows, length: (rows, length, HIDDEN))
+        self.first, self.last = (0, 1) if first else (1, 3)
         self.backend, self.dtype = Backend(), torch.float32
         self.is_first, self.is_last = first, last
         self._tensor = torch.zeros(1, LENGTH, HIDDEN)

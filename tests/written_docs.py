@@ -1,0 +1,139 @@
+"""What stands in the documents but comes from the program. ``python -m tests.written_docs`` writes all of it anew:
+
+* ``docs/job.md``, ``docs/commands.md``, ``jobs/reference.toml``: whole files;
+* the fenced block after ``<!-- grid: 1f1b, 3 stages, 4 micro-batches -->``: the grid of such a schedule;
+* the fenced block after ``<!-- prints -->``: what the last command of the ``sh`` block before it prints;
+* after ``<!-- draws: NAME.png -->``: ``docs/images/NAME.png``, the timeline that the command before it draws.
+
+Commands run in a directory with the repository's ``jobs/`` and ``profiles/``, and the files that the document itself shows after
+``<!-- file: NAME -->``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from hetero_mpi.cli import main, parser
+from hetero_mpi.planning.dry_run import grid
+from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.schedule import schedule_of
+from hetero_mpi.reference import reference_text
+from hetero_mpi.reference_pages import commands_page, job_page
+from tests.mpi import ROOT
+from tests.planning_samples import make_model
+
+REWRITE = "python -m tests.written_docs"
+CONCEPTS = ROOT / "docs" / "concepts.md"
+FENCE = r"```\w*\n(?P<text>.*?)```"
+GRID = re.compile(
+    r"<!-- grid: (?P<kind>\w+), (?P<stages>\d+) stages, (?P<count>\d+) micro-batch\w* -->\n" + FENCE, re.S
+)
+COMMAND = r"```sh\n(?:[^`]*\n)?python -m hetero_mpi (?P<command>[^\n]*)\n```\n\n"
+PRINTS = re.compile(COMMAND + r"<!-- prints -->\n" + FENCE, re.S)
+DRAWS = re.compile(COMMAND + r"<!-- draws: (?P<name>[\w.-]+) -->\n", re.S)
+FILES = re.compile(r"<!-- file: (?P<name>[\w./-]+) -->\n" + FENCE, re.S)
+SHOWS = "Shows"
+"""Under this name a picture carries the figures that it shows, so that a test can see whether it is still true."""
+COLOURS = 64
+"""Of a picture in docs/images: a timeline has a dozen, and lettering wants some shades."""
+
+
+def whole_files() -> dict[Path, str]:
+    """Files that the program writes whole -> their text."""
+    return {
+        ROOT / "docs" / "job.md": job_page(),
+        ROOT / "docs" / "commands.md": commands_page(parser()),
+        ROOT / "jobs" / "reference.toml": reference_text(),
+    }
+
+
+def drawn_grid(kind: str, stages: int, micro_batches: int) -> str:
+    """The grid of one pipeline of equal stages: ``gpipe``, ``1f1b`` or ``split``."""
+    depths = [micro_batches if kind == "gpipe" else stages - 1 - index for index in range(stages)]
+    cut = tuple(StagePlan((index,), index, index + 1, depths[index]) for index in range(stages))
+    pipeline = PipelinePlan(cut, 1, micro_batches, split_backward=kind == "split")
+    model = make_model(blocks=stages - 2)
+    plan = Plan((pipeline,), global_batch=micro_batches, sequence_length=8, items=stages)
+    return grid(schedule_of(plan, model)) + "\n"
+
+
+@contextlib.contextmanager
+def workplace(document: str) -> Iterator[Path]:
+    """A working directory for the document's commands."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as name:
+        for folder in ("jobs", "profiles"):
+            (Path(name) / folder).symlink_to(ROOT / folder)
+        for found in FILES.finditer(document):
+            (Path(name) / found["name"]).write_text(found["text"])
+        os.chdir(name)
+        try:
+            yield Path(name)
+        finally:
+            os.chdir(before)
+
+
+def printed(command: str) -> str:
+    """What ``python -m hetero_mpi COMMAND`` prints in the current directory; it must succeed."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = main(shlex.split(command, comments=True))
+    assert code == 0, f"{command}: exit code {code}"
+    return out.getvalue()
+
+
+def renewed(document: str) -> str:
+    """The document with its grids and printed blocks as the program makes them now."""
+
+    def put(found: re.Match[str], text: str) -> str:
+        start, end = found.start("text") - found.start(), found.end("text") - found.start()
+        return found[0][:start] + text + found[0][end:]
+
+    document = GRID.sub(
+        lambda found: put(found, drawn_grid(found["kind"], int(found["stages"]), int(found["count"]))), document
+    )
+    with workplace(document):
+        return PRINTS.sub(lambda found: put(found, printed(found["command"])), document)
+
+
+def draw(document: str, directory: Path) -> list[Path]:
+    """Run the commands of the document that draw, and save their pictures, with few colours, in ``directory``."""
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    saved = []
+    with workplace(document):
+        for found in DRAWS.finditer(document):
+            notes = PngInfo()
+            notes.add_text(SHOWS, simulated(printed(found["command"])))
+            folder = parser().parse_args(shlex.split(found["command"])).output
+            picture = Image.open(folder / "timeline.png").convert("RGB").quantize(COLOURS)
+            picture.save(directory / found["name"], optimize=True, pnginfo=notes)
+            saved.append(directory / found["name"])
+    return saved
+
+
+def simulated(output: str) -> str:
+    """Of what ``simulate`` prints, the lines that say what the picture shows."""
+    found = re.search(r"^Simulated step:.*?(?=^  sums: |^Written)", output, re.S | re.M)
+    assert found is not None, output
+    return found[0]
+
+
+def write() -> None:
+    for path, text in whole_files().items():
+        path.write_text(text, encoding="utf-8")
+    CONCEPTS.write_text(renewed(CONCEPTS.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in draw(CONCEPTS.read_text(encoding="utf-8"), ROOT / "docs" / "images"):
+        print(path.relative_to(ROOT), path.stat().st_size, "bytes")
+
+
+if __name__ == "__main__":
+    write()
