@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s, pipeline_bound_s, plan_bound_s
 from hetero_mpi.planning.cost import EMBEDDING
+from hetero_mpi.planning.explain import beaten
 from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.packing.bound import packing_bound_s
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
@@ -210,6 +211,18 @@ def test_reasons_compare_with_one_rank_and_the_even_split() -> None:
     assert "no plan could take less than" in text
 
 
+@pytest.mark.parametrize(("sizes", "told"), [((2,), False), ((1, 2), True)])
+def test_every_rank_by_itself_is_priced_where_the_batch_has_a_share_for_each(
+    sizes: tuple[int, ...], told: bool
+) -> None:
+    """Two micro-batches are too few for three ranks with a pipeline each; four sequences are not."""
+    profile, request = make_profile((1.0, 1.0, 1.0)), PlanRequest(4, SEQUENCE, sizes, max_pipelines=3)
+    plan = make_plan_of((0, 1, 3, 4), (0, 1, 2), 4)
+    names = [other.name for other in beaten(plan, profile, request)]
+    assert ("every rank by itself, with a share of the batch" in names) == told
+    assert "rank 0 alone" in names
+
+
 def test_more_ranks_than_items_is_no_error() -> None:
     plan = make_plan(make_profile([1.0] * 6), PlanRequest(64, SEQUENCE, (1,)))
     assert len(plan.idle) >= 2
@@ -306,7 +319,7 @@ def test_a_hand_written_plan_is_completed() -> None:
     plan = complete_plan(given_plan, profile, request)
     assert plan.pipelines == given_plan.pipelines
     assert plan.predicted_step_s == simulate(given_plan, profile).step_s
-    assert plan.bound_step_s == packing_bound_s(profile, request, plan.predicted_step_s)
+    assert plan.bound_step_s == packing_bound_s(profile, request, plan.predicted_step_s, closely=False)
     beyond = replace(request, recompute_choices=(True,))
     assert complete_plan(given_plan, profile, beyond).bound_step_s == fluid_bound_s(profile, beyond)
     assert [m.rank for m in plan.memory] == [0, 2]

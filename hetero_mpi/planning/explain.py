@@ -100,7 +100,8 @@ def beaten(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterato
     even = _even_split(plan)
     if even is not None:
         yield _changed("the same ranks with equally many items each", even, polisher)
-    if used > len(plan.pipelines) and request.max_pipelines >= used and used <= request.global_batch:
+    shares = request.global_batch // min(request.micro_batch_choices)
+    if len(plan.pipelines) < used <= min(request.max_pipelines, shares):
         yield _changed(
             "every rank by itself, with a share of the batch", _data_parallel(plan, profile, request), polisher
         )
