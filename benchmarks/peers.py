@@ -99,9 +99,11 @@ def _compare(folder: Path, micro_batch: int, rounds: int, before: list[str]) -> 
             outcome = _ours(job, folder, turn, before) if name == OURS else _other(name, job, before)
             if isinstance(outcome, str):
                 row["error"] = outcome
-                continue
-            row["medians_s"].append(statistics.median(outcome["seconds"][WARM:]))
-            row["losses"] = outcome["losses"]
+            else:
+                row["medians_s"].append(statistics.median(outcome["seconds"][WARM:]))
+                row["losses"] = outcome["losses"]
+            told = outcome if isinstance(outcome, str) else f"{row['medians_s'][-1] * 1e3:.0f} ms per step"
+            print(f"round {turn + 1} of {rounds}: {name}: {told}", flush=True)
     for row in rows.values():
         if row["medians_s"]:
             row["step_s"] = statistics.median(row["medians_s"])
