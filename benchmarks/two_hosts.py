@@ -65,7 +65,17 @@ def two_hosts(bits_per_s: float, folder: Path) -> Iterator[Start]:
     options = ["--allow-run-as-root", "--prefix", str(launcher.path.parents[1]), "--mca", "plm_rsh_agent", str(agent)]
     options += ["--mca", "btl", "tcp,self", "--mca", "pml", "ob1", "--mca", "btl_tcp_if_include", subnet]
     # Told outright: a mapping policy in the environment may put both ranks on the first host, past the link.
-    options += ["--prtemca", "prte_if_include", subnet, "-hostfile", str(hostfile), "--map-by", "ppr:1:node", "-np", "2"]
+    options += [
+        "--prtemca",
+        "prte_if_include",
+        subnet,
+        "-hostfile",
+        str(hostfile),
+        "--map-by",
+        "ppr:1:node",
+        "-np",
+        "2",
+    ]
 
     def start(program: Sequence[str]) -> list[str]:
         inside = ["bash", "-c", f'hostname {NAMES[0]}; exec "$@"', "start", str(launcher.path), *options, *program]

@@ -22,7 +22,7 @@ from hetero_mpi.comm.mpi_sums import GroupSums
 from hetero_mpi.comm.sleeping import Sleeper
 from hetero_mpi.comm.transport import Group, Numbers, Sum, Transport
 from tests.mpi import run_mpi
-from tests.programs.comm_conformance import CASES, PIECE_CASES, SUM_CASES
+from tests.programs.comm_conformance import CASES, HELD_CASES, PIECE_CASES, SUM_CASES
 
 Passed = Callable[[int], set[tuple[str, str]]]
 Case = Callable[[Callable[[], Transport], int], None]
@@ -42,7 +42,7 @@ def passed_over_mpi() -> Callable[[int], set[tuple[str, str]]]:
     return passed
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *HELD_CASES])
 @pytest.mark.parametrize("kind", ["threaded", "unthreaded"])
 def test_over_mpi(passed_over_mpi: Passed, kind: str, case: str) -> None:
     assert (kind, case) in passed_over_mpi(2)

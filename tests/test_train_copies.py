@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,13 @@ import pytest
 from hetero_mpi.checkpoint import CheckpointReader, verify
 from hetero_mpi.checkpoint.shelf import Piece, keep_generations, newest_copy_step, pieces_on_disk
 from hetero_mpi.launch.processes import VARIABLE
+from hetero_mpi.planning.files import load_plan, save_plan
+from hetero_mpi.planning.plan import PipelinePlan, StagePlan
 from hetero_mpi.report.metrics import read_metrics
 from hetero_mpi.training.offers import Offer, newest_generation
 from tests.long_run import LongRun
-from tests.small_jobs import Outcome
+from tests.small_jobs import GLOBAL_BATCH, Outcome
+from tests.test_train_recovery import newest_step, outliving_or_skip
 
 
 def offer(rank: int, generation: str, step: int, *items: int) -> Offer:
@@ -150,3 +153,57 @@ def test_what_a_piece_says_of_itself_np2(left: Left) -> None:
     assert [verify(piece.path) for piece in pieces] == [None, None]
     with CheckpointReader(pieces[1].path) as reader:
         assert len(reader.metadata["losses"]) == left.step and reader.metadata["job"]["train"]["seed"] == 7
+
+
+# ---------------------------------------------------------------------------------------------------------------- a minute each
+@pytest.mark.long
+def test_copies_of_several_pipelines_np2(tmp_path: Path) -> None:
+    """Both ranks hold the whole model: what they leave is enough for one, and its numbers are those of a run in one go."""
+    job = LongRun(tmp_path, 2)
+    plan, half = load_plan(job.plan), GLOBAL_BATCH // 2
+    alone = [PipelinePlan((StagePlan((rank,), 0, plan.items, 0),), 1, half) for rank in range(2)]
+    save_plan(replace(plan, pipelines=tuple(alone)), job.plan)
+    run = tmp_path / "run"
+    killed(job, run)
+    pieces = pieces_on_disk(run)[0]
+    assert {item for piece in pieces for item in piece.items} == set(range(plan.items))
+    step = pieces[0].step
+    more, straight = [f"train.steps={step + 4}"], tmp_path / "straight"
+    entries = {
+        "straight": {"job": str(job.file), "run_dir": str(straight), "resume": None, "set": more},
+        "on": {"job": str(job.file), "run_dir": str(run), "resume": "latest", "set": more},
+    }
+    outcomes = job.run_entries(1, entries, 400)
+    assert f"Going on after step {step}, from copies on the disks of " in outcomes["on"].printed, outcomes["on"].printed
+    found, expected = ([x.loss for x in read_metrics(one / "metrics.jsonl").steps] for one in (run, straight))
+    assert found[-4:] == pytest.approx(expected[-4:], rel=1e-6), "sums of two parts are not those of one"
+    assert len(expected) == step + 4
+
+
+@pytest.mark.long
+def test_copies_on_disk_of_ranks_that_outlived_another_np4(tmp_path: Path) -> None:
+    """A rank dies, the others go on by themselves; then all die. What the survivors left is of after the first death."""
+    job = LongRun(tmp_path, 4)
+    run, straight = tmp_path / "run", tmp_path / "straight"
+    arguments, environment = job.command(run, "--set", "checkpoint.buddy_every=2")
+    arguments = [arguments[0], *outliving_or_skip(), *arguments[1:]]
+    with job.started(arguments, {**environment, VARIABLE: "test.2"}, run) as running:
+        running.wait_for_steps(5)
+        before = newest_step(run)
+        running.ranks[1].send_signal(signal.SIGKILL)
+        running.wait_for("copies after a death", lambda: newest_copy_step(run) >= before + 6)
+        for rank in (0, 2, 3):
+            running.ranks[rank].send_signal(signal.SIGKILL)
+        assert running.end() != 0
+        assert running.text().count("from copies in memory") == 1, running.text()
+    generations = {piece.generation for piece in pieces_on_disk(run)[0] if piece.step > before}
+    assert generations, "pieces of after the death"
+    steps = [f"train.steps={newest_copy_step(run) + 4}"]
+    entries = {
+        "straight": {"job": str(job.file), "run_dir": str(straight), "resume": None, "set": steps},
+        "on": {"job": str(job.file), "run_dir": str(run), "resume": "latest", "set": steps},
+    }
+    outcomes = job.run_entries(1, entries, 400)
+    assert outcomes["on"].codes == (0,) and "from copies on the disks of " in outcomes["on"].printed, outcomes["on"]
+    found, expected = ([x.loss for x in read_metrics(one / "metrics.jsonl").steps] for one in (run, straight))
+    assert found[-4:] == expected[-4:] and len(expected) > before + 6

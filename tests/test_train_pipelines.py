@@ -32,6 +32,7 @@ from hetero_mpi.training.places import Tokens, evaluation_shares, training_share
 from hetero_mpi.training.redistribute import parcels
 from hetero_mpi.training.saving import KINDS, align_replicas, live_state
 from hetero_mpi.training.trainer import Trainer
+from tests.late_copies import LateBackend
 from tests.threaded_training import Threads, plan_of
 
 BATCH, LENGTH, BLOCKS, VOCABULARY = 8, 16, 3, 64
@@ -247,6 +248,14 @@ def test_held_out_rows_are_dealt_by_share() -> None:
 
 
 # How a step is run
+
+
+def test_devices_with_memory_of_their_own_compute_the_same_bits() -> None:
+    """Copies end late; who reads a tensor before, or writes over one that is still read, computes something else."""
+    chain = CHAINS[True]
+    plan = plan_of(chain, LAYOUTS["unlike pipelines"], LENGTH, "split")
+    copied, straight = (outcome_of(Threads(chain, plan, TRAIN, backend=one)) for one in (LateBackend, Backend))
+    check_same_bits(copied, straight)
 
 
 def watched(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:

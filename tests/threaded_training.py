@@ -63,9 +63,16 @@ class ThreadWorld:
 
 
 class Threads:
-    """One trainer for each rank of a plan whose ranks are 0, 1, ..."""
+    """One trainer for each rank of a plan whose ranks are 0, 1, ...; ``backend`` makes each one's device."""
 
-    def __init__(self, chain: Chain, plan: Plan, train: TrainTable, tuning: Tuning | None = None) -> None:
+    def __init__(
+        self,
+        chain: Chain,
+        plan: Plan,
+        train: TrainTable,
+        tuning: Tuning | None = None,
+        backend: Callable[[], Backend] = Backend,
+    ) -> None:
         torch.set_num_threads(1)  # the ranks are threads enough
         tuning = tuning if tuning is not None else full_training(chain)
         self.size = 1 + max(rank for pipeline in plan.pipelines for stage in pipeline.stages for rank in stage.ranks)
@@ -81,7 +88,7 @@ class Threads:
                 tuning,
                 plan,
                 schedule,
-                Backend(),
+                backend(),
                 train,
                 SeededStart(train.seed),
             )

@@ -29,7 +29,7 @@ import numpy as np
 
 from hetero_mpi.comm.emulated_cards import Cards
 from hetero_mpi.comm.sleeping import Sleeper
-from hetero_mpi.comm.transport import Buffer, Group, Message, Numbers, Request, Sum, Transport
+from hetero_mpi.comm.transport import Arrived, Buffer, Group, Message, Numbers, Ready, Request, Sum, Transport
 from hetero_mpi.comm.world import World
 
 STAMP_TAG = 1 << 14
@@ -143,16 +143,16 @@ class EmulatedTransport:
         self._link_free_s: dict[int, float] = {}
         self._last_sum: _HeldSum | None = None
 
-    def post_receive(self, source: int, tag: int, buffer: Buffer) -> Request:
+    def post_receive(self, source: int, tag: int, buffer: Buffer, arrived: Arrived | None = None) -> Request:
         """See ``Transport``."""
-        request = self.inner.post_receive(source, tag, buffer)
+        request = self.inner.post_receive(source, tag, buffer, arrived)
         stamp = np.empty(8, np.uint8)
         moment = self.inner.post_receive(source, tag + STAMP_TAG, stamp)
         return _Held(request, stamp, moment, self._offset_s(source))
 
-    def send(self, destination: int, tag: int, buffer: Buffer) -> Request:
+    def send(self, destination: int, tag: int, buffer: Buffer, ready: Ready | None = None) -> Request:
         """See ``Transport``. The message leaves now, or when those before it have arrived."""
-        request = self.inner.send(destination, tag, buffer)
+        request = self.inner.send(destination, tag, buffer, ready)
         stamp = np.array([self._arrival_s(destination, buffer.size)]).view(np.uint8)
         moment = self.inner.send(destination, tag + STAMP_TAG, stamp)
         return _Held(request, stamp, moment, 0.0)

@@ -7,16 +7,19 @@ depend on such buffering.
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict, deque
 from types import TracebackType
 
 import numpy as np
 
 from hetero_mpi.comm.transport import (
+    Arrived,
     Buffer,
     Group,
     Message,
     Numbers,
+    Ready,
     Request,
     Sum,
     TransportError,
@@ -104,12 +107,14 @@ class LoopbackTransport:
         self._groups: dict[int, Group] = {}
         self._closed = False
 
-    def post_receive(self, source: int, tag: int, buffer: Buffer) -> Request:
+    def post_receive(self, source: int, tag: int, buffer: Buffer, arrived: Arrived | None = None) -> Request:
         """See ``Transport``."""
-        return self._post(Message("receive", source, tag, buffer), (source, self.rank, tag))
+        return self._post(Message("receive", source, tag, buffer, arrived=arrived), (source, self.rank, tag))
 
-    def send(self, destination: int, tag: int, buffer: Buffer) -> Request:
-        """See ``Transport``."""
+    def send(self, destination: int, tag: int, buffer: Buffer, ready: Ready | None = None) -> Request:
+        """See ``Transport``. Nobody looks after messages here, so the caller waits until the bytes are there."""
+        while ready is not None and not ready():
+            time.sleep(1e-4)
         return self._post(Message("send", destination, tag, buffer), (self.rank, destination, tag))
 
     def group(self, ranks: tuple[int, ...], number: int) -> Group:

@@ -23,10 +23,12 @@ from hetero_mpi.comm.mpi_progress import Progress
 from hetero_mpi.comm.mpi_sums import GroupSums
 from hetero_mpi.comm.pausing import Pause
 from hetero_mpi.comm.transport import (
+    Arrived,
     Buffer,
     Group,
     Message,
     Numbers,
+    Ready,
     Request,
     Sum,
     TransportError,
@@ -74,19 +76,21 @@ class MpiTransport:
         self._sums: dict[Group, GroupSums] = {}
         self._own_mpi = threading.Lock()
         self._to_start: deque[Request] = deque()
+        self._held: list[Message] = []
+        """Sends that wait for their bytes, and those behind them."""
         self._posted = 0
         self._closed = False
         self.waiting: list[Request] = []
         """What the rank's own threads wait for, looking into MPI themselves."""
         self._thread = _CommunicationThread(self) if threaded else None
 
-    def post_receive(self, source: int, tag: int, buffer: Buffer) -> Request:
+    def post_receive(self, source: int, tag: int, buffer: Buffer, arrived: Arrived | None = None) -> Request:
         """See ``Transport``."""
-        return self._post(Message("receive", source, tag, buffer))
+        return self._post(Message("receive", source, tag, buffer, arrived=arrived))
 
-    def send(self, destination: int, tag: int, buffer: Buffer) -> Request:
+    def send(self, destination: int, tag: int, buffer: Buffer, ready: Ready | None = None) -> Request:
         """See ``Transport``."""
-        return self._post(Message("send", destination, tag, buffer))
+        return self._post(Message("send", destination, tag, buffer, ready=ready))
 
     def group(self, ranks: tuple[int, ...], number: int) -> Group:
         """See ``Transport``. No rank waits for another here."""
@@ -115,6 +119,8 @@ class MpiTransport:
         if self._own_mpi.acquire(blocking=False):
             try:
                 self._start_posted()
+                if self._held:
+                    self._start_held()
             finally:
                 self._own_mpi.release()
         if self._thread is not None:
@@ -128,13 +134,36 @@ class MpiTransport:
                 self._sums[request.group].start(request)
             else:
                 assert isinstance(request, Message)
-                self._progress.start_message(self._messages, request, self._piece_bytes)
+                if request.kind == "send" and (request.ready is not None or self._held):
+                    self._held.append(request)
+                else:
+                    self._progress.start_message(self._messages, request, self._piece_bytes)
+
+    def _start_held(self) -> bool:
+        """Start sends whose bytes are there, of each (destination, tag) in their order. Whether there were any."""
+        held, behind = [], set()
+        for request in self._held:
+            route = request.peer, request.tag
+            try:
+                if route in behind or not (request.ready is None or request.ready()):
+                    behind.add(route)
+                    held.append(request)
+                    continue
+            except Exception as error:
+                self._progress.begin(request)
+                self._progress.end(request, error)
+                continue
+            self._progress.start_message(self._messages, request, self._piece_bytes)
+        started = len(held) < len(self._held)
+        self._held = held
+        return started
 
     def look(self) -> bool:
-        """Start what has been posted, take what has finished. Whether anything has."""
+        """Start what has been posted, take what has finished. Whether anything has, or could leave at last."""
         with self._own_mpi:
             self._start_posted()
-            return self._progress.poll()
+            started = bool(self._held) and self._start_held()
+            return self._progress.poll() or started
 
     def wait(self, request: Request) -> None:
         """See ``Transport``.
@@ -180,6 +209,9 @@ class MpiTransport:
             self._thread.stop()
         with self._own_mpi:
             self._start_posted()
+            self._start_held()
+            for request in self._held:
+                self._progress.begin(request)
             self._progress.abandon(grace_s)
 
     def __enter__(self) -> MpiTransport:

@@ -15,6 +15,9 @@ from, received into, and summed in, where it lies.
   the same bits, whatever arrives first and however the elements are divided among sums. Only where a group has several
   ranks on one of several hosts, a transport may add in an order that depends on the element's place; then too every member
   gets the same bits, and again the same ones whenever as many numbers are summed over the same ranks and hosts.
+* A send may be *held back* until its bytes are there (``ready``), a receive may say when its bytes have come (``arrived``): both
+  are called by whatever thread looks after the messages, and must be quick. Sends of one (destination, tag) leave in order all
+  the same.
 * Requests are made by one thread; any may ask whether they are complete.
 * Whatever goes wrong with a request is raised by ``wait`` for it.
 """
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol
@@ -32,6 +36,8 @@ from numpy.typing import NDArray
 
 Buffer = NDArray[np.uint8]
 Numbers = NDArray[np.float32]
+Ready = Callable[[], bool]
+Arrived = Callable[[], None]
 
 
 class TransportError(RuntimeError):
@@ -92,12 +98,31 @@ class Request:
 class Message(Request):
     """Bytes to or from ``peer``."""
 
-    def __init__(self, kind: Literal["send", "receive"], peer: int, tag: int, buffer: Buffer) -> None:
+    def __init__(
+        self,
+        kind: Literal["send", "receive"],
+        peer: int,
+        tag: int,
+        buffer: Buffer,
+        ready: Ready | None = None,
+        arrived: Arrived | None = None,
+    ) -> None:
         check_buffer(buffer, writable=kind == "receive")
         super().__init__(buffer)
         self.kind = kind
         self.peer = peer
         self.tag = tag
+        self.ready = ready
+        self._arrived = arrived
+
+    def complete(self, error: BaseException | None = None) -> None:
+        """See ``Request``."""
+        if error is None and self._arrived is not None:
+            try:
+                self._arrived()
+            except Exception as failure:
+                error = failure
+        super().complete(error)
 
     def __str__(self) -> str:
         direction = "to" if self.kind == "send" else "from"
@@ -119,12 +144,16 @@ class Sum(Request):
 class Transport(Protocol):
     """See the module's contract. Use as a context manager: leaving the block closes the transport."""
 
-    def post_receive(self, source: int, tag: int, buffer: Buffer) -> Request:
-        """Announce a writable buffer for the next message of (source, tag)."""
+    def post_receive(self, source: int, tag: int, buffer: Buffer, arrived: Arrived | None = None) -> Request:
+        """Announce a writable buffer for the next message of (source, tag).
+
+        ``arrived`` is called when it has come, before the request is complete; never if anything went wrong.
+        """
         ...
 
-    def send(self, destination: int, tag: int, buffer: Buffer) -> Request:
-        """Send the buffer's bytes. It must not change before the request is complete."""
+    def send(self, destination: int, tag: int, buffer: Buffer, ready: Ready | None = None) -> Request:
+        """Send the buffer's bytes, once ``ready()`` says that they are there. After that they must not change before the request is
+        complete."""
         ...
 
     def group(self, ranks: tuple[int, ...], number: int) -> Group:

@@ -20,6 +20,7 @@ import torch
 
 from hetero_mpi.comm import pages
 from hetero_mpi.device.cgroup import cgroup_free_bytes
+from hetero_mpi.device.copying import Copying, StreamCopying
 from hetero_mpi.errors import UserError
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -69,6 +70,14 @@ class Backend:
 
     def synchronize(self) -> None:
         """Return when all work given to the device is done."""
+
+    def finish_compute(self) -> None:
+        """Return when the device has computed what this thread gave it; copies beside it (``copying``) may go on."""
+        self.synchronize()
+
+    def copying(self) -> Copying:
+        """A new queue of copies between host memory and the device."""
+        return Copying()
 
     def peak_bytes(self) -> int:
         """Highest memory of this rank so far: resident set of the process on the CPU, allocated device memory elsewhere."""
@@ -127,6 +136,12 @@ class _Accelerator(Backend):
 
     def synchronize(self) -> None:
         self._module.synchronize(self.device)
+
+    def finish_compute(self) -> None:
+        self._module.current_stream(self.device).synchronize()
+
+    def copying(self) -> Copying:
+        return StreamCopying(self._module, self.device)
 
     def peak_bytes(self) -> int:
         return int(self._module.max_memory_allocated(self.device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.planning.plan import PipelinePlan
 from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Event, Op
 from hetero_mpi.report.measured import MeasuredEvent
-from hetero_mpi.training.channel import Inbox, Outbox
+from hetero_mpi.training.channel import PIECE_BYTES, Inbox, Outbox
 from hetero_mpi.training.emulation import Emulation
 from hetero_mpi.training.places import Place
 
@@ -91,8 +92,8 @@ class Executor:
         self.current: Action | None = None
         self.evaluated = 0
         self.began_s = self.waited_until_s = 0.0
-        # A device may still compute when a forward or backward returns. Between stages a tensor is copied to the host next, which
-        # waits for it anyway; told here, the time belongs to the action that took it.
+        # A device may still compute when a forward or backward returns; what it sent and receives may be copied on beside. Waiting
+        # for it here, the time belongs to the action that took it.
         self._synchronises = len(pipeline.stages) > 1
         self._last_backward = next((a for a in reversed(self.actions) if a.op in (Op.B, Op.W)), None)
         self._inputs: dict[tuple[Op, int], torch.Tensor] = {}
@@ -103,15 +104,17 @@ class Executor:
         self.activations_in = self.activations_out = self.gradients_in = self.gradients_out = None
         self.evaluation_in = self.evaluation_out = None
         index, backend, dtype = place.index, stage.backend, stage.dtype
+        # An emulated message takes its time whole: pieces would each wait for a link's latency.
+        piece = PIECE_BYTES if emulation is None else sys.maxsize
         if position > 0:
             before = pipeline.stages[position - 1].ranks[0]
-            self.activations_in = Inbox(wire, before, tag_of(index, _FORWARD), backend, dtype, depth)
-            self.gradients_out = Outbox(wire, before, tag_of(index - 1, _BACKWARD), backend, dtype)
+            self.activations_in = Inbox(wire, before, tag_of(index, _FORWARD), backend, dtype, depth, piece)
+            self.gradients_out = Outbox(wire, before, tag_of(index - 1, _BACKWARD), backend, dtype, piece)
             self.evaluation_in = Inbox(transport, before, tag_of(index, _EVALUATION), backend, dtype, 2)
         if position + 1 < len(pipeline.stages):
             after = pipeline.stages[position + 1].ranks[0]
-            self.gradients_in = Inbox(wire, after, tag_of(index, _BACKWARD), backend, dtype, 2)
-            self.activations_out = Outbox(wire, after, tag_of(index + 1, _FORWARD), backend, dtype)
+            self.gradients_in = Inbox(wire, after, tag_of(index, _BACKWARD), backend, dtype, 2, piece)
+            self.activations_out = Outbox(wire, after, tag_of(index + 1, _FORWARD), backend, dtype, piece)
             self.evaluation_out = Outbox(transport, after, tag_of(index + 1, _EVALUATION), backend, dtype)
 
     def run(self, data: StepData) -> list[Event]:
@@ -129,7 +132,7 @@ class Executor:
             else:
                 moved = self._perform(action, data)
                 if self._synchronises and action.op in COMPUTE:
-                    self.stage.backend.synchronize()
+                    self.stage.backend.finish_compute()
                 if self.pace is not None:
                     self.pace.hold(action, start, self.finished if action is self._last_backward else None)
             events.append(self._event(data.step, action, start - begin, time.perf_counter() - begin, moved))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -173,6 +174,48 @@ def unsuitable_buffers_are_refused(make: MakeTransport, rank: int) -> None:
         assert transport.pending() == 0
 
 
+def sends_wait_for_their_bytes(make: MakeTransport, rank: int) -> None:
+    """A message that is not there yet, and one behind it, arrive in order with the right bytes; the receiver hears of each."""
+    heard: list[int] = []
+    with make() as transport:
+        if rank == 0:
+            late, there = np.zeros(5000, np.uint8), threading.Event()
+
+            def fill() -> None:
+                late[:] = pattern(5000, 1)
+                there.set()
+
+            threading.Timer(0.05, fill).start()
+            requests = [transport.send(1, 5, late, there.is_set), transport.send(1, 5, pattern(300, 2))]
+            requests.append(transport.send(1, 6, pattern(20, 3)))
+        else:
+            buffers = [np.zeros(size, np.uint8) for size in (5000, 300, 20)]
+            tags = (5, 5, 6)
+            requests = [
+                transport.post_receive(0, tag, buffer, partial(heard.append, number))
+                for number, (tag, buffer) in enumerate(zip(tags, buffers, strict=True))
+            ]
+        for request in reversed(requests):
+            transport.wait(request)
+        if rank == 1:
+            assert all(np.array_equal(one, pattern(one.size, seed)) for seed, one in enumerate(buffers, 1))
+            assert sorted(heard) == [0, 1, 2] and heard.index(0) < heard.index(1)
+        assert transport.pending() == 0
+
+
+def what_readiness_and_arrival_raise_is_raised_by_wait(make: MakeTransport, rank: int) -> None:
+    def fail() -> None:
+        raise ValueError("the copy has failed")
+
+    with make() as transport:
+        if rank == 0:
+            transport.wait(transport.send(1, 5, pattern(10, 1)))
+        else:
+            request = transport.post_receive(0, 5, np.zeros(10, np.uint8), fail)
+            assert "the copy has failed" in error_of(transport, request)
+        assert transport.pending() == 0
+
+
 CASES: dict[str, Callable[[MakeTransport, int], None]] = {
     case.__name__: case
     for case in (
@@ -186,6 +229,8 @@ CASES: dict[str, Callable[[MakeTransport, int], None]] = {
         errors_surface_in_wait,
         close_leaves_nothing_pending,
         unsuitable_buffers_are_refused,
+        sends_wait_for_their_bytes,
+        what_readiness_and_arrival_raise_is_raised_by_wait,
     )
 }
 
@@ -337,6 +382,33 @@ def in_order_of_the_ring(parts: list[Numbers]) -> Numbers:
     return total
 
 
+def a_held_send_holds_up_no_other(make: MakeTransport, rank: int) -> None:
+    """It leaves after an answer to one that was posted later; and one that never gets its bytes ends with the transport."""
+    with make() as transport:
+        if rank == 0:
+            there = threading.Event()
+            held = transport.send(1, 5, pattern(10, 1), there.is_set)
+            transport.wait(transport.send(1, 6, pattern(20, 2)))
+            transport.wait(transport.post_receive(1, 7, np.zeros(1, np.uint8)))
+            assert not held.completed
+            there.set()
+            transport.wait(held)
+            never = transport.send(1, 5, pattern(10, 1), lambda: False)
+            broken = transport.send(1, 8, pattern(10, 1), lambda: bool(1 // 0))
+            assert "by zero" in error_of(transport, broken)
+        else:
+            late = transport.post_receive(0, 5, np.zeros(10, np.uint8))
+            transport.wait(transport.post_receive(0, 6, np.zeros(20, np.uint8)))
+            transport.wait(transport.send(0, 7, pattern(1, 3)))
+            transport.wait(late)
+    if rank == 0:
+        assert never.completed and "closed" in error_of(transport, never)
+
+
+HELD_CASES = {"a_held_send_holds_up_no_other": a_held_send_holds_up_no_other}
+"""Over MPI only: between threads the sender waits."""
+
+
 def sums_around_a_ring(make: MakeTransport, rank: int, size: int) -> None:
     """All sizes at once on two hosts: the bits are those of the ring's order, equal on all; rooms are reused in steady state."""
     order = (*range(0, size, 2), *range(1, size, 2))
@@ -370,7 +442,7 @@ def main(world: World) -> int:
 
     for kind, threaded in (("threaded", True), ("unthreaded", False)):
         make = partial(MpiTransport, world.comm, threaded)
-        for name, case in CASES.items() if world.size == 2 else ():
+        for name, case in {**CASES, **HELD_CASES}.items() if world.size == 2 else ():
             run(kind, name, case, make)
         for name, sum_case in SUM_CASES.items():
             run(kind, name, partial(sum_case, size=world.size), make)
