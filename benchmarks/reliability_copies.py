@@ -12,6 +12,8 @@ from hetero_mpi.launch.processes import VARIABLE
 
 RANKS, FIRST, LAST, ROUNDS = 2, 50, 200, 4
 """Steps are timed from ``FIRST``, by when it is decided how often copies are taken, to ``LAST``."""
+BUDGET_S = 300.0
+"""No round begins later than this: on a slow machine there are fewer."""
 KINDS = {
     "none": (["--with-ft", "ulfm"], {}, 0),
     "in memory": (["--with-ft", "ulfm"], {}, "auto"),
@@ -26,6 +28,8 @@ def copies(folder: Path) -> list[Row]:
     steps: dict[str, list[float]] = {kind: [] for kind in KINDS}
     every: list[int] = []
     for turn in range(ROUNDS):
+        if turn and time.monotonic() - began > BUDGET_S:
+            break
         for kind in KINDS:
             step_s, chosen = _timed(folder, job, f"{kind.replace(' ', '-')}-{turn}", kind)
             steps[kind].append(step_s)

@@ -52,7 +52,7 @@ def pick(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
         return NOT_A_NUMBER
     if sampling.temperature == 0:
         return int(torch.argmax(logits))
-    scaled = logits.to(HOST, torch.float64)
+    scaled = logits.to(HOST).double()
     scaled = (scaled - scaled.max()) / sampling.temperature
     likely, tokens = torch.softmax(scaled, 0).sort(descending=True, stable=True)
     before = likely.cumsum(0) - likely  # of the tokens that are likelier: the first is always kept

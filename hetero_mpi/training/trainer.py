@@ -274,7 +274,7 @@ class Trainer:
         self.sums.end()
         self.executor.flush()
         first = self._loss_slots[self.place.pipeline]
-        shares = torch.stack(self.executor.losses).double().tolist() if self.executor.losses else []
+        shares = torch.stack(self.executor.losses).tolist() if self.executor.losses else []
         losses = {first + index: loss for index, loss in enumerate(shares)}
         verdict = self._verdict(self._squared_norms(), losses)
         self.executor.waited_until_s = begin = time.perf_counter()

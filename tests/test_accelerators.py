@@ -1,0 +1,98 @@
+"""A card and a processor in one job: runs where torch offers a card (CUDA, ROCm, XPU, MPS), and is skipped elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetero_mpi.checkpoint import checkpoint_path
+from hetero_mpi.device.backend import Backend, every_device
+from hetero_mpi.planning.files import load_plan, load_profile, save_plan
+from hetero_mpi.planning.plan import IdleRank, PipelinePlan, StagePlan
+from hetero_mpi.report.metrics import read_metrics
+from hetero_mpi.training.channel import HostBuffers
+from tests.long_run import LongRun
+
+CARDS = [backend for backend in every_device() if backend.name != "cpu"]
+STEPS = 6
+TOLERANCE = 1e-4
+"""Between processors of unlike make: they add in other orders."""
+pytestmark = pytest.mark.skipif(not CARDS, reason="torch offers no card here (CUDA, ROCm, XPU, MPS)")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> LongRun:
+    """A rank for every card and one more, which finds none left: the first one and the last one have a stage."""
+    job = LongRun(tmp_path_factory.mktemp("accelerators"), len(CARDS) + 1)
+    plan, last = load_plan(job.plan), job.ranks - 1
+    first, second = plan.pipelines[0].stages
+    stages = (replace(first, ranks=(0,)), replace(second, ranks=(last,)))
+    idle = tuple(IdleRank(rank, "left out by the test") for rank in range(1, last))
+    save_plan(replace(plan, pipelines=(replace(plan.pipelines[0], stages=stages),), idle=idle), job.plan)
+    return job
+
+
+def losses(run: Path) -> list[float]:
+    return [line.loss for line in read_metrics(run / "metrics.jsonl").steps]
+
+
+@pytest.fixture(scope="module")
+def alone(job: LongRun) -> list[float]:
+    """Of one process on the CPU."""
+    return losses(finished(job, "alone", StagePlan((0,), 0, 4, 0), "cluster.device=cpu"))
+
+
+def finished(job: LongRun, name: str, only: StagePlan | None = None, *sets: str) -> Path:
+    """A run of the job's plan, or of one rank."""
+    run, ranks, plan = job.directory / "runs" / name, job.ranks, job.plan  # deeper than where runs look for a profile
+    if only is not None:
+        job.ranks, job.plan = 1, job.directory / f"{name}-plan.toml"
+        whole = load_plan(plan)
+        save_plan(replace(whole, pipelines=(PipelinePlan((only,), 1, whole.global_batch),), idle=()), job.plan)
+    words = [word for each in ("train.dtype=fp32", *sets) for word in ("--set", each)]
+    try:
+        result = job.finish(run, STEPS, *words)
+    finally:
+        job.ranks, job.plan = ranks, plan
+    assert result.returncode == 0, result.stdout + result.stderr
+    return run
+
+
+def test_a_card_and_a_processor_compute_what_one_process_does(job: LongRun, alone: list[float]) -> None:
+    run = finished(job, "both", None, "checkpoint.every=3")
+    assert losses(run) == pytest.approx(alone, rel=TOLERANCE)
+    backends = [device.backend for device in load_profile(run / "profile.toml").devices]
+    assert backends[0] == CARDS[0].name and backends[-1] == "cpu"
+    assert checkpoint_path(run / "checkpoints", 3).exists() and (run / "model" / "model.safetensors").exists()
+
+
+def test_the_card_by_itself(job: LongRun, alone: list[float]) -> None:
+    assert losses(finished(job, "card", StagePlan((0,), 0, 4, 0))) == pytest.approx(alone, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: f"{card.name}:{card.index}")
+def test_copies_there_and_back_beside_computation(card: Backend) -> None:
+    """The device computes what is copied right after, and memory that was copied from is written over at once."""
+    buffers, copying = HostBuffers(card, torch.float32), card.copying()
+    there = torch.zeros(1 << 22, device=card.device)
+    matrix = torch.randn(1024, 1024, device=card.device)
+    for turn in range(8):
+        for _ in range(20):
+            matrix = (matrix @ matrix).tanh()
+        there = there + matrix.sum().nan_to_num() * 0 + turn
+        host = buffers.lend(there.shape)
+        copying.after_compute()
+        out = copying.copy(host, there)
+        there = there.clone()
+        out.wait()
+        assert out.done() and bool((host == sum(range(turn + 1))).all()), turn
+        back = torch.empty_like(there)
+        copying.after_compute()
+        copying.copy(back, host).hold_compute()
+        assert torch.equal(back + 1, there + 1)
+        buffers.give_back(host)
+    card.finish_compute()
+    assert buffers.allocated == 1
