@@ -59,11 +59,15 @@ def main() -> int:
         medians = [statistics.median(column) for column in zip(*turns, strict=True)]
         hidden = statistics.median(_hidden(*turn) for turn in turns)
         missed |= hidden < HIDDEN_BAR
-        print(f"{name:>18} {' '.join(f'{seconds * 1e3:>6.1f} ms' for seconds in medians)} {hidden:>7.2f} (bar {HIDDEN_BAR})")
+        print(
+            f"{name:>18} {' '.join(f'{seconds * 1e3:>6.1f} ms' for seconds in medians)} {hidden:>7.2f} (bar {HIDDEN_BAR})"
+        )
     measured_s, predicted_s = _job(len(cards) + 1)
     off = measured_s / predicted_s - 1
     missed |= abs(off) > PREDICTION_BAR
-    print(f"job: {measured_s * 1e3:.0f} ms per step, {predicted_s * 1e3:.0f} predicted: {off:+.1%} (bar {PREDICTION_BAR:.0%})")
+    print(
+        f"job: {measured_s * 1e3:.0f} ms per step, {predicted_s * 1e3:.0f} predicted: {off:+.1%} (bar {PREDICTION_BAR:.0%})"
+    )
     if arguments.json:
         arguments.json.write_text(json.dumps({"pieces": rows, "job": [measured_s, predicted_s]}, indent=1) + "\n")
     return int(arguments.check and missed)
