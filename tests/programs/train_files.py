@@ -38,12 +38,12 @@ class Meter:
     def measuring(self) -> Iterator[None]:
         post_receive, send = MpiTransport.post_receive, MpiTransport.send
 
-        def counting_receive(transport: MpiTransport, source: int, tag: int, buffer: Buffer) -> Request:
+        def counting_receive(transport: MpiTransport, source: int, tag: int, buffer: Buffer, *more: Any) -> Request:
             self.received_bytes += buffer.size if tag == files._TENSOR else 0
-            return post_receive(transport, source, tag, buffer)
+            return post_receive(transport, source, tag, buffer, *more)
 
-        def counting_send(transport: MpiTransport, destination: int, tag: int, buffer: Buffer) -> Request:
-            request = send(transport, destination, tag, buffer)
+        def counting_send(transport: MpiTransport, destination: int, tag: int, buffer: Buffer, *more: Any) -> Request:
+            request = send(transport, destination, tag, buffer, *more)
             if tag == files._TENSOR:
                 self._sends = [other for other in self._sends if not other.completed] + [request]
                 self.most_at_once = max(self.most_at_once, len(self._sends))
