@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hetero_mpi.errors import UserError
+from hetero_mpi.planning.annealing.anneal import annealed
 from hetero_mpi.planning.exact.joint import Exact
 from hetero_mpi.planning.exact.variants import depths_of
 from hetero_mpi.planning.plan import Plan
@@ -28,9 +29,9 @@ POLISH_EFFORT = 150_000
 ABREAST_EFFORT = 400_000
 """The same, for changes of all pipelines at once."""
 LARGE = 32
-"""With more ranks than this, and several pipelines allowed, ``several.layouts`` is asked alone."""
+"""With more ranks than this, and several pipelines allowed, ``several.layouts`` is asked alone, and nothing is annealed."""
 MANY_RANKS = 12
-"""With more ranks than this a plan is not polished, but for splitting backward: its searches see enough."""
+"""With more ranks than this a plan is not polished."""
 
 
 @dataclass(frozen=True)
@@ -105,26 +106,32 @@ def _searched(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
 
 
 def _with_starts(best: Decision, profile: ClusterProfile, request: PlanRequest) -> Decision:
-    """``best``, made better as a whole where there are not many ranks; with backward split where that is faster."""
-    first = best.plan
-    for start in _starts(first, profile, request):
-        many = len(profile.devices) > MANY_RANKS
-        if many and start is first:
-            continue
+    """``best``, made better as a whole; with backward split where that is faster."""
+    best = _improved(best, profile, request)
+    many = len(profile.devices) > MANY_RANKS
+    for start in _otherwise_split(best.plan, profile, request):
         polisher = Polisher(profile, request, POLISH_EFFORT)
         fitting = polisher.fitted(start)
         if fitting is not None:
             begun = fitting, polisher.step_s(fitting)
-            if start is first and not many:
-                begun = abreast(*begun, profile, Polisher(profile, request, ABREAST_EFFORT))
             plan, step_s = begun if many else polisher.polished(*begun)
             best = replace(best, plan=plan, step_s=step_s) if step_s < best.step_s else best
     return best
 
 
-def _starts(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[Plan]:
-    """``plan``, and with backward split (or not), since the cuts that suit one do not suit the other."""
-    yield plan
+def _improved(best: Decision, profile: ClusterProfile, request: PlanRequest) -> Decision:
+    """``best`` after changes of the whole plan: better ones only, where ranks are few; then also through worse ones."""
+    found = best.plan, best.step_s
+    if len(profile.devices) <= MANY_RANKS:
+        found = abreast(*found, profile, Polisher(profile, request, ABREAST_EFFORT))
+        found = Polisher(profile, request, POLISH_EFFORT).polished(*found)
+    if len(profile.devices) <= LARGE and request.schedule == "auto" and request.allow_idle:
+        found = annealed(*found, profile, request)
+    return replace(best, plan=found[0], step_s=found[1])
+
+
+def _otherwise_split(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[Plan]:
+    """``plan`` with backward split (or not), since the cuts that suit one do not suit the other."""
     if len(set(request.split_choices)) < 2 or request.schedule != "auto":
         return
     pipelines_ = [

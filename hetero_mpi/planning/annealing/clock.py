@@ -1,0 +1,52 @@
+"""Step times of annealed pipelines: as ``outline`` has them but for rounding, without making a plan of them first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hetero_mpi.planning.annealing.lines import Costs, Fitting
+from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.several.fleet import Fleet
+from hetero_mpi.planning.tables import shared_memories, shares_cards
+
+
+def is_plain(profile: ClusterProfile) -> bool:
+    """Do pipelines meet in nothing but sums of gradients? Not in a network card, a host's memory, or a tied matrix."""
+    return not (profile.model.tied or shares_cards(profile) or shared_memories(profile))
+
+
+class Clock:
+    """Sums between the pipelines of a plan, remembered by who takes part in them."""
+
+    def __init__(self, costs: Mapping[int, Costs], fleet: Fleet) -> None:
+        self.costs, self.fleet = costs, fleet
+        self._summed = [item for item in range(fleet.items) if fleet.summed_bytes[item] > 0][::-1]
+        self._sums: dict[tuple[int, ...], list[float]] = {}
+
+    def step_s(self, lines: Sequence[Fitting]) -> float:
+        """Seconds of a step of these pipelines, which share no rank. See ``is_plain``."""
+        ended = max(max(line.spans_s[1]) for line in lines)
+        if len(lines) > 1:
+            ended = max(ended, self._summed_s(lines))
+        return ended + max(line.step_s for line in lines)
+
+    def _summed_s(self, lines: Sequence[Fitting]) -> float:
+        """When the last gradient is summed: all ranks take part in the sums of their items from the last one to the first."""
+        holders: dict[int, list[tuple[int, float]]] = {}
+        for line in lines:
+            for item, rank, whole_s in self.costs[line.line.micro_batch].whole_s(line):
+                holders.setdefault(item, []).append((rank, whole_s))
+        free: dict[int, float] = {}
+        end = 0.0
+        for item in self._summed:
+            ranks = tuple(rank for rank, _ in holders[item])
+            start = max(max(whole_s, free.get(rank, 0.0)) for rank, whole_s in holders[item])
+            end = start + self._sum_s(ranks)[item]
+            free.update(dict.fromkeys(ranks, end))
+        return max(free.values(), default=0.0)
+
+    def _sum_s(self, ranks: tuple[int, ...]) -> list[float]:
+        """Of every item."""
+        if ranks not in self._sums:
+            self._sums[ranks] = self.fleet.all_reduce_s(ranks, self.fleet.summed_bytes).tolist()
+        return self._sums[ranks]
