@@ -2,9 +2,10 @@
 
 Once its warm-up is over a stage does forwards and backwards in turn. With k_i micro-batches in flight at stage i, and no more than
 as many behind it, that ties every two stages i <= j together in a cycle: the forward of a micro-batch passes from i to j; after
-it, j does the backward of the one k_j - 1 earlier, which passes back to i; and after that i does the forward of the one k_i - k_j
-+ 1 later. So many micro-batches take as long as all stages from i to j and their messages do, there and back. (The cycles of a
-timed event graph, whose largest mean is its period: Baccelli, Cohen, Olsder & Quadrat, Synchronization and Linearity, 1992, chapter 2.)
+it, j does the backward of the one k_j - 1 earlier, which passes back to i; and after that i does the forward of the one k_i -
+k_j + 1 later. So many micro-batches take as long as all stages from i to j and their messages do, there and back. (The cycles of
+a timed event graph, whose largest mean is its period: Baccelli, Cohen, Olsder & Quadrat, Synchronization and Linearity, 1992,
+chapter 2.)
 """
 
 from __future__ import annotations

@@ -32,6 +32,8 @@ LARGE = 32
 """With more ranks than this, and several pipelines allowed, ``several.layouts`` is asked alone, and nothing is annealed."""
 MANY_RANKS = 12
 """With more ranks than this a plan is not polished."""
+MUCH_SLOWER = 1.05
+"""Plans of other numbers of pipelines are annealed too, unless they take so many times as long."""
 
 
 @dataclass(frozen=True)
@@ -122,12 +124,27 @@ def _with_starts(best: Decision, profile: ClusterProfile, request: PlanRequest) 
 def _improved(best: Decision, profile: ClusterProfile, request: PlanRequest) -> Decision:
     """``best`` after changes of the whole plan: better ones only, where ranks are few; then also through worse ones."""
     found = best.plan, best.step_s
-    if len(profile.devices) <= MANY_RANKS:
+    few_ranks = len(profile.devices) <= MANY_RANKS
+    if few_ranks:
         found = abreast(*found, profile, Polisher(profile, request, ABREAST_EFFORT))
         found = Polisher(profile, request, POLISH_EFFORT).polished(*found)
     if len(profile.devices) <= LARGE and request.schedule == "auto" and request.allow_idle:
-        found = annealed(*found, profile, request)
+        others = list(_other_numbers(found, profile, request)) if few_ranks else []
+        found = annealed(*found, profile, request, others)
     return replace(best, plan=found[0], step_s=found[1])
+
+
+def _other_numbers(
+    found: tuple[Plan, float], profile: ClusterProfile, request: PlanRequest
+) -> Iterator[tuple[Plan, float]]:
+    """Plans of one pipeline fewer and of one more, if not much slower: which number is best, annealing may decide."""
+    now, polisher = len(found[0].pipelines), Polisher(profile, request, 0)
+    for number in (now - 1, now + 1):
+        if 1 <= number <= min(request.max_pipelines, len(profile.devices), request.global_batch):
+            plan = layouts.several(profile, replace(request, max_pipelines=number), fewest=number)
+            fitting = None if plan is None else polisher.fitted(plan)
+            if fitting is not None and (step_s := polisher.step_s(fitting)) < found[1] * MUCH_SLOWER:
+                yield fitting, step_s
 
 
 def _otherwise_split(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[Plan]:

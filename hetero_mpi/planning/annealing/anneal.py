@@ -21,23 +21,34 @@ from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.several.fleet import Fleet, in_own_order
 from hetero_mpi.planning.several.polish import WORTHWHILE, Polisher
 
-ROUNDS = ((0.02, 0.0005), (0.003, 0.0005))
-"""Mean share by which a step may get longer, at the beginning and at the end: first far from the plan, then near the best."""
-LOOKS = 4000
-"""Changes looked at in a round."""
+FAR, NEAR = (3000, 0.02, 0.0005), (6000, 0.003, 0.0005)
+"""Changes looked at in a round far from a plan and near the best; the mean share by which a step may get longer, at the beginning
+and at the end."""
 EFFORT = 4_000_000
 """Simulated actions that a round may spend on them."""
 
 
-def annealed(plan: Plan, step_s: float, profile: ClusterProfile, request: PlanRequest) -> tuple[Plan, float]:
+def annealed(
+    plan: Plan,
+    step_s: float,
+    profile: ClusterProfile,
+    request: PlanRequest,
+    others: Sequence[tuple[Plan, float]] = (),
+) -> tuple[Plan, float]:
     """``plan``, which fits and takes ``step_s``, or better. Ranks leave the order that they stand in only for more than the
-    request is indifferent to. Plans with a split backward or a short micro-batch are left as they are."""
-    if any(one.split_backward or one.sequences % one.micro_batch for one in plan.pipelines):
-        return plan, step_s
+    request is indifferent to. ``others``: plans to begin from as well, and their step times. None with a split backward or a
+    short micro-batch is begun from."""
+    starts = [one for one in ((plan, step_s), *others) if _is_alike(one[0])]
     annealer = Annealer(profile, request)
-    for seed, (warm, cold) in enumerate(ROUNDS):
-        plan, step_s = annealer.round(plan, step_s, warm, cold, random.Random(seed))
+    rounds = [annealer.round(*start, FAR, random.Random(seed)) for seed, start in enumerate(starts)]
+    if rounds:
+        best = min(rounds, key=lambda one: one[1])
+        plan, step_s = annealer.chosen((plan, step_s), annealer.round(*best, NEAR, random.Random(len(rounds))))
     return plan, step_s
+
+
+def _is_alike(plan: Plan) -> bool:
+    return not any(one.split_backward or one.sequences % one.micro_batch for one in plan.pipelines)
 
 
 class Annealer:
@@ -55,31 +66,31 @@ class Annealer:
         self._known: dict[Line, Fitting | None] = {}
 
     def round(
-        self, plan: Plan, step_s: float, warm: float, cold: float, draw: random.Random
+        self, plan: Plan, step_s: float, heat: tuple[int, float, float], draw: random.Random
     ) -> tuple[Plan, float]:
-        """``plan``, which takes ``step_s``, or better."""
+        """``plan``, which takes ``step_s``, or better. ``heat``: see ``FAR``."""
+        looks, warm, cold = heat
         changes, self.left = Changes(self.costs, draw), EFFORT
         now, now_s = self._lines(plan), step_s
         best, best_s = None, step_s
-        for look in range(LOOKS):
+        for look in range(looks):
             if self.left <= 0:
                 break
-            heat = warm * (cold / warm) ** (look / LOOKS)
-            limit_s = now_s * (1 + heat * draw.expovariate(1.0))
+            allowed = warm * (cold / warm) ** (look / looks)
+            limit_s = now_s * (1 + allowed * draw.expovariate(1.0))
             lines = changes.changed(now)
             found = self._within(limit_s, lines) if lines != now else None
             if found is not None:
                 now, now_s = tuple(fitting.line for fitting in found[0]), found[1]
                 if now_s < best_s:
                     best, best_s = found
-        return self._checked(best, step_s) or (plan, step_s)
+        checked = None if best is None else self.polisher.fitted(self._plan(best))
+        return (plan, step_s) if checked is None else (checked, self.polisher.step_s(checked))
 
-    def _checked(self, best: Sequence[Fitting] | None, step_s: float) -> tuple[Plan, float] | None:
-        """The plan of these pipelines and its step time, where it is enough of a gain."""
-        plan = None if best is None else self.polisher.fitted(self._plan(best))
-        found_s = math.inf if plan is None else self.polisher.step_s(plan)
+    def chosen(self, plan: tuple[Plan, float], other: tuple[Plan, float]) -> tuple[Plan, float]:
+        """``other`` where it is enough of a gain."""
         least = max(WORTHWHILE, self.request.indifference)
-        return (plan, found_s) if plan is not None and found_s < step_s * (1 - least) else None
+        return other if other[1] < plan[1] * (1 - least) else plan
 
     def _lines(self, plan: Plan) -> Lines:
         number = {rank: index for index, rank in enumerate(self.ranks)}

@@ -75,9 +75,7 @@ class Changes:
         places = list(range(len(line.ranks)))
         place = places.pop(self.draw.randrange(len(places)))
         places.insert(self.draw.randrange(len(places) + 1), place)
-        moved = replace(
-            line, ranks=tuple(line.ranks[p] for p in places), counts=tuple(line.counts[p] for p in places)
-        )
+        moved = replace(line, ranks=tuple(line.ranks[p] for p in places), counts=tuple(line.counts[p] for p in places))
         return _with(lines, {index: self._paced(moved)})
 
     def _rank_exchanged(self, lines: Lines, index: int) -> Lines | None:
@@ -91,9 +89,7 @@ class Changes:
         a, b = line.ranks[place], lines[other].ranks[there]
         if other == index:
             return _with(lines, {index: self._paced(_at(_at(line, place, b), there, a))})
-        return _with(
-            lines, {index: self._paced(_at(line, place, b)), other: self._paced(_at(lines[other], there, a))}
-        )
+        return _with(lines, {index: self._paced(_at(line, place, b)), other: self._paced(_at(lines[other], there, a))})
 
     def _stage_added_or_dropped(self, lines: Lines, index: int) -> Lines | None:
         """An idle rank is put to work; or one is taken off, and perhaps put to work elsewhere."""

@@ -33,7 +33,7 @@ class Line:
     def micro_batches(self) -> int:
         return self.sequences // self.micro_batch
 
-    @property
+    @cached_property
     def cuts(self) -> tuple[int, ...]:
         return (0, *itertools.accumulate(self.counts))
 
@@ -91,6 +91,8 @@ class Costs:
         self._per_byte: list[list[float]] = fleet.per_byte_s[place][:, place].tolist()
         self._message: list[float] = fleet.message_bytes.tolist()
         self._usable: list[float] = fleet.usable.tolist()
+        self._step_fixed: list[float] = fleet.step_fixed_s.tolist()
+        self._step_per_parameter: list[float] = fleet.step_per_parameter_s.tolist()
         trainable = itertools.accumulate(float(layer.trainable_parameters) for layer in fleet.model.layers)
         self._trainable = [0.0, *trainable]
         self._bytes = {
@@ -103,17 +105,19 @@ class Costs:
         flying, recompute = [], []
         most = line.micro_batches
         for place, rank in enumerate(line.ranks):
-            held = line.cuts[place], line.cuts[place + 1]
             most = min(most, line.flying[place])
-            depths = {again: self._deepest(rank, *held, again) for again in self._bytes}
-            again = next((again for again, depth in depths.items() if depth >= most), None)
-            if again is None:
-                again = max(depths, key=lambda again: depths[again])  # of equally deep ones the first: not repeated
-            most = min(most, depths[again])
+            deepest, repeated = 0, False
+            for again in self._bytes:
+                depth = self._deepest(rank, line.cuts[place], line.cuts[place + 1], again)
+                if depth > deepest:
+                    deepest, repeated = depth, again
+                if deepest >= most:
+                    break
+            most = min(most, deepest)
             if most < 1:
                 return None
             flying.append(most)
-            recompute.append(again)
+            recompute.append(repeated)
         line = replace(line, flying=tuple(flying))
         times = self._times(line, recompute)
         warm_up = [depth - 1 for depth in flying]
@@ -159,16 +163,13 @@ class Costs:
 
     def _step_s(self, line: Line) -> float:
         """The longest STEP; of a tied model, whose ends count their matrix otherwise, nothing."""
-        fleet = self.fleet
-        if fleet.model.tied:
+        if self.fleet.model.tied:
             return 0.0
-        return max(
-            float(fleet.step_fixed_s[rank] + fleet.step_per_parameter_s[rank] * trainable)
-            for rank, trainable in (
-                (rank, self._trainable[line.cuts[place + 1]] - self._trainable[line.cuts[place]])
-                for place, rank in enumerate(line.ranks)
-            )
-        )
+        longest_s = 0.0
+        for place, rank in enumerate(line.ranks):
+            trainable = self._trainable[line.cuts[place + 1]] - self._trainable[line.cuts[place]]
+            longest_s = max(longest_s, self._step_fixed[rank] + self._step_per_parameter[rank] * trainable)
+        return longest_s
 
     def _deepest(self, rank: int, first: int, last: int, recompute: bool) -> int:
         """Most micro-batches in flight that fit."""

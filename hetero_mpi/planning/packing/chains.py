@@ -77,22 +77,27 @@ class Chains:
         Pipelines that do no more than ``most`` and waste more than ``spare`` blocks' sequences of their ranks' time are left
         aside: with them, the others could not do the rest of the batch.
         """
-        passes = _Passes(self, np.array(shares, dtype=np.float64), step_s)
+        return self.passes(shares, step_s, most, spare).carried
+
+    def passes(self, shares: list[int], step_s: float, most: int, spare: float) -> Passes:
+        """Both passes, done; see ``carried``."""
+        passes = Passes(self, np.array(shares, dtype=np.float64), step_s)
         passes.wasted = step_s * self.speed - most * self.facts.ends - spare
         passes.most = most
         passes.homeward()
-        return passes.onward()
+        passes.carried = passes.onward()
+        return passes
 
     def grown(self, vectors: Places, kind: int) -> Places:
         """Of ``vectors``, those to which a rank of a class can be added."""
         return np.asarray(vectors[self.vectors[kind, vectors] < self.count[kind]])
 
 
-class _Passes:
+class Passes:
     """Both passes for some shares and one step time. Arrays are [share, blocks, vector]."""
 
     def __init__(self, chains: Chains, shares: Floats, step_s: float) -> None:
-        self.chains, self.shares = chains, shares
+        self.chains, self.shares, self.step_s = chains, shares, step_s
         self.blocks, self.last = len(chains.facts.blocks), chains.vectors.shape[1] - 1
         batch, ahead = chains.batch, chains.facts.ahead
         self.limits: dict[tuple[int, bool, bool], list[tuple[Stages, Limits]]] = {
@@ -105,6 +110,9 @@ class _Passes:
         self.behind: dict[int, Floats] = {}
         """class -> least round trip behind a stage of that class, the message to it included, [share, blocks behind,
         ranks that may be there]."""
+        self.carried: NDArray[np.bool_] = np.zeros((len(shares), self.last + 1), dtype=bool)
+        self.arrived = self._empty()
+        """Least time until the first micro-batch has passed the stages that hold the first blocks, there and back."""
 
     def _empty(self) -> Floats:
         return np.full((len(self.shares), self.blocks + 1, self.last + 1), np.inf)
@@ -149,7 +157,7 @@ class _Passes:
             _lower(trip, slice(done + 1, done + most + 1), vectors + chains.one[kind], whole)
 
     def onward(self) -> NDArray[np.bool_]:
-        chains, arrived = self.chains, self._empty()
+        chains, arrived = self.chains, self.arrived
         carried = np.zeros((len(self.shares), self.last + 1), dtype=bool)
         for kind in chains.used:
             self._begin(arrived, carried, kind)

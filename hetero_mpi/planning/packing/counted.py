@@ -15,9 +15,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_mpi.planning import large_bound
 from hetero_mpi.planning.packing.chains import Chains
 from hetero_mpi.planning.packing.relaxed import ANY, Batch, Facts, RankClass, Summing
 from hetero_mpi.planning.packing.stages import StageTables
+from hetero_mpi.planning.packing.whole import WholeChains
 from hetero_mpi.planning.several.fleet import Floats
 
 Whole = NDArray[np.int64]
@@ -112,7 +114,11 @@ class Shares:
     def __init__(self, counted: Counted, summing: Summing, closely: bool) -> None:
         self.counted, self.summing, self.closely = counted, summing, closely
         self.batch = counted.facts.request.global_batch
+        self.fewest = self.batch if summing.pipelines == 1 else 1
+        """Sequences that any pipeline does at least: one alone does all."""
         self._known: dict[float, tuple[Whole, Whole]] = {}
+        self._whole: set[tuple[float, int]] = set()
+        """(step time, vector) of which ``whole`` allows ``most``."""
         self.step_s = 0.0
         self.least: Whole = np.zeros(counted.number, dtype=np.int64)
         self.most = self.least
@@ -128,6 +134,7 @@ class Shares:
                 self.least = np.maximum(self.least, least)
             if other_s >= step_s:
                 self.most = np.minimum(self.most, most)
+        self.most[self.most < self.fewest] = 0
         self.step_s = step_s
         self._known[step_s] = self.least, self.most
 
@@ -161,17 +168,18 @@ class Shares:
             if share in found:
                 beyond = places[~found[share]]
                 self.most[beyond] = np.minimum(self.most[beyond], share - 1)
+        self.most[self.most < self.fewest] = 0
         self.least = np.minimum(self.least, self.most)
         self._known[self.step_s] = self.least, self.most
 
     def _batches(self, share: int) -> list[Batch]:
-        """How shares of so many sequences or more may be cut: a larger one may end with a longer micro-batch, or a shorter one."""
+        """How shares of so many sequences or more may be cut: a larger one may end with a longer micro-batch, or a shorter one;
+        the whole batch ends as it must."""
         choices = self.counted.facts.choices
-        alone = [size for size in range(share, max(choices)) if size not in choices]
-        return [
-            *(Batch(size, last) for size in choices for last in range(size, 0, -1)),
-            *(Batch(size, size) for size in alone),
-        ]
+        alone = [Batch(size, size) for size in range(share, max(choices)) if size not in choices]
+        if share == self.batch:
+            return [*(Batch(size, (share - 1) % size + 1) for size in choices if size <= share), *alone[:1]]
+        return [*(Batch(size, last) for size in choices for last in range(size, 0, -1)), *alone]
 
     def impossible(self, pipelines: int, homes: frozenset[int] = frozenset()) -> list[int] | None:
         """None: shown that so many pipelines (0: any number), each with ranks of all ``homes``, cannot do the batch by ``step_s``;
@@ -183,7 +191,7 @@ class Shares:
             if sequences < self.batch:
                 return None
             open_ = sorted({vector for vector in parts if self.least[vector] < self.most[vector]})
-            if not open_:
+            if not open_ and not (self.closely and self._lowered(sorted(set(parts)))):
                 return parts
             wanted = {s for vector in open_ for s in self._wanted(vector)} - looked
             if wanted:
@@ -194,9 +202,46 @@ class Shares:
                 if self.least[vector] < self.most[vector]:
                     self.look(vector, self._wanted(vector))
 
+    def _lowered(self, vectors: list[int]) -> bool:
+        """Whether whole pipelines (``whole``) can do less than what any of ``vectors`` is thought to."""
+        lowered = False
+        for vector in vectors:
+            most, step = int(self.most[vector]), 1
+            if (self.step_s, vector) in self._whole or self.wholly(vector, most):
+                self._whole.add((self.step_s, vector))
+                continue
+            low, high = 0, most  # high: not possible
+            while high > self.fewest and low == 0:
+                share = max(self.fewest, most - step)
+                low, high, step = (share, high, step) if self.wholly(vector, share) else (0, share, 2 * step)
+            while high - low > 1 and low > 0:
+                middle = (low + high) // 2
+                low, high = (middle, high) if self.wholly(vector, middle) else (low, middle)
+            # What all these ranks cannot do, fewer of them cannot either.
+            places = self.counted.places(vector)
+            self.most[places] = np.minimum(self.most[places], low)
+            self.most[self.most < self.fewest] = 0
+            self.least = np.minimum(self.least, self.most)
+            self._known[self.step_s] = self.least, self.most
+            self._whole.add((self.step_s, vector))
+            lowered = True
+        return lowered
+
+    def wholly(self, vector: int, share: int) -> bool:
+        """Is there a whole pipeline of these ranks, or some of them, that can do ``share``?"""
+        speed = self.step_s * self.counted.sequences_per_s
+        spare = (float(speed[-1]) - self.batch) * self.counted.blocks * (1 + 1e-9) + 1e-6
+        ceiling = min(self.batch, math.floor(speed[vector] * (1 + 1e-9)))
+        for batch in self._batches(share):
+            chains = self.counted.chains(vector, self.summing, batch)
+            passes = chains.passes([share], self.step_s, ceiling, spare)
+            if passes.carried[0, -1] and WholeChains(chains).possible(passes, 0):
+                return True
+        return False
+
     def _wanted(self, vector: int) -> list[int]:
         most = int(self.most[vector])
-        return sorted({most, (int(self.least[vector]) + most + 1) // 2} - {0})
+        return sorted({most, max(self.fewest, (int(self.least[vector]) + most + 1) // 2)} - {0}) if most else []
 
 
 class _Best:
@@ -267,6 +312,29 @@ def packing(facts: Facts, low_s: float, known_s: float, closely: bool = True) ->
     return Packing(low_s, high_s, found)
 
 
+class Numbers:
+    """How many pipelines there may be, by counting blocks by hosts (``large_bound``): what sums over slow networks rule out."""
+
+    def __init__(self, facts: Facts, most: int) -> None:
+        facts = Facts(facts.profile, facts.request, True)  # whose hosts are told apart
+        groups = large_bound.hosts_of(facts)
+        self._counted = {number: large_bound.Counted(facts, groups, number) for number in range(2, most + 1)}
+        self._impossible_s = dict.fromkeys(self._counted, 0.0)
+        """Step times that are known to be too short."""
+
+    def possible(self, step_s: float) -> list[int]:
+        """Numbers of two and more pipelines that may do the step in so long."""
+        return [number for number in self._counted if not self._impossible(number, step_s)]
+
+    def _impossible(self, number: int, step_s: float) -> bool:
+        if step_s > self._impossible_s[number]:
+            counted = self._counted[number]
+            few = number <= large_bound.MOST_BOXED
+            if counted.impossible(step_s) or (few and large_bound.Shares(counted).impossible(step_s)):
+                self._impossible_s[number] = step_s
+        return step_s <= self._impossible_s[number]
+
+
 class Search:
     """Whether the batch can be done by a step time, for one time after another.
 
@@ -280,12 +348,14 @@ class Search:
         request = facts.request
         self.most = min(int(self.counted.vectors[:, -1].sum()), request.max_pipelines, request.global_batch)
         self._shares: dict[Summing, Shares] = {}
+        self._numbers = Numbers(facts, self.most) if closely and facts.sums else None
 
     def possible(self, step_s: float) -> tuple[tuple[tuple[int, ...], int], ...] | None:
         """Pipelines (ranks, sequences) that look as if they could; None: there are none."""
+        several = range(2, self.most + 1) if self._numbers is None else self._numbers.possible(step_s)
         cases = [Case(Summing(1), 1)]
-        if self.most > 1:
-            cases.insert(0, Case(Summing(2), 0))
+        if several:
+            cases.insert(0, Case(Summing(min(several)), max(several) if max(several) < self.most else 0))
         while cases:
             case = cases.pop()
             if case.summing not in self._shares:
@@ -319,7 +389,7 @@ class Search:
                 # Likely enough that sums matter little; if this looks possible, nothing else need be looked at.
                 found.append(replace(case, summing=replace(summing, leaving=summing.leaving.union(torn))))
             return found
-        if not case.limit and summing.pipelines < min(len(parts), MOST_TOLD_APART):
+        if summing.pipelines < min(case.limit or len(parts), len(parts), MOST_TOLD_APART):
             more = replace(case, summing=replace(summing, pipelines=summing.pipelines + 1))
             return [replace(case, limit=summing.pipelines), more]
         return []

@@ -57,6 +57,8 @@ class RankClass:
     """The same without what split backward may put off: the gradients of the weights."""
     fill_s: tuple[float, ...]
     """Least seconds of one micro-batch, forward and back as far as others wait for it."""
+    around_s: tuple[float, ...]
+    """The same of any micro-batch but the last."""
     forward_s: tuple[float, ...]
     """Least seconds of one micro-batch's forward, but for the last."""
     repeated_s: float
@@ -295,6 +297,7 @@ class Facts:
             work_s=tuple(each(part, forward, back) for part in parts),
             trip_s=tuple(each(part, forward, homeward) for part in parts),
             fill_s=self._filling(least(part, self.sizes, forward, homeward) for part in parts),
+            around_s=self._filling(least(part, self.whole_sizes, forward, homeward) for part in parts),
             forward_s=self._filling(least(part, self.whole_sizes, forward) for part in parts),
             repeated_s=each(blocks, repeated_s),
             refill_s=least(blocks, self.sizes, repeated_s) if self.filling else 0.0,

@@ -56,6 +56,8 @@ class Stages:
     """The same without what split backward may put off."""
     fill_s: Floats
     """Least seconds of one micro-batch, there and back."""
+    around_s: Floats
+    """The same of any micro-batch but the last."""
     forward_s: Floats
     optimizer_s: Floats
     tail_s: Floats
@@ -129,12 +131,12 @@ class StageTables:
         overhead_s = one.overhead_s / (self.batch.size or max(facts.choices))
         for recompute in sorted(set(facts.request.recompute_choices)):
             again = blocks * one.repeated_s if recompute else np.zeros_like(blocks)
+            own = (blocks * one.refill_s if recompute else 0.0) + (one.overhead_s if facts.filling else 0.0)
             yield Stages(
                 work_s=total(one.work_s) + again + overhead_s,
                 trip_s=total(one.trip_s) + again + overhead_s,
-                fill_s=total(one.fill_s)
-                + (blocks * one.refill_s if recompute else 0.0)
-                + (one.overhead_s if facts.filling else 0.0),
+                fill_s=total(one.fill_s) + own,
+                around_s=total(one.around_s) + own,
                 forward_s=total(one.forward_s),
                 optimizer_s=one.fixed_s + one.per_parameter_s * self._trained[first, last],
                 tail_s=_tail_s(sums, total(sums), blocks, ends, one.hides_s[recompute]),
