@@ -131,7 +131,13 @@ def _improved(best: Decision, profile: ClusterProfile, request: PlanRequest) -> 
     if len(profile.devices) <= LARGE and request.schedule == "auto" and request.allow_idle:
         others = list(_other_numbers(found, profile, request)) if few_ranks else []
         found = annealed(*found, profile, request, others)
-    return replace(best, plan=found[0], step_s=found[1])
+    # What a further rank would do is asked of the single pipeline that was found: of other ranks it says nothing.
+    optimum = best.optimum if _used(found[0]) == _used(best.plan) else None
+    return Decision(found[0], found[1], best.proven, optimum)
+
+
+def _used(plan: Plan) -> set[int]:
+    return {rank for pipeline in plan.pipelines for stage in pipeline.stages for rank in stage.ranks}
 
 
 def _other_numbers(

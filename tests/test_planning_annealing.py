@@ -1,0 +1,113 @@
+"""Annealed plans, and the bound of cycles by which most changes are dropped."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from hetero_mpi.planning.annealing import anneal
+from hetero_mpi.planning.annealing.anneal import Annealer, annealed
+from hetero_mpi.planning.annealing.changes import Changes
+from hetero_mpi.planning.cycles import cycle_bound_s
+from hetero_mpi.planning.decide import decide
+from hetero_mpi.planning.memory import predict_memory
+from hetero_mpi.planning.outline import outlined
+from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.simulator import simulate, spans_s
+from tests.planning_samples import SEQUENCE, make_model, make_profile
+
+EQUAL = 1 + 1e-9
+REQUEST = PlanRequest(24, SEQUENCE, (1, 2), max_pipelines=3, recompute_choices=(False, True), memory_reserve=0.0)
+
+
+def test_two_stages_that_may_hold_one_micro_batch_each_work_in_turn() -> None:
+    """By hand: forward 1 and backward 1 on both, one micro-batch in flight: 4 s for each of five."""
+    assert cycle_bound_s([1, 1], [1, 1], [0], [0], [0, 0], 5) == 20
+    assert max(spans_s([1, 1], [1, 1], [0], [0], [0, 0], 5)[1]) == 20
+    # With two in flight at the first stage, two micro-batches share that time.
+    assert (
+        cycle_bound_s([1, 1], [1, 1], [0], [0], [1, 0], 5) <= max(spans_s([1, 1], [1, 1], [0], [0], [1, 0], 5)[1]) == 12
+    )
+
+
+@pytest.mark.parametrize("block", range(5))
+def test_no_pipeline_ends_before_its_bound_of_cycles(block: int) -> None:
+    draw, near = random.Random(block), 0
+    for _ in range(200):
+        stages, micro_batches = draw.randint(1, 8), draw.randint(1, 30)
+        forward = [draw.choice((1.0, 2 * draw.random())) for _ in range(stages)]
+        backward = [seconds * draw.uniform(1, 3) for seconds in forward]
+        out, back = ([draw.choice((0.0, 2 * draw.random())) for _ in range(stages - 1)] for _ in range(2))
+        depths = sorted((draw.randint(0, 2 * stages) for _ in range(stages)), reverse=True)
+        ends = max(spans_s(forward, backward, out, back, depths, micro_batches)[1])
+        bound_s = cycle_bound_s(forward, backward, out, back, depths, micro_batches)
+        assert bound_s <= ends * EQUAL
+        near += ends < 1.05 * bound_s
+    assert near > 100
+
+
+def cluster(memory_bytes: int = 80_000) -> ClusterProfile:
+    """Seven ranks of three speeds, the slow links between unlike ones."""
+    slowness = [1.0, 1.0, 2.0, 2.0, 2.0, 4.0, 4.0]
+    profile = make_profile(slowness, make_model(12), memory_bytes, 0.01, 2e4)
+    hosts = tuple(replace(d, host=f"host{int(slowness[d.rank])}") for d in profile.devices)
+    links = tuple(
+        replace(link, bytes_per_s=1e6, same_host=True) if slowness[link.source] == slowness[link.destination] else link
+        for link in profile.links
+    )
+    return replace(profile, devices=hosts, links=links)
+
+
+def even_plan(ranks: tuple[tuple[int, ...], ...], items: int = 14) -> Plan:
+    """Pipelines of these ranks, items dealt out evenly, one micro-batch in flight."""
+    pipelines = []
+    for order in ranks:
+        cuts = [items * k // len(order) for k in range(len(order) + 1)]
+        stages = (StagePlan((rank,), cuts[k], cuts[k + 1], 0, True) for k, rank in enumerate(order))
+        pipelines.append(PipelinePlan(tuple(stages), 1, REQUEST.global_batch // len(ranks)))
+    return Plan(tuple(pipelines), REQUEST.global_batch, SEQUENCE, items)
+
+
+@pytest.mark.parametrize("ranks", [((6, 0, 5, 1, 4, 2, 3),), ((0, 2, 5), (1, 3, 6)), ((0,), (2, 1), (3, 4, 6))])
+def test_changed_pipelines_take_as_long_as_their_plan_simulates(ranks: tuple[tuple[int, ...], ...]) -> None:
+    """With their bound at or under it, and within memory."""
+    profile, seen = cluster(), 0
+    annealer = Annealer(profile, REQUEST)
+    changes, lines = Changes(annealer.costs, random.Random(1)), annealer._lines(even_plan(ranks))
+    for _ in range(150):
+        changed = changes.changed(lines)
+        fitting = [annealer.costs[line.micro_batch].fitted(line) for line in changed]
+        if None in fitting:
+            continue
+        whole = [one for one in fitting if one is not None]
+        lines, plan, seen = tuple(one.line for one in whole), annealer._plan(whole), seen + 1
+        step_s = simulate(plan, profile).step_s
+        assert annealer._step_s(whole) == pytest.approx(step_s, rel=1e-9)
+        assert max(one.bound_s for one in whole) <= step_s
+        assert all(m.peak_bytes <= m.usable_bytes for m in predict_memory(plan, profile, REQUEST.memory_reserve))
+        assert sum(pipeline.sequences for pipeline in plan.pipelines) == REQUEST.global_batch
+    assert seen > 40
+
+
+def test_a_bad_plan_becomes_a_good_one_and_the_same_every_time() -> None:
+    profile = cluster()
+    start = even_plan(((6, 0, 5, 1, 4, 2, 3),))
+    begun_s = outlined(start, profile).step_s
+    plan, step_s = annealed(start, begun_s, profile, REQUEST)
+    assert (plan, step_s) == annealed(start, begun_s, profile, REQUEST)
+    assert step_s == simulate(plan, profile).step_s < 0.6 * begun_s
+    best = decide(profile, replace(REQUEST, max_pipelines=1))
+    assert best is not None and step_s <= 1.03 * best.step_s
+
+
+def test_indifference_keeps_a_plan_that_is_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = cluster()
+    best = decide(profile, REQUEST)
+    assert best is not None
+    start = best.plan, best.step_s
+    kept, _ = annealed(*start, profile, replace(REQUEST, indifference=0.5))
+    assert kept == best.plan
+    monkeypatch.setattr(anneal, "EFFORT", 0)
+    assert annealed(*start, profile, REQUEST) == start
