@@ -1,6 +1,7 @@
 """How long planning takes and how far its plans are from the bounds, for more and more devices; one core.
 
-    python benchmarks/planner_scale.py [--devices 16 64 1024] [--seeds 20] [--noise 0.05] [--bounds] [--json FILE] [--check]
+    python benchmarks/planner_scale.py [--devices 16 64 1024] [--seeds 20] [--noise 0.05] [--bounds] [--causes] [--json FILE]
+                                       [--check]
 
 The clusters are those of ``clusters.py``; of more than 128 devices only the first ``--large`` seeds are run. Seconds are CPU
 seconds of ``make_plan``, explanations included. Three bounds:
@@ -9,11 +10,12 @@ seconds of ``make_plan``, explanations included. Three bounds:
 * *counted* (with ``--bounds``): whole blocks counted by hosts, with prices for sums of gradients and messages between hosts
   (``planning/large_bound.py``). Seconds for 64 devices. *forced* is what it lies over the fluid bound: no plan is spared that;
 * *packing* (with ``--bounds``): whole blocks, sequences and pipelines, filling and draining, memory in flight, links and sums
-  (``planning/packing/bound.py``). Seconds per cluster of 8 devices, up to a minute for 12, minutes for 64.
+  (``planning/packing/bound.py``). Seconds per cluster of 8 devices, up to minutes for 12 and more.
 
-With ``--bounds`` five more columns say what the packing bound lies over the fluid bound for, in per cent of the latter, each
-cause being charged with what it adds to those before it: *grain* (whole blocks, sequences and pipelines), *fill* (filling and
-draining), *memory* (repeated forwards, too few micro-batches in flight), *links* (messages), *sums* (of gradients).
+With ``--causes`` as well (several times as long) five more columns say what the packing bound lies over the fluid bound for, in
+per cent of the latter, each cause being charged with what it adds to those before it: *grain* (whole blocks, sequences and
+pipelines), *fill* (filling and draining), *memory* (repeated forwards, too few micro-batches in flight), *links* (messages), *sums*
+(of gradients).
 
 ``--check``: planning takes at most 1 s on average for 64 devices and 10 s for 1,024; no plan is under a bound; and with
 ``--bounds`` the mean gap to the best bound is at most 2 % on up to 12 devices and 5 % on more.
@@ -41,7 +43,7 @@ from clusters import PAIRWISE, Case, generate  # noqa: E402
 
 from hetero_mpi.planning.bounds import fluid_bound_s  # noqa: E402
 from hetero_mpi.planning.large_bound import large_bound_s  # noqa: E402
-from hetero_mpi.planning.packing.bound import CAUSES, Forced, forced  # noqa: E402
+from hetero_mpi.planning.packing.bound import CAUSES, forced, packing_bound_s  # noqa: E402
 from hetero_mpi.planning.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.profile import ClusterProfile  # noqa: E402
 from hetero_mpi.training.request import INDIFFERENCE  # noqa: E402
@@ -93,22 +95,23 @@ def main() -> int:
     parser.add_argument("--large", type=int, default=3, help=f"as many seeds of more than {PAIRWISE} devices")
     parser.add_argument("--noise", type=float, default=0.0, help="of times and links, either way")
     parser.add_argument("--bounds", action="store_true", help="the slow bounds too")
+    parser.add_argument("--causes", action="store_true", help="with --bounds: and what forces the packing bound")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     runs: list[Run] = []
     print(
         "                               pipe-        seconds of             step over bound                 "
-        + _forced_title(arguments.bounds)
+        + _forced_title(arguments.bounds and arguments.causes)
     )
     print(
         "devices  seed  job             lines  used  planning    step s     fluid   counted   packing    forced"
-        + _causes(arguments.bounds)
+        + _causes(arguments.bounds and arguments.causes)
     )
     for devices in arguments.devices:
         seeds = arguments.seeds if devices <= PAIRWISE else min(arguments.large, arguments.seeds)
         rows = [
-            run(generate(devices, seed, arguments.noise), seed, arguments.noise, arguments.bounds)
+            run(generate(devices, seed, arguments.noise), seed, arguments.noise, arguments.bounds, arguments.causes)
             for seed in range(seeds)
         ]
         runs += rows
@@ -118,7 +121,7 @@ def main() -> int:
     return verdict(runs, arguments.check)
 
 
-def run(case: Case, seed: int, noise: float, slow_bounds: bool) -> Run:
+def run(case: Case, seed: int, noise: float, slow_bounds: bool, causes: bool) -> Run:
     profile, devices = case.profile, len(case.profile.devices)
     request = replace(case.request, indifference=INDIFFERENCE if noise else 0.0)
     begin = time.process_time()
@@ -128,11 +131,12 @@ def run(case: Case, seed: int, noise: float, slow_bounds: bool) -> Run:
     used = sum(len(pipeline.stages) for pipeline in plan.pipelines)
     begin = time.process_time()
     counted_s = large_bound_s(profile, request, step_s) if slow_bounds and devices <= PAIRWISE else None
-    found: Forced | None = forced(profile, request, step_s) if slow_bounds else None
+    found = forced(profile, request, step_s) if slow_bounds and causes else None
+    packing_s = found.bound_s if found else packing_bound_s(profile, request, step_s) if slow_bounds else None
     bound_seconds = time.process_time() - begin
     one = Run(
         devices, seed, noise, case.job, seconds, len(plan.pipelines), used, step_s, fluid_bound_s(profile, request),
-        counted_s, found.bound_s if found else None, found.added_s if found else None, bound_seconds,
+        counted_s, packing_s, found.added_s if found else None, bound_seconds,
     )  # fmt: skip
     print_row(one)
     return one
@@ -173,7 +177,7 @@ def print_row(one: Run) -> None:
         f"{one.devices:>7} {one.seed:>5}  {one.job:<14} {one.pipelines:>6} {one.used:>5} {one.seconds:>8.2f} s "
         f"{one.step_s:>9.4g}{gaps}"
         + "".join(f"{percent(seconds / one.fluid_s):>9}" for seconds in (one.forced_s or {}).values())
-        + (f" {one.bound_seconds:>4.0f} s" if one.forced_s else ""),
+        + (f" {one.bound_seconds:>4.0f} s" if one.packing_s is not None else ""),
         flush=True,
     )
 
