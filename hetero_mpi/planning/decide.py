@@ -143,9 +143,9 @@ def _used(plan: Plan) -> set[int]:
 def _other_numbers(
     found: tuple[Plan, float], profile: ClusterProfile, request: PlanRequest
 ) -> Iterator[tuple[Plan, float]]:
-    """Plans of one pipeline fewer and of one more, if not much slower: which number is best, annealing may decide."""
+    """Plans of a pipeline fewer and of one or two more, if not much slower: which number is best, annealing may decide."""
     now, polisher = len(found[0].pipelines), Polisher(profile, request, 0)
-    for number in (now - 1, now + 1):
+    for number in (now - 1, now + 1, now + 2):
         if 1 <= number <= min(request.max_pipelines, len(profile.devices), request.global_batch):
             plan = layouts.several(profile, replace(request, max_pipelines=number), fewest=number)
             fitting = None if plan is None else polisher.fitted(plan)

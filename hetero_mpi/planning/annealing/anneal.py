@@ -21,7 +21,7 @@ from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.several.fleet import Fleet, in_own_order
 from hetero_mpi.planning.several.polish import WORTHWHILE, Polisher
 
-FAR, NEAR = (3000, 0.02, 0.0005), (6000, 0.003, 0.0005)
+FAR, NEAR = (3000, 0.02, 0.0005), (3000, 0.003, 0.0005)
 """Changes looked at in a round far from a plan and near the best; the mean share by which a step may get longer, at the beginning
 and at the end."""
 EFFORT = 4_000_000
@@ -40,7 +40,10 @@ def annealed(
     short micro-batch is begun from."""
     starts = [one for one in ((plan, step_s), *others) if _is_alike(one[0])]
     annealer = Annealer(profile, request)
-    rounds = [annealer.round(*start, FAR, random.Random(seed)) for seed, start in enumerate(starts)]
+    rounds = []
+    for seed, start in enumerate(starts):
+        far = annealer.round(*start, FAR, random.Random(seed))
+        rounds.append(annealer.round(*far, NEAR, random.Random(seed)))
     if rounds:
         best = min(rounds, key=lambda one: one[1])
         plan, step_s = annealer.chosen((plan, step_s), annealer.round(*best, NEAR, random.Random(len(rounds))))
