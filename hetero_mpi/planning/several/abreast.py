@@ -8,10 +8,10 @@ that it had, 1F1B's own, and such that gradients are back in time.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 
 from hetero_mpi.planning.durations import Durations
+from hetero_mpi.planning.pacing import paced_together
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.schedule import Action, Op
@@ -119,9 +119,5 @@ def _paced(plan: Plan, profile: ClusterProfile) -> Iterator[list[tuple[int, ...]
         depths = []
         for own, hops in spans:
             period = max(*own, *(hop / 2 for hop in hops), 1e-12) if hops else 1.0
-            wanted, late = [0], 0.0
-            for after, hop in zip(reversed(own[1:]), reversed(hops), strict=True):
-                late += (after + hop) / period
-                wanted.insert(0, max(wanted[0] + 1, math.ceil(late + allowance - 1e-9)))
-            depths.append(tuple(wanted))
+            depths.append(tuple(paced_together(own, hops, period, allowance)))
         yield depths

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hetero_mpi.planning.pacing import paced_each
 from hetero_mpi.planning.several.columns import Columns
 from hetero_mpi.planning.several.fleet import Floats, Indices
 from hetero_mpi.planning.simulator import spans_s
@@ -238,9 +239,7 @@ class Chains:
                 + size * float(columns.per_byte_s[a, b] + columns.per_byte_s[b, a])
             )
         period = max(max(compute), *(hop / 2 for hop in hops), 1e-12)
-        wanted = [0]
-        for after, hop in zip(reversed(compute[1:]), reversed(hops), strict=True):
-            wanted.insert(0, wanted[0] + max(1, math.ceil((after + hop) / period + allowance - 1e-9)))
+        wanted = paced_each(compute, hops, period, allowance)
         shallow = _classic(count, self.micro_batches)
         warm_up: list[int] = []
         for place, column in enumerate(picks):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hetero_mpi.planning.pacing import paced_together
 from hetero_mpi.planning.several.chains import spans_of_many_s
 from hetero_mpi.planning.several.fleet import Fleet, Floats
 from hetero_mpi.planning.several.pace import Crew
@@ -255,7 +256,7 @@ class Cutter:
     ) -> tuple[int, ...]:
         """Depths at which gradients are back in time at the pace of the slowest stage, as far as memory goes, without
         repeating forwards for it or with."""
-        wanted, compute = [0], []
+        compute = []
         for place, index in enumerate(crew):
             rank, first, last = self.rank(index), cuts[place], cuts[place + 1]
             compute.append(rank.whole[last] - rank.whole[first] + sum(rank.overhead))
@@ -266,10 +267,7 @@ class Cutter:
             for (a, b), cut in zip(itertools.pairwise(crew), cuts[1:], strict=False)
         ]
         period = max(*compute, *(hop / 2 for hop in hops), 1e-12) if len(crew) > 1 else 1.0
-        late = 0.0
-        for after, hop in zip(reversed(compute[1:]), reversed(hops), strict=True):
-            late += (after + hop) / period
-            wanted.insert(0, max(wanted[0] + 1, math.ceil(late + allowance - 1e-9)))
+        wanted = paced_together(compute, hops, period, allowance)
         warm_up: list[int] = []
         for place, index in enumerate(crew):
             rank, first, n = self.rank(index), cuts[place], cuts[place + 1] - cuts[place] - 1

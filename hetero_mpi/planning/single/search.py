@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hetero_mpi.planning.pacing import paced_each
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.simulator import spans_s
 from hetero_mpi.planning.tables import Instance, Table
@@ -315,10 +316,8 @@ def deepen(candidate: Candidate, bound_s: float, effort: Effort) -> Candidate:
 def paced(candidate: Candidate, allowance: float = 0.0, recompute: bool = False) -> Candidate:
     """Each stage so much deeper than the next that the gradient it needs is back in time, at the pace of the slowest.
 
-    A stage that is d micro-batches deeper than the next needs, after forward x, a gradient that the next computes after
-    forward x - d: the next has d periods for both and the messages. 1F1B's d = 1 suffices where it is quick; ``allowance``
-    (a share of the period) makes up for waiting in queues. As far as memory goes; ``recompute``: a stage may be made to
-    recompute for it.
+    See ``pacing``; ``allowance`` (a share of the period) makes up for waiting in queues. As far as memory goes;
+    ``recompute``: a stage may be made to recompute for it.
     """
     instance, order, cuts = candidate.instance, candidate.order, candidate.cuts
     spans = list(itertools.pairwise(cuts))
@@ -330,9 +329,7 @@ def paced(candidate: Candidate, allowance: float = 0.0, recompute: bool = False)
     period = max(*compute, *(max(hop) for hop in hops), 0.0)
     if period <= 0 or period == math.inf:
         return candidate
-    wanted = [0]
-    for after, hop in zip(reversed(compute[1:]), reversed(hops), strict=True):
-        wanted.insert(0, wanted[0] + max(1, math.ceil((after + sum(hop)) / period + allowance - ROUNDING)))
+    wanted = paced_each(compute, [sum(hop) for hop in hops], period, allowance)
     warm_up: list[int] = []
     for place, (kind, span, was) in enumerate(zip(order, spans, tables, strict=True)):
         depth = min(wanted[place], instance.micro_batches - 1)

@@ -1,0 +1,32 @@
+"""Depths at which gradients are back in time, at the pace of the slowest stage or link of a pipeline.
+
+A stage that is d micro-batches deeper than the next needs, after forward x, a gradient that the next computes after forward x - d:
+the next has d periods for both and the messages. 1F1B's d = 1 suffices where it is quick.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+ROUNDING = 1e-9
+
+
+def paced_each(compute_s: Sequence[float], hops_s: Sequence[float], period_s: float, allowance: float) -> list[int]:
+    """Warm-up of every stage, the last one's 0; each stage has ``allowance`` periods more than it needs after the next.
+
+    ``compute_s``: forward and backward of a micro-batch by stage; ``hops_s``: its messages, out and back, by link.
+    """
+    wanted = [0]
+    for behind_s, hop_s in zip(reversed(compute_s[1:]), reversed(hops_s), strict=True):
+        wanted.append(wanted[-1] + max(1, math.ceil((behind_s + hop_s) / period_s + allowance - ROUNDING)))
+    return wanted[::-1]
+
+
+def paced_together(compute_s: Sequence[float], hops_s: Sequence[float], period_s: float, allowance: float) -> list[int]:
+    """The same, with ``allowance`` once for all stages behind, and periods begun counted once: shallower."""
+    wanted, late = [0], 0.0
+    for behind_s, hop_s in zip(reversed(compute_s[1:]), reversed(hops_s), strict=True):
+        late += (behind_s + hop_s) / period_s
+        wanted.append(max(wanted[-1] + 1, math.ceil(late + allowance - ROUNDING)))
+    return wanted[::-1]
