@@ -10,7 +10,6 @@ chapter 2.)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 Seconds = Sequence[float]
@@ -23,7 +22,6 @@ def cycle_bound_s(
     back_s: Seconds,
     warm_up: Sequence[int],
     micro_batches: int,
-    known_s: float = math.inf,
 ) -> float:
     """``simulator.spans_s`` of these (its arguments; backward whole) has no end before this; ``warm_up`` does not grow.
 
@@ -34,8 +32,6 @@ def cycle_bound_s(
     * ``A + (M - 1) message + R``: they all pass the link behind i, in either direction;
     * ``A + (k_j - 1) F_i + n C + r F_i + R``: the cycle of i and j (C its seconds) is passed n times as soon as k_j - 1 forwards
       are done, r are left then, and the last one must still pass to the end and back.
-
-    Ends as soon as it is over ``known_s``.
     """
     stages = len(forward_s)
     compute_s = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
@@ -55,8 +51,6 @@ def cycle_bound_s(
             behind = flying[j]
             times, rest = divmod(micro_batches - behind, flying[i] - behind + 1)
             bound_s = max(bound_s, before_s + (behind - 1 + rest) * ahead_s + times * around_s + left_s)
-        if bound_s > known_s:
-            break
         through_s = own_s + hops_s[i]
         before_s, left_s = before_s + through_s, left_s - through_s
     return bound_s

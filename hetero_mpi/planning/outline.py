@@ -6,6 +6,8 @@ Where no messages queue for a shared card, pipelines meet only in the sums of gr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hetero_mpi.planning.durations import Durations, finished_items_s
 from hetero_mpi.planning.plan import PipelinePlan, Plan
 from hetero_mpi.planning.profile import ClusterProfile
@@ -23,6 +25,13 @@ def outlined(plan: Plan, profile: ClusterProfile) -> Simulation:
     outline = _Outline(plan, profile)
     outline.sum()
     return outline.summary()
+
+
+def add_sum(free: dict[int, float], ranks: Sequence[int], whole_s: float, sum_s: float) -> None:
+    """One more sum of gradients, whole everywhere at ``whole_s``: ``ranks`` begin it when each has done its earlier ones
+    (``free``, by rank), and are free again after ``sum_s``."""
+    begun_s = max(whole_s, *(free.get(rank, 0.0) for rank in ranks))
+    free.update(dict.fromkeys(ranks, begun_s + sum_s))
 
 
 class _Outline:
@@ -69,7 +78,8 @@ class _Outline:
 
     def sum(self) -> None:
         """As ``simulator`` does: all ranks take part in the sums of their items from the last one to the first."""
-        costs, free = self.costs, dict.fromkeys(self.clock, 0.0)
+        costs = self.costs
+        free: dict[int, float] = {}
         for number, first in costs.tied_heads.items():
             head, embedding = costs.stages[number].ranks[0], costs.stages[first].ranks[0]
             end = self.whole[head, self.plan.items - 1] + costs.of(Action(Op.REDUCE, number, item=0))[0]
@@ -78,11 +88,10 @@ class _Outline:
         numbers = {stage.ranks[0]: number for number, stage in enumerate(costs.stages)}
         for item in sorted(costs.summed, reverse=True):
             ranks = held_by(self.plan, item)
-            start = max(max(self.whole[rank, item], free[rank]) for rank in ranks)
-            end = start + costs.of(Action(Op.REDUCE, numbers[ranks[0]], item=item))[0]
-            for rank in ranks:
-                free[rank] = end
-                self.clock[rank] = max(self.clock[rank], end)
+            whole_s = max(self.whole[rank, item] for rank in ranks)
+            add_sum(free, ranks, whole_s, costs.of(Action(Op.REDUCE, numbers[ranks[0]], item=item))[0])
+        for rank, end in free.items():
+            self.clock[rank] = max(self.clock[rank], end)
 
     def summary(self) -> Simulation:
         together = max(self.clock.values())

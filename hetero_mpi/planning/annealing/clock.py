@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hetero_mpi.planning.annealing.lines import Costs, Fitting
+from hetero_mpi.planning.outline import add_sum
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.several.fleet import Fleet
 from hetero_mpi.planning.tables import shared_memories, shares_cards
@@ -37,12 +38,9 @@ class Clock:
             for item, rank, whole_s in self.costs[line.line.micro_batch].whole_s(line):
                 holders.setdefault(item, []).append((rank, whole_s))
         free: dict[int, float] = {}
-        end = 0.0
         for item in self._summed:
             ranks = tuple(rank for rank, _ in holders[item])
-            start = max(max(whole_s, free.get(rank, 0.0)) for rank, whole_s in holders[item])
-            end = start + self._sum_s(ranks)[item]
-            free.update(dict.fromkeys(ranks, end))
+            add_sum(free, ranks, max(whole_s for _, whole_s in holders[item]), self._sum_s(ranks)[item])
         return max(free.values(), default=0.0)
 
     def _sum_s(self, ranks: tuple[int, ...]) -> list[float]:
