@@ -71,6 +71,7 @@ class Counted:
         self.vectors: Whole = np.indices(self.shape).reshape(len(self.shape), -1)
         self.number = self.vectors.shape[1]
         self._chains: dict[tuple[int, Summing, Batch], Chains] = {}
+        self._whole: dict[tuple[int, Summing, Batch], WholeChains] = {}
         self.blocks = len(facts.blocks) + facts.ends
         self.sequences_per_s: Floats = facts.speeds @ self.vectors / self.blocks
         homes = [one.home for one in facts.classes]
@@ -107,6 +108,13 @@ class Counted:
             self._chains[key] = Chains(self._tables[batch], tuple(int(n) for n in self.vectors[:, vector]), summing)
         return self._chains[key]
 
+    def whole(self, vector: int, summing: Summing, batch: Batch) -> WholeChains:
+        """The same as whole pipelines."""
+        key = vector, summing, batch
+        if key not in self._whole:
+            self._whole[key] = WholeChains(self.chains(*key))
+        return self._whole[key]
+
 
 class Shares:
     """What every vector can carry: at least ``least``, at most ``most`` sequences, when pipelines sum gradients so."""
@@ -141,9 +149,7 @@ class Shares:
     def look(self, vector: int, shares: list[int]) -> None:
         """Whether these ranks, at best, carry these shares."""
         places = self.counted.places(vector)
-        speed = self.step_s * self.counted.sequences_per_s
-        spare = (float(speed[-1]) - self.batch) * self.counted.blocks * (1 + 1e-9) + 1e-6
-        ceiling = min(self.batch, math.floor(speed[vector] * (1 + 1e-9)))
+        ceiling, spare = self._room(vector)
         whole = vector == self.counted.number - 1
 
         def carried(some: list[int], batch: Batch) -> dict[int, NDArray[np.bool_]]:
@@ -171,6 +177,12 @@ class Shares:
         self.most[self.most < self.fewest] = 0
         self.least = np.minimum(self.least, self.most)
         self._known[self.step_s] = self.least, self.most
+
+    def _room(self, vector: int) -> tuple[int, float]:
+        """(the most sequences that these ranks' speed allows, blocks' sequences of their time that may go to waste)."""
+        speed = self.step_s * self.counted.sequences_per_s
+        spare = (float(speed[-1]) - self.batch) * self.counted.blocks * (1 + 1e-9) + 1e-6
+        return min(self.batch, math.floor(speed[vector] * (1 + 1e-9))), spare
 
     def _batches(self, share: int) -> list[Batch]:
         """How shares of so many sequences or more may be cut: a larger one may end with a longer micro-batch, or a shorter one;
@@ -229,13 +241,11 @@ class Shares:
 
     def wholly(self, vector: int, share: int) -> bool:
         """Is there a whole pipeline of these ranks, or some of them, that can do ``share``?"""
-        speed = self.step_s * self.counted.sequences_per_s
-        spare = (float(speed[-1]) - self.batch) * self.counted.blocks * (1 + 1e-9) + 1e-6
-        ceiling = min(self.batch, math.floor(speed[vector] * (1 + 1e-9)))
+        ceiling, spare = self._room(vector)
         for batch in self._batches(share):
             chains = self.counted.chains(vector, self.summing, batch)
             passes = chains.passes([share], self.step_s, ceiling, spare)
-            if passes.carried[0, -1] and WholeChains(chains).possible(passes, 0):
+            if passes.carried[0, -1] and self.counted.whole(vector, self.summing, batch).possible(passes):
                 return True
         return False
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from hetero_mpi.planning.packing.chains import Chains, Passes
 from hetero_mpi.planning.packing.relaxed import RankClass
-from hetero_mpi.planning.packing.stages import Stages
+from hetero_mpi.planning.packing.stages import Limits, Stages
 from hetero_mpi.planning.several.fleet import Floats
 
 Whole = NDArray[np.int64]
@@ -89,17 +89,18 @@ class WholeChains:
             return [self.chains.facts.between(one.home, other.home)]
         return [way for way in (one.near, one.away, other.near, other.away) if way[1] < np.inf]
 
-    def possible(self, passes: Passes, index: int) -> bool:
-        """Can all the ranks of ``chains``, or some of them, do the share that ``passes`` counts so, as far as is known here?"""
-        return _Growing(self, passes, index).possible()
+    def possible(self, passes: Passes) -> bool:
+        """Can all the ranks of ``chains``, or some of them, do the one share of ``passes``, as far as is known here?"""
+        return _Growing(self, passes).possible()
 
 
 class _Growing:
     """Ends of pipelines of one share, by one step time."""
 
-    def __init__(self, whole: WholeChains, passes: Passes, index: int) -> None:
-        self.whole, self.chains, self.passes, self.index = whole, whole.chains, passes, index
-        self.share, self.step_s, self.size = int(passes.shares[index]), passes.step_s, whole.chains.batch.size
+    def __init__(self, whole: WholeChains, passes: Passes) -> None:
+        self.whole, self.chains, self.passes = whole, whole.chains, passes
+        (share,) = passes.shares.tolist()
+        self.share, self.step_s, self.size = int(share), passes.step_s, whole.chains.batch.size
         self.count = -(-self.share // self.size)
         self.blocks, self.last = whole.blocks, passes.last
         self.earliest = {kind: self._earliest_s(kind) for kind in self.chains.used}
@@ -107,7 +108,7 @@ class _Growing:
     def _earliest_s(self, kind: int) -> Floats:
         """[blocks behind, ranks behind]: least A at a stage of ``kind``, before which the other ranks hold the other blocks."""
         chains = self.chains
-        least = (self.passes.arrived[self.index] + chains.entries[kind].hop_s).reshape(self.blocks + 1, *chains.shape)
+        least = (self.passes.arrived[0] + chains.entries[kind].hop_s).reshape(self.blocks + 1, *chains.shape)
         for axis in range(len(chains.shape)):
             least = np.minimum.accumulate(least, axis=1 + axis)
         return np.asarray(least.reshape(self.blocks + 1, -1)[::-1, ::-1])
@@ -116,7 +117,7 @@ class _Growing:
         chains = self.chains
         for kind in chains.used:
             for stages, limits in self.passes.limits[kind, True, True]:
-                if (limits.rounds * stages.fill_s <= limits.left_s)[self.index, self.blocks]:
+                if (limits.rounds * stages.fill_s <= limits.left_s)[0, self.blocks]:
                     return True
         last = _kept(_joined([self._last(kind) for kind in chains.used]), self.step_s)
         return self._found(last, BEAM) or self._found(last, MOST_ENDS)
@@ -135,22 +136,17 @@ class _Growing:
         return False
 
     def _spare_s(self, ends: _Ends) -> Floats:
-        return np.array(
-            [
-                late_s - self.earliest[kind][blocks, vector]
-                for late_s, kind, blocks, vector in zip(
-                    ends.latest_s, ends.kind.tolist(), ends.blocks.tolist(), ends.vector.tolist(), strict=True
-                )
-            ]
-        )
+        spare_s = ends.latest_s.copy()
+        for kind, earliest_s in self.earliest.items():
+            here = ends.kind == kind
+            spare_s[here] -= earliest_s[ends.blocks[here], ends.vector[here]]
+        return spare_s
 
     def _last(self, kind: int) -> _Ends:
         found = []
         for stages, limits in self.passes.limits[kind, False, True]:
             fill_s = stages.fill_s
-            latest_s = np.minimum(
-                limits.latest_s[self.index], limits.left_s[self.index] - limits.rounds[self.index] * fill_s
-            )
+            latest_s = np.minimum(limits.latest_s[0], limits.left_s[0] - limits.rounds[0] * fill_s)
             blocks = np.flatnonzero(latest_s >= self.earliest[kind][:, self.chains.one[kind]])
             ones = np.ones(len(blocks), dtype=np.int64)
             found.append(
@@ -166,34 +162,31 @@ class _Growing:
         ends = self._with_room(ends, kind)
         whole = self.blocks - ends.blocks
         return any(
-            len(self._before(ends, kind, stages, whole, True)) for stages, _ in self.passes.limits[kind, True, False]
+            len(self._before(ends, kind, stages, limits, whole, True))
+            for stages, limits in self.passes.limits[kind, True, False]
         )
 
     def _grown(self, ends: _Ends, kind: int) -> _Ends:
         """With one more stage in front."""
         ends, found = self._with_room(ends, kind), [_NONE]
         for stages, limits in self.passes.limits[kind, False, False]:
-            most = np.minimum(limits.most, self.blocks - ends.blocks)
-            which = np.repeat(np.arange(len(ends)), np.maximum(0, most))
-            held = (
-                np.arange(len(which))
-                - np.repeat(np.cumsum(np.maximum(0, most)) - np.maximum(0, most), np.maximum(0, most))
-                + 1
-            )
-            found.append(self._before(ends.at(which), kind, stages, held, False))
+            most = np.maximum(0, np.minimum(limits.most, self.blocks - ends.blocks))
+            which = np.repeat(np.arange(len(ends)), most)
+            held = np.arange(len(which)) - np.repeat(np.cumsum(most) - most, most) + 1
+            found.append(self._before(ends.at(which), kind, stages, limits, held, False))
         return _joined(found)
 
     def _with_room(self, ends: _Ends, kind: int) -> _Ends:
         return ends.at(self.chains.vectors[kind, ends.vector] < self.chains.count[kind])
 
-    def _before(self, ends: _Ends, kind: int, stages: Stages, held: Whole, first: bool) -> _Ends:
+    def _before(self, ends: _Ends, kind: int, stages: Stages, limits: Limits, held: Whole, first: bool) -> _Ends:
         """``ends`` with a stage of so many blocks in front of each, at every depth that allows a later A than a shallower one;
         only those that may matter."""
         end_s, hop_s = self.step_s - stages.optimizer_s[held], 2 * self.whole.once_s[kind, ends.kind]
         message_s = self.whole.message_s[kind, ends.kind]
         trip_s = ends.trip_s + hop_s + stages.fill_s[held]
         vector, blocks = ends.vector + self.chains.one[kind], ends.blocks + held
-        latest_s = np.minimum(ends.latest_s - hop_s - stages.fill_s[held], self._alone_s(stages, kind, first)[held])
+        latest_s = np.minimum(ends.latest_s - hop_s - stages.fill_s[held], limits.latest_s[0][held])
         latest_s = np.minimum(latest_s, end_s - (self.count - 1) * message_s - trip_s)
         earliest_s = np.zeros(len(ends)) if first else self.earliest[kind][blocks, vector]
         most = np.minimum(self.count, stages.kept[held] + ROUNDING).astype(np.int64)
@@ -225,11 +218,6 @@ class _Growing:
             flying[alive] += 1
             alive = alive[(at_s < latest_s[alive]) & (flying[alive] <= most[alive])]
         return _joined(found)
-
-    def _alone_s(self, stages: Stages, kind: int, first: bool) -> Floats:
-        """By blocks: the latest A as far as a stage's own work and sums go."""
-        (limits,) = (limits for other, limits in self.passes.limits[kind, first, False] if other is stages)
-        return np.asarray(limits.latest_s[self.index])
 
     def _deep_s(self, stages: Stages, held: Whole, flying: Whole, end_s: Floats, trip_s: Floats) -> Floats:
         """The latest A with so many micro-batches in flight: round trips follow one another (``bound``)."""
