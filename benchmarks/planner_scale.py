@@ -94,6 +94,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=20, help="seeds 0 to this, exclusive")
     parser.add_argument("--large", type=int, default=3, help=f"as many seeds of more than {PAIRWISE} devices")
     parser.add_argument("--noise", type=float, default=0.0, help="of times and links, either way")
+    parser.add_argument("--thorough", action="store_true", help="plan as [plan] thorough does")
     parser.add_argument("--bounds", action="store_true", help="the slow bounds too")
     parser.add_argument("--causes", action="store_true", help="with --bounds: and what forces the packing bound")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -111,8 +112,7 @@ def main() -> int:
     for devices in arguments.devices:
         seeds = arguments.seeds if devices <= PAIRWISE else min(arguments.large, arguments.seeds)
         rows = [
-            run(generate(devices, seed, arguments.noise), seed, arguments.noise, arguments.bounds, arguments.causes)
-            for seed in range(seeds)
+            run(asked(generate(devices, seed, arguments.noise), arguments), seed, arguments) for seed in range(seeds)
         ]
         runs += rows
         print_means(rows)
@@ -121,9 +121,14 @@ def main() -> int:
     return verdict(runs, arguments.check)
 
 
-def run(case: Case, seed: int, noise: float, slow_bounds: bool, causes: bool) -> Run:
-    profile, devices = case.profile, len(case.profile.devices)
-    request = replace(case.request, indifference=INDIFFERENCE if noise else 0.0)
+def asked(case: Case, arguments: argparse.Namespace) -> Case:
+    indifference = INDIFFERENCE if arguments.noise else 0.0
+    return replace(case, request=replace(case.request, indifference=indifference, thorough=arguments.thorough))
+
+
+def run(case: Case, seed: int, arguments: argparse.Namespace) -> Run:
+    profile, request, devices = case.profile, case.request, len(case.profile.devices)
+    slow_bounds = arguments.bounds
     begin = time.process_time()
     plan = make_plan(profile, request)
     seconds = time.process_time() - begin
@@ -131,11 +136,11 @@ def run(case: Case, seed: int, noise: float, slow_bounds: bool, causes: bool) ->
     used = sum(len(pipeline.stages) for pipeline in plan.pipelines)
     begin = time.process_time()
     counted_s = large_bound_s(profile, request, step_s) if slow_bounds and devices <= PAIRWISE else None
-    found = forced(profile, request, step_s) if slow_bounds and causes else None
+    found = forced(profile, request, step_s) if slow_bounds and arguments.causes else None
     packing_s = found.bound_s if found else packing_bound_s(profile, request, step_s) if slow_bounds else None
     bound_seconds = time.process_time() - begin
     one = Run(
-        devices, seed, noise, case.job, seconds, len(plan.pipelines), used, step_s, fluid_bound_s(profile, request),
+        devices, seed, arguments.noise, case.job, seconds, len(plan.pipelines), used, step_s, fluid_bound_s(profile, request),
         counted_s, packing_s, found.added_s if found else None, bound_seconds,
     )  # fmt: skip
     print_row(one)

@@ -102,6 +102,20 @@ def test_a_bad_plan_becomes_a_good_one_and_the_same_every_time() -> None:
     assert best is not None and step_s <= 1.03 * best.step_s
 
 
+def test_a_thorough_request_anneals_longer_and_pipelines_that_share_memory_too() -> None:
+    thorough = replace(REQUEST, thorough=True)
+    start = even_plan(((6, 0, 5, 1, 4, 2, 3),))
+    apart = cluster()
+    begun_s = outlined(start, apart).step_s
+    assert annealed(start, begun_s, apart, thorough)[1] <= annealed(start, begun_s, apart, REQUEST)[1]
+
+    together = replace(apart, model=replace(apart.model, tied=True))
+    begun_s = outlined(start, together).step_s
+    assert annealed(start, begun_s, together, REQUEST) == (start, begun_s)
+    plan, step_s = annealed(start, begun_s, together, thorough)
+    assert step_s == simulate(plan, together).step_s < 0.6 * begun_s
+
+
 def test_indifference_keeps_a_plan_that_is_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = cluster()
     best = decide(profile, REQUEST)

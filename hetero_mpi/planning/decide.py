@@ -33,7 +33,7 @@ LARGE = 32
 MANY_RANKS = 12
 """With more ranks than this a plan is not polished."""
 MUCH_SLOWER = 1.05
-"""Plans of other numbers of pipelines are annealed too, unless they take so many times as long."""
+"""Where the request is thorough, plans of other numbers of pipelines are annealed too, unless they take so many times as long."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _improved(best: Decision, profile: ClusterProfile, request: PlanRequest) -> 
         found = abreast(*found, profile, Polisher(profile, request, ABREAST_EFFORT))
         found = Polisher(profile, request, POLISH_EFFORT).polished(*found)
     if len(profile.devices) <= LARGE and request.schedule == "auto" and request.allow_idle:
-        others = list(_other_numbers(found, profile, request)) if few_ranks else []
+        others = list(_other_numbers(found, profile, request)) if few_ranks and request.thorough else []
         found = annealed(*found, profile, request, others)
     # What a further rank would do is asked of the single pipeline that was found: of other ranks it says nothing.
     optimum = best.optimum if _used(found[0]) == _used(best.plan) else None

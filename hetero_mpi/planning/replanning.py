@@ -122,7 +122,7 @@ def _candidates(question: Question, profile: ClusterProfile) -> Iterator[Plan]:
     if len(plan.pipelines) > 1:
         return
     (pipeline,) = plan.pipelines
-    request = replace(question.request, max_pipelines=1, micro_batch_choices=(pipeline.micro_batch,))
+    request = replace(question.request, thorough=False, max_pipelines=1, micro_batch_choices=(pipeline.micro_batch,))
     active = sorted(stage.ranks[0] for stage in pipeline.stages)
     staying = _decided(restricted(profile, active), replace(request, allow_idle=False))
     if staying is not None:

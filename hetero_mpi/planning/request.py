@@ -36,6 +36,8 @@ class PlanRequest:
     """May ranks be left out when that is faster (or when there are more ranks than items)?"""
     indifference: float = 0.0
     """Plans within this share of the fastest are as good: of these, the one whose ranks follow one another is taken."""
+    thorough: bool = False
+    """Look longer for the fastest plan: several times as long (``annealing``)."""
     memory_reserve: float = 0.05
     """Share of every device's usable memory that is kept free."""
     copy_bytes_per_trainable_parameter: float = 0.0

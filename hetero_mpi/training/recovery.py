@@ -223,7 +223,8 @@ def plan_again(setting: Setting, past: Past, profile: ClusterProfile) -> Plan:
     job, dropout = setting.job, setting.tuning.uses_dropout(setting.chain)
     choices, _ = micro_batch_choices(job.train.global_batch, job.train.micro_batch, past.profiled_ranks, dropout)
     asked = request_of(setting.loaded, choices, generations_in_memory(job.checkpoint.buddy_every))
-    request = replace(asked, sequence_length=profile.model.sequence_length)
+    # Every rank waits for it.
+    request = replace(asked, sequence_length=profile.model.sequence_length, thorough=False)
     plan, _ = obtain_plan(setting.world, profile, request, setting.run_dir, Given(None, None))
     say(*plan_lines(plan, profile))
     return plan

@@ -56,6 +56,7 @@ def request_of(loaded: LoadedJob, choices: tuple[int, ...], generations: int = 0
         schedule=job.plan.schedule,
         recompute_choices=(False, True) if job.train.recompute == "auto" else (job.train.recompute,),
         allow_idle=job.plan.allow_idle,
+        thorough=job.plan.thorough,
         memory_reserve=job.plan.memory_reserve,
         indifference=INDIFFERENCE,
         copy_bytes_per_trainable_parameter=COPY_BYTES * (snapshots + 2 * generations),

@@ -21,11 +21,13 @@ from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.several.fleet import Fleet, in_own_order
 from hetero_mpi.planning.several.polish import WORTHWHILE, Polisher
 
-FAR, NEAR = (3000, 0.02, 0.0005), (3000, 0.003, 0.0005)
-"""Changes looked at in a round far from a plan and near the best; the mean share by which a step may get longer, at the beginning
-and at the end."""
-EFFORT = 4_000_000
-"""Simulated actions that a round may spend on them."""
+FAR, NEAR = (0.02, 0.0005), (0.003, 0.0005)
+"""The mean share by which a step may get longer, at the beginning and at the end of a round: far from a plan, and near the
+best."""
+LOOKS, EFFORT = 1500, 500_000
+"""Changes looked at in a round, and simulated actions that it may spend on them: a fraction of a second."""
+THOROUGH_LOOKS, THOROUGH_EFFORT = 3000, 4_000_000
+"""The same, of a thorough request."""
 
 
 def annealed(
@@ -37,17 +39,22 @@ def annealed(
 ) -> tuple[Plan, float]:
     """``plan``, which fits and takes ``step_s``, or better. Ranks leave the order that they stand in only for more than the
     request is indifferent to. ``others``: plans to begin from as well, and their step times. None with a split backward or a
-    short micro-batch is begun from."""
+    short micro-batch is begun from. Unless the request is thorough, one round far and one near, and only where pipelines are timed
+    without simulating them together."""
     starts = [one for one in ((plan, step_s), *others) if _is_alike(one[0])]
     annealer = Annealer(profile, request)
+    if not request.thorough and annealer.clock is None:
+        return plan, step_s
     rounds = []
     for seed, start in enumerate(starts):
         far = annealer.round(*start, FAR, random.Random(seed))
         rounds.append(annealer.round(*far, NEAR, random.Random(seed)))
-    if rounds:
-        best = min(rounds, key=lambda one: one[1])
-        plan, step_s = annealer.chosen((plan, step_s), annealer.round(*best, NEAR, random.Random(len(rounds))))
-    return plan, step_s
+    if not rounds:
+        return plan, step_s
+    best = min(rounds, key=lambda one: one[1])
+    if request.thorough:
+        best = annealer.round(*best, NEAR, random.Random(len(rounds)))
+    return annealer.chosen((plan, step_s), best)
 
 
 def _is_alike(plan: Plan) -> bool:
@@ -69,11 +76,12 @@ class Annealer:
         self._known: dict[Line, Fitting | None] = {}
 
     def round(
-        self, plan: Plan, step_s: float, heat: tuple[int, float, float], draw: random.Random
+        self, plan: Plan, step_s: float, heat: tuple[float, float], draw: random.Random
     ) -> tuple[Plan, float]:
         """``plan``, which takes ``step_s``, or better. ``heat``: see ``FAR``."""
-        looks, warm, cold = heat
-        changes, self.left = Changes(self.costs, draw), EFFORT
+        warm, cold = heat
+        looks, self.left = (THOROUGH_LOOKS, THOROUGH_EFFORT) if self.request.thorough else (LOOKS, EFFORT)
+        changes = Changes(self.costs, draw)
         now, now_s = self._lines(plan), step_s
         best, best_s = None, step_s
         for look in range(looks):

@@ -190,7 +190,7 @@ class _Growing:
         latest_s = np.minimum(latest_s, end_s - (self.count - 1) * message_s - trip_s)
         earliest_s = np.zeros(len(ends)) if first else self.earliest[kind][blocks, vector]
         most = np.minimum(self.count, stages.kept[held] + ROUNDING).astype(np.int64)
-        rounds = np.maximum(1.0, np.floor((end_s - earliest_s) / trip_s + ROUNDING))
+        rounds = np.maximum(1.0, np.floor((end_s - earliest_s) / np.maximum(trip_s, ROUNDING) + ROUNDING))
         flying = np.maximum(ends.flying, np.ceil(self.count / rounds - ROUNDING).astype(np.int64))
         alive = np.flatnonzero((latest_s >= earliest_s) & (flying <= most))
         found, before_s = [_NONE], np.full(len(ends), -1.0)
