@@ -118,16 +118,15 @@ class MpiTransport:
         # If the communication thread is in MPI just now, it starts the request itself: nobody waits for it here.
         if self._own_mpi.acquire(blocking=False):
             try:
-                self._start_posted()
-                if self._held:
-                    self._start_held()
+                self._start()
             finally:
                 self._own_mpi.release()
         if self._thread is not None:
             self._thread.wake()
         return request
 
-    def _start_posted(self) -> None:
+    def _start(self) -> bool:
+        """Start what has been posted, and held sends whose bytes are there. Whether there were any of these."""
         while self._to_start:
             request = self._to_start.popleft()
             if isinstance(request, Sum):
@@ -138,9 +137,10 @@ class MpiTransport:
                     self._held.append(request)
                 else:
                     self._progress.start_message(self._messages, request, self._piece_bytes)
+        return bool(self._held) and self._start_held()
 
     def _start_held(self) -> bool:
-        """Start sends whose bytes are there, of each (destination, tag) in their order. Whether there were any."""
+        """Of each (destination, tag) in their order."""
         held, behind = [], set()
         for request in self._held:
             route = request.peer, request.tag
@@ -161,8 +161,7 @@ class MpiTransport:
     def look(self) -> bool:
         """Start what has been posted, take what has finished. Whether anything has, or could leave at last."""
         with self._own_mpi:
-            self._start_posted()
-            started = bool(self._held) and self._start_held()
+            started = self._start()
             return self._progress.poll() or started
 
     def wait(self, request: Request) -> None:
@@ -208,8 +207,7 @@ class MpiTransport:
         if self._thread is not None:
             self._thread.stop()
         with self._own_mpi:
-            self._start_posted()
-            self._start_held()
+            self._start()
             for request in self._held:
                 self._progress.begin(request)
             self._progress.abandon(grace_s)

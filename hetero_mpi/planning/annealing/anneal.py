@@ -75,9 +75,7 @@ class Annealer:
         self.clock = Clock(self.costs, first) if is_plain(profile) else None
         self._known: dict[Line, Fitting | None] = {}
 
-    def round(
-        self, plan: Plan, step_s: float, heat: tuple[float, float], draw: random.Random
-    ) -> tuple[Plan, float]:
+    def round(self, plan: Plan, step_s: float, heat: tuple[float, float], draw: random.Random) -> tuple[Plan, float]:
         """``plan``, which takes ``step_s``, or better. ``heat``: see ``FAR``."""
         warm, cold = heat
         looks, self.left = (THOROUGH_LOOKS, THOROUGH_EFFORT) if self.request.thorough else (LOOKS, EFFORT)
