@@ -3,63 +3,90 @@
 from __future__ import annotations
 
 import re
+import signal
 import statistics
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.reliability_kills import Row, ended, job_of, started, wait_for
+import psutil
+
+from benchmarks.reliability_kills import Row, job_of, newest, started, wait_for
 from hetero_mpi.launch.processes import VARIABLE
 
-RANKS, FIRST, LAST, ROUNDS = 2, 50, 200, 4
-"""Steps are timed from ``FIRST``, by when it is decided how often copies are taken, to ``LAST``."""
-BUDGET_S = 300.0
-"""No round begins later than this: on a slow machine there are fewer."""
+RANKS, FIRST, LAST = 2, 50, 450
+"""Steps are timed from ``FIRST``, by when it is decided how often copies are taken, until a run has come to ``LAST``."""
+WINDOW_S = 2.0
+"""The runs stand still but for one, each in turn for so long: what else the machine does then slows all of them down."""
+ALONE = (["--with-ft", "ulfm"], {}, 0)
 KINDS = {
-    "none": (["--with-ft", "ulfm"], {}, 0),
+    "none": ALONE,
     "in memory": (["--with-ft", "ulfm"], {}, "auto"),
     "on disk": ([], {VARIABLE: "benchmark.1"}, "auto"),
+    "none, once more": ALONE,
 }
 """Launcher's options, environment, ``buddy_every``."""
 
 
+class _Run:
+    """A run that stands still but when it is its turn."""
+
+    def __init__(self, folder: Path, name: str, process: psutil.Popen, log: Path) -> None:
+        self.run, self.process, self.log = folder / name, process, log
+        self.seconds, self.steps = 0.0, 0
+        if not wait_for(process, self.run, FIRST):
+            raise SystemExit(f"step {FIRST} did not come:\n{log.read_text()}")
+        self._all(signal.SIGSTOP)
+        self._begun = newest(self.run)
+
+    def turn(self) -> None:
+        """Go on for ``WINDOW_S``."""
+        self._all(signal.SIGCONT)
+        begin = time.monotonic()
+        time.sleep(WINDOW_S)
+        if self.process.poll() is not None:
+            raise SystemExit(f"the run ended after step {newest(self.run)}:\n{self.log.read_text()}")
+        self._all(signal.SIGSTOP)
+        self.seconds += time.monotonic() - begin
+        self.steps = newest(self.run) - self._begun
+
+    def _all(self, which: signal.Signals) -> None:
+        for one in [self.process, *self.process.children(recursive=True)]:
+            one.send_signal(which)
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds / max(1, self.steps)
+
+    @property
+    def chosen(self) -> list[int]:
+        """Numbers of steps between copies that were chosen."""
+        return [int(found) for found in re.findall(r"Copies of .*: every (\d+) step", self.log.read_text())]
+
+
 def copies(folder: Path) -> list[Row]:
-    """Steps with copies as often as the run thinks right, against steps without, in turns; seconds by the clock outside."""
-    job, began = job_of(folder), time.monotonic()
-    steps: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    every: list[int] = []
-    for turn in range(ROUNDS):
-        if turn and time.monotonic() - began > BUDGET_S:
-            break
-        for kind in KINDS:
-            step_s, chosen = _timed(folder, job, f"{kind.replace(' ', '-')}-{turn}", kind)
-            steps[kind].append(step_s)
-            every += chosen
-            print(
-                f"copies: round {turn + 1} of {ROUNDS}, {time.monotonic() - began:.0f} s: {kind}, {step_s * 1e3:.2f} ms a step",
-                flush=True,
-            )
-    rows: list[Row] = [("a step without copies (median)", 1e3 * statistics.median(steps["none"]), "ms", None, None)]
+    """Steps with copies as often as the run thinks right, against steps without; seconds by the clock outside."""
+    job = job_of(folder)
+    with ExitStack() as stack:
+        runs: dict[str, _Run] = {}
+        for kind, (options, variables, wanted) in KINDS.items():
+            more = ["--set", f"checkpoint.buddy_every={wanted}", "--set", f"train.steps={2 * LAST}"]
+            name = re.sub(r"\W+", "-", kind)
+            begun = stack.enter_context(started(folder, job, folder / name, RANKS, options, more, **variables))
+            runs[kind] = _Run(folder, name, *begun)
+        while max(run.steps for run in runs.values()) < LAST - FIRST:
+            for kind, run in runs.items():
+                run.turn()
+                print(
+                    f"copies: {kind}: {run.steps} of {LAST - FIRST} steps, {run.step_s * 1e3:.1f} ms each", flush=True
+                )
+        every = [number for run in runs.values() for number in run.chosen]
+    none_s = statistics.mean(runs[kind].step_s for kind, given in KINDS.items() if given is ALONE)
+    rows: list[Row] = [("a step without copies", 1e3 * none_s, "ms", None, None)]
     for kind in ("in memory", "on disk"):
-        ratio = statistics.median(own / none for own, none in zip(steps[kind], steps["none"], strict=True))
-        # The promise is 2 %; rounds of equal runs differ by about as much again.
-        rows.append((f"a step with copies {kind} / without (median of rounds)", ratio, "", None, 1.04))
-    spread = statistics.median(steps["none"])
-    rows.append(("runs without copies: slowest / median", max(steps["none"]) / spread, "", None, None))
+        # The promise is 2 %; equal runs differ by about as much again.
+        rows.append((f"a step with copies {kind} / without", runs[kind].step_s / none_s, "", None, 1.04))
+    again = runs["none, once more"].step_s / runs["none"].step_s
+    rows.append(("a step without copies / without, of two runs", again, "", None, None))
     rows.append(("steps between copies, as chosen (median)", statistics.median(every or [0]), "", None, None))
     return rows
-
-
-def _timed(folder: Path, job: Path, name: str, kind: str) -> tuple[float, list[int]]:
-    """(seconds of a step between ``FIRST`` and ``LAST``, the numbers of steps between copies that were chosen)."""
-    options, variables, wanted = KINDS[kind]
-    more = ["--set", f"checkpoint.buddy_every={wanted}", "--set", f"train.steps={LAST}"]
-    run = folder / name
-    with started(folder, job, run, RANKS, options, more, **variables) as (process, log):
-        begins = []
-        for step in (FIRST, LAST):
-            if not wait_for(process, run, step):
-                raise SystemExit(f"step {step} did not come:\n{log.read_text()}")
-            begins.append(time.monotonic())
-        ended(process)
-    chosen = [int(found) for found in re.findall(r"Copies of .*: every (\d+) step", log.read_text())]
-    return (begins[1] - begins[0]) / (LAST - FIRST), chosen
