@@ -24,7 +24,7 @@ from hetero_mpi.planning.several.fleet import Floats
 
 Whole = NDArray[np.int64]
 
-MOST_VECTORS = 400
+MOST_VECTORS = 1_100
 """Classes are joined until there are no more vectors than these."""
 MOST_UNLIKE = 1.13
 """No classes are joined of which one is more than so many times as fast, or as large, as the other."""
