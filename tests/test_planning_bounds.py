@@ -10,7 +10,7 @@ from hetero_mpi.planning.changes import with_plenty_of_memory
 from hetero_mpi.planning.decide import decide
 from hetero_mpi.planning.exact.joint import Exact
 from hetero_mpi.planning.memory import predict_memory
-from hetero_mpi.planning.packing import counted
+from hetero_mpi.planning.packing import cases, counted
 from hetero_mpi.planning.packing.bound import CAUSES, forced, packing_bound_s, packing_of
 from hetero_mpi.planning.packing.counted import Counted, classes_apart, packed
 from hetero_mpi.planning.packing.fractions import fractions_bound_s
@@ -24,7 +24,9 @@ from tests.planning_samples import SEQUENCE, make_model, make_profile, random_pl
 from tests.test_planning_exact import joint_instance
 
 EQUAL = 1 + 1e-9
-NEAR = 1 + 1.5 * counted.TOLERANCE
+RAISED = (3, 4, 40)
+"""Seeds of ``heavy`` of which the same blocks make a difference."""
+NEAR = 1 + 1.5 * cases.TOLERANCE
 
 
 def as_needed(seed: int, pipelines: int = 3) -> tuple[Plan, ClusterProfile, PlanRequest]:
@@ -77,7 +79,7 @@ def test_no_plan_is_under_the_bound_of_joined_classes_or_of_fractions(
     facts = classes_apart(Facts(profile, request, apart=True))
     assert facts is not None
     assert Counted(facts).number <= 6 or len(facts.classes) == 1
-    assert counted.packing(facts, low_s, 2 * step_s).bound_s <= step_s * EQUAL
+    assert cases.packing(facts, low_s, 2 * step_s).bound_s <= step_s * EQUAL
     assert fractions_bound_s(Facts(profile, request), low_s, 2 * step_s) <= step_s * EQUAL
 
 
@@ -170,6 +172,46 @@ def test_no_good_plan_with_sums_inside_hosts_is_under_a_packing_bound(seed: int)
     if found is not None:
         for closely in (False, True):
             assert packing_bound_s(profile, request, 2 * found.step_s, closely) <= found.step_s * EQUAL
+
+
+def heavy(seed: int) -> tuple[ClusterProfile, PlanRequest]:
+    """Two hosts, up to two pipelines, and layers whose sums take about as long between hosts as a step."""
+    draw = random.Random(seed)
+    here, there = draw.choice((2, 3)), draw.choice((2, 3, 4))
+    slowness = [draw.choice((1.0, 1.0, 2.0, 4.0)) for _ in range(here)] + [
+        draw.choice((1.0, 1.0, 2.0)) for _ in range(there)
+    ]
+    profile = make_profile(slowness, make_model(draw.randint(4, 8)), bytes_per_s=draw.choice((300.0, 1000.0)))
+    larger, held = draw.choice((5, 20)), draw.choice((0.4, 0.6, 1.0))
+    layers = tuple(replace(x, trainable_parameters=larger * x.trainable_parameters) for x in profile.model.layers)
+    model = replace(profile.model, layers=layers)
+    state = sum(x.parameter_bytes + x.trainable_parameters * model.state_bytes_per_trainable_parameter for x in layers)
+    devices = tuple(
+        replace(d, host=f"host{int(d.rank >= here)}", memory_bytes=int(held * state) + 20_000) for d in profile.devices
+    )
+    links = tuple(
+        LinkProfile(k.source, k.destination, 0.0, 1e9, True) if (k.source >= here) == (k.destination >= here) else k
+        for k in profile.links
+    )
+    request = PlanRequest(
+        draw.choice((6, 12)), SEQUENCE, (1, 2), max_pipelines=2, recompute_choices=(False, True), memory_reserve=0.0
+    )
+    return replace(profile, model=model, devices=devices, links=links), request
+
+
+@pytest.mark.parametrize("seed", [0, 3, 4, 7, 40])
+def test_where_sums_must_stay_inside_hosts_pipelines_hold_the_same_blocks_there(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile, request = heavy(seed)
+    found = decide(profile, request)
+    assert found is not None
+    bound_s = packing_bound_s(profile, request, 2 * found.step_s)
+    monkeypatch.setattr(cases.Search, "_must_stay", lambda *_: False)
+    without_s = packing_bound_s(profile, request, 2 * found.step_s)
+    assert without_s * (1 - cases.TOLERANCE) <= bound_s <= found.step_s * EQUAL
+    if seed in RAISED:
+        assert bound_s > 1.03 * without_s
 
 
 def test_a_pipeline_over_two_hosts_passes_every_sequence_over_their_link() -> None:

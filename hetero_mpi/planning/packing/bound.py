@@ -13,7 +13,10 @@ all later ones):
   off, and ``rho A + S c + tail + optimizer <= T``, c with them, where rho is the share of A that lies before: backwards of
   earlier stages need not wait for weights and sums. The tail are the sums of the stage's items that the last backward cannot
   hide: the less, the larger the last micro-batch is;
-* a sum over P ranks leaves every host with fewer than P ranks, and every host without a rank in some pipeline;
+* a sum over P ranks leaves every host with fewer than P ranks, and every host without a rank in some pipeline, and wherever the
+  pipelines hold unlike blocks on a host. A block that is summed between hosts has a holder in the pipeline with the largest share,
+  of a P-th of the batch at least, and its sum follows that much work: if that takes longer than T, all pipelines hold the same
+  blocks on the host;
 * with k micro-batches in flight at most, the forward of micro-batch i + k begins after the backward of i has ended. So the
   forward of the last one begins after ``ceil(M / k) - 1`` round trips (M: micro-batches of the share), and after r - 1 forwards
   if r are left then: ``A + ceil(M / k) R + (r - 1) forward + optimizer <= T``;
@@ -34,7 +37,8 @@ from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.changes import with_free_links, with_plenty_of_memory
-from hetero_mpi.planning.packing.counted import Packing, classes_apart, packing
+from hetero_mpi.planning.packing.cases import Packing, packing
+from hetero_mpi.planning.packing.counted import classes_apart
 from hetero_mpi.planning.packing.fractions import fractions_bound_s
 from hetero_mpi.planning.packing.relaxed import Facts
 from hetero_mpi.planning.profile import ClusterProfile
@@ -59,7 +63,7 @@ class Forced:
 def packing_bound_s(profile: ClusterProfile, request: PlanRequest, known_s: float, closely: bool = True) -> float:
     """No plan of as many pipelines as the request allows is faster; within a ``TOLERANCE`` of what the relaxation can show.
 
-    ``known_s``: some plan's step time, where the search begins. Not ``closely``: quicker, and less tight (``counted.packing``).
+    ``known_s``: some plan's step time, where the search begins. Not ``closely``: quicker, and less tight (``cases.packing``).
     """
     return _from(fluid_bound_s(profile, request), profile, request, known_s, closely=closely).bound_s
 

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_mpi.planning import large_bound
 from hetero_mpi.planning.packing.chains import Chains
 from hetero_mpi.planning.packing.relaxed import ANY, Batch, Facts, RankClass, Summing
 from hetero_mpi.planning.packing.stages import StageTables
-from hetero_mpi.planning.packing.whole import WholeChains
+from hetero_mpi.planning.packing.whole import Span, WholeChains
 from hetero_mpi.planning.several.fleet import Floats
 
 Whole = NDArray[np.int64]
@@ -28,37 +26,6 @@ MOST_VECTORS = 1_100
 """Classes are joined until there are no more vectors than these."""
 MOST_UNLIKE = 1.13
 """No classes are joined of which one is more than so many times as fast, or as large, as the other."""
-MOST_TOLD_APART = 4
-"""Up to so many pipelines it is told apart how many there are."""
-GROWTH = 3
-"""Each step away from a known plan's time is so many times as large as the one before."""
-TOLERANCE = 0.002
-"""The search for the largest step time that can be shown ends within this share of it."""
-ROUGHLY = 0.006
-"""The same, where the bound is to be quick."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is supposed of pipelines."""
-
-    summing: Summing
-    limit: int
-    """There are no more of them; 0: any number."""
-    homes: frozenset[int] = frozenset()
-    """All of them have ranks there."""
-
-
-@dataclass(frozen=True)
-class Packing:
-    """What could carry the batch, as far as the relaxation knows."""
-
-    bound_s: float
-    """No plan is faster."""
-    possible_s: float
-    """The least step time that was found possible: that of a known plan, or of ``pipelines``."""
-    pipelines: tuple[tuple[tuple[int, ...], int], ...] = ()
-    """(ranks, sequences) of each pipeline that could do the batch by ``possible_s``; empty: the known plan alone."""
 
 
 class Counted:
@@ -117,10 +84,14 @@ class Counted:
 
 
 class Shares:
-    """What every vector can carry: at least ``least``, at most ``most`` sequences, when pipelines sum gradients so."""
+    """What every vector can carry: at least ``least``, at most ``most`` sequences, when pipelines sum gradients so, and
+    all have such a ``span``; ``base``: the same without it."""
 
-    def __init__(self, counted: Counted, summing: Summing, closely: bool) -> None:
+    def __init__(
+        self, counted: Counted, summing: Summing, closely: bool, span: Span | None = None, base: Shares | None = None
+    ) -> None:
         self.counted, self.summing, self.closely = counted, summing, closely
+        self.span, self.base = span, base
         self.batch = counted.facts.request.global_batch
         self.fewest = self.batch if summing.pipelines == 1 else 1
         """Sequences that any pipeline does at least: one alone does all."""
@@ -137,7 +108,9 @@ class Shares:
         # Each of the other pipelines does one sequence at least.
         ceiling = self.batch - (self.summing.pipelines - 1)
         self.least, self.most = np.zeros_like(self.least), np.minimum(ceiling, np.floor(speed)).astype(np.int64)
-        for other_s, (least, most) in self._known.items():
+        if self.span is not None:
+            self.most = np.minimum(self.most, self._spanned(self.span, step_s))
+        for other_s, (least, most) in [*self._known.items(), *(self.base._known.items() if self.base else ())]:
             if other_s <= step_s:
                 self.least = np.maximum(self.least, least)
             if other_s >= step_s:
@@ -145,6 +118,17 @@ class Shares:
         self.most[self.most < self.fewest] = 0
         self.step_s = step_s
         self._known[step_s] = self.least, self.most
+
+    def _spanned(self, span: Span, step_s: float) -> Whole:
+        """[vector] what speed allows of pipelines with such a span."""
+        facts = self.counted.facts
+        there = np.array([one.home == span.home for one in facts.classes])
+        most = np.full(self.counted.number, float(self.batch))
+        for classes, blocks in ((there, span.least), (~there, len(facts.blocks) - span.most)):
+            if blocks > 0:
+                speed = np.where(classes, facts.speeds, 0.0) @ self.counted.vectors
+                most = np.minimum(most, np.floor(step_s * speed / blocks * (1 + 1e-9)))
+        return most.astype(np.int64)
 
     def look(self, vector: int, shares: list[int]) -> None:
         """Whether these ranks, at best, carry these shares."""
@@ -245,7 +229,7 @@ class Shares:
         for batch in self._batches(share):
             chains = self.counted.chains(vector, self.summing, batch)
             passes = chains.passes([share], self.step_s, ceiling, spare)
-            if passes.carried[0, -1] and self.counted.whole(vector, self.summing, batch).possible(passes):
+            if passes.carried[0, -1] and self.counted.whole(vector, self.summing, batch).possible(passes, self.span):
                 return True
         return False
 
@@ -300,116 +284,3 @@ def _unlike(a: RankClass, b: RankClass, facts: Facts) -> float:
     pairs = [(a.work_s[0], b.work_s[0]), (a.usable, b.usable)] + ([(links[0], links[1])] if a.home != b.home else [])
     ratios = [max(x, y) / max(min(x, y), 1e-30) if x != y else 1.0 for x, y in pairs]
     return max(ratios) * (1.0 if a.home == b.home else 1.001)
-
-
-def packing(facts: Facts, low_s: float, known_s: float, closely: bool = True) -> Packing:
-    """``low_s``: a bound to begin with. ``known_s``: some plan's step time, above which nothing is of interest. Not ``closely``:
-    micro-batches may have any sizes, and no cases are told apart; several times as fast, and less tight where sums are long."""
-    search = Search(facts, closely)
-    tolerance = TOLERANCE if closely else ROUGHLY
-    high_s = known_s
-    found: tuple[tuple[tuple[int, ...], int], ...] = ()
-    share = tolerance / 2
-    while high_s > low_s * (1 + tolerance):
-        # What is known is near: the steps away from it grow until one is impossible.
-        middle_s = max(math.sqrt(low_s * high_s), high_s * (1 - share))
-        share *= GROWTH
-        parts = search.possible(middle_s)
-        if parts is None:
-            low_s = middle_s
-        else:
-            high_s, found = middle_s, parts
-    return Packing(low_s, high_s, found)
-
-
-class Numbers:
-    """How many pipelines there may be, by counting blocks by hosts (``large_bound``): what sums over slow networks rule out."""
-
-    def __init__(self, facts: Facts, most: int) -> None:
-        facts = Facts(facts.profile, facts.request, True)  # whose hosts are told apart
-        groups = large_bound.hosts_of(facts)
-        self._counted = {number: large_bound.Counted(facts, groups, number) for number in range(2, most + 1)}
-        self._impossible_s = dict.fromkeys(self._counted, 0.0)
-        """Step times that are known to be too short."""
-
-    def possible(self, step_s: float) -> list[int]:
-        """Numbers of two and more pipelines that may do the step in so long."""
-        return [number for number in self._counted if not self._impossible(number, step_s)]
-
-    def _impossible(self, number: int, step_s: float) -> bool:
-        if step_s > self._impossible_s[number]:
-            counted = self._counted[number]
-            few = number <= large_bound.MOST_BOXED
-            if counted.impossible(step_s) or (few and large_bound.Shares(counted).impossible(step_s)):
-                self._impossible_s[number] = step_s
-        return step_s <= self._impossible_s[number]
-
-
-class Search:
-    """Whether the batch can be done by a step time, for one time after another.
-
-    What pipelines are told of one another decides what their sums cost. At first that is little: two of them sum, inside a host
-    wherever it has ranks enough. Where pipelines that look possible contradict that, cases are told apart: *all* pipelines
-    have ranks of a host, or its sums leave it; there are exactly so many pipelines, or more.
-    """
-
-    def __init__(self, facts: Facts, closely: bool) -> None:
-        self.counted, self.closely = Counted(facts), closely
-        request = facts.request
-        self.most = min(int(self.counted.vectors[:, -1].sum()), request.max_pipelines, request.global_batch)
-        self._shares: dict[Summing, Shares] = {}
-        self._numbers = Numbers(facts, self.most) if closely and facts.sums else None
-
-    def possible(self, step_s: float) -> tuple[tuple[tuple[int, ...], int], ...] | None:
-        """Pipelines (ranks, sequences) that look as if they could; None: there are none."""
-        several = range(2, self.most + 1) if self._numbers is None else self._numbers.possible(step_s)
-        cases = [Case(Summing(1), 1)]
-        if several:
-            cases.insert(0, Case(Summing(min(several)), max(several) if max(several) < self.most else 0))
-        while cases:
-            case = cases.pop()
-            if case.summing not in self._shares:
-                self._shares[case.summing] = Shares(self.counted, case.summing, self.closely)
-            shares = self._shares[case.summing]
-            if shares.step_s != step_s:
-                shares.begin(step_s)
-            parts = shares.impossible(case.limit, case.homes)
-            if parts is not None:
-                closer = self._closer(case, parts)
-                if not closer:
-                    return _named(self.counted, parts, shares.most)
-                cases += closer
-        return None
-
-    def _closer(self, case: Case, parts: list[int]) -> list[Case]:
-        """The cases that ``case`` falls apart into where ``parts`` contradict what it knows; the most likely one last."""
-        summing, at_home = case.summing, self.counted.at_home
-        if summing.pipelines == 1 or not self.counted.facts.sums or not self.closely:
-            return []
-        torn = [
-            home
-            for home in self.counted.homes_with(summing.pipelines)
-            if home not in summing.leaving and 0 < sum(bool(at_home[home, vector]) for vector in parts) < len(parts)
-        ]
-        if torn:
-            home = torn[0]
-            away = replace(case, summing=replace(summing, leaving=summing.leaving | {home}))
-            found = [replace(case, homes=case.homes | {home}), away]
-            if len(torn) > 1:
-                # Likely enough that sums matter little; if this looks possible, nothing else need be looked at.
-                found.append(replace(case, summing=replace(summing, leaving=summing.leaving.union(torn))))
-            return found
-        if summing.pipelines < min(case.limit or len(parts), len(parts), MOST_TOLD_APART):
-            more = replace(case, summing=replace(summing, pipelines=summing.pipelines + 1))
-            return [replace(case, limit=summing.pipelines), more]
-        return []
-
-
-def _named(counted: Counted, parts: list[int], most: Whole) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """(ranks, sequences) of pipelines given as vectors; all ranks of a class are as good as one another."""
-    left = [list(one.ranks) for one in counted.facts.classes]
-    named = []
-    for vector in parts:
-        ranks = [left[kind].pop(0) for kind, n in enumerate(counted.vectors[:, vector].tolist()) for _ in range(n)]
-        named.append((tuple(ranks), int(most[vector])))
-    return tuple(named)

@@ -34,6 +34,15 @@ MOST_ENDS = 50_000
 """With more ends of pipelines of as many ranks than this, nothing is said."""
 
 
+@dataclass(frozen=True)
+class Span:
+    """Pipelines hold at least ``least`` and at most ``most`` blocks on ranks of a home."""
+
+    home: int
+    least: int
+    most: int
+
+
 @dataclass
 class _Ends:
     """Ends of pipelines, as columns."""
@@ -49,6 +58,8 @@ class _Ends:
     """Micro-batches in flight at the first stage."""
     around_s: Floats
     """What the first stage takes for a micro-batch."""
+    there: Whole
+    """Blocks at the home of a ``Span``."""
 
     def __len__(self) -> int:
         return len(self.vector)
@@ -89,16 +100,19 @@ class WholeChains:
             return [self.chains.facts.between(one.home, other.home)]
         return [way for way in (one.near, one.away, other.near, other.away) if way[1] < np.inf]
 
-    def possible(self, passes: Passes) -> bool:
+    def possible(self, passes: Passes, span: Span | None = None) -> bool:
         """Can all the ranks of ``chains``, or some of them, do the one share of ``passes``, as far as is known here?"""
-        return _Growing(self, passes).possible()
+        return _Growing(self, passes, span).possible()
 
 
 class _Growing:
     """Ends of pipelines of one share, by one step time."""
 
-    def __init__(self, whole: WholeChains, passes: Passes) -> None:
+    def __init__(self, whole: WholeChains, passes: Passes, span: Span | None) -> None:
         self.whole, self.chains, self.passes = whole, whole.chains, passes
+        self.span = span or Span(-1, 0, whole.blocks)
+        self.there = [int(one.home == self.span.home) for one in self.chains.facts.classes]
+        """By class: do its blocks count for the span?"""
         (share,) = passes.shares.tolist()
         self.share, self.step_s, self.size = int(share), passes.step_s, whole.chains.batch.size
         self.count = -(-self.share // self.size)
@@ -116,6 +130,8 @@ class _Growing:
     def possible(self) -> bool:
         chains = self.chains
         for kind in chains.used:
+            if not self.span.least <= self.there[kind] * self.blocks <= self.span.most:
+                continue
             for stages, limits in self.passes.limits[kind, True, True]:
                 if (limits.rounds * stages.fill_s <= limits.left_s)[0, self.blocks]:
                     return True
@@ -152,7 +168,7 @@ class _Growing:
             found.append(
                 _Ends(
                     ones * self.chains.one[kind], blocks, ones * kind, fill_s[blocks], latest_s[blocks], ones,
-                    stages.around_s[blocks],
+                    stages.around_s[blocks], blocks * self.there[kind],
                 )
             )  # fmt: skip
         return _joined(found) if found else _NONE
@@ -186,13 +202,15 @@ class _Growing:
         message_s = self.whole.message_s[kind, ends.kind]
         trip_s = ends.trip_s + hop_s + stages.fill_s[held]
         vector, blocks = ends.vector + self.chains.one[kind], ends.blocks + held
+        there = ends.there + held * self.there[kind]
         latest_s = np.minimum(ends.latest_s - hop_s - stages.fill_s[held], limits.latest_s[0][held])
         latest_s = np.minimum(latest_s, end_s - (self.count - 1) * message_s - trip_s)
         earliest_s = np.zeros(len(ends)) if first else self.earliest[kind][blocks, vector]
         most = np.minimum(self.count, stages.kept[held] + ROUNDING).astype(np.int64)
         rounds = np.maximum(1.0, np.floor((end_s - earliest_s) / np.maximum(trip_s, ROUNDING) + ROUNDING))
         flying = np.maximum(ends.flying, np.ceil(self.count / rounds - ROUNDING).astype(np.int64))
-        alive = np.flatnonzero((latest_s >= earliest_s) & (flying <= most))
+        spanned = (there <= self.span.most) & (there + self.blocks - blocks >= self.span.least)
+        alive = np.flatnonzero((latest_s >= earliest_s) & (flying <= most) & spanned)
         found, before_s = [_NONE], np.full(len(ends), -1.0)
         around_s = stages.around_s[held] + ends.around_s + 2 * message_s
         while len(alive):
@@ -209,7 +227,7 @@ class _Growing:
             found.append(
                 _Ends(
                     vector[which], blocks[which], np.full(len(which), kind), trip_s[which], at_s[better], flying[which],
-                    stages.around_s[held[which]],
+                    stages.around_s[held[which]], there[which],
                 )
             )  # fmt: skip
             if first and len(which):
@@ -237,17 +255,18 @@ class _Growing:
         return np.asarray(left_s - (behind - 1 + rest) * stages.forward_s[held] - times * around_s)
 
 
-_NONE = _Ends(*(np.zeros(0, dtype=np.int64),) * 3, *(np.zeros(0),) * 2, np.zeros(0, dtype=np.int64), np.zeros(0))
+_NO = np.zeros(0, dtype=np.int64)
+_NONE = _Ends(_NO, _NO, _NO, np.zeros(0), np.zeros(0), _NO, np.zeros(0), _NO)
 
 
 def _kept(ends: _Ends, step_s: float) -> _Ends:
-    """Without those that are no better than another of the same ranks, blocks and class."""
+    """Without those that are no better than another of the same ranks, blocks (there, too) and class."""
     if not len(ends):
         return ends
     # Of equal depth and first stage: by R, those whose A is later than that of all with a shorter R.
     group = np.ravel_multi_index(
-        (ends.vector, ends.blocks, ends.kind),
-        (int(ends.vector.max()) + 1, int(ends.blocks.max()) + 1, int(ends.kind.max()) + 1),
+        (ends.vector, ends.blocks, ends.kind, ends.there),
+        tuple(int(column.max()) + 1 for column in (ends.vector, ends.blocks, ends.kind, ends.there)),
     )
     order = np.lexsort((-ends.latest_s, ends.trip_s, ends.around_s, ends.flying, group))
     ends, group = ends.at(order), group[order]
