@@ -10,6 +10,7 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import metadata
 from typing import Literal
 
@@ -29,7 +30,13 @@ MUST_MATCH: dict[str, Rule] = {
 
 def own_versions(mpi_library: str) -> dict[str, str]:
     """Versions of what runs in this process, without importing any of it; a package that is not there is ``absent``."""
-    versions = {"hetero_mpi": __version__, MPI_LIBRARY: mpi_library, "Python": platform.python_version()}
+    return {"hetero_mpi": __version__, MPI_LIBRARY: mpi_library, "Python": platform.python_version(), **_installed()}
+
+
+@cache
+def _installed() -> dict[str, str]:
+    """Looked up once: a dozen files are read for it."""
+    versions = {}
     for name in ("torch", "transformers", "peft", "numpy", "mpi4py"):
         try:
             versions[name] = metadata.version(name)
