@@ -314,7 +314,8 @@ def test_an_outage_of_twelve_seconds_is_ridden_out(tmp_path: Path) -> None:
         time.sleep(12)
         rack.plug_in("hB")
         assert running.end() == 0, running.output.read_text()[-6000:]
-    assert [event["event"] for event in events(run)] == ["hosts", "start", "first-step", "ended", "end"]
+        told = [event["event"] for event in events(run)]
+        assert told == ["hosts", "start", "first-step", "ended", "end"], running.output.read_text()[-6000:]
     assert losses(run) == job.straight_losses()
 
 
