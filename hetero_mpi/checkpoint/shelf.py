@@ -22,6 +22,7 @@ from hetero_mpi.checkpoint.reader import CheckpointReader
 SHELF_NAME = "copies"
 _RANK = re.compile(r"rank-(\d{4,})")
 _PIECE = re.compile(r"step-(\d{8,})\.([0-9a-f]{8})\.h5")
+_LEFTOVER = re.compile(r"\..*\.h5\.tmp-.*")
 
 
 @dataclass(frozen=True)
@@ -91,27 +92,37 @@ def keep_generations(run_dir: Path, kept: Collection[str], sweep: bool = False) 
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
     if sweep:
-        for leftover in (run_dir / SHELF_NAME).glob("rank-*/.*.h5.tmp-*"):
-            with contextlib.suppress(OSError):
-                leftover.unlink(missing_ok=True)
+        for leftover in (path for folder in _folders(run_dir) for path in _listed(folder)):
+            if _LEFTOVER.fullmatch(leftover.name):
+                with contextlib.suppress(OSError):
+                    leftover.unlink(missing_ok=True)
 
 
 def clear_shelf(run_dir: Path) -> None:
-    """Remove all copies on this host: the run is over, or another one begins."""
+    """Remove all copies on this host: the run is over, or another one begins. Any number of ranks may do so at once."""
     keep_generations(run_dir, (), sweep=True)
-    for folder in (*(run_dir / SHELF_NAME).glob("rank-*"), run_dir / SHELF_NAME):
+    for folder in (*_folders(run_dir), run_dir / SHELF_NAME):
         with contextlib.suppress(OSError):  # not there, or something of somebody else's in it
             folder.rmdir()
 
 
 def _named(run_dir: Path) -> Iterator[tuple[Path, re.Match[str]]]:
     """Files that bear the name of a piece, with the match (step, generation)."""
+    for folder in _folders(run_dir):
+        for path in _listed(folder):
+            name = _PIECE.fullmatch(path.name)
+            if name is not None:
+                yield path, name
+
+
+def _folders(run_dir: Path) -> list[Path]:
+    """Those of ranks."""
+    return [folder for folder in _listed(run_dir / SHELF_NAME) if _RANK.fullmatch(folder.name)]
+
+
+def _listed(folder: Path) -> list[Path]:
+    """What lies there; nothing where there is no such folder, or another rank of the host removes it at this moment."""
     try:
-        folders = [folder for folder in (run_dir / SHELF_NAME).iterdir() if _RANK.fullmatch(folder.name)]
-        for folder in folders:
-            for path in folder.iterdir():
-                name = _PIECE.fullmatch(path.name)
-                if name is not None:
-                    yield path, name
+        return list(folder.iterdir())
     except OSError:
-        return  # there are none, or somebody removes them at this moment
+        return []

@@ -1,0 +1,55 @@
+"""Copies on the disks of hosts, as files: what several ranks of one disk do there at once."""
+
+import threading
+from pathlib import Path
+
+from hetero_mpi.checkpoint.shelf import SHELF_NAME, clear_shelf, keep_generations, newest_copy_step, piece_path
+
+RANKS = 6
+
+
+def filled(run: Path) -> None:
+    """A piece of two generations of every rank, and what a dead process was writing."""
+    for rank in range(RANKS):
+        for step, generation in ((3, "0000aaaa"), (5, "0000bbbb")):
+            path = piece_path(run, rank, step, generation)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        (path.parent / f".{path.name}.tmp-12.abcd").touch()
+
+
+def test_pieces_of_other_generations_go_and_what_was_being_written(tmp_path: Path) -> None:
+    filled(tmp_path)
+    other = tmp_path / SHELF_NAME / "notes.txt"
+    other.touch()
+    keep_generations(tmp_path, ("0000aaaa",))
+    assert newest_copy_step(tmp_path) == 3
+    assert len(list((tmp_path / SHELF_NAME).glob("rank-*/.*"))) == RANKS
+    keep_generations(tmp_path, ("0000aaaa",), sweep=True)
+    left = {path.name for path in (tmp_path / SHELF_NAME).glob("rank-*/*")}
+    assert left == {piece_path(tmp_path, 0, 3, "0000aaaa").name}
+    clear_shelf(tmp_path)
+    assert list((tmp_path / SHELF_NAME).iterdir()) == [other]
+
+
+def test_ranks_of_one_disk_clear_it_at_once(tmp_path: Path) -> None:
+    """Each finds that others remove what it is about to look into."""
+    failures: list[BaseException] = []
+
+    def clear(run: Path, together: threading.Barrier) -> None:
+        together.wait()
+        try:
+            clear_shelf(run)
+        except BaseException as error:
+            failures.append(error)
+
+    for attempt in range(100):
+        run, together = tmp_path / str(attempt), threading.Barrier(RANKS)
+        filled(run)
+        ranks = [threading.Thread(target=clear, args=(run, together)) for _ in range(RANKS)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        assert not failures, failures
+        assert not (run / SHELF_NAME).exists()
