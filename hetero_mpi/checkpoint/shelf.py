@@ -92,10 +92,9 @@ def keep_generations(run_dir: Path, kept: Collection[str], sweep: bool = False) 
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
     if sweep:
-        for leftover in (path for folder in _folders(run_dir) for path in _listed(folder)):
-            if _LEFTOVER.fullmatch(leftover.name):
-                with contextlib.suppress(OSError):
-                    leftover.unlink(missing_ok=True)
+        for leftover, _ in _named(run_dir, _LEFTOVER):
+            with contextlib.suppress(OSError):
+                leftover.unlink(missing_ok=True)
 
 
 def clear_shelf(run_dir: Path) -> None:
@@ -106,11 +105,11 @@ def clear_shelf(run_dir: Path) -> None:
             folder.rmdir()
 
 
-def _named(run_dir: Path) -> Iterator[tuple[Path, re.Match[str]]]:
-    """Files that bear the name of a piece, with the match (step, generation)."""
+def _named(run_dir: Path, pattern: re.Pattern[str] = _PIECE) -> Iterator[tuple[Path, re.Match[str]]]:
+    """Files of ranks that bear such a name, with the match; of a piece: (step, generation)."""
     for folder in _folders(run_dir):
         for path in _listed(folder):
-            name = _PIECE.fullmatch(path.name)
+            name = pattern.fullmatch(path.name)
             if name is not None:
                 yield path, name
 

@@ -10,23 +10,31 @@ import math
 from collections.abc import Sequence
 
 ROUNDING = 1e-9
+SHORTEST_S = 1e-12
+"""No period is shorter."""
 
 
-def paced_each(compute_s: Sequence[float], hops_s: Sequence[float], period_s: float, allowance: float) -> list[int]:
+def period_s(compute_s: Sequence[float], hops_s: Sequence[float]) -> float:
+    """What the slowest stage, or a link with its messages out and back at once, takes for a micro-batch."""
+    return max(*compute_s, *(hop_s / 2 for hop_s in hops_s), SHORTEST_S)
+
+
+def paced_each(compute_s: Sequence[float], hops_s: Sequence[float], period: float, allowance: float) -> list[int]:
     """Warm-up of every stage, the last one's 0; each stage has ``allowance`` periods more than it needs after the next.
 
-    ``compute_s``: forward and backward of a micro-batch by stage; ``hops_s``: its messages, out and back, by link.
+    ``compute_s``: forward and backward of a micro-batch by stage; ``hops_s``: its messages, out and back, by link;
+    ``period``: seconds.
     """
     wanted = [0]
     for behind_s, hop_s in zip(reversed(compute_s[1:]), reversed(hops_s), strict=True):
-        wanted.append(wanted[-1] + max(1, math.ceil((behind_s + hop_s) / period_s + allowance - ROUNDING)))
+        wanted.append(wanted[-1] + max(1, math.ceil((behind_s + hop_s) / period + allowance - ROUNDING)))
     return wanted[::-1]
 
 
-def paced_together(compute_s: Sequence[float], hops_s: Sequence[float], period_s: float, allowance: float) -> list[int]:
+def paced_together(compute_s: Sequence[float], hops_s: Sequence[float], period: float, allowance: float) -> list[int]:
     """The same, with ``allowance`` once for all stages behind, and periods begun counted once: shallower."""
     wanted, late = [0], 0.0
     for behind_s, hop_s in zip(reversed(compute_s[1:]), reversed(hops_s), strict=True):
-        late += (behind_s + hop_s) / period_s
+        late += (behind_s + hop_s) / period
         wanted.append(max(wanted[-1] + 1, math.ceil(late + allowance - ROUNDING)))
     return wanted[::-1]

@@ -41,10 +41,10 @@ def annealed(
     request is indifferent to. ``others``: plans to begin from as well, and their step times. None with a split backward or a
     short micro-batch is begun from. Unless the request is thorough, one round far and one near, and only where pipelines are timed
     without simulating them together."""
+    if not (request.thorough or is_plain(profile)):
+        return plan, step_s
     starts = [one for one in ((plan, step_s), *others) if _is_alike(one[0])]
     annealer = Annealer(profile, request)
-    if not request.thorough and annealer.clock is None:
-        return plan, step_s
     rounds = []
     for seed, start in enumerate(starts):
         far = annealer.round(*start, FAR, random.Random(seed))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hetero_mpi.planning.cycles import cycle_bound_s
-from hetero_mpi.planning.pacing import paced_each
+from hetero_mpi.planning.pacing import paced_each, period_s
 from hetero_mpi.planning.plan import PipelinePlan, StagePlan
 from hetero_mpi.planning.several.fleet import Fleet
 from hetero_mpi.planning.simulator import spans_s
@@ -132,8 +132,7 @@ class Costs:
         times = self._times(line, [False] * len(line.ranks))
         compute = [f + b for f, b in zip(times.forward, times.backward, strict=True)]
         hops = [out + back for out, back in zip(times.out, times.back, strict=True)]
-        period = max(*compute, *(hop / 2 for hop in hops), 1e-12)
-        warm_up = paced_each(compute, hops, period, allowance)
+        warm_up = paced_each(compute, hops, period_s(compute, hops), allowance)
         return replace(line, flying=tuple(min(line.micro_batches, depth + 1) for depth in warm_up))
 
     def _times(self, line: Line, recompute: Sequence[bool]) -> Times:

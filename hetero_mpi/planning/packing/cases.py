@@ -118,7 +118,7 @@ class Search:
                 shares.begin(step_s)
             parts = shares.impossible(case.limit, case.homes)
             if parts is not None:
-                closer = self._closer(case, parts) or self._spans(case, parts, step_s)
+                closer = self._apart(case, parts, step_s)
                 if not closer:
                     return _named(self.counted, parts, shares.most)
                 cases += closer
@@ -131,11 +131,15 @@ class Search:
             self._shares[key] = Shares(self.counted, case.summing, self.closely, case.span, base)
         return self._shares[key]
 
-    def _closer(self, case: Case, parts: list[int]) -> list[Case]:
-        """The cases that ``case`` falls apart into where ``parts`` contradict what it knows; the most likely one last."""
-        summing, at_home = case.summing, self.counted.at_home
-        if summing.pipelines == 1 or not self.counted.facts.sums or not self.closely:
+    def _apart(self, case: Case, parts: list[int], step_s: float) -> list[Case]:
+        """The cases that ``case``, in which ``parts`` look possible, falls apart into; the most likely one last."""
+        if case.summing.pipelines == 1 or not self.counted.facts.sums or not self.closely:
             return []
+        return self._closer(case, parts) or self._spans(case, parts, step_s)
+
+    def _closer(self, case: Case, parts: list[int]) -> list[Case]:
+        """Those where ``parts`` contradict what ``case`` knows."""
+        summing, at_home = case.summing, self.counted.at_home
         torn = [
             home
             for home in self.counted.homes_with(summing.pipelines)
@@ -143,23 +147,19 @@ class Search:
         ]
         if torn:
             home = torn[0]
-            away = replace(case, summing=replace(summing, leaving=summing.leaving | {home}))
-            found = [replace(case, homes=case.homes | {home}), away]
+            found = [replace(case, homes=case.homes | {home}), _leaving(case, home)]
             if len(torn) > 1:
                 # Likely enough that sums matter little; if this looks possible, nothing else need be looked at.
-                found.append(replace(case, summing=replace(summing, leaving=summing.leaving.union(torn))))
+                found.append(_leaving(case, *torn))
             return found
         if summing.pipelines < min(case.limit or len(parts), len(parts), MOST_TOLD_APART):
-            more = replace(case, summing=replace(summing, pipelines=summing.pipelines + 1))
-            return [replace(case, limit=summing.pipelines), more]
+            return [replace(case, limit=summing.pipelines), _more(case)]
         return []
 
     def _spans(self, case: Case, parts: list[int], step_s: float) -> list[Case]:
-        """The cases that ``case`` falls apart into by how many blocks pipelines hold at a home: all of them the same ones where
-        sums between hosts would take too long."""
+        """Those by how many blocks pipelines hold at a home: all of them the same ones where sums between hosts would take too
+        long."""
         summing, span = case.summing, case.span
-        if summing.pipelines < 2 or not self.counted.facts.sums or not self.closely:
-            return []
         if span is not None:
             return self._halves(case, span)
         if len(parts) != summing.pipelines or (case.limit != len(parts) and len(parts) >= MOST_TOLD_APART):
@@ -171,9 +171,9 @@ class Search:
                 exact = replace(case, limit=summing.pipelines)
                 found = self._halves(exact, Span(home, 0, len(self.counted.facts.blocks)))
                 if home not in case.homes:
-                    found.insert(0, replace(exact, summing=replace(summing, leaving=summing.leaving | {home})))
+                    found.insert(0, _leaving(exact, home))
                 if case.limit != summing.pipelines:
-                    found.insert(0, replace(case, summing=replace(summing, pipelines=summing.pipelines + 1)))
+                    found.insert(0, _more(case))
                 return found
         return []
 
@@ -197,6 +197,16 @@ class Search:
         spans = [replace(span, most=middle), replace(span, least=middle + 1)]
         spans.sort(key=lambda one: one.least <= matched < one.most + 1)
         return [replace(case, homes=case.homes | {span.home}, span=one) for one in spans]
+
+
+def _leaving(case: Case, *homes: int) -> Case:
+    """Sums leave these homes, too."""
+    return replace(case, summing=replace(case.summing, leaving=case.summing.leaving.union(homes)))
+
+
+def _more(case: Case) -> Case:
+    """There is one pipeline more at least."""
+    return replace(case, summing=replace(case.summing, pipelines=case.summing.pipelines + 1))
 
 
 def _named(counted: Counted, parts: list[int], most: Whole) -> tuple[tuple[tuple[int, ...], int], ...]:

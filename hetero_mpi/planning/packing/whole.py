@@ -116,7 +116,7 @@ class _Growing:
         (share,) = passes.shares.tolist()
         self.share, self.step_s, self.size = int(share), passes.step_s, whole.chains.batch.size
         self.count = -(-self.share // self.size)
-        self.blocks, self.last = whole.blocks, passes.last
+        self.blocks = whole.blocks
         self.earliest = {kind: self._earliest_s(kind) for kind in self.chains.used}
 
     def _earliest_s(self, kind: int) -> Floats:

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from hetero_mpi.planning.durations import Durations
-from hetero_mpi.planning.pacing import paced_together
+from hetero_mpi.planning.pacing import paced_together, period_s
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.schedule import Action, Op
@@ -118,6 +118,5 @@ def _paced(plan: Plan, profile: ClusterProfile) -> Iterator[list[tuple[int, ...]
     for allowance in ALLOWANCES:
         depths = []
         for own, hops in spans:
-            period = max(*own, *(hop / 2 for hop in hops), 1e-12) if hops else 1.0
-            depths.append(tuple(paced_together(own, hops, period, allowance)))
+            depths.append(tuple(paced_together(own, hops, period_s(own, hops), allowance)))
         yield depths

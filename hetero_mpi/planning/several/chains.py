@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_mpi.planning.pacing import paced_each
+from hetero_mpi.planning.pacing import paced_each, period_s
 from hetero_mpi.planning.several.columns import Columns
 from hetero_mpi.planning.several.fleet import Floats, Indices
 from hetero_mpi.planning.simulator import spans_s
@@ -238,8 +238,7 @@ class Chains:
                 float(columns.latency_s[a, b] + columns.latency_s[b, a])
                 + size * float(columns.per_byte_s[a, b] + columns.per_byte_s[b, a])
             )
-        period = max(max(compute), *(hop / 2 for hop in hops), 1e-12)
-        wanted = paced_each(compute, hops, period, allowance)
+        wanted = paced_each(compute, hops, period_s(compute, hops), allowance)
         shallow = _classic(count, self.micro_batches)
         warm_up: list[int] = []
         for place, column in enumerate(picks):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_mpi.planning.pacing import paced_together
+from hetero_mpi.planning.pacing import paced_together, period_s
 from hetero_mpi.planning.several.chains import spans_of_many_s
 from hetero_mpi.planning.several.fleet import Fleet, Floats
 from hetero_mpi.planning.several.pace import Crew
@@ -266,8 +266,7 @@ class Cutter:
             self.way_s(a, b, cut) + self.way_s(b, a, cut)
             for (a, b), cut in zip(itertools.pairwise(crew), cuts[1:], strict=False)
         ]
-        period = max(*compute, *(hop / 2 for hop in hops), 1e-12) if len(crew) > 1 else 1.0
-        wanted = paced_together(compute, hops, period, allowance)
+        wanted = paced_together(compute, hops, period_s(compute, hops), allowance)
         warm_up: list[int] = []
         for place, index in enumerate(crew):
             rank, first, n = self.rank(index), cuts[place], cuts[place + 1] - cuts[place] - 1
