@@ -113,8 +113,11 @@ def test_a_sum_of_an_emulated_cluster_lasts_from_its_last_member_s_start() -> No
 
 def test_sums_of_an_emulated_cluster_queue_for_the_cards_of_their_hosts(tmp_path: Path) -> None:
     """Ranks 0, 1 on host a, 2, 3 on b. Groups (0, 2) and (1, 3) sum between the hosts, one after the other; a third of ranks
-    0 and 1 does not wait for the card, and no rank sees another end than its peer."""
-    sum_s, ends = 0.1, [0.0] * 4
+    0 and 1 does not wait for the card, which is taken, and no rank sees another end than its peer."""
+    sum_s, taken_s = 0.1, 0.3
+    starts, inside_ends, ends = [0.0] * 2, [0.0] * 2, [0.0] * 4
+    begin = time.perf_counter()
+    Cards.create(str(tmp_path / "cards"), "aabb").book(0, 2, begin, taken_s)
     held = [
         EmulatedTransport(
             end,
@@ -132,16 +135,18 @@ def test_sums_of_an_emulated_cluster_queue_for_the_cards_of_their_hosts(tmp_path
         transport = make()
         across = transport.group((rank % 2, rank % 2 + 2), rank % 2)
         inside = transport.group((0, 1), 2) if rank < 2 else None
-        begin = time.perf_counter()
         if inside is not None:
-            transport.wait(transport.all_reduce(inside, np.ones(4, np.float32)))
-            assert time.perf_counter() - begin < 1.9 * sum_s
+            first = transport.all_reduce(inside, np.ones(4, np.float32))
+            starts[rank] = time.perf_counter()
+            transport.wait(first)
+            inside_ends[rank] = first.moment_s  # type: ignore[attr-defined]
         request = transport.all_reduce(across, np.ones(4, np.float32))
         transport.wait(request)
         ends[rank] = request.moment_s  # type: ignore[attr-defined]
 
     between_threads(held, case)
-    assert ends[:2] == ends[2:]
+    assert inside_ends[0] == inside_ends[1] <= max(starts) + sum_s
+    assert ends[:2] == ends[2:] and min(ends) >= begin + taken_s + sum_s
     assert abs(ends[0] - ends[1]) >= sum_s * (1 - 1e-9)
 
 
