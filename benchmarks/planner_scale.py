@@ -1,7 +1,7 @@
 """How long planning takes and how far its plans are from the bounds, for more and more devices; one core.
 
-    python benchmarks/planner_scale.py [--devices 16 64 1024] [--seeds 20] [--noise 0.05] [--bounds] [--causes] [--json FILE]
-                                       [--check]
+    python benchmarks/planner_scale.py [--devices 16 64 1024] [--seeds 20] [--noise 0.05] [--thorough] [--bounds]
+                                       [--causes] [--json FILE] [--check]
 
 The clusters are those of ``clusters.py``; of more than 128 devices only the first ``--large`` seeds are run. Seconds are CPU
 seconds of ``make_plan``, explanations included. Three bounds:

@@ -84,7 +84,7 @@ def copies(folder: Path) -> list[Row]:
     none_s = statistics.mean(runs[kind].step_s for kind, given in KINDS.items() if given is ALONE)
     rows: list[Row] = [("a step without copies", 1e3 * none_s, "ms", None, None)]
     for kind in ("in memory", "on disk"):
-        # The promise is 2 %; equal runs differ by about as much again.
+        # The promise is 2 %; equal runs differ by about as much again on a machine that does nothing else, by more on others.
         rows.append((f"a step with copies {kind} / without", runs[kind].step_s / none_s, "", None, 1.04))
     again = runs["none, once more"].step_s / runs["none"].step_s
     rows.append(("a step without copies / without, of two runs", again, "", None, None))
