@@ -339,6 +339,8 @@ pipelines = 1  # several give the same losses, but not the same bits: those plan
 [profile]
 repeats = 1
 largest_message_bytes = 65536
+[report]
+write = false  # pictures of some hundred runs would take minutes
 """
 
 

@@ -13,10 +13,13 @@ all later ones):
   off, and ``rho A + S c + tail + optimizer <= T``, c with them, where rho is the share of A that lies before: backwards of
   earlier stages need not wait for weights and sums. The tail are the sums of the stage's items that the last backward cannot
   hide: the less, the larger the last micro-batch is;
+* the last backward of an earlier stage comes after those of all stages behind it: if a stage cannot have sent its last gradient
+  before ``load`` has passed since its first micro-batch arrived (``S c``, or whatever the inequalities below say of stages behind
+  it, and the way there and back), then ``rho A + load + tail + optimizer <= T`` (``whole``);
 * a sum over P ranks leaves every host with fewer than P ranks, and every host without a rank in some pipeline, and wherever the
   pipelines hold unlike blocks on a host. A block that is summed between hosts has a holder in the pipeline with the largest share,
   of a P-th of the batch at least, and its sum follows that much work: if that takes longer than T, all pipelines hold the same
-  blocks on the host;
+  blocks on the host. If it does not, all do so, or every pipeline has a stage with such a block's sum;
 * with k micro-batches in flight at most, the forward of micro-batch i + k begins after the backward of i has ended. So the
   forward of the last one begins after ``ceil(M / k) - 1`` round trips (M: micro-batches of the share), and after r - 1 forwards
   if r are left then: ``A + ceil(M / k) R + (r - 1) forward + optimizer <= T``;

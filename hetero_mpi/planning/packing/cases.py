@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from hetero_mpi.planning import large_bound
 from hetero_mpi.planning.packing.counted import Counted, Shares, Whole
 from hetero_mpi.planning.packing.relaxed import Facts, Summing
-from hetero_mpi.planning.packing.whole import Span
+from hetero_mpi.planning.packing.whole import Rule, Span, Torn
 
 MOST_TOLD_APART = 4
 """Up to so many pipelines it is told apart how many there are."""
+LONG = 0.1
+"""Sums between hosts of so large a share of a step or more are long."""
 GROWTH = 3
 """Each step away from a known plan's time is so many times as large as the one before."""
 TOLERANCE = 0.002
@@ -30,8 +32,8 @@ class Case:
     """There are no more of them; 0: any number."""
     homes: frozenset[int] = frozenset()
     """All of them have ranks there."""
-    span: Span | None = None
-    """All of them hold so many blocks at a home."""
+    rule: Rule | None = None
+    """What all of them have in common besides."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Search:
         self.counted, self.closely = Counted(facts), closely
         request = facts.request
         self.most = min(int(self.counted.vectors[:, -1].sum()), request.max_pipelines, request.global_batch)
-        self._shares: dict[tuple[Summing, Span | None], Shares] = {}
+        self._shares: dict[tuple[Summing, Rule | None], Shares] = {}
         self._numbers = Numbers(facts, self.most) if closely and facts.sums else None
 
     def possible(self, step_s: float) -> tuple[tuple[tuple[int, ...], int], ...] | None:
@@ -125,17 +127,17 @@ class Search:
         return None
 
     def _shares_of(self, case: Case) -> Shares:
-        key = case.summing, case.span
+        key = case.summing, case.rule
         if key not in self._shares:
-            base = self._shares_of(replace(case, span=None)) if case.span else None
-            self._shares[key] = Shares(self.counted, case.summing, self.closely, case.span, base)
+            base = self._shares_of(replace(case, rule=None)) if case.rule else None
+            self._shares[key] = Shares(self.counted, case.summing, self.closely, case.rule, base)
         return self._shares[key]
 
     def _apart(self, case: Case, parts: list[int], step_s: float) -> list[Case]:
         """The cases that ``case``, in which ``parts`` look possible, falls apart into; the most likely one last."""
         if case.summing.pipelines == 1 or not self.counted.facts.sums or not self.closely:
             return []
-        return self._closer(case, parts) or self._spans(case, parts, step_s)
+        return self._closer(case, parts) or self._ruled(case, parts, step_s)
 
     def _closer(self, case: Case, parts: list[int]) -> list[Case]:
         """Those where ``parts`` contradict what ``case`` knows."""
@@ -156,34 +158,41 @@ class Search:
             return [replace(case, limit=summing.pipelines), _more(case)]
         return []
 
-    def _spans(self, case: Case, parts: list[int], step_s: float) -> list[Case]:
-        """Those by how many blocks pipelines hold at a home: all of them the same ones where sums between hosts would take too
-        long."""
-        summing, span = case.summing, case.span
-        if span is not None:
-            return self._halves(case, span)
-        if len(parts) != summing.pipelines or (case.limit != len(parts) and len(parts) >= MOST_TOLD_APART):
+    def _ruled(self, case: Case, parts: list[int], step_s: float) -> list[Case]:
+        """Those by how many blocks pipelines hold at a home where sums between hosts are long: all of them the same ones, or one is
+        torn between hosts, if there is time for its sum."""
+        summing, rule = case.summing, case.rule
+        if isinstance(rule, Span):
+            return self._halves(case, rule)
+        if rule or len(parts) != summing.pipelines or (case.limit != len(parts) and len(parts) >= MOST_TOLD_APART):
             return []
-        for home in self.counted.homes_with(summing.pipelines):
-            if home in summing.leaving or not self.counted.at_home[home, parts].all():
-                continue
-            if self._must_stay(home, summing, step_s):
-                exact = replace(case, limit=summing.pipelines)
-                found = self._halves(exact, Span(home, 0, len(self.counted.facts.blocks)))
-                if home not in case.homes:
-                    found.insert(0, _leaving(exact, home))
-                if case.limit != summing.pipelines:
-                    found.insert(0, _more(case))
-                return found
+        facts = self.counted.facts
+        shared = [
+            (-self._torn_s(home, summing), home)
+            for home in self.counted.homes_with(summing.pipelines)
+            if home not in summing.leaving and self.counted.at_home[home, parts].all()
+        ]
+        for torn_s, home in sorted(shared):
+            if -torn_s < LONG * step_s:
+                break
+            exact = replace(case, limit=summing.pipelines)
+            found = self._halves(exact, Span(home, 0, len(facts.blocks)))
+            share = -(-facts.request.global_batch // summing.pipelines)
+            # The pipeline with the largest share has a holder of the block, too.
+            if share * min(one.work_s[0] for one in facts.classes) - torn_s <= step_s:
+                found.insert(0, replace(exact, rule=Torn(home, -torn_s)))
+            if home not in case.homes:
+                found.insert(0, _leaving(exact, home))
+            if case.limit != summing.pipelines:
+                found.insert(0, _more(case))
+            return found
         return []
 
-    def _must_stay(self, home: int, summing: Summing, step_s: float) -> bool:
-        """Has the pipeline with the largest share no time to sum a block that only some pipelines hold at ``home``?"""
+    def _torn_s(self, home: int, summing: Summing) -> float:
+        """Least seconds of the sum of a block that only some pipelines hold at ``home``."""
         facts = self.counted.facts
         sums_s = facts.sums_s(replace(summing, leaving=frozenset({home})))
-        least_s = min(sums_s[kind][0] for kind, one in enumerate(facts.classes) if one.home == home)
-        share = -(-facts.request.global_batch // summing.pipelines)
-        return share * min(one.work_s[0] for one in facts.classes) + least_s > step_s
+        return min(sums_s[kind][0] for kind, one in enumerate(facts.classes) if one.home == home)
 
     def _halves(self, case: Case, span: Span) -> list[Case]:
         """``case`` with fewer and with more blocks of ``span``; the half in which speeds are matched comes last."""
@@ -196,7 +205,7 @@ class Search:
         matched = len(facts.blocks) * speed / float(facts.speeds @ facts.count)
         spans = [replace(span, most=middle), replace(span, least=middle + 1)]
         spans.sort(key=lambda one: one.least <= matched < one.most + 1)
-        return [replace(case, homes=case.homes | {span.home}, span=one) for one in spans]
+        return [replace(case, homes=case.homes | {span.home}, rule=one) for one in spans]
 
 
 def _leaving(case: Case, *homes: int) -> Case:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from hetero_mpi.planning.packing.chains import Chains
 from hetero_mpi.planning.packing.relaxed import ANY, Batch, Facts, RankClass, Summing
 from hetero_mpi.planning.packing.stages import StageTables
-from hetero_mpi.planning.packing.whole import Span, WholeChains
+from hetero_mpi.planning.packing.whole import Rule, Span, WholeChains
 from hetero_mpi.planning.several.fleet import Floats
 
 Whole = NDArray[np.int64]
@@ -85,13 +85,13 @@ class Counted:
 
 class Shares:
     """What every vector can carry: at least ``least``, at most ``most`` sequences, when pipelines sum gradients so, and
-    all have such a ``span``; ``base``: the same without it."""
+    all keep such a ``rule``; ``base``: the same without it."""
 
     def __init__(
-        self, counted: Counted, summing: Summing, closely: bool, span: Span | None = None, base: Shares | None = None
+        self, counted: Counted, summing: Summing, closely: bool, rule: Rule | None = None, base: Shares | None = None
     ) -> None:
         self.counted, self.summing, self.closely = counted, summing, closely
-        self.span, self.base = span, base
+        self.rule, self.base = rule, base
         self.batch = counted.facts.request.global_batch
         self.fewest = self.batch if summing.pipelines == 1 else 1
         """Sequences that any pipeline does at least: one alone does all."""
@@ -108,8 +108,8 @@ class Shares:
         # Each of the other pipelines does one sequence at least.
         ceiling = self.batch - (self.summing.pipelines - 1)
         self.least, self.most = np.zeros_like(self.least), np.minimum(ceiling, np.floor(speed)).astype(np.int64)
-        if self.span is not None:
-            self.most = np.minimum(self.most, self._spanned(self.span, step_s))
+        if isinstance(self.rule, Span):
+            self.most = np.minimum(self.most, self._spanned(self.rule, step_s))
         for other_s, (least, most) in [*self._known.items(), *(self.base._known.items() if self.base else ())]:
             if other_s <= step_s:
                 self.least = np.maximum(self.least, least)
@@ -229,7 +229,7 @@ class Shares:
         for batch in self._batches(share):
             chains = self.counted.chains(vector, self.summing, batch)
             passes = chains.passes([share], self.step_s, ceiling, spare)
-            if passes.carried[0, -1] and self.counted.whole(vector, self.summing, batch).possible(passes, self.span):
+            if passes.carried[0, -1] and self.counted.whole(vector, self.summing, batch).possible(passes, self.rule):
                 return True
         return False
 

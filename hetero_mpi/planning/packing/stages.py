@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,8 +62,19 @@ class Stages:
     optimizer_s: Floats
     tail_s: Floats
     """What sums of gradients take that the last backward cannot hide."""
+    beyond_s: Floats
+    """By how much all sums take longer than the last backward can hide; below 0: they do not."""
+    sum_s: float
+    """A block's sum."""
     kept: Floats
     """Most micro-batches in flight, of ``ANY`` sequences; 0: such a stage does not fit, or is none."""
+
+    def torn(self, sum_s: float) -> Stages:
+        """Such stages, of at least one block, of which one block's sum takes so long."""
+        tail_s = np.maximum(self.tail_s, self.beyond_s - self.sum_s + sum_s)
+        kept = self.kept.copy()
+        kept[0] = 0.0
+        return replace(self, tail_s=tail_s, kept=kept)
 
     def limits(self, shares: Floats, step_s: float, batch: Batch, ahead: float) -> Limits:
         """``ahead``: least share of A that lies before the first backward."""
@@ -132,6 +143,7 @@ class StageTables:
         for recompute in sorted(set(facts.request.recompute_choices)):
             again = blocks * one.repeated_s if recompute else np.zeros_like(blocks)
             own = (blocks * one.refill_s if recompute else 0.0) + (one.overhead_s if facts.filling else 0.0)
+            tail_s, beyond_s = _tail_s(sums, total(sums), blocks, ends, one.hides_s[recompute])
             yield Stages(
                 work_s=total(one.work_s) + again + overhead_s,
                 trip_s=total(one.trip_s) + again + overhead_s,
@@ -139,7 +151,9 @@ class StageTables:
                 around_s=total(one.around_s) + own,
                 forward_s=total(one.forward_s),
                 optimizer_s=one.fixed_s + one.per_parameter_s * self._trained[first, last],
-                tail_s=_tail_s(sums, total(sums), blocks, ends, one.hides_s[recompute]),
+                tail_s=tail_s,
+                beyond_s=beyond_s,
+                sum_s=sums[0],
                 kept=self._kept(one.usable, first, last, recompute),
             )
 
@@ -157,13 +171,14 @@ class StageTables:
 
 def _tail_s(
     sums: tuple[float, ...], total: Floats, blocks: Floats, ends: tuple[bool, bool], hides_s: tuple[float, ...]
-) -> Floats:
-    """Of sums of ``total`` seconds, those after the backward: of the first item, and of all beyond what backward hides."""
+) -> tuple[Floats, Floats]:
+    """Of sums of ``total`` seconds, those after the backward, of the first item at least; and what is beyond what it hides."""
     first = np.full(len(blocks), sums[1]) if ends[0] else np.where(blocks > 0, sums[0], sums[2])
     backward = blocks * hides_s[0] + ends[0] * hides_s[1] + ends[1] * hides_s[2]
     # When the last item is whole, the last backward still has all others to do.
     own = hides_s[2] if ends[1] else np.where(blocks > 0, hides_s[0], hides_s[1])
-    return np.asarray(np.maximum(first, total - (backward - own)))
+    beyond = np.asarray(total - (backward - own))
+    return np.asarray(np.maximum(first, beyond)), beyond
 
 
 def _over_blocks(table: Table, first: bool, last: bool) -> Floats:
