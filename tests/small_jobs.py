@@ -68,7 +68,7 @@ class Workshop:
             "cluster": {"threads": 1},
             # Runs are compared bit by bit, and a noisy profile may prefer another number; busy machines change their speed.
             "plan": {"pipelines": 1, "rebalance": False},
-            "profile": {"repeats": 1, "largest_message_bytes": 65536, "cache": False},
+            "profile": {"repeats": 1, "largest_message_bytes": 65536},
             "report": {"write": False},  # pictures of some hundred runs would take minutes
         }
 

@@ -22,7 +22,7 @@ from hetero_mpi.planning.profile import ClusterProfile, LinkProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.tables import rank_classes
-from tests.planning_samples import SEQUENCE, make_model, make_profile, random_plan
+from tests.planning_samples import SEQUENCE, looks_possible, make_model, make_profile, random_plan
 from tests.test_planning_exact import joint_instance
 
 EQUAL = 1 + 1e-9
@@ -59,13 +59,6 @@ def as_needed(seed: int, pipelines: int = 3) -> tuple[Plan, ClusterProfile, Plan
         memory_reserve=0.0,
     )
     return plan, replace(profile, devices=devices), request
-
-
-def looks_possible(profile: ClusterProfile, request: PlanRequest, step_s: float) -> bool:
-    """What the search for the packing bound asks of one step time."""
-    facts = classes_apart(Facts(profile, request, apart=True))
-    assert facts is not None
-    return cases.Search(facts, closely=True).possible(step_s) is not None
 
 
 @pytest.mark.parametrize("seed", range(1000, 1030))

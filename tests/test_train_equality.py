@@ -5,8 +5,9 @@ One real mpirun per rank count goes through all cases; each is held against a pl
 
 from __future__ import annotations
 
+import itertools
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
-from hetero_mpi.planning.files import load_plan
+from hetero_mpi.planning.files import load_plan, load_profile, save_profile
+from hetero_mpi.planning.profile import LinkProfile
 from hetero_mpi.report.metrics import read_metrics
 from tests import training_cases
 from tests.mpi import run_mpi
@@ -76,6 +78,8 @@ class Bench:
             plan = training_cases.write_plan(root / f"{case.name}.plan.toml", case, ranks)
             run = str(root / case.name)
             entry = {"job": str(job), "plan": str(plan) if plan else None, "run_dir": run, "changing": case.changing}
+            if plan and ranks > 1:
+                entry["profile"] = str(self._alike(ranks, case, root / f"{case.name}.profile.toml"))
             entries.append(entry)
             resume = str(checkpoint_path(root / case.name / "checkpoints", 1))
             other = root / f"{case.name}.other.toml"
@@ -92,6 +96,16 @@ class Bench:
         result = run_mpi(ranks, ["tests/programs/train_cases.py", str(listed)], timeout_s=120 + 20 * len(entries))
         assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
         return root
+
+    def _alike(self, ranks: int, case: Case, path: Path) -> Path:
+        """A profile of so many ranks like the one that the case ran on alone: measuring all of them would take longer than the
+        runs."""
+        alone = load_profile(self.run(1, case) / "profile.toml")
+        pairs = itertools.permutations(range(ranks), 2)
+        links = tuple(LinkProfile(a, b, 1e-4, 1e9, True) for a, b in pairs)
+        devices = tuple(replace(alone.devices[0], rank=rank) for rank in range(ranks))
+        save_profile(replace(alone, key="", devices=devices, links=links), path)
+        return path
 
 
 @pytest.fixture(scope="module")
