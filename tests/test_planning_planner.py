@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s, pipeline_bound_s, plan_bound_s
 from hetero_mpi.planning.cost import EMBEDDING
 from hetero_mpi.planning.explain import beaten
+from hetero_mpi.planning.large_bound import large_bound_s
 from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.packing.bound import packing_bound_s
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
@@ -313,6 +315,13 @@ def test_micro_batches_must_divide_the_batch(choices: tuple[int, ...]) -> None:
         make_plan(make_profile(), PlanRequest(4, SEQUENCE, choices))
 
 
+Bound = Callable[..., float]
+
+
+def _packed(profile: ClusterProfile, request: PlanRequest, known_s: float) -> float:
+    return packing_bound_s(profile, request, known_s, closely=False)
+
+
 def test_a_hand_written_plan_is_completed() -> None:
     profile, request = make_profile((1.0, 1.0, 1.0)), PlanRequest(4, SEQUENCE, (1,))
     given_plan = make_plan_of((0, 1, 4), (2, 0), 4)
@@ -324,6 +333,19 @@ def test_a_hand_written_plan_is_completed() -> None:
     assert complete_plan(given_plan, profile, beyond).bound_step_s == fluid_bound_s(profile, beyond)
     assert [m.rank for m in plan.memory] == [0, 2]
     assert [(idle.rank, idle.reason) for idle in plan.idle] == [(1, "not named in the given plan")]
+
+
+@pytest.mark.parametrize(("ranks", "bounds"), [(10, (large_bound_s, _packed)), (18, (fluid_bound_s, large_bound_s))])
+def test_a_thorough_request_is_told_a_better_bound(ranks: int, bounds: tuple[Bound, Bound]) -> None:
+    profile, request = make_profile([1.0] * ranks, make_model(6)), PlanRequest(4, SEQUENCE, (1,), max_pipelines=2)
+    given_plan = make_plan_of((0, 2, 5, 8), (0, 1, 2), 4)
+    found = []
+    for thorough, bound in zip((False, True), bounds, strict=True):
+        plan = complete_plan(given_plan, profile, replace(request, thorough=thorough))
+        known_s = () if bound is fluid_bound_s else (plan.predicted_step_s,)
+        assert plan.bound_step_s == bound(profile, request, *known_s) <= plan.predicted_step_s * EQUAL
+        found.append(plan.bound_step_s)
+    assert found[1] > found[0]
 
 
 @pytest.mark.parametrize(

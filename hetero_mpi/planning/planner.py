@@ -12,6 +12,7 @@ from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decide import decide
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.explain import busiest, idle_ranks, reasons
+from hetero_mpi.planning.large_bound import large_bound_s
 from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copies
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.packing.bound import packing_bound_s
@@ -24,8 +25,11 @@ from hetero_mpi.planning.simulator import Simulation
 from hetero_mpi.planning.single.optimum import space_of
 from hetero_mpi.planning.words import describe_bytes
 
-CLOSELY_BOUND = 8
-"""Up to so many ranks the bound of a plan is the packing bound, which takes about a second then; beyond, the fluid one."""
+CLOSELY_BOUND = {False: 8, True: 12}
+"""Up to so many ranks, the request being thorough or not, the bound of a plan is the packing bound. It takes about a second for 8
+ranks, up to half a minute for 12."""
+COUNTED_BOUND = {False: 16, True: 64}
+"""Beyond, up to so many the bound by hosts: a fraction of a second for 16, seconds for 64. Beyond that, the fluid one."""
 
 
 def make_plan(profile: ClusterProfile, request: PlanRequest) -> Plan:
@@ -125,9 +129,12 @@ def _with_figures(plan: Plan, profile: ClusterProfile, request: PlanRequest, sim
 
 
 def _bound_s(plan: Plan, profile: ClusterProfile, request: PlanRequest, step_s: float) -> float:
-    """The best bound that is quick to find. A plan by hand that goes beyond the request may be under the packing bound."""
-    if len(profile.devices) > CLOSELY_BOUND or differences(plan, request):
+    """The best bound in the time there is. A plan by hand that goes beyond the request may be under all but the fluid one."""
+    ranks = len(profile.devices)
+    if differences(plan, request) or ranks > COUNTED_BOUND[request.thorough]:
         return fluid_bound_s(profile, request)
+    if ranks > CLOSELY_BOUND[request.thorough]:
+        return large_bound_s(profile, request, step_s)
     return packing_bound_s(profile, request, step_s, closely=False)
 
 
