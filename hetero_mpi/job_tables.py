@@ -207,8 +207,8 @@ class PlanTable(Table):
     """May ranks be left out when that is faster?"""
     thorough: bool = False
     """Look longer for the fastest plan before the first step: seconds to minutes instead of a second or so, for steps that are
-    mostly less than 1 % shorter. Plans for which ranks wait in the middle of a run, after a
-    death that the others outlive or a change of speed, are found quickly all the same."""
+    mostly less than 1 % shorter. Plans for which ranks wait in the middle of a run, after a death that the others outlive or a
+    change of speed, are found quickly all the same."""
     memory_reserve: Fraction = 0.05
     """Share of every rank's usable memory to keep free."""
     schedule: Literal["auto", "gpipe", "1f1b", "split"] = "auto"

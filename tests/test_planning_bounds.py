@@ -207,17 +207,22 @@ def heavy(seed: int) -> tuple[ClusterProfile, PlanRequest]:
     return replace(profile, model=model, devices=devices, links=links), request
 
 
+def planned_and_bound_s(profile: ClusterProfile, request: PlanRequest) -> tuple[float, float]:
+    """The planner's step time, and the packing bound that is searched for from twice as much."""
+    found = decide(profile, request)
+    assert found is not None
+    return found.step_s, packing_bound_s(profile, request, 2 * found.step_s)
+
+
 @pytest.mark.parametrize("seed", [0, 3, 4, 7, 40])
 def test_where_sums_must_stay_inside_hosts_pipelines_hold_the_same_blocks_there(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile, request = heavy(seed)
-    found = decide(profile, request)
-    assert found is not None
-    bound_s = packing_bound_s(profile, request, 2 * found.step_s)
+    step_s, bound_s = planned_and_bound_s(profile, request)
     monkeypatch.setattr(cases, "LONG", math.inf)
-    without_s = packing_bound_s(profile, request, 2 * found.step_s)
-    assert without_s * (1 - cases.TOLERANCE) <= bound_s <= found.step_s * EQUAL
+    without_s = packing_bound_s(profile, request, 2 * step_s)
+    assert without_s * (1 - cases.TOLERANCE) <= bound_s <= step_s * EQUAL
     if seed in RAISED:
         assert bound_s > 1.03 * without_s
 
@@ -227,11 +232,9 @@ def test_where_a_block_may_be_torn_between_hosts_every_pipeline_has_a_stage_with
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile, request = heavy(seed)
-    found = decide(profile, request)
-    assert found is not None
-    bound_s = packing_bound_s(profile, request, 2 * found.step_s)
+    step_s, bound_s = planned_and_bound_s(profile, request)
     monkeypatch.setattr(Stages, "torn", lambda stages, sum_s: stages)
-    assert 1.05 * packing_bound_s(profile, request, 2 * found.step_s) < bound_s <= found.step_s * EQUAL
+    assert 1.05 * packing_bound_s(profile, request, 2 * step_s) < bound_s <= step_s * EQUAL
 
 
 def test_sums_of_a_stage_follow_the_backwards_of_all_stages_behind_it() -> None:
@@ -244,9 +247,8 @@ def test_sums_of_a_stage_follow_the_backwards_of_all_stages_behind_it() -> None:
     one_host = {"host": "host0", "memory_bytes": int(0.6 * state) + 20_000}
     profile = replace(profile, devices=tuple(replace(d, **one_host) for d in profile.devices))
     request = PlanRequest(12, SEQUENCE, (1,), max_pipelines=2, recompute_choices=(False,), memory_reserve=0.0)
-    found = decide(profile, request)
-    assert found is not None
-    assert found.step_s / NEAR <= packing_bound_s(profile, request, 2 * found.step_s) <= found.step_s * EQUAL
+    step_s, bound_s = planned_and_bound_s(profile, request)
+    assert step_s / NEAR <= bound_s <= step_s * EQUAL
 
 
 def test_a_pipeline_over_two_hosts_passes_every_sequence_over_their_link() -> None:

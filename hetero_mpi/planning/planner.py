@@ -27,7 +27,7 @@ from hetero_mpi.planning.words import describe_bytes
 
 CLOSELY_BOUND = {False: 8, True: 12}
 """Up to so many ranks, the request being thorough or not, the bound of a plan is the packing bound. It takes about a second for 8
-ranks, up to half a minute for 12."""
+ranks, up to a minute or more for 12."""
 COUNTED_BOUND = {False: 16, True: 64}
 """Beyond, up to so many the bound by hosts: a fraction of a second for 16, seconds for 64. Beyond that, the fluid one."""
 

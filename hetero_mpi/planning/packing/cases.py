@@ -167,26 +167,25 @@ class Search:
         if rule or len(parts) != summing.pipelines or (case.limit != len(parts) and len(parts) >= MOST_TOLD_APART):
             return []
         facts = self.counted.facts
-        shared = [
-            (-self._torn_s(home, summing), home)
+        shared = {
+            home: self._torn_s(home, summing)
             for home in self.counted.homes_with(summing.pipelines)
             if home not in summing.leaving and self.counted.at_home[home, parts].all()
-        ]
-        for torn_s, home in sorted(shared):
-            if -torn_s < LONG * step_s:
-                break
-            exact = replace(case, limit=summing.pipelines)
-            found = self._halves(exact, Span(home, 0, len(facts.blocks)))
-            share = -(-facts.request.global_batch // summing.pipelines)
-            # The pipeline with the largest share has a holder of the block, too.
-            if share * min(one.work_s[0] for one in facts.classes) - torn_s <= step_s:
-                found.insert(0, replace(exact, rule=Torn(home, -torn_s)))
-            if home not in case.homes:
-                found.insert(0, _leaving(exact, home))
-            if case.limit != summing.pipelines:
-                found.insert(0, _more(case))
-            return found
-        return []
+        }
+        home = max(shared, key=lambda one: shared[one], default=None)
+        if home is None or shared[home] < LONG * step_s:
+            return []
+        exact = replace(case, limit=summing.pipelines)
+        found = self._halves(exact, Span(home, 0, len(facts.blocks)))
+        share = -(-facts.request.global_batch // summing.pipelines)
+        # The pipeline with the largest share has a holder of the block, too.
+        if share * min(one.work_s[0] for one in facts.classes) + shared[home] <= step_s:
+            found.insert(0, replace(exact, rule=Torn(shared[home])))
+        if home not in case.homes:
+            found.insert(0, _leaving(exact, home))
+        if case.limit != summing.pipelines:
+            found.insert(0, _more(case))
+        return found
 
     def _torn_s(self, home: int, summing: Summing) -> float:
         """Least seconds of the sum of a block that only some pipelines hold at ``home``."""

@@ -51,7 +51,6 @@ class Span:
 class Torn:
     """Some block is held at a home by one pipeline and elsewhere by another: each has a stage with its sum, which takes so long."""
 
-    home: int
     sum_s: float
 
 
@@ -137,6 +136,7 @@ class _Growing:
         self.count = -(-self.share // self.size)
         self.blocks = whole.blocks
         self.earliest = {kind: self._earliest_s(kind) for kind in self.chains.used}
+        self.stages = {key: list(self._stages(key)) for key in passes.limits}
 
     def _earliest_s(self, kind: int) -> Floats:
         """[blocks behind, ranks behind]: least A at a stage of ``kind``, before which the other ranks hold the other blocks."""
@@ -146,11 +146,11 @@ class _Growing:
             least = np.minimum.accumulate(least, axis=1 + axis)
         return np.asarray(least.reshape(self.blocks + 1, -1)[::-1, ::-1])
 
-    def _stages(self, kind: int, first: bool, last: bool) -> Iterator[tuple[Stages, Limits, Whole]]:
+    def _stages(self, key: tuple[int, bool, bool]) -> Iterator[tuple[Stages, Limits, Whole]]:
         """With what they add to what counts for the rule [blocks]."""
         held = np.arange(self.blocks + 1)
-        at_home = isinstance(self.rule, Span) and self.chains.facts.classes[kind].home == self.rule.home
-        for stages, limits in self.passes.limits[kind, first, last]:
+        at_home = isinstance(self.rule, Span) and self.chains.facts.classes[key[0]].home == self.rule.home
+        for stages, limits in self.passes.limits[key]:
             yield stages, limits, held if at_home else 0 * held
             if isinstance(self.rule, Torn):
                 torn = stages.torn(self.rule.sum_s)
@@ -160,7 +160,7 @@ class _Growing:
     def possible(self) -> bool:
         chains = self.chains
         for kind in chains.used:
-            for stages, limits, adds in self._stages(kind, True, True):
+            for stages, limits, adds in self.stages[kind, True, True]:
                 if not self.least <= adds[self.blocks] <= self.most:
                     continue
                 if (limits.rounds * stages.fill_s <= limits.left_s)[0, self.blocks]:
@@ -190,7 +190,7 @@ class _Growing:
 
     def _last(self, kind: int) -> _Ends:
         found = []
-        for stages, limits, adds in self._stages(kind, False, True):
+        for stages, limits, adds in self.stages[kind, False, True]:
             fill_s = stages.fill_s
             round_s = limits.end_s - limits.left_s[0] + limits.rounds[0] * fill_s
             load_s = np.maximum(self.share * stages.trip_s, round_s)
@@ -211,13 +211,13 @@ class _Growing:
         whole = self.blocks - ends.blocks
         return any(
             len(self._before(ends, kind, stages, limits, adds, whole, True))
-            for stages, limits, adds in self._stages(kind, True, False)
+            for stages, limits, adds in self.stages[kind, True, False]
         )
 
     def _grown(self, ends: _Ends, kind: int) -> _Ends:
         """With one more stage in front."""
         ends, found = self._with_room(ends, kind), [_NONE]
-        for stages, limits, adds in self._stages(kind, False, False):
+        for stages, limits, adds in self.stages[kind, False, False]:
             most = np.maximum(0, np.minimum(limits.most, self.blocks - ends.blocks))
             which = np.repeat(np.arange(len(ends)), most)
             held = np.arange(len(which)) - np.repeat(np.cumsum(most) - most, most) + 1
