@@ -18,7 +18,7 @@ from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
 from hetero_mpi.device.backend import DTYPES
 from hetero_mpi.errors import UserError
 from hetero_mpi.job import Job, job_from_dict
-from hetero_mpi.model.adapter_files import write_adapter
+from hetero_mpi.model.adapter_files import adapter_directory, write_adapter
 from hetero_mpi.model.chain import Chain, build_on_meta
 from hetero_mpi.model.directory import ModelDirectoryWriter
 from hetero_mpi.model.families import read_config
@@ -107,8 +107,9 @@ def _write_adapter(source: Source, target: Path) -> str:
     assert source.tuning.adapter is not None
     state = {name: _read(source, name) for name in source.tuning.trainable}
     base = str(source.base) if source.base is not None else None
-    write_adapter(target, source.tuning.adapter, source.tuning.suffixes(), state, base)
-    _copy_tokenizer(source, target)
+    with adapter_directory(target) as whole:
+        write_adapter(whole.path, source.tuning.adapter, source.tuning.suffixes(), state, base)
+        _copy_tokenizer(source, whole.path)
     return "a PEFT adapter"
 
 

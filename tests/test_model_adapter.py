@@ -121,6 +121,7 @@ def test_adapter_directories_round_trip_and_are_checked(tmp_path: Path) -> None:
     tuning = tuning_of(job(), chain())
     state = {name: torch.randn(spec.shape) for name, spec in tuning.trainable.items()}
     assert tuning.adapter is not None
+    (tmp_path / "a").mkdir()
     write_adapter(tmp_path / "a", tuning.adapter, tuning.suffixes(), state, "base")
     check_adapter(tmp_path / "a", tuning)
     back = read_adapter(tmp_path / "a", tuning)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job import AdapterTable
 from hetero_mpi.model.adapter import FILE_PREFIX, lora_config
 from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.model.whole import WholeDirectory
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _A = ".lora_A.weight"
@@ -25,22 +25,24 @@ _NOT_PLAIN = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "bias",
 def write_adapter(
     directory: Path, adapter: AdapterTable, targets: list[str], state: dict[str, torch.Tensor], base: str | None
 ) -> None:
-    """Write an adapter.
+    """Write an adapter into a directory that is there.
 
     Args:
         targets: last parts of the adapted modules' names.
         state: adapter tensor (without peft's prefix) -> fp32 host tensor.
         base: model directory it belongs to, for ``base_model_name_or_path``.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     config = lora_config(adapter, targets)
     config.base_model_name_or_path = base
     config.inference_mode = True
     config.save_pretrained(str(directory))
-    temporary = directory / f".{_WEIGHTS}.tmp"
     content = {FILE_PREFIX + name: tensor.contiguous() for name, tensor in state.items()}
-    save_file(content, str(temporary), metadata={"format": "pt"})
-    os.replace(temporary, directory / _WEIGHTS)
+    save_file(content, str(directory / _WEIGHTS), metadata={"format": "pt"})
+
+
+def adapter_directory(directory: Path) -> WholeDirectory:
+    """A place for ``write_adapter`` and the tokenizer, which replaces ``directory`` when all is there."""
+    return WholeDirectory(directory, "PEFT adapter directory", _CONFIG, (_WEIGHTS,))
 
 
 def check_adapter(directory: Path, tuning: Tuning) -> None:

@@ -14,8 +14,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import secrets
-import shutil
 from pathlib import Path
 from types import TracebackType
 
@@ -24,11 +22,12 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from hetero_mpi.errors import UserError
+from hetero_mpi.model.whole import WholeDirectory, sync
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+_WEIGHT_FILES = ("model-", WEIGHTS, "pytorch_model")
 
 
 class ModelDirectoryWriter:
@@ -44,7 +43,6 @@ class ModelDirectoryWriter:
     """
 
     def __init__(self, model: PreTrainedModel, directory: str | os.PathLike[str], shard_bytes: int) -> None:
-        self.directory = Path(directory).absolute()
         self._model = model
         self._shard_bytes = shard_bytes
         self._awaited = _written_names(model)
@@ -52,16 +50,9 @@ class ModelDirectoryWriter:
         self._shards: list[list[str]] = []
         self._total_bytes = 0
         self._dtype: torch.dtype | None = None
-        self.path = self.directory.with_name(f".{self.directory.name}.tmp-{secrets.token_hex(4)}")
+        self._whole = WholeDirectory(directory, "model directory", CONFIG, _WEIGHT_FILES)
+        self.path = self._whole.path
         """Where files are collected; becomes ``directory``. Other files (a tokenizer's) may be put here too."""
-        try:
-            self.directory.parent.mkdir(parents=True, exist_ok=True)
-            _check_replaceable(self.directory)
-            for leftover in self.directory.parent.glob(f".{self.directory.name}.tmp-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
-            self.path.mkdir()
-        except OSError as error:
-            raise self._error(error) from error
 
     def __enter__(self) -> ModelDirectoryWriter:
         return self
@@ -99,18 +90,15 @@ class ModelDirectoryWriter:
         try:
             self._name_shards()
             self._write_configuration()
-            _keep_other_files(self.directory, self.path)
-            _sync(self.path)
-            _replace(self.directory, self.path)
         except OSError as error:
             self.discard()
-            raise self._error(error) from error
-        return self.directory
+            raise self._whole.error(error) from error
+        return self._whole.close()
 
     def discard(self) -> None:
         """Remove everything written so far; a former directory stays as it was."""
         self._buffer.clear()
-        shutil.rmtree(self.path, ignore_errors=True)
+        self._whole.discard()
 
     def _write_shard(self) -> None:
         self._shards.append(list(self._buffer))
@@ -118,10 +106,10 @@ class ModelDirectoryWriter:
         path = self.path / _part(len(self._shards))
         try:
             save_file(self._buffer, path, metadata={"format": "pt"})
-            _sync(path)
+            sync(path)
         except Exception as error:  # safetensors has an exception class of its own for a full disk
             self.discard()
-            raise self._error(error) from error
+            raise self._whole.error(error) from error
         self._buffer = {}
 
     def _name_shards(self) -> None:
@@ -148,12 +136,6 @@ class ModelDirectoryWriter:
         if self._model.can_generate() and self._model.generation_config is not None:
             self._model.generation_config.to_json_file(self.path / "generation_config.json", use_diff=True)
 
-    def _error(self, error: Exception) -> UserError:
-        return UserError(
-            f"The model directory {self.directory} could not be written ({error}); what was there before is untouched. "
-            "Free space or choose another output.run_dir; the last checkpoint holds the same weights."
-        )
-
 
 def _written_names(model: PreTrainedModel) -> set[str]:
     """The names of ``model.state_dict()`` that ``save_pretrained`` would write: no tied copies, no ignored ones."""
@@ -167,58 +149,3 @@ def _bytes(tensors: dict[str, torch.Tensor]) -> int:
 
 def _part(number: int) -> str:
     return f"part-{number:05d}.safetensors"
-
-
-def _is_weights(name: str) -> bool:
-    return name.startswith(("model-", "model.safetensors", "pytorch_model"))
-
-
-def _former(directory: Path) -> Path:
-    """Where a former directory waits, for a moment, until the new one has its name."""
-    return directory.with_name(f".{directory.name}.former")
-
-
-def _check_replaceable(directory: Path) -> None:
-    """Refuse to replace anything but a model directory; undo a replacement that a crash interrupted."""
-    former = _former(directory)
-    if former.exists() and not directory.exists():
-        os.rename(former, directory)
-    if not directory.exists():
-        return
-    if not directory.is_dir() or (any(directory.iterdir()) and not (directory / CONFIG).is_file()):
-        raise UserError(
-            f"{directory} exists and is not a model directory (it has no {CONFIG}): it is not replaced. "
-            "Move it away or choose another output.run_dir."
-        )
-
-
-def _keep_other_files(directory: Path, new: Path) -> None:
-    """Whatever else lay in the former directory, and is neither written anew nor weights, is kept."""
-    if not directory.is_dir():
-        return
-    for entry in directory.iterdir():
-        if (new / entry.name).exists() or _is_weights(entry.name):
-            continue
-        if entry.is_dir():
-            shutil.copytree(entry, new / entry.name, symlinks=True)
-        else:
-            shutil.copy2(entry, new / entry.name, follow_symlinks=False)
-
-
-def _replace(directory: Path, new: Path) -> None:
-    """Two renames; a crash between them is undone by the next writer."""
-    former = _former(directory)
-    shutil.rmtree(former, ignore_errors=True)
-    if directory.exists():
-        os.rename(directory, former)
-    os.rename(new, directory)
-    _sync(directory.parent)
-    shutil.rmtree(former, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

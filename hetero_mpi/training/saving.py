@@ -15,7 +15,7 @@ from hetero_mpi.checkpoint import CheckpointReader, newest_good, verify
 from hetero_mpi.data.tokenizer import save_tokenizer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job import Job, TrainTable
-from hetero_mpi.model.adapter_files import read_adapter, write_adapter
+from hetero_mpi.model.adapter_files import adapter_directory, read_adapter, write_adapter
 from hetero_mpi.model.items import ItemChain
 from hetero_mpi.model.optimizer import MOMENTS
 from hetero_mpi.model.tuning import Tuning
@@ -282,9 +282,10 @@ def save_adapter(
     state = {parcel.name: tensor.clone() for parcel, tensor in coming}
     if trainer.rank == 0:
         assert trainer.tuning.adapter is not None
-        write_adapter(directory, trainer.tuning.adapter, trainer.tuning.suffixes(), state, base)
-        if tokenizer is not None:
-            save_tokenizer(tokenizer, directory)
+        with adapter_directory(directory) as whole:
+            write_adapter(whole.path, trainer.tuning.adapter, trainer.tuning.suffixes(), state, base)
+            if tokenizer is not None:
+                save_tokenizer(tokenizer, whole.path)
 
 
 def load_adapter(trainer: Trainer, directory: Path | None) -> None:
