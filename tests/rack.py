@@ -99,6 +99,8 @@ class Rack:
         )
         _until(lambda: (self.directory / f"{name}.socket").exists())
         inside = str(self.login(name).pid)
+        # The kernel takes its time to remove what a host without power was plugged in with.
+        subprocess.run(["ip", "-n", self.switch, "link", "delete", f"to{name}"], capture_output=True)
         ip("link", "add", "cable0", "netns", inside, "type", "veth", "peer", "name", f"to{name}", "netns", self.switch)
         ip("-n", self.switch, "link", "set", f"to{name}", "master", "bridge", "up")
         enter = ["nsenter", "-t", inside, "-n", "ip"]

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hetero_mpi.checkpoint import CheckpointReader, newest_good
 from hetero_mpi.launch.launcher import build_command
@@ -25,6 +27,8 @@ from tests.mpi import ROOT, launcher_or_skip, run_bounded
 from tests.small_jobs import GLOBAL_BATCH, SEQUENCE, Workshop
 
 KINDS = ("parameters", "moments1", "moments2")
+WRITING_S = 0.03
+"""About what these small files take to be written."""
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
@@ -74,55 +78,60 @@ class Runs(Workshop):
     def run(self, run: Path, *more: str) -> subprocess.CompletedProcess[str]:
         return run_bounded(*self.command(self.arguments(run, *more)), 240)
 
-    def kill(self, run: Path, dice: random.Random, rank_0_alone: bool) -> tuple[bool, bool]:
-        """Start (or resume) the run and kill ranks at a random time after a new checkpoint has appeared.
+    def kill(self, run: Path, dice: random.Random, rank_0_alone: bool, writing: str, *more: str) -> tuple[bool, bool]:
+        """Start (or resume) the run and kill ranks at a random moment after a file or directory ``writing`` (a pattern) has
+        appeared, the first checkpoint of a new run left alone.
 
-        Returns (whether it was killed before its end, whether a checkpoint was being written then).
+        Returns (whether it was killed before its end, whether that was left unfinished).
         """
-        folder = run / "checkpoints"
-        before = newest_good(folder)[0]
-        arguments, environment = self.command(self.arguments(run, *(["--resume"] if before else [])))
+        folder, leftovers = run / "checkpoints", set(run.glob(writing))
+        resume = ["--resume"] if newest_good(folder)[0] else []
+        arguments, environment = self.command(self.arguments(run, *resume, *more))
         process = psutil.Popen(
             arguments, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
+        victims: list[psutil.Process] = []
         try:
             deadline = time.monotonic() + 180
-            while not any(folder.glob("step-*.h5")) or max(folder.glob("step-*.h5")) == before:
+            while not (len(victims) == 2 and any(folder.glob("step-*.h5")) and {*run.glob(writing)} - leftovers):
                 if process.poll() is not None:
                     return False, False
-                assert time.monotonic() < deadline, "no checkpoint within 180 s"
-                time.sleep(0.002)
-            time.sleep(dice.random() * 0.3)
-            victims = [child for child in process.children(recursive=True) if rank_of(child) is not None]
-            for victim in victims:
-                if rank_of(victim) == 0 or not rank_0_alone:
-                    victim.send_signal(signal.SIGKILL)
+                assert time.monotonic() < deadline, f"no {writing} within 180 s"
+                if len(victims) < 2:  # looking takes longer than writing
+                    ranks = {rank_of(child): child for child in process.children(recursive=True)}
+                    victims = [child for rank, child in sorted(ranks.items(), key=str) if rank is not None]
+                time.sleep(0.001)
+            time.sleep(dice.random() * WRITING_S)
+            for victim in victims[:1] if rank_0_alone else victims:
+                victim.send_signal(signal.SIGKILL)
             process.wait(60)
         finally:
             for left in [*process.children(recursive=True), process] if process.is_running() else []:
                 left.kill()
-        return process.returncode != 0, any(folder.glob(".*.tmp-*"))
+        return process.returncode != 0, bool({*run.glob(writing)} - leftovers)
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.long)])
-def test_killed_at_any_moment_the_newest_is_whole_and_continues_to_the_bit_np2(kills: int, tmp_path: Path) -> None:
-    """Every second time all ranks, else rank 0 alone. Each start resumes what the kill before it has left."""
-    runs, dice = Runs(tmp_path, steps=12 * kills), random.Random(kills)
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.long)])
+def test_killed_while_saving_the_newest_is_whole_and_continues_to_the_bit_np2(kills: int, tmp_path: Path) -> None:
+    """Until so many kills have come while a checkpoint was being written. Every second time all ranks, else rank 0 alone.
+    Each start resumes what the kill before it has left."""
+    runs, dice = Runs(tmp_path, steps=40 * kills), random.Random(kills)
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     result = runs.run(straight)
     assert result.returncode == 0, result.stdout + result.stderr
     died, caught = 0, 0
-    for number in range(kills):
-        dead, writing = runs.kill(killed, dice, rank_0_alone=number % 2 == 1)
-        died += dead
-        caught += writing
+    while caught < kills:
+        whole = newest_good(killed / "checkpoints")[0]
+        dead, writing = runs.kill(killed, dice, died % 2 == 1, "checkpoints/.step-*.tmp-*")
+        assert dead, f"the run ended after {died} kills, {caught} of them while saving"
+        died, caught = died + 1, caught + writing
         newest, damaged = newest_good(killed / "checkpoints")
-        assert newest is not None and damaged == [], (number, damaged)
+        assert newest is not None and damaged == [], (died, damaged)
+        assert whole is None or newest >= whole, "what was whole is lost"
     result = runs.run(killed, "--resume")
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"Resuming from {newest}" in result.stdout
-    print(f"killed {died} of {kills} times, {caught} times while a checkpoint was being written")
-    assert died >= kills / 2, "the run is too short to be killed so often"
+    print(f"killed {died} times, {caught} times while a checkpoint was being written")
 
     ours, theirs = (newest_good(run / "checkpoints")[0] for run in (killed, straight))
     assert ours is not None and theirs is not None and ours.name == theirs.name == f"step-{runs.steps:08d}.h5"
@@ -133,6 +142,52 @@ def test_killed_at_any_moment_the_newest_is_whole_and_continues_to_the_bit_np2(k
     losses = [[step.loss for step in read_metrics(run / "metrics.jsonl").steps] for run in (killed, straight)]
     assert losses[0] == losses[1] and len(losses[0]) == runs.steps
     assert not list((killed / "checkpoints").glob(".*")), "leftovers are cleaned up"
+
+
+def step_of_result(run: Path, kind: str) -> int:
+    """The step whose weights a result holds: it loads, and all its tensors are those of one checkpoint."""
+    loaded = AutoModelForCausalLM.from_pretrained(run / kind)
+    AutoTokenizer.from_pretrained(run / kind)
+    held = {name.replace(".default.", "."): tensor.numpy() for name, tensor in loaded.state_dict().items()}
+    for path in sorted((run / "checkpoints").glob("step-*.h5"), reverse=True):
+        with CheckpointReader(path) as reader:
+            if all(
+                np.array_equal(held[name], reader.read("parameters", name)[0]) for name in reader.names("parameters")
+            ):
+                return int(path.stem.removeprefix("step-"))
+    raise AssertionError(f"{run / kind} holds the weights of no checkpoint")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["model", "adapter"])
+def test_killed_while_the_result_is_written_it_is_the_former_or_the_new_one_np2(kind: str, tmp_path: Path) -> None:
+    """Each start takes a step more and is killed while its result is written, until ten were. (tests/test_model_whole.py kills
+    writers alone, within seconds.)"""
+    runs, run, dice = Runs(tmp_path, steps=2), tmp_path / "straight", random.Random(3)
+    lora = ["--set=adapter.method=lora", "--set=adapter.rank=4"] if kind == "adapter" else []
+    options = [*lora, "--set=checkpoint.keep=100"]
+    result = runs.run(run, *options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    died, caught, outcomes, former = 0, 0, Counter[str](), step_of_result(run, kind)
+    while caught < 10 and died < 60:
+        steps = former + 1
+        dead, writing = runs.kill(run, dice, died % 2 == 1, f".{kind}.tmp-*", *options, f"--set=train.steps={steps}")
+        died, caught = died + dead, caught + writing
+        if (run / kind).exists():
+            found = step_of_result(run, kind)
+            outcomes["the former one" if found == former else "the new one"] += 1
+        else:
+            outcomes["between the two"] += 1
+            (run / f".{kind}.former").rename(run / kind)
+            found = step_of_result(run, kind)
+        assert found in (former, steps)
+        former = found
+    print(f"killed {died} times, {caught} times while {kind}/ was being written; then there was: {dict(outcomes)}")
+    assert caught == 10
+    result = runs.run(run, "--resume", *options, f"--set=train.steps={former + 2}")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert step_of_result(run, kind) == former + 2
+    assert not list(run.glob(".*.tmp-*")) and not (run / f".{kind}.former").exists(), "leftovers are cleaned up"
 
 
 def test_a_full_disk_costs_checkpoints_but_not_the_run_np2(tmp_path: Path) -> None:

@@ -306,6 +306,32 @@ def test_a_cut_link_a_host_that_returns_and_one_that_crashes(tmp_path: Path) -> 
 
 
 @pytest.mark.long
+def test_hosts_lost_one_after_the_other_of_which_two_come_back(tmp_path: Path) -> None:
+    """The one that leads loses power and is switched on again; the next one crashes, and comes back too; then the first one loses
+    power for good. Each loss is met by a start on the hosts that answer, and the end is that of an undisturbed run."""
+    job, run = Elastic(tmp_path, steps=400), tmp_path / "run"
+    lose = {"power": Rack.cut_power, "crash": Rack.crash}
+    losses_of_hosts = (("power", "hB", True), ("crash", "hC", True), ("power", "hB", False))
+    with (
+        Cluster(tmp_path / "rack", ("hB", "hA", "hC")) as rack,
+        rack.start(job, run, "--heartbeat-timeout", "4") as running,
+    ):
+        for start, (how, name, comes_back) in enumerate(losses_of_hosts, start=1):
+            running.until_step(len(losses(run)) + 3 if start > 1 else 3, start)
+            killed_s = time.time()
+            lose[how](rack, name)
+            running.until(lambda start=start: len(events(run, "first-step")) == start + 1, f"start {start + 1}")
+            tell(run, f"{name}, {how}", killed_s)
+            if comes_back:
+                rack.power_on(name)
+        assert running.end() == 0, running.output.read_text()[-6000:]
+        assert rack.orphans() == []
+    assert hosts_of_starts(run, rack) == [["hB", "hA", "hC"], ["hA", "hC"], ["hB", "hA"], ["hA", "hC"]]
+    assert [event["resume"] > 0 for event in events(run, "start")] == [False, True, True, True]
+    assert losses(run) == job.straight_losses()
+
+
+@pytest.mark.long
 def test_an_outage_of_twelve_seconds_is_ridden_out(tmp_path: Path) -> None:
     job, run = Elastic(tmp_path, steps=200), tmp_path / "run"
     with Cluster(tmp_path / "rack") as rack, rack.start(job, run) as running:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -242,14 +243,24 @@ def test_nodes_copies_and_ranks(lab: SlurmLab, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_time_limit_of_two_nodes_np2(lab: SlurmLab, tmp_path: Path) -> None:
-    """SLURM itself announces the end of the time (it looks every half a minute), and the job comes back."""
-    job = Submitted(lab, tmp_path)
+    """SLURM itself announces the end of the time (it looks every half a minute), and the job comes back, with the losses of a
+    run that nobody stopped."""
+    job, began = Submitted(lab, tmp_path), time.monotonic()
     small = ("--nodes=2", "--ntasks-per-node=1", *SMALL, f"--output={job.output}")
     job.submit(*small, "--time=3", "--signal=B:USR1@60", "jobs/requeue.sbatch")
     job.wait_for_steps(1)
     steps = job.stopped_after()
+    stopped_s = time.monotonic() - began
     job.let_it_end_after(steps + 2)
     assert re.search(rf"^Resuming from \S+, after step {steps}$", job.text(), re.M), job.text()
+    ended_s = time.monotonic() - began
+    print(
+        f"seconds after sbatch: {stopped_s:.0f} stopped by the limit's signal, after step {steps}; {ended_s:.0f} done"
+    )
+    straight = tmp_path / "straight"
+    result = job.job.finish(straight, steps + 2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert job.losses() == [step.loss for step in read_metrics(straight / "metrics.jsonl").steps]
 
 
 STUB = """#!/bin/bash

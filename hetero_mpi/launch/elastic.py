@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from hetero_mpi.device.memory_kills import memory_kills_text
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.launch.agent import launch_agent
 from hetero_mpi.launch.elastic_command import Commands
@@ -157,6 +158,7 @@ class Supervisor:
         self.journal.tell("start", text, start=self.starts, ranks=ranks, hosts=hosts, resume=resume, copies=copies)
         print(f"launch: {command}", file=sys.stderr, flush=True)
         self.tower.keep(start)
+        kills = {post.number: post.memory_kills for post in posts}
         process = subprocess.Popen(
             command.arguments,
             env={**os.environ, **command.environment},
@@ -168,6 +170,9 @@ class Supervisor:
             ending = self._attend(process, posts, progress)
         finally:
             deaf = self._end(process, posts)
+        killed = {post.name: post.memory_kills - kills[post.number] for post in posts}
+        if ending.code != 0 and (text := memory_kills_text(killed)):
+            self.journal.tell("memory", text, hosts=[name for name, count in killed.items() if count > 0])
         if ending.code == 0:
             ending = self._believed(ending, posts, deaf)
         if progress.seen:

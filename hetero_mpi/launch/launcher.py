@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from hetero_mpi.comm.library import MPICH, OPEN_MPI, MpiLibrary, parse_library_version
+from hetero_mpi.device.memory_kills import memory_kills, memory_kills_text
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch.hostfile import HostEntry, check_slots, host_list, read_hostfile
 from hetero_mpi.launch.interface import InterfaceChoice, choose_interface, local_addresses, resolve
@@ -85,7 +87,11 @@ def start(command: CommandLine, print_only: bool, stops_in_order: bool) -> int:
         print(command)
         return 0
     print(f"launch: {command}", file=sys.stderr, flush=True)
-    return run_command(command, stops_in_order)
+    kills = memory_kills()
+    code = run_command(command, stops_in_order)
+    if text := memory_kills_text({socket.gethostname(): memory_kills() - kills}) if code != 0 else "":
+        print(f"launch: {text}", file=sys.stderr, flush=True)
+    return code
 
 
 @lru_cache(maxsize=1)

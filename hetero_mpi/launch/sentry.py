@@ -2,7 +2,7 @@
 
 It calls the supervisor several times a second, over a new TCP connection each time, and does what the answer says::
 
-    sentry      {"token": ..., "host": 1, "number": 3, "swept": 4, "tried": 2, "locked": false,
+    sentry      {"token": ..., "host": 1, "number": 3, "swept": 4, "tried": 2, "locked": false, "memory_kills": 0,
                  "run": {"step": 17, "base": 8, "file": 9321, "checkpoint": 15, "copies": 16}}
     supervisor  {"sweep": 5, "keep": null, "try_lock": 2, "leave": false}
 
@@ -34,6 +34,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hetero_mpi.device.memory_kills import memory_kills
 from hetero_mpi.launch.processes import end_starts
 from hetero_mpi.report.run_directory import LOCK_NAME
 
@@ -109,7 +110,7 @@ class Sentry:
     def _call(self) -> dict[str, Any]:
         orders = self.orders
         report = {"token": orders.token, "host": orders.host, "number": orders.number, "run": self._run.state()}
-        report |= {"swept": self.swept, "tried": self.tried, "locked": self.locked}
+        report |= {"swept": self.swept, "tried": self.tried, "locked": self.locked, "memory_kills": memory_kills()}
         with socket.create_connection((orders.address, orders.port), CALL_S) as connection:
             connection.sendall(json.dumps(report).encode() + b"\n")
             with connection.makefile("rb") as file:

@@ -66,6 +66,8 @@ class Post:
     tried: int = 0
     locked: bool = False
     run: dict[str, int] = field(default_factory=dict)
+    memory_kills: int = 0
+    """Processes that the host's kernel had killed for lack of memory by the last call."""
 
     @property
     def name(self) -> str:
@@ -249,6 +251,7 @@ class Tower:
             post.heard_s = time.monotonic()
             post.swept, post.tried, post.locked = int(report["swept"]), int(report["tried"]), bool(report["locked"])
             post.run = {key: int(report["run"][key]) for key in RUN_STATE}
+            post.memory_kills = int(report["memory_kills"])
             return self._orders_now(self._leave)
 
     def _orders_now(self, leave: bool) -> dict[str, Any]:

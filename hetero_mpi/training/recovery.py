@@ -28,6 +28,7 @@ from hetero_mpi.comm.survivors import Loss, settled, survivors
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.comm.world import CollectiveUserError, World
 from hetero_mpi.data.documents import matching_files
+from hetero_mpi.device.memory_kills import memory_kills, memory_kills_text
 from hetero_mpi.errors import UserError
 from hetero_mpi.job import LoadedJob
 from hetero_mpi.launch.journal import append_event
@@ -82,6 +83,8 @@ class Past:
     """Has the first step since the last death been told?"""
     gone: str = ""
     """Who died last, in words."""
+    memory_kills: int = field(default_factory=memory_kills)
+    """Processes that this machine's kernel had killed for lack of memory when it was last looked."""
     launched_as: tuple[int, ...] = ()
     """Each rank's number at the start of the job."""
 
@@ -153,13 +156,19 @@ def _may_lead(past: Past) -> bool:
 
 
 def tell(world: World, past: Past, run_dir: Path) -> None:
-    """Who has died, and who goes on."""
+    """Who has died, where the kernel has killed for lack of memory, and who goes on. Collective."""
     for loss in past.losses[-1:]:
+        now = memory_kills()
+        killed = dict(zip(world.hosts, world.all_gather_json(now - past.memory_kills), strict=True))
+        past.memory_kills = now
+        where = memory_kills_text({host: killed.get(host, 0) for _, host in loss.gone})
         going = ", ".join(f"{new}{_aside(new, old, 'was')}" for new, old in enumerate(loss.before))
         text = (
             f"Died: {past.gone or 'nobody after all'}. Going on without: "
             f"{world.size} rank{'s' if world.size > 1 else ''}, numbered {going}"
         )
+        if where:
+            text += f". {where[0].upper()}{where[1:]}"
         say(text)
         if world.rank == 0:
             append_event(run_dir, "ranks-lost", text, ranks=[rank for rank, _ in loss.gone], left=world.size)
