@@ -359,7 +359,9 @@ def _add_offline_commands(commands: argparse._SubParsersAction[argparse.Argument
     simulate.set_defaults(run=_simulate)
 
     for command in (plan, simulate):
-        command.add_argument("job", type=Path, metavar="JOB", help="job file (TOML)")
+        command.add_argument(
+            "job", type=Path, nargs="?", metavar="JOB", help="job file (TOML); left out: the profile's own model"
+        )
         command.add_argument(
             "--profile", type=Path, required=True, metavar="FILE", help="of the cluster, and the model"
         )
@@ -391,7 +393,13 @@ def _add_looking_back(commands: argparse._SubParsersAction[argparse.ArgumentPars
     baseline = commands.add_parser(
         "baseline", help="was it worth adding the other devices? The best one alone, same tokens"
     )
-    baseline.add_argument("job", type=Path, metavar="JOB", help="job file (TOML)")
+    baseline.add_argument(
+        "job",
+        type=Path,
+        nargs="?",
+        metavar="JOB",
+        help="job file (TOML); left out: the run's, or the profile's own model",
+    )
     baseline.add_argument(
         "--profile",
         type=Path,

@@ -6,16 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.job import LoadedJob, load_job
+from hetero_mpi.job import job_of_tables, load_job
 from hetero_mpi.offline import ask
-from hetero_mpi.planning.changes import restricted
+from hetero_mpi.offline import question as fitted
+from hetero_mpi.planning.alone import alone
+from hetero_mpi.planning.files import load_profile
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.planner import make_plan
-from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LayerTimes
+from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.tables import rank_classes
-from hetero_mpi.report import units
-from hetero_mpi.report.comparison import Single, baseline_lines, comparison_lines
+from hetero_mpi.report.comparison import baseline_lines, comparison_lines
 from hetero_mpi.report.page.document import REPORT_NAME, write_report
 from hetero_mpi.report.past_run import PastRun, read_run
 from hetero_mpi.training.request import micro_batch_choices, request_of
@@ -38,43 +39,43 @@ def compare(runs: list[Path]) -> list[str]:
     return comparison_lines([read_run(run) for run in runs])
 
 
-def baseline(job: Path, overrides: tuple[str, ...], source: Path) -> list[str]:
+def baseline(job: Path | None, overrides: tuple[str, ...], source: Path) -> list[str]:
     """Was it worth adding the other devices? The best single device of a profile, or of a run's, against all together.
 
     Args:
+        job: None: the run's own; of a profile, one that trains the profile's model.
         source: a profile, or the directory of a run, whose plan and measured times are then what is compared.
 
     Raises:
         UserError: the job and the profile do not fit each other, or nothing can do the job.
     """
     run = read_run(source) if source.is_dir() else None
-    loaded, profile, request, remarks = _asked(job, overrides, source, run)
+    profile, request, remarks = _asked(job, overrides, source, run)
     plan = run.plan if run is not None and run.plan is not None else make_plan(profile, request)
-    # Alone, a device may take larger micro-batches than a pipeline could.
-    choices = request.micro_batch_choices
-    if len(choices) > 1:
-        choices = micro_batch_choices(request.global_batch, loaded.job.train.micro_batch, 1, dropout=False)[0]
-    singles = [
-        _single(profile, members[0], replace(request, micro_batch_choices=choices)) for members in rank_classes(profile)
-    ]
+    singles = [alone(profile, request, members[0]) for members in rank_classes(profile)]
     tokens = plan.global_batch * plan.sequence_length
     return baseline_lines(singles, plan, profile, tokens, run, [*remarks, *_sharing(profile)])
 
 
 def _asked(
-    job: Path, overrides: tuple[str, ...], source: Path, run: PastRun | None
-) -> tuple[LoadedJob, ClusterProfile, PlanRequest, tuple[str, ...]]:
-    """The job and the profile, which must fit each other; a job that emulates stands in for the profile's model."""
-    if run is not None and run.profile is not None and run.profile.emulated:
-        loaded = load_job(job, overrides)
+    job: Path | None, overrides: tuple[str, ...], source: Path, run: PastRun | None
+) -> tuple[ClusterProfile, PlanRequest, tuple[str, ...]]:
+    """The profile, and what the job asks, which must fit each other; a job that emulates stands in for the profile's model."""
+    if run is None:
+        question = ask(job, overrides, source)
+        return question.profile, question.request, question.remarks
+    loaded = load_job(job, overrides) if job is not None else job_of_tables(run.job, run.name, ".", overrides=overrides)
+    if run.profile is not None and run.profile.emulated:
         train = loaded.job.train
-        choices, reason = micro_batch_choices(train.global_batch, train.micro_batch, len(run.profile.devices), False)
-        request = replace(request_of(loaded, choices), sequence_length=run.profile.model.sequence_length)
+        ranks = len(run.profile.devices)
+        _, reason = micro_batch_choices(train.global_batch, train.micro_batch, ranks, False)
+        request = replace(request_of(loaded, ranks, False), sequence_length=run.profile.model.sequence_length)
         _check_batch(request, run.plan, source)
-        return loaded, run.profile, request, (reason,)
-    question = ask(job, overrides, source if run is None else source / "profile.toml")
-    _check_batch(question.request, run.plan if run is not None else None, source)
-    return question.loaded, question.profile, question.request, question.remarks
+        return run.profile, request, (reason,)
+    path = source / "profile.toml"
+    question = fitted(loaded, load_profile(path), str(path))
+    _check_batch(question.request, run.plan, source)
+    return question.profile, question.request, question.remarks
 
 
 def _check_batch(request: PlanRequest, plan: Plan | None, source: Path) -> None:
@@ -83,29 +84,6 @@ def _check_batch(request: PlanRequest, plan: Plan | None, source: Path) -> None:
             f"the same tokens are compared: {source} took {plan.global_batch} sequences per step, the job says "
             f"{request.global_batch}; add --set train.global_batch={plan.global_batch}"
         )
-
-
-def _single(profile: ClusterProfile, rank: int, request: PlanRequest) -> Single:
-    """The best plan for one device by itself."""
-    device = profile.devices[rank]
-    devices = list(profile.devices)
-    devices[rank] = replace(device, layers={kind: _alone(device, kind) for kind in device.layers})
-    name = f"{device.name}, {device.host}"
-    try:
-        plan = make_plan(
-            restricted(replace(profile, devices=tuple(devices)), [rank]), replace(request, max_pipelines=1)
-        )
-    except UserError as error:
-        problem = str(error).splitlines()[0]
-        short = f"does not fit into its {units.size(device.memory_bytes)}" if "fit in memory" in problem else problem
-        return Single(rank, name, None, short)
-    return Single(rank, name, plan.predicted_step_s)
-
-
-def _alone(device: DeviceProfile, kind: str) -> LayerTimes:
-    """Times while all other ranks were still, where that was measured too."""
-    alone = device.alone.get(kind)
-    return device.layers[kind] if alone is None else LayerTimes(alone.forward_s, alone.backward_s)
 
 
 def _sharing(profile: ClusterProfile) -> list[str]:

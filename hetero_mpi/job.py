@@ -105,21 +105,23 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), settings: Mapping[
     """
     path = Path(path)
     draft = _Draft(read_toml(path), str(path))
-    for text in overrides:
-        draft.note(apply_override(draft.values, text, draft.problems), "--set")
-    draft.settle(settings or {})
+    draft.settle(settings or {}, overrides)
     return LoadedJob(draft.validated(path.stem), path, path.stem, path.absolute().parent)
 
 
 def job_of_tables(
-    tables: Mapping[str, Mapping[str, Any]], name: str, directory: str | Path, settings: Mapping[str, Any] | None = None
+    tables: Mapping[str, Mapping[str, Any]],
+    name: str,
+    directory: str | Path,
+    settings: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
 ) -> LoadedJob:
     """A job from values instead of a file: table name -> key -> value, as a TOML file has them; None empties a key.
 
     Args:
         name: what the job is called, a file's name without ``.toml``.
         directory: where relative paths of the job start.
-        settings: as for ``load_job``.
+        settings, overrides: as for ``load_job``.
 
     Raises:
         UserError: as ``load_job``.
@@ -127,7 +129,7 @@ def job_of_tables(
     if not name or name != Path(name).name:
         raise UserError(f"a job's name names its run directory: it is one word without slashes, not {name!r}")
     draft = _Draft(as_values(tables), f"job {name!r}")
-    draft.settle(settings or {})
+    draft.settle(settings or {}, overrides)
     return LoadedJob(
         draft.validated(name), Path(f"{name} (built in Python)"), name, Path(directory).expanduser().absolute()
     )
@@ -148,8 +150,10 @@ class _Draft:
         if dotted is not None:
             self._changed[dotted[:2]] = by
 
-    def settle(self, settings: Mapping[str, Any]) -> None:
-        """Lay a Python program's values over the source's."""
+    def settle(self, settings: Mapping[str, Any], overrides: Sequence[str]) -> None:
+        """Lay the values of ``--set`` over the source's, and those of a Python program."""
+        for text in overrides:
+            self.note(apply_override(self.values, text, self.problems), "--set")
         for dotted, value in settings.items():
             self.note(apply_setting(self.values, dotted, as_values(value), self.problems, "set"), "set")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from hetero_mpi import toml
 from hetero_mpi.errors import UserError
-from hetero_mpi.job import LoadedJob, load_job, run_directory
+from hetero_mpi.job import LoadedJob, job_of_tables, load_job, run_directory
 from hetero_mpi.planning.codec import encode
 from hetero_mpi.planning.files import load_plan, load_profile, plan_to_dict, save_plan
 from hetero_mpi.planning.idling import idling
@@ -40,6 +40,9 @@ from hetero_mpi.training.request import micro_batch_choices, request_of, with_me
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 BLOCK_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 """What the number of blocks is called in a ``config.json``."""
+SEQUENCES_PER_RANK = 4
+LEAST_BATCH = 32
+"""Sequences per step where no job says how many: so many for each rank, and this many at least."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,14 @@ def inspect(path: Path, picture: Path | None) -> list[str]:
 
 
 def plan(
-    job: Path, overrides: tuple[str, ...], profile: Path, given: Path | None, output: Path | None, explain: bool, as_json: bool
-) -> str:  # fmt: skip
+    job: Path | None,
+    overrides: tuple[str, ...],
+    profile: Path,
+    given: Path | None,
+    output: Path | None,
+    explain: bool,
+    as_json: bool,
+) -> str:
     """The text to print: the planner's plan for a job, or the given one, with everything that is known about it."""
     question = ask(job, overrides, profile)
     chosen = _chosen(question, given)
@@ -117,19 +126,19 @@ def plan(
             "remarks": question.remarks,
         }
         return json.dumps(encode(figures, infinity_as_text=True), indent=1)
-    lines = [*_said(question), *costed_plan_lines(chosen, question.profile, result.busy_s, lost)]
+    lines = costed_plan_lines(chosen, question.profile, result.busy_s, lost)
     lines += [line for text in otherwise for line in wrapped("The given plan differs from the job: ", text)]
     if given is not None:
         lines.append(f"The planner's own plan: {units.seconds(own.predicted_step_s)} per step")
         lines += [line for reason in own.reasons for line in wrapped("  ", reason)]
-    lines += what_if_lines(answers, own.predicted_step_s)
+    lines += [*what_if_lines(answers, own.predicted_step_s), *_said(question)]
     if output is not None:
         lines.append(f"Written: {output}")
     return "\n".join(lines)
 
 
 def simulation(
-    job: Path,
+    job: Path | None,
     overrides: tuple[str, ...],
     profile: Path,
     given: Path | None,
@@ -156,8 +165,8 @@ def simulation(
     _written(folder, write)
     tokens = chosen.global_batch * chosen.sequence_length
     return [
-        *_said(question),
         *plan_lines(chosen, question.profile),
+        *_said(question),
         *network_lines(network, result.step_s, chosen.predicted_step_s),
         f"Simulated step: {units.seconds(result.step_s)}, {len(result.events):,} events, {tokens:,} tokens",
         *idling_lines(result.step_s, result.busy_s, idling(result.events, chosen), chosen.memory),
@@ -166,20 +175,48 @@ def simulation(
     ]
 
 
-def ask(job: Path, overrides: tuple[str, ...], profile_path: Path) -> Question:
-    """Read a job and a profile that fits it.
+def ask(job: Path | None, overrides: tuple[str, ...], profile_path: Path) -> Question:
+    """Read a profile, and a job that it fits; None: the profile's own model is what is trained.
 
     Raises:
         UserError: one of them is damaged, or the profile was made for another model, dtype or sequence length.
     """
-    return question(load_job(job, overrides), load_profile(profile_path), str(profile_path))
+    if job is not None:
+        loaded, profile = load_job(job, overrides), load_profile(profile_path)
+        command = f"plan --profile {profile_path} --set train.global_batch={loaded.job.train.global_batch}"
+        own = f"To plan the profile's own model instead, leave the job out:\n  python -m hetero_mpi {command}"
+        return question(loaded, profile, str(profile_path), own)
+    profile = load_profile(profile_path)
+    loaded = _job_of(profile, profile_path.stem, overrides)
+    asked = question(loaded, profile, str(profile_path))
+    train, model = loaded.job.train, profile.model
+    taken = f"No job given: {train.global_batch} sequences of {model.sequence_length:,} tokens per step of the profile's own "
+    taken += f"model ({model.model_type}, {len(model.layers) - 2} blocks, {model.dtype}); --set train.global_batch=N changes that"
+    return replace(asked, remarks=(taken, *asked.remarks))
 
 
-def question(loaded: LoadedJob, profile: ClusterProfile, named: str = "the given profile") -> Question:
+def _job_of(profile: ClusterProfile, name: str, overrides: tuple[str, ...]) -> LoadedJob:
+    """A job that trains the profile's model, as far as planning asks."""
+    model, ranks = profile.model, len(profile.devices)
+    tables: dict[str, dict[str, Any]] = {
+        "model": {"config": {"model_type": model.model_type, BLOCK_KEYS[0]: len(model.layers) - 2}},
+        "adapter": {"method": "lora" if _frozen(profile) else "none"},
+        "tokenizer": {"path": "."},
+        "data": {"text": ["*.txt"], "sequence_length": model.sequence_length},
+        "train": {"global_batch": max(LEAST_BATCH, SEQUENCES_PER_RANK * ranks), "dtype": model.dtype},
+    }
+    loaded = job_of_tables(tables, name, ".", overrides=overrides)
+    return replace(loaded, path=Path("a job of its own model"))
+
+
+def question(
+    loaded: LoadedJob, profile: ClusterProfile, named: str = "the given profile", otherwise: str = ""
+) -> Question:
     """What the planner is asked, of a job and a profile that fits it.
 
     Args:
         named: what the profile is called in texts.
+        otherwise: what else one may do where they do not fit.
 
     Raises:
         UserError: the profile was made for another model, dtype or sequence length.
@@ -191,6 +228,7 @@ def question(loaded: LoadedJob, profile: ClusterProfile, named: str = "the given
         raise UserError(
             f"{named} was not made for {loaded.path}:\n{listed}\n"
             f"Plan with a profile of this job (`profile JOB -o FILE`), or change the job (--set table.key=value)."
+            + (f"\n{otherwise}" if otherwise else "")
         )
     train = loaded.job.train
     settled = train.model_copy(update={"dtype": profile.model.dtype})
@@ -200,10 +238,9 @@ def question(loaded: LoadedJob, profile: ClusterProfile, named: str = "the given
     remarks = [f"Profile: {named} ({profile.source}, {profile.date})"]
     if config is None:
         remarks.append("The model's configuration is not here: taken to be the profile's, without dropout")
-    choices, reason = micro_batch_choices(
-        train.global_batch, train.micro_batch, len(profile.devices), uses_dropout(loaded, config or {})
-    )
-    return Question(loaded, profile, request_of(loaded, choices), (*remarks, reason))
+    ranks, dropout = len(profile.devices), uses_dropout(loaded, config or {})
+    _, reason = micro_batch_choices(train.global_batch, train.micro_batch, ranks, dropout)
+    return Question(loaded, profile, request_of(loaded, ranks, dropout), (*remarks, reason))
 
 
 def _said(question: Question) -> list[str]:
@@ -252,12 +289,16 @@ def _differences(loaded: LoadedJob, config: dict[str, Any] | None, profile: Clus
     blocks = next((config[key] for key in BLOCK_KEYS if config and key in config), None)
     if blocks is not None and blocks != len(model.layers) - 2:
         found.append(f"{blocks} blocks: the profile has {len(model.layers) - 2}")
-    inside = model.layers[1:-1]
-    frozen = sum(layer.trainable_parameters for layer in inside) < sum(layer.parameters for layer in inside) / 2
-    if inside and frozen != (job.adapter.method != "none"):
-        measured = "an adapter over frozen weights" if frozen else "training of all weights"
+    if model.layers[1:-1] and _frozen(profile) != (job.adapter.method != "none"):
+        measured = "an adapter over frozen weights" if _frozen(profile) else "training of all weights"
         found.append(f'adapter.method = "{job.adapter.method}": the profile has {measured}')
     return found
+
+
+def _frozen(profile: ClusterProfile) -> bool:
+    """Does the profile's model train an adapter over frozen weights?"""
+    inside = profile.model.layers[1:-1]
+    return sum(layer.trainable_parameters for layer in inside) < sum(layer.parameters for layer in inside) / 2
 
 
 def _written(place: Path, write: Any) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hetero_mpi import toml
 from hetero_mpi.planning.files import save_plan, save_profile
 from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.plan import IdleRank, Plan
@@ -26,13 +27,15 @@ from hetero_mpi.report.measured import (
 )
 from hetero_mpi.report.metrics import MetricsWriter, StepMetrics
 from hetero_mpi.report.past_run import describe_run, predicted_step
-from tests.planning_samples import make_model, make_plan_of, make_profile
+from tests.planning_samples import JOB_TOML, make_model, make_plan_of, make_profile
 
 JOB: dict[str, Any] = {
     "train": {"steps": 60, "global_batch": 8, "learning_rate": 3e-3, "seed": 7},
     "data": {"sequence_length": 128},
     "cluster": {"emulate": None},
 }
+WHOLE_JOB: dict[str, Any] = toml.loads(JOB_TOML)
+"""A job that is all there, as ``train`` writes it into ``run.json``."""
 
 
 def make_run(

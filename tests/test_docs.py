@@ -29,7 +29,7 @@ from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.reference_pages import COMMANDS_HEADER, ENVIRONMENT, UNITS
 from tests import written_docs
 from tests.mpi import ROOT
-from tests.past_runs import make_run
+from tests.past_runs import WHOLE_JOB, make_run
 from tests.planning_samples import JOB_TOML, make_model, make_profile
 
 DOCUMENTS = sorted(
@@ -310,7 +310,7 @@ def test_offline_commands_run(document: Path, tmp_path: Path, monkeypatch: pytes
         save_profile(profile, tmp_path / name)
     plan = make_plan(profile, PlanRequest(8, 10, (1, 2)))
     for name in ("quickstart", "other", "first", "one-box", "two-boxes"):
-        make_run(tmp_path / "runs" / name, plan, profile)
+        make_run(tmp_path / "runs" / name, plan, profile, job=WHOLE_JOB)
     for line in offline_lines(document):
         if SHIPPED_PROFILE in line:
             line = line.replace(" job.toml ", f" jobs/{SHIPPED_JOB.name} ")

@@ -13,7 +13,8 @@ from hetero_mpi import hindsight
 from hetero_mpi.cli import main
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.files import save_profile
-from hetero_mpi.report.comparison import Single, job_differences, loss_after, verdict
+from hetero_mpi.planning.plan import Alone
+from hetero_mpi.report.comparison import job_differences, loss_after, verdict
 from hetero_mpi.report.past_run import read_run
 from hetero_mpi.report.tensorboard import TensorBoard
 from tests.past_runs import JOB, cluster, make_run, planned
@@ -47,8 +48,8 @@ def test_the_loss_after_equally_many_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("alone_s", "together_s", "measured_s", "expected"),
     [
-        (2.0, 1.0, None, "Yes: together they are 2.00 times as fast (predicted) as A alone would be (predicted)."),
-        (2.0, 1.0, 1.9, "Hardly: together they are 1.05 times as fast (measured) as A alone would be (predicted); the"),
+        (2.0, 1.0, None, "Yes: together they are 2.00 times as fast (predicted) as card 0, host0 alone would be (predicted)."),
+        (2.0, 1.0, 1.9, "Hardly: together they are 1.05 times as fast (measured) as card 0, host0 alone would be (predicted); the"),
         (2.0, 1.0, 2.5, "No: together they are 0.80 times as fast"),
         (None, 1.0, None, "Yes: no single device can do this job at all."),
     ],
@@ -56,13 +57,15 @@ def test_the_loss_after_equally_many_tokens(tmp_path: Path) -> None:
 def test_the_answer_is_honest(
     alone_s: float | None, together_s: float, measured_s: float | None, expected: str
 ) -> None:
-    plan = replace(planned(cluster(2)), predicted_step_s=together_s)
-    assert verdict([Single(0, "A", alone_s), Single(1, "B", None, "too small")], plan, measured_s).startswith(expected)
+    profile = cluster(2)
+    plan = replace(planned(profile), predicted_step_s=together_s)
+    singles = [Alone(0, alone_s), Alone(1, None, "too small")]
+    assert verdict(singles, plan, profile, measured_s).startswith(expected)
 
 
 def test_a_plan_that_idles_the_others_says_no() -> None:
     profile = cluster(3)
-    assert "the plan itself uses rank 0 alone" in verdict([Single(0, "A", 1.0)], planned(profile, 1), 1.0)
+    assert "the plan itself uses rank 0 alone" in verdict([Alone(0, 1.0)], planned(profile, 1), profile, 1.0)
 
 
 def test_the_baseline_of_a_profile_and_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,7 @@ def test_what_a_job_asks_for_its_copies(tmp_path: Path) -> None:
         ("", 2, 48),  # where ranks outlive others
     ):
         path.write_text(f"{JOB_TOML}{more}")
-        assert request_of(load_job(path), (1,), generations).copy_bytes_per_trainable_parameter == bytes_each
+        assert request_of(load_job(path), 1, False, generations).copy_bytes_per_trainable_parameter == bytes_each
 
 
 def test_a_rank_with_both_tied_ends_holds_their_matrix_once() -> None:

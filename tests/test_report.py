@@ -18,7 +18,7 @@ import pytest
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.cost import EMBEDDING, HEAD, LayerCost, ModelCost
-from hetero_mpi.planning.plan import IdleRank, PipelinePlan, Plan, RankMemory, StagePlan
+from hetero_mpi.planning.plan import Alone, IdleRank, PipelinePlan, Plan, RankMemory, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.logs import LOGGER, say, setup_logging
@@ -109,6 +109,7 @@ PLAN = Plan(
     predicted_step_s=2.0,
     bound_step_s=1.6,
     memory=(RankMemory(0, 1_200_000_000, 7_600_000_000), RankMemory(1, 340_000_000, 7_600_000_000)),
+    alone=Alone(0, 2.4),
     idle=(IdleRank(2, "it would slow the pipeline down by 14 %"),),
     reasons=("2 ranks beat 3 by 14 %",),
 )
@@ -128,6 +129,7 @@ Ranks: 3, Open MPI 5.0.11; figures measured, 2026-11-20
   2 ranks share the box: timed all at once"""
 
 PLAN_LINES = """\
+2 of 3 ranks, 2.00 s per step; the best one alone, rank 0, 2.40 s (1.20x)
 Plan: 2 stages, schedule 1F1B
   stage  rank  device                      items                  weights              memory  compute  warm-up
       0     1  cpu AMD Ryzen 9 9950X       embedding, blocks 0-1   2.75 M   340 MB of 7.60 GB   504 ms        1
@@ -159,10 +161,10 @@ def test_several_pipelines_and_recompute() -> None:
         idle=(),
     )
     lines = plan_lines(plan, PROFILE)
-    assert lines[0] == "Plan: 3 stages in 2 pipelines, schedule 1F1B"
-    assert lines[1].split()[:4] == ["pipeline", "stage", "rank", "device"]
-    assert lines[2].split()[-4:] == ["664", "ms", "yes", "1"], "504 ms and once more the forward of two blocks"
-    assert lines[4].split()[:3] == ["1", "2", "2"]
+    assert lines[1] == "Plan: 3 stages in 2 pipelines, schedule 1F1B"
+    assert lines[2].split()[:4] == ["pipeline", "stage", "rank", "device"]
+    assert lines[3].split()[-4:] == ["664", "ms", "yes", "1"], "504 ms and once more the forward of two blocks"
+    assert lines[5].split()[:3] == ["1", "2", "2"]
     assert "64 sequences = 7 micro-batches x 8 sequences + 1 micro-batch x 8 sequences" in lines[-2]
 
 
@@ -172,22 +174,22 @@ def test_schedules_bear_their_names() -> None:
     def heading(*depths: int, split: bool = False, count: int = 1) -> str:
         stages = tuple(replace(stage, warm_up=depth) for stage, depth in zip(one.stages, depths, strict=True))
         changed = replace(one, stages=stages, split_backward=split)
-        return plan_lines(replace(PLAN, pipelines=(changed,) * count), PROFILE)[0]
+        return plan_lines(replace(PLAN, pipelines=(changed,) * count), PROFILE)[1]
 
     assert heading(8, 8) == heading(7, 7) == "Plan: 2 stages, schedule GPipe"
     assert heading(1, 0, split=True) == "Plan: 2 stages, schedule 1F1B, split backward"
     assert heading(3, 0, count=2) == "Plan: 4 stages in 2 pipelines, schedule 1F1B with its own warm-up depths"
     alone = replace(PLAN, pipelines=(PipelinePlan((StagePlan((1,), 0, 8, 0),), 8, 64),) * 3)
     lines = plan_lines(alone, PROFILE)
-    assert lines[0] == "Plan: 3 stages in 3 pipelines"
+    assert lines[1] == "Plan: 3 stages in 3 pipelines"
     assert any("64 sequences = 3 x (8 micro-batches x 8 sequences), 128 tokens each" in line for line in lines)
 
 
 def test_a_tied_matrix_held_at_both_ends_is_counted_once() -> None:
     tied = replace(PROFILE, model=replace(MODEL, tied=True, tied_bytes=4 * 1_048_576))
     alone = replace(PLAN, pipelines=(PipelinePlan((StagePlan((1,), 0, 8, 0),), 8, 64),))
-    assert "7.21 M" in plan_lines(alone, PROFILE)[2]
-    assert "6.16 M" in plan_lines(alone, tied)[2]
+    assert "7.21 M" in plan_lines(alone, PROFILE)[3]
+    assert "6.16 M" in plan_lines(alone, tied)[3]
 
 
 def test_no_line_is_too_long() -> None:

@@ -122,6 +122,7 @@ def with_slowness(profile: ClusterProfile, ratios: Mapping[int, float]) -> Clust
         return replace(
             device,
             layers={kind: _slower(times, ratio) for kind, times in device.layers.items()},
+            alone={kind: _slower(times, ratio) for kind, times in device.alone.items()},
             optimizer_fixed_s=device.optimizer_fixed_s * ratio,
             optimizer_s_per_parameter=device.optimizer_s_per_parameter * ratio,
             forward_overhead_s=device.forward_overhead_s * ratio,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -62,9 +61,10 @@ def reasons(
 
 
 def _least(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: Simulation) -> Iterator[str]:
-    """What the rank that computes least is there for, where the cluster is small: the best plan without it."""
+    """What the rank that computes least is there for, where the cluster is small: the best plan without it. (Of two ranks, how
+    fast the other is by itself is what ``Plan.alone`` says.)"""
     used = sorted(simulation.busy_s)
-    if not 2 <= len(used) <= SMALL or not request.allow_idle:
+    if len(profile.devices) == 2 or not 2 <= len(used) <= SMALL or not request.allow_idle:
         return
     rank = min(used, key=lambda r: (simulation.busy_s[r], r))
     number, _, stage = next(entry for entry in stages(plan) if rank in entry[2].ranks)
@@ -89,12 +89,10 @@ def _share(pipeline: PipelinePlan) -> str:
 
 
 def beaten(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[Beaten]:
-    """What else one might have done, planned and simulated likewise: a single rank, an even split, one pipeline, plain 1F1B."""
+    """What else one might have done, planned and simulated likewise: an even split, one pipeline, plain 1F1B."""
     polisher = Polisher(profile, request, 0)
     actions = sum(4 * len(pipeline.stages) * pipeline.micro_batches for pipeline in plan.pipelines)
     used = sum(len(pipeline.stages) for pipeline in plan.pipelines)
-    if used > 1:
-        yield _single_rank(profile, request, polisher)
     if actions > MOST_ACTIONS:
         return
     even = _even_split(plan)
@@ -119,23 +117,6 @@ def beaten(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterato
 def _changed(name: str, plan: Plan, polisher: Polisher) -> Beaten:
     fitting = polisher.fitted(plan)
     return Beaten(name, polisher.step_s(fitting) if fitting is not None else None)
-
-
-def _single_rank(profile: ClusterProfile, request: PlanRequest, polisher: Polisher) -> Beaten:
-    """The best plan of one rank, of each make the first."""
-    items = len(profile.model.layers)
-    makes = {(d.name, d.memory_bytes): d for d in reversed(profile.devices) if profile.model.dtype in d.dtypes}
-    ways = []
-    for device, size in itertools.product(makes.values(), sorted(set(request.micro_batch_choices))):
-        tokens = size * request.sequence_length
-        seconds = sum(compute_s(profile, device, 0, items, tokens, op) for op in (Op.F, Op.B))
-        ways.append((seconds / size, device.rank, size))
-    for _, rank, size in sorted(ways):
-        pipeline = PipelinePlan((StagePlan((rank,), 0, items, 0),), size, request.global_batch)
-        fitting = polisher.fitted(Plan((pipeline,), request.global_batch, request.sequence_length, items))
-        if fitting is not None:
-            return Beaten(f"rank {rank} alone", polisher.step_s(fitting))
-    return Beaten("any one rank alone", None)
 
 
 def _even_split(plan: Plan) -> Plan | None:

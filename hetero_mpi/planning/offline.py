@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hetero_mpi.errors import UserError
+from hetero_mpi.planning.alone import alone
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.changes import (
     restricted,
@@ -107,8 +108,13 @@ def what_ifs(own: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterat
     used = sorted(rank for _, _, stage in stages(own) for rank in stage.ranks)
     if len(used) > 1:
         for rank in _representatives(used, profile)[:MOST_RANKS]:
+            name = f"without rank {rank} ({profile.devices[rank].name})"
             others = [device.rank for device in profile.devices if device.rank != rank]
-            yield _what_if(f"without rank {rank} ({profile.devices[rank].name})", restricted(profile, others), request)
+            if len(others) == 1:
+                last = alone(profile, request, others[0])
+                yield WhatIf(name, last.step_s, last.problem)
+            else:
+                yield _what_if(name, restricted(profile, others), request)
     fastest = min(_fit(profile), key=lambda device: (whole_model_s(profile, device), device.rank))
     more = with_copy_of(profile, fastest.rank)
     alike = sum(device.name == fastest.name for device in profile.devices)

@@ -51,6 +51,16 @@ class IdleRank:
 
 
 @dataclass(frozen=True)
+class Alone:
+    """One rank by itself, with the same tokens per step."""
+
+    rank: int
+    step_s: float | None = None
+    """Predicted; None: it cannot, for the reason ``problem``."""
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class RankMemory:
     """Predicted peak of one rank, against what it has."""
 
@@ -85,6 +95,8 @@ class Plan:
     bound_step_s: float = 0.0
     """No plan for this instance can be faster than this (``packing.bound`` for a few ranks, else the fluid bound of
     ``bounds``)."""
+    alone: Alone | None = None
+    """The rank that is fastest by itself; None: not known."""
     memory: tuple[RankMemory, ...] = ()
     hosts: tuple[HostMemory, ...] = ()
     idle: tuple[IdleRank, ...] = ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hetero_mpi.errors import UserError
+from hetero_mpi.planning.alone import best_alone
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decide import decide
 from hetero_mpi.planning.dry_run import validate
@@ -56,7 +57,7 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> Plan:
     plan = _with_figures(decision.plan, profile, request, simulation)
     idle = idle_ranks(decision, profile, request)
     told = (*reasons(decision, plan, profile, request, simulation), *remarks)
-    return replace(plan, idle=idle, reasons=told)
+    return replace(plan, alone=best_alone(plain, request), idle=idle, reasons=told)
 
 
 def _copies(request: PlanRequest) -> str:
@@ -94,7 +95,8 @@ def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
     idle = tuple(
         IdleRank(device.rank, "not named in the given plan") for device in profile.devices if device.rank not in named
     )
-    return replace(full, idle=idle, reasons=("given by hand", busiest(full, profile, simulation)))
+    told = ("given by hand", busiest(full, profile, simulation))
+    return replace(full, alone=best_alone(profile, request), idle=idle, reasons=told)
 
 
 def differences(plan: Plan, request: PlanRequest) -> list[str]:

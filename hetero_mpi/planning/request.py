@@ -25,6 +25,8 @@ class PlanRequest:
     """Tokens per sequence."""
     micro_batch_choices: tuple[int, ...]
     """Sequences per micro-batch the planner may choose from; each divides ``global_batch``."""
+    alone_micro_batch_choices: tuple[int, ...] = ()
+    """The same for a rank by itself, which may take larger ones than a rank of many; empty: ``micro_batch_choices``."""
     max_pipelines: int = 1
     """How many pipelines may hold the model side by side."""
     recompute_choices: tuple[bool, ...] = (False,)

@@ -35,7 +35,7 @@ def rank_classes(profile: ClusterProfile) -> list[list[int]]:
     Two ranks are interchangeable when their devices are equal, swapping them leaves every link as it is, and their hosts
     set them the same limits: ranks of one host, or each the only one of a host of the same kind.
     """
-    contents = _contents(profile)
+    contents = rank_contents(profile)
     if profile.links:
         return _linked_classes(profile, [device.rank for device in usable_devices(profile)], contents)
     # Where links are told by pairs of hosts, equal ranks of one host have equal links: one of them stands for all.
@@ -47,7 +47,7 @@ def rank_classes(profile: ClusterProfile) -> list[list[int]]:
     return [sorted(rank for first in one for rank in members[first]) for one in classes]
 
 
-def _contents(profile: ClusterProfile) -> dict[int, str]:
+def rank_contents(profile: ClusterProfile) -> dict[int, str]:
     """What every usable rank is, its number and its host's name aside."""
     alone = _only_one_of_its_host(profile)
     known: dict[int, str] = {}

@@ -6,10 +6,9 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from hetero_mpi.planning.plan import Plan
+from hetero_mpi.planning.plan import Alone, Plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.inspection import wrapped
@@ -22,17 +21,6 @@ HARDLY = 1.1
 _WINDOW = 0.05
 """The loss after so many tokens is the mean over the last this share of them."""
 _IRRELEVANT = {("output", "run_dir")}
-
-
-@dataclass(frozen=True)
-class Single:
-    """One device alone, with the same tokens per step."""
-
-    rank: int
-    device: str
-    step_s: float | None
-    """Predicted; None: it cannot, for the reason ``problem``."""
-    problem: str = ""
 
 
 def comparison_lines(runs: Sequence[PastRun]) -> list[str]:
@@ -97,7 +85,7 @@ def job_differences(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, tuple[
 
 
 def baseline_lines(
-    singles: Sequence[Single], plan: Plan, profile: ClusterProfile, tokens: int, run: PastRun | None, remarks: Sequence[str]
+    singles: Sequence[Alone], plan: Plan, profile: ClusterProfile, tokens: int, run: PastRun | None, remarks: Sequence[str]
 ) -> list[str]:  # fmt: skip
     """Every kind of device alone and all of them together, and whether the others were worth it.
 
@@ -108,7 +96,12 @@ def baseline_lines(
     """
     kind = ", emulated" if profile.emulated else ""
     rows = [
-        (f"rank {one.rank} alone", one.device, *_times(one.step_s, tokens), one.problem or f"predicted{kind}")
+        (
+            f"rank {one.rank} alone",
+            _place(profile, one.rank),
+            *_times(one.step_s, tokens),
+            one.problem or f"predicted{kind}",
+        )
         for one in singles
     ]
     used = sorted(rank for _, _, stage in plan.numbered for rank in stage.ranks)
@@ -125,11 +118,11 @@ def baseline_lines(
             )
         )
     lines = [f"The same {tokens:,} tokens per step{kind}:", *table(("", "device", "step", "tokens/s", ""), rows), ""]
-    lines += ["Was it worth adding the others?", *wrapped("  ", verdict(singles, plan, measured)), ""]
+    lines += ["Was it worth adding the others?", *wrapped("  ", verdict(singles, plan, profile, measured)), ""]
     return [*lines, *(line for remark in remarks for line in wrapped("", remark))]
 
 
-def verdict(singles: Sequence[Single], plan: Plan, measured_s: float | None) -> str:
+def verdict(singles: Sequence[Alone], plan: Plan, profile: ClusterProfile, measured_s: float | None) -> str:
     """One sentence, no kinder than the figures. ``measured_s``: per step of all devices together; None: not measured."""
     if len(singles) == 1 and len(plan.memory) + len(plan.idle) <= 1:
         return "There is one device only: nothing was added."
@@ -145,10 +138,15 @@ def verdict(singles: Sequence[Single], plan: Plan, measured_s: float | None) -> 
     gain = best.step_s / measured_s if measured_s else promised
     answer = "No" if gain < 1 else "Hardly" if gain < HARDLY else "Yes"
     what = "measured" if measured_s else "predicted"
-    text = f"{answer}: together they are {gain:.2f} times as fast ({what}) as {best.device} alone would be (predicted)"
+    text = f"{answer}: together they are {gain:.2f} times as fast ({what}) as "
+    text += f"{_place(profile, best.rank)} alone would be (predicted)"
     if measured_s and math.isfinite(promised):
         text += f"; the prediction was {promised:.2f} times"
     return text + "."
+
+
+def _place(profile: ClusterProfile, rank: int) -> str:
+    return f"{profile.devices[rank].name}, {profile.devices[rank].host}"
 
 
 def _times(step_s: float | None, tokens: int) -> tuple[str, str]:

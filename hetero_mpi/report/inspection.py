@@ -15,7 +15,16 @@ from hetero_mpi.planning.plan import Plan, RankMemory
 from hetero_mpi.planning.profile import ANY_HOST, ClusterProfile, Curve, DeviceProfile, LinkProfile
 from hetero_mpi.planning.words import describe_items
 from hetero_mpi.report import units
-from hetero_mpi.report.tables import WIDTH, host_lines, idle_lines, plan_lines, profile_lines, schedule_text, table
+from hetero_mpi.report.tables import (
+    WIDTH,
+    headline,
+    host_lines,
+    idle_lines,
+    plan_lines,
+    profile_lines,
+    schedule_text,
+    table,
+)
 
 MOST_LINKS = 12
 """Links listed one by one; of more, those that fit their line worst."""
@@ -80,15 +89,14 @@ def plan_inspection_lines(plan: Plan) -> list[str]:
                 str(stage.warm_up),
                 *sizes.get(stage.ranks[0], ("", "")),
             ))  # fmt: skip
-    lines = [f"Plan: {len(rows)} stages{schedule_text(plan)}, global batch {plan.global_batch} "
+    lines = wrapped("", headline(plan)) if plan.predicted_step_s > 0 else []
+    lines += [f"Plan: {len(rows)} stages{schedule_text(plan)}, global batch {plan.global_batch} "
              f"sequences of {plan.sequence_length} tokens, chain of {plan.items} items"]  # fmt: skip
     headers = ("pipeline", "stage", "rank", "items", "micro-batches", "recompute", "warm-up", "memory", "of")
     lines += table(headers, rows)
     lines += host_lines(plan)
     if plan.predicted_step_s > 0:
-        lines.append(
-            f"  predicted {units.seconds(plan.predicted_step_s)} per step; bound {units.seconds(plan.bound_step_s)}"
-        )
+        lines.append(f"  bound {units.seconds(plan.bound_step_s)} per step")
     for line in idle_lines(plan):
         lines += wrapped("  ", line)
     for reason in plan.reasons:

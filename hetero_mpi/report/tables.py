@@ -78,12 +78,30 @@ def profile_lines(profile: ClusterProfile) -> list[str]:
     return lines
 
 
+def headline(plan: Plan) -> str:
+    """``3 ranks, 389 ms per step; the best one alone, rank 1, 489 ms (1.26x)``: whether the cluster is worth it."""
+    used, there = len(plan.numbered), len(plan.memory) + len(plan.idle)
+    text = f"{_plural(used, 'rank')}" if used >= there else f"{used} of {_plural(there, 'rank')}"
+    text += f", {units.seconds(plan.predicted_step_s)} per step"
+    best = plan.alone
+    if best is None or there <= 1:
+        return text
+    if best.step_s is None:
+        return f"{text}; no rank can do it alone (rank {best.rank}: {best.problem})"
+    if used == 1 and plan.numbered[0][2].ranks == (best.rank,):
+        return f"{text}: rank {best.rank} alone, which the others would only slow down"
+    gain = best.step_s / plan.predicted_step_s if plan.predicted_step_s > 0 else 1.0
+    what = "the best one alone" if gain >= 1 else "one alone would be faster"
+    return f"{text}; {what}, rank {best.rank}, {units.seconds(best.step_s)} ({gain:.2f}x)"
+
+
 def plan_lines(plan: Plan, profile: ClusterProfile) -> list[str]:
-    """The plan as a table: who holds what, how full and how busy it makes them, who idles, why, and what to expect."""
+    """The verdict; the plan as a table: who holds what, how full and how busy it makes them; who idles, why; what to expect."""
     stages = sum(len(pipeline.stages) for pipeline in plan.pipelines)
     pipelines = "" if len(plan.pipelines) == 1 else f" in {len(plan.pipelines)} pipelines"
     emulated = " on emulated devices" if profile.emulated else ""
-    lines = [f"Plan: {_plural(stages, 'stage')}{pipelines}{emulated}{schedule_text(plan)}"]
+    lines = _wrapped("", headline(plan)) if plan.predicted_step_s > 0 else []
+    lines += [f"Plan: {_plural(stages, 'stage')}{pipelines}{emulated}{schedule_text(plan)}"]
     headers = (
         "pipeline",
         "stage",

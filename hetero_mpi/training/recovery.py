@@ -46,7 +46,7 @@ from hetero_mpi.training.loop import Books
 from hetero_mpi.training.material import prepare
 from hetero_mpi.training.planned import Given, obtain_plan
 from hetero_mpi.training.redistribute import Parcel
-from hetero_mpi.training.request import micro_batch_choices, request_of
+from hetero_mpi.training.request import request_of
 from hetero_mpi.training.setup import Setting
 from hetero_mpi.training.shelf import SAID, Shelf, generations_in_memory, supervised
 from hetero_mpi.training.trainer import Trainer
@@ -230,8 +230,7 @@ def plan_again(setting: Setting, past: Past, profile: ClusterProfile) -> Plan:
         CollectiveUserError: the model does not fit into their memory.
     """
     job, dropout = setting.job, setting.tuning.uses_dropout(setting.chain)
-    choices, _ = micro_batch_choices(job.train.global_batch, job.train.micro_batch, past.profiled_ranks, dropout)
-    asked = request_of(setting.loaded, choices, generations_in_memory(job.checkpoint.buddy_every))
+    asked = request_of(setting.loaded, past.profiled_ranks, dropout, generations_in_memory(job.checkpoint.buddy_every))
     # Every rank waits for it.
     request = replace(asked, sequence_length=profile.model.sequence_length, thorough=False)
     plan, _ = obtain_plan(setting.world, profile, request, setting.run_dir, Given(None, None))

@@ -37,20 +37,25 @@ COPY_BYTES = 12
 """Of the trained state in host memory, per trained parameter: itself and AdamW's two moments, fp32."""
 
 
-def request_of(loaded: LoadedJob, choices: tuple[int, ...], generations: int = 0) -> PlanRequest:
+def request_of(loaded: LoadedJob, ranks: int, dropout: bool, generations: int = 0) -> PlanRequest:
     """The job as planning sees it.
 
     Args:
+        ranks, dropout: of which the choice of micro-batches depends.
         generations: how many copies of its own state a rank keeps for itself and, as many, for others (``training.buddy``).
     """
     job = loaded.job
     snapshots = 1 if job.checkpoint.background and job.checkpoint.every else 0
     trains_all = job.adapter.method == "none"
     wanted = job.train.global_batch if job.plan.pipelines == "auto" else job.plan.pipelines
+    choices, alone = (
+        micro_batch_choices(job.train.global_batch, job.train.micro_batch, count, dropout)[0] for count in (ranks, 1)
+    )
     return PlanRequest(
         global_batch=job.train.global_batch,
         sequence_length=job.data.sequence_length,
         micro_batch_choices=choices,
+        alone_micro_batch_choices=alone,
         max_pipelines=wanted,
         split_choices=(False, True) if trains_all else (False,),
         schedule=job.plan.schedule,

@@ -217,9 +217,8 @@ def subject_of(setting: Setting) -> tuple[Subject, str]:
 
 def planning_request(setting: Setting, profile: ClusterProfile) -> PlanRequest:
     """What the planner is asked. Local."""
-    subject, _ = subject_of(setting)
     generations = generations_in_memory(setting.job.checkpoint.buddy_every)
-    request = request_of(setting.loaded, subject.micro_batches, generations)
+    request = request_of(setting.loaded, setting.world.size, setting.tuning.uses_dropout(setting.chain), generations)
     return replace(request, sequence_length=profile.model.sequence_length)
 
 

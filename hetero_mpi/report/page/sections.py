@@ -20,7 +20,7 @@ from hetero_mpi.report.page.charts import Series, line_chart
 from hetero_mpi.report.page.html import listing, picture, share_bar, table
 from hetero_mpi.report.page.timeline import Panel, timelines
 from hetero_mpi.report.past_run import PastRun
-from hetero_mpi.report.tables import idle_lines, items_text, schedule_text
+from hetero_mpi.report.tables import headline, idle_lines, items_text, schedule_text
 from hetero_mpi.report.traffic import sums, traffic
 
 USAGE_NOTE = "Shares of the time since training began. The thin bar is the prediction: computing, and the rest."
@@ -266,12 +266,11 @@ def _stages(plan: Plan, profile: ClusterProfile | None) -> str:
 
 def _reasons(plan: Plan) -> list[str]:
     found = [f"Schedule{schedule_text(plan).removeprefix(', schedule')}."] if schedule_text(plan) else []
+    if plan.predicted_step_s > 0:
+        found.insert(0, f"Predicted: {headline(plan)}.")
     if plan.predicted_step_s > 0 and plan.bound_step_s > 0:
         gap = units.percent(plan.predicted_step_s / plan.bound_step_s - 1)
-        found.append(
-            f"Predicted {units.seconds(plan.predicted_step_s)} per step; no plan could take less than "
-            f"{units.seconds(plan.bound_step_s)} (this one {gap} more)."
-        )
+        found.append(f"No plan could take less than {units.seconds(plan.bound_step_s)} (this one {gap} more).")
     found += [f"Because: {reason}" for reason in plan.reasons]
     return found + [line[:1].upper() + line[1:] for line in idle_lines(plan)]
 

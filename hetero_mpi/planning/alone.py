@@ -1,0 +1,78 @@
+"""How fast is one rank by itself, with the same tokens per step? The one answer, for plans, what-if questions and ``baseline``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning.changes import restricted
+from hetero_mpi.planning.decide import decide
+from hetero_mpi.planning.durations import compute_s, optimizer_s
+from hetero_mpi.planning.memory import with_copies
+from hetero_mpi.planning.plan import Alone
+from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LayerTimes
+from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.schedule import Op
+from hetero_mpi.planning.tables import rank_contents
+from hetero_mpi.planning.words import describe_bytes
+
+
+def alone(profile: ClusterProfile, request: PlanRequest, rank: int) -> Alone:
+    """``rank`` by itself: the fastest of all its micro-batches and of the request's choices of recompute, in any order of actions.
+
+    Its layers take as long as they took while the other ranks were still, where that was measured. Copies of the trained state are
+    counted as ``planner.make_plan`` counts them.
+    """
+    single = restricted(profile, [rank])
+    (device,) = single.devices
+    single = replace(single, devices=(replace(device, layers=_times_alone(device)),))
+    request = replace(
+        request,
+        micro_batch_choices=_sizes(request),
+        max_pipelines=1,
+        schedule="auto",
+        indifference=0.0,
+        thorough=False,
+    )
+    try:
+        decision = decide(with_copies(single, request), request) or decide(single, request)
+    except UserError as error:
+        return Alone(rank, problem=str(error).splitlines()[0])
+    if decision is None:
+        return Alone(rank, problem=f"does not fit into its {describe_bytes(device.memory_bytes)}")
+    return Alone(rank, decision.step_s)
+
+
+def best_alone(profile: ClusterProfile, request: PlanRequest) -> Alone | None:
+    """The rank that is fastest by itself; where none can hold the model, the one that computes fastest. None: no rank has the
+    model's dtype."""
+    unlike = {content: rank for rank, content in reversed(rank_contents(profile).items())}
+    best: Alone | None = None
+    for least_s, rank in sorted((_least_s(profile, request, rank), rank) for rank in unlike.values()):
+        if best is not None and best.step_s is not None and least_s >= best.step_s:
+            break
+        other = alone(profile, request, rank)
+        if best is None or (other.step_s is not None and (best.step_s is None or other.step_s < best.step_s)):
+            best = other
+    return best
+
+
+def _sizes(request: PlanRequest) -> tuple[int, ...]:
+    return request.alone_micro_batch_choices or request.micro_batch_choices
+
+
+def _times_alone(device: DeviceProfile) -> dict[str, LayerTimes]:
+    quiet = {kind: LayerTimes(times.forward_s, times.backward_s) for kind, times in device.alone.items()}
+    return device.layers | quiet
+
+
+def _least_s(profile: ClusterProfile, request: PlanRequest, rank: int) -> float:
+    """What ``rank`` computes by itself at least, had it memory enough."""
+    device, items = profile.devices[rank], len(profile.model.layers)
+    device = replace(device, layers=_times_alone(device))
+
+    def seconds(size: int) -> float:
+        tokens = size * request.sequence_length
+        return sum(compute_s(profile, device, 0, items, tokens, op) for op in (Op.F, Op.B)) / size
+
+    return request.global_batch * min(map(seconds, _sizes(request))) + optimizer_s(profile, device, 0, items)
