@@ -1,7 +1,8 @@
 """Two real hosts, as network namespaces of this machine: the launcher picks the interface, the transport crosses it.
 
 Each host has a name of its own and, beside the cable to the other, a bridge with one and the same address on both, such
-as Docker makes: an MPI library that chose it would wait for ever.
+as Docker makes (an MPI library that chose it would wait for ever), and one with an address that the other cannot reach, such as a
+VPN's (an MPI library that chose it would end).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from hetero_mpi.comm import interfaces
 from tests.mpi import ROOT, launcher_or_skip, run_bounded
 
 HEAD, OTHER = f"a{os.getpid()}", f"b{os.getpid()}"
@@ -34,13 +36,15 @@ def ip(*words: str) -> None:
 
 
 def lay_cable() -> None:
-    """Two namespaces, a veth pair between them, a decoy bridge in each."""
+    """Two namespaces, a veth pair between them, two decoys in each."""
     for name in HOSTS:
         ip("netns", "add", name)
     ip("link", "add", "cable0", "netns", HEAD, "type", "veth", "peer", "name", "cable0", "netns", OTHER)
-    for name, address in HOSTS.items():
-        ip("-n", name, "link", "add", "docker0", "type", "bridge")
-        for interface, own in (("lo", "127.0.0.1/8"), ("cable0", f"{address}/24"), ("docker0", "172.17.0.1/16")):
+    for number, (name, address) in enumerate(HOSTS.items()):
+        decoys = {"docker0": "172.17.0.1/16", "vpn0": f"10.5{number}.0.7/24"}
+        for decoy in decoys:
+            ip("-n", name, "link", "add", decoy, "type", "bridge")
+        for interface, own in {"lo": "127.0.0.1/8", "cable0": f"{address}/24", **decoys}.items():
             if interface != "lo":
                 ip("-n", name, "address", "add", own, "dev", interface)
             ip("-n", name, "link", "set", interface, "up")
@@ -90,3 +94,38 @@ def test_launcher_and_transport_between_two_hosts(two_hosts: tuple[Path, Path]) 
     assert [view["hosts"] for view in views] == [[HEAD, OTHER]] * 2
     assert [view["local_size"] for view in views] == [1, 1]
     assert [link["same_host"] for link in views[0]["links"]] == [False, False]
+
+
+def test_plain_mpirun_between_two_hosts_needs_no_options(two_hosts: tuple[Path, Path]) -> None:
+    """Without a word about interfaces, MPI's own choice hangs or ends between these hosts: ranks keep to the launcher's way."""
+    hostfile, agent = two_hosts
+    root = ["--allow-run-as-root", "--prefix", sys.prefix, "-x", "PYTHONPATH", "--mca", "plm_rsh_agent", str(agent)]
+    command = ["ip", "netns", "exec", HEAD, "unshare", "--uts", "bash", "-c", f'hostname {HEAD}; exec "$@"', "start"]
+    command += [str(launcher_or_skip().path), *root, "-hostfile", str(hostfile), "-np", "2"]
+    command += [sys.executable, str(ROOT / "tests" / "programs" / "comm_world.py"), "sums"]
+    result = run_bounded(command, {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, timeout_s=60)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("speeds", "told"),
+    [
+        ({"cable0": 1000, "wlan0": 0, "docker0": 0}, "cable0"),
+        ({"cable0": 10_000, "eth1": 1000}, "cable0"),
+        ({"cable0": 1000, "ib0": 100_000}, None),  # nobody knows which one is meant for data
+        ({"eth1": 1000}, None),  # the launcher talks to no other host
+    ],
+)
+def test_ranks_keep_to_the_interface_of_the_launcher_s_daemon(
+    speeds: dict[str, int], told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = {"cable0"} & set(speeds)
+    monkeypatch.setattr(interfaces, "_interfaces_of", lambda process: (used, set(speeds) - used))
+    monkeypatch.setattr(interfaces, "_card_speed", speeds.__getitem__)
+    environment = {"OMPI_COMM_WORLD_SIZE": "2"}
+    interfaces.keep_to_the_launcher_s_interfaces(environment)
+    assert environment.get("OMPI_MCA_btl_tcp_if_include") == told
+    for chosen in ({"OMPI_MCA_btl_tcp_if_exclude": "x"}, {"OMPI_MCA_btl_tcp_if_include": "x"}):
+        asked = {"OMPI_COMM_WORLD_SIZE": "2", **chosen}
+        interfaces.keep_to_the_launcher_s_interfaces(asked)
+        assert asked == {"OMPI_COMM_WORLD_SIZE": "2", **chosen}, "the user has said it"

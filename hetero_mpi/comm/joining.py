@@ -19,6 +19,7 @@ import numpy as np
 from hetero_mpi.comm import ulfm
 from hetero_mpi.comm.collectives import Collectives
 from hetero_mpi.comm.ending import end_alone, leave_now, leave_together
+from hetero_mpi.comm.interfaces import keep_to_the_launcher_s_interfaces
 from hetero_mpi.comm.library import (
     MpiLibrary,
     foreign_launcher_problem,
@@ -87,6 +88,7 @@ def join() -> World:
         for itself.
     """
     _be_polite(os.environ)
+    keep_to_the_launcher_s_interfaces(os.environ)
     mpi = _import_mpi()
     library = parse_library_version(mpi.Get_library_version())
     launched = launched_as(os.environ, library.family)
