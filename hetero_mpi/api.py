@@ -249,5 +249,9 @@ def _question(job: Job | str | Path, profile: ClusterProfile | str | Path) -> of
     """A job and a profile that fits it, as the planner is asked. As ``offline.ask``, of values."""
     loaded = job if isinstance(job, Job) else Job.load(job)
     named = "the given profile" if isinstance(profile, ClusterProfile) else str(profile)
-    profile = profile if isinstance(profile, ClusterProfile) else load_profile(profile)
+    profile = (
+        profile_from_dict(profile_to_dict(profile), named)
+        if isinstance(profile, ClusterProfile)
+        else load_profile(profile)
+    )
     return offline.question(loaded, profile, named)

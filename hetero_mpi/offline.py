@@ -34,7 +34,7 @@ from hetero_mpi.report.inspection import (
     what_if_lines,
     wrapped,
 )
-from hetero_mpi.report.tables import plan_lines
+from hetero_mpi.report.tables import doubt_remarks, plan_lines
 from hetero_mpi.training.request import micro_batch_choices, request_of, with_memory
 
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
@@ -235,7 +235,7 @@ def question(
     loaded = replace(loaded, job=loaded.job.model_copy(update={"train": settled}))
     if loaded.job.cluster.memory_bytes is not None:
         profile = with_memory(profile, loaded.job.cluster.memory_bytes)
-    remarks = [f"Profile: {named} ({profile.source}, {profile.date})"]
+    remarks = [f"Profile: {named} ({profile.source}, {profile.date})", *doubt_remarks(profile, named)]
     if config is None:
         remarks.append("The model's configuration is not here: taken to be the profile's, without dropout")
     ranks, dropout = len(profile.devices), uses_dropout(loaded, config or {})

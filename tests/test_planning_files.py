@@ -26,9 +26,15 @@ from tests.planning_samples import make_plan_of, make_profile, random_instance, 
 def test_curve_is_piecewise_linear_and_extended_by_its_end_segments() -> None:
     curve = Curve((10, 20, 40), (1.0, 3.0, 4.0))
     assert [curve.at(t) for t in (10, 15, 20, 30, 40, 60)] == [1.0, 2.0, 3.0, 3.5, 4.0, 5.0]
-    assert curve.at(7.5) == 0.5
-    assert curve.at(1) == 0.0, "never negative"
+    assert curve.at(7.5) == 0.75 and curve.at(1) == 0.1, "no less than their share of the first sample"
+    assert Curve((10, 20), (2.0, 3.0)).at(5) == 1.5
     assert Curve((10,), (2.0,)).at(5) == 1.0, "one sample: through the origin"
+
+
+def test_no_sample_makes_others_free() -> None:
+    falling = Curve((10, 20, 40), (1e30, 1.0, 0.5))
+    assert [falling.at(t) for t in (10, 20, 40)] == [1e30, 1.0, 0.5], "samples as they are, whatever stands beside them"
+    assert falling.at(400) == 0.5, "more tokens do not take less than the last sample"
 
 
 @pytest.mark.parametrize(

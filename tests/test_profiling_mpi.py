@@ -14,7 +14,7 @@ def test_a_rank_that_joins_makes_nobody_else_measure_again(tmp_path: Path) -> No
     program = ["tests/programs/profiling_joins.py", str(tmp_path / "p.toml")]
     result = run_mpi(3, program, timeout_s=240, env=environment)
     assert result.returncode == 0, result.stderr
-    first, joined, shared, fresh = json.loads(result.stdout.splitlines()[-1])
+    first, joined, shared, fresh, once, always, later = json.loads(result.stdout.splitlines()[-1])
     assert first["measured"] == [["together"], ["together"], []], "two hosts of one rank: nobody disturbs them"
     assert joined["measured"] == [[], [], ["together"]], "only the rank that is new"
     # A second rank on host b shares it with the first: both are measured anew, together and alone; a's table is kept.
@@ -22,6 +22,15 @@ def test_a_rank_that_joins_makes_nobody_else_measure_again(tmp_path: Path) -> No
     assert fresh["measured"] == [["together"], ["together", "alone"], ["together", "alone"]]
     assert any("device times of rank 0, 1 were measured" in note for note in joined["notes"])
     assert not any("were measured" in note for note in fresh["notes"])
+
+    # A table that cannot be right is measured once more, and kept only if it is right then.
+    assert once["measured"] == [["together"], ["together", "together"], ["together"]]
+    assert [line.split(": ")[0] for line in once["said"] if "implausible" in line] == [
+        "  implausible times of rank 1, measured once more"
+    ]
+    assert always["measured"] == [["together"], ["together", "together"], ["together"]]
+    assert "implausible times of rank 1, used all the same, but not kept for other runs: " in always["said"][-3]
+    assert later["measured"] == [[], ["together"], []] and not any("implausible" in line for line in later["said"])
 
     profile = load_profile(tmp_path / "p.toml")
     assert [host.name for host in profile.hosts] == ["a", "b"]

@@ -22,7 +22,8 @@ EMULATED = "emulated"
 class Curve:
     """Seconds over token counts: piecewise linear between samples, extended by the nearest segment's line outside them.
 
-    ``tokens`` is strictly increasing. With one sample the line runs through the origin.
+    ``tokens`` is strictly increasing. With one sample the line runs through the origin. Outside the samples noise must not make
+    work free: more tokens take no less than the last sample, fewer no less than their share of the first.
     """
 
     tokens: tuple[int, ...]
@@ -40,13 +41,19 @@ class Curve:
             raise UserError(f"the tokens of a curve are positive and strictly increasing (tokens: {list(self.tokens)})")
 
     def at(self, tokens: float) -> float:
-        """Seconds for a micro-batch of ``tokens`` tokens; never negative."""
+        """Seconds for a micro-batch of ``tokens`` tokens; a sample's own to the last bit."""
+        place = bisect.bisect_left(self.tokens, tokens)
+        if place < len(self.tokens) and self.tokens[place] == tokens:
+            return self.seconds[place]
         if len(self.tokens) == 1:
-            return max(0.0, self.seconds[0] * tokens / self.tokens[0])
-        right = min(max(bisect.bisect_left(self.tokens, tokens), 1), len(self.tokens) - 1)
+            return self.seconds[0] * tokens / self.tokens[0]
+        right = min(max(place, 1), len(self.tokens) - 1)
         x0, x1 = self.tokens[right - 1], self.tokens[right]
         y0, y1 = self.seconds[right - 1], self.seconds[right]
-        return max(0.0, y0 + (y1 - y0) * (tokens - x0) / (x1 - x0))
+        line = y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
+        if place == len(self.tokens):
+            return max(line, y1)
+        return max(line, y0 * tokens / x0) if place == 0 else line
 
 
 @dataclass(frozen=True)

@@ -16,18 +16,22 @@ from hetero_mpi.planning.cost import EMBEDDING, HEAD
 from hetero_mpi.planning.profile import ANY_HOST, ITSELF, ClusterProfile, Curve, DeviceProfile, LayerTimes
 
 DTYPES = ("fp32", "bf16", "fp16")
+LONGEST_S = 1e6
+"""Seconds of a micro-batch in one layer (eleven days): what takes longer is a slip of the pen."""
 BACKENDS = ("cpu", "cuda", "rocm", "xpu", "mps")
 
 
 def profile_problems(profile: ClusterProfile) -> list[str]:
     """Ranks in order, a link for every pair, times for every kind, hosts that exist. All problems, each with its key."""
     problems = [*_rank_problems(profile), *_link_problems(profile), *_model_problems(profile)]
-    kinds = list(dict.fromkeys(layer.kind for layer in profile.model.layers))
+    trained: dict[str, int] = {}
+    for layer in profile.model.layers:
+        trained[layer.kind] = trained.get(layer.kind, 0) + layer.trainable_parameters
     told = set()
     for device in profile.devices:
         content = repr(replace(device, rank=0, host=""))
         if content not in told:  # devices like an earlier one have its problems
-            problems += _device_problems(device, kinds, f"devices[{device.rank}]")
+            problems += _device_problems(device, trained, f"devices[{device.rank}]")
         told.add(content)
     return [*problems, *_host_problems(profile)]
 
@@ -112,7 +116,8 @@ def _model_problems(profile: ClusterProfile) -> Iterator[str]:
             )
 
 
-def _device_problems(device: DeviceProfile, kinds: list[str], path: str) -> Iterator[str]:
+def _device_problems(device: DeviceProfile, trained: dict[str, int], path: str) -> Iterator[str]:
+    """``trained``: of every kind of layer the model has, how many parameters are trained."""
     if device.backend not in BACKENDS:
         yield f"{path}.backend = {device.backend!r}: must be {_either(BACKENDS)}"
     for dtype in device.dtypes:
@@ -121,16 +126,18 @@ def _device_problems(device: DeviceProfile, kinds: list[str], path: str) -> Iter
     if device.cores <= 0:
         yield f"{path}.cores = {device.cores}: must be above zero"
     for name, table in (("layers", device.layers), ("alone", device.alone)):
-        missing = [kind for kind in kinds if kind not in table]
+        missing = [kind for kind in trained if kind not in table]
         if missing and (table or name == "layers"):
             yield f"{path}.{name}: no times for {', '.join(missing)}"
         for kind in table:
-            if kind not in kinds:
-                yield f"{path}.{name}.{kind}: the model has no such layer; it has {', '.join(kinds)}"
-            yield from _times_problems(table[kind], f"{path}.{name}.{kind}")
+            if kind not in trained:
+                yield f"{path}.{name}.{kind}: the model has no such layer; it has {', '.join(trained)}"
+            yield from _times_problems(table[kind], trained.get(kind, 0) > 0, f"{path}.{name}.{kind}")
 
 
-def _times_problems(times: LayerTimes, path: str) -> Iterator[str]:
+def _times_problems(times: LayerTimes, trained: bool, path: str) -> Iterator[str]:
+    """A curve is above zero throughout, or zero throughout where there is nothing to do: no gradient reaches frozen layers before
+    the first trained one, and a layer without matrices has no weight part."""
     if (times.input_s is None) != (times.weight_s is None):
         yield f"{path}: input_s and weight_s are the two parts of one backward: give both or neither"
     for field in fields(times):
@@ -140,6 +147,14 @@ def _times_problems(times: LayerTimes, path: str) -> Iterator[str]:
                 f"{path}.{field.name}.spread: as many as tokens, or none "
                 f"(tokens: {len(curve.tokens)}, spread: {len(curve.spread)})"
             )
+        nothing = field.name == "weight_s" or (field.name in ("backward_s", "input_s") and not trained)
+        if curve is not None and min(curve.seconds) == 0 and not (nothing and max(curve.seconds) == 0):
+            yield (
+                f"{path}.{field.name} = {list(curve.seconds)}: a layer takes some time: every sample is above zero seconds; "
+                f"correct it, or measure again"
+            )
+        if curve is not None and max(curve.seconds) > LONGEST_S:
+            yield f"{path}.{field.name} = {list(curve.seconds)}: no layer takes more than {LONGEST_S:,.0f} s; correct it"
 
 
 def _host_problems(profile: ClusterProfile) -> Iterator[str]:

@@ -20,6 +20,7 @@ from hetero_mpi.comm.world import World
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.codec import decode, encode
+from hetero_mpi.planning.profile_rules import number_problems
 from hetero_mpi.profiling.device import DeviceTimes
 from hetero_mpi.profiling.subject import Subject, sampled_rows
 
@@ -62,9 +63,15 @@ def load_times(key: str) -> DeviceTimes | None:
     """What is kept under ``key``; None when nothing is, or when it cannot be read."""
     try:
         data = json.loads((cache_directory() / f"{key}.json").read_text(encoding="utf-8"))
-        return decode(DeviceTimes, data, key)
+        return decode(DeviceTimes, data, key) if not number_problems(data) else None
     except (OSError, ValueError, UserError):
         return None
+
+
+def forget_times(key: str) -> None:
+    """Keep nothing under ``key``."""
+    with contextlib.suppress(OSError):
+        (cache_directory() / f"{key}.json").unlink(missing_ok=True)
 
 
 def save_times(key: str, times: DeviceTimes) -> None:

@@ -19,8 +19,9 @@ from hetero_mpi.model.cost import model_cost
 from hetero_mpi.model.optimizer import Judge
 from hetero_mpi.planning.codec import decode, encode
 from hetero_mpi.planning.cost import ModelCost
+from hetero_mpi.planning.plausible import doubts
 from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LinkProfile
-from hetero_mpi.profiling.cache import device_key, key_of, load_times, save_times, subject_content
+from hetero_mpi.profiling.cache import device_key, forget_times, key_of, load_times, save_times, subject_content
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
 from hetero_mpi.profiling.hosts import RankMemory, host_profiles, measure_memory
 from hetero_mpi.profiling.subject import Subject, sampled_rows
@@ -102,7 +103,11 @@ def _device_times(
     world.doing = "timing layers"
     key = device_key(world, backend, subject, settings.repeats)
     known = load_times(key) if use_cache else None
-    lacking = {host for host, has in world.all_gather_json([world.host, known is not None]) if not has}
+    doubtful = doubts(known.layers, subject.chain.kinds) if known is not None else []
+    known = None if doubtful else known
+    gathered = world.all_gather_json([world.host, known is not None, doubtful])
+    _say_doubts([remarks for _, _, remarks in gathered], "kept from an earlier run, not used", say)
+    lacking = {host for host, has, _ in gathered if not has}
     ranks = [rank for rank, host in enumerate(world.hosts) if host in lacking]
     kept = world.size - len(ranks)
     if kept:
@@ -117,11 +122,40 @@ def _device_times(
         assert known is not None
         world.meet_asleep()
         return Table(known, True)
-    times = _measure(measuring, DeviceBenchmark(subject, backend, settings.repeats), say)
-    if settings.cache:
+    times, steady = _measured(measuring, subject, backend, settings.repeats, say)
+    if not steady:
+        forget_times(key)
+    elif settings.cache:
         save_times(key, times)
     world.meet_asleep()
     return Table(times, False)
+
+
+def _measured(world: World, subject: Subject, backend: Backend, repeats: int, say: Say) -> tuple[DeviceTimes, bool]:
+    """This rank's times, and whether they are plausible: where some rank's are not, those of its host are measured once more.
+
+    Collective over the ranks that measure.
+    """
+    times = _measure(world, DeviceBenchmark(subject, backend, repeats), say)
+    found = world.all_gather_json(doubts(times.layers, subject.chain.kinds))
+    hosts = {host for host, remarks in zip(world.hosts, found, strict=True) if remarks}
+    if not hosts:
+        return times, True
+    _say_doubts(found, "measured once more", say, world.numbers)
+    again = world.subset([rank for rank, host in enumerate(world.hosts) if host in hosts])
+    if again is not None:
+        times = _measure(again, DeviceBenchmark(subject, backend, repeats), say)
+    world.meet_asleep()
+    found = world.all_gather_json(doubts(times.layers, subject.chain.kinds))
+    _say_doubts(found, "used all the same, but not kept for other runs", say, world.numbers)
+    return times, not found[world.rank]
+
+
+def _say_doubts(found: Sequence[Sequence[str]], then: str, say: Say, numbers: Sequence[int] = ()) -> None:
+    """``found``: of every rank. ``numbers``: what the ranks are called, where not by their positions."""
+    for rank, remarks in enumerate(found):
+        for remark in remarks:
+            say(f"  implausible times of rank {numbers[rank] if numbers else rank}, {then}: {remark}")
 
 
 def _measure(world: World, benchmark: DeviceBenchmark, say: Say) -> DeviceTimes:

@@ -70,8 +70,8 @@ def layer_times(samples: Samples, kind: str, sequence_length: int, stretch: floa
 
 
 def spread(seconds: Sequence[float]) -> float:
-    """(p75 - p25) / median."""
-    if len(seconds) < 2:
+    """(p75 - p25) / median; 0 of fewer than three, which have no quartiles."""
+    if len(seconds) < 3:
         return 0.0
     low, middle, high = statistics.quantiles(seconds, n=4)
     return (high - low) / middle if middle > 0 else 0.0

@@ -11,7 +11,7 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.simulator import Simulation, simulate
 from hetero_mpi.report.measured import STEPS_NAME, RankStep, read_rank_steps
 from hetero_mpi.report.metrics import Metrics, StepMetrics, read_metrics
-from hetero_mpi.report.summary import WARM_UP_STEPS
+from hetero_mpi.report.summary import warm_steps
 
 RUN_NAME = "run.json"
 USED_PROFILE = "used-profile.toml"
@@ -80,9 +80,9 @@ class PastRun:
         return found.get(key) if isinstance(found, Mapping) else None
 
     @property
-    def warm_steps(self) -> tuple[StepMetrics, ...]:
-        """The steps that count for times: those after the first two."""
-        return self.metrics.steps[WARM_UP_STEPS:]
+    def warm_steps(self) -> Sequence[StepMetrics]:
+        """The steps that count for times: those under the last plan, after its first two."""
+        return warm_steps(self.metrics.steps)
 
     def median_step_s(self) -> float | None:
         """Median seconds per step; None where too few were done."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from hetero_mpi.planning.plan import Plan
@@ -12,9 +13,13 @@ from hetero_mpi.report import units
 from hetero_mpi.report.metrics import Evaluation, StepMetrics
 
 WARM_UP_STEPS = 2
-"""First steps of a run, left out of the measured step time: caches, allocators and links are cold."""
+"""First steps under a plan, left out of the measured step time: caches, allocators and links are cold."""
 TOLERANCE = 0.15
 """Share by which a step may differ from its prediction before the reason is said."""
+MISLED = 3.0
+"""From this factor between measured and predicted on, the device times are not kept for other runs."""
+SpeedChanges = Sequence[tuple[int, int, float]]
+"""(rank, number of the step from 0, share of the profile's speed) of devices that were asked to change theirs."""
 
 
 def final_lines(
@@ -24,12 +29,13 @@ def final_lines(
     evaluations: Sequence[Evaluation] = (),
     unigram_entropy: float | None = None,
     written: Mapping[str, Path] | None = None,
+    speed_changes: SpeedChanges = (),
 ) -> list[str]:
     """The end of a run in a few lines. ``steps`` and ``evaluations``: of this run, not of those it resumed.
 
     ``unigram_entropy``: of the training targets, nats per token. ``written``: what -> where, in the order to be shown.
     """
-    lines = time_lines(plan, profile, steps)
+    lines = time_lines(plan, profile, steps, speed_changes)
     lines += _loss_lines(steps, evaluations, unigram_entropy, _per(plan))
     if written:
         width = max(len(what) for what in written)
@@ -38,13 +44,57 @@ def final_lines(
 
 
 def measured_step_s(steps: Sequence[StepMetrics]) -> float | None:
-    """Median seconds per step after the first two; None when no step is left."""
-    warm = [step.step_s for step in steps[WARM_UP_STEPS:]]
+    """Median seconds per step under the last plan, after its first two; None when no step is left."""
+    warm = [step.step_s for step in warm_steps(steps)]
     return statistics.median(warm) if warm else None
 
 
-def time_lines(plan: Plan, profile: ClusterProfile, steps: Sequence[StepMetrics]) -> list[str]:
-    """Predicted beside measured step time, and the likely reason when they are far apart."""
+def warm_steps(steps: Sequence[StepMetrics]) -> Sequence[StepMetrics]:
+    """Those of a run that count for its times: under the plan it ended with, without the first two."""
+    under = by_plan(steps)
+    return under[-1][WARM_UP_STEPS:] if under else ()
+
+
+def by_plan(steps: Sequence[StepMetrics]) -> list[list[StepMetrics]]:
+    """The steps under each plan of a run, which are told apart by their prediction."""
+    return [list(group) for _, group in groupby(steps, lambda step: step.predicted_step_s)]
+
+
+def misled(measured_s: float | None, predicted_s: float) -> bool:
+    """Was the prediction so wrong that what it was made from should not be used again?"""
+    known = measured_s is not None and measured_s > 0 and predicted_s > 0
+    return known and not 1 / MISLED <= measured_s / predicted_s <= MISLED  # type: ignore[operator]
+
+
+def time_lines(
+    plan: Plan, profile: ClusterProfile, steps: Sequence[StepMetrics], speed_changes: SpeedChanges = ()
+) -> list[str]:
+    """Predicted beside measured step time, and the likely reason when they are far apart; then the plans before the last."""
+    *before, last = by_plan(steps) or [[]]
+    lines = _last_plan_lines(plan, profile, last, _since(last, bool(before), speed_changes))
+    if before and len(last) > WARM_UP_STEPS:
+        lines[0] += f" (since the plan changed after step {last[0].step - 1})"
+    for former in before:
+        measured = statistics.median(step.step_s for step in former[WARM_UP_STEPS:] or former)
+        lines.append(
+            f"  before, up to step {former[-1].step}: {units.seconds(measured)} measured, "
+            f"{units.seconds(former[0].predicted_step_s)} predicted"
+        )
+    return lines
+
+
+def _since(last: Sequence[StepMetrics], replanned: bool, changes: SpeedChanges) -> list[tuple[int, int, float]]:
+    """The speed changes that the plan of the steps ``last`` cannot have known. A plan made during the run knows earlier ones."""
+    if not last:
+        return []
+    begin = last[0].step - 1 if replanned else 0
+    return [change for change in changes if begin <= change[1] < last[-1].step]
+
+
+def _last_plan_lines(
+    plan: Plan, profile: ClusterProfile, steps: Sequence[StepMetrics], changes: SpeedChanges
+) -> list[str]:
+    """Of the plan a run ended with. ``changes``: of devices, that it did not know."""
     measured = measured_step_s(steps)
     if measured is None:
         return [f"Step time: {len(steps)} steps are too few to measure it (the first {WARM_UP_STEPS} do not count)"]
@@ -61,12 +111,20 @@ def time_lines(plan: Plan, profile: ClusterProfile, steps: Sequence[StepMetrics]
     )
     if abs(difference) <= TOLERANCE:
         return [line]
-    return [line, f"  {_difference_reason(plan, profile)}"]
+    lines = [line, f"  {_difference_reason(plan, profile, changes, difference)}"]
+    if profile.source == "measured" and misled(measured, plan.predicted_step_s):
+        lines.append(
+            "  so far off that these device times are not kept for other runs: --reprofile measures for this one"
+        )
+    return lines
 
 
-def _difference_reason(plan: Plan, profile: ClusterProfile) -> str:
+def _difference_reason(plan: Plan, profile: ClusterProfile, changes: SpeedChanges, difference: float) -> str:
     used = {rank for pipeline in plan.pipelines for stage in pipeline.stages for rank in stage.ranks}
     sharing = [device for device in profile.devices if device.rank in used and device.cores < 1]
+    if changes:
+        told = ", ".join(f"rank {rank} at {share:g} from step {step + 1}" for rank, step, share in changes)
+        return f"devices changed their speed as [cluster] emulate_changes asks ({told}), which no prediction knows"
     if profile.emulated:
         return "the ranks did not keep the emulated times (see the line Emulation): raise [cluster] time_scale"
     if sharing:
@@ -77,7 +135,8 @@ def _difference_reason(plan: Plan, profile: ClusterProfile) -> str:
         )
     if profile.source != "measured":
         return f"the profile was not measured here ({profile.source}): measure these machines (profile.path empty)"
-    return "the machines are not as fast as when they were measured: measure again (profile.reuse = false)"
+    than = "not as fast as" if difference > 0 else "faster than"
+    return f"the machines are {than} when they were measured: measure again (--reprofile)"
 
 
 def _per(plan: Plan) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from hetero_mpi.planning.durations import compute_s, recompute_s
 from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.plausible import profile_doubts
 from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LinkProfile
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.report import units
@@ -75,7 +76,15 @@ def profile_lines(profile: ClusterProfile) -> list[str]:
     lines += _link_lines(profile)
     for note in profile.notes:
         lines += _wrapped("  ", note)
-    return lines
+    return [*lines, *(line for remark in doubt_remarks(profile) for line in _wrapped("  ", remark))]
+
+
+def doubt_remarks(profile: ClusterProfile, named: str = "this profile") -> list[str]:
+    """What of a profile's times is implausible, and what to do about it. ``named``: what the profile is called."""
+    found = profile_doubts(profile)
+    again = "measure again while the machines are quiet (--reprofile)" if profile.source == "measured" else "correct it"
+    told = [f"implausible times in {named}: {one}" for one in found]
+    return [*told, f"prediction and plan follow {named} all the same: {again}"] if found else []
 
 
 def headline(plan: Plan) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 from hetero_mpi.model.hub import is_hub_id
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.profiling.cache import device_key, forget_times
 from hetero_mpi.report.logs import say
-from hetero_mpi.report.summary import final_lines, measured_step_s
+from hetero_mpi.report.summary import final_lines, measured_step_s, misled
 from hetero_mpi.training.changing import Share
 from hetero_mpi.training.emulation import punctuality_lines
 from hetero_mpi.training.loop import Books, LoopResult
@@ -16,7 +17,7 @@ from hetero_mpi.training.material import model_directory
 from hetero_mpi.training.outcome import TrainResult
 from hetero_mpi.training.sample import write_sample
 from hetero_mpi.training.saving import save_adapter, save_model
-from hetero_mpi.training.setup import Setting
+from hetero_mpi.training.setup import Setting, subject_of
 from hetero_mpi.training.telling import files_of
 from hetero_mpi.training.trainer import Trainer
 
@@ -33,7 +34,8 @@ def leave_result(setting: Setting, share: Share, profile: ClusterProfile, result
 
 
 def outcome(setting: Setting, profile: ClusterProfile, plan: Plan, books: Books) -> TrainResult:
-    """What rank 0 knows of the end, on every rank. Collective over all ranks of the job."""
+    """What rank 0 knows of the end, on every rank, which keeps no device times that misled the planner. Collective over all
+    ranks of the job."""
     result, world = books.result, setting.world
     found = TrainResult(
         run_dir=setting.run_dir,
@@ -46,7 +48,11 @@ def outcome(setting: Setting, profile: ClusterProfile, plan: Plan, books: Books)
         checkpoint=result.last_checkpoint,
         skipped=result.skipped,
     )
-    return TrainResult.from_dict(world.broadcast_json(found.to_dict() if world.rank == 0 else None))
+    found = TrainResult.from_dict(world.broadcast_json(found.to_dict() if world.rank == 0 else None))
+    if found.profile.source == "measured" and misled(found.step_s, found.plan.predicted_step_s):
+        subject, _ = subject_of(setting)
+        forget_times(device_key(world, setting.backend, subject, setting.job.profile.repeats))
+    return found
 
 
 def _write_result(setting: Setting, trainer: Trainer) -> Path:
@@ -81,6 +87,7 @@ def _say_end(setting: Setting, plan: Plan, profile: ClusterProfile, result: Loop
         written["checkpoint"] = result.last_checkpoint
     written |= files_of(setting) | {"metrics": setting.run_dir / "metrics.jsonl", "logs": setting.run_dir / "logs"}
     entropy = setting.material.dataset.unigram_entropy()
-    say(*final_lines(plan, profile, result.steps, result.evaluations, entropy, written))
+    changes = setting.job.cluster.speed_changes()
+    say(*final_lines(plan, profile, result.steps, result.evaluations, entropy, written, changes))
     if result.skipped:
         say(f"{result.skipped} steps were skipped, since their gradients were not finite")

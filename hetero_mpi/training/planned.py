@@ -24,6 +24,7 @@ from hetero_mpi.planning.files import (
 )
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.planner import complete_plan, make_plan
+from hetero_mpi.planning.plausible import profile_doubts
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Schedule, schedule_of
@@ -122,13 +123,17 @@ def _fitting(
     ranks: int,
     named: bool,
     key: str,
-    say: Callable[[str], None],
+    say: Callable[..., None],
 ) -> ClusterProfile | None:
-    """The profile that ``path`` names, if it is of this job; None if it is not, and nobody has asked for just this one.
+    """The profile that ``path`` names, if it is of this job; None if it is not, or its times are implausible, and nobody has
+    asked for just this one.
 
     Raises:
         UserError: the user has, and it is of another model or number of ranks.
     """
+    if profile.key == key and not named and profile_doubts(profile):
+        say(f"Profile: {path} has implausible times: measured again", *profile_doubts(profile))
+        return None
     if profile.key == key:
         say(f"Profile: {path} (measured {profile.date}, same devices, model and versions)")
         return profile

@@ -1,4 +1,5 @@
-"""A cluster is measured, and again after a rank has joined it on a host of its own, and once more in spite of what is known.
+"""A cluster is measured, and again after a rank has joined it on a host of its own, and once more in spite of what is known; then
+with a rank whose measurement is disturbed once, then always, then no longer.
 
 Three ranks of one machine pass for ranks of three hosts. Prints who measured each time, and what the profiles say of it.
 """
@@ -20,9 +21,9 @@ from hetero_mpi.job import ProfileTable, TrainTable
 from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.tuning import full_training
 from hetero_mpi.planning.files import save_profile
-from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.profile import ClusterProfile, Curve
 from hetero_mpi.profiling import cluster
-from hetero_mpi.profiling.device import DeviceBenchmark
+from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
 from hetero_mpi.profiling.subject import Subject
 
 SETTINGS = ProfileTable(repeats=1, largest_message_bytes=4096)
@@ -36,18 +37,43 @@ CONFIG = {
 }
 
 
+def unsteady(times: DeviceTimes) -> DeviceTimes:
+    """The repetitions of whose measurement lie far apart."""
+
+    def spread(curve: Curve) -> Curve:
+        return replace(curve, spread=(9.0,) * len(curve.tokens))
+
+    layers = {
+        kind: replace(one, forward_s=spread(one.forward_s), backward_s=spread(one.backward_s))
+        for kind, one in times.layers.items()
+    }
+    return replace(times, layers=layers)
+
+
 def main(world: World) -> int:
     set_threads(1)
     chain = Chain(AutoConfig.for_model("llama", **CONFIG))
     subject = Subject(chain, full_training(chain), TrainTable(dtype="fp32", steps=1), 8, (1,), 1.0, 1, None)
     measured: list[str] = []
     run, alone = DeviceBenchmark.run, DeviceBenchmark.run_alone
-    DeviceBenchmark.run = lambda self, today: measured.append("together") or run(self, today)  # type: ignore[func-returns-value,method-assign,assignment]
     DeviceBenchmark.run_alone = lambda self: measured.append("alone") or alone(self)  # type: ignore[func-returns-value,method-assign,assignment]
     lines: list[Any] = []
+    disturbed = 0  # so many more measurements of this rank
 
-    def profiled(hosts: tuple[str, ...], fresh: bool = False) -> ClusterProfile | None:
+    def disturbing(self: DeviceBenchmark, today: str) -> DeviceTimes:
+        nonlocal disturbed
+        measured.append("together")
+        times = run(self, today)
+        disturbed -= 1
+        return unsteady(times) if disturbed >= 0 else times
+
+    DeviceBenchmark.run = disturbing  # type: ignore[method-assign]
+
+    def profiled(hosts: tuple[str, ...], fresh: bool = False, disturb: int = 0) -> ClusterProfile | None:
+        nonlocal disturbed
+        disturbed = disturb if world.rank == 1 else 0
         measured.clear()
+        said: list[str] = []
         members = world.subset(range(len(hosts)))
         profile = None
         if members is not None:
@@ -56,16 +82,18 @@ def main(world: World) -> int:
                 members, host=hosts[world.rank], hosts=hosts, local_rank=here.index(world.rank), local_size=len(here)
             )
             with MpiTransport(members.comm) as transport:
-                profile = cluster.profile_cluster(
-                    members, transport, Backend(), subject, SETTINGS, lambda line: None, fresh
-                )
-        lines.append({"measured": world.all_gather_json(measured), "notes": list(profile.notes) if profile else []})
+                profile = cluster.profile_cluster(members, transport, Backend(), subject, SETTINGS, said.append, fresh)
+        notes = list(profile.notes) if profile else []
+        lines.append({"measured": world.all_gather_json(measured), "notes": notes, "said": said})
         return profile
 
     profiled(("a", "b"))
     profiled(("a", "b", "c"))
     profile = profiled(("a", "b", "b"))
     profiled(("a", "b", "b"), fresh=True)
+    profiled(("a", "b", "c"), fresh=True, disturb=1)
+    profiled(("a", "b", "c"), fresh=True, disturb=2)
+    profiled(("a", "b", "c"))
     if world.rank == 0:
         assert profile is not None
         save_profile(profile, sys.argv[1])

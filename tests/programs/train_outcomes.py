@@ -13,6 +13,7 @@ import resource
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,6 +30,8 @@ from hetero_mpi.model.optimizer import Judge, Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.planning.files import load_plan
 from hetero_mpi.planning.plan import Plan
+from hetero_mpi.planning.profile import Curve
+from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
 from hetero_mpi.training import building, changing, run, trainer
 from hetero_mpi.training.changing import Share
 from hetero_mpi.training.run import train
@@ -190,6 +193,35 @@ def no_room_to_change(world: World, entry: dict[str, Any]) -> Iterator[None]:
         yield
 
 
+def _measuring(change: Callable[[Curve], Curve]) -> Breaking:
+    """Every curve of forward and backward that is measured is changed."""
+    run_benchmark = DeviceBenchmark.run
+
+    def changed(self: DeviceBenchmark, today: str) -> DeviceTimes:
+        times = run_benchmark(self, today)
+        layers = {
+            kind: replace(one, forward_s=change(one.forward_s), backward_s=change(one.backward_s))
+            for kind, one in times.layers.items()
+        }
+        return replace(times, layers=layers)
+
+    return mock.patch.object(DeviceBenchmark, "run", changed)
+
+
+@contextlib.contextmanager
+def times_are_unsteady(world: World, entry: dict[str, Any]) -> Iterator[None]:
+    """The repetitions of every measurement lie far apart."""
+    with _measuring(lambda curve: replace(curve, spread=(9.0,) * len(curve.tokens))):
+        yield
+
+
+@contextlib.contextmanager
+def times_are_a_thousandfold(world: World, entry: dict[str, Any]) -> Iterator[None]:
+    """Everything was slow while it was measured."""
+    with _measuring(lambda curve: replace(curve, seconds=tuple(1000 * seconds for seconds in curve.seconds))):
+        yield
+
+
 WAYS: dict[str, Callable[[World, dict[str, Any]], Breaking]] = {
     way.__name__: way
     for way in (
@@ -203,6 +235,8 @@ WAYS: dict[str, Callable[[World, dict[str, Any]], Breaking]] = {
         loss_is_no_number_in_step_2,
         plans_change,
         no_room_to_change,
+        times_are_unsteady,
+        times_are_a_thousandfold,
     )
 }
 
