@@ -203,11 +203,11 @@ def test_a_merge_across_the_edge_belongs_to_the_answer() -> None:
 
 
 def test_a_template_without_an_end_gets_one_at_the_end_of_the_record(chatty: PreTrainedTokenizerFast) -> None:
-    """Gemma's, for one, closes a turn with a token that is not the end token."""
+    """Gemma's, for one, closes a turn with a token that is not the end token, and a line break, which is not learnt."""
     endless = with_template(chatty, CHAT_TEMPLATE.replace("eos_token", "'<system>'"))
     assert table(endless, build(endless, "chat", 17, record("u: Hi", "a: Hello", "u: Why", "a: So"))) == drawn(r"""
-        <s>|<user>|Hi|<assistant>|Hello   |<system>|\n|<user>|Why|<assistant>|So      |<system>|\n   |+4
-        .  |.     |. |Hello      |<system>|\n      |. |.     |.  |So         |<system>|\n      |<end>
+        <s>|<user>|Hi|<assistant>|Hello   |<system>|\n|<user>|Why|<assistant>|So      |<system>|+5
+        .  |.     |. |Hello      |<system>|.       |. |.     |.  |So         |<system>|<end>
         """)
 
 

@@ -13,7 +13,7 @@ but that, and it is checked for every record::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -140,9 +140,10 @@ def plain_texts(records: Iterable[Record]) -> Iterator[str]:
 def tokenize_records(tokenizer: PreTrainedTokenizerFast, form: Form, records: Iterable[Record]) -> Iterator[Tokenized]:
     """Every record as tokens, in order, with its answers marked.
 
-    The template alone decides on special tokens: the tokenizer adds none, so none is doubled. An answer ends with the
-    end token: what a template prints behind it (a line break, mostly) is not learnt, and where a template closes the
-    last answer with something else, the end token follows. So every record ends with the end token.
+    The template alone decides on special tokens: the tokenizer adds none, so none is doubled. What is learnt is what
+    transformers' masks of assistant tokens hold where a template marks its answers (``{% generation %}``): an answer with the
+    end token, or what else the template closes it with (Gemma's end of turn), and not the line breaks behind that. Where
+    a template closes the last answer with something else, the end token follows. So every record ends with the end token.
 
     Raises UserError when the template fails, or when answers cannot be told from prompts in what it renders.
     """
@@ -167,6 +168,10 @@ class _Rendered:
     text: str
     spans: tuple[tuple[int, int], ...]
 
+    def edges(self) -> list[int]:
+        """Where answers begin or end, in characters, ascending, each once."""
+        return sorted({edge for span in self.spans for edge in span})
+
 
 def _rendered(tokenizer: PreTrainedTokenizerFast, form: Form, record: Record) -> _Rendered:
     messages, source = record.messages, record.source
@@ -178,6 +183,7 @@ def _rendered(tokenizer: PreTrainedTokenizerFast, form: Form, record: Record) ->
         question = _render(tokenizer, form, messages[:index], source, asking=True)
         closed = text if index == len(messages) - 1 else _render(tokenizer, form, messages[: index + 1], source)
         last = _answer_end(text, question, closed, message.content)
+        last = None if last is None else _without_spaces(text, len(question), last, message.content)
         if last is None or (spans and spans[-1][1] > len(question)):
             raise UserError(
                 f"{source}: the tokenizer's chat template must render the beginning of a conversation as the beginning "
@@ -209,6 +215,12 @@ def _answer_end(text: str, question: str, closed: str, content: str) -> int | No
     return None
 
 
+def _without_spaces(text: str, first: int, last: int, content: str) -> int:
+    """The end of the answer [first, last) of ``text`` without the spaces and line breaks that the template prints at its end."""
+    own = next((part for part in (content, content.strip()) if part in text[first:last]), "")
+    return max(first + text[first:last].rfind(own) + len(own), len(text[:last].rstrip()))
+
+
 def _render(
     tokenizer: PreTrainedTokenizerFast, form: Form, messages: Sequence[Message], source: str, asking: bool = False
 ) -> str:
@@ -233,40 +245,40 @@ def _tokenized(backend: Tokenizer, end: int, waiting: Sequence[_Rendered]) -> It
     texts: list[str] = []
     for rendered in waiting:
         texts.append(rendered.text)
-        texts.extend(rendered.text[:edge] for edge in _edges(rendered))
+        texts.extend(rendered.text[:edge] for edge in rendered.edges())
     encodings = iter(backend.encode_batch(texts, add_special_tokens=False))
     for rendered in waiting:
         whole = next(encodings)
-        token_at = {edge: _token_at(whole, next(encodings).ids, edge) for edge in _edges(rendered)}
-        token_at[len(rendered.text)] = len(whole.ids)
+        beginnings = {edge: next(encodings).ids for edge in rendered.edges()}
         ids = list(whole.ids)
         answer = np.zeros(len(ids) + 1, dtype=np.bool_)
-        for first, last in ((token_at[first], token_at[last]) for first, last in rendered.spans):
+        for span in rendered.spans:
+            first, last = _tokens_of(whole, beginnings, span)
             answer[first : _behind_end(ids, first, last, end)] = True
         # What stands behind the last answer is nobody's context: the record ends with the end token, the template's or,
         # where it closes answers with something else, ours.
         final = int(np.flatnonzero(answer)[-1]) if answer.any() else -1
-        if final >= 0 and ids[final] == end:
-            yield Tokenized(rendered.record, np.array(ids[: final + 1], dtype=np.int32), answer[: final + 1])
-        else:
-            answer[-1] = True
-            yield Tokenized(rendered.record, np.array([*ids, end], dtype=np.int32), answer)
+        ids, answer = ids[: final + 1], answer[: final + 1]
+        if final < 0 or ids[final] != end:
+            ids, answer = [*ids, end], np.append(answer, True)
+        yield Tokenized(rendered.record, np.array(ids, dtype=np.int32), answer)
 
 
-def _edges(rendered: _Rendered) -> list[int]:
-    """Where answers begin or end inside the text, in characters, ascending, each once."""
-    return sorted({edge for span in rendered.spans for edge in span if edge < len(rendered.text)})
+def _tokens_of(whole: Encoding, beginnings: Mapping[int, Sequence[int]], span: tuple[int, int]) -> tuple[int, int]:
+    """The tokens [first, last) of an answer, given in characters of the whole text, that end ``beginnings`` before them.
 
-
-def _token_at(whole: Encoding, beginning: Sequence[int], edge: int) -> int:
-    """Which token of the whole text is the first behind character ``edge``, ``beginning`` being the tokens before it.
-
-    Normally these are the first tokens of the whole. Where a merge reaches over the edge they are not; then the token
-    across it counts as behind it, so that no part of an answer is left out.
+    Normally these are the first tokens of the whole. Where a merge reaches over an edge they are not; then the token
+    across it belongs to the answer, so that no part of it is left out.
     """
-    if whole.ids[: len(beginning)] == list(beginning):
-        return len(beginning)
-    return next((index for index, (_, last) in enumerate(whole.offsets) if last > edge), len(whole.ids))
+    first, last = span
+    tokens = len(whole.ids)
+    if whole.ids[: len(beginnings[first])] == list(beginnings[first]):
+        begin = len(beginnings[first])
+    else:
+        begin = next((index for index, (_, behind) in enumerate(whole.offsets) if behind > first), tokens)
+    if whole.ids[: len(beginnings[last])] == list(beginnings[last]):
+        return begin, len(beginnings[last])
+    return begin, next((index for index, (start, _) in enumerate(whole.offsets) if start >= last), tokens)
 
 
 def _behind_end(ids: Sequence[int], first: int, last: int, end: int) -> int:
