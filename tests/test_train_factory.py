@@ -71,6 +71,18 @@ CASES = (
         {1: WHOLE, 2: [([1, 0], [0, 5, 6], BATCH)], 3: [([1], [0, 6], 2), ([2, 0], [0, 4, 6], 6)]},
         resumed_from="even",
     ),
+    # The weights are those of a model that is there already on rank 0; other ranks have other ones.
+    Case(
+        "existing",
+        "existing",
+        {1: WHOLE, 2: [([1], [0, 6], 6), ([0], [0, 6], 2)], 3: [([1, 2, 0], [0, 3, 4, 6], BATCH)]},
+    ),
+    Case(
+        "existing-resumed",
+        "existing",
+        {1: WHOLE, 2: [([0, 1], [0, 3, 6], BATCH)], 3: [([2], [0, 6], 2), ([1, 0], [0, 4, 6], 6)]},
+        resumed_from="existing",
+    ),
 )
 
 
@@ -143,9 +155,11 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 
 def chain_of(factory: str) -> nn.Sequential:
-    """The model in plain torch, with start values that are functions of (seed, name of the layer)."""
-    built = OrderedDict()
-    for name, builder in getattr(layers_model, factory)().layers.items():
+    """The model in plain torch, with start values that are functions of (seed, name of the layer); or as it is there already."""
+    made, built = getattr(layers_model, factory)(), OrderedDict()
+    if isinstance(made.layers, nn.Sequential):
+        return made.layers.train()
+    for name, builder in made.layers.items():
         torch.manual_seed(seed_from(SEED, name))
         built[name] = builder()
     return nn.Sequential(built)
@@ -162,7 +176,7 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def references() -> dict[str, Reference]:
-    return {factory: run_reference(factory) for factory in ("plain", "dropping")}
+    return {factory: run_reference(factory) for factory in ("plain", "dropping", "existing")}
 
 
 def run_reference(factory: str) -> Reference:
@@ -281,6 +295,12 @@ WRONG = {
     "looks_around": "layer 'flat' makes something else of a sample when another one is beside it",
     "mean_loss": 'use reduction="sum"',
     "built_already": "layer '0' is a Flatten: give a function that builds it",
+    "outside": "layer '0' was built outside its builder: parameter 0.weight is the same tensor at every call",
+    "copied": "layer '0' starts from other values here than on rank 0 (0.weight)",
+    "drawn": "layer 'hidden' starts from other values at every call of its builder (weight)",
+    "shared": "layers 'hidden' and 'again' share a parameter (weight of 'again')",
+    "shared_inside": "layers 'hidden' and 'again' share a parameter (0.weight of 'again')",
+    "shared_existing": "layers 'hidden' and 'again' share a parameter (0.weight of 'again')",
     "wrong_shape": "layer 'hidden' fails on an input of shape (2, 16)",
 }
 
@@ -292,7 +312,13 @@ def refused(lab: Lab) -> dict[str, Outcome]:
         return {"job": job, "run_dir": str(lab.directory / f"wrong-{name}")}
 
     nowhere = entry("nowhere", model={"factory": "no_such_module:plain"})
-    return lab.run_entries(2, {**{name: entry(name) for name in WRONG}, "nowhere": nowhere})
+    resumed = str(checkpoint_path(lab.run_dir(2, CASES[-2]) / "checkpoints", 1))
+    changed = {**entry("other_buffers"), "resume": resumed}
+    return lab.run_entries(2, {**{name: entry(name) for name in WRONG}, "nowhere": nowhere, "changed": changed})
+
+
+def test_buffers_that_have_changed_since_the_checkpoint_are_refused(refused: dict[str, Outcome]) -> None:
+    assert "was written when buffer features of layer 'scaled' had other values" in refused["changed"].texts[1]
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -7,6 +7,7 @@ list of a user's own layers. What travels between items is one tensor, whose fir
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,7 @@ class ItemChain(ABC):
         parameters: name -> ``ParameterSpec``, in the model's own order, each tensor that can be trained once.
         constants: name -> ``ParameterSpec`` of what belongs to the model but is never trained.
         tied: (head's name, embedding's name) when the last item's matrix *is* the first one's, else None.
+        start_is_sent: the start weights are rank 0's, which sends them; no other rank has them.
         logits: numbers per token of which the loss needs the gradient too; None: no more than other activations.
     """
 
@@ -74,6 +76,7 @@ class ItemChain(ABC):
     parameters: dict[str, ParameterSpec]
     constants: dict[str, ParameterSpec]
     tied: tuple[str, str] | None = None
+    start_is_sent: bool = False
     logits: int | None = None
 
     def specs(self, first: int, last: int) -> list[ParameterSpec]:
@@ -87,6 +90,10 @@ class ItemChain(ABC):
     def dtype_of(self, name: str, compute: torch.dtype) -> torch.dtype:
         """The dtype a tensor has where ``compute`` is the model's."""
         return compute
+
+    def changed_since(self, described: Mapping[str, Any]) -> str | None:
+        """What is in no checkpoint and has other values than when ``to_dict`` gave ``described``, in words; None: nothing."""
+        return None
 
     @abstractmethod
     def summary(self) -> str:

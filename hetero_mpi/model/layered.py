@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +21,13 @@ class LayeredModel:
     normalisation). Tensors between layers are fp32.
     """
 
-    layers: Sequence[Builder] | Mapping[str, Builder]
+    layers: Sequence[Builder] | Mapping[str, Builder] | nn.Sequential
     """Functions without arguments, each of which builds one layer, at least two of them. A rank calls those of the layers that
     it holds; random numbers drawn by a call are functions of ``train.seed`` and the layer's name. Names are keys, or 0, 1, 2 ...:
-    parameters are called as in ``torch.nn.Sequential`` of the layers."""
+    parameters are called as in ``torch.nn.Sequential`` of the layers.
+
+    Or a model that is there already, as ``torch.nn.Sequential``: its parts are the layers, and its weights on rank 0 are the
+    start, which is sent to the other ranks. It is copied, never changed."""
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """(the last layer's output, targets) -> the losses of the samples, *summed*: a scalar."""
     data: Callable[[], Sequence[Any]]
@@ -32,8 +36,25 @@ class LayeredModel:
     evaluation: Callable[[], Sequence[Any]] | None = None
     """The same, never learnt from; None: ``data.held_out`` is a share of ``data``."""
 
+    @property
+    def existing(self) -> bool:
+        """Is the model there already, weights and all?"""
+        return isinstance(self.layers, nn.Sequential)
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Name -> layer of a model that is there already."""
+        assert isinstance(self.layers, nn.Sequential)
+        return dict(self.layers._modules.items())  # type: ignore[arg-type]  # ``named_children`` leaves out repeated modules
+
     def named_layers(self) -> dict[str, Builder]:
-        """Name -> builder."""
+        """Name -> builder; of a model that is there already, of a copy."""
+        if self.existing:
+            return {name: _copier(layer) for name, layer in self.modules().items()}
+        assert not isinstance(self.layers, nn.Sequential)
         if isinstance(self.layers, Mapping):
             return dict(self.layers)
         return {str(number): layer for number, layer in enumerate(self.layers)}
+
+
+def _copier(layer: nn.Module) -> Builder:
+    return lambda: copy.deepcopy(layer).train()

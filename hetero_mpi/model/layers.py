@@ -7,7 +7,7 @@ all ranks, which build only their own.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,15 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.model.items import Example, ItemChain, ParameterSpec, PassThrough, as_input
 from hetero_mpi.model.layered import Builder
 from hetero_mpi.model.layers_file import LayersWriter
-from hetero_mpi.model.seeds import seed_from
+from hetero_mpi.model.seeds import seeded
 from hetero_mpi.planning.cost import EMBEDDING, HEAD
+
+REMEDY = (
+    "Build the layer inside its function, with torch's random numbers only; or hand over a model that is there already as a whole: "
+    "LayeredModel(layers=net, ...) with net a torch.nn.Sequential, whose weights on rank 0 are then the start"
+)
+_SAMPLES, _ALIKE = 8, 1e-3
+"""Numbers of a tensor that are compared, and by how much of its size they may differ: processors round differently."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +46,31 @@ class LayerShape:
     """Name within the layer -> shape, in the layer's order."""
     frozen: tuple[str, ...]
     """Names of parameters that are not trained (``requires_grad`` is false)."""
+    buffers: dict[str, tuple[int, ...]]
+    """The same of its buffers, saved or not."""
     draws: bool
     """It draws random numbers in training."""
+    start: dict[str, tuple[float, ...]]
+    """A few numbers of what parameters and buffers start from (``sampled``), where every rank's builder must give the same."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayerShape:
         """From what ``dataclasses.asdict`` and JSON have made of one."""
-        parameters = {name: tuple(shape) for name, shape in values["parameters"].items()}
-        changed = {"output": tuple(values["output"]), "parameters": parameters, "frozen": tuple(values["frozen"])}
-        return cls(**{**values, **changed})
+        tuples = {
+            table: {name: tuple(own) for name, own in values[table].items()}
+            for table in ("parameters", "buffers", "start")
+        }
+        return cls(**{**values, **tuples, "output": tuple(values["output"]), "frozen": tuple(values["frozen"])})
+
+    def differences(self, layer: nn.Module) -> str | None:
+        """In what a layer is another one, in words; None: it is this one, as far as names and shapes tell."""
+        for what, own, found in (
+            ("parameters", self.parameters, _shapes(layer.named_parameters())),
+            ("buffers", self.buffers, _shapes(layer.named_buffers())),
+        ):
+            if own != found:
+                return f"has the {what} {found} here and had {own}"
+        return None
 
 
 class LayerChain(ItemChain):
@@ -57,6 +80,7 @@ class LayerChain(ItemChain):
         name: how the user calls the model.
         shapes: what is known of every layer.
         builders: the layers' builders, by name.
+        existing: the builders give no start values; they are brought from rank 0.
         loss: (outputs, targets) -> summed losses.
         sample: (input, target) of a real sample, for the benchmark.
         seed: of the start values.
@@ -67,11 +91,13 @@ class LayerChain(ItemChain):
         name: str,
         shapes: tuple[LayerShape, ...],
         builders: Mapping[str, Builder],
+        existing: bool,
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         sample: tuple[NDArray[Any], NDArray[Any]],
         seed: int,
     ) -> None:
         self.name, self.shapes, self.items, self.seed = name, shapes, len(shapes), seed
+        self.start_is_sent = existing
         self._builders, self._loss, self._sample = builders, loss, sample
         self._item_of = {shape.name: item for item, shape in enumerate(shapes)}
         # Planning calls the ends of every chain by these names.
@@ -89,6 +115,14 @@ class LayerChain(ItemChain):
 
     def to_dict(self) -> dict[str, Any]:
         return {"factory": self.name, "layers": [asdict(shape) for shape in self.shapes]}
+
+    def changed_since(self, described: Mapping[str, Any]) -> str | None:
+        for then, now in zip(described["layers"], self.shapes, strict=True):
+            buffers = {name: then["start"][name] for name in now.buffers if name in then.get("start", {})}
+            name = unlike(buffers, now.start)
+            if name is not None:
+                return f"buffer {name} of layer {now.name!r}"
+        return None
 
     def module_names(self, item: int) -> tuple[str, ...]:
         return (self.shapes[item].name,)
@@ -112,15 +146,21 @@ class LayerChain(ItemChain):
         """The layer as its builder makes it (fp32, host).
 
         Raises:
-            UserError: it is not the layer that rank 0 has seen.
+            UserError: it is not the layer that rank 0 has seen, or starts from other values.
         """
         shape = self.shapes[item]
         layer = build_layer(shape.name, self._builders[shape.name], seed)
-        found = {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
-        if found != shape.parameters:
+        difference = shape.differences(layer)
+        if difference is not None:
             raise UserError(
-                f"{self.name}: layer {shape.name!r} has the parameters {found} here and had {shape.parameters} when rank 0 looked "
-                f"at it: a builder gives the same layer whenever and wherever it is called"
+                f"{self.name}: layer {shape.name!r} {difference} when rank 0 looked at it: a builder gives the same layer whenever "
+                f"and wherever it is called"
+            )
+        other = unlike(shape.start, sampled(layer))
+        if other is not None:
+            raise UserError(
+                f"{self.name}: layer {shape.name!r} starts from other values here than on rank 0 ({other}): a builder gives the "
+                f"same values on every rank. {REMEDY}"
             )
         return layer
 
@@ -190,9 +230,11 @@ def build_layer(name: str, builder: Builder, seed: int) -> nn.Module:
     Raises:
         UserError: the builder gives no module, or one with parameters that cannot be trained here.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed_from(seed, name))
-        layer = builder()
+    with seeded(seed, name):
+        try:
+            layer = builder()
+        except Exception as error:  # the user's code may raise anything
+            raise UserError(f"layer {name!r} cannot be built: {type(error).__name__}: {error}") from error
     if not isinstance(layer, nn.Module):
         raise UserError(f"the builder of layer {name!r} gives a {type(layer).__name__}: it must give a torch.nn.Module")
     for inner, tensor in layer.named_parameters():
@@ -207,3 +249,26 @@ def build_layer(name: str, builder: Builder, seed: int) -> nn.Module:
     if shared:
         raise UserError(f"layer {name!r} has one parameter under two names ({sorted(shared)[0]}): give it one name")
     return layer
+
+
+def sampled(layer: nn.Module) -> dict[str, tuple[float, ...]]:
+    """Name of each parameter and buffer -> a few of its numbers, from the first to the last."""
+    found = {}
+    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+        flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1)
+        places = torch.linspace(0, max(0, len(flat) - 1), min(_SAMPLES, len(flat))).long()
+        found[name] = tuple(flat[places].double().tolist())
+    return found
+
+
+def unlike(one: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[float]]) -> str | None:
+    """The first name under which ``one`` has other numbers than ``other``; None: there is none."""
+    for name, values in one.items():
+        allowed = _ALIKE * float(np.max(np.abs(values), initial=0.0))
+        if not np.allclose(values, other[name], rtol=0.0, atol=allowed, equal_nan=True):
+            return name
+    return None
+
+
+def _shapes(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors}

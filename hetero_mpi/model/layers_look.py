@@ -7,6 +7,7 @@ unnoticed, is said before anything is measured.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.items import as_input
 from hetero_mpi.model.layered import Builder, LayeredModel
-from hetero_mpi.model.layers import LayerShape, build_layer
-from hetero_mpi.model.seeds import seed_from
+from hetero_mpi.model.layers import REMEDY, LayerShape, build_layer, sampled, unlike
+from hetero_mpi.model.layers_existing import check_not_shared, shared
+from hetero_mpi.model.seeds import seeded
 
 _ALIKE = 1e-4
 """Relative difference below which two ways to compute the same count as equal."""
@@ -37,11 +39,17 @@ def look_at(model: LayeredModel, pairs: tuple[Pair, Pair], seed: int) -> tuple[L
         UserError: with the layer, the rule it breaks and what to do.
     """
     _check_names(model)
+    if model.existing:
+        check_not_shared(model)
     x, targets = (as_input(np.stack(arrays)) for arrays in zip(*pairs, strict=True))
     shapes = []
     names = list(model.named_layers())
     for name, builder in model.named_layers().items():
+        if not model.existing:
+            _check_built_inside(name, model, seed)
         shape, x = _look(name, builder, x, seed, last=name == names[-1])
+        if model.existing:  # builders have the buffers' values only
+            shape = replace(shape, start={inner: shape.start[inner] for inner in shape.buffers})
         shapes.append(shape)
     _check_loss(model, x, targets)
     return tuple(shapes)
@@ -58,8 +66,32 @@ def _check_names(model: LayeredModel) -> None:
         if isinstance(builder, nn.Module) or not callable(builder):
             raise UserError(
                 f"LayeredModel.layers: layer {name!r} is a {type(builder).__name__}: give a function that builds it, such as "
-                f"lambda: torch.nn.Linear(8, 8), so that each rank builds only its own layers"
+                f"lambda: torch.nn.Linear(8, 8), so that each rank builds only its own layers; or hand over a model that is there "
+                f"already as a whole, as one torch.nn.Sequential"
             )
+
+
+def _check_built_inside(name: str, model: LayeredModel, seed: int) -> None:
+    """Every call of the builder must make the layer anew, and with the same start values."""
+    builders = model.named_layers()
+    one, other = (build_layer(name, builders[name], seed) for _ in range(2))
+    addresses = {parameter.data_ptr() for parameter in one.parameters() if parameter.numel()}
+    outside = next((inner for inner, parameter in other.named_parameters() if parameter.data_ptr() in addresses), None)
+    if outside is not None:
+        for second in builders.keys() - {name}:
+            for inner, parameter in build_layer(second, builders[second], seed).named_parameters():
+                if parameter.data_ptr() in addresses:
+                    raise shared(name, second, inner)
+        raise UserError(
+            f"layer {name!r} was built outside its builder: parameter {outside} is the same tensor at every call, so each process "
+            f"would start from weights of its own. {REMEDY}"
+        )
+    drawn = unlike(sampled(one), sampled(other))
+    if drawn is not None:
+        raise UserError(
+            f"layer {name!r} starts from other values at every call of its builder ({drawn}): runs could not be repeated, and "
+            f"ranks would differ. {REMEDY}"
+        )
 
 
 def _look(name: str, builder: Builder, x: torch.Tensor, seed: int, last: bool) -> tuple[LayerShape, torch.Tensor]:
@@ -101,15 +133,16 @@ def _look(name: str, builder: Builder, x: torch.Tensor, seed: int, last: bool) -
         tuple(y.shape[1:]),
         {inner: tuple(parameter.shape) for inner, parameter in parameters.items()},
         tuple(inner for inner, parameter in parameters.items() if not parameter.requires_grad),
+        {inner: tuple(buffer.shape) for inner, buffer in layer.named_buffers()},
         draws,
+        sampled(layer),
     )
     return shape, y
 
 
 def _run(name: str, layer: Callable[[torch.Tensor], Any], x: torch.Tensor, seed: int) -> tuple[Any, bool]:
     """The layer's output, and whether it drew random numbers."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.default_generator.manual_seed(seed_from(seed, name, "look"))
+    with seeded(seed, name, "look"), torch.no_grad():
         before = torch.default_generator.get_state()
         try:
             y = layer(x)

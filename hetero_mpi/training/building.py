@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+import torch
+
 from hetero_mpi.comm.world import World
 from hetero_mpi.errors import UserError
 from hetero_mpi.job_rules import ELSEWHERE, as_toml, leads_out
@@ -15,8 +17,10 @@ from hetero_mpi.model.weights import SeededStart, Start
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.schedule import Schedule
 from hetero_mpi.training.emulation import Emulation
+from hetero_mpi.training.factory import start_values
 from hetero_mpi.training.files import FileSupply, open_files
 from hetero_mpi.training.material import model_directory
+from hetero_mpi.training.redistribute import distribute, parcels
 from hetero_mpi.training.saving import load_adapter
 from hetero_mpi.training.setup import Setting
 from hetero_mpi.training.trainer import Trainer
@@ -37,7 +41,7 @@ def build(
         members: the active ranks.
         plan: of the job's own model and sequences.
         emulation: makes steps last as on other devices.
-        resuming: trained parameters are brought afterwards; what is frozen is there, as always.
+        resuming: trained parameters are brought afterwards; what is frozen is there, as always. (Of own layers all are brought.)
         kept: frozen weights that this rank has already.
 
     Raises:
@@ -79,6 +83,24 @@ def start_adapter(setting: Setting, members: World, trainer: Trainer) -> None:
         if directory is not None:
             check_adapter(directory, setting.tuning)
     load_adapter(trainer, directory)
+
+
+def start_layers(setting: Setting, members: World, trainer: Trainer) -> None:
+    """Bring rank 0's weights of a factory's model that is there already, each of which rank 0 lets go of when it is brought.
+    Collective over the active ranks.
+    """
+    values: dict[str, torch.Tensor] = {}
+    with members.led("reading the factory's weights"):
+        if setting.world.rank == 0:
+            values = start_values(setting.loaded)
+    members.doing = "sending the factory's weights"
+    distribute(
+        trainer.rank,
+        trainer.transport,
+        parcels(trainer.tuning, trainer.plan, ("parameters",)),
+        lambda parcel: values.pop(parcel.name).contiguous(),
+        lambda parcel, tensor: trainer.set_parameter(parcel.name, tensor),
+    )
 
 
 def _open_files(setting: Setting, members: World, plan: Plan, directory: Path, kept: Kept) -> FileSupply:

@@ -15,13 +15,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from hetero_mpi.comm.world import World
 from hetero_mpi.data.samples import Samples, pair
+from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.errors import UserError
 from hetero_mpi.job import LoadedJob
-from hetero_mpi.model.layered import LayeredModel
+from hetero_mpi.model.layered import Builder, LayeredModel
 from hetero_mpi.model.layers import LayerChain, LayerShape
+from hetero_mpi.model.layers_existing import builder_of, outline
 from hetero_mpi.model.layers_look import look_at
+from hetero_mpi.model.seeds import seeded
 
 
 def read_factory(loaded: LoadedJob) -> tuple[dict[str, Any], Samples]:
@@ -37,7 +42,9 @@ def read_factory(loaded: LoadedJob) -> tuple[dict[str, Any], Samples]:
     samples = Samples(data, evaluation, job.data.held_out, job.train.seed)
     pairs = pair(data, 0), pair(data, len(data) - 1)
     shapes = look_at(model, pairs, job.train.seed)
-    return {"factory": job.model.factory, "digest": digest, "layers": [asdict(shape) for shape in shapes]}, samples
+    layers = [asdict(shape) for shape in shapes]
+    keys = {"factory": job.model.factory, "digest": digest, "existing": model.existing, "layers": layers}
+    return keys, samples
 
 
 def layer_chain(world: World, loaded: LoadedJob, keys: Mapping[str, Any], samples: Samples | None) -> LayerChain:
@@ -54,12 +61,54 @@ def layer_chain(world: World, loaded: LoadedJob, keys: Mapping[str, Any], sample
     with world.together("importing the model's factory"):
         model, digest = _called(loaded)
         shapes = tuple(LayerShape.from_dict(shape) for shape in keys["layers"])
-        if digest != keys["digest"] or list(model.named_layers()) != [shape.name for shape in shapes]:
+        own = digest, model.existing, list(model.named_layers())
+        if own != (keys["digest"], keys["existing"], [shape.name for shape in shapes]):
             raise UserError(
                 f"{_key(loaded)}: the module here is not the one on rank 0: bring the same file to all machines"
             )
-    builders = model.named_layers()
-    return LayerChain(str(keys["factory"]), shapes, builders, model.loss, (sample[0], sample[1]), loaded.job.train.seed)
+    builders = _existing(world, loaded, model, shapes) if model.existing else model.named_layers()
+    seed = loaded.job.train.seed
+    return LayerChain(str(keys["factory"]), shapes, builders, model.existing, model.loss, (sample[0], sample[1]), seed)
+
+
+def start_values(loaded: LoadedJob) -> dict[str, torch.Tensor]:
+    """The start weights of a model that is there already, by name; nobody else here holds them. On rank 0."""
+    model, _ = _called(loaded)
+    return {
+        f"{name}.{inner}": parameter.detach()
+        for name, layer in model.modules().items()
+        for inner, parameter in layer.named_parameters()
+    }
+
+
+def _existing(
+    world: World, loaded: LoadedJob, model: LayeredModel, shapes: tuple[LayerShape, ...]
+) -> dict[str, Builder]:
+    """Builders of the layers of a model that is there already: rank 0's buffers, and parameters without values. Collective."""
+    modules = model.modules()
+    with world.together("looking at the factory's model"):
+        for shape in shapes:
+            difference = shape.differences(modules[shape.name])
+            if difference is not None:
+                raise UserError(
+                    f"{_key(loaded)}: layer {shape.name!r} {difference} on rank 0: the model has the same shapes everywhere"
+                )
+    outlines = {name: outline(layer) for name, layer in modules.items()}
+    own = [buffer for layer in modules.values() for _, buffer in layer.named_buffers()]
+    if not own:
+        return {name: builder_of(layer, {}) for name, layer in outlines.items()}
+    given = world.broadcast_arrays([host_bytes(buffer.contiguous()) for buffer in own] if world.rank == 0 else None)
+    values = iter(given)
+    return {
+        name: builder_of(
+            layer,
+            {
+                inner: torch.from_numpy(next(values)).view(buffer.dtype).view(buffer.shape)
+                for inner, buffer in layer.named_buffers()
+            },
+        )
+        for name, layer in outlines.items()
+    }
 
 
 def _called(loaded: LoadedJob) -> tuple[LayeredModel, str]:
@@ -71,7 +120,8 @@ def _called(loaded: LoadedJob) -> tuple[LayeredModel, str]:
     factory = getattr(module, function, None)
     if not callable(factory):
         raise UserError(f"{_key(loaded)}: {module.__file__} has no function {function}")
-    model = _own_code(loaded, factory)
+    with seeded(loaded.job.train.seed, "factory"):
+        model = _own_code(loaded, factory)
     if not isinstance(model, LayeredModel):
         raise UserError(
             f"{_key(loaded)} gives a {type(model).__name__}: it must return a hetero_mpi.LayeredModel (docs/python.md)"
@@ -87,7 +137,8 @@ def _imported(loaded: LoadedJob, name: str) -> ModuleType:
         sys.path.append(folder)  # last, so that it hides nothing; and it stays: the module may import others later
     top = name.partition(".")[0]
     try:
-        module = _own_code(loaded, lambda: importlib.import_module(name))
+        with seeded(loaded.job.train.seed, "module"):
+            module = _own_code(loaded, lambda: importlib.import_module(name))
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise UserError(f"{_key(loaded)}: {error}; install it on every machine") from error

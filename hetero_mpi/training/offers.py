@@ -187,7 +187,7 @@ def _damage(setting: Setting, piece: Piece) -> str | None:
     specs = {name: spec for name, spec in {**tuning.trainable, **tuning.constants}.items() if spec.item in piece.items}
     try:
         with CheckpointReader(piece.path) as reader:
-            check_settings(reader, piece.path, setting.job.train, setting.job.data.sequence_length)
+            check_settings(reader, piece.path, setting.chain, setting.job.train, setting.job.data.sequence_length)
             for name, spec in specs.items():
                 for kind in KINDS if name in tuning.trainable else KINDS[:1]:
                     if tuple(reader.shape(kind, name)) != spec.shape:

@@ -28,7 +28,8 @@ def open_checkpoint(
             path, remarks = find_checkpoint(setting.run_dir, options.resume)
             say(*remarks)
             reader = stack.enter_context(CheckpointReader(path))
-            check_fits(reader, path, setting.tuning, setting.job.train, setting.job.data.sequence_length)
+            job = setting.job
+            check_fits(reader, path, setting.chain, setting.tuning, job.train, job.data.sequence_length)
             assert setting.material is not None
             fingerprint = setting.material.dataset.fingerprint()
             then, allowed = reader.metadata.get("data_fingerprint"), setting.job.checkpoint.allow_other_data

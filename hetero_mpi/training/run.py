@@ -25,7 +25,7 @@ from hetero_mpi.planning.files import profile_to_dict
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.report.logs import say, setup_logging
-from hetero_mpi.training.building import build, start_adapter
+from hetero_mpi.training.building import build, start_adapter, start_layers
 from hetero_mpi.training.changing import Share, join
 from hetero_mpi.training.ending import leave_result, outcome
 from hetero_mpi.training.loop import Books
@@ -138,13 +138,16 @@ def _start(setting: Setting, past: Past, profile: ClusterProfile, share: Share, 
         if not past.losses and options.resume not in (LATEST, ANY):
             clear_shelf(setting.run_dir)  # copies there are of a run that this one, accepted now, does not continue
         begin = time.perf_counter()
-        trainer = build(setting, members, share.own_plan, schedule, share.emulation, resuming=checkpoint is not None)
+        brought = checkpoint is not None or setting.chain.start_is_sent
+        trainer = build(setting, members, share.own_plan, schedule, share.emulation, brought)
         share.seconds = {"build": time.perf_counter() - begin}
         if checkpoint is not None:
             members.doing = "restoring the checkpoint"
             restore(trainer, reader, state)
         elif setting.job.adapter.path is not None:
             start_adapter(setting, members, trainer)
+        elif setting.chain.start_is_sent:
+            start_layers(setting, members, trainer)
     share.trainer = trainer
     _rehearse(share)
     return Books.opened(state, checkpoint)

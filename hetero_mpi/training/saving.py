@@ -107,7 +107,9 @@ def find_checkpoint(run_dir: Path, wanted: str) -> tuple[Path, list[str]]:
     return path_or_none, remarks
 
 
-def check_fits(reader: CheckpointReader, path: Path, tuning: Tuning, train: TrainTable, sequence_length: int) -> None:
+def check_fits(
+    reader: CheckpointReader, path: Path, chain: ItemChain, tuning: Tuning, train: TrainTable, sequence_length: int
+) -> None:
     """Refuse a checkpoint of another model or of a run whose steps would not continue in this one.
 
     Raises:
@@ -127,10 +129,12 @@ def check_fits(reader: CheckpointReader, path: Path, tuning: Tuning, train: Trai
             raise UserError(
                 f"{path} is a checkpoint of another model: {name} has shape {shape} there and {spec.shape} here"
             )
-    check_settings(reader, path, train, sequence_length)
+    check_settings(reader, path, chain, train, sequence_length)
 
 
-def check_settings(reader: CheckpointReader, path: Path, train: TrainTable, sequence_length: int) -> None:
+def check_settings(
+    reader: CheckpointReader, path: Path, chain: ItemChain, train: TrainTable, sequence_length: int
+) -> None:
     """Refuse a checkpoint, or a rank's copy, of a run whose steps would not continue in this one.
 
     Raises:
@@ -148,6 +152,12 @@ def check_settings(reader: CheckpointReader, path: Path, train: TrainTable, sequ
         raise UserError(
             f"{path} was written with [data] sequence_length = {then['data']['sequence_length']}, this job says "
             f"{sequence_length}: the order of samples would differ; set it back, or start without --resume"
+        )
+    changed = chain.changed_since(reader.metadata["model_config"])
+    if changed is not None:
+        raise UserError(
+            f"{path} was written when {changed} had other values, which are in no checkpoint: the run would not continue where it "
+            f"stopped; give it the same values as then, or start without --resume"
         )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import os
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +46,7 @@ class Scaled(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * getattr(self, "features", 1.0)
         return self.dropout(torch.tanh(self.linear(x * self.scale * self.hidden + self.frozen)))
 
 
@@ -71,6 +75,71 @@ def plain() -> hetero_mpi.LayeredModel:
 
 def dropping() -> hetero_mpi.LayeredModel:
     return _model(layers(dropout=0.2))
+
+
+def existing() -> hetero_mpi.LayeredModel:
+    """A model that is there already; what a rank draws depends on the rank, and rank 0's is what counts."""
+    torch.manual_seed(int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0"))))
+    net = nn.Sequential(OrderedDict((name, build()) for name, build in layers().items()))
+    scaled = net.get_submodule("scaled")
+    scaled.register_buffer("features", torch.randn(64))  # drawn too, and in no checkpoint
+    return _model(net.eval())
+
+
+def other_buffers() -> hetero_mpi.LayeredModel:
+    """The same with another buffer in every process."""
+    model = existing()
+    model.modules()["scaled"].get_buffer("features").copy_(
+        torch.from_numpy(np.random.default_rng(os.getpid()).random(64))
+    )
+    return model
+
+
+def outside() -> hetero_mpi.LayeredModel:
+    net = [build() for build in layers().values()]
+    return _model([lambda layer=layer: layer for layer in net])
+
+
+def copied() -> hetero_mpi.LayeredModel:
+    torch.seed()
+    net = [build() for build in layers().values()]
+    return _model([lambda layer=layer: copy.deepcopy(layer) for layer in net])
+
+
+def drawn() -> hetero_mpi.LayeredModel:
+    def hidden() -> nn.Module:
+        layer = nn.Linear(16, 16)
+        layer.weight.data = torch.from_numpy(np.random.default_rng().standard_normal((16, 16))).float()
+        return layer
+
+    return _model({**layers(), "hidden": hidden})
+
+
+def shared() -> hetero_mpi.LayeredModel:
+    """Two entries of ``layers`` are the same layer."""
+    layer = nn.Linear(16, 16)
+    return _model({**layers(), "hidden": lambda: layer, "again": lambda: layer, "out": layers()["out"]})
+
+
+def shared_inside() -> hetero_mpi.LayeredModel:
+    """Two layers have the same weight, of which one keeps the transposed view."""
+    weight = nn.Parameter(torch.ones(16, 16))
+
+    def using(tensor: torch.Tensor) -> nn.Module:
+        layer = nn.Linear(16, 16)
+        layer.weight = nn.Parameter(tensor)
+        return nn.Sequential(layer, nn.ReLU())
+
+    first, last = lambda: using(weight.data), lambda: using(weight.data.t())
+    return _model({**layers(), "hidden": first, "again": last, "out": layers()["out"]})
+
+
+def shared_existing() -> hetero_mpi.LayeredModel:
+    chain = OrderedDict((name, build()) for name, build in layers().items())
+    chain["again"] = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
+    chain["again"][0].weight = chain["hidden"][0].weight
+    chain.move_to_end("out")
+    return _model(nn.Sequential(chain))
 
 
 def nothing() -> None:
