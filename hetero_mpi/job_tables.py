@@ -142,7 +142,8 @@ class TrainTable(Table):
     warmup_steps: NotNegative = 0
     """Optimizer steps of linear warm-up from 0."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Decoupled weight decay; not applied to biases and norms."""
+    """Decoupled weight decay; applied to the parameters that transformers' Trainer decays, which are neither biases nor norms; in
+    a model of your own to those of two dimensions and more that are not called a bias."""
     beta1: Fraction = 0.9
     """AdamW: decay of the first moment."""
     beta2: Fraction = 0.95

@@ -8,10 +8,17 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from transformers import get_scheduler
+from transformers import AutoModelForCausalLM, Trainer, get_scheduler
 
+from hetero_mpi.device.backend import Backend
 from hetero_mpi.job import TrainTable
-from hetero_mpi.model.optimizer import Judge, LearningRate, LossScale, _short
+from hetero_mpi.model.chain import Chain
+from hetero_mpi.model.families import read_config
+from hetero_mpi.model.optimizer import Judge, LearningRate, LossScale, Optimizer, _short
+from hetero_mpi.model.proven import PROVEN_FAMILIES
+from hetero_mpi.model.stage import Stage
+from hetero_mpi.model.weights import SeededStart
+from tests.family_configs import tiny_keys
 
 
 def test_the_verdict_does_not_depend_on_who_fills_which_slot() -> None:
@@ -107,3 +114,28 @@ def test_the_culprit_is_the_first_in_backward_and_the_run_stops_if_any_rank_says
     asked = judge.decide(fine + judge.fill({}, {0: 2.0}, stop=True))
     assert asked.stop and asked.finite and asked.culprit is None
     assert asked.loss == judge.decide(fine + judge.fill({}, {0: 2.0})).loss == 2.0
+
+
+def decayed_by_trainer(family: str) -> set[str]:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(read_config(tiny_keys(family)))
+    return set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+
+
+def test_what_decays_is_what_transformers_decays_in_every_family() -> None:
+    for family in PROVEN_FAMILIES:
+        chain = Chain(read_config(tiny_keys(family)))
+        ours = {name for name in chain.parameters if chain.decays(name)}
+        assert ours == decayed_by_trainer(family) & set(chain.parameters), family
+        assert ours
+
+
+def test_the_optimizer_decays_neither_wide_biases_nor_spares_what_is_narrow() -> None:
+    """The experts of gpt-oss have biases of two dimensions, its attention sinks have one."""
+    chain = Chain(read_config(tiny_keys("gpt_oss")))
+    stage = Stage(chain, 0, chain.items, Backend(), "fp32", SeededStart(1))
+    optimizer = Optimizer(stage, TrainTable(weight_decay=0.25))
+    decays = {id(p): group["weight_decay"] for group in optimizer.adamw.param_groups for p in group["params"]}
+    found = {name: decays[id(target)] for name, target in optimizer.targets.items()}
+    assert set(found.values()) == {0.0, 0.25}
+    assert {name for name, decay in found.items() if decay} == decayed_by_trainer("gpt_oss") & set(found)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, get_scheduler
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, Trainer, get_scheduler
 
 from hetero_mpi.data.sequences import IGNORED, Batch, Dataset, build_sequences
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer, train_bpe
@@ -380,8 +380,9 @@ def run_reference(case: Case, model_path: Path, adapter: Path | None, tokenizer:
     if case.dropout:
         _seed_before_items(model, position)
     trained = {_short(n): p for n, p in model.named_parameters() if p.requires_grad}
-    decay = [p for p in trained.values() if p.ndim >= 2]
-    rest = [p for p in trained.values() if p.ndim < 2]
+    decayed = {_short(name) for name in Trainer.get_decay_parameter_names(None, model)}  # type: ignore[arg-type]
+    decay = [p for name, p in trained.items() if name in decayed]
+    rest = [p for name, p in trained.items() if name not in decayed]
     optimizer = torch.optim.AdamW(
         [{"params": decay, "weight_decay": TRAIN["weight_decay"]}]
         + ([{"params": rest, "weight_decay": 0.0}] if rest else []),

@@ -25,6 +25,8 @@ from hetero_mpi.model.loss import IGNORED, summed_loss
 from hetero_mpi.model.weights import initialise, materialize, restore_buffers
 from hetero_mpi.planning.cost import EMBEDDING, HEAD
 
+_NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
 
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     """transformers' own model class, whole, fp32, without memory. Its constants are parameters without a gradient."""
@@ -85,6 +87,8 @@ class Chain(ItemChain):
             raise UserError(
                 f"the {config.model_type} family declares no pipeline plan in transformers that hetero_mpi can follow"
             )
+        norms = (name for name, module in self.model.named_modules() if isinstance(module, nn.LayerNorm))
+        self._layer_norms = tuple(f"{name}." for name in norms)
         self.blocks_name = lists[0]
         position = inner.index(self.blocks_name)
         self.before_names = tuple(inner[:position])
@@ -132,6 +136,10 @@ class Chain(ItemChain):
                 if tensor.dtype == torch.float32 or any(re.search(pattern, name) for pattern in patterns)
             }
         return torch.float32 if name in self._fp32_names[compute] else compute
+
+    def decays(self, name: str) -> bool:
+        """By names, as transformers' ``Trainer.get_decay_parameter_names`` decides it: neither biases nor norms."""
+        return _NOT_DECAYED.search(name.lower()) is None and not name.startswith(self._layer_norms)
 
     def summary(self) -> str:
         return f"{self.name}, {self.blocks} blocks"

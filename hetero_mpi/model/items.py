@@ -96,6 +96,10 @@ class ItemChain(ABC):
         return None
 
     @abstractmethod
+    def decays(self, name: str) -> bool:
+        """Is weight decay applied to a trained tensor?"""
+
+    @abstractmethod
     def summary(self) -> str:
         """The model in a few words."""
 

@@ -124,6 +124,10 @@ class LayerChain(ItemChain):
                 return f"buffer {name} of layer {now.name!r}"
         return None
 
+    def decays(self, name: str) -> bool:
+        """Not to what has fewer than two dimensions, as norms, nor to what is called a bias."""
+        return len(self.parameters[name].shape) >= 2 and not name.endswith("bias")
+
     def module_names(self, item: int) -> tuple[str, ...]:
         return (self.shapes[item].name,)
 

@@ -51,11 +51,6 @@ class LearningRate:
         return 1.0
 
 
-def decays(name: str, parameter: torch.Tensor) -> bool:
-    """Is weight decay applied? Not to biases and norms, which are the parameters of fewer than two dimensions."""
-    return parameter.ndim >= 2 and not name.endswith(".bias")
-
-
 class Optimizer:
     """The optimizer of one rank.
 
@@ -82,7 +77,7 @@ class Optimizer:
         self.schedule = LearningRate(train)
         groups = [
             {
-                "params": [t for n, t in self.targets.items() if decays(n, t) is decay],
+                "params": [t for n, t in self.targets.items() if stage.chain.decays(n) is decay],
                 "weight_decay": train.weight_decay * decay,
             }
             for decay in (True, False)
