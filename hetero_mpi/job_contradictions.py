@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from hetero_mpi.job_rules import ELSEWHERE, leads_out
+from hetero_mpi.job_rules import ELSEWHERE, LARGEST_AUTO, MOST_MICRO_BATCHES, leads_out
 
 Problem = tuple[tuple[str, str], str]
 """((table, key), the rule it breaks)."""
@@ -146,10 +146,21 @@ def _data(known: Known) -> list[Problem]:
 
 def _train(known: Known) -> list[Problem]:
     micro, batch = known("train", "micro_batch"), known("train", "global_batch")
-    if type(micro) is not int or batch is None or batch % micro == 0:
+    if micro is None or batch is None:
         return []
-    divisors = [size for size in range(1, batch + 1) if batch % size == 0 and size <= 1024]
-    return [(("train", "micro_batch"), f"must divide train.global_batch = {batch}: {', '.join(map(str, divisors))}")]
+    if type(micro) is int and batch % micro:
+        divisors = [size for size in range(1, min(batch, 1024) + 1) if batch % size == 0]
+        return [
+            (("train", "micro_batch"), f"must divide train.global_batch = {batch}: {', '.join(map(str, divisors))}")
+        ]
+    largest = micro if type(micro) is int else max(d for d in range(1, LARGEST_AUTO + 1) if batch % d == 0)
+    if batch // largest <= MOST_MICRO_BATCHES:
+        return []
+    rule = (
+        f"a step of {batch // largest:,} micro-batches of {largest} is too long to be planned: at most "
+        f"{MOST_MICRO_BATCHES:,}. Lower it (at most {largest * MOST_MICRO_BATCHES:,} so), or set a larger train.micro_batch"
+    )
+    return [(("train", "global_batch"), rule)]
 
 
 def _plan(known: Known) -> list[Problem]:

@@ -17,6 +17,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 ELSEWHERE = "write an absolute path to go elsewhere"
+LARGEST_AUTO = 16
+"""Sequences per micro-batch that "auto" goes up to."""
+MOST_MICRO_BATCHES = 8192
+"""In one step: planning simulates all of them, many times, and every rank lists its actions."""
 
 
 def leads_out(path: Path, base: Path) -> bool:

@@ -126,7 +126,7 @@ class TrainTable(Table):
     steps: Positive = 100
     """Optimizer steps."""
     global_batch: Positive = 8
-    """Sequences per optimizer step, over all ranks."""
+    """Sequences per optimizer step, over all ranks; at most 8192 micro-batches."""
     micro_batch: Positive | Literal["auto"] = "auto"
     """Sequences per micro-batch; must divide ``global_batch``. "auto": the planner chooses."""
     seed: Seed = 0

@@ -149,6 +149,13 @@ lerning_rate = 3
         (["adapter.method=lora", "plan.schedule=split"], "an adapter leaves these frozen"),
         (["plan.pipelines=0"], '[plan] pipelines = 0: must be a whole number of at least 1 or "auto"'),
         (["train.global_batch=12", "train.micro_batch=5"], "must divide train.global_batch = 12: 1, 2, 3, 4, 6, 12"),
+        (
+            ["train.global_batch=8000000"],
+            "[train] global_batch = 8000000: a step of 500,000 micro-batches of 16 is too long to be planned: at most 8,192. "
+            "Lower it (at most 131,072 so), or set a larger train.micro_batch",
+        ),
+        (["train.global_batch=8209"], "a step of 8,209 micro-batches of 1 is too long"),  # a prime
+        (["train.global_batch=20000", "train.micro_batch=2"], "a step of 10,000 micro-batches of 2 is too long"),
         (["output.run_dir=../elsewhere"], "must stay inside the working directory"),
         (["output.run_dir=runs/{host}"], "may hold {name} and no other placeholder"),
         (["model.config=config.json", "model.config.hidden_size=4"], "is no table to set a key of"),

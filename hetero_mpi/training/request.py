@@ -6,12 +6,9 @@ from collections import Counter
 from dataclasses import replace
 
 from hetero_mpi.job import LoadedJob
+from hetero_mpi.job_rules import LARGEST_AUTO, MOST_MICRO_BATCHES
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import MEMORY_GIVEN, PlanRequest
-
-_LARGEST_AUTO = 16
-"""Sequences per micro-batch that "auto" goes up to."""
-
 
 INDIFFERENCE = 0.005
 """Measured times are not exact to half a per cent: no plan is preferred for less."""
@@ -24,11 +21,13 @@ def micro_batch_choices(global_batch: int, wanted: int | str, ranks: int, dropou
     """
     if isinstance(wanted, int):
         return (wanted,), f"micro-batch {wanted}: as the job says"
-    divisors = [d for d in range(1, global_batch + 1) if global_batch % d == 0]
+    divisors = [
+        d for d in range(1, global_batch + 1) if global_batch % d == 0 and global_batch // d <= MOST_MICRO_BATCHES
+    ]
     if dropout:
         chosen = max([d for d in divisors if 4 * d <= global_batch], default=1)
         return (chosen,), f"micro-batch {chosen}: fixed, since dropout masks depend on it"
-    limit = min(_LARGEST_AUTO, max(1, global_batch // ranks))
+    limit = min(LARGEST_AUTO, max(1, global_batch // ranks))
     choices = tuple(d for d in divisors if d <= limit)
     return choices, f"micro-batch: the planner's choice among {', '.join(map(str, choices))}"
 
