@@ -103,7 +103,7 @@ def plan(
     own = chosen if given is None else make_plan(question.profile, question.request)
     result = outlined(chosen, question.profile)
     lost = losses(chosen, own, question.profile, question.request)
-    answers = list(what_ifs(own, question.profile, question.request)) if explain else []
+    answers = list(what_ifs(own, question.profile, question.request, lost.free_links_s)) if explain else []
     otherwise = differences(chosen, question.request) if given is not None else []
     if output is not None:
         _written(output, lambda: save_plan(chosen, output))

@@ -219,6 +219,22 @@ def test_losses_add_up_and_name_what_limits() -> None:
         assert total == pytest.approx(1 - lost.bound_s / lost.step_s)
 
 
+def test_faster_links_are_not_planned_for_where_messages_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free links bound what faster ones can bring: the same answers, with fewer searches."""
+    profile, request = make_profile((1.0, 1.0), make_model(6), bytes_per_s=1e12), PlanRequest(8, 10, (1,))
+    own = make_plan(profile, request)
+    lost = losses(own, own, profile, request)
+    assert lost.free_links_s == pytest.approx(own.predicted_step_s)
+    searched = [answer for answer in what_ifs(own, profile, request) if "faster" in answer.change]
+    monkeypatch.setattr("hetero_mpi.planning.offline.with_copy_of", lambda profile, rank: profile)
+    asked: list[object] = []
+    monkeypatch.setattr("hetero_mpi.planning.offline.decide", lambda *question: asked.append(question))
+    answers = list(what_ifs(own, profile, request, lost.free_links_s))
+    known = [answer for answer in answers if "faster" in answer.change]
+    assert [one.change for one in known] == [one.change for one in searched] and len(known) == 1
+    assert known[0].step_s == pytest.approx(searched[0].step_s) and len(asked) == 1, "one more machine is planned for"
+
+
 def test_changed_clusters_are_what_they_are_called() -> None:
     profile, _ = random_instance(seed=3, ranks=3, items=5)
     faster = with_faster_links(profile, [(0, 2)])

@@ -36,6 +36,8 @@ SHARE_OF_NOMINAL = 0.75
 MOST_LINKS = 6
 MOST_RANKS = 8
 """What-if lines name no more pairs of ranks, and ranks, than these: the ones that matter most."""
+NO_CHANGE = 0.0005
+"""Step times that differ by less are shown as the same."""
 NOTABLE = 0.1
 """From this share of the step on, a loss is named as what limits a plan; below it the devices are."""
 
@@ -54,6 +56,8 @@ class Losses:
     """The plan is not the one the planner would have made (0 for its own)."""
     links: float
     memory: float
+    free_links_s: float
+    """The step of the planner's plan, if messages took no time."""
     granularity: float
     """Whole items and whole micro-batches: uneven stages, and a pipeline that fills and drains."""
 
@@ -92,19 +96,20 @@ def losses(plan: Plan, own: Plan, profile: ClusterProfile, request: PlanRequest)
         choice=share(step_s, own.predicted_step_s),
         links=share(own.predicted_step_s, without_links),
         memory=share(without_links, without_both),
+        free_links_s=without_links,
         granularity=share(without_both, bound_s),
     )
 
 
-def what_ifs(own: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[WhatIf]:
-    """The planner's answers to changes of the cluster; ``own`` is its plan for the cluster as it is."""
-    for name, faster in faster_networks(own, profile):
-        yield _what_if(name, faster, request)
-    pairs = link_pairs(own)
-    for pair in pairs[:MOST_LINKS]:
-        yield _what_if(f"link {pair[0]} - {pair[1]} {FASTER}x faster", with_faster_links(profile, [pair]), request)
-    if len(pairs) > 1:
-        yield _what_if(f"all links {FASTER}x faster", with_faster_links(profile), request)
+def what_ifs(own: Plan, profile: ClusterProfile, request: PlanRequest, free_links_s: float = 0.0) -> Iterator[WhatIf]:
+    """The planner's answers to changes of the cluster; ``own`` is its plan for the cluster as it is.
+
+    Args:
+        free_links_s: ``Losses.free_links_s``, where it is known: where messages cost nothing, faster links are not planned for.
+    """
+    unchanged = own.predicted_step_s <= free_links_s * (1 + NO_CHANGE)
+    for name, faster in _with_other_links(own, profile):
+        yield WhatIf(name, own.predicted_step_s) if unchanged else _what_if(name, faster, request)
     used = sorted(rank for _, _, stage in stages(own) for rank in stage.ranks)
     if len(used) > 1:
         for rank in _representatives(used, profile)[:MOST_RANKS]:
@@ -121,6 +126,16 @@ def what_ifs(own: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterat
     yield _what_if(
         f"{'a second' if alike == 1 else 'one more'} {fastest.name}, like rank {fastest.rank}", more, request
     )
+
+
+def _with_other_links(own: Plan, profile: ClusterProfile) -> Iterator[tuple[str, ClusterProfile]]:
+    """The next Ethernet, each link that matters, and all of them, faster."""
+    yield from faster_networks(own, profile)
+    pairs = link_pairs(own)
+    for pair in pairs[:MOST_LINKS]:
+        yield f"link {pair[0]} - {pair[1]} {FASTER}x faster", with_faster_links(profile, [pair])
+    if len(pairs) > 1:
+        yield f"all links {FASTER}x faster", with_faster_links(profile)
 
 
 def faster_networks(plan: Plan, profile: ClusterProfile) -> Iterator[tuple[str, ClusterProfile]]:

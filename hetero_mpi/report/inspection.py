@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from hetero_mpi.planning.codec import encode
 from hetero_mpi.planning.idling import Idling
 from hetero_mpi.planning.network import Network
-from hetero_mpi.planning.offline import Losses, WhatIf
+from hetero_mpi.planning.offline import NO_CHANGE, Losses, WhatIf
 from hetero_mpi.planning.plan import Plan, RankMemory
 from hetero_mpi.planning.profile import ANY_HOST, ClusterProfile, Curve, DeviceProfile, LinkProfile
 from hetero_mpi.planning.words import describe_items
@@ -175,7 +175,7 @@ def what_if_lines(answers: Sequence[WhatIf], step_s: float) -> list[str]:
         else:
             change = _share(answer.step_s, step_s) - 1
             verdict = (
-                "no change" if abs(change) < 0.0005 else f"{'+' if change > 0 else '-'}{units.percent(abs(change))}"
+                "no change" if abs(change) < NO_CHANGE else f"{'+' if change > 0 else '-'}{units.percent(abs(change))}"
             )
             lines.append(f"  {answer.change}: {verdict} ({units.seconds(answer.step_s)} per step)")
     return ["What if (planned again for each):", *lines] if lines else []
