@@ -118,7 +118,7 @@ PLAN = Plan(
 PROFILE_LINES = """\
 Ranks: 3, Open MPI 5.0.11; figures measured, 2026-11-20
   rank  host                       device                     forward  backward   memory  why so much
-     0  box                        cuda NVIDIA GeForce RT...  1.00 ms   2.00 ms  8.00 GB  free on the card
+     0  box                        RTX 5090 Founders Edition  1.00 ms   2.00 ms  8.00 GB  free on the card
      1  box                        cpu AMD Ryzen 9 9950X      10.0 ms   20.0 ms  8.00 GB  the host's free memory, 16.0
                                                                                           GB, shared by the 2 ranks on
                                                                                           it that compute on it
@@ -131,9 +131,9 @@ Ranks: 3, Open MPI 5.0.11; figures measured, 2026-11-20
 PLAN_LINES = """\
 2 of 3 ranks, 2.00 s per step; the best one alone, rank 0, 2.40 s (1.20x)
 Plan: 2 stages, schedule 1F1B
-  stage  rank  device                      items                  weights              memory  compute  warm-up
-      0     1  cpu AMD Ryzen 9 9950X       embedding, blocks 0-1   2.75 M   340 MB of 7.60 GB   504 ms        1
-      1     0  cuda NVIDIA GeForce RTX...  blocks 2-5, head        4.46 M  1.20 GB of 7.60 GB   108 ms        0
+  stage  rank  device                     items                  weights              memory  compute  warm-up
+      0     1  cpu AMD Ryzen 9 9950X      embedding, blocks 0-1   2.75 M   340 MB of 7.60 GB   504 ms        1
+      1     0  RTX 5090 Founders Edition  blocks 2-5, head        4.46 M  1.20 GB of 7.60 GB   108 ms        0
   weights: parameters; compute: forward + backward of 1,024 tokens; warm-up: micro-batches ahead of the first backward
   rank 2 idles: it would slow the pipeline down by 14 %
   because: 2 ranks beat 3 by 14 %
@@ -370,3 +370,26 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="must be a directory this user can write to"), claim(tmp_path / "file" / "a"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "shown"),
+    [
+        ("NVIDIA GeForce RTX 4090", 26, "NVIDIA GeForce RTX 4090"),
+        ("NVIDIA GeForce RTX 4090", 10, "RTX 4090"),
+        ("cuda NVIDIA GeForce RTX 4090", 20, "cuda RTX 4090"),
+        ("cuda NVIDIA GeForce RTX 4090", 10, "RTX 4090"),
+        ("rocm AMD Strix Halo (Radeon 8060S)", 26, "rocm Strix Halo"),
+        ("cpu AMD Ryzen 9 9950X 16-Core Processor", 26, "cpu Ryzen 9 9950X"),
+        ("A100-SXM4-80GB", 10, "...M4-80GB"),
+    ],
+)
+def test_device_names_are_shortened_from_the_left(name: str, most: int, shown: str) -> None:
+    """What tells one card from another stands last."""
+    assert units.device_name(name, most) == shown
+
+
+def test_pictures_shorten_names_from_the_left_too() -> None:
+    from hetero_mpi.report.pictures import _lane_name
+
+    assert _lane_name(3, {3: "NVIDIA GeForce RTX 4090 Laptop GPU"}) == "rank 3  GeForce RTX 4090 Laptop GPU"

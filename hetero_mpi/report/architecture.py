@@ -23,7 +23,18 @@ from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.schedule import summed_items
 from hetero_mpi.report import units
-from hetero_mpi.report.drawing import Box, Drawing, Line, Text, fitted, host_colours, save_png, save_svg, width_of
+from hetero_mpi.report.drawing import (
+    Box,
+    Drawing,
+    Line,
+    Text,
+    fitted,
+    fitting,
+    host_colours,
+    save_png,
+    save_svg,
+    width_of,
+)
 from hetero_mpi.report.tables import items_text
 
 WIDTH = 1320.0
@@ -40,9 +51,6 @@ _ROW = _CARD_HEIGHT + _HEADER + 2 * _PADDING
 _IDLE_WIDTH, _IDLE_HEIGHT = 412.0, 60.0
 _UNLIKE = 0.1
 """Both directions of a link are told apart if they differ by more than this share."""
-
-_PREFIXES = ("NVIDIA ", "GeForce ", "AMD ", "Radeon ", "Intel(R) ", "Apple ")
-"""Of device names: left out first."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +223,7 @@ class _Painter:
         self._add(Box(x, y, _CARD_WIDTH, _CARD_HEIGHT, "card", "faint", title=f"{device.name} ({device.backend})"))
         self._add(Text(x + 10, y + 19, f"rank {card.rank}", 13, bold=True))
         self._add(Text(x + _CARD_WIDTH - 10, y + 19, f"stage {card.number}", 11, "soft", "end"))
-        self._add(Text(x + 10, y + 36, fitted(_short_name(device.name, inside), 11.5, inside), 11.5))
+        self._add(Text(x + 10, y + 36, units.device_name(device.name, fitting(11.5, inside)), 11.5))
         items = items_text(card.stage.first, card.stage.last, self.plan.items)
         again = " (recompute)" if card.stage.recompute else ""
         self._add(Text(x + 10, y + 53, fitted(_short(items) + again, 11.5, inside), 11.5, "accent", bold=True))
@@ -260,11 +268,3 @@ def _short(items: str) -> str:
     if items.startswith("embedding") and items.endswith("head"):
         return "the whole model"
     return items.replace("embedding", "emb.") if len(items) > 22 else items
-
-
-def _short_name(name: str, width: float) -> str:
-    """Without the maker's name where it does not fit."""
-    for prefix in _PREFIXES:
-        if width_of(name, 11.5) > width:
-            name = name.removeprefix(prefix)
-    return name

@@ -101,9 +101,14 @@ class Drawing:
     shapes: list[Shape] = field(default_factory=list)
 
 
+def fitting(size: float, width: float) -> int:
+    """How many characters fit into ``width`` at a font of ``size``."""
+    return max(1, int(width / (_GLYPH * size)))
+
+
 def fitted(text: str, size: float, width: float) -> str:
     """``text``, shortened to fit into ``width`` at a font of ``size``."""
-    most = max(1, int(width / (_GLYPH * size)))
+    most = fitting(size, width)
     return text if len(text) <= most else text[: most - 1].rstrip() + "…"
 
 

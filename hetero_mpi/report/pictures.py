@@ -173,7 +173,7 @@ def _write_numbers(axes: Axes, events: Sequence[Event], lanes: Mapping[int, int]
 
 def _lane_name(rank: int, labels: Mapping[int, str]) -> str:
     name = labels.get(rank, "")
-    return f"rank {rank}{'  ' if name else ''}{name if len(name) <= 28 else name[:26] + '…'}"
+    return f"rank {rank}{'  ' if name else ''}{units.device_name(name, 28)}"
 
 
 def _legend(axes: Axes, present: set[str]) -> None:

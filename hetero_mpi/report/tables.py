@@ -42,8 +42,8 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     lines = []
     for row in grid:
         cells = [
-            _short(cell, width).rjust(width) if to_right else _short(cell, width).ljust(width)
-            for cell, width, to_right in zip(row[:-1], widths, right, strict=False)
+            _shortened(cell, width, heading).rjust(width) if to_right else _shortened(cell, width, heading).ljust(width)
+            for cell, width, to_right, heading in zip(row[:-1], widths, right, grid[0], strict=False)
         ]
         last = row[-1].rjust(widths[-1]) if right[-1] else row[-1]
         lines += _wrapped("  " + "".join(f"{cell}  " for cell in cells), last)
@@ -299,7 +299,11 @@ def _block_s(profile: ClusterProfile, device: DeviceProfile, op: Op) -> float:
 
 def _device(device: DeviceProfile) -> str:
     name = device.name if device.name.lower().startswith(device.backend) else f"{device.backend} {device.name}"
-    return _short(name)
+    return units.device_name(name, LONGEST_NAME)
+
+
+def _shortened(cell: str, width: int, heading: str) -> str:
+    return units.device_name(cell, width) if heading.endswith("device") else _short(cell, width)
 
 
 def _short(name: str, width: int = LONGEST_NAME) -> str:

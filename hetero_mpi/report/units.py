@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_NEEDLESS = (
+    r"\((R|TM)\)",
+    r"\b(NVIDIA|AMD|Intel|Apple)\b",
+    r"\bGeForce\b",
+    r" @ .*$| \d+-Core Processor$| Processor\b| CPU\b",
+    r" \([^()]*\)$",
+)
+"""Of a device's name, in the order in which it may be left out."""
 _COUNTS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -51,6 +60,17 @@ def percent(share: float) -> str:
 def unit_of(sequence_length: int) -> str:
     """What a throughput counts: tokens; where a sequence has just one, it is a sample of a model made of layers."""
     return "samples" if sequence_length == 1 else "tokens"
+
+
+def device_name(name: str, most: int) -> str:
+    """A device's name in at most ``most`` characters, shortened from the left, since what tells devices apart stands last:
+    ``NVIDIA GeForce RTX 4090`` -> ``RTX 4090``. First goes what says least: makers, marks, what every processor is called."""
+    for pattern in _NEEDLESS:
+        if len(name) > most:
+            name = " ".join(re.sub(pattern, "", name).split())
+    while len(name) > most and " " in name:
+        name = name.partition(" ")[2]
+    return name if len(name) <= most else "..." + name[len(name) - max(most - 3, 0) :]
 
 
 def numbers(values: Iterable[int]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hetero_mpi.planning.schedule import COMPUTE, Event, Op
 from hetero_mpi.report import units
-from hetero_mpi.report.drawing import Box, Drawing, Line, Text, fitted
+from hetero_mpi.report.drawing import Box, Drawing, Line, Text, fitting
 from hetero_mpi.report.page.charts import ticks
 
 WIDTH = 1080.0
@@ -54,7 +54,8 @@ def timelines(panels: Sequence[Panel], labels: Mapping[int, str]) -> Drawing:
         y += 22
         top = y
         for rank in shown:
-            name = fitted(f"{rank}  {labels.get(rank, '')}".rstrip(), 11, _LEFT - 10)
+            most = fitting(11, _LEFT - 10) - len(f"{rank}  ")
+            name = f"{rank}  {units.device_name(labels.get(rank, ''), most)}".rstrip()
             drawing.shapes.append(Text(0, y + lane * 0.5, name, 11, "soft"))
             drawing.shapes.append(Line(((_LEFT, y + lane - 1), (WIDTH - _RIGHT, y + lane - 1)), "faint", 0.6))
             _bars(drawing, [event for event in panel.events if event.rank == rank], y, lane, scale)
