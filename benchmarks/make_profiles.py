@@ -71,6 +71,8 @@ ZORSE_CARDS = {
     "t4": Card("NVIDIA T4", "cuda", 16, 320e9, dtypes=("fp32", "fp16")),
     "v100x16": Card("NVIDIA V100 16GB", "cuda", 16, 900e9, dtypes=("fp32", "fp16")),
 }
+SAILOR_LIKE_BYTES_PER_S, SAILOR_UNLIKE_BYTES_PER_S = 2.8e9, 0.115e9
+"""Rounded: every pair of like nodes is taken to have what the publication measured between Titan RTX nodes."""
 SAILOR_GIB = {"RTX-3090": 24.0, "RTX-2080": 11.0, "Titan-RTX": 24.0}
 
 
@@ -235,8 +237,7 @@ def sailor(name: str, nodes: Sequence[published_runs.Node], hosts: Sequence[str]
         devices.append(replace(found, host=host, memory_bytes=int(gib * GIB * USABLE), memory_reason=reason))
 
     def between(a: DeviceProfile, b: DeviceProfile) -> Link:
-        like = a.name == b.name
-        return 0.0, published_runs.LIKE_BYTES_PER_S if like else published_runs.UNLIKE_BYTES_PER_S
+        return 0.0, SAILOR_LIKE_BYTES_PER_S if a.name == b.name else SAILOR_UNLIKE_BYTES_PER_S
 
     source = (
         "measured by eth-easl/sailor (MIT): seconds of OPT-350M's layers in fp32, and bytes per second between nodes"
