@@ -24,7 +24,7 @@ from hetero_mpi.report import units
 from hetero_mpi.report.logs import LOGGER, say, setup_logging
 from hetero_mpi.report.metrics import Evaluation, MetricsWriter, StepMetrics, read_metrics
 from hetero_mpi.report.run_directory import claim
-from hetero_mpi.report.summary import final_lines, measured_step_s
+from hetero_mpi.report.summary import final_lines, measured_step_s, misled
 from hetero_mpi.report.tables import WIDTH, items_text, plan_lines, profile_lines
 
 ROOT = Path(__file__).parent.parent
@@ -298,6 +298,42 @@ def test_the_reason_for_a_wrong_prediction() -> None:
     emulated = final_lines(PLAN, replace(PROFILE, source="emulated, measured"), steps)
     assert emulated[0].startswith("Step time, emulated: ") and "raise [cluster] time_scale" in emulated[1]
     assert "too few" in final_lines(PLAN, PROFILE, steps[:2])[0]
+
+
+def test_measured_steps_are_compared_with_the_plan_they_were_taken_under() -> None:
+    """Ten steps of 6 s under a plan that promised 5.5 s, then ten of 2 s under the last one."""
+    before = [replace(metrics(step, step_s=6.0), predicted_step_s=5.5) for step in range(1, 11)]
+    after = [replace(metrics(step, step_s=3.0 if step < 13 else 2.0), predicted_step_s=2.0) for step in range(11, 21)]
+    assert measured_step_s([*before, *after]) == 2.0
+    assert final_lines(PLAN, PROFILE, [*before, *after])[:2] == [
+        "Step time: 2.00 s measured (median), 4,096 tokens/s; 2.00 s predicted, so 0.0 % longer than predicted "
+        "(since the plan changed after step 10)",
+        "  before, up to step 10: 6.00 s measured, 5.50 s predicted",
+    ]
+    assert measured_step_s([*before, *after[:2]]) is None
+    assert "2 steps are too few" in final_lines(PLAN, PROFILE, [*before, *after[:2]])[0]
+
+
+def test_a_speed_that_was_asked_for_is_the_reason_it_is() -> None:
+    """A change of speed during the steps of the last plan; one that came before that plan was made is in its prediction."""
+    profile = replace(PROFILE, source="emulated, measured")
+    steps = [metrics(step, step_s=4.0) for step in range(1, 11)]
+    told = final_lines(PLAN, profile, steps, speed_changes=[(0, 4, 0.34), (1, 20, 0.5)])[1]
+    assert told.startswith(
+        "  devices changed their speed as [cluster] emulate_changes asks (rank 0 at 0.34 from step 5), "
+    )
+    before = [replace(metrics(step), predicted_step_s=9.0) for step in range(1, 11)]
+    later = [metrics(step, step_s=4.0) for step in range(11, 21)]
+    assert (
+        "raise [cluster] time_scale" in final_lines(PLAN, profile, [*before, *later], speed_changes=[(0, 4, 0.34)])[1]
+    )
+
+
+@pytest.mark.parametrize(("step_s", "told"), [(7.0, "not as fast as"), (0.5, "faster than"), (2.5, "not as fast as")])
+def test_the_end_says_when_device_times_are_not_kept(step_s: float, told: str) -> None:
+    lines = final_lines(PLAN, PROFILE, [metrics(step, step_s=step_s) for step in range(1, 6)])
+    assert lines[1] == f"  the machines are {told} when they were measured: measure again (--reprofile)"
+    assert any("not kept for other runs" in line for line in lines) == misled(step_s, 2.0) == (step_s != 2.5)
 
 
 # Logs

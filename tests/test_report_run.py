@@ -31,14 +31,16 @@ from hetero_mpi.report.measured import (
     rank_step_to_dict,
     read_rank_steps,
 )
+from hetero_mpi.report.metrics import Metrics
 from hetero_mpi.report.page.charts import Series, line_chart, ticks
 from hetero_mpi.report.page.document import report_html, write_report
+from hetero_mpi.report.page.sections import key_figures
 from hetero_mpi.report.past_run import USED_PROFILE, describe_run, read_run
 from hetero_mpi.report.trace import run_trace, save_run_trace
 from hetero_mpi.report.traffic import traffic
 from tests.mpi import run_mpi
 from tests.past_runs import JOB, cluster, make_run, measured, planned
-from tests.planning_samples import make_plan_of
+from tests.planning_samples import make_model, make_plan_of, make_profile
 from tests.small_jobs import Workshop
 
 ROOT = Path(__file__).parent.parent
@@ -239,6 +241,24 @@ def test_an_emulated_run_is_labelled_wherever_it_has_times(tmp_path: Path) -> No
     ):
         assert f'<h2>{heading} <span class="tag">emulated</span>' in text
     assert '<h1>a <span class="tag">emulated</span>' in text
+
+
+def test_the_report_counts_a_tied_matrix_once(tmp_path: Path) -> None:
+    """Two blocks of 400 parameters and a matrix of 1,000 that both ends share."""
+    profile = make_profile(model=make_model(2, tied=True))
+    page = report_html(read_run(make_run(tmp_path / "tied", planned(profile), profile, steps=5)))
+    assert "llama, 1.80 k parameters" in page and "2.80 k parameters" not in page
+
+
+def test_tokens_of_an_emulated_run_are_told_apart(tmp_path: Path) -> None:
+    """Steps of 5 tokens of the stand-in, each of them for 16 of the profile's."""
+    profile = cluster(2, source="emulated, measured")
+    run = read_run(make_run(tmp_path / "emulated", planned(profile), profile, steps=10))
+    own = [replace(step, tokens=5, tokens_per_s=16 * 5 / step.step_s) for step in run.metrics.steps]
+    tiles = {what: rest for what, *rest in key_figures(replace(run, metrics=Metrics(tuple(own), ())))}
+    assert tiles["learnt from"][0] == "50 tokens"
+    assert tiles["learnt from"][1].startswith("the stand-in's; for 800 in ")
+    assert "of the small model that stands in for it" in report_html(run)
 
 
 def test_a_run_that_was_cut_short_is_reported_too(tmp_path: Path) -> None:

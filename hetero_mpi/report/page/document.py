@@ -10,6 +10,7 @@ from pathlib import Path
 
 import hetero_mpi
 from hetero_mpi.errors import UserError
+from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.planning.schedule import Event
 from hetero_mpi.planning.simulator import Simulation
 from hetero_mpi.report import units
@@ -105,7 +106,8 @@ def _header(run: PastRun) -> str:
     facts = []
     if run.profile is not None:
         model = run.profile.model
-        parameters = sum(layer.parameters for layer in model.layers)
+        whole = 0, len(model.layers)
+        parameters = sum(layer.parameters for layer in model.layers) - shared_parameters(model, *whole)
         facts.append(f"{model.model_type}, {units.count(parameters)} parameters, {model.dtype}")
     if run.plan is not None and run.profile is not None:
         used = sum(len(stage.ranks) for _, _, stage in run.plan.numbered)
@@ -115,7 +117,10 @@ def _header(run: PastRun) -> str:
     facts.append(f"{done:,} of {wanted:,} steps" if wanted else f"{done:,} steps")
     said = escape(", ".join(facts))
     if run.emulated:
-        said += ". Times, speeds and links are those of an emulated cluster; the losses are real."
+        said += (
+            ". Times, speeds and links are those of an emulated cluster that trains this model; the losses, and the tokens learnt "
+            "from, are those of the small model that stands in for it."
+        )
     return f"<header><h1>{escape(run.name)}{tag}</h1><p class=sub>{said}</p></header>"
 
 

@@ -68,7 +68,11 @@ def key_figures(run: PastRun) -> list[tuple[str, str, str]]:
     if steps:
         total_s = sum(step.step_s for step in steps)
         tokens = sum(step.tokens for step in steps)
-        found.append(("learnt from", f"{units.count(tokens)} tokens", f"in {units.seconds(total_s)} of steps"))
+        remark = f"in {units.seconds(total_s)} of steps"
+        if run.emulated:  # what a second is worth is told of the profile's model, what was learnt of the stand-in
+            stood_for = sum(step.tokens_per_s * step.step_s for step in steps)
+            remark = f"the stand-in's; for {units.count(stood_for)} {remark}, emulated"
+        found.append(("learnt from", f"{units.count(tokens)} tokens", remark))
     return found
 
 
