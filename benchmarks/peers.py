@@ -1,16 +1,24 @@
-"""How fast are we beside what people would otherwise pick? One process, and every schedule of torch.distributed.pipelining (gloo).
+"""How fast are we beside what people would otherwise pick? Pipelines against pipelines, data parallelism against data parallelism.
 
     python benchmarks/peers.py [--micro-batch 1 4] [--unlike 4] [--rounds 3] [--json FILE] [--check]
 
 The same Llama (hidden 256, 8 blocks, vocabulary 2048, sequences of 128), start weights, data, fused fp32 AdamW and 8
-micro-batches per step for all; 2 ranks with one thread each. Contenders take turns, ``--rounds`` times, so that a machine
-that changes its speed hits all alike; a contender's figure is the median over its rounds of its median step. Losses must
-agree to 1e-5. Torch's schedules split the blocks evenly; ours is what our planner makes of the measured profile. Printed
+micro-batches per step for all; 2 ranks with one thread each. Contenders:
+
+* pipelines of 2: ours as classic 1F1B, ours as the planner chooses among pipelines (``plan.pipelines = 1``), and every schedule of
+  torch.distributed.pipelining over gloo, which split the blocks evenly;
+* data parallel: DistributedDataParallel over gloo; and ours left to choose freely, which takes two pipelines of one rank where
+  ranks are alike on a quiet machine. What ours was, is read from the plan it ran and printed;
+* one process.
+
+Contenders take turns, ``--rounds`` times, so that a machine that changes its speed hits all alike; a contender's figure is the
+median over its rounds of its median step, a ratio the median of the ratios within a round. Losses must agree to 1e-5. Printed
 beside: ideal, one process / 2 ranks.
 
 Unlike ranks: once more, with ``--unlike`` sequences per micro-batch, while rank 1 gets a third of a core's time (``slow_rank``;
 needs root). The ideal is then one process at the speed of both, 4/3 of a core.
-``--check`` exits 1 where our throughput is under 0.97 of the fastest other schedule, or, with unlike ranks, under 1.3 times it.
+``--check`` exits 1 where our throughput is under 0.97 of that of the like it is compared with, or, with unlike ranks, our free
+choice is under 1.3 times the fastest other one of two ranks.
 """
 
 from __future__ import annotations
@@ -22,13 +30,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+for place in (ROOT, ROOT / "benchmarks"):
+    sys.path.insert(0, str(place))
 
 from slow_rank import slowed, why_not  # noqa: E402
+
+from hetero_mpi.launch.launcher import build_command, find_launcher  # noqa: E402
+from hetero_mpi.planning.files import load_plan  # noqa: E402
+from hetero_mpi.planning.plan import Plan  # noqa: E402
 
 WORKER = ROOT / "benchmarks" / "peers_worker.py"
 SCHEDULES = (
@@ -44,35 +57,59 @@ STEPS, WARM = 8, 2
 BAR, UNLIKE_BAR = 0.97, 1.3
 SLOWER = 3.0
 """So many times slower rank 1 is where ranks are unlike."""
-OURS, PLAIN = "hetero_mpi", "plain"
+OUR_1F1B, OUR_PIPELINE, OUR_CHOICE = "ours, 1F1B", "ours, planner's pipeline", "ours, free choice"
+OURS = {
+    OUR_1F1B: ("plan.pipelines=1", "plan.schedule=1f1b"),
+    OUR_PIPELINE: ("plan.pipelines=1",),
+    OUR_CHOICE: (),
+}
+"""What the job is told with ``--set``."""
+DATA_PARALLEL, PLAIN = "DistributedDataParallel", "plain"
+PIPELINE_OF_2, DATA_PARALLEL_2, ONE_PROCESS = "pipeline of 2", "data parallel 2", "one process"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+@dataclass
+class Row:
+    """What a contender did."""
+
+    kind: str
+    """How the ranks share the work; of ours, as its plan says."""
+    medians_s: list[float] = field(default_factory=list)
+    """The median step of every round."""
+    losses: list[float] = field(default_factory=list)
+    error: str | None = None
+    """Why it has no figures, or none that count."""
+
+    @property
+    def step_s(self) -> float:
+        return statistics.median(self.medians_s) if self.error is None else float("inf")
+
+
+Rows = dict[str, Row]
 
 
 def main() -> int:
     arguments = _arguments()
-    results, missed = {}, False
+    results: dict[str, Rows] = {}
+    missed = False
     with tempfile.TemporaryDirectory() as folder:
         for micro_batch in arguments.micro_batch:
-            rows = _compare(Path(folder), micro_batch, arguments.rounds, [])
-            results[f"micro-batch {micro_batch}"] = rows
-            _print(f"micro-batch {micro_batch}", rows, 2.0)
-        if results:
-            worst = min(_ratio(rows) for rows in results.values())
-            missed = worst < BAR
-            print(f"\nthroughput against the fastest other schedule: {worst:.3f} (bar {BAR})")
+            name = f"micro-batch {micro_batch}"
+            rows = results[name] = _compare(Path(folder), micro_batch, arguments.rounds, [])
+            _print(name, rows, 2.0)
+            missed |= _print_ratios(rows, unlike=False)
         obstacle = why_not()
-        if obstacle is not None:
+        if obstacle is not None and arguments.unlike:
             print(f"\nunlike ranks: skipped, {obstacle}")
         for micro_batch in arguments.unlike if obstacle is None else ():
-            with slowed(1, SLOWER) as before:
-                rows = _compare(Path(folder), micro_batch, arguments.rounds, before)
             name = f"micro-batch {micro_batch}, rank 1 {SLOWER:g} times slower"
-            results[name] = rows
+            with slowed(1, SLOWER) as before:
+                rows = results[name] = _compare(Path(folder), micro_batch, arguments.rounds, before)
             _print(name, rows, 1 + 1 / SLOWER)
-            missed = missed or _ratio(rows) < UNLIKE_BAR
-            print(f"\nunlike ranks: throughput against the best even split: {_ratio(rows):.3f} (bar {UNLIKE_BAR})")
+            missed |= _print_ratios(rows, unlike=True)
     if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(results, indent=1, default=vars) + "\n")
     return int(arguments.check and missed)
 
 
@@ -88,31 +125,29 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _compare(folder: Path, micro_batch: int, rounds: int, before: list[str]) -> dict[str, dict[str, Any]]:
-    """contender -> median step (s), all medians, losses, or the error it ended with. ``before``: words before commands."""
+def _compare(folder: Path, micro_batch: int, rounds: int, before: list[str]) -> Rows:
+    """Every contender's row. ``before``: words before the command of every rank."""
     job = _job(folder, micro_batch)
-    rows: dict[str, dict[str, Any]] = {name: {"medians_s": []} for name in (OURS, PLAIN, *SCHEDULES)}
+    kinds = {PLAIN: ONE_PROCESS, DATA_PARALLEL: DATA_PARALLEL_2, **dict.fromkeys(SCHEDULES, PIPELINE_OF_2)}
+    rows = {name: Row(kinds.get(name, "")) for name in (*OURS, DATA_PARALLEL, *SCHEDULES, PLAIN)}
     for turn in range(rounds):
         for name, row in rows.items():
-            if "error" in row:
+            if row.error is not None:
                 continue
-            outcome = _ours(job, folder, turn, before) if name == OURS else _other(name, job, before)
+            outcome = _ours(name, row, job, folder, before) if name in OURS else _other(name, job, before)
             if isinstance(outcome, str):
-                row["error"] = outcome
+                row.error = outcome
             else:
-                row["medians_s"].append(statistics.median(outcome["seconds"][WARM:]))
-                row["losses"] = outcome["losses"]
-            told = outcome if isinstance(outcome, str) else f"{row['medians_s'][-1] * 1e3:.0f} ms per step"
-            print(f"round {turn + 1} of {rounds}: {name}: {told}", flush=True)
-    for row in rows.values():
-        if row["medians_s"]:
-            row["step_s"] = statistics.median(row["medians_s"])
-    expected = rows[PLAIN]["losses"]
+                row.medians_s.append(statistics.median(outcome["seconds"][WARM:]))
+                row.losses = outcome["losses"]
+            told = outcome if isinstance(outcome, str) else f"{row.medians_s[-1] * 1e3:.0f} ms per step"
+            print(f"round {turn + 1} of {rounds}: {name} ({row.kind}): {told}", flush=True)
+    expected = rows[PLAIN].losses
     for name, row in rows.items():
-        same = "losses" in row and all(abs(a - b) <= 1e-5 * b for a, b in zip(row["losses"], expected, strict=True))
-        if "step_s" in row and not same:
-            row["error"] = f"other losses than {PLAIN}: {row['losses'][-1]} instead of {expected[-1]} at the end"
-            assert name != OURS, row["error"]
+        same = all(abs(a - b) <= 1e-5 * b for a, b in zip(row.losses, expected, strict=True)) if row.losses else False
+        if row.error is None and not same:
+            row.error = f"other losses than {PLAIN}: {row.losses[-1]} instead of {expected[-1]} at the end"
+            assert name not in OURS, row.error
     return rows
 
 
@@ -150,19 +185,29 @@ threads = 1
     return path
 
 
-def _ours(job: Path, folder: Path, turn: int, before: list[str]) -> dict[str, list[float]] | str:
-    from hetero_mpi.launch.launcher import build_command, find_launcher
-
-    run = folder / f"run-{job.stem}-{len(before)}-{turn}"
+def _ours(name: str, row: Row, job: Path, folder: Path, before: list[str]) -> dict[str, list[float]] | str:
+    run = folder / f"run-{job.stem}-{len(before)}-{len(row.medians_s)}-{list(OURS).index(name)}"
     program = [*before, sys.executable, "-m", "hetero_mpi", "train", str(job), "--run-dir", str(run), "--reprofile"]
+    program += [word for key in OURS[name] for word in ("--set", key)]
     command = build_command(find_launcher(), 2, None, program)
     done = subprocess.run(
         command.arguments, capture_output=True, text=True, env={**os.environ, **command.environment, **ENVIRONMENT}
     )
     if done.returncode != 0:
         return done.stderr[-500:]
+    kind = kind_of(load_plan(run / "plan.toml"))
+    row.kind = kind if row.kind in ("", kind) else f"{row.kind}, then {kind}"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {"seconds": [line["step_s"] for line in lines], "losses": [line["loss"] for line in lines]}
+
+
+def kind_of(plan: Plan) -> str:
+    """How the ranks of a plan share the work, in the words of the tables."""
+    stages = [len(pipeline.stages) for pipeline in plan.pipelines]
+    if len(stages) == 1:
+        return f"pipeline of {stages[0]}" if stages[0] > 1 else ONE_PROCESS
+    alone = max(stages) == 1
+    return f"data parallel {len(stages)}" if alone else f"{len(stages)} pipelines of {', '.join(map(str, stages))}"
 
 
 def _other(name: str, job: Path, before: list[str]) -> dict[str, list[float]] | str:
@@ -180,24 +225,40 @@ def _other(name: str, job: Path, before: list[str]) -> dict[str, list[float]] | 
     return dict(json.loads(found[0]))
 
 
-def _print(name: str, rows: dict[str, dict[str, Any]], cores: float) -> None:
-    ideal = rows[PLAIN]["step_s"] / cores
+def _print(name: str, rows: Rows, cores: float) -> None:
+    ideal = rows[PLAIN].step_s / cores
     print(f"\n{name}: 8 micro-batches per step; ideal (one process / {cores:.3g}) {ideal * 1e3:.0f} ms")
-    print(f"{'contender':<31} {'ms per step':>11} {'all rounds':>24} {'over ideal':>10}")
-    for name, row in sorted(rows.items(), key=lambda item: item[1].get("step_s", float("inf"))):
-        if "step_s" not in row or "error" in row:
-            print(f"{name:<31} {row['error']}")
+    print(f"{'':<16} {'contender':<29} {'ms per step':>11} {'over ideal':>10}   rounds")
+    for contender, row in sorted(rows.items(), key=lambda item: (item[1].kind, item[1].step_s)):
+        if row.error is not None:
+            print(f"{row.kind:<16} {contender:<29} {row.error}")
             continue
-        rounds = " ".join(f"{seconds * 1e3:.0f}" for seconds in row["medians_s"])
-        print(f"{name:<31} {row['step_s'] * 1e3:>11.0f} {rounds:>24} {row['step_s'] / ideal - 1:>9.0%}")
+        rounds = " ".join(f"{seconds * 1e3:.0f}" for seconds in row.medians_s)
+        print(f"{row.kind:<16} {contender:<29} {row.step_s * 1e3:>11.0f} {row.step_s / ideal - 1:>9.0%}   {rounds}")
 
 
-def _ratio(rows: dict[str, dict[str, Any]]) -> float:
-    """Our throughput over the fastest other schedule's: the median over the rounds of the ratio within a round."""
-    others = [row for name, row in rows.items() if name in SCHEDULES and "step_s" in row and "error" not in row]
-    best = min(others, key=lambda row: row["step_s"])
-    pairs = zip(best["medians_s"], rows[OURS]["medians_s"], strict=True)
-    return statistics.median(theirs / ours for theirs, ours in pairs)
+def _print_ratios(rows: Rows, unlike: bool) -> bool:
+    """Like beside like, and what our free choice is worth; True: a bar is missed."""
+    best_schedule = min(SCHEDULES, key=lambda name: rows[name].step_s)
+    pairs = [(OUR_1F1B, "Schedule1F1B"), (OUR_PIPELINE, best_schedule), (OUR_CHOICE, DATA_PARALLEL)]
+    bars: list[float | None] = [BAR] * len(pairs)
+    if unlike:
+        pairs.append((OUR_CHOICE, min((DATA_PARALLEL, *SCHEDULES), key=lambda name: rows[name].step_s)))
+        bars = [None] * (len(pairs) - 1) + [UNLIKE_BAR]
+    missed = False
+    print("\nthroughput, ours against theirs")
+    for (ours, theirs), bar in zip(pairs, bars, strict=True):
+        text = f"{ours} ({rows[ours].kind}) against {theirs} ({rows[theirs].kind})"
+        if rows[ours].error is not None or rows[theirs].error is not None:
+            print(f"  {text}: no figure, {rows[ours].error or rows[theirs].error}")
+            missed |= bar is not None
+            continue
+        both = zip(rows[theirs].medians_s, rows[ours].medians_s, strict=True)
+        ratio = statistics.median(other / own for other, own in both)
+        below = bar is not None and ratio < bar
+        missed |= below
+        print(f"  {text}: {ratio:.3f}" + (f" (bar {bar}{', missed' if below else ''})" if bar is not None else ""))
+    return missed
 
 
 if __name__ == "__main__":

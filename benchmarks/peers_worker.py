@@ -1,6 +1,8 @@
-"""One contender of ``peers.py`` that is not hetero_mpi: one plain process, or a schedule of torch.distributed.pipelining over gloo.
+"""One contender of ``peers.py`` that is not hetero_mpi: one plain process, DistributedDataParallel, or a schedule of
+torch.distributed.pipelining, the latter two over gloo.
 
     python benchmarks/peers_worker.py JOB.toml plain STEPS
+    torchrun --nproc-per-node 2 benchmarks/peers_worker.py JOB.toml DistributedDataParallel STEPS
     torchrun --nproc-per-node 2 benchmarks/peers_worker.py JOB.toml ScheduleZBVZeroBubble STEPS
 
 Same model, start weights, data, optimizer and learning rate as the job; prints one JSON line: seconds and loss of every step.
@@ -11,6 +13,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,7 +41,9 @@ LOOPED = {
     "ScheduleLoopedBFS": pipelining.ScheduleLoopedBFS,
 }
 V_SHAPED = {"ScheduleZBVZeroBubble": ScheduleZBVZeroBubble, "ScheduleDualPipeV": ScheduleDualPipeV}
-SCHEDULES = (*SINGLE, *LOOPED, *V_SHAPED)
+KINDS: dict[str, Any] = {**SINGLE, **LOOPED, **V_SHAPED}
+Gradients = Callable[[torch.Tensor, torch.Tensor], float]
+"""Tokens and targets of a step -> this rank's share of the loss; the gradients are then in the parameters."""
 
 
 class Part(nn.Module):
@@ -63,18 +70,48 @@ def main() -> int:
     path, contender, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     torch.set_num_threads(1)
     loaded = load_job(path)
-    material = prepare(loaded)
-    model = AutoModelForCausalLM.from_pretrained(loaded.resolve(str(loaded.job.model.path)), dtype=torch.float32)
+    job, material = loaded.job, prepare(loaded)
+    model = AutoModelForCausalLM.from_pretrained(loaded.resolve(str(job.model.path)), dtype=torch.float32)
     model.train()
-    if contender == "plain":
-        print(json.dumps(plain(model, material, loaded.job, steps)), flush=True)
-        return 0
-    dist.init_process_group("gloo")
-    result = pipelined(model, material, loaded.job, steps, contender)
-    if result is not None:
+    if contender != "plain":
+        dist.init_process_group("gloo")
+    if contender in KINDS:
+        named, gradients = pipelined(model, job, contender)
+    else:
+        named, gradients = replicated(model, job)
+    result = stepped(material, job, steps, named, gradients)
+    if not dist.is_initialized() or dist.get_rank() == 0:
         print(json.dumps(result), flush=True)
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return 0
+
+
+def stepped(
+    material: Material, job: Job, steps: int, named: list[tuple[str, nn.Parameter]], gradients: Gradients
+) -> dict[str, list[float]]:
+    """Seconds and loss of every step, each from a barrier to a barrier where there are several ranks."""
+    optimizer, rate = optimizer_of(named, job), LearningRate(job.train)
+    seconds, losses = [], []
+    for step in range(steps):
+        together()
+        start = time.perf_counter()
+        batch = material.dataset.batch(step, job.train.global_batch)
+        optimizer.zero_grad()
+        own = gradients(torch.from_numpy(batch.tokens).long(), torch.from_numpy(batch.targets).long())
+        update(optimizer, rate, step)
+        together()
+        seconds.append(time.perf_counter() - start)
+        total = torch.tensor([own], dtype=torch.float64)
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        losses.append(float(total))
+    return {"seconds": seconds, "losses": losses}
+
+
+def together() -> None:
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def optimizer_of(parameters: list[tuple[str, nn.Parameter]], job: Job) -> torch.optim.AdamW:
@@ -89,29 +126,32 @@ def optimizer_of(parameters: list[tuple[str, nn.Parameter]], job: Job) -> torch.
     )
 
 
-def plain(model: Any, material: Material, job: Job, steps: int) -> dict[str, list[float]]:
-    """One process, one thread, gradient accumulation over the micro-batches."""
-    optimizer, rate = optimizer_of(list(model.named_parameters()), job), LearningRate(job.train)
-    rows, seconds, losses = int(job.train.micro_batch), [], []
-    for step in range(steps):
-        start = time.perf_counter()
-        batch = material.dataset.batch(step, job.train.global_batch)
-        tokens, targets = torch.from_numpy(batch.tokens).long(), torch.from_numpy(batch.targets).long()
-        optimizer.zero_grad()
+def replicated(model: Any, job: Job) -> tuple[list[tuple[str, nn.Parameter]], Gradients]:
+    """The whole model, with gradient accumulation over the micro-batches: in one process, or on ranks with equal shares of the
+    batch, whose gradients DistributedDataParallel sums beside the last backward."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    named = list(model.named_parameters())
+    parallel = DistributedDataParallel(model) if dist.is_initialized() else None
+    rows, share = int(job.train.micro_batch), job.train.global_batch // size
+    # DistributedDataParallel takes the mean over the ranks; the loss is a sum over all rows.
+    scale = size / (job.train.global_batch * job.data.sequence_length)
+
+    def gradients(tokens: torch.Tensor, targets: torch.Tensor) -> float:
         total = 0.0
-        for first in range(0, len(tokens), rows):
-            logits = model(input_ids=tokens[first : first + rows], use_cache=False).logits
-            loss = summed_loss(logits, targets[first : first + rows]) / batch.target_tokens
-            loss.backward()
-            total += loss.item()
-        update(optimizer, rate, step)
-        seconds.append(time.perf_counter() - start)
-        losses.append(total)
-    return {"seconds": seconds, "losses": losses}
+        for first in range(rank * share, (rank + 1) * share, rows):
+            last = first + rows == (rank + 1) * share
+            with parallel.no_sync() if parallel is not None and not last else nullcontext():
+                logits = (parallel or model)(input_ids=tokens[first : first + rows], use_cache=False).logits
+                loss = summed_loss(logits, targets[first : first + rows]) * scale
+                loss.backward()
+            total += loss.item() / size
+        return total
+
+    return named, gradients
 
 
-def pipelined(model: Any, material: Material, job: Job, steps: int, contender: str) -> dict[str, list[float]] | None:
-    """Both ranks run a schedule of torch's; the rank with the head gives the losses, rank 0 the times."""
+def pipelined(model: Any, job: Job, contender: str) -> tuple[list[tuple[str, nn.Parameter]], Gradients]:
+    """This rank's part of a schedule of torch's; the rank with the head has the losses."""
     rank, size = dist.get_rank(), dist.get_world_size()
     count = size if contender in SINGLE else 2 * size
     blocks = len(model.model.layers)
@@ -127,32 +167,20 @@ def pipelined(model: Any, material: Material, job: Job, steps: int, contender: s
     def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return summed_loss(logits, targets) / tokens_of_step
 
-    kinds: dict[str, Any] = {**SINGLE, **LOOPED, **V_SHAPED}
-    schedule = kinds[contender](
+    schedule = KINDS[contender](
         stages[0] if contender in SINGLE else stages, micro_batches, loss_fn=loss_of, scale_grads=False
     )
-    named = [(n, p) for part in parts.values() for n, p in part.named_parameters()]
-    optimizer, rate = optimizer_of(named, job), LearningRate(job.train)
-    seconds, totals = [], []
-    for step in range(steps):
-        dist.barrier()
-        start = time.perf_counter()
-        batch = material.dataset.batch(step, job.train.global_batch)
-        tokens, targets = torch.from_numpy(batch.tokens).long(), torch.from_numpy(batch.targets).long()
-        optimizer.zero_grad()
+
+    def gradients(tokens: torch.Tensor, targets: torch.Tensor) -> float:
         losses: list[torch.Tensor] = []
         arguments = (tokens,) if 0 in parts else ()
         if count - 1 in parts:
             schedule.step(*arguments, target=targets, losses=losses)
         else:
             schedule.step(*arguments)
-        update(optimizer, rate, step)
-        dist.barrier()
-        seconds.append(time.perf_counter() - start)
-        total = torch.tensor([sum(float(loss) for loss in losses)], dtype=torch.float64)
-        dist.all_reduce(total)
-        totals.append(float(total))
-    return {"seconds": seconds, "losses": totals} if rank == 0 else None
+        return sum(float(loss) for loss in losses)
+
+    return [(n, p) for part in parts.values() for n, p in part.named_parameters()], gradients
 
 
 def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
