@@ -197,6 +197,13 @@ def _export(namespace: argparse.Namespace) -> int:
     return 0
 
 
+def _init(namespace: argparse.Namespace) -> int:
+    from hetero_mpi import new_job
+
+    print("\n".join(new_job.listed() if namespace.name is None else new_job.init(namespace.name, namespace.directory)))
+    return 0
+
+
 def _reference(namespace: argparse.Namespace) -> int:
     from hetero_mpi.reference import reference_text
     from hetero_mpi.reference_pages import commands_page, job_page
@@ -217,6 +224,20 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"hetero_mpi {__version__}")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    init = commands.add_parser("init", help="copy a job and its data to start from; without a name: what there is")
+    init.add_argument(
+        "name", nargs="?", metavar="NAME", help="of a job that comes with the program, such as quickstart"
+    )
+    init.add_argument(
+        "directory",
+        nargs="?",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="the job goes into DIR/jobs (default: here)",
+    )
+    init.set_defaults(run=_init)
 
     _add_ranks_commands(commands)
 
@@ -261,7 +282,12 @@ def _add_ranks_commands(commands: argparse._SubParsersAction[argparse.ArgumentPa
     train.add_argument(
         "--plan", type=Path, metavar="FILE", help="use this plan (edited by hand, say) instead of planning"
     )
-    train.add_argument("--profile", type=Path, metavar="FILE", help="use this profile instead of measuring")
+    train.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE|NAME",
+        help="use this profile, or the shipped one so called; do not measure",
+    )
     train.add_argument("--reprofile", action="store_true", help="measure anew, whatever was measured before")
     train.add_argument("--dry-run", action="store_true", help="validate, profile, plan and predict, then stop")
     _add_schedule(train)
@@ -336,7 +362,9 @@ def _add_offline_commands(commands: argparse._SubParsersAction[argparse.Argument
     profile.set_defaults(run=_profile)
 
     inspect = commands.add_parser("inspect", help="show a profile, a plan or a checkpoint")
-    inspect.add_argument("file", type=Path, metavar="FILE", help="what it is, is seen by its content")
+    inspect.add_argument(
+        "file", type=Path, metavar="FILE", help="what it is, is seen by its content; or a shipped profile's name"
+    )
     inspect.add_argument("-o", "--output", type=Path, metavar="PNG", help="a profile's picture (default: beside it)")
     inspect.set_defaults(run=_inspect)
 
@@ -363,7 +391,11 @@ def _add_offline_commands(commands: argparse._SubParsersAction[argparse.Argument
             "job", type=Path, nargs="?", metavar="JOB", help="job file (TOML); left out: the profile's own model"
         )
         command.add_argument(
-            "--profile", type=Path, required=True, metavar="FILE", help="of the cluster, and the model"
+            "--profile",
+            type=Path,
+            required=True,
+            metavar="FILE|NAME",
+            help="of the cluster, and the model: a file, or the name of a shipped one",
         )
         command.add_argument("--plan", type=Path, metavar="FILE", help="this plan, instead of the planner's")
         _add_schedule(command)
@@ -404,7 +436,7 @@ def _add_looking_back(commands: argparse._SubParsersAction[argparse.ArgumentPars
         "--profile",
         type=Path,
         required=True,
-        metavar="PROFILE|RUN",
+        metavar="FILE|NAME|RUN",
         help="a profile, or a run, whose measured times count",
     )
     baseline.add_argument(

@@ -17,6 +17,7 @@ from hetero_mpi.job_contradictions import Known, contradictions
 from hetero_mpi.job_rules import as_toml, broken_keys, may_be_empty, unknown_table
 from hetero_mpi.job_tables import TABLES, AdapterTable, CheckpointTable, ClusterTable, Job, ProfileTable, TrainTable
 from hetero_mpi.job_toml import apply_override, apply_setting, as_values, read_toml
+from hetero_mpi.shipped import profile_file
 
 __all__ = [
     "TABLES",
@@ -50,6 +51,10 @@ class LoadedJob:
     def resolve(self, path_text: str) -> Path:
         """A path of the job file as an absolute path: ``{stdlib}`` and ``~`` expanded, relative to the job file."""
         return self.directory / Path(path_text.replace("{stdlib}", _stdlib())).expanduser()
+
+    def profile_file(self, text: str) -> Path:
+        """A profile that the job file names: by its path, as ``resolve``, or by the name of a shipped one."""
+        return profile_file(text, self.resolve(text))
 
     def text_patterns(self) -> tuple[str, ...]:
         """``data.text`` as absolute glob patterns; the job file's own directory is escaped, as it is no pattern."""

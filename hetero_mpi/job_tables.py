@@ -227,7 +227,7 @@ class ProfileTable(Table):
     """How the machines are measured."""
 
     path: str | None = None
-    """Use this profile file instead of measuring (as ``--profile``)."""
+    """Use this profile, a file or the name of a shipped one, instead of measuring (as ``--profile``)."""
     reuse: bool = True
     """Reuse the profile in the run directory when its key matches; ``--reprofile`` measures again all the same."""
     cache: bool = True
@@ -243,8 +243,9 @@ class ClusterTable(Table):
     """The ranks."""
 
     emulate: str | None = None
-    """Profile whose devices and links the ranks imitate, a rank each: the job's model, with as many blocks, stands in for the
-    profile's, and every action and message lasts as long as the profile says. Empty: the ranks are themselves."""
+    """Profile (a file, or the name of a shipped one) whose devices and links the ranks imitate, a rank each: the job's model,
+    with as many blocks, stands in for the profile's, and every action and message lasts as long as the profile says. Empty: the
+    ranks are themselves."""
     time_scale: Annotated[float, Field(gt=0)] = 1.0
     """Emulation: seconds that a second of the emulated cluster takes here; above 1 where the stand-in is too slow."""
     emulate_first: bool = False

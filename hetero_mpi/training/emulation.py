@@ -177,7 +177,7 @@ def emulated_profile(
     assert cluster.emulate is not None
     with world.led("reading the profile to emulate"):
         if world.rank == 0:
-            path = loaded.resolve(cluster.emulate)
+            path = loaded.profile_file(cluster.emulate)
             if other or loaded.job.profile.path:
                 raise UserError(
                     f"[cluster] emulate = {cluster.emulate!r} brings its own profile: leave --profile and profile.path out"

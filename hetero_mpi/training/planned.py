@@ -60,19 +60,19 @@ def obtain_profile(
         UserError: the named profile is damaged or describes another cluster or model; or it is named and to be measured.
     """
     settings = loaded.job.profile
-    named = given.profile or (loaded.resolve(settings.path) if settings.path else None)
+    named = given.profile or (loaded.profile_file(settings.path) if settings.path else None)
     if named is not None and given.reprofile:
         raise CollectiveUserError(f"--reprofile measures, but {named} is to be used: leave one of them out")
     cached = named if isinstance(named, Path) else run_dir / "profile.toml"
+    reuses = settings.reuse and not given.reprofile
+    reads = given.profile is not None or (cached.exists() and (named is not None or reuses))
     key = profile_key(world, backend, subject)
     found: ClusterProfile | None = None
     with world.led("reading the profile"):
         if world.rank == 0 and isinstance(named, ClusterProfile):
             found = _fitting(named, "the given profile", subject, world.size, True, key, say)
-        elif world.rank == 0 and cached.exists() and (named is not None or (settings.reuse and not given.reprofile)):
+        elif world.rank == 0 and reads:
             found = _fitting(load_profile(cached), str(cached), subject, world.size, named is not None, key, say)
-        elif world.rank == 0 and given.profile is not None:
-            raise UserError(f"{given.profile}: no such profile; leave --profile out to measure")
     known = world.broadcast_json(profile_to_dict(found) if found is not None else None)
     if known is not None:
         return profile_from_dict(known)

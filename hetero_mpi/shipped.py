@@ -1,0 +1,58 @@
+"""What comes with the program beside its code: the jobs and profiles that every installation has, and what pip was given for it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import shlex
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from hetero_mpi import __version__
+from hetero_mpi.errors import UserError
+
+DISTRIBUTION = "hetero_mpi"
+SHIPPED_FILES = "shipped_files"
+"""The folder of the package that a wheel has and a clone has not."""
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def shipped_folder(name: str) -> Path:
+    """``jobs`` or ``profiles``: inside the package where it came as a wheel (``setup.py``), beside it in a clone."""
+    inside = _PACKAGE / SHIPPED_FILES / name
+    return inside if inside.is_dir() else _PACKAGE.parent / name
+
+
+def shipped_profiles() -> dict[str, Path]:
+    """Name -> file."""
+    return {path.stem: path for path in sorted(shipped_folder("profiles").glob("*.toml"))}
+
+
+def profile_file(name: str | os.PathLike[str], place: Path | None = None) -> Path:
+    """The file of a profile: ``place`` (by default ``name`` as a path) where it exists or no profile called ``name`` is shipped."""
+    place = place or Path(name)
+    return place if place.exists() else shipped_profiles().get(os.fspath(name).removesuffix(".toml"), place)
+
+
+def no_such_profile(path: Path) -> UserError:
+    """What to say when neither a file nor a shipped profile is meant by ``path``."""
+    known = shipped_profiles()
+    near = difflib.get_close_matches(path.name.removesuffix(".toml"), known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(known)}"
+    return UserError(f"{path}: no such file, and no shipped profile of this name; {hint}")
+
+
+def pip_argument() -> str:
+    """What to give ``pip install`` so that another machine gets this version the way it came here, quoted for a shell."""
+    try:
+        text = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return f"-e {shlex.quote(str(_PACKAGE.parent))}"  # a clone that was never installed
+    if text is None:
+        return f"{DISTRIBUTION}=={__version__}"  # from an index
+    origin = json.loads(text)
+    url = urlsplit(origin["url"])
+    place = shlex.quote(unquote(url.path) if url.scheme == "file" else origin["url"])
+    return f"-e {place}" if origin.get("dir_info", {}).get("editable") else place
