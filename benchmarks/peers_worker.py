@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from hetero_mpi.job import Job, load_job  # noqa: E402
-from hetero_mpi.model.optimizer import LearningRate, decays  # noqa: E402
+from hetero_mpi.model.optimizer import LearningRate  # noqa: E402
 from hetero_mpi.training.material import Material, prepare  # noqa: E402
 
 SINGLE = {"Schedule1F1B": pipelining.Schedule1F1B, "ScheduleGPipe": pipelining.ScheduleGPipe}
@@ -115,10 +115,10 @@ def together() -> None:
 
 
 def optimizer_of(parameters: list[tuple[str, nn.Parameter]], job: Job) -> torch.optim.AdamW:
-    """The job's AdamW, fused as ours is."""
+    """The job's AdamW, fused as ours is. Of a Llama, matrices decay and norms do not."""
     train = job.train
     groups = [
-        {"params": [p for n, p in parameters if decays(n, p) is decay], "weight_decay": train.weight_decay * decay}
+        {"params": [p for _, p in parameters if (p.ndim > 1) is decay], "weight_decay": train.weight_decay * decay}
         for decay in (True, False)
     ]
     return torch.optim.AdamW(
