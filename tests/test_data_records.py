@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,26 @@ def test_evaluation_files_take_the_place_of_the_held_out_share(workshop: Path) -
     (batch,) = material.dataset.held_out_batches(9)
     assert material.tokenizer.decode(batch.tokens.ravel()) in "Hello hello"
     assert 2 not in material.dataset.held_out and len(batch.tokens) == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["data.records=['none']"], "data.records must match at least one file"),
+        (["data.evaluation=['none']"], "data.evaluation must match at least one file"),
+        (["data.records=['c.txt']"], "c.txt, line 1: broken JSON at column 1"),
+        (["data.records=", "data.text=['none']"], "data.text must match at least one file"),
+        (["data.records=", "data.text=['empty.txt']"], r"data.text must match files with text .*empty.txt: is empty"),
+        ([], r'path = "nobody/nothing" is neither a directory'),
+    ],
+)
+def test_the_data_is_looked_at_before_a_model_is_fetched(workshop: Path, overrides: list[str], expected: str) -> None:
+    (workshop / "empty.txt").write_text("")
+    text = (workshop / "job.toml").read_text()
+    hub = '[model]\npath = "nobody/nothing"\ndownload = false\n[tokenizer]'
+    (workshop / "job.toml").write_text(re.sub(r"\[model.config\].*\[tokenizer\]", hub, text, flags=re.DOTALL))
+    with pytest.raises(UserError, match=expected):
+        prepare(job(workshop, *overrides))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from hetero_mpi.model.optimizer import Judge, LearningRate, LossScale, Optimizer
 from hetero_mpi.model.proven import PROVEN_FAMILIES
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.weights import SeededStart
+from hetero_mpi.training.resuming import rate_change
 from tests.family_configs import tiny_keys
 
 
@@ -139,3 +140,21 @@ def test_the_optimizer_decays_neither_wide_biases_nor_spares_what_is_narrow() ->
     found = {name: decays[id(target)] for name, target in optimizer.targets.items()}
     assert set(found.values()) == {0.0, 0.25}
     assert {name for name, decay in found.items() if decay} == decayed_by_trainer("gpt_oss") & set(found)
+
+
+def test_a_resume_that_changes_the_learning_rate_says_so_and_how_to_keep_it() -> None:
+    """Twenty steps of a cosine were meant to end at 30, and now at 100."""
+    now = TrainTable(steps=100, learning_rate=6e-4)
+    then = {**now.model_dump(), "steps": 30}
+    text = rate_change(then, now, 20)
+    assert text is not None
+    assert text.startswith(
+        "Warning: the learning rate jumps from 0.00015 to 0.0005427 at step 21, since [train] steps is 100, was 30:"
+    )
+    assert "set steps = 30 again to go on as before, or learning_rate = 0.0001658 to begin" in text
+    kept = LearningRate(now.model_copy(update={"learning_rate": 0.0001658})).at(20)
+    assert kept == pytest.approx(1.5e-4, rel=1e-3)
+    assert rate_change(then, now.model_copy(update={"steps": 30}), 20) is None
+    assert rate_change({**then, "schedule": "constant"}, now.model_copy(update={"schedule": "constant"}), 20) is None
+    other = rate_change(then, TrainTable(steps=30, learning_rate=1e-3, schedule="linear"), 20)
+    assert other is not None and 'learning_rate is 0.001, was 0.0006, schedule is "linear", was "cosine"' in other

@@ -21,6 +21,7 @@ from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer, train_bpe
 from hetero_mpi.model.stage import MicroBatch, dropout_seed
 from hetero_mpi.planning.files import save_plan
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+from tests.family_configs import tiny_keys
 
 STEPS, GLOBAL_BATCH, SEQUENCE, BLOCKS, SEED = 3, 8, 24, 4, 7
 ITEMS = BLOCKS + 2
@@ -89,6 +90,8 @@ class Case:
             "pad_token_id": 0,
             "initializer_range": 0.2,  # large enough that every gradient is far from rounding noise
         }
+        if self.family == "gpt_oss":
+            keys = {**tiny_keys("gpt_oss"), **keys}  # experts
         if self.family == "gpt_neox":
             keys |= {"hidden_dropout": self.dropout, "attention_dropout": self.dropout}
         elif self.dropout:
@@ -145,6 +148,7 @@ NORMAL = (
         recompute=True,
     ),
     Case("llama-lora-two-gpipe", "llama", True, 0.0, True, 1, "even", tuning="lora", pipelines="two", schedule="gpipe"),
+    Case("gpt_oss-wide-biases", "gpt_oss", False, 0.0, True, 2, "uneven"),
     Case("llama-tied-bf16-tail", "llama", True, 0.0, True, 2, "even", pipelines="tail", shares="unequal", dtype="bf16"),
 )
 """Pairwise: every value of every field meets most values of the others."""

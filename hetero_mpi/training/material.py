@@ -46,7 +46,7 @@ def prompt_template(job: Job) -> Template | None:
 
 
 def prepare(loaded: LoadedJob) -> Material:
-    """Read the job's files.
+    """Read the job's files: the data first, since a model of the hub may take an hour to fetch.
 
     Raises:
         UserError: anything missing, damaged or contradictory.
@@ -54,17 +54,18 @@ def prepare(loaded: LoadedJob) -> Material:
     if loaded.job.model.factory is not None:
         keys, samples = read_factory(loaded)
         return Material(keys, None, samples, samples.notes)
-    config = _model_keys(loaded)
-    _check_model(loaded, config)
-    return _from_text(loaded, config) if loaded.job.data.records is None else _from_records(loaded, config)
+    return _from_text(loaded) if loaded.job.data.records is None else _from_records(loaded)
 
 
-def _from_text(loaded: LoadedJob, config: dict[str, Any]) -> Material:
+def _from_text(loaded: LoadedJob) -> Material:
     data = loaded.job.data
     corpus = read_documents(loaded.text_patterns(), data.documents, data.max_bytes)
     evaluation = None
     if data.evaluation is not None:
         evaluation = read_documents(loaded.evaluation_patterns(), data.documents, key="data.evaluation")
+    for read in (corpus, evaluation):
+        next(iter(read or ("",)))  # there is some text
+    config = _model_keys(loaded)
     tokenizer, notes = _tokenizer(loaded, config, corpus)
     dataset = build_sequences(
         corpus, tokenizer, data.sequence_length, data.packing, data.held_out, loaded.job.train.seed, evaluation
@@ -76,10 +77,11 @@ def _from_text(loaded: LoadedJob, config: dict[str, Any]) -> Material:
     return Material(config, tokenizer, dataset, tuple(notes))
 
 
-def _from_records(loaded: LoadedJob, config: dict[str, Any]) -> Material:
+def _from_records(loaded: LoadedJob) -> Material:
     data = loaded.job.data
     records = read_records(loaded.record_patterns())
     evaluation = read_records(loaded.evaluation_patterns(), "data.evaluation") if data.evaluation is not None else None
+    config = _model_keys(loaded)
     tokenizer, notes = _tokenizer(loaded, config, plain_texts(records.records))
     form = choose_form(tokenizer, data.template, (*records.records, *(evaluation.records if evaluation else ())))
     notes.extend(records.lines())
@@ -126,6 +128,13 @@ def _tokenizer(
 
 
 def _model_keys(loaded: LoadedJob) -> dict[str, Any]:
+    """Keys of the model's configuration, which a model of the hub is fetched for."""
+    config = _read_keys(loaded)
+    _check_model(loaded, config)
+    return config
+
+
+def _read_keys(loaded: LoadedJob) -> dict[str, Any]:
     model = loaded.job.model
     if model.path is not None:
         files = ModelFiles(_obtain(loaded, model.path))
@@ -138,7 +147,7 @@ def _model_keys(loaded: LoadedJob) -> dict[str, Any]:
 
 
 def _check_model(loaded: LoadedJob, config: dict[str, Any]) -> None:
-    """Refuse what cannot be trained before a long corpus is read."""
+    """Refuse what cannot be trained before a long corpus becomes tokens."""
     positions = getattr(read_config(config), "max_position_embeddings", None)
     length = loaded.job.data.sequence_length
     if positions is not None and length > positions:

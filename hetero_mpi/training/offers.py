@@ -83,6 +83,11 @@ class OnDisk:
         found: str | None = self._metadata().get("data_fingerprint")
         return found
 
+    def train_table(self) -> dict[str, Any]:
+        """``[train]`` of the job that the run was with."""
+        found: dict[str, Any] = self._metadata()["job"]["train"]
+        return found
+
     def _metadata(self) -> dict[str, Any]:
         return self._reader(self._own[0]).metadata
 

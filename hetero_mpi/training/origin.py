@@ -26,7 +26,7 @@ from hetero_mpi.training.loop import Books
 from hetero_mpi.training.offers import OnDisk, Standard, look_on_disks
 from hetero_mpi.training.recovery import Past
 from hetero_mpi.training.redistribute import Parcel, deliveries, parcels
-from hetero_mpi.training.resuming import tell_set_aside
+from hetero_mpi.training.resuming import rate_change, tell_set_aside
 from hetero_mpi.training.saving import ANY, KINDS, LATEST, check_data
 from hetero_mpi.training.setup import Options, Setting
 from hetero_mpi.training.shelf import supervised
@@ -151,8 +151,8 @@ def bring_back(setting: Setting, past: Past, profile: ClusterProfile, plan: Plan
 def _books_on_disk(setting: Setting, held: OnDisk) -> Books:
     """Where the run stood, after it was seen that it may go on from there; which is told. Collective over all ranks."""
     world, job, first = setting.world, setting.job, held.givers[0]
-    said, fingerprint = world.broadcast_json(
-        [held.books(held.step), held.fingerprint()] if world.rank == first else None, root=first
+    said, fingerprint, train = world.broadcast_json(
+        [held.books(held.step), held.fingerprint(), held.train_table()] if world.rank == first else None, root=first
     )
     newest: str | None = None
     with world.led("comparing the copies on disk with the job"):
@@ -172,6 +172,7 @@ def _books_on_disk(setting: Setting, held: OnDisk) -> Books:
             other = f"the newest checkpoint here is {good}" if good is not None else "there is no checkpoint here"
             text = f"Going on after step {held.step}, from copies on the disks of {', '.join(hosts)}; {other}"
             say(text)
+            say(*filter(None, [rate_change(train, job.train, held.step)]))
             append_event(setting.run_dir, "copies", text, step=held.step, hosts=hosts)
     newest = world.broadcast_json(newest)
     return Books.from_dict({**said, "last_checkpoint": newest, "good_checkpoint": newest})

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from hetero_mpi.checkpoint import CheckpointReader, newest_good, set_aside
 from hetero_mpi.checkpoint.shelf import new_lineage
 from hetero_mpi.comm.world import World
 from hetero_mpi.errors import UserError
+from hetero_mpi.job import TrainTable
+from hetero_mpi.job_rules import as_toml
+from hetero_mpi.model.optimizer import LearningRate
 from hetero_mpi.report.logs import say
 from hetero_mpi.training.saving import ANY, LATEST, RunState, check_data, check_fits, find_checkpoint
 from hetero_mpi.training.setup import Options, Setting
+
+_RATE = ("steps", "learning_rate", "schedule", "warmup_steps")
+"""Keys of ``[train]`` that the learning rate of a step depends on."""
 
 
 def open_checkpoint(
@@ -41,6 +50,7 @@ def open_checkpoint(
                     f"raise it, or resume from an earlier checkpoint"
                 )
             say(f"Resuming from {path}, after step {step}")
+            say(*filter(None, [rate_change(reader.metadata["job"]["train"], job.train, step)]))
             tell_set_aside(checkpoints, step)
             shared = {"path": str(path), "step": step, "losses": losses, "updates": int(reader.metadata["updates"])}
             shared["loss_scale"] = reader.metadata["loss_scale"]
@@ -63,6 +73,30 @@ def lineage(reader: CheckpointReader | None, options: Options) -> str:
     """Which run this is: that of the checkpoint, where it goes on from the newest; from one that was named, it is a new one."""
     found = reader.metadata.get("begun") if reader is not None and options.resume in (LATEST, ANY) else None
     return found or new_lineage()
+
+
+def rate_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | None:
+    """A warning if the learning rate of the next step is another one than it would have been; None if it is the same.
+
+    Args:
+        then: ``[train]`` as it was when the state after ``step`` steps was written.
+        train: as it is now.
+    """
+    before, now = LearningRate(train.model_copy(update={key: then[key] for key in _RATE})), LearningRate(train)
+    old, new = before.at(step), now.at(step)
+    if step >= train.steps or math.isclose(old, new, rel_tol=1e-9):
+        return None
+    changed = [f"{key} is {as_toml(getattr(train, key))}, was {as_toml(then[key])}" for key in _RATE]
+    changed = [text for text, key in zip(changed, _RATE, strict=True) if getattr(train, key) != then[key]]
+    kept = ", ".join(f"{key} = {as_toml(then[key])}" for key in _RATE if getattr(train, key) != then[key])
+    remedy = f"set {kept} again to go on as before"
+    share = new / now.peak
+    if share > 0:
+        remedy += f", or learning_rate = {old / share:.4g} to begin this schedule at the old value"
+    return (
+        f"Warning: the learning rate jumps from {old:.4g} to {new:.4g} at step {step + 1}, since [train] {', '.join(changed)}: "
+        f"it is a function of the step and of these; {remedy}"
+    )
 
 
 def tell_set_aside(checkpoints: Path, step: int) -> None:
