@@ -78,7 +78,7 @@ def test_simulate_shows_causes_and_writes_pictures_and_trace(folder: Path, capsy
     save_plan(make_plan_of((0, 8), (1,), 8), "alone.toml")
     run(capsys, "simulate", "job.toml", "--profile", "profile.toml", "--plan", "alone.toml")
     entries = json.loads(Path("runs/job/simulation/trace.json").read_text())["traceEvents"]
-    assert {entry["pid"] for entry in entries} == {1}
+    assert {entry["pid"] for entry in entries} == {200}
 
 
 def test_simulate_answers_for_other_networks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

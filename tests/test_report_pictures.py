@@ -114,12 +114,22 @@ def test_a_trace_has_one_complete_event_per_event(tmp_path: Path) -> None:
     complete = [entry for entry in entries if entry["ph"] == "X"]
     assert len(complete) == len(events)
     for event, entry in zip(events, complete, strict=True):
-        assert parse_action(entry["name"]) == event.action and entry["pid"] == event.rank
+        assert parse_action(entry["name"]) == event.action and entry["pid"] == 100 * (event.rank + 1)
         assert entry["ts"] == pytest.approx(event.start_s * 1e6)
         assert entry["dur"] == pytest.approx((event.end_s - event.start_s) * 1e6)
         assert entry["args"] == {"step": 0, "bytes": event.bytes}
     names = {entry["pid"]: entry["args"]["name"] for entry in entries if entry["name"] == "process_name"}
-    assert names == {0: "rank 0", 1: "rank 1: Strix Halo", 2: "rank 2"}
+    assert names == {100: "rank 0", 200: "rank 1: Strix Halo", 300: "rank 2"}
+
+
+def test_a_lane_has_a_number_of_its_own_and_computing_that_of_its_process() -> None:
+    """Perfetto takes the thread that bears its process's number for the main one, and 0 for the kernel's: it put computing into the
+    lane of receives (seen by ``benchmarks/perfetto.py``)."""
+    entries = trace(predicted(4, 8))["traceEvents"]
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in entries if e["name"] == "thread_name"}
+    assert len({tid for _, tid in lanes}) == len(lanes) and all(tid > 0 for _, tid in lanes)
+    assert {pid for pid, tid in lanes if lanes[pid, tid] == "compute"} == {pid for pid, _ in lanes}
+    assert all((pid == tid) == (name == "compute") for (pid, tid), name in lanes.items())
 
 
 def test_events_of_a_lane_do_not_overlap() -> None:

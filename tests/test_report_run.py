@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import time
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from hetero_mpi.cli import main
 from hetero_mpi.errors import UserError
+from hetero_mpi.planning.changes import with_slowness
 from hetero_mpi.planning.files import save_profile
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.schedule import Action, Op, schedule_of
@@ -140,7 +142,11 @@ def test_messages_of_one_link_follow_each_other() -> None:
     records = [RankStep(0, 1, 50.0, tuple(sends), Usage()), RankStep(1, 1, 50.0, tuple(takes), Usage())]
     found = [event for event in on_one_clock(records) if event.action.op is Op.SEND_F]
     assert [(event.start_s, event.end_s) for event in found] == [(1.0, 4.0), (4.0, 5.0)]
-    copies = [entry for entry in run_trace(found, [])["traceEvents"] if entry["ph"] == "X" and entry["tid"] == 7]
+    copies = [
+        entry
+        for entry in run_trace(found, [])["traceEvents"]
+        if entry["ph"] == "X" and entry["tid"] - entry["pid"] == 7
+    ]
     assert [entry["ts"] for entry in copies] == [1e6, 2e6], "but they were copied when the rank began them"
 
 
@@ -169,8 +175,26 @@ def test_a_trace_has_predicted_beside_measured(tmp_path: Path) -> None:
     assert names[0] == "rank 0, measured, emulated: card 0, host0" and "rank 2, predicted: card 2, host1" in names
     complete = [entry for entry in entries if entry["ph"] == "X"]
     count = len(simulate(plan, profile).events)
-    assert [sum(entry["pid"] % 2 == which for entry in complete) for which in (0, 1)] == [count, count]
+    assert [sum(entry["pid"] // 100 % 2 == 1 - which for entry in complete) for which in (0, 1)] == [count, count]
     assert min(entry["ts"] for entry in complete) == 0.0
+
+
+def test_a_plan_made_for_other_speeds_is_simulated_at_those(tmp_path: Path) -> None:
+    """After a change of plan the page named two predictions: the plan's, and one at the speeds of the profile."""
+    profile = cluster(3)
+    slow = with_slowness(profile, {1: 3.0})
+    plan = replace(planned(profile), predicted_step_s=simulate(planned(profile), slow).step_s)
+    run = make_run(tmp_path / "a", plan, profile)
+    told = {"event": "rebalanced", "text": "rank 1 is slow", "speeds": {"0": 1.0, "1": 1 / 3}}
+    events, later = run / "events.jsonl", time.time() + 60
+    events.write_text(json.dumps({"unix_s": later, **told}) + "\n")
+    found = read_run(run)
+    assert found.speeds == {0: 1.0, 1: 1 / 3}
+    step = found.predicted()
+    assert step is not None and step.step_s == pytest.approx(plan.predicted_step_s)
+    with events.open("a") as file:
+        file.write(json.dumps({"unix_s": later + 1, "event": "ranks-lost", "text": "Died: rank 2"}) + "\n")
+    assert read_run(run).speeds == {}, "those that are left plan from the profile"
 
 
 # The report
@@ -377,6 +401,11 @@ def test_a_run_leaves_all_of_it_behind(tmp_path: Path) -> None:
     assert max(event.end_s for event in step) <= 1.2 * found.metrics.steps[-1].step_s
     report = (run / "report.html").read_text()
     assert "measured, step 5" in report and "emulated" not in report
-    assert {entry["pid"] for entry in json.loads((run / "trace.json").read_text())["traceEvents"]} == {0, 1, 2, 3}
+    assert {entry["pid"] for entry in json.loads((run / "trace.json").read_text())["traceEvents"]} == {
+        100,
+        200,
+        300,
+        400,
+    }
     assert (run / "architecture.png").stat().st_size > 10_000 and "<svg" in (run / "architecture.svg").read_text()
     assert not list(run.glob("*.partial"))

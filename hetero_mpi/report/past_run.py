@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi.errors import UserError
+from hetero_mpi.planning.changes import with_slowness
 from hetero_mpi.planning.files import load_plan, load_profile
 from hetero_mpi.planning.network import THREADED, Network
 from hetero_mpi.planning.plan import Plan
@@ -63,6 +64,8 @@ class PastRun:
     rank_steps: tuple[RankStep, ...]
     happenings: tuple[Happening, ...]
     checkpoints: tuple[SavedCheckpoint, ...]
+    speeds: Mapping[int, float]
+    """rank -> its speed as a share of the profiled one, for which the newest plan was made while the run went on."""
 
     @property
     def emulated(self) -> bool:
@@ -91,6 +94,13 @@ class PastRun:
     def median_tokens_per_s(self) -> float | None:
         return statistics.median(step.tokens_per_s for step in self.warm_steps) if self.warm_steps else None
 
+    def predicted(self) -> Simulation | None:
+        """The newest plan's step as simulated, at the speeds for which it was made; None without plan or profile."""
+        if self.plan is None or self.profile is None:
+            return None
+        ratios = {rank: 1 / speed for rank, speed in self.speeds.items() if speed > 0}
+        return predicted_step(self.plan, with_slowness(self.profile, ratios))
+
 
 def read_run(directory: Path) -> PastRun:
     """:raises UserError: it is not the directory of a run, or its plan or profile is damaged."""
@@ -112,6 +122,7 @@ def read_run(directory: Path) -> PastRun:
         metrics=read_metrics(metrics) if metrics.exists() else Metrics((), ()),
         rank_steps=read_rank_steps(directory / STEPS_NAME),
         happenings=tuple(sorted(_happenings(directory, told), key=lambda one: one.unix_s)),
+        speeds=_speeds(directory, told),
         checkpoints=_checkpoints(directory / "checkpoints"),
     )
 
@@ -167,14 +178,32 @@ def _happenings(directory: Path, told: Mapping[str, Any]) -> list[Happening]:
         what = "training started" if start["step"] == 0 else f"training resumed after step {start['step']}"
         ranks = f"{start['ranks']} rank{'s' if start['ranks'] != 1 else ''}"
         found.append(Happening(start["unix_s"], "training", f"{what} on {ranks}"))
+    return [*found, *(Happening(values["unix_s"], values["event"], values["text"]) for values in _events(directory))]
+
+
+def _speeds(directory: Path, told: Mapping[str, Any]) -> dict[int, float]:
+    """Of the newest plan, if it was made while the run went on: a start, or a rank's death, makes one for profiled speeds."""
+    began_s = max((start["unix_s"] for start in told.get("starts", [])), default=0.0)
+    speeds: dict[int, float] = {}
+    for values in _events(directory):
+        if values["unix_s"] < began_s or values["event"] == "ranks-lost":
+            speeds = {}
+        elif values["event"] == "rebalanced":
+            speeds = {int(rank): float(speed) for rank, speed in values.get("speeds", {}).items()}
+    return speeds
+
+
+def _events(directory: Path) -> list[dict[str, Any]]:
     path = directory / "events.jsonl"
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    found = []
     for line in lines:
         try:
             values = json.loads(line)
-            found.append(Happening(float(values["unix_s"]), str(values["event"]), str(values["text"])))
+            known = {"unix_s": float(values["unix_s"]), "event": str(values["event"]), "text": str(values["text"])}
         except (ValueError, KeyError, TypeError):
             continue  # torn by a crash
+        found.append({**values, **known})
     return found
 
 

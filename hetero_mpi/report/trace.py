@@ -14,7 +14,7 @@ from typing import Any
 
 from hetero_mpi.planning.schedule import Event, Op
 from hetero_mpi.report.measured import MeasuredEvent, on_one_clock, steps_under
-from hetero_mpi.report.past_run import PastRun, predicted_step
+from hetero_mpi.report.past_run import PastRun
 
 LANES = {
     Op.RECV_F: (1, "receive activations"),
@@ -28,6 +28,9 @@ COMPUTE = (0, "compute")
 EMBEDDING = (6, "sum the embedding's gradients")
 """The head's share of a tied matrix travels beside its other sums: it has a lane to itself."""
 COPY = (7, "copy between device and host")
+_NUMBERS = 100
+"""Numbers for each process and its lanes. Perfetto takes a thread that bears its process's number for the main thread, and 0 for
+the kernel's: lane 0 bears it, no other lane of any process does, and none is 0."""
 
 
 def trace(events: Sequence[Event], labels: Mapping[int, str] | None = None) -> dict[str, Any]:
@@ -70,19 +73,23 @@ def _document(entries: list[dict[str, Any]]) -> dict[str, Any]:
 def _process_entries(
     events: Sequence[Event], labels: Mapping[int, str], begins: Mapping[int, float], stride: int, offset: int, kind: str
 ) -> list[dict[str, Any]]:
-    """Every rank as process ``stride * rank + offset``."""
+    """Every rank as a process, in the order of ``stride * rank + offset``."""
+
+    def numbered(rank: int) -> int:
+        return _NUMBERS * (1 + stride * rank + offset)
+
     entries: list[dict[str, Any]] = []
     lanes = {(event.rank, *_lane(event)) for event in events} | {(rank, *COPY) for rank in _copying(events)}
     for rank in sorted({event.rank for event in events}):
         words = [f"rank {rank}", *([kind] if kind else [])]
         name = f"{', '.join(words)}{': ' + labels[rank] if labels.get(rank) else ''}"
-        entries.append(_metadata("process_name", stride * rank + offset, 0, name))
+        entries.append(_metadata("process_name", numbered(rank), 0, name))
         if stride > 1:
             order = {"name": "process_sort_index", "args": {"sort_index": stride * rank + offset}}
-            entries.append({"ph": "M", "pid": stride * rank + offset, "tid": 0, **order})
-    entries += [_metadata("thread_name", stride * rank + offset, lane, name) for rank, lane, name in sorted(lanes)]
+            entries.append({"ph": "M", "pid": numbered(rank), "tid": numbered(rank), **order})
+    entries += [_metadata("thread_name", numbered(rank), lane, name) for rank, lane, name in sorted(lanes)]
     for event in events:
-        begin, pid = begins[event.step], stride * event.rank + offset
+        begin, pid = begins[event.step], numbered(event.rank)
         entries.append(_complete(event, pid, _lane(event)[0], begin + event.start_s, event.end_s - event.start_s))
         if isinstance(event, MeasuredEvent) and event.copied_s > 0:
             # A send copies first; a receive copies when the message has come.
@@ -99,7 +106,7 @@ def _complete(event: Event, pid: int, lane: int, start_s: float, lasts_s: float)
         "name": str(event.action),
         "cat": event.action.op.value,
         "pid": pid,
-        "tid": lane,
+        "tid": pid + lane,
         "ts": start_us,
         "dur": round(end_us - start_us, 3),
         "args": {"step": event.step, "bytes": event.bytes},
@@ -112,12 +119,12 @@ def _copying(events: Sequence[Event]) -> set[int]:
 
 def save_run_trace(run: PastRun, path: Path) -> Path | None:
     """Write the trace of a run's recorded steps beside the predicted one; None where there is nothing to write."""
-    if run.plan is None or run.profile is None:
+    simulation = run.predicted()
+    if run.plan is None or run.profile is None or simulation is None:
         return None
     measured = [event for records in steps_under(run.rank_steps, run.plan) for event in on_one_clock(records)]
-    predicted = predicted_step(run.plan, run.profile).events
     labels = {device.rank: f"{device.name}, {device.host}" for device in run.profile.devices}
-    return _write(run_trace(measured, predicted, labels, run.emulated), path)
+    return _write(run_trace(measured, simulation.events, labels, run.emulated), path)
 
 
 def save_trace(events: Sequence[Event], path: str | Path, labels: Mapping[int, str] | None = None) -> Path:
@@ -146,5 +153,5 @@ def _begins_s(events: Sequence[Event]) -> dict[int, float]:
     return begins
 
 
-def _metadata(kind: str, rank: int, lane: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": rank, "tid": lane, "args": {"name": name}}
+def _metadata(kind: str, pid: int, lane: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": pid + lane, "args": {"name": name}}

@@ -18,7 +18,7 @@ from hetero_mpi.report.drawing import palette_css
 from hetero_mpi.report.measured import newest_step, on_one_clock
 from hetero_mpi.report.page import sections
 from hetero_mpi.report.page.html import section, tiles
-from hetero_mpi.report.past_run import PastRun, predicted_step
+from hetero_mpi.report.past_run import PastRun
 
 REPORT_NAME = "report.html"
 _STYLE = """
@@ -58,7 +58,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 def report_html(run: PastRun) -> str:
     """The page of a run, complete in itself."""
-    predicted = predicted_step(run.plan, run.profile) if run.plan is not None and run.profile is not None else None
+    predicted = run.predicted()
     records = newest_step(run.rank_steps, run.plan) if run.plan is not None else ()
     measured = on_one_clock(records)
     body = "".join(_body(run, predicted, measured, records[0].step if records else 0))

@@ -23,7 +23,10 @@ from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.tables import headline, idle_lines, items_text, schedule_text
 from hetero_mpi.report.traffic import sums, traffic
 
-USAGE_NOTE = "Shares of the time since training began. The thin bar is the prediction: computing, and the rest."
+USAGE_NOTE = (
+    "Shares of the time since training began, or since the plan last changed. "
+    "The thin bar is the prediction: computing, and the rest."
+)
 MEMORY_NOTE = (
     "Highest memory of each rank. A GPU rank counts what is allocated on the device; a CPU rank the whole process, libraries "
     "included, which the prediction does not count."
