@@ -24,6 +24,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.launch.agent import launch_agent, remote_command
 from hetero_mpi.launch.elastic_command import without_option
 from hetero_mpi.launch.elastic_options import ElasticOptions
+from hetero_mpi.launch.sentry import RunDirectory
 from hetero_mpi.report.metrics import read_metrics
 from tests.mpi import ROOT, launcher_or_skip, run_bounded
 from tests.rack import Rack
@@ -184,6 +185,29 @@ def test_a_mistake_of_the_user_is_not_tried_again(tmp_path: Path) -> None:
     assert result.returncode == 2, result.stderr
     assert "absent.txt" in result.stderr
     assert [event["event"] for event in events(run)] == ["hosts", "start", "ended", "end"]
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", ".lock", "checkpoints"])
+def test_nothing_is_written_through_a_link_out_of_the_run_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    launcher_or_skip()
+    (tmp_path / "job.toml").write_text(
+        "[model]\npath='m'\n[data]\ntext=['t']\nsequence_length=8\n[train]\nsteps=1\nglobal_batch=1\n"
+    )
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    run.mkdir()
+    if name == "checkpoints":
+        outside.mkdir()
+    else:
+        outside.write_text("mine\n")
+    (run / name).symlink_to(outside)
+    words = ["launch", "-np", "1", "--elastic", "--", "train", str(tmp_path / "job.toml"), "--run-dir", str(run)]
+    assert main(words) == 2
+    assert f"{run / name} is a link that leads out of it, to {outside}" in capsys.readouterr().err
+    assert [path.name for path in run.iterdir()] == [name]
+    assert list(outside.iterdir()) == [] if outside.is_dir() else outside.read_text() == "mine\n"
+    assert not RunDirectory(run).locked()
 
 
 class Cluster(Rack):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi.errors import UserError
+from hetero_mpi.report.run_directory import refuse_links
 
 EVENTS_NAME = "events.jsonl"
 
@@ -26,12 +27,16 @@ def _line(event: str, text: str, values: dict[str, Any]) -> str:
 
 
 class Journal:
-    """Appends to ``RUN/events.jsonl``; every line has ``unix_s``, ``event`` and ``text``, and what belongs to the event."""
+    """Appends to ``RUN/events.jsonl``; every line has ``unix_s``, ``event`` and ``text``, and what belongs to the event.
+
+    :raises UserError: the run directory cannot be written, or has a link that leads out of it.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / EVENTS_NAME
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
+            refuse_links(run_dir)  # the run does so too, but this file is written before it starts
             self._file = self.path.open("a", encoding="utf-8")
         except OSError as error:
             raise UserError(

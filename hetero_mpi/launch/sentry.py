@@ -140,7 +140,7 @@ class RunDirectory:
     def locked(self) -> bool:
         """Does a run hold the directory, here or, where it is shared, elsewhere? To be asked while nobody wants to claim it."""
         path = self.directory / LOCK_NAME
-        if not path.exists():
+        if path.is_symlink() or not path.exists():  # a run refuses links, and its files alone are opened
             return False
         try:
             with path.open("a") as file:
