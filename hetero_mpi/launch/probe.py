@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi.comm.versions import PACKAGE, own_source, own_versions
+from hetero_mpi.launch.authenticated import NotAuthentic
 from hetero_mpi.launch.wire import Listener, measure
 
 MARK = "hetero_mpi probe: "
@@ -283,7 +284,7 @@ class Server:
             return {"port": self._listeners[-1].port, "token": self._listeners[-1].token}
         try:
             speed = measure(request["address"], request["port"], request["token"], request["patience_s"])
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, NotAuthentic) as error:
             return {"error": (getattr(error, "strerror", None) or str(error) or "the connection broke").lower()}
         return asdict(speed)
 

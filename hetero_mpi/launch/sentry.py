@@ -2,10 +2,11 @@
 
 It calls the supervisor several times a second, over a new TCP connection each time, and does what the answer says::
 
-    sentry      {"token": ..., "host": 1, "number": 3, "swept": 4, "tried": 2, "locked": false, "memory_kills": 0,
+    sentry      {"host": 1, "number": 3, "swept": 4, "tried": 2, "locked": false, "memory_kills": 0,
                  "run": {"step": 17, "base": 8, "file": 9321, "checkpoint": 15, "copies": 16}}
     supervisor  {"sweep": 5, "keep": null, "try_lock": 2, "leave": false}
 
+* Both prove that they know the token, and every line is authenticated (``authenticated``); nothing is encrypted.
 * New connections, because an old one that has lost packets waits ever longer between its attempts: after an outage of
   12 s it may stay silent for 25 s, and a host that is back would pass for dead.
 * ``sweep``: a number that grows when processes are to be ended: those of all starts of this supervisor but ``keep``.
@@ -34,7 +35,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hetero_mpi.comm.versions import own_source
 from hetero_mpi.device.memory_kills import memory_kills
+from hetero_mpi.launch.authenticated import AuthenticatedLines
 from hetero_mpi.launch.processes import end_starts
 from hetero_mpi.report.run_directory import LOCK_NAME
 
@@ -109,14 +112,12 @@ class Sentry:
 
     def _call(self) -> dict[str, Any]:
         orders = self.orders
-        report = {"token": orders.token, "host": orders.host, "number": orders.number, "run": self._run.state()}
+        report = {"host": orders.host, "number": orders.number, "run": self._run.state()}
         report |= {"swept": self.swept, "tried": self.tried, "locked": self.locked, "memory_kills": memory_kills()}
         with socket.create_connection((orders.address, orders.port), CALL_S) as connection:
-            connection.sendall(json.dumps(report).encode() + b"\n")
-            with connection.makefile("rb") as file:
-                answer = json.loads(file.readline(1024))
-        if not isinstance(answer, dict) or not answer.keys() >= {"sweep", "keep", "try_lock", "leave"}:
-            raise ValueError("not the supervisor")
+            lines = AuthenticatedLines(connection, orders.token, "caller")
+            lines.write(report)
+            answer: dict[str, Any] = lines.read()
         return answer
 
 
@@ -192,11 +193,14 @@ def last_step(tail: bytes) -> int:
 
 def as_line(orders: Orders) -> bytes:
     """What the sentry reads from its stdin."""
-    return json.dumps(asdict(orders)).encode() + b"\n"
+    return json.dumps({"source": own_source(), **asdict(orders)}).encode() + b"\n"
 
 
 def main() -> int:
-    orders = Orders(**json.loads(sys.stdin.buffer.readline()))
+    values = json.loads(sys.stdin.buffer.readline())
+    if (source := values.pop("source", None)) != own_source():
+        sys.exit(f"this host has hetero_mpi {own_source()}, the supervisor {source}: bring the same commit here")
+    orders = Orders(**values)
     print(f"sentry: {Sentry(orders).watch()}", flush=True)
     return 0
 

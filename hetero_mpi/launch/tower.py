@@ -7,8 +7,6 @@ alike until the cable is back, so nobody is given up sooner than ``timeout_s``.
 from __future__ import annotations
 
 import contextlib
-import hmac
-import json
 import os
 import secrets
 import socketserver
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hetero_mpi.launch.agent import remote_command
+from hetero_mpi.launch.authenticated import AuthenticatedLines
 from hetero_mpi.launch.hostfile import HostEntry
 from hetero_mpi.launch.interface import local_addresses, resolve, source_address
 from hetero_mpi.launch.sentry import CALL_S, RUN_STATE, Orders, as_line
@@ -33,6 +32,8 @@ _AGAIN_S = 5.0
 """Between attempts to replace a sentry that has ended while its host takes part."""
 _MUTE_S = 2.0
 """A host that has said nothing for so long is not waited for where nothing depends on it."""
+_CALLER_S = 2.0
+"""How long a caller may leave us waiting for its next byte."""
 _OWN_PAUSE_S = 2.0
 """Longer than this between two looks, and the supervisor was not running itself."""
 
@@ -121,7 +122,7 @@ class Tower:
         self._looked_s = time.monotonic()
         # Callers without the token get no answer, so the port may be open to networks that hosts are yet to come from.
         self._server = _Server(("127.0.0.1" if all(post.local for post in self.posts) else "", 0), _Handler)
-        self._server.answer = self._answer
+        self._server.answer, self._server.token = self._answer, self._token
 
     def __enter__(self) -> Tower:
         threading.Thread(target=self._server.serve_forever, args=(0.1,), name="tower", daemon=True).start()
@@ -238,11 +239,8 @@ class Tower:
             run_dir=str(self._run_dir),
         )
 
-    def _answer(self, report: dict[str, Any]) -> dict[str, Any] | None:
-        """What to say to a caller; None: nothing, it is not one of ours."""
-        token = report.get("token")
-        if not isinstance(token, str) or not hmac.compare_digest(token.encode(), self._token.encode()):
-            return None
+    def _answer(self, report: dict[str, Any]) -> dict[str, Any]:
+        """What to say to a caller that has the token."""
         with self._lock:
             post = self.posts[int(report["host"])]
             if int(report["number"]) != post.sentry:
@@ -282,16 +280,14 @@ class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
     request_queue_size = 64
     answer: Any
+    token: str
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A caller that breaks off, or talks nonsense, is its own problem."""
 
 
-class _Handler(socketserver.StreamRequestHandler):
-    timeout = 2.0
-
+class _Handler(socketserver.BaseRequestHandler):
     def handle(self) -> None:
-        report = json.loads(self.rfile.readline(4096))
-        answer = self.server.answer(report)  # type: ignore[attr-defined]
-        if answer is not None:
-            self.wfile.write(json.dumps(answer).encode() + b"\n")
+        self.request.settimeout(_CALLER_S)
+        lines = AuthenticatedLines(self.request, self.server.token, "listener")  # type: ignore[attr-defined]
+        lines.write(self.server.answer(lines.read()))  # type: ignore[attr-defined]

@@ -1,12 +1,11 @@
 """Can two hosts open TCP connections to each other, and how fast are these? Plain sockets on ephemeral ports, as MPI uses.
 
-The listening end answers only to whoever begins with its token, and counts bytes without keeping them.
+The listening end answers only to whoever proves that it knows its token (``authenticated``), and counts bytes without keeping them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import secrets
 import socket
 import struct
@@ -15,12 +14,13 @@ import time
 from dataclasses import dataclass
 from statistics import median
 
+from hetero_mpi.launch.authenticated import AuthenticatedLines, NotAuthentic
+
 _TRIPS = 8
 _FIRST_BYTES, _MOST_BYTES = 1 << 18, 1 << 26
 _AIM_S = 0.25
 """The message that tells the bandwidth takes about so long."""
 _PIECE = bytes(1 << 16)
-_TOKEN_BYTES = 16
 _SIZE = struct.Struct("<q")
 
 
@@ -37,7 +37,7 @@ class Listener:
     """Listens on an ephemeral port of all addresses until closed."""
 
     def __init__(self) -> None:
-        self.token = secrets.token_hex(_TOKEN_BYTES // 2)
+        self.token = secrets.token_hex(16)
         self._socket = socket.create_server(("", 0), backlog=16)
         self.port = int(self._socket.getsockname()[1])
         threading.Thread(target=self._serve, name="listener", daemon=True).start()
@@ -54,10 +54,10 @@ class Listener:
             threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, EOFError):
+        with connection, contextlib.suppress(OSError, EOFError, NotAuthentic):
             _prepare(connection, 20.0)
-            if not hmac.compare_digest(_read(connection, _TOKEN_BYTES), self.token.encode()):
-                return
+            lines = AuthenticatedLines(connection, self.token, "listener")
+            lines.write(lines.read())
             while True:
                 (size,) = _SIZE.unpack(_read(connection, _SIZE.size))
                 _skip(connection, size)
@@ -68,10 +68,13 @@ def measure(address: str, port: int, token: str, timeout_s: float) -> Speed:
     """Connect to a ``Listener`` and time messages.
 
     :raises OSError: no connection within ``timeout_s``, or it broke.
+    :raises NotAuthentic: the other end is not that listener.
     """
     with socket.create_connection((address, port), timeout_s) as connection:
         _prepare(connection, timeout_s)
-        connection.sendall(token.encode())
+        lines = AuthenticatedLines(connection, token, "caller")
+        lines.write("measure")
+        lines.read()  # so that nothing of what follows is read with it
         trip_s = median([_trip_s(connection, 0) for _ in range(_TRIPS + 1)][1:])
         size = _FIRST_BYTES
         while True:

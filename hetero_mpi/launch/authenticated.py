@@ -1,0 +1,64 @@
+"""A TCP connection between two processes that know a token, which came to both over the launch agent.
+
+Both ends send a nonce. From then on every line is ``MAC JSON``: HMAC-SHA256, under a key made of the token and both nonces, of
+the sender's role, the line's number and its text. So the first line proves that its sender knows the token, now; and no line can be
+forged, changed, repeated, left out or sent back to its sender. Nothing is encrypted, and the token itself is never sent.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import socket
+from typing import Any, Literal
+
+LONGEST_BYTES = 4096
+"""Of a line."""
+Role = Literal["caller", "listener"]
+
+
+class NotAuthentic(ValueError):
+    """The other end does not know the token, or somebody has tampered with a line."""
+
+
+class AuthenticatedLines:
+    """One end of such a connection, which stays its owner's: ``write`` and ``read`` JSON values.
+
+    :raises OSError: the connection breaks, or its time is up. Any call may raise it.
+    """
+
+    def __init__(self, connection: socket.socket, token: str, role: Role) -> None:
+        self._connection, self._role = connection, role
+        self._file = connection.makefile("rb")
+        self._sent = self._read = 0
+        own = secrets.token_hex(16)
+        connection.sendall(own.encode() + b"\n")
+        other = self._line().decode(errors="replace")
+        nonces = (own, other) if role == "caller" else (other, own)
+        self._key = _mac(token.encode(), *nonces).encode()
+
+    def write(self, value: Any) -> None:
+        text = json.dumps(value)
+        self._sent += 1
+        self._connection.sendall(f"{_mac(self._key, self._role, str(self._sent), text)} {text}\n".encode())
+
+    def read(self) -> Any:
+        """:raises NotAuthentic: the line is not the other end's next one."""
+        mac, _, text = self._line().decode(errors="replace").partition(" ")
+        self._read += 1
+        other: Role = "listener" if self._role == "caller" else "caller"
+        if not hmac.compare_digest(mac.encode(), _mac(self._key, other, str(self._read), text).encode()):
+            raise NotAuthentic("a line that the other end did not write")
+        return json.loads(text)
+
+    def _line(self) -> bytes:
+        line = self._file.readline(LONGEST_BYTES)
+        if not line.endswith(b"\n"):
+            raise NotAuthentic("the connection ended within a line")
+        return line[:-1]
+
+
+def _mac(key: bytes, *words: str) -> str:
+    # Lengths keep the words apart.
+    return hmac.new(key, "".join(f"{len(word)}:{word}" for word in words).encode(), "sha256").hexdigest()
