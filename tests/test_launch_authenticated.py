@@ -155,8 +155,8 @@ def test_a_false_supervisor_can_end_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     assert reason == "the supervisor was not heard of for too long" and len(ended) == 1
 
 
-def test_a_sentry_of_another_commit_says_so() -> None:
-    line = as_line(orders_to(1)).replace(b"(source ", b"(source 0")
+def test_a_sentry_that_does_not_understand_its_orders_names_the_commits() -> None:
+    line = as_line(orders_to(1)).replace(b'"timeout_s"', b'"a_name_of_tomorrow"')
     result = subprocess.run(
         [sys.executable, "-m", "hetero_mpi.launch.sentry"], input=line, capture_output=True, cwd=ROOT
     )

@@ -22,13 +22,15 @@ from hetero_mpi.comm.versions import own_source
 from hetero_mpi.launch import checks, doctor, probe
 from hetero_mpi.launch.checks import Examined
 from hetero_mpi.launch.device_checks import check_devices, check_shares
+from hetero_mpi.launch.doctor_ranks import _interfaces_of
 from hetero_mpi.launch.findings import Finding, Verdict, lines_of, merged, would_fail
+from hetero_mpi.launch.interface import LocalAddress, network_of
 from hetero_mpi.launch.link_checks import MANY, Link, check_links
 from hetero_mpi.launch.probe import MARK, REQUIRED, Facts
 from hetero_mpi.launch.probing import Probe, ProbeError, Target
 from hetero_mpi.launch.wire import Listener, measure
 from tests.mpi import ROOT, launcher_or_skip, run_bounded, run_mpi
-from tests.rack import Rack
+from tests.rack import NETWORK, Rack
 
 PATIENCE_S = 240
 OPEN_MPI = "Open MPI v5.0.11, package: x"
@@ -212,6 +214,11 @@ def test_clocks_and_disks() -> None:
     assert (late.verdict, late.where) == (Verdict.SLOW, ("mac",)) and "90.0 s behind" in late.text
     work = FACTS.directories["work"]
     full = {"path": "/w/runs", "free_bytes": 10**9, "problem": ""}
+    last = {**full, "free_bytes": 4 * 10**6}
+    (fails, _) = told(checks.check_disks, place(directories={**FACTS.directories, "run": last}))
+    assert fails[:2] == ("FAIL", "4.00 MB left for run directories (/w/runs); a run needs 500 MB at least")
+    assert "12 bytes per trained parameter" in fails[2]
+    assert verdicts(checks.check_disks, place(directories={**FACTS.directories, "cache": last})) == ["ok", "warn"]
     shut = {"path": "/h/.cache", "free_bytes": 10**11, "problem": "this user may not write to /h"}
     assert verdicts(checks.check_disks, place(directories={"run": full, "cache": shut, "work": work})) == [
         "warn",
@@ -226,10 +233,10 @@ def test_clocks_and_disks() -> None:
 
 
 def test_links() -> None:
-    lost = Link("a", "b", error="timed out")
+    lost = Link("a", "b", error="timed out", network="10.77.0.0/24")
     found = list(check_links([lost, Link("b", "a", 1e-4, 1e8)], "TCP"))
     assert found[0].verdict is Verdict.FAILS and "the other way round it works, so a firewall" in found[0].text
-    assert "ufw allow from" in found[0].remedy
+    assert "ufw allow from 10.77.0.0/24`" in found[0].remedy and "--add-source=10.77.0.0/24`" in found[0].remedy
     assert [
         finding.verdict for finding in check_links([Link("a", "b", 1e-4, 1e7), Link("b", "a", 1e-4, 1e8)], "TCP")
     ] == [
@@ -312,6 +319,22 @@ def test_lines_for_people() -> None:
         "A run would fail: 1 finding marked FAIL.",
     ]
     assert would_fail(findings) and not would_fail(findings[:2])
+
+
+def test_the_network_to_keep_to_is_named_where_it_is_known() -> None:
+    others = (
+        ("eth0", "10.77.0.2", "255.255.255.0"),
+        ("docker0", "172.17.0.1", "255.255.0.0"),
+        ("wlan0", "192.168.1.9", "255.255.255.0"),
+    )
+    (found,) = _interfaces_of([place(), place("mac", host="mac", addresses=others)])
+    assert found.remedy.endswith("--mca btl_tcp_if_include 10.77.0.0/24")
+    known = [LocalAddress(*item) for item in others] + [LocalAddress("vpn0", "10.0.0.9", "255.0.0.0")]
+    assert [network_of(address, known) for address in ("10.77.0.1", "10.78.0.1", "9.9.9.9")] == [
+        "10.77.0.0/24",
+        "10.0.0.0/8",
+        "9.9.9.9/32",
+    ]
 
 
 # With real processes.
@@ -451,6 +474,7 @@ def test_hosts_with_real_defects(tmp_path: Path) -> None:
     assert f"{bare}/bin/python -m pip install torch mpi4py" in failed["packages", "bare"]["remedy"]
     cut = [finding["text"] for finding in report["findings"] if finding["subject"] == "connections"]
     assert any("hA cannot open a TCP connection to hB: timed out" in text for text in cut), cut
+    assert f"`sudo ufw allow from {NETWORK}.0/24`" in failed["connections",]["remedy"]
     assert {"hA", "hB", "bare"} <= report["facts"].keys()
     good = [finding for finding in report["findings"] if finding["verdict"] == "ok"]
     assert any(finding["subject"] == "interfaces" and "cable0" in finding["text"] for finding in good)
@@ -470,6 +494,31 @@ def test_ranks_examine_themselves_np2(tmp_path: Path) -> None:
     links = [finding["text"] for finding in findings if finding["subject"] == "links"]
     assert [text.split(" (")[0] for text in links] == ["rank 0", "rank 1"] and "MPI messages" in links[0]
     assert any(finding["subject"] == "devices" for finding in findings), "one rank has looked at torch"
+
+
+def test_a_host_whose_mesh_is_down_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The launch agent waits for an answer, as ssh does for two minutes."""
+    from hetero_mpi.cli import main
+
+    hosts, agent = tmp_path / "hosts.toml", tmp_path / "agent"
+    hosts.write_text('[mesh]\nnetwork = "10.233.7.0/24"\n[[host]]\naddress = "10.233.7.2"\n')
+    agent.write_text("#!/bin/sh\nexec sleep 1000\n")
+    agent.chmod(0o755)
+    monkeypatch.setattr(doctor, "_MESH_S", 0.5)
+    given = f"--mpirun-args=--mca plm_rsh_agent {agent} -launcher-exec {agent}"
+    assert main(["doctor", "--json", "--hosts", str(hosts), given]) == 1
+    failed = {
+        finding["subject"]: finding
+        for finding in json.loads(capsys.readouterr().out)["findings"]
+        if finding["verdict"] == "FAIL"
+    }
+    assert "no answer within 0.5 s" in failed["hosts"]["text"], "not within 60 s"
+    assert (
+        "on both `sudo wg-quick up hetero0`" in failed["hosts"]["remedy"] and "cable" not in failed["hosts"]["remedy"]
+    )
+    assert failed["mesh"]["where"][0].endswith(" (here)") and "wg-quick up" in failed["mesh"]["remedy"]
 
 
 def test_a_hosts_file_that_breaks_rules_is_a_users_error(tmp_path: Path) -> None:

@@ -15,9 +15,13 @@ from hetero_mpi.report import units
 from hetero_mpi.shipped import pip_argument
 
 FINE, NOTE, SLOW, FAILS = Verdict.FINE, Verdict.NOTE, Verdict.SLOW, Verdict.FAILS
+LEAST_RUN_BYTES = 500_000_000
+"""Free space under which a run fails: there is no room for the checkpoints of as few as 8 M trained parameters."""
 LEAST_DISK_BYTES = 5_000_000_000
 """Free space under which a run directory or a cache is likely to be full before long."""
 INTERFACE_VARIABLES = ("OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE", "UCX_NET_DEVICES")
+INSIDE = ("lo", "docker", "virbr", "br-", "podman", "cni")
+"""Beginnings of the names of interfaces that lead to no other machine."""
 NO_LIBRARY = "none"
 OTHER_SOURCE = "it runs another commit of hetero_mpi"
 LATE_S = 0.5
@@ -42,6 +46,8 @@ class Examined:
     """Ranks it is to hold; 0: not known."""
     device: str = "auto"
     """For its ranks, as a hosts file says it."""
+    mesh: str = ""
+    """WireGuard's interface, if its address lies in the mesh of a hosts file."""
 
 
 Check = Callable[[Sequence[Examined]], Iterator[Finding]]
@@ -64,6 +70,8 @@ def check_reach(places: Sequence[Examined]) -> Iterator[Finding]:
             yield Finding("hosts", FAILS, text, _reach_remedy(place), (place.title,))
 
 
+_SILENT = ("timed out", "No route to host", "no answer", "unreachable")
+_MESH_REMEDY = "its address is in the mesh, which must be up there and here: on both `sudo wg-quick up {mesh}`, then `sudo wg show`"
 _REACH_REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
     ((OTHER_SOURCE,), "bring the same commit of this project there (`git pull`, `rsync -a` or the same wheel file)"),
     (("No module named",), "install this project there, as here: `{python} -m pip install {origin}` (copy the path there first)"),
@@ -71,7 +79,7 @@ _REACH_REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("Host key verification failed",), "log in once by hand and accept the host's key: `ssh {host}`"),
     (("Could not resolve", "has no address"), "check the name, or write its IP address; /etc/hosts will do"),
     (("Connection refused",), "start the ssh server there: `sudo systemctl enable --now ssh` (Linux), Remote Login (macOS)"),
-    (("timed out", "No route to host", "no answer"), "is the machine on, and the cable in? `ping {host}`, then `ssh {host}`"),
+    (_SILENT, "is the machine on, and the cable in? `ping {host}`, then `ssh {host}`"),
     (
         ("not found", "No such file", "cannot execute"),
         "there is no such Python there: make the environment under the same path as here, or name the one that there is as "
@@ -83,6 +91,8 @@ _REACH_REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
 def _reach_remedy(place: Examined) -> str:
     for signs, remedy in _REACH_REMEDIES:
         if any(sign.lower() in place.complaint.lower() for sign in signs):
+            if place.mesh and signs is _SILENT:
+                return _MESH_REMEDY.format(mesh=place.mesh)
             return remedy.format(host=place.address or place.title, python=place.python, origin=pip_argument())
     return f"try it by hand: `ssh {place.address} {place.python} -m hetero_mpi.launch.probe < /dev/null`"
 
@@ -226,8 +236,7 @@ def check_hosts_differ(places: Sequence[Examined]) -> Iterator[Finding]:
 
 def _own_addresses(facts: Facts) -> set[str]:
     """Addresses that no other machine has: not those of loopback and of Docker's bridge."""
-    shared = ("lo", "docker", "virbr", "br-", "podman", "cni")
-    return {address for interface, address, _ in facts.addresses if not interface.startswith(shared)}
+    return {address for interface, address, _ in facts.addresses if not interface.startswith(INSIDE)}
 
 
 def check_addresses(places: Sequence[Examined]) -> Iterator[Finding]:
@@ -283,6 +292,15 @@ def check_clocks(offsets_s: Mapping[str, float]) -> Iterator[Finding]:
         yield Finding("clocks", FINE, f"differ by less than {LATE_S:g} s")
 
 
+_ROOM_REMEDIES = {
+    "run": (
+        "make room, or choose another disk with --run-dir. A checkpoint takes 12 bytes per trained parameter; [checkpoint] keep + "
+        "keep_best are held while one is written: by default 60 GB for a full training of 1 B parameters, less for an adapter"
+    ),
+    "cache": "make room, or set XDG_CACHE_HOME: models from the hub and measured times are kept there",
+}
+
+
 def check_disks(places: Sequence[Examined]) -> Iterator[Finding]:
     """Room for the run directory (where rank 0 is: the first) and for caches; the directory in which ranks start."""
     for number, (place, facts) in enumerate(answered(places)):
@@ -303,7 +321,8 @@ def check_disks(places: Sequence[Examined]) -> Iterator[Finding]:
                 yield Finding("disk", verdict, f"{room['path']}: {room['problem']}", remedy, (place.title,))
             elif room["free_bytes"] < LEAST_DISK_BYTES:
                 text = f"{free} left for {what} ({room['path']})"
-                remedy = "make room; checkpoints of a full training hold 12 bytes per parameter, and [checkpoint] keep counts them"
-                yield Finding("disk", SLOW, text, remedy, (place.title,))
+                fails = name == "run" and room["free_bytes"] < LEAST_RUN_BYTES
+                text += f"; a run needs {units.size(LEAST_RUN_BYTES)} at least" if fails else ""
+                yield Finding("disk", FAILS if fails else SLOW, text, _ROOM_REMEDIES[name], (place.title,))
             else:
                 yield Finding("disk", FINE, f"{free} free for {what} ({room['path']})", where=(place.title,))

@@ -28,7 +28,7 @@ from hetero_mpi.launch.checks import Check, Examined
 from hetero_mpi.launch.device_checks import check_devices, check_shares
 from hetero_mpi.launch.findings import Finding, Verdict, as_json, lines_of, merged, would_fail
 from hetero_mpi.launch.hostfile import read_hostfile
-from hetero_mpi.launch.interface import local_addresses, resolve, source_address
+from hetero_mpi.launch.interface import LocalAddress, local_addresses, network_of, resolve, source_address
 from hetero_mpi.launch.launcher import Launcher, find_launcher
 from hetero_mpi.launch.link_checks import SLOW_BYTES_PER_S, Link, check_links
 from hetero_mpi.launch.probe import Facts
@@ -36,6 +36,8 @@ from hetero_mpi.launch.probing import Probe, ProbeError, Target
 
 _START_S, _FACTS_S, _ANSWER_S = 60.0, 300.0, 30.0
 """How long a probe may take to start, to look at its host (importing torch), and to answer anything else."""
+_MESH_S, _KNOCK_S = 5.0, 3.0
+"""How long a probe may take to start behind an address in a mesh at which nothing answers, and how long that is tried."""
 _CONNECT_S = 5.0
 """How long a connection between two hosts may take."""
 CHECKS: tuple[Check, ...] = (
@@ -106,7 +108,7 @@ def examine_hosts(options: Options) -> tuple[list[Finding], list[Examined]]:
         with ThreadPoolExecutor(len(targets) or 1) as pool:
             places = list(pool.map(lambda target, probe: _ask_facts(target, probe, options.run_dir), targets, probes))
         alive = [(target, probe) for target, probe, place in zip(targets, probes, places, strict=True) if place.facts]
-        links = _connect([*alive, *_own_side(stack, alive)])
+        links = _connect([*alive, *_own_side(stack, alive)], [place.facts for place in places if place.facts])
         offsets_s = {target.title: _offset_s(probe) for target, probe in alive}
     places = [*places, *unknown]
     findings += [finding for check in CHECKS for finding in check(places)]
@@ -120,7 +122,9 @@ def _mesh(path: str, places: Sequence[Examined]) -> list[Finding]:
 
     mesh = read_mesh(path)
     own = {place.title: [address for _, address, _ in place.facts.addresses] for place in places if place.facts}
-    return [check_up(mesh, own, path)] if mesh is not None and own else []
+    if not any(place.local for place in places):  # by the address in a mesh that is down, this machine is not known
+        own[f"{socket.gethostname()} (here)"] = [item.address for item in local_addresses()]
+    return [check_up(mesh, own, path)] if mesh is not None else []
 
 
 def _launcher() -> tuple[Launcher | None, list[Finding]]:
@@ -147,11 +151,14 @@ def targets_of(options: Options, launcher: Launcher | None) -> tuple[list[Target
     if options.hosts is not None:
         from hetero_mpi.launch.hosts import read_hosts  # these bring pydantic
         from hetero_mpi.launch.hosts_command import prefix_of
+        from hetero_mpi.launch.mesh import read_mesh
 
+        mesh = read_mesh(options.hosts)
         for host in read_hosts(options.hosts):
             target = Target(host.title, "", host.address, False, host.executable)
             target.directory, target.variables = host.directory or "", host.variables()
             target.ranks, target.device = host.slots, host.device
+            target.mesh = mesh if mesh is not None and mesh.holds(host.address) else None
             target.prefix = prefix_of(host, launcher) if launcher else host.prefix or ""
             wanted.append(target)
     elif options.hostfile is not None:
@@ -184,7 +191,9 @@ def _with_addresses(wanted: Sequence[Target]) -> tuple[list[Target], list[Examin
 def _ask_facts(target: Target, probe: Probe, run_dir: str) -> Examined:
     facts, complaint = None, ""
     try:
-        probe.ask("clock", _START_S)  # a host that is off need not be waited for as long as one that imports torch
+        probe.ask(
+            "clock", _start_s(target)
+        )  # a host that is off need not be waited for as long as one that imports torch
         answer = probe.ask("facts", _FACTS_S, directory=run_dir, prefix=target.prefix, work=target.directory)
         facts = Facts.from_dict(answer)
     except ProbeError as error:
@@ -192,7 +201,25 @@ def _ask_facts(target: Target, probe: Probe, run_dir: str) -> Examined:
     except (KeyError, TypeError):
         complaint = f"{checks.OTHER_SOURCE}, whose answers are not understood; here: {own_source()}"
     place = Examined(target.title, target.address, target.local, facts, complaint, target.python, target.prefix)
-    return replace(place, ranks=target.ranks, device=target.device)
+    return replace(place, ranks=target.ranks, device=target.device, mesh=target.mesh.interface if target.mesh else "")
+
+
+def _start_s(target: Target) -> float:
+    """How long a probe may take to start; behind a mesh that is down, here or there, it will not."""
+    if target.mesh is None or target.local:
+        return _START_S
+    return _START_S if target.mesh.own(local_addresses()) is not None and _answers(target.address) else _MESH_S
+
+
+def _answers(address: str) -> bool:
+    """Does a machine answer for an address, if only to refuse? One whose firewall swallows packets does not."""
+    try:
+        socket.create_connection((address, 22), _KNOCK_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _own_side(stack: contextlib.ExitStack, alive: Sequence[tuple[Target, Probe]]) -> list[tuple[Target, Probe]]:
@@ -206,7 +233,7 @@ def _own_side(stack: contextlib.ExitStack, alive: Sequence[tuple[Target, Probe]]
     return [(target, stack.enter_context(Probe(target, ())))]
 
 
-def _connect(alive: Sequence[tuple[Target, Probe]]) -> list[Link]:
+def _connect(alive: Sequence[tuple[Target, Probe]], facts: Sequence[Facts] = ()) -> list[Link]:
     """TCP between each two machines: pairs that share no machine at once, the two directions of a pair one after the other.
 
     Pairs may share more than machines (Wi-Fi, the line between two sites): what is slow then is measured again, alone.
@@ -222,7 +249,9 @@ def _connect(alive: Sequence[tuple[Target, Probe]]) -> list[Link]:
     slow = [pair for pair, link in links.items() if not link.error and link.bytes_per_s < SLOW_BYTES_PER_S]
     for a, b in slow if len(ends) > 3 else ():  # of fewer machines, no two pairs were measured at once
         links[a, b] = max(links[a, b], _link(ends[a], ends[b]), key=lambda link: link.bytes_per_s)
-    return [links[pair] for pair in sorted(links)]
+    known = [LocalAddress(*item) for own in facts for item in own.addresses]
+    addresses = {end.target.title: network_of(end.target.address, known) for end in ends}
+    return [replace(links[pair], network=addresses[links[pair].source]) for pair in sorted(links)]
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from hetero_mpi.launch import checks
 from hetero_mpi.launch.checks import Examined
 from hetero_mpi.launch.doctor import CHECKS, Options, report
 from hetero_mpi.launch.findings import Finding, Verdict, merged, would_fail
+from hetero_mpi.launch.interface import LocalAddress
 from hetero_mpi.launch.link_checks import Link, check_links
 from hetero_mpi.launch.probe import Facts, fault_tolerance, gather, try_torch
 
@@ -108,5 +110,10 @@ def _interfaces_of(places: Sequence[Examined]) -> Iterator[Finding]:
         yield Finding("interfaces", Verdict.FINE, f"MPI keeps to what it was told: {text}")
     elif len(names) > 1:
         text = f"MPI chooses among {', '.join(names)} by itself, and may choose wrongly or hang"
-        remedy = "`launch --hostfile` derives the interface from the hosts' addresses; by hand: --mca btl_tcp_if_include NETWORK"
+        known = [LocalAddress(*item) for place in places if place.facts for item in place.facts.addresses]
+        counts = Counter(str(item.network) for item in known if not item.interface.startswith(checks.INSIDE))
+        remedy = (
+            "`launch --hostfile` derives the interface from the hosts' addresses; by hand: --mca btl_tcp_if_include "
+        )
+        remedy += ",".join(network for network, count in counts.items() if count == max(counts.values()))
         yield Finding("interfaces", Verdict.NOTE, text, remedy, (places[0].title,))

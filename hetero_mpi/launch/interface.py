@@ -61,6 +61,12 @@ def resolve(name: str) -> str:
         ) from error
 
 
+def network_of(address: str, local: Iterable[LocalAddress]) -> str:
+    """The narrowest subnet of ``local`` in which an IPv4 address lies; the address alone, as a subnet, if none."""
+    holders = [item.network for item in local if ipaddress.IPv4Address(address) in item.network]
+    return str(max(holders, key=lambda network: network.prefixlen, default=ipaddress.IPv4Network(address)))
+
+
 def choose_interface(addresses: Iterable[str], local: Sequence[LocalAddress]) -> InterfaceChoice | None:
     """The networks that hold the other hosts' ``addresses`` (IPv4); ``None`` when all of them are this machine's own.
 

@@ -27,6 +27,8 @@ class Link:
     bytes_per_s: float = 0.0
     error: str = ""
     """Why there is no connection; "": there is one."""
+    network: str = ""
+    """Where there is no connection: the network in which the source's address lies, as ``10.77.0.0/24``."""
     same_host: bool = False
     """Two ranks of one host: messages pass through its memory."""
 
@@ -60,8 +62,8 @@ def _refused(link: Link, other_way_works: bool) -> Finding:
     else:
         remedy = f"check the address and the cable: on {link.source}, `ping` {link.destination}"
     remedy += (
-        f"\nlet the firewall of {link.destination} pass the other hosts: `sudo ufw allow from NETWORK/24`, or "
-        "`sudo firewall-cmd --zone=trusted --add-source=NETWORK/24`; MPI uses any port above 1023"
+        f"\nlet the firewall of {link.destination} pass the other hosts: `sudo ufw allow from {link.network}`, or "
+        f"`sudo firewall-cmd --zone=trusted --add-source={link.network}`; MPI uses any port above 1023"
     )
     return Finding("connections", Verdict.FAILS, text, remedy)
 

@@ -13,10 +13,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetero_mpi.launch.agent import remote_command
 from hetero_mpi.launch.probe import MARK
+
+if TYPE_CHECKING:
+    from hetero_mpi.launch.mesh import Mesh
 
 _COMPLAINT_BYTES = 20_000
 
@@ -41,6 +44,8 @@ class Target:
     """Ranks it is to hold; 0: not known."""
     device: str = "auto"
     """For its ranks, as a hosts file says it."""
+    mesh: Mesh | None = None
+    """Of the hosts file, if its address lies in it."""
 
 
 class ProbeError(RuntimeError):
