@@ -12,7 +12,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.launch import slurm
 from hetero_mpi.launch.elastic import Supervisor
 from hetero_mpi.launch.elastic_options import ElasticOptions
-from hetero_mpi.launch.launcher import find_launcher, launch, outliving_ranks, start
+from hetero_mpi.launch.launcher import CommandLine, build_command, find_launcher, outliving_ranks, start
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hosts", metavar="FILE", help="unlike machines (TOML): each with its own Python, device, directory"
     )
     parser.add_argument("--print", dest="print_only", action="store_true", help="print the command line, run nothing")
+    parser.add_argument("--verbose", action="store_true", help="show the command line, and the reasons for its options")
     parser.add_argument(
         "--mpirun-args",
         default="",
@@ -86,7 +87,8 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
     Args:
         parse: reads the command line of a sub-command, as the whole program does.
 
-    :raises UserError: no command after ``--``, or what ``launcher.launch`` and ``Supervisor`` raise.
+    :raises UserError: no command after ``--``, a host file that does not hold the ranks, or what ``find_launcher`` and
+        ``Supervisor`` raise.
     """
     program = list(namespace.program)
     if program[:1] == ["--"]:
@@ -96,14 +98,15 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
     given = shlex.split(namespace.mpirun_args)
     if namespace.recover:
         outliving = outliving_ranks(find_launcher())
-        print(f"launch: {shlex.join(outliving)}: ranks may die, and the others go on", file=sys.stderr)
+        if namespace.verbose:
+            print(f"launch: {shlex.join(outliving)}: ranks may die, and the others go on", file=sys.stderr)
         given = [*outliving, *given]
     if namespace.hosts is not None and (namespace.print_only or not namespace.elastic):
         return _launch_on_hosts(namespace, program, given)
     if namespace.hostfile is None and not namespace.elastic and slurm.is_heterogeneous(os.environ):
         entries = slurm.entries(slurm.components(os.environ), namespace.slurm_python)
         command = slurm.heterogeneous_command(find_launcher(), entries, namespace.ranks, program, given)
-        return start(command, namespace.print_only, stops_in_order=program[0] == "train")
+        return _start(namespace, command, program)
     if namespace.slurm_python:
         raise UserError("--slurm-python is for heterogeneous SLURM jobs (`#SBATCH hetjob`), and this is none.")
     if namespace.ranks is None and namespace.hosts is not None:
@@ -122,9 +125,16 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
             max_restarts=namespace.max_restarts,
             min_ranks=namespace.min_ranks,
             probe_timeout_s=namespace.probe_timeout,
+            verbose=namespace.verbose,
         )
         return _supervise(options, program, parse)
-    return launch(namespace.ranks, namespace.hostfile, program, given, namespace.print_only)
+    words = [sys.executable, "-m", "hetero_mpi", *program]
+    command = build_command(find_launcher(), namespace.ranks, namespace.hostfile, words, given)
+    return _start(namespace, command, program)
+
+
+def _start(namespace: argparse.Namespace, command: CommandLine, program: Sequence[str]) -> int:
+    return start(command, namespace.print_only, namespace.verbose, stops_in_order=program[0] == "train")
 
 
 def _launch_on_hosts(namespace: argparse.Namespace, program: list[str], given: list[str]) -> int:
@@ -134,7 +144,7 @@ def _launch_on_hosts(namespace: argparse.Namespace, program: list[str], given: l
 
     shares = ranks_of(read_hosts(namespace.hosts), namespace.ranks, namespace.hosts)
     command = hosts_command(find_launcher(), shares, program, given, read_mesh(namespace.hosts))
-    return start(command, namespace.print_only, stops_in_order=program[0] == "train")
+    return _start(namespace, command, program)
 
 
 def _supervise(

@@ -16,7 +16,6 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,7 @@ from hetero_mpi.launch.agent import launch_agent
 from hetero_mpi.launch.elastic_command import Commands
 from hetero_mpi.launch.elastic_options import ElasticOptions
 from hetero_mpi.launch.journal import Journal
-from hetero_mpi.launch.launcher import Launcher, ask_to_end
+from hetero_mpi.launch.launcher import Launcher, announce, ask_to_end
 from hetero_mpi.launch.processes import end_starts
 from hetero_mpi.launch.tower import Home, Post, Tower
 
@@ -156,7 +155,8 @@ class Supervisor:
             text += f", {_from_where(resume, copies)}"
         hosts = [post.name for post in posts]
         self.journal.tell("start", text, start=self.starts, ranks=ranks, hosts=hosts, resume=resume, copies=copies)
-        print(f"launch: {command}", file=sys.stderr, flush=True)
+        if self.options.verbose or self.starts == 1:
+            announce(command, self.options.verbose)
         self.tower.keep(start)
         kills = {post.number: post.memory_kills for post in posts}
         process = subprocess.Popen(

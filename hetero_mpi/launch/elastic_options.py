@@ -28,6 +28,8 @@ class ElasticOptions:
     min_ranks: int = 1
     probe_timeout_s: float = 10.0
     """How long to wait for hosts to answer before a start."""
+    verbose: bool = False
+    """Show the command of every start, and why it is so."""
 
     def check(self) -> None:
         """:raises UserError: a number that cannot be meant, or a place where this does not work."""

@@ -18,7 +18,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.launch.agent import launch_agent, without_agent
 from hetero_mpi.launch.hosts import Host
 from hetero_mpi.launch.interface import LocalAddress, choose_interface, local_addresses, resolve
-from hetero_mpi.launch.launcher import CommandLine, Launcher, add_mpich, add_open_mpi
+from hetero_mpi.launch.launcher import CommandLine, Launcher, add_mpich, add_open_mpi, summary
 from hetero_mpi.launch.mesh import Mesh, check_bound, mpi_options
 from hetero_mpi.launch.relay import relay_script, write_relay
 
@@ -49,7 +49,9 @@ def hosts_command(
     addresses = {host.address: (find or resolve)(host.address) for host, _ in shares}
     local = local_addresses()
     choice = choose_interface(filter(None, addresses.values()), local)
-    command = CommandLine([str(launcher.path)])
+    command = CommandLine(
+        [str(launcher.path)], summary(launcher, ranks, [(host.title, count) for host, count in shares])
+    )
     prefixes = _other_prefixes(launcher, shares, {item.address for item in local}, addresses)
     given = _bound(command, launcher, mesh, shares, local) if mesh is not None else []
     given += _add_relay(command, launcher, prefixes, list(mpirun_args)) if prefixes else list(mpirun_args)

@@ -1,7 +1,7 @@
 """Start the job with the launcher that belongs to the MPI library which mpi4py loads in this environment.
 
-Open MPI and MPICH are served. Every automatic choice is said on stderr with its reason; ``--print`` shows the command
-line, which can be changed and run by hand: plain ``mpirun`` is first-class.
+Open MPI and MPICH are served. Two lines say what is started, and ``--verbose`` every automatic choice with its reason; ``--print``
+shows the command line, which can be changed and run by hand: plain ``mpirun`` is first-class.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _NAMES = {
     OPEN_MPI: ("mpirun", "mpiexec", "mpirun.openmpi", "mpiexec.openmpi"),
     MPICH: ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich"),
 }
+_MORE = "the full command: --print; with the reasons for its options: --verbose"
 _ASK_LIBRARY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 
 
@@ -48,6 +49,8 @@ class CommandLine:
     """What will be run: arguments, environment added to this process's own, and why."""
 
     arguments: list[str]
+    summary: str
+    """How many ranks on which machines, by which MPI."""
     environment: dict[str, str] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
 
@@ -65,33 +68,43 @@ class CommandLine:
         return " ".join([*assignments, shlex.join(self.arguments)])
 
 
-def launch(
-    np: int, hostfile: str | None, program_args: Sequence[str], mpirun_args: Sequence[str], print_only: bool
-) -> int:
-    """Run ``python -m hetero_mpi PROGRAM_ARGS`` on ``np`` ranks; returns the launcher's exit code.
-
-    ``mpirun_args`` are handed to the launcher; ``print_only`` prints the command line on stdout and runs nothing.
-
-    :raises UserError: no launcher fits the library, or the host file does not hold ``np`` ranks.
-    """
-    program = [sys.executable, "-m", "hetero_mpi", *program_args]
-    command = build_command(find_launcher(), np, hostfile, program, mpirun_args)
-    return start(command, print_only, stops_in_order=program_args[0] == "train")
-
-
-def start(command: CommandLine, print_only: bool, stops_in_order: bool) -> int:
-    """Say the reasons on stderr, then run the command, or print it on stdout; returns the launcher's exit code."""
-    for reason in command.reasons:
-        print(f"launch: {reason}", file=sys.stderr)
+def start(command: CommandLine, print_only: bool, verbose: bool, stops_in_order: bool) -> int:
+    """Run the command, or print it on stdout and run nothing; returns the launcher's exit code."""
     if print_only:
+        _tell(command.reasons if verbose else [])
         print(command)
         return 0
-    print(f"launch: {command}", file=sys.stderr, flush=True)
+    announce(command, verbose)
     kills = memory_kills()
     code = run_command(command, stops_in_order)
     if text := memory_kills_text({socket.gethostname(): memory_kills() - kills}) if code != 0 else "":
-        print(f"launch: {text}", file=sys.stderr, flush=True)
+        _tell([text])
     return code
+
+
+def announce(command: CommandLine, verbose: bool) -> None:
+    """Say on stderr what is being started; ``verbose``: by which command, and why it is so."""
+    _tell([command.summary, *command.reasons, str(command)] if verbose else [command.summary, _MORE])
+
+
+def _tell(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(f"launch: {line}", file=sys.stderr, flush=True)
+
+
+def summary(launcher: Launcher, ranks: int, places: Sequence[tuple[str, int | None]]) -> str:
+    """``3 ranks on rtx (2), titan (1), by Open MPI 5.0.11``. ``places``: hosts and their slots, which are filled in order."""
+    counts: dict[str, int] = {}
+    left = ranks
+    for name, slots in places:
+        taken = min(left, slots or 0)
+        counts[name], left = counts.get(name, 0) + taken, left - taken
+    if any(slots is None for _, slots in places):  # then the launcher decides
+        where = ", ".join(counts)
+    else:
+        where = ", ".join(f"{name} ({count})" for name, count in counts.items() if count)
+    alone = "the nodes of this SLURM job" if "SLURM_JOB_ID" in os.environ else "this machine"
+    return f"{ranks} rank{'s' if ranks > 1 else ''} on {where or alone}, by {launcher.library}"
 
 
 @lru_cache(maxsize=1)
@@ -172,8 +185,9 @@ def build_command(
     """The whole command line for ``program`` (a Python and its arguments) on ``np`` ranks."""
     if np < 1:
         raise UserError(f"-np must be at least 1, not {np}.")
-    command = CommandLine([str(launcher.path), "-np", str(np)])
     entries = read_hostfile(hostfile) if hostfile is not None else ()
+    told = summary(launcher, np, [(entry.name, entry.slots) for entry in entries])
+    command = CommandLine([str(launcher.path), "-np", str(np)], told)
     choice = None
     if hostfile is not None:
         check_slots(entries, np, hostfile)
