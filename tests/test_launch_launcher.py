@@ -210,6 +210,35 @@ def test_command_line_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.endswith(f"--verbose -q {sys.executable} -m hetero_mpi train job.toml --set train.steps=6\n")
 
 
+def test_what_is_started_where_is_told_in_words(network: None, tmp_path: Path) -> None:
+    def told(text: str | None, ranks: int = 3) -> str:
+        return build_command(OPEN_MPI, ranks, write(tmp_path, text) if text else None, ["python"]).summary
+
+    assert told(None, 1) == "1 rank on this machine, by Open MPI 5.0.11"
+    assert told("hA slots=2\nhB slots=4\n") == "3 ranks on hA (2), hB (1), by Open MPI 5.0.11", "filled in order"
+    assert told("hA slots=4\nhB slots=4\n") == "3 ranks on hA (3), by Open MPI 5.0.11"
+    assert told("hA slots=1\nhB\n") == "3 ranks on hA, hB, by Open MPI 5.0.11", "the launcher decides how many"
+
+
+def test_two_calm_lines_and_the_rest_on_demand() -> None:
+    launcher = launcher_or_skip()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PRTE_"))}
+    start = [sys.executable, "-m", "hetero_mpi", "launch", "-np", "1"]
+
+    def lines(*words: str) -> list[str]:
+        result = run_bounded([*start, *words, "--", "--version"], {**environment, "PYTHONPATH": str(ROOT)}, 60)
+        assert result.returncode == 0 and str(launcher.path) in result.stderr + result.stdout or not words, (
+            result.stderr
+        )
+        return [line for line in result.stderr.splitlines() if line.startswith("launch: ")]
+
+    first = f"launch: 1 rank on this machine, by {launcher.library}"
+    assert lines() == [first, "launch: the full command: --print; with the reasons for its options: --verbose"]
+    verbose = lines("--verbose")
+    assert verbose[0] == first and str(launcher.path) in verbose[-1] and verbose[-1].endswith("-m hetero_mpi --version")
+    assert lines("--print") == [] and [*verbose[1:-1]] == lines("--print", "--verbose")
+
+
 def test_a_command_is_needed() -> None:
     with pytest.raises(UserError, match="needs a command"):
         main(parse("-np", "2"), parse)
