@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,18 @@ QUICKSTART = ROOT / "jobs" / "quickstart.toml"
 def test_job_loads(path: Path) -> None:
     loaded = load_job(path)
     assert loaded.name == path.stem
+
+
+def test_git_ignores_what_slurm_writes_beside_the_jobs() -> None:
+    if subprocess.run(["git", "rev-parse"], cwd=ROOT, capture_output=True).returncode != 0:
+        pytest.skip("this is no git checkout")
+    names = ["slurm-12.out"]
+    for script in (ROOT / "jobs").glob("*.sbatch"):
+        text = script.read_text()
+        (job,), (pattern,) = re.findall(r"--job-name=(\S+)", text), re.findall(r"--output=(\S+)", text)
+        names.append(re.sub(r"%[jAa]", "12", pattern.replace("%x", job)))
+    ignored = subprocess.run(["git", "check-ignore", *names], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    assert len(names) > 4 and ignored == names
 
 
 def test_quickstart_trains_a_model_that_loads_elsewhere_np3(tmp_path: Path) -> None:
