@@ -122,7 +122,7 @@ def profile(job: Job | str | Path, *, reprofile: bool = False) -> ClusterProfile
     def work(world: World) -> ClusterProfile:
         from hetero_mpi.training.profile_command import measure
 
-        return measure(world, _named(job), (), reprofile)
+        return measure(world, _named(job), reprofile)
 
     return _collectively(work)
 

@@ -6,18 +6,20 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hetero_mpi import __version__
 from hetero_mpi.errors import UserError
 
 if TYPE_CHECKING:
     from hetero_mpi.comm.world import World
+    from hetero_mpi.job import LoadedJob
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,14 +32,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names the nearest word for a mistyped command or option. Its sub-commands' parsers are of this class too."""
+
+    def parse_known_args(self, *arguments: Any, **named: Any) -> Any:
+        namespace, rest = super().parse_known_args(*arguments, **named)
+        for word in rest:
+            if word.startswith("-"):
+                self.error(f"unknown option: {word}{_nearest(word.partition('=')[0], self._option_string_actions)}")
+        return namespace, rest
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            raise argparse.ArgumentError(action, error.message + _nearest(str(value), action.choices or ())) from None
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    found = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
 def _train(namespace: argparse.Namespace) -> int:
     def command(world: World) -> int:
+        job = _read_early(world, namespace.job, _overrides(namespace))
+
         from hetero_mpi.training.run import train
         from hetero_mpi.training.setup import Options
 
         options = Options(
-            job=namespace.job,
-            overrides=_overrides(namespace),
+            job=job,
             run_dir=namespace.run_dir,
             resume=namespace.resume,
             plan=namespace.plan,
@@ -70,9 +95,11 @@ def _generate(namespace: argparse.Namespace) -> int:
 
 def _profile(namespace: argparse.Namespace) -> int:
     def command(world: World) -> int:
+        job = _read_early(world, namespace.job, tuple(namespace.set))
+
         from hetero_mpi.training.profile_command import Options, profile
 
-        return profile(world, Options(namespace.job, namespace.output, tuple(namespace.set), namespace.reprofile))
+        return profile(world, Options(job, namespace.output, namespace.reprofile))
 
     return _on_all_ranks(command)
 
@@ -149,6 +176,18 @@ def _add_schedule(command: argparse.ArgumentParser) -> None:
     command.add_argument("--schedule", choices=list(SCHEDULES), help="instead of [plan] schedule")
 
 
+def _read_early(world: World, path: Path, overrides: tuple[str, ...]) -> LoadedJob | Path:
+    """The job, read by rank 0 before anybody imports torch: a mistake in its file is told within a second. Collective."""
+    from hetero_mpi.job import load_job
+
+    job: LoadedJob | Path = path
+    with world.led("reading the job"):
+        if world.rank == 0:
+            job = load_job(path, overrides)
+    world.doing = "importing torch and transformers"
+    return job
+
+
 def _on_all_ranks(command: Callable[[World], int]) -> int:
     """Join the other ranks and run ``command``, which imports its rooms itself; any failure ends all ranks."""
     from hetero_mpi.comm.joining import run_guarded
@@ -219,7 +258,7 @@ def _reference(namespace: argparse.Namespace) -> int:
 def parser() -> argparse.ArgumentParser:
     from hetero_mpi.launch import command
 
-    top = argparse.ArgumentParser(
+    top = _Parser(
         prog="hetero-mpi", description="Train language models over whatever mixed machines you have, in one MPI job."
     )
     top.add_argument("--version", action="version", version=f"hetero_mpi {__version__}")
@@ -266,7 +305,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _add_ranks_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_ranks_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     """``train`` and ``generate``: what runs on all ranks together."""
     train = commands.add_parser("train", help="train a model: mpirun -np 3 python -m hetero_mpi train job.toml")
     train.add_argument("job", type=Path, metavar="JOB", help="job file (TOML); jobs/reference.toml documents every key")
@@ -322,7 +361,7 @@ def _add_ranks_commands(commands: argparse._SubParsersAction[argparse.ArgumentPa
     generate.set_defaults(run=_generate)
 
 
-def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
     doctor = commands.add_parser(
         "doctor", help="is everything in place for a run? Exit code 0: yes; 1: a run would fail"
     )
@@ -335,7 +374,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     doctor.set_defaults(run=_doctor)
 
 
-def _add_mesh(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_mesh(commands: argparse._SubParsersAction[_Parser]) -> None:
     mesh = commands.add_parser("mesh", help="private links between hosts, by WireGuard (docs/wireguard.md)")
     actions = mesh.add_subparsers(title="actions", required=True, metavar="ACTION")
     init = actions.add_parser("init", help="write keys and WireGuard configurations for the machines of a hosts.toml")
@@ -351,7 +390,7 @@ def _add_mesh(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     verify.set_defaults(run=_mesh_verify)
 
 
-def _add_offline_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_offline_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     """``profile`` and what can be asked of its file without the cluster: ``inspect``, ``plan``, ``simulate``."""
     profile = commands.add_parser(
         "profile", help="measure these ranks and their links: mpirun -np 3 ... profile job.toml"
@@ -409,7 +448,7 @@ def _add_offline_commands(commands: argparse._SubParsersAction[argparse.Argument
         )
 
 
-def _add_looking_back(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_looking_back(commands: argparse._SubParsersAction[_Parser]) -> None:
     """``report``, ``compare`` and ``baseline``: what a run was like, and what it was good for."""
     report = commands.add_parser("report", help="write a run's report: one HTML file; train does so at its end")
     report.add_argument("directory", type=Path, metavar="RUN", help="run directory")

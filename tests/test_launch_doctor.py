@@ -20,6 +20,7 @@ import pytest
 
 from hetero_mpi.comm.versions import own_source
 from hetero_mpi.launch import checks, doctor, probe
+from hetero_mpi.launch.authenticated import NotAuthentic
 from hetero_mpi.launch.checks import Examined
 from hetero_mpi.launch.device_checks import check_devices, check_shares
 from hetero_mpi.launch.doctor_ranks import _interfaces_of
@@ -350,8 +351,8 @@ def test_sockets_measure_and_keep_strangers_out() -> None:
     listener = Listener()
     speed = measure("127.0.0.1", listener.port, listener.token, 10.0)
     assert 0 < speed.latency_s < 1 and speed.bytes_per_s > 1e6
-    with pytest.raises((OSError, EOFError)):
-        measure("127.0.0.1", listener.port, "0" * 16, 10.0)
+    with pytest.raises((OSError, NotAuthentic)):
+        measure("127.0.0.1", listener.port, "0" * 32, 10.0)
     listener.close()
 
 

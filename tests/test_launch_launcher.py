@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hetero_mpi.cli import parser
 from hetero_mpi.comm.library import MpiLibrary
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch import launcher as launching
@@ -204,7 +205,7 @@ def test_command_line_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = parse(
         "-np", "2", "--print", "--mpirun-args=--verbose -q", "--", "train", "job.toml", "--set", "train.steps=6"
     )
-    assert main(arguments, parse) == 0
+    assert main(arguments, parser().parse_args) == 0
     printed = capsys.readouterr().out
     assert str(launcher.path) in printed
     assert printed.endswith(f"--verbose -q {sys.executable} -m hetero_mpi train job.toml --set train.steps=6\n")
@@ -227,7 +228,7 @@ def test_two_calm_lines_and_the_rest_on_demand() -> None:
 
     def lines(*words: str) -> list[str]:
         result = run_bounded([*start, *words, "--", "--version"], {**environment, "PYTHONPATH": str(ROOT)}, 60)
-        assert result.returncode == 0 and str(launcher.path) in result.stderr + result.stdout or not words, (
+        assert (result.returncode == 0 and str(launcher.path) in result.stderr + result.stdout) or not words, (
             result.stderr
         )
         return [line for line in result.stderr.splitlines() if line.startswith("launch: ")]
@@ -241,7 +242,7 @@ def test_two_calm_lines_and_the_rest_on_demand() -> None:
 
 def test_a_command_is_needed() -> None:
     with pytest.raises(UserError, match="needs a command"):
-        main(parse("-np", "2"), parse)
+        main(parse("-np", "2"), parser().parse_args)
 
 
 def test_real_ranks_start_and_their_exit_code_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,8 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
         program = program[1:]
     if not program:
         raise UserError("launch needs a command to run: `python -m hetero_mpi launch -np 3 -- train job.toml`.")
+    if not program[0].startswith("-"):
+        parse(program)  # what is mistyped is told here, once, instead of by every rank
     given = shlex.split(namespace.mpirun_args)
     if namespace.recover:
         outliving = outliving_ranks(find_launcher())

@@ -28,14 +28,13 @@ from hetero_mpi.training import setup
 class Options:
     """The command line of ``profile``."""
 
-    job: Path
+    job: Path | LoadedJob
     output: Path
-    overrides: tuple[str, ...] = ()
     reprofile: bool = False
     """Take nothing that was measured before."""
 
 
-def measure(world: World, job: Path | LoadedJob, overrides: tuple[str, ...], reprofile: bool) -> ClusterProfile:
+def measure(world: World, job: Path | LoadedJob, reprofile: bool) -> ClusterProfile:
     """Measure. Collective; every rank gets the same profile.
 
     Args:
@@ -48,7 +47,7 @@ def measure(world: World, job: Path | LoadedJob, overrides: tuple[str, ...], rep
     setup_logging(None, world.rank, world.size)
     transformers_logging.disable_progress_bar()
     world.check_versions(own_versions(world.library), MUST_MATCH)
-    loaded, run_dir = setup.read_job(world, setup.Options(job, overrides))
+    loaded, run_dir = setup.read_job(world, setup.Options(job))
     if loaded.job.cluster.emulate is not None:
         raise CollectiveUserError(
             f"[cluster] emulate = {loaded.job.cluster.emulate!r} takes all times from that profile, and nothing is measured: "
@@ -64,7 +63,7 @@ def measure(world: World, job: Path | LoadedJob, overrides: tuple[str, ...], rep
 
 def profile(world: World, options: Options) -> int:
     """The command: measure and write. Collective; returns the exit code. Raises: as ``measure``."""
-    measured = measure(world, options.job, options.overrides, options.reprofile)
+    measured = measure(world, options.job, options.reprofile)
     with world.led("writing the profile"):
         if world.rank == 0:
             try:

@@ -1,0 +1,69 @@
+"""The command line: what is mistyped is told with the nearest name, and a mistake in a job file before torch is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hetero_mpi.cli import main
+from tests.mpi import ROOT, run_mpi
+
+
+@pytest.mark.parametrize(
+    ("words", "nearest"),
+    [
+        ("trian job.toml", "train"),
+        ("mesh inti hosts.toml", "init"),
+        ("train job.toml --sett train.steps=6", "--set"),
+        ("train job.toml --dryrun=yes", "--dry-run"),
+        ("plan job.toml --profile p.toml --explane", "--explain"),
+        ("launch -np 2 --hosfile hosts -- train job.toml", "--hostfile"),
+        ("launch -np 2 -- trian job.toml", "train"),
+        ("launch -np 2 -- train job.toml --resme", "--resume"),
+    ],
+)
+def test_what_is_mistyped_is_told_with_the_nearest_name(
+    words: str, nearest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"; did you mean {nearest}?\n")
+
+
+def test_a_word_that_is_like_no_other_gets_no_guess(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ("xyzzy", "train job.toml --qqqqqq", "train job.toml another.toml"):
+        with pytest.raises(SystemExit):
+            main(words.split())
+        assert "did you mean" not in capsys.readouterr().err
+
+
+@pytest.fixture
+def without_torch(tmp_path: Path) -> dict[str, str]:
+    """Variables with which importing torch or transformers fails."""
+    for name in ("torch", "transformers"):
+        (tmp_path / "broken" / name).mkdir(parents=True)
+        (tmp_path / "broken" / name / "__init__.py").write_text("raise SystemError('imported too early')\n")
+    return {"PYTHONPATH": f"{tmp_path}/broken:{ROOT}"}
+
+
+@pytest.mark.parametrize("command", ["train", "profile -o profile.toml"])
+def test_a_missing_or_wrong_job_file_is_told_before_torch_is_imported(
+    tmp_path: Path, without_torch: dict[str, str], command: str
+) -> None:
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text("[train]\nsteps = -1\n")
+    for path, told in ((tmp_path / "absent.toml", "there is no such job file"), (wrong, "[train] steps = -1")):
+        words = [sys.executable, "-m", "hetero_mpi", *command.split(), str(path)]
+        result = subprocess.run(words, env={**os.environ, **without_torch}, capture_output=True, text=True, cwd=ROOT)
+        assert result.returncode == 2 and told in result.stderr and "too early" not in result.stderr, result.stderr
+
+
+def test_ranks_too_tell_a_missing_job_file_before_torch_is_imported_np2(without_torch: dict[str, str]) -> None:
+    result = run_mpi(2, ["-m", "hetero_mpi", "train", "absent.toml"], env=without_torch)
+    assert result.returncode == 2 and result.stderr.count("there is no such job file") == 1, result.stderr
+    assert "too early" not in result.stderr
