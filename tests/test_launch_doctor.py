@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -436,11 +437,14 @@ def examine(command: list[str]) -> tuple[int, dict[str, Any]]:
 
 
 def test_hosts_with_real_defects(tmp_path: Path) -> None:
-    """A Python without packages, a Python that is not there, another MPI, and a route that swallows packets."""
+    """A Python without packages, a Python that is not there, another MPI, another commit, and a route that swallows packets."""
     launcher_or_skip()
     bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
-    with Rack(tmp_path / "rack", ("hA", "hB")) as rack:
+    older = tmp_path / "older"
+    shutil.copytree(ROOT / "hetero_mpi", older / "hetero_mpi", ignore=shutil.ignore_patterns("__pycache__"))
+    (older / "hetero_mpi" / "of_yesterday.py").touch()
+    with Rack(tmp_path / "rack", ("hA", "hB", "hC")) as rack:
         first, second = rack.addresses["hA"], rack.addresses["hB"]
         hosts = tmp_path / "hosts.toml"
         pythons = {"hB": sys.executable, "bare": f"{bare}/bin/python", "gone": "/nowhere/bin/python"}
@@ -450,6 +454,7 @@ def test_hosts_with_real_defects(tmp_path: Path) -> None:
             f'[[host]]\nname = "{name}"\naddress = "{second}"\npython = "{python}"\ndirectory = "/srv/{name}"\n'
             for name, python in pythons.items()
         )
+        entries += f'[[host]]\nname = "older"\naddress = "{rack.addresses["hC"]}"\ndirectory = "{older}"\n'
         hosts.write_text(f'[[host]]\nname = "hA"\naddress = "{first}"\n{entries}')
         words = [sys.executable, "-m", "hetero_mpi", "doctor", "--hosts", str(hosts), "--json"]
         words += [f"--mpirun-args=--mca plm_rsh_agent {rack.agent} -launcher-exec {rack.agent}"]
@@ -469,6 +474,7 @@ def test_hosts_with_real_defects(tmp_path: Path) -> None:
         ("packages", "bare"),
         ("MPI", "bare"),
         ("connections",),
+        ("hetero_mpi",),
     }
     assert expected | ({("MPI library",)} if other else set()) <= failed.keys()
     assert "/nowhere/bin/python" in failed["hosts", "gone"]["text"]
@@ -476,7 +482,10 @@ def test_hosts_with_real_defects(tmp_path: Path) -> None:
     cut = [finding["text"] for finding in report["findings"] if finding["subject"] == "connections"]
     assert any("hA cannot open a TCP connection to hB: timed out" in text for text in cut), cut
     assert f"`sudo ufw allow from {NETWORK}.0/24`" in failed["connections",]["remedy"]
-    assert {"hA", "hB", "bare"} <= report["facts"].keys()
+    assert "to older" in failed["hetero_mpi",]["remedy"]
+    about_links = [finding for finding in report["findings"] if finding["subject"] in ("links", "connections")]
+    assert not any("older" in finding["text"] for finding in about_links), "its sockets may speak otherwise"
+    assert {"hA", "hB", "bare", "older"} <= report["facts"].keys()
     good = [finding for finding in report["findings"] if finding["verdict"] == "ok"]
     assert any(finding["subject"] == "interfaces" and "cable0" in finding["text"] for finding in good)
     assert any(finding["subject"] == "clocks" for finding in good)

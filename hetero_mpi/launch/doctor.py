@@ -20,7 +20,7 @@ from typing import Any
 
 from hetero_mpi.comm.library import MPICH, OPEN_MPI, launched_as
 from hetero_mpi.comm.pairs import rounds
-from hetero_mpi.comm.versions import own_source
+from hetero_mpi.comm.versions import PACKAGE, own_source
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.launch import checks
 from hetero_mpi.launch.agent import launch_agent
@@ -107,8 +107,11 @@ def examine_hosts(options: Options) -> tuple[list[Finding], list[Examined]]:
         probes = [stack.enter_context(Probe(target, agent)) for target in targets]
         with ThreadPoolExecutor(len(targets) or 1) as pool:
             places = list(pool.map(lambda target, probe: _ask_facts(target, probe, options.run_dir), targets, probes))
+        known = [place.facts for place in places if place.facts]
         alive = [(target, probe) for target, probe, place in zip(targets, probes, places, strict=True) if place.facts]
-        links = _connect([*alive, *_own_side(stack, alive)], [place.facts for place in places if place.facts])
+        # Another commit may speak otherwise over sockets, and would pass for a firewall.
+        alike = [pair for pair, facts in zip(alive, known, strict=True) if facts.versions.get(PACKAGE) == own_source()]
+        links = _connect([*alike, *_own_side(stack, alike)], known)
         offsets_s = {target.title: _offset_s(probe) for target, probe in alive}
     places = [*places, *unknown]
     findings += [finding for check in CHECKS for finding in check(places)]
