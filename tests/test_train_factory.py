@@ -6,6 +6,7 @@ takes from us the batches, and the seeds that start values and dropout are funct
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -284,6 +285,17 @@ def test_every_layer_has_its_own_costs(lab: Lab) -> None:
     assert [layer.boundary_bytes_per_token for layer in model.layers] == [4 * n for n in (256, 64, 64, 16, 16, 0)]
     assert [layer.trainable_parameters for layer in model.layers] == [4 * 19 + 8, 0, 0, 65 * 16, 17 * 16, 17 * 3]
     assert model.layers[3].parameters == 65 * 16 + 64
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the most memory used is read from Linux's /proc"
+)
+def test_a_model_that_is_there_already_is_never_there_twice(tmp_path: Path) -> None:
+    result = run_mpi(1, ["tests/programs/existing_memory.py", str(tmp_path)], timeout_s=200)
+    found = re.search(r"start \+(\d+) MiB, kept \+(\d+) MiB", result.stdout)
+    assert found is not None, result.stdout + result.stderr
+    most, kept = map(int, found.groups())
+    assert kept > 30 and most < 60, f"of a model of 40 MiB: {found[0]}"
 
 
 WRONG = {

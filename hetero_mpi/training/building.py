@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from hetero_mpi.comm.world import World
+from hetero_mpi.device.backend import return_freed_memory
 from hetero_mpi.errors import UserError
 from hetero_mpi.job_rules import ELSEWHERE, as_toml, leads_out
 from hetero_mpi.model.adapter_files import check_adapter
@@ -20,7 +21,7 @@ from hetero_mpi.training.emulation import Emulation
 from hetero_mpi.training.factory import start_values
 from hetero_mpi.training.files import FileSupply, open_files
 from hetero_mpi.training.material import model_directory
-from hetero_mpi.training.redistribute import distribute, parcels
+from hetero_mpi.training.redistribute import Parcel, distribute, parcels
 from hetero_mpi.training.saving import load_adapter
 from hetero_mpi.training.setup import Setting
 from hetero_mpi.training.trainer import Trainer
@@ -94,11 +95,22 @@ def start_layers(setting: Setting, members: World, trainer: Trainer) -> None:
         if setting.world.rank == 0:
             values = start_values(setting.loaded)
     members.doing = "sending the factory's weights"
+    item_of = setting.chain.item_of
+    item = 0
+
+    def given(parcel: Parcel) -> torch.Tensor:
+        nonlocal item
+        if item_of(parcel.name) != item:
+            item = item_of(parcel.name)
+            return_freed_memory()  # of the items before: the model would be there twice
+        return values.pop(parcel.name).contiguous()
+
+    listed = parcels(trainer.tuning, trainer.plan, ("parameters",))
     distribute(
         trainer.rank,
         trainer.transport,
-        parcels(trainer.tuning, trainer.plan, ("parameters",)),
-        lambda parcel: values.pop(parcel.name).contiguous(),
+        listed,
+        given,
         lambda parcel, tensor: trainer.set_parameter(parcel.name, tensor),
     )
 
