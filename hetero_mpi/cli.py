@@ -107,7 +107,7 @@ def _profile(namespace: argparse.Namespace) -> int:
 def _inspect(namespace: argparse.Namespace) -> int:
     from hetero_mpi import offline
 
-    print("\n".join(offline.inspect(namespace.file, namespace.output)))
+    print("\n".join(offline.inspect(namespace.file, namespace.output, namespace.all)))
     return 0
 
 
@@ -405,6 +405,7 @@ def _add_offline_commands(commands: argparse._SubParsersAction[_Parser]) -> None
         "file", type=Path, metavar="FILE", help="what it is, is seen by its content; or a shipped profile's name"
     )
     inspect.add_argument("-o", "--output", type=Path, metavar="PNG", help="a profile's picture (default: beside it)")
+    inspect.add_argument("--all", action="store_true", help="a row for each of many ranks, hosts and links")
     inspect.set_defaults(run=_inspect)
 
     plan = commands.add_parser("plan", help="plan a job for the cluster of a profile; needs no cluster")

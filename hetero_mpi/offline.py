@@ -57,9 +57,12 @@ class Question:
     """What was taken for granted, for a person."""
 
 
-def inspect(path: Path, picture: Path | None) -> list[str]:
+def inspect(path: Path, picture: Path | None, every: bool = False) -> list[str]:
     """Show a profile (also a shipped one, by its name), a plan or a checkpoint, told apart by content; of a profile also draws a
     picture.
+
+    Args:
+        every: of a cluster of many ranks, a row for each of them.
 
     Raises:
         UserError: it is none of them, or damaged.
@@ -80,7 +83,7 @@ def inspect(path: Path, picture: Path | None) -> list[str]:
             f"{path}: neither an HDF5 nor a TOML file ({error}); give a profile, a plan or a checkpoint"
         ) from error
     if "pipelines" in content:
-        return plan_inspection_lines(load_plan(path))
+        return plan_inspection_lines(load_plan(path), every)
     if "devices" not in content:
         hint = "; it looks like a job: ask with `plan` or `simulate`" if "train" in content or "data" in content else ""
         raise UserError(f"{path}: neither a profile ([[devices]]), nor a plan ([[pipelines]]), nor a checkpoint{hint}")
@@ -88,7 +91,7 @@ def inspect(path: Path, picture: Path | None) -> list[str]:
     from hetero_mpi.report.pictures import profile_picture
 
     drawn = profile_picture(profile, picture or path.with_suffix(".png"))
-    return [*inspection_lines(profile), "", f"Picture: {drawn}"]
+    return [*inspection_lines(profile, every), "", f"Picture: {drawn}"]
 
 
 def plan(
@@ -172,7 +175,7 @@ def simulation(
         *_said(question),
         *network_lines(network, result.step_s, chosen.predicted_step_s),
         f"Simulated step: {units.seconds(result.step_s)}, {len(result.events):,} events, {tokens:,} tokens",
-        *idling_lines(result.step_s, result.busy_s, idling(result.events, chosen), chosen.memory),
+        *idling_lines(result.step_s, result.busy_s, idling(result.events, chosen), chosen.memory, labels),
         "Written (trace.json opens in https://ui.perfetto.dev):",
         *(f"  {path}" for path in written),
     ]

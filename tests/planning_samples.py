@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -187,3 +188,23 @@ def looks_possible(profile: ClusterProfile, request: PlanRequest, step_s: float)
     facts = classes_apart(Facts(profile, request, apart=True))
     assert facts is not None
     return Search(facts, closely=True).possible(step_s) is not None
+
+
+def noisy_profile(hosts: int, per_host: int = 8, seed: int = 0) -> ClusterProfile:
+    """As it is measured: hosts of one of three kinds of cards each, no two ranks quite alike, every link measured for itself."""
+    draw = random.Random(seed)
+    names = ("NVIDIA GeForce RTX 4090", "NVIDIA A100-SXM4-80GB", "AMD Instinct MI210")
+    devices: list[DeviceProfile] = []
+    for rank in range(hosts * per_host):
+        kind = rank // per_host % 3
+        memory, name = (24, 80, 64)[kind] * 10**9 + draw.randrange(10**8), names[kind]
+        device = make_device(rank, (1.5, 1.0, 1.2)[kind] * draw.uniform(0.98, 1.02), memory, name=name)
+        backend = "rocm" if kind == 2 else "cuda"
+        devices.append(replace(device, host=f"node{rank // per_host:02}", backend=backend, memory_reason="free"))
+    links = []
+    for a, b in itertools.permutations(devices, 2):
+        speed = (2e10 if a.host == b.host else 1.2e9) * draw.uniform(0.9, 1.1)
+        samples = ((1000, 10**6), (1000 / speed + 1e-5, 1.01e6 / speed))
+        links.append(LinkProfile(a.rank, b.rank, draw.uniform(1e-5, 2e-5), speed, a.host == b.host, *samples))
+    limits = tuple(HostProfile(f"node{i:02}", 256 * 10**9, "free", True, 2.4e9) for i in range(hosts))
+    return replace(make_profile((1.0,), make_model(40)), devices=tuple(devices), links=tuple(links), hosts=limits)

@@ -18,7 +18,7 @@ from hetero_mpi.planning.several.polish import Polisher
 from hetero_mpi.planning.simulator import Simulation
 from hetero_mpi.planning.single.optimum import Space, added
 from hetero_mpi.planning.single.search import ROUNDING, Candidate, Effort, evaluate
-from hetero_mpi.planning.words import describe_items, describe_seconds, ratio
+from hetero_mpi.planning.words import counted, describe_items, describe_seconds, ratio
 
 IDLE_EFFORT = 100_000
 """Effort for trying to use the ranks that a plan leaves out."""
@@ -79,7 +79,7 @@ def _least(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation
 
 def _counts(plan: Plan, profile: ClusterProfile) -> str:
     used = sum(len(pipeline.stages) for pipeline in plan.pipelines)
-    shares = " + ".join(_share(pipeline) for pipeline in plan.pipelines)
+    shares = counted((_share(pipeline) for pipeline in plan.pipelines), " + ")
     many = f" in {len(plan.pipelines)} pipelines" if len(plan.pipelines) > 1 else ""
     return f"{used} of {len(profile.devices)} ranks{many}, {shares} = global batch {plan.global_batch}"
 
@@ -110,7 +110,7 @@ def beaten(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterato
         yield _changed("backward in one part instead of two", replace(plan, pipelines=whole), polisher)
     shallow = with_classic_depths(plan)
     if request.schedule == "auto" and shallow != plan:
-        depths = ", ".join(str([stage.warm_up for stage in pipeline.stages]) for pipeline in plan.pipelines)
+        depths = counted((str([stage.warm_up for stage in pipeline.stages]) for pipeline in plan.pipelines), ", ")
         yield _changed(f"1F1B's own warm-up instead of {depths}", shallow, polisher)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 
 def describe_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 0.1 else f"{seconds * 1000:.3g} ms"
@@ -28,3 +31,8 @@ def describe_items(first: int, last: int, items: int) -> str:
     elif blocks:
         parts.append(f"blocks {blocks[0]}-{blocks[-1]}")
     return " + ".join(parts + (["head"] if last == items else []))
+
+
+def counted(texts: Iterable[str], joint: str) -> str:
+    """``a, b`` with equal ones counted: ``60 x (a), 3 x (b)``."""
+    return joint.join(text if many == 1 else f"{many} x ({text})" for text, many in Counter(texts).items())

@@ -15,6 +15,17 @@ from hetero_mpi.planning.plan import Plan, RankMemory
 from hetero_mpi.planning.profile import ANY_HOST, ClusterProfile, Curve, DeviceProfile, LinkProfile
 from hetero_mpi.planning.words import describe_items
 from hetero_mpi.report import units
+from hetero_mpi.report.alike import (
+    MOST_ROWS,
+    MOST_STAGES,
+    by_device,
+    fullest_text,
+    host_rows,
+    link_rows,
+    mean_idling,
+    plan_rows,
+    utilisation,
+)
 from hetero_mpi.report.tables import (
     WIDTH,
     headline,
@@ -26,6 +37,9 @@ from hetero_mpi.report.tables import (
     table,
 )
 
+ALL = "Like ranks share a row; `inspect FILE --all` shows every one"
+MOST_CLASSED = 240
+"""Of more links than these, those of 16 ranks, classes are shown as well."""
 MOST_LINKS = 12
 """Links listed one by one; of more, those that fit their line worst."""
 
@@ -52,14 +66,22 @@ def residuals(link: LinkProfile) -> list[float]:
     return [(link.latency_s + size / link.bytes_per_s) / seconds - 1 for size, seconds in samples if seconds > 0]
 
 
-def inspection_lines(profile: ClusterProfile) -> list[str]:
-    """A profile in full: the summary, every curve with its spread, hosts, every link (or the worst) with its residuals."""
+def inspection_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
+    """A profile in full: the summary, every curve with its spread, hosts, every link (or the worst) with its residuals.
+
+    Args:
+        every: leave nothing out, however many ranks, hosts and links there are.
+    """
     lines = profile_lines(profile)
-    for ranks, device in distinct_devices(profile):
-        lines += [
-            "",
-            f"{units.ranks(ranks).capitalize()}: {device.name} ({device.backend}), {units.size(device.memory_bytes)} usable",
-        ]
+    devices = distinct_devices(profile)
+    few = every or len(devices) <= MOST_ROWS
+    if not few:
+        lines += ["", ALL]
+        devices = [_middle(like) for like in by_device(profile.devices).values()]
+    for ranks, device in devices:
+        of = "" if few else f"; the curves of rank {device.rank}, the median of {len(ranks)}"
+        name = f"{device.name} ({device.backend}), {units.size(device.memory_bytes)} usable"
+        lines += ["", *wrapped("", f"{units.ranks(ranks).capitalize()}: {name}{of}")]
         lines += table(_CURVE_HEADERS, _curve_rows(device))
         if any(times.recompute_s or times.input_s for times in device.layers.values()) or device.alone:
             lines.append(
@@ -70,11 +92,20 @@ def inspection_lines(profile: ClusterProfile) -> list[str]:
         lines.append(f"  copies: to the host {units.bandwidth(device.device_to_host_bytes_per_s)}, "
                      f"from it {units.bandwidth(device.host_to_device_bytes_per_s)}, "
                      f"latency {units.seconds(device.copy_latency_s)}")  # fmt: skip
-    return [*lines, *_host_table(profile), *_link_table(profile)]
+    return [*lines, *_host_table(profile, every), *_link_table(profile, every)]
 
 
-def plan_inspection_lines(plan: Plan) -> list[str]:
-    """A plan file by itself, without the profile it was made for."""
+def _middle(devices: Sequence[DeviceProfile]) -> tuple[list[int], DeviceProfile]:
+    """The ranks of ``devices``, and the one of them that is neither fast nor slow."""
+
+    def slowness(device: DeviceProfile) -> float:
+        return sum(times.forward_s.seconds[-1] + times.backward_s.seconds[-1] for times in device.layers.values())
+
+    return [device.rank for device in devices], sorted(devices, key=slowness)[len(devices) // 2]
+
+
+def plan_inspection_lines(plan: Plan, every: bool = False) -> list[str]:
+    """A plan file by itself, without the profile it was made for. ``every``: a row for each stage, however many there are."""
     rows: list[tuple[str, ...]] = []
     sizes = {m.rank: (units.size(m.peak_bytes), units.size(m.usable_bytes)) for m in plan.memory}
     for index, pipeline in enumerate(plan.pipelines):
@@ -93,7 +124,10 @@ def plan_inspection_lines(plan: Plan) -> list[str]:
     lines += [f"Plan: {len(rows)} stages{schedule_text(plan)}, global batch {plan.global_batch} "
              f"sequences of {plan.sequence_length} tokens, chain of {plan.items} items"]  # fmt: skip
     headers = ("pipeline", "stage", "rank", "items", "micro-batches", "recompute", "warm-up", "memory", "of")
-    lines += table(headers, rows)
+    if every or len(rows) <= MOST_STAGES:
+        lines += table(headers, rows)
+    else:
+        lines += [*table(*plan_rows(plan)), f"  {ALL}"]
     lines += host_lines(plan)
     if plan.predicted_step_s > 0:
         lines.append(f"  bound {units.seconds(plan.bound_step_s)} per step")
@@ -108,12 +142,7 @@ def costed_plan_lines(plan: Plan, profile: ClusterProfile, busy_s: Mapping[int, 
     """A plan with prediction and bound, how busy it keeps every rank, and what limits it."""
     lines = plan_lines(plan, profile)
     step_s = plan.predicted_step_s
-    used = ", ".join(f"rank {rank} {units.percent(_share(busy_s[rank], step_s))}" for rank in sorted(busy_s))
-    lines.append(f"Utilisation: {used}")
-    for host in plan.hosts:
-        lines.append(
-            f"Memory of host {host.host}, which ranks share: {units.size(host.peak_bytes)} of {units.size(host.usable_bytes)}"
-        )
+    lines += wrapped("Utilisation: ", utilisation({rank: _share(seconds, step_s) for rank, seconds in busy_s.items()}))
     parts = [(lost.links, "links"), (lost.memory, "memory"), (lost.granularity, "whole items and micro-batches")]
     if lost.choice > 0:
         parts.insert(0, (lost.choice, "this plan (the planner's own is faster)"))
@@ -139,11 +168,21 @@ def network_lines(network: Network, step_s: float, predicted_s: float) -> list[s
 
 
 def idling_lines(
-    step_s: float, busy_s: Mapping[int, float], causes: Mapping[int, Idling], memory: Sequence[RankMemory] = ()
+    step_s: float,
+    busy_s: Mapping[int, float],
+    causes: Mapping[int, Idling],
+    memory: Sequence[RankMemory] = (),
+    labels: Mapping[int, str] | None = None,
 ) -> list[str]:
-    """Per rank, in shares of the step: computing, and idling by cause; and its peak of memory."""
+    """Per rank, in shares of the step: computing, and idling by cause; and its peak of memory. Of many ranks, those with the same
+    label (their device) share a row: the mean, and the fullest memory."""
+    many = len(busy_s) > MOST_STAGES
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(busy_s):
+        groups.setdefault((labels or {}).get(rank, "") if many else str(rank), []).append(rank)
     headers = (
-        "rank",
+        "ranks" if many else "rank",
+        "device" if many else "",
         "computes",
         "idles",
         "waits for activations",
@@ -151,17 +190,20 @@ def idling_lines(
         "the link",
         "sums",
         "the end",
-        "memory peak",
+        "fullest memory" if many else "memory peak",
     )
-    peaks = {peak.rank: f"{units.size(peak.peak_bytes)} of {units.size(peak.usable_bytes)}" for peak in memory}
+    peaks = {peak.rank: peak for peak in memory}
     rows = []
-    for rank in sorted(busy_s):
-        cause = causes[rank]
+    for name, ranks in groups.items():
+        cause = mean_idling([causes[rank] for rank in ranks])
+        busy = sum(busy_s[rank] for rank in ranks) / len(ranks)
         parts = (cause.total_s, cause.activations_s, cause.gradients_s, cause.link_s, cause.sums_s, cause.end_s)
-        shares = (units.percent(_share(seconds, step_s)) for seconds in (busy_s[rank], *parts))
-        rows.append((str(rank), *shares, peaks.get(rank, "")))
+        shares = (units.percent(_share(seconds, step_s)) for seconds in (busy, *parts))
+        who = (str(len(ranks)), name) if many else (name, "")
+        rows.append((*who, *shares, fullest_text([peaks[rank] for rank in ranks if rank in peaks])))
     return [
         *table(headers, rows),
+        *(["  on average; every rank by itself: trace.json"] if many else []),
         "  sums: of gradients, with other ranks; the end: done, while others are not",
     ]
 
@@ -212,8 +254,10 @@ def _sample(curve: Curve | None, tokens: int) -> tuple[str, str]:
     return units.seconds(curve.seconds[place]), units.percent(curve.spread[place]) if curve.spread else ""
 
 
-def _host_table(profile: ClusterProfile) -> list[str]:
+def _host_table(profile: ClusterProfile, every: bool) -> list[str]:
     """What the ranks of each host have in common, where the profile says so."""
+    if len(profile.hosts) > MOST_ROWS and not every:
+        return ["", "Hosts", *table(("hosts", "ranks of each", "network card", "all flows out"), host_rows(profile))]
     rows = []
     for host in profile.hosts:
         ranks = [device.rank for device in profile.devices if device.host == host.name]
@@ -229,15 +273,19 @@ def _host_table(profile: ClusterProfile) -> list[str]:
     return ["", "Hosts", *table(headers, rows)]
 
 
-def _link_table(profile: ClusterProfile) -> list[str]:
+def _link_table(profile: ClusterProfile, every: bool) -> list[str]:
+    links, classes = len(profile.links) or len(profile.host_links), list[str]()
+    if links > MOST_CLASSED and not every:
+        columns = ("where", "between", "links", "latency", "bandwidth")
+        classes = ["", f"Links in classes, of {links:,}", *table(columns, link_rows(profile))]
     if not profile.links:
-        return _host_link_table(profile)
+        return classes or _host_link_table(profile)
     errors = {(link.source, link.destination): residuals(link) for link in profile.links}
     worst = {pair: max(map(abs, found), default=0.0) for pair, found in errors.items()}
     listed = sorted(
         profile.links, key=lambda link: (-worst[link.source, link.destination], link.source, link.destination)
     )
-    shown = sorted(listed[:MOST_LINKS], key=lambda link: (link.source, link.destination))
+    shown = sorted(listed if every else listed[:MOST_LINKS], key=lambda link: (link.source, link.destination))
     rows = []
     for link in shown:
         found = errors[link.source, link.destination]
@@ -254,6 +302,7 @@ def _link_table(profile: ClusterProfile) -> list[str]:
     )
     headers = ("link", "where", "latency", "bandwidth", "residual (median)", "(worst)", "samples")
     return [
+        *classes,
         "",
         what,
         *table(headers, rows),

@@ -13,16 +13,22 @@ from hetero_mpi.planning.plausible import profile_doubts
 from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LinkProfile
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.report import units
+from hetero_mpi.report.alike import (
+    EVERY_STAGE,
+    LONGEST_NAME,
+    MOST_ROWS,
+    MOST_STAGES,
+    device_text,
+    fullest_text,
+    rank_rows,
+    stage_rows,
+)
 
 WIDTH = 120
 """Characters per line at most: fits a terminal beside another and the log of a job."""
-LONGEST_NAME = 26
-"""Characters of a device's or host's name; some CPUs bear a whole sentence."""
 SHORTEST_NAME = 10
 PROSE = 30
 """Least width of a column of prose."""
-MOST_ROWS = 16
-"""Ranks up to which each has a line of its own."""
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -52,13 +58,13 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def profile_lines(profile: ClusterProfile) -> list[str]:
     """Every rank with its device, memory and speed, and the links between them, in a few lines; of more than ``MOST_ROWS``
-    ranks those of a host that look alike share one."""
+    ranks those of a host that look alike share one, and where these are more, those of one kind of device."""
     tokens = profile.model.sequence_length
     alike: dict[tuple[int, tuple[str, ...]], list[int]] = {}
     for device in profile.devices:
         row = (
             _short(device.host),
-            _device(device),
+            device_text(device),
             units.seconds(_block_s(profile, device, Op.F)),
             units.seconds(_block_s(profile, device, Op.B)),
             units.size(device.memory_bytes),
@@ -67,6 +73,8 @@ def profile_lines(profile: ClusterProfile) -> list[str]:
         own_row = device.rank if len(profile.devices) <= MOST_ROWS else 0
         alike.setdefault((own_row, row), []).append(device.rank)
     rows = [(units.numbers(members), *row) for (_, row), members in alike.items()]
+    if len(rows) > MOST_ROWS:
+        rows = rank_rows(profile, lambda device: (_block_s(profile, device, Op.F), _block_s(profile, device, Op.B)))
     ranks = len(profile.devices)
     lines = [f"Ranks: {ranks}, {profile.mpi_library}; figures {profile.source}, {profile.date}"]
     lines += table(("rank", *_places(profile), "forward", "backward", "memory", "why so much"), rows)
@@ -111,24 +119,14 @@ def plan_lines(plan: Plan, profile: ClusterProfile) -> list[str]:
     emulated = " on emulated devices" if profile.emulated else ""
     lines = _wrapped("", headline(plan)) if plan.predicted_step_s > 0 else []
     lines += [f"Plan: {_plural(stages, 'stage')}{pipelines}{emulated}{schedule_text(plan)}"]
-    headers = (
-        "pipeline",
-        "stage",
-        "rank",
-        _places(profile)[1],
-        "items",
-        "weights",
-        "memory",
-        "compute",
-        "recompute",
-        "warm-up",
-    )
-    lines += table(headers, _stage_rows(plan, profile))
+    lines += table(*_stage_table(plan, profile))
     tokens = " or ".join(dict.fromkeys(f"{one.micro_batch * plan.sequence_length:,}" for one in plan.pipelines))
     lines.append(
         f"  weights: parameters; compute: forward + backward of {tokens} tokens; "
         "warm-up: micro-batches ahead of the first backward"
     )
+    if stages > MOST_STAGES:
+        lines.append(f"  {EVERY_STAGE}")
     lines += host_lines(plan)
     for line in idle_lines(plan):
         lines += _wrapped("  ", line)
@@ -166,10 +164,14 @@ def idle_lines(plan: Plan) -> list[str]:
 
 
 def host_lines(plan: Plan) -> list[str]:
-    """``host alpha: 12.0 of 60.0 GB for its ranks together``"""
+    """``host alpha: 12.0 of 60.0 GB for its ranks together``; of many hosts the fullest."""
+    fullest_first = sorted(plan.hosts, key=lambda host: -host.peak_bytes / max(host.usable_bytes, 1))
+    hosts = plan.hosts if len(plan.hosts) <= MOST_ROWS else fullest_first[:1]
+    more = f" (the fullest of {len(plan.hosts)})" if len(hosts) < len(plan.hosts) else ""
     return [
-        f"  host {_short(host.host)}: {units.size(host.peak_bytes)} of {units.size(host.usable_bytes)} for its ranks together"
-        for host in plan.hosts
+        f"  host {_short(host.host)}: {units.size(host.peak_bytes)} of {units.size(host.usable_bytes)} "
+        f"for its ranks together{more}"
+        for host in hosts
     ]
 
 
@@ -191,6 +193,22 @@ def items_text(first: int, last: int, items: int) -> str:
     return ", ".join(parts)
 
 
+def _stage_table(plan: Plan, profile: ClusterProfile) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    if len(plan.numbered) > MOST_STAGES:
+        headers, rows = stage_rows(
+            plan,
+            profile,
+            lambda pipeline, stage: _micro_batch_s(pipeline, stage, plan, profile),
+            lambda stage: _parameters(stage, profile),
+        )
+        return (headers[0], _places(profile)[1], *headers[2:]), rows
+    device = _places(profile)[1]
+    headers = (
+        "pipeline", "stage", "rank", device, "items", "weights", "memory", "compute", "recompute", "warm-up",
+    )  # fmt: skip
+    return headers, _stage_rows(plan, profile)
+
+
 def _stage_rows(plan: Plan, profile: ClusterProfile) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for index, pipeline in enumerate(plan.pipelines):
@@ -200,7 +218,7 @@ def _stage_rows(plan: Plan, profile: ClusterProfile) -> list[tuple[str, ...]]:
                     str(index) if len(plan.pipelines) > 1 else "",
                     str(len(rows)),
                     ", ".join(map(str, stage.ranks)),
-                    ", ".join(dict.fromkeys(_device(profile.devices[rank]) for rank in stage.ranks)),
+                    ", ".join(dict.fromkeys(device_text(profile.devices[rank]) for rank in stage.ranks)),
                     items_text(stage.first, stage.last, plan.items),
                     units.count(_parameters(stage, profile)),
                     _memory(plan, stage),
@@ -219,11 +237,7 @@ def _parameters(stage: StagePlan, profile: ClusterProfile) -> int:
 
 def _memory(plan: Plan, stage: StagePlan) -> str:
     """``1.20 of 8.00 GB``, of the stage's fullest rank."""
-    known = [memory for memory in plan.memory if memory.rank in stage.ranks]
-    if not known:
-        return ""
-    fullest = max(known, key=lambda memory: memory.peak_bytes / max(memory.usable_bytes, 1))
-    return f"{units.size(fullest.peak_bytes)} of {units.size(fullest.usable_bytes)}"
+    return fullest_text([memory for memory in plan.memory if memory.rank in stage.ranks])
 
 
 def _micro_batch_s(pipeline: PipelinePlan, stage: StagePlan, plan: Plan, profile: ClusterProfile) -> float:
@@ -295,11 +309,6 @@ def _block_s(profile: ClusterProfile, device: DeviceProfile, op: Op) -> float:
     items = len(profile.model.layers)
     total = compute_s(profile, device, 1, items - 1, profile.model.sequence_length, op)
     return total / max(items - 2, 1)
-
-
-def _device(device: DeviceProfile) -> str:
-    name = device.name if device.name.lower().startswith(device.backend) else f"{device.backend} {device.name}"
-    return units.device_name(name, LONGEST_NAME)
 
 
 def _shortened(cell: str, width: int, heading: str) -> str:

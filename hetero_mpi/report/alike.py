@@ -1,0 +1,184 @@
+"""Clusters with so many ranks that nobody reads a row for each: like ranks, hosts and links share one, with their count."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from hetero_mpi.planning.idling import Idling
+from hetero_mpi.planning.plan import PipelinePlan, Plan, RankMemory, StagePlan
+from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile
+from hetero_mpi.planning.words import counted
+from hetero_mpi.report import units
+
+MOST_ROWS = 16
+"""Ranks of a profile, and hosts, up to which each has a row of its own."""
+MOST_STAGES = 48
+"""The same of the stages of a plan: one wants to see who holds what."""
+LONGEST_NAME = 26
+"""Characters of a device's or host's name; some CPUs bear a whole sentence."""
+SHORT_NAME = 14
+"""The same where two names stand beside each other."""
+EVERY_STAGE = "every stage: `inspect PLAN --all`, of the plan.toml that `plan -o` and `train` write"
+
+
+def device_text(device: DeviceProfile) -> str:
+    """``cuda RTX 4090``: what ranks have in common that are shown in one row."""
+    name = device.name if device.name.lower().startswith(device.backend) else f"{device.backend} {device.name}"
+    return units.device_name(name, LONGEST_NAME)
+
+
+def by_device(devices: Iterable[DeviceProfile]) -> dict[str, list[DeviceProfile]]:
+    """Devices of one name and backend together."""
+    found: dict[str, list[DeviceProfile]] = {}
+    for device in devices:
+        found.setdefault(device_text(device), []).append(device)
+    return found
+
+
+def least_most(values: Sequence[float], show: Callable[[float], str]) -> str:
+    """``1.20 ms to 1.31 ms``, or one figure where all look the same."""
+    if not values:
+        return ""
+    least, most = show(min(values)), show(max(values))
+    return least if least == most else f"{least} to {most}"
+
+
+def whole(value: float) -> str:
+    return f"{value:.0f}"
+
+
+def stage_rows(
+    plan: Plan, profile: ClusterProfile, seconds: Callable[[PipelinePlan, StagePlan], float],
+    parameters: Callable[[StagePlan], float],
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:  # fmt: skip
+    """Headings and rows: all stages on one kind of device together, least to most."""
+    groups: dict[str, list[tuple[PipelinePlan, StagePlan]]] = {}
+    for _, index, stage in plan.numbered:
+        kind = device_text(profile.devices[stage.ranks[0]])
+        groups.setdefault(kind, []).append((plan.pipelines[index], stage))
+    peaks = {memory.rank: memory for memory in plan.memory}
+    rows: list[tuple[str, ...]] = []
+    for kind, held in groups.items():
+        stages = [stage for _, stage in held]
+        again = sum(stage.recompute for stage in stages)
+        rows.append((
+            str(len(stages)),
+            kind,
+            least_most([stage.last - stage.first for stage in stages], whole),
+            least_most([parameters(stage) for stage in stages], units.count),
+            fullest_text([peaks[stage.ranks[0]] for stage in stages if stage.ranks[0] in peaks]),
+            least_most([seconds(pipeline, stage) for pipeline, stage in held], units.seconds),
+            f"{again} of them" if again else "",
+            least_most([stage.warm_up for stage in stages], whole),
+        ))  # fmt: skip
+    headers = ("stages", "device", "items each", "weights", "fullest memory", "compute", "recompute", "warm-up")
+    return headers, rows
+
+
+def plan_rows(plan: Plan) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The same of a plan without its profile: stages that hold equally many items together."""
+    groups: dict[int, list[tuple[PipelinePlan, StagePlan]]] = {}
+    for _, index, stage in plan.numbered:
+        groups.setdefault(stage.last - stage.first, []).append((plan.pipelines[index], stage))
+    peaks = {memory.rank: memory for memory in plan.memory}
+    rows: list[tuple[str, ...]] = []
+    for items, held in sorted(groups.items()):
+        stages = [stage for _, stage in held]
+        again = sum(stage.recompute for stage in stages)
+        rows.append((
+            str(len(stages)),
+            str(items),
+            least_most([pipeline.micro_batches for pipeline, _ in held], whole),
+            f"{again} of them" if again else "",
+            least_most([stage.warm_up for stage in stages], whole),
+            fullest_text([peaks[stage.ranks[0]] for stage in stages if stage.ranks[0] in peaks]),
+        ))  # fmt: skip
+    return ("stages", "items each", "micro-batches", "recompute", "warm-up", "fullest memory"), rows
+
+
+def fullest_text(memory: Sequence[RankMemory]) -> str:
+    """``1.20 GB of 8.00 GB``, of the rank that is fullest."""
+    if not memory:
+        return ""
+    fullest = max(memory, key=lambda one: one.peak_bytes / max(one.usable_bytes, 1))
+    return f"{units.size(fullest.peak_bytes)} of {units.size(fullest.usable_bytes)}"
+
+
+def utilisation(shares: Mapping[int, float]) -> str:
+    """``rank 0 84 %, rank 1 90 %``; of many ranks the least, the median and the most."""
+    if len(shares) <= MOST_STAGES:
+        return ", ".join(f"rank {rank} {units.percent(shares[rank])}" for rank in sorted(shares))
+    idlest, busiest = min(shares, key=lambda r: shares[r]), max(shares, key=lambda r: shares[r])
+    return (
+        f"of {len(shares)} ranks the least busy is rank {idlest} with {units.percent(shares[idlest])}, the median "
+        f"{units.percent(statistics.median(shares.values()))}, the busiest rank {busiest} with {units.percent(shares[busiest])}"
+    )
+
+
+def mean_idling(causes: Sequence[Idling]) -> Idling:
+    """Of several ranks."""
+    count = len(causes)
+    return Idling(*(sum(seconds) / count for seconds in zip(*(vars(cause).values() for cause in causes), strict=True)))
+
+
+def rank_rows(
+    profile: ClusterProfile, seconds: Callable[[DeviceProfile], tuple[float, float]]
+) -> list[tuple[str, ...]]:
+    """How many ranks of a kind there are, on how many hosts; forward and backward, memory, and why so much."""
+    rows: list[tuple[str, ...]] = []
+    for kind, devices in by_device(profile.devices).items():
+        hosts = sorted({device.host for device in devices})
+        forward, backward = zip(*map(seconds, devices), strict=True)
+        reasons = dict.fromkeys(device.memory_reason for device in devices)
+        rows.append((
+            f"{len(devices)} ranks" if len(devices) > 1 else f"rank {devices[0].rank}",
+            hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts",
+            kind,
+            least_most(forward, units.seconds),
+            least_most(backward, units.seconds),
+            least_most([device.memory_bytes for device in devices], units.size),
+            next(iter(reasons)) if len(reasons) == 1 else "",
+        ))  # fmt: skip
+    return rows
+
+
+def host_rows(profile: ClusterProfile) -> list[tuple[str, ...]]:
+    """Hosts with the same devices together: how many, of which, what they have in common."""
+    groups: dict[str, list[str]] = {}
+    for host in profile.hosts:
+        devices = [device for device in profile.devices if device.host == host.name]
+        groups.setdefault(counted(map(device_text, devices), ", "), []).append(host.name)
+    known = {host.name: host for host in profile.hosts}
+    rows: list[tuple[str, ...]] = []
+    for kind, names in groups.items():
+        hosts = [known[name] for name in names]
+        sharing = sum(host.shared_nic for host in hosts)
+        card = "shared" if sharing == len(hosts) else f"shared on {sharing}" if sharing else "not shared"
+        flows = [host.flows_bytes_per_s for host in hosts if host.flows_bytes_per_s != float("inf")]
+        rows.append((str(len(hosts)), kind, card, least_most(flows, units.bandwidth)))
+    return rows
+
+
+def link_rows(profile: ClusterProfile) -> list[tuple[str, ...]]:
+    """Links in classes: inside a host or between two, and from which kind of device to which."""
+    kind_of = {device.rank: kind for kind, devices in by_device(profile.devices).items() for device in devices}
+    groups: dict[tuple[bool, str], list[tuple[float, float]]] = {}
+    for link in profile.told_links():
+        names = (units.device_name(kind_of[rank], SHORT_NAME) for rank in (link.source, link.destination))
+        ends = " - ".join(sorted(names))
+        groups.setdefault((not link.same_host, ends), []).append((link.latency_s, link.bytes_per_s))
+    rows: list[tuple[str, ...]] = []
+    for (between, ends), figures in sorted(groups.items()):
+        latencies, speeds = zip(*figures, strict=True)
+        where = "between hosts" if between else "inside a host"
+        rows.append(
+            (
+                where,
+                ends,
+                f"{len(figures):,}",
+                least_most(latencies, units.seconds),
+                least_most(speeds, units.bandwidth),
+            )
+        )
+    return rows

@@ -1,0 +1,95 @@
+"""Clusters of hundreds of ranks in tables that a person reads: like ranks share a row, and every one can still be asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hetero_mpi.cli import main
+from hetero_mpi.planning.files import save_plan, save_profile
+from hetero_mpi.planning.idling import Idling
+from hetero_mpi.planning.memory import predict_memory
+from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.report.alike import counted, least_most, mean_idling, utilisation, whole
+from hetero_mpi.report.inspection import inspection_lines, plan_inspection_lines
+from hetero_mpi.report.tables import WIDTH, plan_lines, profile_lines
+from tests.planning_samples import SEQUENCE, noisy_profile
+
+SCREEN = 100
+"""Lines that one scrolls through."""
+
+
+@pytest.fixture(scope="module")
+def profile() -> ClusterProfile:
+    return noisy_profile(25)
+
+
+def planned(profile: ClusterProfile) -> Plan:
+    """Pipelines of four ranks each over the first 192."""
+    pipelines = tuple(
+        PipelinePlan(
+            tuple(StagePlan((4 * p + s,), (0, 10, 20, 30)[s], (10, 20, 30, 42)[s], 3 - s) for s in range(4)), 1, 4
+        )
+        for p in range(48)
+    )
+    plan = Plan(pipelines, 192, SEQUENCE, 42, predicted_step_s=1.0)
+    return Plan(pipelines, 192, SEQUENCE, 42, predicted_step_s=1.0, memory=predict_memory(plan, profile))
+
+
+def test_a_profile_of_two_hundred_unlike_ranks(profile: ClusterProfile) -> None:
+    lines = inspection_lines(profile)
+    text = "\n".join(lines)
+    assert len(lines) < SCREEN and max(map(len, lines)) <= WIDTH
+    assert "  72 ranks  9 hosts  cuda GeForce RTX 4090       1.47 s to 1.53 s" in text
+    assert "the median of 64" in text and "`inspect FILE --all`" in text
+    assert "Links in classes, of 39,800" in text and "between hosts" in text and "inside a host" in text
+    whole_text = "\n".join(inspection_lines(profile, every=True))
+    assert "Rank 137: " in whole_text and "137 -> 99" in whole_text and "node24" in whole_text
+    assert len(profile_lines(profile)) < 12
+
+
+def test_a_plan_of_two_hundred_ranks(profile: ClusterProfile) -> None:
+    plan = planned(profile)
+    lines = plan_lines(plan, profile)
+    assert len(lines) < 20 and max(map(len, lines)) <= WIDTH
+    assert any(line.split()[:5] == ["64", "cuda", "GeForce", "RTX", "4090"] and "10 to 12" in line for line in lines)
+    assert any("`inspect PLAN --all`" in line for line in lines)
+    alone = plan_inspection_lines(plan)
+    assert len(alone) < 20 and any(line.split()[:2] == ["144", "10"] for line in alone)
+    assert len(plan_inspection_lines(plan, every=True)) > 192
+
+
+def test_the_commands_say_it(profile: ClusterProfile, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_plan(planned(profile), tmp_path / "plan.toml")
+    assert main(["inspect", str(tmp_path / "plan.toml")]) == 0
+    assert len(capsys.readouterr().out.splitlines()) < SCREEN
+    assert main(["inspect", "--all", str(tmp_path / "plan.toml")]) == 0
+    assert len(capsys.readouterr().out.splitlines()) > 192
+
+
+@pytest.mark.long
+def test_planning_and_simulating_for_two_hundred_ranks(
+    profile: ClusterProfile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "profile.toml"
+    save_profile(profile, path)
+    for command in (["inspect", str(path)], ["plan", "--profile", str(path)], ["simulate", "--profile", str(path)]):
+        more = ["-o", str(tmp_path / "out")] if command[0] == "simulate" else []
+        assert main([*command, *more]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) < SCREEN, command
+    assert "every rank by itself: trace.json" in "\n".join(lines)
+
+
+def test_figures_of_many() -> None:
+    assert (
+        least_most([3, 1, 2], whole) == "1 to 3"
+        and least_most([1.01, 1.02], whole) == "1"
+        and least_most([], whole) == ""
+    )
+    assert counted(["a", "b", "a"], " + ") == "2 x (a) + b"
+    assert mean_idling([Idling(1.0, 0.0, 2.0), Idling(3.0)]) == Idling(2.0, 0.0, 1.0)
+    assert utilisation({0: 0.5, 1: 0.75}) == "rank 0 50 %, rank 1 75 %"
+    assert utilisation({rank: rank / 100 for rank in range(1, 100)}).startswith("of 99 ranks the least busy is rank 1 ")
