@@ -73,20 +73,27 @@ def two_hosts(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
+def on_head(*words: str) -> list[str]:
+    """A command on the first host."""
+    start = f'hostname {HEAD}; exec "$@"'
+    return ["ip", "netns", "exec", HEAD, "unshare", "--uts", "bash", "-c", start, "start", *words]
+
+
+def mpi_options(agent: Path) -> str:
+    return f"--mca plm_rsh_agent {agent} --mca btl tcp,self --mca pml ob1"
+
+
 def test_launcher_and_transport_between_two_hosts(two_hosts: tuple[Path, Path]) -> None:
     hostfile, agent = two_hosts
     programs = ROOT / "tests" / "programs"
-    options = f"--mca plm_rsh_agent {agent} --mca btl tcp,self --mca pml ob1"
-    start = f'hostname {HEAD}; exec "$@"'
-    command = ["ip", "netns", "exec", HEAD, "unshare", "--uts", "bash", "-c", start, "start"]
-    command += [
+    command = on_head(
         sys.executable,
         str(programs / "comm_launch.py"),
         "2",
         str(hostfile),
-        options,
+        mpi_options(agent),
         str(programs / "comm_world.py"),
-    ]
+    )
     result = run_bounded(command, {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, timeout_s=60)
     assert result.returncode == 0, result.stderr
     assert "10.79.13.2 is reached through cable0 (10.79.13.0/24)" in result.stderr
@@ -100,10 +107,11 @@ def test_plain_mpirun_between_two_hosts_needs_no_options(two_hosts: tuple[Path, 
     """Without a word about interfaces, MPI's own choice hangs or ends between these hosts: ranks keep to the launcher's way."""
     hostfile, agent = two_hosts
     root = ["--allow-run-as-root", "--prefix", sys.prefix, "-x", "PYTHONPATH", "--mca", "plm_rsh_agent", str(agent)]
-    command = ["ip", "netns", "exec", HEAD, "unshare", "--uts", "bash", "-c", f'hostname {HEAD}; exec "$@"', "start"]
-    command += [str(launcher_or_skip().path), *root, "-hostfile", str(hostfile), "-np", "2"]
+    command = [str(launcher_or_skip().path), *root, "-hostfile", str(hostfile), "-np", "2"]
     command += [sys.executable, str(ROOT / "tests" / "programs" / "comm_world.py"), "sums"]
-    result = run_bounded(command, {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, timeout_s=60)
+    result = run_bounded(
+        on_head(*command), {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, timeout_s=60
+    )
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -129,3 +137,22 @@ def test_ranks_keep_to_the_interface_of_the_launcher_s_daemon(
         asked = {"OMPI_COMM_WORLD_SIZE": "2", **chosen}
         interfaces.keep_to_the_launcher_s_interfaces(asked)
         assert asked == {"OMPI_COMM_WORLD_SIZE": "2", **chosen}, "the user has said it"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_before_it_joins_ends_a_recovering_job(
+    two_hosts: tuple[Path, Path], tmp_path: Path, victim: int
+) -> None:
+    """The launcher, told that ranks may die, says nothing of it; here it dies before its first line of ours."""
+    hostfile, agent = two_hosts
+    (tmp_path / "broken").mkdir()
+    dies = f'import os\nif os.environ.get("OMPI_COMM_WORLD_RANK") == "{victim}": os.kill(os.getpid(), 9)\n'
+    (tmp_path / "broken" / "sitecustomize.py").write_text(dies)
+    launch = [sys.executable, "-m", "hetero_mpi", "launch", "-np", "2", "--hostfile", str(hostfile), "--recover"]
+    command = on_head(*launch, f"--mpirun-args={mpi_options(agent)}", "--", "train", "job.toml")
+    paths = f"{tmp_path / 'broken'}{os.pathsep}{ROOT}"
+    result = run_bounded(command, {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}, timeout_s=60)
+    assert result.returncode not in (0, 2), result.stderr
+    host = (HEAD, OTHER)[victim]
+    assert f"rank {victim} on {host} ended before it had joined the other ranks" in result.stderr, result.stderr
+    assert result.stderr.count("ended before it had joined") - result.stderr.count("echo ") == 1, result.stderr

@@ -43,7 +43,7 @@ FOREIGN_OPTIONS = {
     "Open MPI": {"--mca", "--prtemca", "--prefix", "--host", "--wdir", "--with-ft", "--oversubscribe"},
     "SLURM": {
         "--gpus-per-task", "--gpus-per-node", "--gres", "--mem", "--ntasks", "--ntasks-per-node", "--cpus-per-task", "--requeue",
-        "--open-mode", "--signal", "--mpi", "--het-group",
+        "--open-mode", "--signal", "--time", "--mpi", "--het-group",
     },
     "Docker": {"--shm-size"},
 }  # fmt: skip
@@ -257,7 +257,7 @@ def test_the_readme_counts_the_profiles() -> None:
 def test_every_command_and_variable_has_its_place() -> None:
     assert [name for name in NAMES if f"`{name}" not in COMMANDS_HEADER] == []
     source = "\n".join(path.read_text() for path in (ROOT / "hetero_mpi").rglob("*.py"))
-    read = set(re.findall(r"\"(HETERO_MPI_[A-Z]+)\"", source)) - {"HETERO_MPI_START"}  # set by launch for itself
+    read = set(re.findall(r"\"(HETERO_MPI_[A-Z]+)\"", source)) - {"HETERO_MPI_START", "HETERO_MPI_JOINED"}  # by launch
     assert read <= set(ENVIRONMENT)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hetero_mpi.comm.library import MpiLibrary
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch import launcher as launching
 from hetero_mpi.launch.command import add_arguments, main
+from hetero_mpi.launch.error_stream import ErrorStream
 from hetero_mpi.launch.hostfile import HostEntry, check_slots, format_hostfile, host_list, read_hostfile
 from hetero_mpi.launch.interface import LocalAddress, choose_interface, resolve
 from hetero_mpi.launch.launcher import Launcher, build_command, launcher_version
@@ -277,3 +279,34 @@ def test_launcher_of_mpich_with_another_library_is_refused() -> None:
     result = run_bounded(command, {**os.environ, "PYTHONPATH": str(ROOT)}, 30)
     assert result.returncode == 2
     assert (result.stdout + result.stderr).count("started 3 processes, but the loaded MPI library") == 1
+
+
+RULE = b"-" * 74 + b"\n"
+FAILED_BOX = (
+    RULE + b"prterun detected that one or more processes exited with non-zero status,\nExit code:    76\n" + RULE
+)
+ABORT_BOX = RULE + b'prterun has exited due to process rank 0 with PID 0 on node a calling\n"abort".\n' + RULE
+LOST_BOX = RULE + b"PRTE has lost communication with a remote daemon.\n" + RULE
+OTHER_BOX = RULE + b"There are not enough slots\n" + RULE
+
+
+@pytest.mark.parametrize(
+    ("printed", "code", "passed_on", "believed"),
+    [
+        (b"Stopped\n" + FAILED_BOX, 76, b"Stopped\n", 76),
+        (b"Stopped\n" + FAILED_BOX, 1, b"Stopped\n" + FAILED_BOX, 1),
+        (b"rank 0 failed\n" + ABORT_BOX + b"end", 1, b"rank 0 failed\nend", 1),
+        (LOST_BOX, 0, LOST_BOX, 1),
+        (OTHER_BOX + RULE + RULE + LOST_BOX[:-20], 1, OTHER_BOX + RULE + RULE + LOST_BOX[:-20], 1),
+    ],
+)
+def test_the_launchers_boxes_add_nothing_where_the_job_has_said_why(
+    printed: bytes, code: int, passed_on: bytes, believed: int, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        errors = ErrorStream(process.stdout)
+        process.stdin.write(printed)
+        process.stdin.close()
+        assert errors.finish(code) == believed
+    assert capfdbinary.readouterr().err == passed_on

@@ -89,6 +89,37 @@ def test_a_second_signal_ends_at_once_np2(tmp_path: Path) -> None:
     assert not list((run / "checkpoints").glob("*.h5"))
 
 
+def test_a_second_sigusr1_changes_nothing_np2(tmp_path: Path) -> None:
+    """SLURM sends it before the time limit, whatever a user has sent; to the launcher and, as some sites do, to the ranks."""
+    job, run = LongRun(tmp_path, 2), tmp_path / "run"
+    launch = [sys.executable, "-m", "hetero_mpi", "launch", "-np", "2", "--", *job.arguments(run)]
+    with job.started(launch, job.environment(), run) as running:
+        running.wait_for_steps(2)
+        running.ranks[1].send_signal(signal.SIGSTOP)
+        running.process.send_signal(signal.SIGUSR1)
+        time.sleep(2 * signals.ECHO_S)
+        for process in (running.process, running.ranks[0]):
+            process.send_signal(signal.SIGUSR1)
+        time.sleep(2 * signals.ECHO_S)
+        assert running.process.poll() is None, running.text()
+        running.ranks[1].send_signal(signal.SIGCONT)
+        stopped(running)
+    assert "launch: SIGUSR1: asking the job to finish its step" in running.text()
+    assert "non-zero status" not in running.text(), "the end was in order, and has been told"
+
+
+def test_a_signal_while_profiling_says_what_to_do_np2(tmp_path: Path) -> None:
+    job, run = LongRun(tmp_path, 2), tmp_path / "run"
+    launch = [sys.executable, "-m", "hetero_mpi", "launch", "-np", "2", "--", *job.arguments(run)]
+    with job.started([*launch, "--set", "profile.repeats=1000"], job.environment(), run) as running:
+        running.wait_for("the profile", lambda: "Profiling 2 ranks" in running.text())
+        running.process.send_signal(signal.SIGUSR1)
+        assert running.end() == 128 + signal.SIGUSR1, running.text()
+    told = running.text()
+    assert "SIGUSR1 before the first step, so nothing of this start is saved. Under SLURM: raise --time" in told
+    assert "MPI_ABORT" not in told and "prterun" not in told
+
+
 @pytest.mark.parametrize("number", REQUESTS)
 def test_before_the_first_step_nothing_is_saved(number: signal.Signals) -> None:
     before = signal.getsignal(number)

@@ -34,11 +34,11 @@ ABORT_S = 3
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal that ends the job at once."""
+    """A signal that ends the job at once. ``when``: in words, with what is saved and what to do."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, when: str) -> None:
         super().__init__(number)
-        self.number = number
+        self.number, self.when = number, when
 
 
 class Member(Protocol):
@@ -120,7 +120,7 @@ def _cause_text(cause: BaseException | str) -> str:
     if isinstance(cause, str):
         return cause
     if isinstance(cause, Interrupted):
-        return f"ended by {signal.Signals(cause.number).name}"
+        return f"{signal.Signals(cause.number).name} {cause.when}"
     if isinstance(cause, KeyboardInterrupt):
         return "interrupted from the keyboard"
     return "".join(traceback.format_exception(type(cause), cause, cause.__traceback__)).rstrip()

@@ -21,6 +21,7 @@ from hetero_mpi.comm.collectives import Collectives
 from hetero_mpi.comm.ending import end_alone, leave_now, leave_together
 from hetero_mpi.comm.interfaces import keep_to_the_launcher_s_interfaces
 from hetero_mpi.comm.library import (
+    JOINED_VARIABLE,
     MpiLibrary,
     foreign_launcher_problem,
     launched_as,
@@ -45,8 +46,11 @@ def run_guarded(main: Callable[[World], int]) -> int:
         world = join()
     except UserError as error:
         launched = launched_as(os.environ, "")
-        if launched is None or launched.rank == 0:
+        # Each host may lack its library for itself; what else is refused, is refused on all ranks alike.
+        if launched is None or launched.rank == 0 or "mpi4py.MPI" not in sys.modules:
             print(error, file=sys.stderr, flush=True)
+        if "mpi4py.MPI" in sys.modules:
+            _tell_joined()  # all are refused, and end together
         _finalize()
         return error.exit_code
     try:
@@ -102,7 +106,17 @@ def join() -> World:
         # With this handler mpi4py turns MPI's errors into exceptions; duplicates of the communicator inherit it.
         mpi.COMM_WORLD.Set_errhandler(mpi.ERRORS_RETURN)
     _refuse(world_size_problem(launched, library, mpi.COMM_WORLD.Get_size()))
-    return _look_around(mpi, library)
+    world = _look_around(mpi, library)
+    _tell_joined()
+    return world
+
+
+def _tell_joined() -> None:
+    """From now on this rank's death can be outlived."""
+    file = os.environ.pop(JOINED_VARIABLE, None)
+    if file is not None:
+        with os.fdopen(int(file), "w") as pipe:
+            pipe.write("joined\n")
 
 
 def _look_around(mpi: Any, library: MpiLibrary) -> World:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 OPEN_MPI = "Open MPI"
 MPICH = "MPICH"
+JOINED_VARIABLE = "HETERO_MPI_JOINED"
+"""Environment variable: to this file a rank writes a line when it has joined the others (``launch.early_deaths``)."""
 
 _VERSION = r"(\d+(?:\.\d+)*\w*)"
 # Order matters: MPICH's descendants also mention MPICH in their text.

@@ -28,8 +28,9 @@ from hetero_mpi.errors import ExitCode
 from hetero_mpi.launch.agent import launch_agent
 from hetero_mpi.launch.elastic_command import Commands
 from hetero_mpi.launch.elastic_options import ElasticOptions
+from hetero_mpi.launch.error_stream import ErrorStream
 from hetero_mpi.launch.journal import Journal
-from hetero_mpi.launch.launcher import Launcher, announce, ask_to_end
+from hetero_mpi.launch.launcher import ASKED_TEXT, AT_ONCE, AT_ONCE_TEXT, Launcher, announce, ask_to_end
 from hetero_mpi.launch.processes import end_starts
 from hetero_mpi.launch.tower import Home, Post, Tower
 
@@ -163,9 +164,11 @@ class Supervisor:
             command.arguments,
             env={**os.environ, **command.environment},
             stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             start_new_session=True,  # a signal from the terminal comes to the supervisor, which passes it on once
         )
-        progress = _Progress(posts, self._tell_first_step)
+        assert process.stderr is not None
+        errors, progress = ErrorStream(process.stderr), _Progress(posts, self._tell_first_step)
         try:
             ending = self._attend(process, posts, progress)
         finally:
@@ -173,6 +176,7 @@ class Supervisor:
         killed = {post.name: post.memory_kills - kills[post.number] for post in posts}
         if ending.code != 0 and (text := memory_kills_text(killed)):
             self.journal.tell("memory", text, hosts=[name for name, count in killed.items() if count > 0])
+        errors.finish(ExitCode.FAILED if ending.code is None else ending.code)
         if ending.code == 0:
             ending = self._believed(ending, posts, deaf)
         if progress.seen:
@@ -229,9 +233,11 @@ class Supervisor:
                 self.journal.tell("silent", text, hosts=names)
                 return Ending(128 + self.signals[0] if self.signals else None, silent)
             if len(self.signals) > passed_on:
+                name = signal.Signals(self.signals[-1]).name
                 if passed_on:
+                    self.journal.tell("signal", f"{name}: {AT_ONCE_TEXT}")
                     return Ending(128 + self.signals[-1])
-                self.journal.tell("signal", f"{signal.Signals(self.signals[0]).name} passed on to the job")
+                self.journal.tell("signal", f"{name}: {ASKED_TEXT}")
                 ask_to_end(process, again=False)
                 passed_on = len(self.signals)
             time.sleep(_POLL_S)
@@ -293,10 +299,11 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        """Signals that ask for an end are noted; ``_attend`` passes the first one on."""
+        """Signals that ask for an end are noted: ``_attend`` passes the first on, and ends the job at one more of ``AT_ONCE``."""
 
         def note(number: int, _frame: FrameType | None) -> None:
-            self.signals.append(number)
+            if not self.signals or number in AT_ONCE:
+                self.signals.append(number)
 
         names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
         before = {n: signal.signal(n, note) for name in names if (n := getattr(signal, name, None)) is not None}

@@ -16,6 +16,7 @@ from pathlib import Path
 from hetero_mpi.comm.library import MPICH, OPEN_MPI
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch.agent import launch_agent, without_agent
+from hetero_mpi.launch.early_deaths import ending_all
 from hetero_mpi.launch.hosts import Host
 from hetero_mpi.launch.interface import LocalAddress, choose_interface, local_addresses, resolve
 from hetero_mpi.launch.launcher import CommandLine, Launcher, add_mpich, add_open_mpi, summary
@@ -58,7 +59,7 @@ def hosts_command(
     if launcher.family == OPEN_MPI:
         add_open_mpi(command, launcher, ranks, False, choice, given)
         command.arguments += given
-        parts = [_open_mpi_part(host, count, program_args, prefixes.get(host.address)) for host, count in shares]
+        parts = [_open_mpi_part(host, count, program_args, prefixes.get(host.address), given) for host, count in shares]
     else:
         add_mpich(command, choice)
         command.arguments += [*given, "-hosts", _host_list(shares)]
@@ -91,14 +92,16 @@ def prefix_of(host: Host, launcher: Launcher) -> str:
     return str(launcher.path.parent.parent)
 
 
-def _open_mpi_part(host: Host, count: int, program_args: Sequence[str], prefix: str | None) -> list[str]:
+def _open_mpi_part(
+    host: Host, count: int, program_args: Sequence[str], prefix: str | None, given: Sequence[str]
+) -> list[str]:
     # Open MPI's -x reaches the ranks of all parts, whichever it stands in: `env` sets what is for one alone.
     elsewhere = {} if prefix is None else {"OPAL_PREFIX": prefix}  # the library looks for its parts below it
     variables = [f"{name}={value}" for name, value in {**elsewhere, **host.variables()}.items()]
     words = ["--host", f"{host.address}:{count}", "-np", str(count)]
     words += ["--wdir", host.directory] if host.directory is not None else []
-    words += ["env", *variables] if variables else []
-    return [*words, host.executable, "-m", "hetero_mpi", *program_args]
+    program = [*(["env", *variables] if variables else []), host.executable, "-m", "hetero_mpi", *program_args]
+    return [*words, *ending_all(program, given)]
 
 
 def _mpich_part(host: Host, count: int, program_args: Sequence[str]) -> list[str]:

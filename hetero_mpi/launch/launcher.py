@@ -24,6 +24,8 @@ from types import FrameType
 from hetero_mpi.comm.library import MPICH, OPEN_MPI, MpiLibrary, parse_library_version
 from hetero_mpi.device.memory_kills import memory_kills, memory_kills_text
 from hetero_mpi.errors import UserError
+from hetero_mpi.launch.early_deaths import ending_all
+from hetero_mpi.launch.error_stream import ErrorStream
 from hetero_mpi.launch.hostfile import HostEntry, check_slots, host_list, read_hostfile
 from hetero_mpi.launch.interface import InterfaceChoice, choose_interface, local_addresses, resolve
 
@@ -197,7 +199,7 @@ def build_command(
         add_open_mpi(command, launcher, np, hostfile is None, choice, list(mpirun_args))
     elif launcher.family == MPICH:
         add_mpich(command, choice)
-    command.arguments += [*mpirun_args, *program]
+    command.arguments += [*mpirun_args, *ending_all(program, mpirun_args)]
     return command
 
 
@@ -292,17 +294,34 @@ def usable_cores() -> int:
     return int(min(physical, allowed))
 
 
+AT_ONCE = (signal.SIGINT, signal.SIGTERM)
+"""Signals that end at once a job that has been asked to end before. All others may come from SLURM or a terminal that goes, on
+top of a user's own, and ask for nothing new."""
+ASKED_TEXT = "asking the job to finish its step, write a checkpoint and end (SIGINT or SIGTERM now: end at once)"
+AT_ONCE_TEXT = "ending the job at once, without a checkpoint"
+
+
 def run_command(command: CommandLine, stops_in_order: bool = False) -> int:
-    """Run to the end; returns the launcher's exit code. Signals that ask for an end reach the launcher through ``ask_to_end``.
+    """Run to the end; returns the job's exit code. Signals that ask for an end reach the launcher through ``ask_to_end``.
 
     ``stops_in_order``: may the program be asked to end, or has it nothing to save?
     """
     # In a session of its own: Ctrl-C at the terminal would reach the launcher too, and Open MPI's leaves ranks no time.
-    process = subprocess.Popen(command.arguments, env={**os.environ, **command.environment}, start_new_session=True)
+    process = subprocess.Popen(
+        command.arguments, env={**os.environ, **command.environment}, start_new_session=True, stderr=subprocess.PIPE
+    )
+    assert process.stderr is not None
+    errors = ErrorStream(process.stderr)
     asked = not stops_in_order
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         nonlocal asked
+        if asked and stops_in_order and number not in AT_ONCE:
+            return
+        if stops_in_order:
+            text = AT_ONCE_TEXT if asked else ASKED_TEXT
+            with contextlib.suppress(OSError):  # the terminal may have gone: that is what SIGHUP says
+                print(f"launch: {signal.Signals(number).name}: {text}", file=sys.stderr, flush=True)
         ask_to_end(process, again=asked)
         asked = True
 
@@ -314,7 +333,7 @@ def run_command(command: CommandLine, stops_in_order: bool = False) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     # A launcher that a signal ended has a negative code; a shell would report 128 + the signal.
-    return code if code >= 0 else 128 - code
+    return errors.finish(code if code >= 0 else 128 - code)
 
 
 def ask_to_end(process: subprocess.Popen[bytes], again: bool) -> None:

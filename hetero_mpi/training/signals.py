@@ -2,7 +2,8 @@
 
 While steps are taken, the first one is only noted; the verdict of the next step carries it to all ranks, which then write a
 checkpoint and end with ``ExitCode.STOPPED``. Before that there is nothing to save, and the job ends at once. A second
-signal always ends the process at once, by that signal, so that no code of ours can stand in its way.
+SIGINT or SIGTERM ends the process at once, by that signal, so that no code of ours can stand in its way. A further SIGUSR1 asks
+for nothing new: SLURM sends it before the time limit, whatever a user has sent before.
 """
 
 from __future__ import annotations
@@ -16,10 +17,16 @@ from types import FrameType
 from typing import Any
 
 from hetero_mpi.comm.ending import Interrupted
+from hetero_mpi.launch.launcher import AT_ONCE
 
 ECHO_S = 1.0
 """A signal within this time of the first is the same request, on another way: from the terminal to every process of its
 group and from the launcher as well, or from SLURM to a step and to its tasks."""
+_BEFORE = (
+    "before the first step, so nothing of this start is saved. Under SLURM: raise --time, which must hold the start (imports, "
+    "profile, plan, weights), some steps, and the seconds of --signal"
+)
+_AFTER = "after the last step: `train --resume` goes on from its checkpoint, and writes the result"
 REQUESTS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 
@@ -33,6 +40,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.asked_by: signal.Signals | None = None
         self._noting = False
+        self._saved = _BEFORE
         self._first_s = 0.0
         self._before: dict[int, Any] = {}
 
@@ -55,14 +63,18 @@ class StopRequest:
         try:
             yield
         finally:
-            self._noting = False
+            self._noting, self._saved = False, _AFTER
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.asked_by is None:
             self.asked_by, self._first_s = signal.Signals(number), now
             if not self._noting:
-                raise Interrupted(number)
-        elif now - self._first_s > ECHO_S:
+                raise Interrupted(number, self._saved)
+        elif number in AT_ONCE and now - self._first_s > ECHO_S:
+            name = signal.Signals(number).name
+            os.write(
+                2, f"{name} after {self.asked_by.name}: ending at once, without waiting for a checkpoint\n".encode()
+            )
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
