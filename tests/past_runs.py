@@ -17,12 +17,13 @@ from hetero_mpi.planning.plan import IdleRank, Plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.report.appending import LineFile
 from hetero_mpi.report.measured import (
     STEPS_NAME,
     MeasuredEvent,
     RankStep,
     Usage,
-    append_rank_steps,
+    rank_step_line,
     rank_step_to_dict,
 )
 from hetero_mpi.report.metrics import MetricsWriter, StepMetrics
@@ -59,9 +60,8 @@ def make_run(
             writer.step(replace(line, emulated=profile.emulated))
             if step % 20 == 0:
                 writer.evaluation(step, loss + 0.2)
-    append_rank_steps(
-        directory / STEPS_NAME, [rank_step_to_dict(one) for one in measured(plan, profile, steps, slower)]
-    )
+    records = measured(plan, profile, steps, slower)
+    LineFile(directory / STEPS_NAME).write(*(rank_step_line(rank_step_to_dict(one)) for one in records))
     event = {"unix_s": 1.7e9, "event": "silent", "text": "no word from host beta for 14 s", "hosts": ["beta"]}
     (directory / "events.jsonl").write_text(json.dumps(event) + "\n")
     (directory / "checkpoints").mkdir(exist_ok=True)

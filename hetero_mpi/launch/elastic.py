@@ -78,7 +78,7 @@ class Supervisor:
         agent = launch_agent(launcher.family, options.mpirun_args, os.environ)
         homes = {host.address: Home(host.executable, host.directory) for host in reversed(self.entries)}
         self.tower = Tower(self.hosts, agent, self.name, options.heartbeat_timeout_s, run_dir, homes)
-        self.journal = Journal(run_dir)
+        self.journal = Journal(run_dir, self.name)
         self.signals: list[int] = []
         self.starts = 0
         self.stepped = False
@@ -91,7 +91,7 @@ class Supervisor:
 
     def run(self) -> int:
         """To the end. Returns the job's exit code, ``GIVEN_UP``, or 128 + a signal."""
-        with contextlib.closing(self.journal), self.tower, self._listening(), tempfile.TemporaryDirectory() as scratch:
+        with self.tower, self._listening(), tempfile.TemporaryDirectory() as scratch:
             return self._run(Path(scratch))
 
     def _run(self, scratch: Path) -> int:

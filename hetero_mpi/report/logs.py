@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def setup_logging(run_dir: str | Path | None, rank: int, size: int) -> Path | No
         path.parent.mkdir(parents=True, exist_ok=True)
         width = len(str(size))
         prefix = f"%(asctime)s {rank:>{width}}/{size} %(levelname)s %(name)s: %(message)s"
-        _add(root, logging.FileHandler(path, encoding="utf-8"), prefix)
+        _add(root, _LogFile(path, encoding="utf-8"), prefix)
     return path
 
 
@@ -40,6 +41,17 @@ def say(*lines: str) -> None:
     """Tell the person who runs the job: on rank 0 to stdout, on every rank to the log file."""
     for line in lines:
         logging.getLogger(SPEECH).info("%s", line)
+
+
+class _LogFile(logging.FileHandler):
+    """A log on a disk that may be full: lines wait in its buffer until there is room."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Nobody is helped by a traceback for every line; other files on this disk are missed more, and tell."""
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 class _Speech(logging.Handler):

@@ -7,7 +7,6 @@ time since training began. Reports and traces are made from these lines and from
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.schedule import COMPUTE, Action, Event, Op, parse_action
+from hetero_mpi.report.appending import rewrite
 
 STEPS_NAME = "steps.jsonl"
 _DIGITS = 7
@@ -129,10 +129,9 @@ def rank_step_from_dict(values: Mapping[str, Any]) -> RankStep:
     return RankStep(rank, step, float(values["begin_s"]), events, usage)
 
 
-def append_rank_steps(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Add lines, already as JSON values, to a file of recorded steps."""
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n" for record in records)
+def rank_step_line(record: Mapping[str, Any]) -> str:
+    """A line, without its end, of a file of recorded steps; ``record``: as JSON values."""
+    return json.dumps(record, separators=(",", ":"), allow_nan=False)
 
 
 def read_rank_steps(path: Path) -> tuple[RankStep, ...]:
@@ -154,11 +153,15 @@ def keep_until(path: Path, step: int) -> None:
     """Drop what was recorded after ``step``: a run that is resumed there does these steps again."""
     if not path.exists():
         return
-    kept = [rank_step_to_dict(record) for record in read_rank_steps(path) if record.step <= step]
-    temporary = path.with_name(path.name + ".partial")
-    temporary.unlink(missing_ok=True)
-    append_rank_steps(temporary, kept)
-    os.replace(temporary, path)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    rewrite(path, [line for line in lines if _is_until(line, step)])
+
+
+def _is_until(line: str, step: int) -> bool:
+    try:
+        return int(json.loads(line)["step"]) <= step
+    except (ValueError, KeyError, TypeError):
+        return False  # torn by a crash
 
 
 def steps_under(records: Sequence[RankStep], plan: Plan) -> list[tuple[RankStep, ...]]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
+
+from hetero_mpi.report.appending import LineFile, rewrite
+from hetero_mpi.report.logs import say
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Board(Protocol):
 
 
 class MetricsWriter:
-    """Appends to a metrics file, flushed line by line. A context manager.
+    """Appends to a metrics file, line by line; on a full disk the lines wait until there is room. A context manager.
 
     ``resume_step``: steps done when this run begins (0: none). Lines of later steps are left over from a run that went
     further than its last checkpoint; they are dropped, by an atomic replacement of the file.
@@ -69,8 +71,9 @@ class MetricsWriter:
         self.path = Path(path)
         self._board = board
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _keep_until(self.path, resume_step)
-        self._file = self.path.open("a", encoding="utf-8")
+        if self.path.exists():
+            rewrite(self.path, [line for line, values in _lines(self.path) if values["step"] <= resume_step])
+        self._file = LineFile(self.path, say)
 
     def step(self, metrics: StepMetrics) -> None:
         """Write one step."""
@@ -88,7 +91,7 @@ class MetricsWriter:
             self._board.evaluation(step, loss)
 
     def close(self) -> None:
-        self._file.close()
+        self._file.add()  # what has waited for room until now
         if self._board is not None:
             self._board.close()
 
@@ -104,8 +107,7 @@ class MetricsWriter:
         # JSON has no NaN: a line with one would make the whole file unreadable to strict parsers.
         bad = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
         line = {**values, **dict.fromkeys(bad), **({"non_finite": True} if bad else {})}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        self._file.write(json.dumps(line, allow_nan=False))
 
 
 def read_metrics(path: str | Path) -> Metrics:
@@ -129,16 +131,5 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 values = json.loads(line)
             except json.JSONDecodeError:
-                return  # lines are flushed one by one: only the last can be torn
+                return  # lines are written one by one: only the last can be torn
             yield line, values
-
-
-def _keep_until(path: Path, step: int) -> None:
-    if not path.exists():
-        return
-    temporary = path.with_name(path.name + ".partial")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(line.rstrip("\n") + "\n" for line, values in _lines(path) if values["step"] <= step)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

@@ -72,8 +72,9 @@ def refuse_links(run_dir: str | Path) -> None:
 def _write_holder(file: TextIO) -> None:
     started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     file.truncate(0)
-    file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": started}) + "\n")
-    file.flush()
+    holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": started}) + "\n"
+    with contextlib.suppress(OSError):  # on a full disk the lock holds all the same
+        os.write(file.fileno(), holder.encode())
 
 
 def _holder(file: TextIO) -> str:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
+from hetero_mpi.report.appending import LineFile
+from hetero_mpi.report.logs import say
 from hetero_mpi.report.metrics import StepMetrics
 
 REMEDY = "pip install tensorboard, or leave [report] tensorboard out"
@@ -16,9 +21,12 @@ class TensorBoard:
     """Writes scalars of steps and evaluations into a directory of event files. Emulated speeds stand under their own names."""
 
     def __init__(self, directory: Path) -> None:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.compat.proto.event_pb2 import Event
 
-        self._writer: Any = EventFileWriter(str(directory))
+        # tensorboard's own writer ends at the first failure of the disk.
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = LineFile(directory / name, say)
+        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def step(self, line: StepMetrics) -> None:
         """One optimizer step."""
@@ -39,14 +47,21 @@ class TensorBoard:
         self._write(step, {"loss/held out": loss})
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.add()
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+        self._add(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+
+    def _add(self, event: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        self._file.add(record.getvalue())
 
 
 def available() -> bool:

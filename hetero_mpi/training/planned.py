@@ -30,6 +30,7 @@ from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Schedule, schedule_of
 from hetero_mpi.profiling.cluster import profile_cluster, profile_key
 from hetero_mpi.profiling.subject import Subject
+from hetero_mpi.report.appending import unharmed
 from hetero_mpi.training.request import with_memory
 
 
@@ -78,8 +79,8 @@ def obtain_profile(
         return profile_from_dict(known)
     profile = profile_cluster(world, transport, backend, subject, settings, say, given.reprofile)
     if world.rank == 0:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        save_profile(profile, cached)
+        with unharmed(cached.name):
+            save_profile(profile, cached)
     return profile
 
 
@@ -100,7 +101,8 @@ def obtain_plan(
                 plan = make_plan(profile, request)
             schedule = schedule_of(plan, profile.model)
             validate(schedule, plan, profile.model)
-            save_plan(plan, run_dir / "plan.toml")
+            with unharmed("plan.toml"):
+                save_plan(plan, run_dir / "plan.toml")
     plan = plan_from_dict(world.broadcast_json(plan_to_dict(plan) if plan is not None else None))
     return plan, schedule_of(plan, profile.model)
 

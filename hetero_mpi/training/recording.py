@@ -12,13 +12,14 @@ from hetero_mpi.comm.emulated_link import compare_clocks
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.comm.world import World
 from hetero_mpi.planning.schedule import Event
+from hetero_mpi.report.appending import LineFile
 from hetero_mpi.report.measured import (
     STEPS_NAME,
     MeasuredEvent,
     RankStep,
     Usage,
-    append_rank_steps,
     keep_until,
+    rank_step_line,
     rank_step_to_dict,
 )
 from hetero_mpi.report.metrics import StepMetrics
@@ -55,12 +56,12 @@ class Recorder:
         self, trainer: Trainer, world: World, transport: Transport, directory: Path, first: int, last: int
     ) -> None:
         self._trainer, self._world = trainer, world
-        self._path = directory / STEPS_NAME if world.rank == 0 else None
+        self._file = LineFile(directory / STEPS_NAME) if world.rank == 0 else None
         self._steps = recorded_steps(first, last)
         self._usage = Usage()
         self._clock_s = clock_offset_s(world, transport)
-        if self._path is not None:
-            keep_until(self._path, first)
+        if self._file is not None:
+            keep_until(self._file.path, first)
 
     def __call__(self, line: StepMetrics) -> None:
         """A step is done."""
@@ -76,8 +77,8 @@ class Recorder:
             kept = tuple(_told(replace(event, step=line.step), 1.0) for event in events[:_MOST_EVENTS])
             own = rank_step_to_dict(RankStep(self._trainer.rank, line.step, begin_s, kept, usage))
         gathered = self._world.gather_json(own)
-        if gathered is not None and self._path is not None:
-            append_rank_steps(self._path, [record for record in gathered if record is not None])
+        if gathered is not None and self._file is not None:
+            self._file.write(*(rank_step_line(record) for record in gathered if record is not None))
 
     @property
     def _scale(self) -> float:

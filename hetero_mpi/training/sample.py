@@ -13,6 +13,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job import LoadedJob
 from hetero_mpi.model.chain import language
 from hetero_mpi.model.decoding import Sampling, require_decodable
+from hetero_mpi.report.appending import unharmed
 from hetero_mpi.report.logs import say
 from hetero_mpi.training.generate_source import stop_tokens
 from hetero_mpi.training.material import model_directory, prompt_template
@@ -55,7 +56,8 @@ def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedToken
         text = "".join([*map(spelling.add, tokens), spelling.end()])
         way = "greedy" if table.temperature == 0 else f"temperature {table.temperature:g}, top_p {table.top_p:g}"
         lines = [f"## Prompt ({way})", table.prompt, "", "## Continuation", text]
-        (run_dir / FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        with unharmed(FILE):
+            (run_dir / FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
         say(f"Sample ({run_dir / FILE}):", *lines)
 
 

@@ -31,6 +31,7 @@ from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Schedule
 from hetero_mpi.profiling.subject import Subject
+from hetero_mpi.report.appending import unharmed
 from hetero_mpi.report.logs import say
 from hetero_mpi.report.run_directory import claim, refuse_links
 from hetero_mpi.report.tables import plan_lines, profile_lines
@@ -230,7 +231,8 @@ def plan_run(setting: Setting, given: Given) -> tuple[ClusterProfile, Plan, Sche
         other = Path("--profile") if given.profile is not None else None
         profile = emulated_profile(world, setting.loaded, language(setting.chain), setting.tuning, other)
         if world.rank == 0:
-            save_profile(profile, setting.run_dir / "profile.toml")
+            with unharmed("profile.toml"):
+                save_profile(profile, setting.run_dir / "profile.toml")
     else:
         profile = obtain_profile(
             world, setting.transport, setting.backend, setting.loaded, subject, setting.run_dir, given, say

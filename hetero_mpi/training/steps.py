@@ -15,6 +15,7 @@ from hetero_mpi.comm.world import CollectiveUserError, World
 from hetero_mpi.planning.files import plan_from_dict, plan_to_dict, save_plan
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.report import units
+from hetero_mpi.report.appending import unharmed
 from hetero_mpi.report.metrics import MetricsWriter
 from hetero_mpi.report.progress import Progress
 from hetero_mpi.training.changing import Share, change
@@ -124,7 +125,7 @@ class Steps:
         begin = time.perf_counter()
         share = change(setting, self.past.profile, before, plan, books)
         if setting.world.rank == 0:
-            with contextlib.suppress(OSError):  # a full disk is no reason to end
+            with unharmed("plan.toml"):
                 save_plan(plan, setting.run_dir / "plan.toml")
             if rebalancer is not None:
                 rebalancer.changed(books.state.step, before.plan, plan, time.perf_counter() - begin)

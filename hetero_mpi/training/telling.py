@@ -19,6 +19,7 @@ from hetero_mpi.planning.files import load_profile, save_profile
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.report import units
+from hetero_mpi.report.appending import unharmed
 from hetero_mpi.report.architecture import architecture, save_architecture
 from hetero_mpi.report.logs import say
 from hetero_mpi.report.metrics import MetricsWriter
@@ -59,24 +60,26 @@ def keep_profile(setting: Setting, profile: ClusterProfile) -> None:
     used, measured = setting.run_dir / USED_PROFILE, None
     with contextlib.suppress(UserError):
         measured = load_profile(setting.run_dir / "profile.toml")
-    if measured == profile:
-        used.unlink(missing_ok=True)
-    else:
-        save_profile(profile, used)
+    with unharmed(used.name):
+        if measured == profile:
+            used.unlink(missing_ok=True)
+        else:
+            save_profile(profile, used)
 
 
 def open_metrics(setting: Setting, step: int) -> MetricsWriter:
     """Where steps are written, and what the run is about, as training starts after ``step`` steps."""
     loaded = setting.loaded
-    describe_run(
-        setting.run_dir,
-        loaded.name,
-        str(loaded.path),
-        job_to_dict(loaded.job),
-        own_versions(setting.world.library),
-        setting.world.size,
-        step,
-    )
+    with unharmed("run.json"):
+        describe_run(
+            setting.run_dir,
+            loaded.name,
+            str(loaded.path),
+            job_to_dict(loaded.job),
+            own_versions(setting.world.library),
+            setting.world.size,
+            step,
+        )
     board = None
     if loaded.job.report.tensorboard and available():
         board = TensorBoard(setting.run_dir / "tensorboard")
