@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -38,6 +40,7 @@ from hetero_mpi.report.page.charts import Series, line_chart, ticks
 from hetero_mpi.report.page.document import report_html, write_report
 from hetero_mpi.report.page.sections import key_figures
 from hetero_mpi.report.past_run import USED_PROFILE, describe_run, read_run
+from hetero_mpi.report.set_aside import set_aside_run
 from hetero_mpi.report.trace import run_trace, save_run_trace
 from hetero_mpi.report.traffic import traffic
 from tests.mpi import run_mpi
@@ -311,6 +314,74 @@ def test_a_resumed_run_keeps_its_starts(tmp_path: Path) -> None:
     ]
     describe_run(tmp_path, "a", "a.toml", JOB, {}, 2, 0)
     assert len(read_run(tmp_path).happenings) == 1, "another run in the same directory"
+
+
+def files_under(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_run_is_set_aside_whole_but_for_what_the_new_one_needs(tmp_path: Path) -> None:
+    profile = cluster(2)
+    run = make_run(tmp_path / "a", planned(profile), profile)
+    (run / "notes.txt").write_text("the user's own")
+    before, told = files_under(run), read_run(run)
+    new = (
+        json.dumps({"unix_s": 2e9, "event": "start", "text": "of the new run's supervisor", "supervisor": "new"}) + "\n"
+    )
+    with (run / "events.jsonl").open("a") as file:
+        file.write(new)
+
+    aside = set_aside_run(run, [tmp_path / "model"], lambda values: values.get("supervisor") == "new")
+    assert aside == run / "set-aside-1"
+    kept = read_run(aside)
+    assert (kept.metrics, kept.plan, kept.rank_steps) == (told.metrics, told.plan, told.rank_steps)
+    assert kept.happenings == told.happenings
+    assert [(one.step, one.bytes) for one in kept.checkpoints] == [(60, 4)]
+    assert files_under(aside) == {name: content for name, content in before.items() if name != "notes.txt"}
+    left = {name for name in files_under(run) if not name.startswith("set-aside-1/")}
+    assert left == {"notes.txt", "plan.toml", "profile.toml", "events.jsonl"}
+    assert (run / "events.jsonl").read_text() == new
+    assert set_aside_run(run, [], lambda values: True) is None, "no run is left there"
+
+
+def test_a_run_that_is_read_is_not_set_aside(tmp_path: Path) -> None:
+    profile = cluster(2)
+    run = make_run(tmp_path / "a", planned(profile), profile)
+    before = files_under(run)
+    with pytest.raises(UserError, match=r"this one reads .*/model there: choose another directory with --run-dir"):
+        set_aside_run(run, [run / "model"], lambda values: False)
+    assert files_under(run) == before
+
+
+DIES = """
+import os, sys
+from pathlib import Path
+from hetero_mpi.report.set_aside import set_aside_run
+moves = 0
+def look(event, arguments):
+    global moves
+    if event == "os.rename":
+        moves += 1
+        if moves == int(sys.argv[2]):
+            os._exit(9)
+sys.addaudithook(look)
+set_aside_run(Path(sys.argv[1]), [], lambda values: False)
+"""
+
+
+def test_a_crash_while_a_run_is_set_aside_loses_nothing(tmp_path: Path) -> None:
+    profile = cluster(2)
+    for move in range(1, 7):
+        run = make_run(tmp_path / str(move), planned(profile), profile)
+        before = files_under(run)
+        died = subprocess.run(
+            [sys.executable, "-c", DIES, str(run), str(move)], env={**os.environ, "PYTHONPATH": str(ROOT)}
+        )
+        assert died.returncode == (9 if move < 6 else 0), "five files and folders are moved"
+        assert move == 6 or (run / "checkpoints" / "step-00000060.h5").exists(), "there is a run until the last move"
+        set_aside_run(run, [], lambda values: False)
+        assert files_under(run / "set-aside-1") == before
+        assert not (run / "set-aside-2").exists()
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from hetero_mpi.model.weights import SeededStart
 from hetero_mpi.planning.files import load_plan, load_profile, save_plan, save_profile
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.report.metrics import read_metrics
+from hetero_mpi.report.past_run import read_run
 from hetero_mpi.report.tables import idle_lines
 from tests.mpi import ROOT, run_mpi
 from tests.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
@@ -180,13 +181,15 @@ def test_a_run_directory_keeps_its_profile_and_its_place_np3(outcomes: dict[str,
     assert losses(run) == losses(three.run("measured")), "as if it had never stopped"
 
 
-def test_a_fresh_start_sets_the_checkpoints_of_an_earlier_run_aside_np3(
-    outcomes: dict[str, Outcome], three: Three
-) -> None:
+def test_a_fresh_start_sets_the_earlier_run_aside_np3(outcomes: dict[str, Outcome], three: Three) -> None:
     run = three.run("used")
-    aside = run / "checkpoints-set-aside-1"
-    assert f"are in {aside} now" in outcomes["afresh"].printed
-    assert [path.name for path in sorted(aside.iterdir())] == [f"step-{step:08d}.h5" for step in (1, 2)]
+    aside = run / "set-aside-1"
+    assert f"The earlier run in {run} is in {aside} now, whole" in outcomes["afresh"].printed
+    assert [path.name for path in sorted((aside / "checkpoints").iterdir())] == [
+        f"step-{step:08d}.h5" for step in (1, 2)
+    ]
+    assert [step.step for step in read_run(aside).metrics.steps] == [1, 2] and read_run(aside).plan is not None
+    assert (aside / "model" / "config.json").exists() and (aside / "logs" / "rank-0000.log").exists()
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000001.h5"]
     assert [step.step for step in read_metrics(run / "metrics.jsonl").steps] == [1]
     assert "set-aside" not in outcomes["resumed"].printed + outcomes["finished"].printed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from hetero_mpi.comm.world import World
 from hetero_mpi.errors import UserError
 from hetero_mpi.job import TrainTable
 from hetero_mpi.job_rules import as_toml
+from hetero_mpi.launch.journal import own_event
 from hetero_mpi.model.optimizer import LearningRate
 from hetero_mpi.report.logs import say
+from hetero_mpi.report.set_aside import set_aside_run
 from hetero_mpi.training.saving import ANY, LATEST, RunState, check_data, check_fits, find_checkpoint
 from hetero_mpi.training.setup import Options, Setting
 
@@ -31,7 +34,7 @@ def open_checkpoint(
     reader, shared = None, None
     with world.led("opening the checkpoint"):
         if world.rank == 0 and (options.resume is None or _nothing_there(checkpoints, options.resume)):
-            tell_set_aside(checkpoints, 0)
+            _set_aside(setting, options)
         elif world.rank == 0:
             assert options.resume is not None
             path, remarks = find_checkpoint(setting.run_dir, options.resume)
@@ -69,6 +72,34 @@ def open_checkpoint(
     )
 
 
+def make_room(setting: Setting, options: Options) -> None:
+    """Set aside the run in the directory, unless this one goes on from it. Collective.
+
+    Raises:
+        CollectiveUserError: it cannot be moved, or this run reads its files.
+    """
+    resume = options.resume
+    named = Path(resume) if resume not in (None, LATEST, ANY) else None
+    with setting.world.led("looking at the run directory"):
+        if setting.world.rank == 0 and (resume is None or (named is not None and _elsewhere(named, setting.run_dir))):
+            _set_aside(setting, options)
+
+
+def _elsewhere(path: Path, run_dir: Path) -> bool:
+    return not path.resolve().is_relative_to(run_dir.resolve())
+
+
+def _set_aside(setting: Setting, options: Options) -> None:
+    job, loaded = setting.job, setting.loaded
+    named = [
+        loaded.resolve(text) for text in (job.model.path, job.adapter.path, job.tokenizer.path) if text is not None
+    ]
+    given = [path for path in (options.plan, options.profile) if isinstance(path, Path)]
+    aside = set_aside_run(setting.run_dir, [*named, *given], own_event)
+    if aside is not None:
+        say(f"The earlier run in {setting.run_dir} is in {aside} now, whole")
+
+
 def lineage(reader: CheckpointReader | None, options: Options) -> str:
     """Which run this is: that of the checkpoint, where it goes on from the newest; from one that was named, it is a new one."""
     found = reader.metadata.get("begun") if reader is not None and options.resume in (LATEST, ANY) else None
@@ -100,9 +131,12 @@ def rate_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | 
 
 
 def tell_set_aside(checkpoints: Path, step: int) -> None:
-    """Move checkpoints of later steps out of the way. On rank 0."""
+    """Move checkpoints of later steps out of the way, with what was measured of these steps. On rank 0."""
     aside = set_aside(checkpoints, step)
     if aside is not None:
+        for name in ("metrics.jsonl", "steps.jsonl"):
+            with contextlib.suppress(OSError):  # not there, or no room for a copy
+                shutil.copy2(checkpoints.parent / name, aside / name)
         say(f"Checkpoints of an earlier run from after step {step} are in {aside} now")
 
 

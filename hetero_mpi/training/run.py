@@ -36,7 +36,7 @@ from hetero_mpi.training.planned import Given
 from hetero_mpi.training.rebalancing import rebalancer_of
 from hetero_mpi.training.recovery import Past, known_profile, outlive, plan_again, remember, renewed, tell
 from hetero_mpi.training.rehearsal import rehearse
-from hetero_mpi.training.resuming import lineage, open_checkpoint
+from hetero_mpi.training.resuming import lineage, make_room, open_checkpoint
 from hetero_mpi.training.saving import ANY, LATEST, RunState, restore
 from hetero_mpi.training.setup import Options, Setting, claimed, plan_run, read_job, set_up
 from hetero_mpi.training.signals import StopRequest
@@ -86,6 +86,8 @@ def _attempt(world: World, options: Options, stop: StopRequest, past: Past) -> T
 
 def _train(setting: Setting, options: Options, stop: StopRequest, past: Past) -> TrainResult | None:
     world = setting.world
+    if not options.dry_run and not past.shared(world, past.books):
+        make_room(setting, options)
     profile = known_profile(past, world)
     if profile is not None:
         plan = plan_again(setting, past, profile)
