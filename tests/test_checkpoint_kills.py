@@ -96,11 +96,11 @@ class Runs(Workshop):
             return "step-" not in writing or max(folder.glob("step-*.h5"), default=before) != before
 
         try:
-            deadline = time.monotonic() + 180
+            deadline = time.monotonic() + 900
             while len(victims) < 2 or not got_on() or not {*run.glob(writing)} - leftovers:
                 if process.poll() is not None:
                     return False, False
-                assert time.monotonic() < deadline, f"no {writing} within 180 s"
+                assert time.monotonic() < deadline, f"no {writing} within 900 s"
                 if len(victims) < 2:  # looking takes longer than writing
                     ranks = {rank_of(child): child for child in process.children(recursive=True)}
                     victims = [child for rank, child in sorted(ranks.items(), key=str) if rank is not None]
