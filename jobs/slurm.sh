@@ -38,7 +38,7 @@ train() {
     local run=$RUNS/$(basename "$1" .toml) options=() resume=() limit='' signalled='' pid code
     [ "${SLURM_HET_SIZE:-1}" -gt 1 ] && options=("${PYTHONS[@]/#/--slurm-python=}")
     [ -n "$(find "$run/checkpoints" -name 'step-*.h5' -print -quit 2> /dev/null)" ] && resume=(--resume)
-    "${PYTHONS[0]}" -m hetero_mpi launch "${options[@]}" -- train "$@" --run-dir "$run" "${resume[@]}" &
+    "${PYTHONS[0]}" -m hetero_mpi launch --verbose "${options[@]}" -- train "$@" --run-dir "$run" "${resume[@]}" &
     pid=$!
     trap 'limit=yes signalled=yes; kill -USR1 "$pid" 2> /dev/null' USR1
     wait "$pid"; code=$?

@@ -124,7 +124,7 @@ def newest_step(run: Path) -> int:
 
 def test_launch_says_what_it_adds_and_what_cannot_be(capfd: pytest.CaptureFixture[str]) -> None:
     outliving_or_skip()
-    assert main(["launch", "-np", "2", "--recover", "--print", "--", "train", "job.toml"]) == 0
+    assert main(["launch", "-np", "2", "--recover", "--verbose", "--print", "--", "train", "job.toml"]) == 0
     shown = capfd.readouterr()
     assert " --with-ft ulfm " in shown.out and "ranks may die" in shown.err
     other = Launcher(Path("mpiexec"), MPICH, MpiLibrary(MPICH, MPICH, "5.0.2"))
