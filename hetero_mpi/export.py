@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from transformers.utils import logging as transformers_logging
 
 from hetero_mpi.checkpoint import CheckpointReader, newest_good
@@ -26,6 +27,7 @@ from hetero_mpi.model.files import ModelFiles
 from hetero_mpi.model.stage import PassThrough
 from hetero_mpi.model.tuning import Tuning, tuning_of
 from hetero_mpi.model.weights import FileStart
+from hetero_mpi.training.saving import check_tensors
 
 _RESULTS = ("model", "adapter")
 
@@ -83,15 +85,21 @@ def _checkpoint(source: Path) -> Path:
 
 
 def _open(reader: CheckpointReader, path: Path) -> Source:
-    job = job_from_dict(reader.metadata["job"])
+    try:
+        job = job_from_dict(reader.told("job"))
+    except ValidationError as error:
+        raise UserError(
+            f"{path}: its job is not one of this version: {error}; export with the version that wrote it"
+        ) from error
     if job.model.factory is not None:
         raise UserError(
             f"{path} is of a model made of layers ({job.model.factory}), which has no Hugging Face form: its run wrote "
             f"model/model.safetensors, and docs/checkpoint.md shows how to read the checkpoint itself"
         )
-    chain = Chain(read_config(reader.metadata["model_config"]))
-    base = reader.metadata["base_model"]
-    return Source(reader, path, job, chain, tuning_of(job, chain), Path(base) if base else None)
+    chain = Chain(read_config(reader.told("model_config")))
+    base, tuning = reader.told("base_model"), tuning_of(job, chain)
+    check_tensors(reader, path, tuning)
+    return Source(reader, path, job, chain, tuning, Path(base) if base else None)
 
 
 def _write_model(source: Source, target: Path, items: Iterator[dict[str, torch.Tensor]], dtype: torch.dtype) -> str:

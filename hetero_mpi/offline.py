@@ -6,6 +6,7 @@ Costs of the model come from the profile, so a laptop answers for any cluster wh
 from __future__ import annotations
 
 import json
+import stat
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ def inspect(path: Path, picture: Path | None, every: bool = False) -> list[str]:
     """
     place = profile_file(path)
     try:
+        if not stat.S_ISREG(place.stat().st_mode):  # a pipe would be waited for
+            raise UserError(f"{path}: not a regular file; give a profile, a plan or a checkpoint")
         with place.open("rb") as file:
             is_hdf5 = file.read(len(HDF5_MAGIC)) == HDF5_MAGIC
         if is_hdf5:

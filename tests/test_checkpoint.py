@@ -29,28 +29,29 @@ from hetero_mpi.checkpoint import (
     verify,
 )
 from hetero_mpi.report.checkpoints import checkpoint_lines
+from tests.checkpoint_samples import told
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "checkpoint.md"
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 METADATA: dict[str, Any] = {
-    "step": 120,
+    **told(120, updates=118),
     "data_position": 960,
     "seed": 2**63 + 1,
     "learning_rate": 0.1,
     "emulated": False,
-    "job": {"train": {"steps": 200, "dtype": "fp32"}, "note": "ünï", "nothing": None},
+    "job": {"train": {"steps": 200, "dtype": "fp32"}, "data": {}, "note": "ünï", "nothing": None},
     "plan": '[[pipelines]]\nmicro_batch = 2 # "two"\n',
     "empty": "",
-    "losses": np.array([3.5, 1 / 3, np.nan]),
+    "losses": np.array([3.5, 1 / 3, np.nan] * 40),
     "rng_keys": np.arange(9, dtype=np.uint8),
 }
 RNG = np.random.default_rng(0)
 TENSORS: dict[tuple[str, str], tuple[np.ndarray[Any, Any], str]] = {
     ("parameters", WEIGHT): (RNG.standard_normal((7, 5), np.float32), "float32"),
     ("moments1", WEIGHT): (RNG.standard_normal((7, 5), np.float32), "float32"),
-    ("moments2", WEIGHT): (RNG.standard_normal((7, 5)), "float64"),
+    ("moments2", WEIGHT): (RNG.random((7, 5)), "float64"),
     ("parameters", "half"): (RNG.standard_normal(11).astype(np.float16), "float16"),
-    ("parameters", "brain"): (RNG.integers(0, 2**16, (2, 3, 4), np.uint16), "bfloat16"),
+    ("parameters", "brain"): (RNG.integers(0, 0x7F80, (2, 3, 4), np.uint16), "bfloat16"),
     ("parameters", "packed"): (RNG.integers(0, 256, 13, np.uint8), "uint8"),
     ("parameters", "counter"): (np.array(41, np.int64), "int64"),
     ("parameters", "transposed"): (RNG.standard_normal((4, 3), np.float32).T, "float32"),
@@ -107,7 +108,7 @@ def test_the_example_in_the_documentation_runs(tmp_path: Path) -> None:
     metadata = {"step": 120, "job": {"train": {}}, "losses": np.array([3.0, 2.0, 1.5, 1.25])}
     with CheckpointWriter(checkpoint_path(tmp_path, 120), metadata) as writer:
         for kind in ("parameters", "moments1", "moments2"):
-            writer.write(kind, "wide", np.full((2, 3), -7, np.float32), "float32")
+            writer.write(kind, "wide", np.full((2, 3), 7 if kind == "moments2" else -7, np.float32), "float32")
             writer.write(kind, "brain", np.full(4, 0x3FC0, np.uint16), "bfloat16")
     done = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
@@ -178,6 +179,7 @@ import errno, sys
 from pathlib import Path
 import numpy as np
 from hetero_mpi.checkpoint import CheckpointError, CheckpointWriter, sink, verify
+from tests.checkpoint_samples import told
 path, works = Path(sys.argv[1]), sink.os.pwrite
 
 def disk_is_full_after(writes):
@@ -192,7 +194,7 @@ def disk_is_full_after(writes):
 def attempt(writes):
     sink.os.pwrite = disk_is_full_after(writes)
     try:
-        with CheckpointWriter(path, {"step": 1, "job": {"note": "x" * 3000}}) as writer:
+        with CheckpointWriter(path, told(1, note=["x" * 3000])) as writer:
             for number in range(200):
                 writer.write("parameters", f"layer.{number}", np.ones(50, np.float32), "float32")
     except CheckpointError:
@@ -211,7 +213,7 @@ print(attempts)
 def test_wherever_the_disk_fills_up_the_process_lives_on_and_ends_well(tmp_path: Path) -> None:
     """HDF5 by itself crashes at the end of a process in which a file could not be closed."""
     command = [sys.executable, "-c", FAILING, str(tmp_path / "a.h5")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=DOCUMENT.parents[1])
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) > 20
 
@@ -250,7 +252,7 @@ def test_damaged_data_is_named_with_file_and_dataset(tmp_path: Path) -> None:
 
 
 def test_inspection_reads_everything_and_names_damage(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.h5", {**METADATA, "held_out_loss": 1.25, "updates": 118, "data_fingerprint": "f00d"})
+    path = write(tmp_path / "a.h5", {**METADATA, "held_out_loss": 1.25, "data_fingerprint": "f00d"})
     text = "\n".join(checkpoint_lines(path))
     for part in (
         "after step 120 of 200",
@@ -300,7 +302,7 @@ def test_foreign_newer_and_unfinished_files_are_named(tmp_path: Path) -> None:
 
 
 def test_newest_good_skips_damaged_ones_and_prune_keeps_it(tmp_path: Path) -> None:
-    paths = [write(checkpoint_path(tmp_path, step), {"step": step}) for step in (1, 2, 3, 4)]
+    paths = [write(checkpoint_path(tmp_path, step), told(step)) for step in (1, 2, 3, 4)]
     (tmp_path / "step-latest.h5").write_text("not one of ours")
     for path in paths[2:]:
         os.truncate(path, 100)
@@ -310,7 +312,7 @@ def test_newest_good_skips_damaged_ones_and_prune_keeps_it(tmp_path: Path) -> No
     assert all(str(path) in reason for path, reason in skipped)
 
     assert prune(tmp_path, keep=2) == [paths[0]], "the newest good one stays although two newer files exist"
-    write(paths[3], {"step": 4})
+    write(paths[3], told(4))
     assert prune(tmp_path, keep=1) == [paths[2], paths[1]]
     assert newest_good(tmp_path) == (paths[3], [])
     assert newest_good(tmp_path / "absent") == (None, [])
@@ -331,7 +333,7 @@ def test_pieces_cover_an_array_in_order(shape: tuple[int, ...], limit: int) -> N
 def test_tensors_larger_than_a_piece_come_back(tmp_path: Path) -> None:
     arrays = {"deep": (3, 2, PIECE_BYTES // 16), "long": (PIECE_BYTES // 4 + 1,), "rows": (PIECE_BYTES // 8, 5)}
     path = tmp_path / "a.h5"
-    with CheckpointWriter(path, {"step": 1}) as writer:
+    with CheckpointWriter(path, told(1)) as writer:
         for name, shape in arrays.items():
             writer.write("parameters", name, np.arange(np.prod(shape), dtype=np.float32).reshape(shape), "float32")
     with CheckpointReader(path) as reader:
@@ -360,7 +362,7 @@ def test_the_best_by_held_out_loss_stay(tmp_path: Path) -> None:
     losses = {1: 2.0, 2: 1.0, 3: None, 4: 1.5, 5: float("nan"), 6: 3.0}
     paths = {}
     for step, loss in losses.items():
-        metadata = {"step": step} if loss is None else {"step": step, "held_out_loss": loss}
+        metadata = told(step) if loss is None else told(step, held_out_loss=loss)
         paths[step] = write(checkpoint_path(tmp_path, step), metadata)
     assert prune(tmp_path, keep=1, keep_best=2, just_written=paths[6]) == [paths[5], paths[3], paths[1]]
     assert prune(tmp_path, keep=2, keep_best=1) == []

@@ -36,6 +36,7 @@ from hetero_mpi.planning.planner import complete_plan, make_plan
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.report.checkpoints import checkpoint_lines
 from hetero_mpi.report.inspection import inspection_lines, plan_inspection_lines
+from tests.checkpoint_samples import told
 from tests.planning_samples import SEQUENCE, make_profile
 
 ROOT = Path(__file__).parents[1]
@@ -128,8 +129,7 @@ def make_profile_file(directory: Path) -> bytes:
 
 
 def make_checkpoint(directory: Path) -> bytes:
-    metadata = {"step": 3, "job": {"train": {"steps": 9}}, "losses": np.array([3.0, 2.0, 1.0]), "held_out_loss": 1.5}
-    with CheckpointWriter(directory / "made", metadata) as writer:
+    with CheckpointWriter(directory / "made", told(3, held_out_loss=1.5)) as writer:
         for kind in ("parameters", "moments1", "moments2"):
             writer.write(kind, "w", np.arange(12, dtype=np.float32).reshape(3, 4), "float32")
         writer.write("parameters", "brain", np.arange(5, dtype=np.uint16), "bfloat16")

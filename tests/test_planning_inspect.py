@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from hetero_mpi import offline
-from hetero_mpi.checkpoint import CheckpointWriter
 from hetero_mpi.planning.files import load_profile, plan_from_dict, save_plan
 from hetero_mpi.planning.planner import make_plan
 from hetero_mpi.planning.profile import LinkProfile
 from hetero_mpi.report.inspection import residuals
+from tests.checkpoint_samples import told, write_checkpoint
 from tests.mpi import run_mpi
 from tests.planning_folder import JOB, REQUEST, cluster, fill, run
 
@@ -92,25 +92,16 @@ def test_inspect_shows_a_plan(folder: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_inspect_shows_a_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metadata = {
-        "step": 7,
-        "losses": np.array([4.0, 2.5, 3.25]),
-        "job": {"train": {"steps": 20, "dtype": "bf16"}, "adapter": {"method": "lora"}},
+        **told(3, losses=np.array([4.0, 2.5, 3.25])),
+        "job": {"train": {"steps": 20, "dtype": "bf16"}, "data": {}, "adapter": {"method": "lora"}},
         "model_config": {"model_type": "qwen3", "num_hidden_layers": 28},
         "versions": {"torch": "2.13.0"},
     }
-    write_checkpoint(Path("step-00000007.h5"), metadata)
-    text = run(capsys, "inspect", "step-00000007.h5")
-    assert "step 7 of 20" in text and "3.2500 at the last step" in text and "2.5000 at best" in text
+    write_checkpoint(Path("step-00000003.h5"), metadata, {"a.weight": (3, 4), "b.weight": (4,)})
+    text = run(capsys, "inspect", "step-00000003.h5")
+    assert "step 3 of 20" in text and "3.2500 at the last step" in text and "2.5000 at best" in text
     assert "qwen3, 28 blocks; trained: a lora adapter" in text and "computed in bf16" in text
     assert "2 trained tensors, 16 numbers" in text and "torch 2.13.0" in text
-
-
-def write_checkpoint(path: Path, metadata: dict[str, object]) -> None:
-    """Two parameters, of 12 and 4 numbers."""
-    with CheckpointWriter(path, metadata) as writer:
-        for name, shape in (("a.weight", (3, 4)), ("b.weight", (4,))):
-            for kind in ("parameters", "moments1", "moments2"):
-                writer.write(kind, name, np.ones(shape, np.float32), "float32")
 
 
 @pytest.mark.parametrize(

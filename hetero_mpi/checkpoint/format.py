@@ -78,6 +78,45 @@ def crc32(array: NDArray[Any], before: int = 0) -> int:
     return zlib.crc32(array.reshape(-1).view(np.uint8).data, before)
 
 
+class Summary:
+    """The CRC-32 of a tensor's bytes and the range of its numbers, piece by piece: each is looked at while it is in the cache.
+
+    Attributes:
+        crc32: of all pieces so far.
+        lowest, highest: of all numbers so far; NaN where one of them is.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self.crc32 = 0
+        self.lowest, self.highest = math.inf, -math.inf
+        self._dtype = dtype
+
+    def add(self, array: NDArray[Any]) -> None:
+        """The next piece, C-contiguous, in the numpy dtype that holds its bits."""
+        self.crc32 = crc32(array, self.crc32)
+        if not array.size or not (self._dtype == "bfloat16" or self._dtype.startswith("float")):
+            return
+        numbers = (array.astype(np.uint32) << 16).view(np.float32) if self._dtype == "bfloat16" else array
+        with np.errstate(invalid="ignore"):
+            self.lowest = float(np.minimum(self.lowest, numbers.min()))
+            self.highest = float(np.maximum(self.highest, numbers.max()))
+
+    def problem(self, kind: str, trained: bool) -> str | None:
+        """Why no run can go on from such numbers, in words; None: it can.
+
+        Args:
+            kind: one of ``KINDS``.
+            trained: the tensor has moments. Others may hold infinities (a mask does).
+        """
+        if math.isnan(self.lowest):
+            return "it holds numbers that are none (NaN)"
+        if kind == "moments2" and self.lowest < 0:
+            return f"it holds means of squares that are negative ({self.lowest:g})"
+        if trained and math.inf in (self.highest, -self.lowest):
+            return "it holds infinite numbers"
+        return None
+
+
 def pieces(shape: tuple[int, ...], item_bytes: int, limit_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
     """Cut an array into blocks of at most ``limit_bytes`` (but one element) that lie one after the other in C order.
 

@@ -1,11 +1,11 @@
-"""Reading a checkpoint: nothing is believed before its checksum was compared."""
+"""Reading a checkpoint: nothing is believed before its checksum was compared, and nothing opened before it was looked at."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,6 +14,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_mpi.checkpoint import opening
 from hetero_mpi.checkpoint.errors import CheckpointError
 from hetero_mpi.checkpoint.format import (
     FORMAT,
@@ -22,41 +23,53 @@ from hetero_mpi.checkpoint.format import (
     METADATA,
     PIECE_BYTES,
     STORAGE,
+    Summary,
     crc32,
-    dtype_name,
     piece_count,
     pieces,
 )
+from hetero_mpi.checkpoint.metadata import MOST_BYTES, check_metadata, check_size
+from hetero_mpi.checkpoint.opening import TEXT, Stored, damage_named
 
-# What h5py raises on damaged files: which one depends on the layer of HDF5 that notices.
-_DAMAGE = (OSError, RuntimeError, KeyError, ValueError, TypeError, MemoryError, OverflowError)
+
+@dataclass(frozen=True)
+class Contents:
+    """What was found in a file that is whole."""
+
+    tensors: int
+    """Of all kinds."""
+    parameters: int
+    """Tensors that are parameters."""
+    numbers: int
+    """In all parameters."""
+    dtypes: frozenset[str]
 
 
 class CheckpointReader:
     """A whole checkpoint, opened for reading; used as a context manager.
 
     Raises CheckpointError, on opening, for a file that is missing, truncated, unfinished, not HDF5, not a checkpoint of
-    this program or of a newer format; on reading, for a dataset that is missing or whose checksum does not match.
+    this program or of a newer format; on reading, for a dataset that is missing, is not laid out as this format does it, whose
+    checksum does not match, or from whose numbers no run can go on. Whatever a file holds, it raises nothing else.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._file: Any = None
+        self._file_bytes = 0
+        self.writer = ""
+        """Program and format that wrote the file: ``hetero_mpi 0.1.0, format 1``."""
         self._metadata: dict[str, Any] | None = None
+        self._groups: dict[str, Any] = {}
 
     def __enter__(self) -> CheckpointReader:
-        if not self.path.is_file():
-            raise CheckpointError(f"{self.path}: there is no such checkpoint. Name one with --resume PATH.")
-        with self._damage_named():
-            if not h5py.is_hdf5(self.path):
-                raise CheckpointError(f"{self.path}: this is not an HDF5 file. Resume from another checkpoint.")
-            self._file = h5py.File(self.path, "r", locking="best-effort")
-        try:
-            with self._damage_named():
+        with damage_named(self.path):
+            self._file = opening.open_file(self.path)
+            try:
                 self._check_header()
-        except CheckpointError:
-            self.close()
-            raise
+            except BaseException:
+                self.close()
+                raise
         return self
 
     def __exit__(
@@ -65,160 +78,187 @@ class CheckpointReader:
         self.close()
 
     def close(self) -> None:
+        self._groups = {}
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def held_out_loss(self) -> float | None:
         """Held-out loss at the checkpoint's step, nats per token; None where it was not measured. Reads nothing else."""
-        with self._damage_named(METADATA):
-            value = self._file[METADATA].attrs.get("held_out_loss")
+        with damage_named(self.path, METADATA):
+            value = opening.attribute(self._groups[METADATA], "held_out_loss")
             return None if value is None else float(value)
 
     @property
     def metadata(self) -> dict[str, Any]:
         """What the writer was given as ``metadata``, with the same types (tuples come back as lists)."""
         if self._metadata is None:
-            with self._damage_named(METADATA):
-                group = self._file[METADATA]
-                found: dict[str, Any] = {key: value.item() for key, value in group.attrs.items()}
-                names = list(group)
-            for name in names:
-                found[name] = self._read_metadata(name)
+            with damage_named(self.path, METADATA):
+                group = self._groups[METADATA]
+                found, names = opening.attributes(group), opening.names(group)
+                opened = {name: opening.open_dataset(group, name, self._file_bytes) for name in names}
+                if sum(stored.bytes for stored in opened.values()) > MOST_BYTES:
+                    raise ValueError(f"more than {MOST_BYTES:,} bytes of metadata")
+            for name, stored in opened.items():
+                with damage_named(self.path, f"{METADATA}/{name}"):
+                    found[name] = _metadata_value(stored)
+            with damage_named(self.path, METADATA):
+                check_metadata(found)
             self._metadata = found
         return self._metadata
+
+    def told(self, key: str) -> Any:
+        """An entry of the metadata. Raises CheckpointError where there is none."""
+        if key not in self.metadata:
+            raise CheckpointError(f"{self.path}: {key} is missing from the metadata. Take another checkpoint.")
+        return self.metadata[key]
 
     def names(self, kind: str) -> tuple[str, ...]:
         """Names stored under ``parameters``, ``moments1`` or ``moments2``, sorted."""
         assert kind in KINDS, kind
-        with self._damage_named(kind):
-            return tuple(sorted(self._file[kind]))
+        with damage_named(self.path, kind):
+            return opening.names(self._groups[kind])
 
     def shape(self, kind: str, name: str) -> tuple[int, ...]:
         """The tensor's shape; no data is read."""
-        with self._damage_named(f"{kind}/{name}"):
-            return tuple(self._dataset(kind, name).shape)
+        with damage_named(self.path, f"{kind}/{name}"):
+            return self._tensor(kind, name).shape
 
     def dtype(self, kind: str, name: str) -> str:
         """The tensor's dtype, e.g. ``bfloat16``; no data is read."""
-        with self._damage_named(f"{kind}/{name}"):
-            return _dtype_of(self._dataset(kind, name))
-
-    @property
-    def writer(self) -> str:
-        """Program and format that wrote the file: ``hetero_mpi 0.1.0, format 1``."""
-        with self._damage_named():
-            attributes = self._file.attrs
-            return f"hetero_mpi {attributes['program_version'].decode()}, format {int(attributes['format_version'])}"
+        with damage_named(self.path, f"{kind}/{name}"):
+            return self._tensor(kind, name).dtype
 
     def read(self, kind: str, name: str) -> tuple[NDArray[Any], str]:
         """The tensor's bits and dtype, e.g. (float32 array, "float32") or (uint16 array, "bfloat16")."""
-        with self._damage_named(f"{kind}/{name}"):
-            dataset = self._dataset(kind, name)
-            stored, dtype = dataset.id.get_type(), _dtype_of(dataset)
-            array: NDArray[Any] = np.empty(dataset.shape, STORAGE[dtype])
-            if array.size:
-                dataset.id.read(h5py.h5s.ALL, h5py.h5s.ALL, array, stored)
-            _compare_checksum(dataset, crc32(array))
-        return array, dtype
+        with damage_named(self.path, f"{kind}/{name}"):
+            stored = self._tensor(kind, name)
+            array = _array_of(stored)
+            summary = Summary(stored.dtype)
+            summary.add(array)
+            self._compare(kind, name, stored, summary)
+        return array, stored.dtype
 
-    def check(self, kind: str, name: str) -> None:
-        """Compare a tensor's checksum, in pieces: any tensor in the memory of one piece."""
-        with self._damage_named(f"{kind}/{name}"):
-            dataset = self._dataset(kind, name)
-            _compare_checksum(dataset, _crc32_of(dataset, _dtype_of(dataset)))
+    def check(self, kind: str, name: str) -> Stored:
+        """Compare a tensor's checksum and the range of its numbers, in pieces: any tensor in the memory of one piece."""
+        with damage_named(self.path, f"{kind}/{name}"):
+            stored = self._tensor(kind, name)
+            self._compare(kind, name, stored, _summary_of(stored))
+            return stored
 
-    def _dataset(self, kind: str, name: str) -> Any:
-        if name not in self._file[kind]:
-            raise CheckpointError(f"{self.path}: dataset {kind}/{name} is missing: the checkpoint is of another model.")
-        return self._file[kind][name]
+    def check_all(self) -> Contents:
+        """Read everything once. Raises CheckpointError unless a run can go on from it."""
+        names = {kind: self.names(kind) for kind in KINDS}
+        with damage_named(self.path):
+            assert self.metadata is not None
+            if names["moments1"] != names["moments2"] or not set(names["moments1"]) <= set(names["parameters"]):
+                raise ValueError("the moments are not those of the parameters")
+        left, found = self._file_bytes, dict[tuple[str, str], Stored]()
+        for kind, of_kind in names.items():
+            for name in of_kind:
+                with damage_named(self.path, f"{kind}/{name}"):
+                    found[kind, name] = stored = self._tensor(kind, name)
+                    left -= stored.bytes
+                    if left < 0:
+                        raise ValueError("the datasets together are larger than the file")
+                    if stored.shape != found["parameters", name].shape:
+                        raise ValueError("its shape is not that of the parameter")
+        for kind, name in found:
+            self.check(kind, name)
+        numbers = sum(math.prod(stored.shape) for (kind, _), stored in found.items() if kind == "parameters")
+        dtypes = frozenset(stored.dtype for stored in found.values())
+        return Contents(len(found), len(names["parameters"]), numbers, dtypes)
 
-    def _read_metadata(self, name: str) -> Any:
-        with self._damage_named(f"{METADATA}/{name}"):
-            dataset = self._file[METADATA][name]
-            content = dataset.attrs.get("content")
-            if content is None:
-                return self.read(METADATA, name)[0]
-            raw = dataset[()].rstrip(b"\0")
-            _compare_checksum(dataset, crc32(np.frombuffer(raw, np.uint8)))
-            return json.loads(raw) if content == b"json" else raw.decode()
+    def _tensor(self, kind: str, name: str) -> Stored:
+        try:
+            stored = opening.open_dataset(self._groups[kind], name, self._file_bytes)
+        except LookupError:
+            raise CheckpointError(
+                f"{self.path}: dataset {kind}/{name} is missing: the checkpoint is of another model."
+            ) from None
+        if stored.dtype == TEXT:
+            raise TypeError("a text instead of numbers")
+        return stored
+
+    def _compare(self, kind: str, name: str, stored: Stored, summary: Summary) -> None:
+        _compare_checksum(stored, summary.crc32)
+        trained = kind != "parameters" or self._groups["moments1"].links.exists(name.encode())
+        problem = summary.problem(kind, trained)
+        if problem is not None:
+            raise ValueError(problem)
 
     def _check_header(self) -> None:
-        attributes = self._file.attrs
-        if attributes.get("format") != FORMAT.encode():
+        place = self._file.id
+        if opening.attribute(place, "format") != FORMAT.encode():
             raise CheckpointError(f"{self.path}: an HDF5 file, but not a checkpoint of hetero_mpi.")
-        version = int(attributes["format_version"])
+        version = int(opening.attribute(place, "format_version"))
+        program = f"hetero_mpi {opening.attribute(place, 'program_version').decode()}"
+        self.writer = f"{program}, format {version}"
         if version > FORMAT_VERSION:
-            writer = attributes["program_version"].decode()
             raise CheckpointError(
-                f"{self.path}: format version {version}, written by hetero_mpi {writer}; this program reads versions "
-                f"up to {FORMAT_VERSION}. Install hetero_mpi {writer} or newer."
+                f"{self.path}: format version {version}, written by {program}; this program reads versions "
+                f"up to {FORMAT_VERSION}. Install {program} or newer."
             )
-        if "finished" not in attributes:
+        if opening.attribute(place, "finished") is None:
             raise CheckpointError(f"{self.path}: the checkpoint was never finished. Resume from an older one.")
-
-    @contextmanager
-    def _damage_named(self, dataset: str = "") -> Iterator[None]:
-        """Turn whatever HDF5 says of damaged bytes into one CheckpointError with the names of file and dataset."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except _DAMAGE as error:
-            where = f"dataset {dataset}: " if dataset else ""
-            raise CheckpointError(
-                f"{self.path}: {where}damaged or truncated ({error}). Resume from an older checkpoint."
-            ) from error
+        opening.names(place)
+        self._groups = {name: opening.open_group(place, name) for name in (*KINDS, METADATA)}
+        self._file_bytes = place.get_filesize()
 
 
 def verify(path: str | os.PathLike[str]) -> str | None:
-    """Read everything once and compare all checksums. None: the checkpoint is whole; else the reason why it is not."""
+    """Read everything once, and compare checksums and values. None: a run can go on from it; else the reason why not."""
     try:
         with CheckpointReader(path) as reader:
-            assert isinstance(reader.metadata, dict)
-            for kind in KINDS:
-                for name in reader.names(kind):
-                    reader.check(kind, name)
+            reader.check_all()
     except CheckpointError as error:
         return str(error)
     return None
 
 
-def _dtype_of(dataset: Any) -> str:
-    """The tensor dtype of a dataset that is laid out as this format does it.
-
-    Other layouts (compressed, virtual, in other files) may claim any size, and would be believed until memory runs out.
-    """
-    dtype = dtype_name(dataset.id.get_type())
-    if dtype is None:
-        raise TypeError(f"unknown number type {dataset.dtype}")
-    created = dataset.id.get_create_plist()
-    if created.get_layout() != h5py.h5d.CONTIGUOUS or created.get_external_count():
-        raise TypeError("its bytes do not lie in one place of this file")
-    if (
-        dataset.size
-        and dataset.id.get_offset() + dataset.size * STORAGE[dtype].itemsize > dataset.file.id.get_filesize()
-    ):
-        raise ValueError("it is larger than the file")
-    return dtype
+def _array_of(stored: Stored) -> NDArray[Any]:
+    array: NDArray[Any] = np.empty(stored.shape, STORAGE[stored.dtype])
+    if array.size:
+        stored.id.read(h5py.h5s.ALL, h5py.h5s.ALL, array, stored.type)
+    return array
 
 
-def _crc32_of(dataset: Any, dtype: str) -> int:
-    """CRC-32 of a dataset's bytes, read in pieces into one buffer."""
-    stored, space, item = dataset.id.get_type(), dataset.id.get_space(), STORAGE[dtype]
+def _metadata_value(stored: Stored) -> Any:
+    """An array, a text or what a JSON text says."""
+    content = opening.attribute(stored.id, "content")
+    if content is None:
+        array = _array_of(stored)
+        _compare_checksum(stored, crc32(array))
+        return array
+    if stored.dtype != TEXT or stored.shape:
+        raise TypeError("it is not a single text")
+    text = np.empty((), f"S{stored.bytes}")
+    stored.id.read(h5py.h5s.ALL, h5py.h5s.ALL, text, stored.type)
+    raw: bytes = text.item()  # without the padding
+    _compare_checksum(stored, crc32(np.frombuffer(raw, np.uint8)))
+    if content != b"json":
+        return raw.decode()
+    check_size(raw)
+    return json.loads(raw)
+
+
+def _summary_of(stored: Stored) -> Summary:
+    """Of a dataset that is read in pieces into one buffer."""
+    space, item, summary = stored.id.get_space(), STORAGE[stored.dtype], Summary(stored.dtype)
     buffer: NDArray[Any] = np.empty(max(1, PIECE_BYTES // item.itemsize), item)
-    checksum = 0
-    for piece in pieces(dataset.shape, item.itemsize):
+    for piece in pieces(stored.shape, item.itemsize):
         part = buffer[: piece_count(piece)]
-        memory = h5py.h5s.create_simple(part.shape) if dataset.shape else h5py.h5s.create(h5py.h5s.SCALAR)
-        if dataset.shape:
+        memory = h5py.h5s.create_simple(part.shape) if stored.shape else h5py.h5s.create(h5py.h5s.SCALAR)
+        if stored.shape:
             space.select_hyperslab(*piece)
-        dataset.id.read(memory, space, part, stored)
-        checksum = crc32(part, checksum)
-    return checksum
+        stored.id.read(memory, space, part, stored.type)
+        summary.add(part)
+    return summary
 
 
-def _compare_checksum(dataset: Any, actual: int) -> None:
-    expected = int(dataset.attrs["crc32"])
+def _compare_checksum(stored: Stored, actual: int) -> None:
+    expected = opening.attribute(stored.id, "crc32")
+    if type(expected) is not int:
+        raise TypeError("it bears no CRC-32")
     if actual != expected:
         raise ValueError(f"its CRC-32 is {actual:08x}, and {expected:08x} was written")

@@ -23,6 +23,7 @@ from hetero_mpi.checkpoint.format import (
     LIBVER,
     METADATA,
     STORAGE,
+    Summary,
     crc32,
     file_type,
     piece_count,
@@ -49,7 +50,8 @@ class CheckpointWriter:
     ``metadata`` must hold ``step`` (int). Values: bool, int and float become attributes of the group ``metadata``, str
     a text, numpy arrays (the losses) a dataset; everything else that JSON can hold becomes JSON text.
 
-    Raises CheckpointError when the file cannot be written (disk full, no permission), with the file and the reason.
+    Raises CheckpointError when the file cannot be written (disk full, no permission), or when no run could go on from a tensor
+    (``format.Summary.problem``), with the file and the reason.
     """
 
     def __init__(self, path: str | os.PathLike[str], metadata: dict[str, Any]) -> None:
@@ -59,6 +61,8 @@ class CheckpointWriter:
         self._temporary = self.path.with_name(f".{self.path.name}.tmp-{_PROCESS_MARK}")
         self._sink: Sink | None = None
         self._file: Any = None
+        self._infinite: dict[str, Summary] = {}
+        """Parameters with infinities, which they may hold unless they are trained."""
 
     def __enter__(self) -> CheckpointWriter:
         try:
@@ -97,10 +101,13 @@ class CheckpointWriter:
         assert self._file is not None and self._sink is not None, "write outside of the with block"
         assert kind in KINDS and "/" not in name and name not in ("", "."), (kind, name)
         try:
-            _write_array(self._file[kind], name, shape, dtype, coming)
+            summary = _write_array(self._file[kind], name, shape, dtype, coming)
             self._sink.raise_error()
         except OSError as error:
             raise self._error(error) from error
+        self._refuse(kind, name, summary.problem(kind, trained=kind != "parameters"))
+        if summary.problem(kind, trained=True) is not None:
+            self._infinite[name] = summary
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -110,6 +117,8 @@ class CheckpointWriter:
             return
         try:
             assert self._sink is not None
+            for name, summary in self._infinite.items():
+                self._refuse("parameters", name, summary.problem("parameters", name in self._file["moments1"]))
             self._file.attrs["finished"] = np.uint8(1)
             self._file.close()
             self._file = None
@@ -120,6 +129,16 @@ class CheckpointWriter:
         except OSError as failure:
             self._discard()
             raise self._error(failure) from failure
+        except CheckpointError:
+            self._discard()
+            raise
+
+    def _refuse(self, kind: str, name: str, problem: str | None) -> None:
+        if problem is not None:
+            raise CheckpointError(
+                f"{self.path}: the checkpoint was not written, as no run could go on from {kind}/{name}: {problem}; "
+                "checkpoints written before are untouched. A lower [train] learning_rate may help."
+            )
 
     def _discard(self) -> None:
         """Close and remove the temporary file."""
@@ -171,19 +190,20 @@ def _write_metadata(group: Any, key: str, value: Any) -> None:
         _write_text(group, key, json.dumps(value, ensure_ascii=False), "json")
 
 
-def _write_array(group: Any, name: str, shape: tuple[int, ...], dtype: str, coming: Iterable[NDArray[Any]]) -> None:
+def _write_array(group: Any, name: str, shape: tuple[int, ...], dtype: str, coming: Iterable[NDArray[Any]]) -> Summary:
     """A dataset from its pieces, with the checksum of all of them."""
     kind = file_type(dtype)
     space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
     dataset = h5py.Dataset(h5py.h5d.create(group.id, name.encode(), kind, space))
-    checksum = 0
+    summary = Summary(dtype)
     for (first, count), array in zip(pieces(shape, STORAGE[dtype].itemsize), coming, strict=True):
         memory = h5py.h5s.create_simple(array.shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
         if shape:
             space.select_hyperslab(first, count)
         dataset.id.write(memory, space, array, kind)
-        checksum = crc32(array, checksum)
-    dataset.attrs["crc32"] = np.uint32(checksum)
+        summary.add(array)
+    dataset.attrs["crc32"] = np.uint32(summary.crc32)
+    return summary
 
 
 def _cut(flat: NDArray[Any], shape: tuple[int, ...]) -> Iterable[NDArray[Any]]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.checkpoint import KINDS, CheckpointReader
+from hetero_mpi.checkpoint import CheckpointReader
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.files import plan_from_dict
 from hetero_mpi.report import units
@@ -16,36 +15,26 @@ _BLOCKS = ("num_hidden_layers", "n_layer", "n_layers")
 
 
 def checkpoint_lines(path: Path) -> list[str]:
-    """A checkpoint in full. Its checksums are compared, which reads the whole file.
+    """A checkpoint in full. Its checksums are compared and its numbers looked at, which reads the whole file.
 
     Raises:
         CheckpointError: it is damaged, with the dataset where that is known.
     """
     with CheckpointReader(path) as reader:
-        metadata = reader.metadata
-        tensors = 0
-        dtypes: set[str] = set()
-        for kind in KINDS:
-            for name in reader.names(kind):
-                reader.check(kind, name)
-                dtypes.add(reader.dtype(kind, name))
-                tensors += 1
-        names = reader.names("parameters")
-        numbers = sum(math.prod(reader.shape("parameters", name)) for name in names)
-        writer = reader.writer
+        found, metadata, writer = reader.check_all(), reader.metadata, reader.writer
     size = units.size(path.stat().st_size)
     return [
-        f"Checkpoint after step {metadata.get('step', '?')} of {_table(metadata, 'job', 'train').get('steps', '?')}, {size}",
+        f"Checkpoint after step {metadata['step']} of {_table(metadata, 'job', 'train').get('steps', '?')}, {size}",
         *_progress(metadata),
         *_origin(metadata),
-        f"  sizes: {len(names):,} trained tensors, {numbers:,} numbers, and their moments; stored as {', '.join(sorted(dtypes))}",
-        f"  written by {writer}; all {tensors:,} checksums match",
+        f"  sizes: {found.parameters:,} trained tensors, {found.numbers:,} numbers, and their moments; "
+        f"stored as {', '.join(sorted(found.dtypes))}",
+        f"  written by {writer}; all {found.tensors:,} checksums match",
     ]
 
 
 def _progress(metadata: Mapping[str, Any]) -> list[str]:
-    losses = metadata.get("losses")
-    losses = [float(loss) for loss in losses] if losses is not None else []
+    losses = [float(loss) for loss in metadata["losses"]]
     lines = []
     if losses:
         lines.append(
@@ -54,7 +43,7 @@ def _progress(metadata: Mapping[str, Any]) -> list[str]:
     held_out = metadata.get("held_out_loss")
     if held_out is not None:
         lines.append(f"  held-out loss: {held_out:.4f}")
-    skipped = int(metadata.get("step", 0)) - int(metadata.get("updates", metadata.get("step", 0)))
+    skipped = metadata["step"] - metadata["updates"]
     if skipped:
         lines.append(f"  {skipped} steps were skipped, since their gradients were not finite")
     return lines
@@ -68,7 +57,7 @@ def _origin(metadata: Mapping[str, Any]) -> list[str]:
     blocks = next((config[key] for key in _BLOCKS if key in config), "?")
     model, rows = f"{config.get('model_type', '?')}, {blocks} blocks", "sequences of {} tokens"
     if "factory" in config:
-        model, rows = f"{config['factory']}, {len(config['layers'])} layers", "samples"
+        model, rows = f"{config['factory']}, {_length(config.get('layers'))} layers", "samples"
     lines = [f"  model: {model}; trained: {trained}"]
     if metadata.get("base_model"):
         lines.append(f"  base: {metadata['base_model']}")
@@ -81,6 +70,10 @@ def _origin(metadata: Mapping[str, Any]) -> list[str]:
         lines.append(f"  plan: {_plan_text(metadata['plan'])}")
     versions = ", ".join(f"{name} {version}" for name, version in _table(metadata, "versions").items())
     return [*lines, f"  versions: {versions}"] if versions else lines
+
+
+def _length(values: Any) -> int | str:
+    return len(values) if isinstance(values, list) else "?"
 
 
 def _plan_text(values: Any) -> str:

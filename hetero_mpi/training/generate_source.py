@@ -211,8 +211,9 @@ def _newest_metadata(directory: Path) -> tuple[Job, dict[str, Any]] | None:
     for path in sorted(directory.glob("step-*.h5"), reverse=True):
         try:
             with CheckpointReader(path) as reader:
-                return job_from_dict(reader.metadata["job"]), reader.metadata
-        except (CheckpointError, ValidationError, KeyError):
+                reader.told("model_config")
+                return job_from_dict(reader.told("job")), reader.metadata
+        except (CheckpointError, ValidationError):
             continue  # damaged, or of a program with other keys
     return None
 

@@ -24,7 +24,7 @@ from hetero_mpi.checkpoint.shelf import Piece, keep_generations, pieces_on_disk
 from hetero_mpi.errors import UserError
 from hetero_mpi.report.logs import say
 from hetero_mpi.training.redistribute import Parcel
-from hetero_mpi.training.saving import KINDS, check_settings
+from hetero_mpi.training.saving import KINDS, check_settings, check_shapes
 from hetero_mpi.training.setup import Setting
 
 
@@ -194,9 +194,7 @@ def _damage(setting: Setting, piece: Piece) -> str | None:
         with CheckpointReader(piece.path) as reader:
             check_settings(reader, piece.path, setting.chain, setting.job.train, setting.job.data.sequence_length)
             for name, spec in specs.items():
-                for kind in KINDS if name in tuning.trainable else KINDS[:1]:
-                    if tuple(reader.shape(kind, name)) != spec.shape:
-                        return f"{name} has another shape in this model"
+                check_shapes(reader, piece.path, name, spec, KINDS if name in tuning.trainable else KINDS[:1])
     except (CheckpointError, UserError) as error:
         return str(error)
     return None

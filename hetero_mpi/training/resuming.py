@@ -46,7 +46,7 @@ def open_checkpoint(
             fingerprint = setting.material.dataset.fingerprint()
             then, allowed = reader.metadata.get("data_fingerprint"), setting.job.checkpoint.allow_other_data
             say(*filter(None, [check_data(then, path, fingerprint, allowed)]))
-            step, losses = int(reader.metadata["step"]), [float(loss) for loss in reader.metadata["losses"]]
+            step, losses = reader.metadata["step"], [float(loss) for loss in reader.metadata["losses"]]
             if step > setting.job.train.steps:
                 raise UserError(
                     f"{path} was written after step {step}, and the job ends at [train] steps = {setting.job.train.steps}: "
@@ -55,7 +55,7 @@ def open_checkpoint(
             say(f"Resuming from {path}, after step {step}")
             say(*filter(None, [rate_change(reader.metadata["job"]["train"], job.train, step)]))
             tell_set_aside(checkpoints, step)
-            shared = {"path": str(path), "step": step, "losses": losses, "updates": int(reader.metadata["updates"])}
+            shared = {"path": str(path), "step": step, "losses": losses, "updates": reader.metadata["updates"]}
             shared["loss_scale"] = reader.metadata["loss_scale"]
     shared = world.broadcast_json(shared)
     if shared is None:

@@ -12,11 +12,12 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.checkpoint import CheckpointReader, newest_good, verify
+from hetero_mpi.checkpoint.opening import damage_named
 from hetero_mpi.data.tokenizer import save_tokenizer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job import Job, TrainTable
 from hetero_mpi.model.adapter_files import adapter_directory, read_adapter, write_adapter
-from hetero_mpi.model.items import ItemChain
+from hetero_mpi.model.items import ItemChain, ParameterSpec
 from hetero_mpi.model.optimizer import MOMENTS
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.training.background import Saver
@@ -115,21 +116,38 @@ def check_fits(
     Raises:
         UserError: with the first difference.
     """
-    names = set(reader.names("parameters"))
-    own = set(tuning.trainable) | set(tuning.constants)
     if "generation" in reader.metadata:
         raise UserError(f"{path} is one rank's copy, not a checkpoint; `--resume` alone looks for those on all hosts")
+    check_tensors(reader, path, tuning)
+    check_settings(reader, path, chain, train, sequence_length)
+
+
+def check_tensors(reader: CheckpointReader, path: Path, tuning: Tuning) -> None:
+    """Refuse a checkpoint of another model, before any of its tensors is read.
+
+    Raises:
+        UserError: with the first difference.
+    """
+    names = set(reader.names("parameters"))
+    specs = {**tuning.trainable, **tuning.constants}
+    own = set(specs)
     if names != own:
         extra, lacking = sorted(names - own), sorted(own - names)
         detail = f"it holds {extra[0]!r}, which this model does not have" if extra else f"it lacks {lacking[0]!r}"
         raise UserError(f"{path} is a checkpoint of another model: {detail}; resume with the job that wrote it")
-    for name, spec in tuning.trainable.items():
-        shape = tuple(reader.shape("parameters", name))
-        if shape != spec.shape:
+    for name, spec in specs.items():
+        check_shapes(reader, path, name, spec, KINDS if name in tuning.trainable else KINDS[:1])
+
+
+def check_shapes(reader: CheckpointReader, path: Path, name: str, spec: ParameterSpec, kinds: Sequence[str]) -> None:
+    """Refuse a tensor of a checkpoint, or of a rank's copy, that is not this model's. Raises UserError."""
+    for kind in kinds:
+        found = reader.shape(kind, name), reader.dtype(kind, name)
+        if found != (tuple(spec.shape), "float32"):
             raise UserError(
-                f"{path} is a checkpoint of another model: {name} has shape {shape} there and {spec.shape} here"
+                f"{path} is a checkpoint of another model: {kind}/{name} has shape {found[0]} of {found[1]} there and "
+                f"{tuple(spec.shape)} of float32 here"
             )
-    check_settings(reader, path, chain, train, sequence_length)
 
 
 def check_settings(
@@ -143,17 +161,20 @@ def check_settings(
     then = reader.metadata["job"]
     now = {"seed": train.seed, "global_batch": train.global_batch, "dtype": train.dtype}
     for key, value in now.items():
-        if then["train"][key] != value:
+        if then["train"].get(key) != value:
             raise UserError(
-                f"{path} was written with [train] {key} = {then['train'][key]!r}, this job says {value!r}: the run would not "
+                f"{path} was written with [train] {key} = {then['train'].get(key)!r}, this job says {value!r}: the run would not "
                 f"continue where it stopped; set it back, or start without --resume"
             )
-    if then["data"]["sequence_length"] != sequence_length:
+    length = then["data"].get("sequence_length")
+    if length != sequence_length:
         raise UserError(
-            f"{path} was written with [data] sequence_length = {then['data']['sequence_length']}, this job says "
+            f"{path} was written with [data] sequence_length = {length}, this job says "
             f"{sequence_length}: the order of samples would differ; set it back, or start without --resume"
         )
-    changed = chain.changed_since(reader.metadata["model_config"])
+    described = reader.told("model_config")
+    with damage_named(path, "metadata/model_config"):
+        changed = chain.changed_since(described)
     if changed is not None:
         raise UserError(
             f"{path} was written when {changed} had other values, which are in no checkpoint: the run would not continue where it "

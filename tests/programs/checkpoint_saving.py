@@ -22,6 +22,7 @@ from hetero_mpi.comm.world import World
 from hetero_mpi.device.backend import Backend, Memory
 from hetero_mpi.training import background
 from hetero_mpi.training.background import PIECES_HELD, Saver
+from tests.checkpoint_samples import told
 
 KINDS = ("parameters", "moments1", "moments2")
 SHAPES = {"a.small": (3,), "b.large": (PIECE_BYTES // 12 + 5, 3), "c.scalar": (), "d.deep": (2, 3, PIECE_BYTES // 16)}
@@ -74,7 +75,7 @@ class Case:
     def save(self, round_: int) -> Path:
         """Take the round's values, begin a checkpoint of them, and overwrite them at once."""
         self.become(round_)
-        path = self.saver.save({"step": round_, "held_out_loss": 10.0 - round_})
+        path = self.saver.save(told(round_, held_out_loss=10.0 - round_))
         self.become(99)
         return path
 
