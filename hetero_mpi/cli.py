@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import difflib
 import logging
+import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_mpi import __version__
 from hetero_mpi.errors import UserError
+from hetero_mpi.text import printable
 
 if TYPE_CHECKING:
     from hetero_mpi.comm.world import World
@@ -28,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(namespace.run(namespace))
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(printable(str(error)), file=sys.stderr)
         return error.exit_code
 
 
@@ -52,6 +55,16 @@ class _Parser(argparse.ArgumentParser):
 def _nearest(word: str, known: Iterable[str]) -> str:
     found = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {found[0]}?" if found else ""
+
+
+def _show(text: str, end: str = "\n") -> None:
+    """Print what a command has found out. Who reads only the beginning (``| head``) has seen enough: that ends the program."""
+    try:
+        print(printable(text), end=end, flush=True)
+    except BrokenPipeError:
+        # What is left in the buffer would fail again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def _train(namespace: argparse.Namespace) -> int:
@@ -107,7 +120,7 @@ def _profile(namespace: argparse.Namespace) -> int:
 def _inspect(namespace: argparse.Namespace) -> int:
     from hetero_mpi import offline
 
-    print("\n".join(offline.inspect(namespace.file, namespace.output, namespace.all)))
+    _show("\n".join(offline.inspect(namespace.file, namespace.output, namespace.all)))
     return 0
 
 
@@ -123,7 +136,7 @@ def _plan(namespace: argparse.Namespace) -> int:
         namespace.explain,
         namespace.json,
     )
-    print(text)
+    _show(text)
     return 0
 
 
@@ -139,28 +152,28 @@ def _simulate(namespace: argparse.Namespace) -> int:
         namespace.output,
         Network(blocking_sends=namespace.blocking_sends, shared_nic=namespace.shared_nic),
     )
-    print("\n".join(lines))
+    _show("\n".join(lines))
     return 0
 
 
 def _report(namespace: argparse.Namespace) -> int:
     from hetero_mpi import hindsight
 
-    print("\n".join(hindsight.report(namespace.directory, namespace.output)))
+    _show("\n".join(hindsight.report(namespace.directory, namespace.output)))
     return 0
 
 
 def _compare(namespace: argparse.Namespace) -> int:
     from hetero_mpi import hindsight
 
-    print("\n".join(hindsight.compare(namespace.runs)))
+    _show("\n".join(hindsight.compare(namespace.runs)))
     return 0
 
 
 def _baseline(namespace: argparse.Namespace) -> int:
     from hetero_mpi import hindsight
 
-    print("\n".join(hindsight.baseline(namespace.job, tuple(namespace.set), namespace.profile)))
+    _show("\n".join(hindsight.baseline(namespace.job, tuple(namespace.set), namespace.profile)))
     return 0
 
 
@@ -218,7 +231,7 @@ def _doctor(namespace: argparse.Namespace) -> int:
 def _mesh_init(namespace: argparse.Namespace) -> int:
     from hetero_mpi.launch import mesh
 
-    print("\n".join(mesh.init(namespace.hosts, namespace.output)))
+    _show("\n".join(mesh.init(namespace.hosts, namespace.output)))
     return 0
 
 
@@ -232,14 +245,14 @@ def _mesh_verify(namespace: argparse.Namespace) -> int:
 def _export(namespace: argparse.Namespace) -> int:
     from hetero_mpi.export import export
 
-    print(export(namespace.source, namespace.target, namespace.merge))
+    _show(export(namespace.source, namespace.target, namespace.merge))
     return 0
 
 
 def _init(namespace: argparse.Namespace) -> int:
     from hetero_mpi import new_job
 
-    print("\n".join(new_job.listed() if namespace.name is None else new_job.init(namespace.name, namespace.directory)))
+    _show("\n".join(new_job.listed() if namespace.name is None else new_job.init(namespace.name, namespace.directory)))
     return 0
 
 
@@ -251,7 +264,7 @@ def _reference(namespace: argparse.Namespace) -> int:
         text = commands_page(parser())
     else:
         text = job_page() if namespace.markdown else reference_text()
-    print(text, end="")
+    _show(text, end="")
     return 0
 
 

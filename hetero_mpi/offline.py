@@ -279,7 +279,7 @@ def _model_keys(loaded: LoadedJob) -> dict[str, Any] | None:
     )
     try:
         keys = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return keys if isinstance(keys, dict) else None
 

@@ -1,4 +1,4 @@
-"""TOML texts -> values, where every text that is no TOML, or nests deeper than anything meant, is the same error."""
+"""TOML texts -> values, where every text that is no TOML, or goes beyond anything meant, is the same error."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import tomli
 
 DEEPEST = 64
 """Tables and lists within one another; what is made of them is walked recursively."""
+MOST_BITS = 4096
+"""Of a whole number: Python refuses to write ones of more than 4,300 digits (14,000 bits), even into an error's text."""
 
 
 class TomlError(ValueError):
@@ -18,20 +20,27 @@ def loads(text: str) -> dict[str, Any]:
     """The tables of a TOML text. Raises TomlError."""
     try:
         values = tomli.loads(text)
-    except tomli.TOMLDecodeError as error:
+    except ValueError as error:  # of tomli, and of Python for a number of very many digits
         raise TomlError(str(error)) from None
     except RecursionError:
         values = None
-    if values is None or _depth(values) > DEEPEST:
-        raise TomlError(f"tables and lists are nested more than {DEEPEST} deep")
+    if values is None:
+        raise TomlError(_TOO_DEEP)
+    _look_at(values)
     return values
 
 
-def _depth(values: Any) -> int:
-    """How deep containers nest, found without recursion and without looking deeper than ``DEEPEST``."""
+_TOO_DEEP = f"tables and lists are nested more than {DEEPEST} deep"
+
+
+def _look_at(values: Any) -> None:
+    """Raises TomlError for what goes beyond the limits; without recursion, and without looking deeper than ``DEEPEST``."""
     depth, level = 0, [values]
-    while level and depth <= DEEPEST:
+    while level:
         depth += 1
+        if depth > DEEPEST:
+            raise TomlError(_TOO_DEEP)
         inner = [value for holder in level for value in (holder.values() if isinstance(holder, dict) else holder)]
+        if any(isinstance(value, int) and value.bit_length() > MOST_BITS for value in inner):
+            raise TomlError(f"a whole number has more than {MOST_BITS:,} bits")
         level = [value for value in inner if isinstance(value, (dict, list))]
-    return depth

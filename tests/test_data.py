@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +23,9 @@ from hetero_mpi.data.sequences import IGNORED, Batch, Dataset, build_sequences, 
 from hetero_mpi.data.tokenizer import (
     END_TOKEN,
     check_vocabulary,
+    encoded,
     load_tokenizer,
+    own_tokens_only,
     save_tokenizer,
     train_bpe,
     vocabulary_note,
@@ -310,3 +314,30 @@ def test_trimmed_batches_lose_nothing_that_is_learnt(last_learnt: int | None, le
     assert trimmed.tokens.shape == trimmed.targets.shape == (2, length)
     assert np.array_equal(trimmed.tokens, tokens[:, :length])
     assert (trimmed.targets != IGNORED).sum() == trimmed.target_tokens == (targets != IGNORED).sum()
+
+
+TOKENIZER_FAULTS: dict[str, Any] = {
+    "merge-out-of-vocabulary": {"model": {"merges": [["zzz", "qqq"]]}},
+    "panic-while-loading": {"model": {"continuing_subword_prefix": "##########", "merges": [["a", "b"]]}},
+    "panic-while-encoding": {
+        "post_processor": {
+            "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "x", "type_id": 0}}], "pair": [], "special_tokens": {},
+        }
+    },
+    "unknown-token-missing": {"model": {"type": "WordLevel", "unk_token": "none", "vocab": {"a": 0}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOKENIZER_FAULTS)
+def test_a_tokenizer_that_makes_its_library_fail_is_refused(
+    name: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Rust's panics are no Exception: they pass by whatever catches those."""
+    save_tokenizer(tokenizer, tmp_path)
+    path = tmp_path / "tokenizer.json"
+    values = json.loads(path.read_text())
+    for key, change in TOKENIZER_FAULTS[name].items():
+        values[key] = change if "type" in change else {**values[key], **change}
+    path.write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"the tokenizer .*cannot"):
+        encoded(own_tokens_only(load_tokenizer(tmp_path)), ["ab \u00fc"], special=True)

@@ -272,3 +272,11 @@ def test_what_a_job_cannot_be_made_of(workshop: Path, overrides: list[str], expe
     packed = ["data.packing=true"] if "data.text" in str(overrides) else []
     with pytest.raises(UserError, match=expected):
         prepare(job(workshop, *overrides, *packed))
+
+
+@pytest.mark.parametrize("form", ["{}", "[{}]"])
+def test_a_number_of_very_many_digits_is_a_broken_record(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(form.replace("{}", '{"prompt": "p", "completion": "c", "id": ' + "9" * 5000 + "}"))
+    with pytest.raises(UserError, match="more digits than can be read"):
+        read_records([str(path)])

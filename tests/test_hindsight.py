@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,6 +20,7 @@ from hetero_mpi.report.past_run import read_run
 from hetero_mpi.report.tensorboard import TensorBoard
 from tests.past_runs import JOB, cluster, make_run, planned
 from tests.planning_samples import JOB_TOML
+from tests.test_report import ODD_LINES
 
 ROOT = Path(__file__).parent.parent
 
@@ -106,3 +108,17 @@ def test_tensorboard_files(tmp_path: Path) -> None:
         value.tag: event.step for event in loader.EventFileLoader(str(file)).Load() for value in event.summary.value
     }
     assert found["loss/training"] == found["loss/held out"] == 1
+
+
+def test_runs_with_odd_files_are_compared_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = cluster(2)
+    runs = [make_run(tmp_path / name, planned(profile), profile) for name in ("first", "second")]
+    for name in ("metrics.jsonl", "steps.jsonl", "events.jsonl"):
+        with (runs[1] / name).open("a") as file:
+            file.writelines(f"{text}\n" for text in ODD_LINES)
+    odd = {"starts": [7, {}, {"step": "x"}], "job": {"train": 3, "data": []}, "versions": [], "name": "\x1b[31mred"}
+    (runs[1] / "run.json").write_text(json.dumps(odd))
+    assert main(["compare", *map(str, runs)]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "\\x1b[31mred" in shown
+    assert main(["report", str(runs[1])]) == 0

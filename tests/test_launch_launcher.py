@@ -310,3 +310,10 @@ def test_the_launchers_boxes_add_nothing_where_the_job_has_said_why(
         process.stdin.close()
         assert errors.finish(code) == believed
     assert capfdbinary.readouterr().err == passed_on
+
+
+@pytest.mark.parametrize("content", [b"h\xe4 slots=2\n", b"a slots=" + b"9" * 5000, "a slots=\u0664\n".encode()])
+def test_a_host_file_of_odd_bytes_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(content)
+    with pytest.raises(UserError, match=r"UTF-8|positive whole number"):
+        read_hostfile(tmp_path / "hosts")

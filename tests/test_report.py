@@ -429,3 +429,27 @@ def test_pictures_shorten_names_from_the_left_too() -> None:
     from hetero_mpi.report.pictures import _lane_name
 
     assert _lane_name(3, {3: "NVIDIA GeForce RTX 4090 Laptop GPU"}) == "rank 3  GeForce RTX 4090 Laptop GPU"
+
+
+ODD_LINES = [
+    "[]", "7", '"text"', "null", "{}", '{"step": "2"}', '{"step": null}', '{"step": 2}', '{"step": 2, "loss": [1]}',
+    '{"step": 2, "evaluation_loss": "low"}', '{"step": 2.5, "evaluation_loss": 1.0}', "{" * 20, "[" * 100_000,
+    '{"step": ' + "9" * 5000 + "}", '{"step": 1' + "0" * 400 + ', "evaluation_loss": 1.0}',
+]  # fmt: skip
+
+
+def test_odd_lines_of_metrics_are_left_out_and_newer_keys_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        for step in (1, 2, 3):
+            writer.step(metrics(step))
+        writer.evaluation(3, 2.5)
+    lines = path.read_text().splitlines()
+    newer = json.dumps({**json.loads(lines[1]), "watts": 7, "layers": [1, 2]})
+    path.write_text("\n".join([*ODD_LINES, lines[0], *ODD_LINES, newer, *ODD_LINES, *lines[2:], *ODD_LINES]))
+    found = read_metrics(path)
+    assert found.steps == tuple(metrics(step) for step in (1, 2, 3))
+    assert [(one.step, one.loss) for one in found.evaluations] == [(3, 2.5)]
+    MetricsWriter(path, resume_step=2).close()
+    assert read_metrics(path).steps == tuple(metrics(step) for step in (1, 2))
+    assert newer in path.read_text(), "what another version has written stays"

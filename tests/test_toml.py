@@ -27,3 +27,10 @@ def test_the_deepest_that_is_meant() -> None:
         else:
             with pytest.raises(toml.TomlError, match="nested more than 64 deep"):
                 toml.loads(text)
+
+
+@pytest.mark.parametrize("text", ["a = " + "9" * 5000, "a = [{ b = 0x" + "f" * 5000 + " }]", "a = 0b" + "1" * 9000])
+def test_numbers_that_nobody_can_write_down_are_no_toml(text: str) -> None:
+    """Python refuses to turn them into text, and would do so in the middle of an error about them."""
+    with pytest.raises(toml.TomlError, match=r"bits|digits"):
+        toml.loads(text)

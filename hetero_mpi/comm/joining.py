@@ -31,6 +31,7 @@ from hetero_mpi.comm.library import (
 from hetero_mpi.comm.versions import MUST_MATCH, PACKAGE, own_source, version_problem
 from hetero_mpi.comm.world import CollectiveUserError, World, describe_problems
 from hetero_mpi.errors import UserError
+from hetero_mpi.text import printable
 
 _RECORD_BYTES = 256
 
@@ -48,7 +49,7 @@ def run_guarded(main: Callable[[World], int]) -> int:
         launched = launched_as(os.environ, "")
         # Each host may lack its library for itself; what else is refused, is refused on all ranks alike.
         if launched is None or launched.rank == 0 or "mpi4py.MPI" not in sys.modules:
-            print(error, file=sys.stderr, flush=True)
+            print(printable(str(error)), file=sys.stderr, flush=True)
         if "mpi4py.MPI" in sys.modules:
             _tell_joined()  # all are refused, and end together
         _finalize()
@@ -57,7 +58,7 @@ def run_guarded(main: Callable[[World], int]) -> int:
         code, problem = main(world), None
     except CollectiveUserError as error:
         if world.rank == 0:
-            print(error, file=sys.stderr, flush=True)
+            print(printable(str(error)), file=sys.stderr, flush=True)
         return _leave(world, error.exit_code)
     except UserError as error:
         code, problem = error.exit_code, str(error)
@@ -72,7 +73,7 @@ def run_guarded(main: Callable[[World], int]) -> int:
     except ulfm.RankLost:
         text, world.bereaved = problem, True  # everything had been done
     if text is not None and world.rank == 0:
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
     return _leave(world, code)
 
 

@@ -130,7 +130,7 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
     if text.lstrip().startswith("["):
         try:
             values = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             yield _where_broken(path, error), _BadRecord(_broken(error))
             return
         if not values:
@@ -143,7 +143,7 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
         if line.strip():
             try:
                 value = json.loads(line)
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 value = _BadRecord(_broken(error))
             yield f"{path}, line {number}", value
 
@@ -164,6 +164,8 @@ def _read(path: Path) -> str:
 def _broken(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"broken JSON at column {error.colno}: {error.msg}"
+    if isinstance(error, ValueError):
+        return "JSON with a number of more digits than can be read"
     return "JSON nested too deeply to be a record"
 
 

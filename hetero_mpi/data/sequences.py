@@ -11,7 +11,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.order import Indices, batch_indices, permutation
-from hetero_mpi.data.tokenizer import BATCH_CHARACTERS, end_token, own_tokens_only
+from hetero_mpi.data.tokenizer import BATCH_CHARACTERS, encoded, end_token, own_tokens_only
 from hetero_mpi.errors import UserError
 
 Tokens = npt.NDArray[np.int32]
@@ -187,9 +187,9 @@ def _encoded(documents: Iterable[str], tokenizer: PreTrainedTokenizerFast) -> It
         waiting.append(document)
         characters += len(document)
         if characters >= BATCH_CHARACTERS:
-            yield from (encoding.ids for encoding in backend.encode_batch_fast(waiting, add_special_tokens=False))
+            yield from encoded(backend, waiting)
             waiting, characters = [], 0
-    yield from (encoding.ids for encoding in backend.encode_batch_fast(waiting, add_special_tokens=False))
+    yield from encoded(backend, waiting)
 
 
 def _pack(encoded: Iterable[list[int]], end: int, length: int) -> Rows:

@@ -23,7 +23,7 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.records import Message, Record
-from hetero_mpi.data.tokenizer import BATCH_CHARACTERS, end_token, own_tokens_only
+from hetero_mpi.data.tokenizer import BATCH_CHARACTERS, encoded, end_token, faults_named, own_tokens_only
 from hetero_mpi.errors import UserError
 
 Template = Literal["auto", "chat", "plain"]
@@ -123,11 +123,10 @@ def render_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str, template: Tem
     """
     backend = own_tokens_only(tokenizer)
     if template is None:
-        ids = list(backend.encode(prompt, add_special_tokens=False).ids)
-        return ids or [end_token(tokenizer)]
+        return encoded(backend, [prompt])[0] or [end_token(tokenizer)]
     form = choose_form(tokenizer, template)
     text = _render(tokenizer, form, (Message("user", prompt),), "the prompt", asking=True)
-    return list(backend.encode(text, add_special_tokens=False).ids)
+    return encoded(backend, [text])[0]
 
 
 def plain_texts(records: Iterable[Record]) -> Iterator[str]:
@@ -246,7 +245,8 @@ def _tokenized(backend: Tokenizer, end: int, waiting: Sequence[_Rendered]) -> It
     for rendered in waiting:
         texts.append(rendered.text)
         texts.extend(rendered.text[:edge] for edge in rendered.edges())
-    encodings = iter(backend.encode_batch(texts, add_special_tokens=False))
+    with faults_named("the tokenizer cannot tokenise the records"):
+        encodings = iter(backend.encode_batch(texts, add_special_tokens=False))
     for rendered in waiting:
         whole = next(encodings)
         beginnings = {edge: next(encodings).ids for edge in rendered.edges()}
@@ -289,4 +289,4 @@ def _behind_end(ids: Sequence[int], first: int, last: int, end: int) -> int:
 def _begins_texts(tokenizer: PreTrainedTokenizerFast) -> bool:
     """Whether the tokenizer begins every text with its beginning token, as Llama's and Gemma's do."""
     begin = tokenizer.bos_token_id
-    return begin is not None and own_tokens_only(tokenizer).encode("a").ids[:1] == [begin]
+    return begin is not None and encoded(own_tokens_only(tokenizer), ["a"], special=True)[0][:1] == [begin]

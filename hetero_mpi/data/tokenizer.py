@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -54,6 +55,24 @@ def vocabulary_note(tokenizer: PreTrainedTokenizerFast, asked: int) -> str | Non
     )
 
 
+@contextmanager
+def faults_named(what: str) -> Iterator[None]:
+    """Whatever the tokenizer's libraries raise becomes a UserError that says ``what``: their files may hold anything.
+
+    They raise bare Exception for what they cannot parse or tokenise, and a panic of their Rust code is not even that.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        raise UserError(
+            f"{what}: {type(error).__name__}: {error}; its files may be damaged: get them again, or take another tokenizer"
+        ) from error
+
+
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a local directory; nothing is fetched and no code from the directory is run.
 
@@ -67,10 +86,8 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
             f"{directory} holds no tokenizer (no tokenizer.json): set tokenizer.path to a directory with one, or "
             "tokenizer.train_vocab_size to train one on the corpus"
         )
-    try:
+    with faults_named(f"the tokenizer in {directory} cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the libraries below raise bare Exception for a file they cannot parse
-        raise UserError(f"the tokenizer in {directory} cannot be loaded: {type(error).__name__}: {error}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
             f"the tokenizer in {directory} must be a fast one (tokenizer.json); it is {type(tokenizer).__name__}"
@@ -86,10 +103,17 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) ->
 
 def own_tokens_only(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     """The tokenizer's engine without cutting and padding, which a tokenizer.json may ask for. A copy."""
-    engine = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    engine.no_truncation()
-    engine.no_padding()
-    return engine
+    with faults_named("the tokenizer cannot be used"):
+        engine = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        engine.no_truncation()
+        engine.no_padding()
+        return engine
+
+
+def encoded(engine: Tokenizer, texts: Sequence[str], special: bool = False) -> list[list[int]]:
+    """Token ids of each text; ``special``: with those that the tokenizer puts around. Raises UserError where it cannot do it."""
+    with faults_named("the tokenizer cannot tokenise the text"):
+        return [encoding.ids for encoding in engine.encode_batch_fast(list(texts), add_special_tokens=special)]
 
 
 def end_token(tokenizer: PreTrainedTokenizerFast) -> int:

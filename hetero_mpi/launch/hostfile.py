@@ -40,6 +40,8 @@ def read_hostfile(path: str | Path) -> tuple[HostEntry, ...]:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"The host file {path} cannot be read ({error.strerror}): check `--hostfile`.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"The host file {path} must be text in UTF-8 ({error}): check `--hostfile`.") from error
     entries = []
     for number, line in enumerate(text.splitlines(), start=1):
         content = line.split("#")[0].strip()
@@ -67,8 +69,8 @@ def _parse_line(content: str, place: str) -> HostEntry:
 
 
 def _slots(text: str, place: str) -> int:
-    if not re.fullmatch(r"[1-9]\d*", text):
-        raise UserError(f"{place}: the number of ranks must be a positive whole number, not `{text}`.")
+    if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
+        raise UserError(f"{place}: the number of ranks must be a positive whole number, not `{text[:40]}`.")
     return int(text)
 
 

@@ -101,10 +101,11 @@ def read_adapter(directory: Path, tuning: Tuning) -> dict[str, torch.Tensor]:
 def _read_config(directory: Path) -> dict[str, Any]:
     try:
         config = json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{directory}: not a PEFT adapter directory: {_CONFIG} cannot be read ({error})") from None
-    if config.get("peft_type") != "LORA":
-        raise UserError(f"{directory}: hetero_mpi continues LoRA adapters, this one is {config.get('peft_type')!r}")
+    kind = config.get("peft_type") if isinstance(config, dict) else None
+    if kind != "LORA":
+        raise UserError(f"{directory}: hetero_mpi continues LoRA adapters, this one is {kind!r}")
     return dict(config)
 
 

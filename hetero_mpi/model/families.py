@@ -111,7 +111,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: no such model configuration; give a config.json or its keys inline as [model.config]"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not a readable JSON file ({error})") from None
     if not isinstance(keys, dict):
         raise UserError(f"{path}: a model configuration is a JSON object, found {type(keys).__name__}")

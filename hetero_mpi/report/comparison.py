@@ -78,7 +78,8 @@ def job_differences(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, tuple[
     )
     found = []
     for name, key in keys:
-        values = tuple(_value(job.get(name, {}).get(key)) for job in jobs)
+        tables = (job.get(name) for job in jobs)
+        values = tuple(_value(table.get(key) if isinstance(table, Mapping) else None) for table in tables)
         if len(set(values)) > 1 and (name, key) not in _IRRELEVANT:
             found.append((f"{name}.{key}", values))
     return found

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from hetero_mpi.report.screen import write_line
+from hetero_mpi.text import printable
 
 LOGGER = "hetero_mpi"
 SPEECH = "hetero_mpi.say"
@@ -40,7 +41,7 @@ def setup_logging(run_dir: str | Path | None, rank: int, size: int) -> Path | No
 def say(*lines: str) -> None:
     """Tell the person who runs the job: on rank 0 to stdout, on every rank to the log file."""
     for line in lines:
-        logging.getLogger(SPEECH).info("%s", line)
+        logging.getLogger(SPEECH).info("%s", printable(line))
 
 
 class _LogFile(logging.FileHandler):

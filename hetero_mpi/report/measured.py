@@ -144,7 +144,7 @@ def read_rank_steps(path: Path) -> tuple[RankStep, ...]:
     for line in lines:
         try:
             found.append(rank_step_from_dict(json.loads(line)))
-        except (ValueError, KeyError, TypeError, UserError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError, AttributeError, UserError):
             continue  # torn by a crash, or of another version
     return tuple(found)
 

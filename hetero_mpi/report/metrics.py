@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -111,25 +111,40 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | Path) -> Metrics:
-    """Read a metrics file; a last line torn by a crash is left out, a ``null`` becomes NaN."""
+    """Read a metrics file. A ``null`` becomes NaN; left out are lines torn by a crash, those of no known kind, and keys of a
+    newer version."""
     steps: list[StepMetrics] = []
     evaluations: list[Evaluation] = []
     for _, values in _lines(Path(path)):
-        numbers: dict[str, Any] = {key: math.nan if value is None else value for key, value in values.items()}
-        numbers.pop("non_finite", None)
-        if "evaluation_loss" in numbers:
-            evaluations.append(Evaluation(numbers["step"], numbers["evaluation_loss"]))
+        if "evaluation_loss" in values:
+            known = _numbers({"step": values["step"], "loss": values["evaluation_loss"]}, Evaluation)
+            evaluations += [Evaluation(**known)] if known is not None else []
         else:
-            steps.append(StepMetrics(**numbers))
+            known = _numbers(values, StepMetrics)
+            steps += [StepMetrics(**known)] if known is not None else []
     return Metrics(tuple(steps), tuple(evaluations))
 
 
+def _numbers(values: Mapping[str, Any], kind: type[StepMetrics] | type[Evaluation]) -> dict[str, Any] | None:
+    """What ``kind`` is made of; None where something is missing or no number."""
+    found: dict[str, Any] = {}
+    for field in fields(kind):
+        value = values.get(field.name, field.default)
+        value = math.nan if value is None and field.type == "float" else value
+        allowed = {"float": (int, float), "int": (int,), "bool": (bool,)}[str(field.type)]
+        if type(value) not in allowed or (type(value) is int and abs(value) >= 2**63):
+            return None
+        found[field.name] = value
+    return found
+
+
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(line, values) of every whole line."""
+    """(line, values) of every whole line that says which step it is of."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 values = json.loads(line)
-            except json.JSONDecodeError:
-                return  # lines are written one by one: only the last can be torn
-            yield line, values
+            except (ValueError, RecursionError):
+                continue  # torn by a crash, or no metrics
+            if isinstance(values, dict) and type(values.get("step")) is int:
+                yield line, values

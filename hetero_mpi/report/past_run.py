@@ -115,8 +115,8 @@ def read_run(directory: Path) -> PastRun:
     return PastRun(
         directory=directory,
         name=str(told.get("name") or directory.resolve().name),
-        job=told.get("job") or {},
-        versions=told.get("versions") or {},
+        job=_table(told, "job"),
+        versions=_table(told, "versions"),
         plan=plan,
         profile=profile,
         metrics=read_metrics(metrics) if metrics.exists() else Metrics((), ()),
@@ -138,7 +138,7 @@ def describe_run(
 ) -> None:
     """Write ``run.json`` as training starts from ``step``; earlier starts of a run that is resumed are kept."""
     path = directory / RUN_NAME
-    starts = [one for one in _told(path).get("starts", []) if step > 0 and one.get("step", 0) <= step]
+    starts = [one for one in _starts(_told(path)) if step > 0 and one["step"] <= step]
     starts.append({"unix_s": round(time.time(), 3), "step": step, "ranks": ranks})
     values = {"name": name, "job_file": job_file, "job": job, "versions": dict(versions), "starts": starts}
     temporary = path.with_name(path.name + ".partial")
@@ -167,14 +167,30 @@ def _plan_and_profile(directory: Path) -> tuple[Plan | None, ClusterProfile | No
 def _told(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
 
 
+def _table(told: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = told.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _starts(told: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The starts that ``run.json`` tells; what is none of this program's is left out."""
+    listed = told.get("starts")
+    known = {"unix_s": (int, float), "step": (int,), "ranks": (int,)}
+    return [
+        one
+        for one in (listed if isinstance(listed, list) else [])
+        if isinstance(one, dict) and all(type(one.get(key)) in kinds for key, kinds in known.items())
+    ]
+
+
 def _happenings(directory: Path, told: Mapping[str, Any]) -> list[Happening]:
     found = []
-    for start in told.get("starts", []):
+    for start in _starts(told):
         what = "training started" if start["step"] == 0 else f"training resumed after step {start['step']}"
         ranks = f"{start['ranks']} rank{'s' if start['ranks'] != 1 else ''}"
         found.append(Happening(start["unix_s"], "training", f"{what} on {ranks}"))
@@ -183,13 +199,16 @@ def _happenings(directory: Path, told: Mapping[str, Any]) -> list[Happening]:
 
 def _speeds(directory: Path, told: Mapping[str, Any]) -> dict[int, float]:
     """Of the newest plan, if it was made while the run went on: a start, or a rank's death, makes one for profiled speeds."""
-    began_s = max((start["unix_s"] for start in told.get("starts", [])), default=0.0)
+    began_s = max((start["unix_s"] for start in _starts(told)), default=0.0)
     speeds: dict[int, float] = {}
     for values in _events(directory):
         if values["unix_s"] < began_s or values["event"] == "ranks-lost":
             speeds = {}
         elif values["event"] == "rebalanced":
-            speeds = {int(rank): float(speed) for rank, speed in values.get("speeds", {}).items()}
+            said = _table(values, "speeds").items()
+            speeds = {
+                int(rank): float(speed) for rank, speed in said if rank.isdecimal() and type(speed) in (int, float)
+            }
     return speeds
 
 
@@ -201,8 +220,8 @@ def _events(directory: Path) -> list[dict[str, Any]]:
         try:
             values = json.loads(line)
             known = {"unix_s": float(values["unix_s"]), "event": str(values["event"]), "text": str(values["text"])}
-        except (ValueError, KeyError, TypeError):
-            continue  # torn by a crash
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+            continue  # torn by a crash, or not an event
         found.append({**values, **known})
     return found
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TextIO
 
+from hetero_mpi.text import printable
+
 EVERY_S = 0.5
 _FALLBACK = os.terminal_size((100, 30))
 _LOCK = threading.RLock()
@@ -92,7 +94,7 @@ class Screen:
         lines = [line[: max(1, columns - 1)] for line in self._lines(columns - 1, rows - 1)][: max(1, rows - 1)]
         back = f"\x1b[{self._drawn}A" if self._drawn else ""
         # Each line is overwritten and what it leaves over is erased: nothing flickers.
-        text = "".join(f"{_styled(line)}\x1b[K\n" for line in lines)
+        text = "".join(f"{_styled(printable(line))}\x1b[K\n" for line in lines)
         self._stream.write(f"{back}{text}\x1b[J")
         self._stream.flush()
         self._drawn = len(lines)

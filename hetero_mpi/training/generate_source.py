@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.checkpoint import CheckpointError, CheckpointReader
 from hetero_mpi.data.template import Template, has_template, render_prompt
-from hetero_mpi.data.tokenizer import check_vocabulary, load_tokenizer, own_tokens_only
+from hetero_mpi.data.tokenizer import check_vocabulary, encoded, load_tokenizer, own_tokens_only
 from hetero_mpi.errors import UserError
 from hetero_mpi.job import ClusterTable, Job, job_from_dict
 from hetero_mpi.model import hub
@@ -78,7 +78,7 @@ class Opened:
         if raw or self.template is None:
             if self.learnt_text:
                 return render_prompt(self.tokenizer, prompt, None)
-            return list(own_tokens_only(self.tokenizer).encode(prompt).ids)
+            return encoded(own_tokens_only(self.tokenizer), [prompt], special=True)[0]
         return render_prompt(self.tokenizer, prompt, self.template)
 
 
@@ -110,7 +110,7 @@ def stop_tokens(config: dict[str, Any], directory: Path | None, tokenizer: PreTr
     if path is not None and path.is_file():
         try:
             found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id", found)
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise UserError(f"{path} cannot be read as JSON ({error}); remove it or save it again") from None
     stops: Sequence[Any] = found if isinstance(found, list) else [found]
     return sorted({int(token) for token in (*stops, tokenizer.eos_token_id) if token is not None})

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi.checkpoint import CheckpointReader, newest_good, set_aside
+from hetero_mpi.checkpoint.opening import damage_named
 from hetero_mpi.checkpoint.shelf import new_lineage
 from hetero_mpi.comm.world import World
 from hetero_mpi.errors import UserError
@@ -53,7 +54,9 @@ def open_checkpoint(
                     f"raise it, or resume from an earlier checkpoint"
                 )
             say(f"Resuming from {path}, after step {step}")
-            say(*filter(None, [rate_change(reader.metadata["job"]["train"], job.train, step)]))
+            with damage_named(path, "metadata/job"):
+                warning = rate_change(reader.metadata["job"]["train"], job.train, step)
+            say(*filter(None, [warning]))
             tell_set_aside(checkpoints, step)
             shared = {"path": str(path), "step": step, "losses": losses, "updates": reader.metadata["updates"]}
             shared["loss_scale"] = reader.metadata["loss_scale"]

@@ -1,0 +1,57 @@
+"""What others wrote, on a terminal: nothing in it is obeyed, and a reader who goes away is no error."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hetero_mpi.cli import main
+from hetero_mpi.planning.files import save_plan
+from hetero_mpi.planning.planner import make_plan
+from hetero_mpi.report.logs import say, setup_logging
+from hetero_mpi.text import printable
+from tests.checkpoint_samples import told, write_checkpoint
+from tests.planning_folder import REQUEST, cluster
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m\r"
+
+
+def test_what_a_terminal_obeys_is_spelt_out() -> None:
+    assert printable(EVIL) == r"\x1b]0;owned\x07\x1b[2J\u202e\x9b31m\r"
+    assert printable("\ud800") == r"\ud800"
+    assert printable("Straße\t日本\n😀") == "Straße\t日本\n😀"
+
+
+def test_escape_codes_of_files_do_not_reach_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = replace(make_plan(cluster(), REQUEST), reasons=(f"because{EVIL}",))
+    save_plan(plan, tmp_path / "plan.toml")
+    write_checkpoint(tmp_path / "a.h5", told(1, base_model=f"base{EVIL}", versions={EVIL: EVIL}), {"w": (1,)})
+    write_checkpoint(tmp_path / "b.h5", told(1, run=7), {f"w{EVIL}": (1,)})
+    setup_logging(None, rank=0, size=1)
+    say(f"said{EVIL}")
+    setup_logging(None, rank=1, size=1)
+    logging.captureWarnings(False)
+    codes = [main(["inspect", str(tmp_path / name)]) for name in ("plan.toml", "a.h5", "b.h5", f"c{EVIL}")]
+    assert codes == [0, 0, 2, 2]
+    shown = "".join(capsys.readouterr())
+    assert "because" in shown and "base" in shown and "said" in shown
+    assert not [
+        character for character in shown if (character < " " and character != "\n") or character in "\x9b\u202e"
+    ]
+
+
+@pytest.mark.parametrize("command", [["reference"], ["inspect", "a.h5"]])
+def test_a_reader_who_has_seen_enough_is_no_error(command: list[str], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "a.h5", told(1), {"w": (1,)})
+    child = subprocess.Popen(
+        [sys.executable, "-m", "hetero_mpi", *command], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert child.stdout is not None and child.stderr is not None
+    child.stdout.close()
+    assert child.stderr.read() == b"" and child.wait() == 141
+    child.stderr.close()
