@@ -31,7 +31,8 @@ from harness import found_by_ranks, parser_of, run_ranks  # noqa: E402
 from hetero_mpi.comm.joining import run_guarded  # noqa: E402
 from hetero_mpi.comm.mpi_transport import MpiTransport  # noqa: E402
 from hetero_mpi.comm.world import World  # noqa: E402
-from hetero_mpi.device.backend import Backend, every_device  # noqa: E402
+from hetero_mpi.device.accelerators import every_device  # noqa: E402
+from hetero_mpi.device.backend import Backend  # noqa: E402
 from hetero_mpi.report.metrics import read_metrics  # noqa: E402
 from hetero_mpi.training.channel import Inbox, Outbox  # noqa: E402
 

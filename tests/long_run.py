@@ -83,9 +83,9 @@ class Running:
 class LongRun(Workshop):
     """A job with a fixed plan for the first two ranks and no end in sight; checkpoints are written on request only."""
 
-    def __init__(self, directory: Path, ranks: int) -> None:
+    def __init__(self, directory: Path, ranks: int, module: str = "hetero_mpi") -> None:
         super().__init__(directory)
-        self.ranks = ranks
+        self.ranks, self.module = ranks, module
         stages = (StagePlan((0,), 0, 2, 1), StagePlan((1,), 2, 4, 0))
         idle = tuple(IdleRank(rank, "left out by the test") for rank in range(2, ranks))
         self.plan = directory / "plan.toml"
@@ -102,7 +102,7 @@ class LongRun(Workshop):
 
     def command(self, run: Path, *more: str) -> tuple[list[str], dict[str, str]]:
         """Command line and environment under the launcher."""
-        program = [sys.executable, "-m", "hetero_mpi", *self.arguments(run, *more)]
+        program = [sys.executable, "-m", self.module, *self.arguments(run, *more)]
         command = build_command(launcher_or_skip(), self.ranks, None, program)
         return command.arguments, {**self.environment(), **command.environment}
 

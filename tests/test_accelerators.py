@@ -1,7 +1,8 @@
-"""A card and a processor in one job: runs where torch offers a card (CUDA, ROCm, XPU, MPS), and is skipped elsewhere."""
+"""GPUs and a processor in one job: on the GPUs that torch offers here, else on two stand-ins made of host memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,24 +10,48 @@ import pytest
 import torch
 
 from hetero_mpi.checkpoint import checkpoint_path
-from hetero_mpi.device.backend import Backend, every_device
+from hetero_mpi.device import accelerators
+from hetero_mpi.device.accelerators import every_device, open_backend
 from hetero_mpi.planning.files import load_plan, load_profile, save_plan
 from hetero_mpi.planning.plan import IdleRank, PipelinePlan, StagePlan
 from hetero_mpi.report.metrics import read_metrics
 from hetero_mpi.training.channel import HostBuffers
 from tests.long_run import LongRun
+from tests.stand_in_gpu import build
 
-CARDS = [backend for backend in every_device() if backend.name != "cpu"]
+GPUS = [(backend.name, backend.index) for backend in every_device() if backend.name != "cpu"]
+REAL = bool(GPUS)
+GPUS = GPUS or [("cuda", 0), ("cuda", 1)]
 STEPS = 6
 TOLERANCE = 1e-4
 """Between processors of unlike make: they add in other orders."""
-pytestmark = pytest.mark.skipif(not CARDS, reason="torch offers no card here (CUDA, ROCm, XPU, MPS)")
+MISSING = None if REAL else build.missing()
+pytestmark = pytest.mark.skipif(
+    MISSING is not None, reason=f"torch offers no GPU here (CUDA, ROCm, XPU, MPS), and {MISSING}"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def standing_in() -> Iterator[None]:
+    """Where there is no GPU, the stand-in is this process's."""
+    if REAL:
+        yield
+        return
+    from tests.stand_in_gpu import backend
+
+    before = dict(accelerators.BACKENDS)
+    backend.install()
+    yield
+    accelerators.BACKENDS.clear()
+    accelerators.BACKENDS.update(before)
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> LongRun:
-    """A rank for every card and one more, which finds none left: the first one and the last one have a stage."""
-    job = LongRun(tmp_path_factory.mktemp("accelerators"), len(CARDS) + 1)
+    """A rank for every GPU and one more, which finds none left: the first one and the last one have a stage."""
+    job = LongRun(
+        tmp_path_factory.mktemp("accelerators"), len(GPUS) + 1, "hetero_mpi" if REAL else "tests.stand_in_gpu"
+    )
     plan, last = load_plan(job.plan), job.ranks - 1
     first, second = plan.pipelines[0].stages
     stages = (replace(first, ranks=(0,)), replace(second, ranks=(last,)))
@@ -65,7 +90,7 @@ def test_a_card_and_a_processor_compute_what_one_process_does(job: LongRun, alon
     run = finished(job, "both", None, "checkpoint.every=3")
     assert losses(run) == pytest.approx(alone, rel=TOLERANCE)
     backends = [device.backend for device in load_profile(run / "profile.toml").devices]
-    assert backends[0] == CARDS[0].name and backends[-1] == "cpu"
+    assert backends[0] == GPUS[0][0] and backends[-1] == "cpu"
     assert checkpoint_path(run / "checkpoints", 3).exists() and (run / "model" / "model.safetensors").exists()
 
 
@@ -73,9 +98,10 @@ def test_the_card_by_itself(job: LongRun, alone: list[float]) -> None:
     assert losses(finished(job, "card", StagePlan((0,), 0, 4, 0))) == pytest.approx(alone, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("card", CARDS, ids=lambda card: f"{card.name}:{card.index}")
-def test_copies_there_and_back_beside_computation(card: Backend) -> None:
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"{gpu[0]}:{gpu[1]}")
+def test_copies_there_and_back_beside_computation(gpu: tuple[str, int]) -> None:
     """The device computes what is copied right after, and memory that was copied from is written over at once."""
+    card = open_backend(*gpu)
     buffers, copying = HostBuffers(card, torch.float32), card.copying()
     there = torch.zeros(1 << 22, device=card.device)
     matrix = torch.randn(1024, 1024, device=card.device)

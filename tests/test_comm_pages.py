@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hetero_mpi.comm import pages
-from hetero_mpi.device.backend import HOST, open_backend
+from hetero_mpi.device.accelerators import open_backend
+from hetero_mpi.device.backend import HOST
 
 
 @pytest.mark.parametrize("size", [0, 1, pages.SMALLEST_BYTES - 1, pages.SMALLEST_BYTES, 3 * pages.PAGE_BYTES + 5])

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hetero_mpi.data.tokenizer import load_tokenizer
-from hetero_mpi.device.backend import open_backend
+from hetero_mpi.device.accelerators import open_backend
 from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.decoding import NOT_A_NUMBER, OWN_CACHE, Decoder, Sampling, pick
 from hetero_mpi.model.families import PROVEN_FAMILIES, read_config

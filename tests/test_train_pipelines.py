@@ -18,6 +18,7 @@ import torch
 from hetero_mpi.comm.loopback import LoopbackTransport
 from hetero_mpi.comm.transport import Group, Numbers, Request
 from hetero_mpi.device.backend import Backend
+from hetero_mpi.device.shortage import is_out_of_memory
 from hetero_mpi.job import AdapterTable, TrainTable
 from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.families import read_config
@@ -27,7 +28,6 @@ from hetero_mpi.model.tuning import Tuning, adapter_tuning, full_training
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.training.channel import HostBuffers
-from hetero_mpi.training.out_of_memory import is_out_of_memory
 from hetero_mpi.training.places import Tokens, evaluation_shares, training_share
 from hetero_mpi.training.redistribute import parcels
 from hetero_mpi.training.saving import KINDS, align_replicas, live_state

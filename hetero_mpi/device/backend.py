@@ -1,12 +1,13 @@
-"""One small interface over torch's backends: where tensors live, how they reach host memory, what the device can do.
+"""What a rank asks of its device: where tensors live, how they reach host memory, what the device can do. Here: of the CPU.
 
-Every rank has one ``Backend``. Nothing outside this room asks which vendor it is.
+Every rank has one ``Backend``. Nothing outside this folder asks which vendor it is; GPUs are in ``accelerators.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import math
 import os
 import platform
@@ -20,8 +21,7 @@ import torch
 
 from hetero_mpi.comm import pages
 from hetero_mpi.device.cgroup import cgroup_free_bytes
-from hetero_mpi.device.copying import Copying, StreamCopying
-from hetero_mpi.errors import UserError
+from hetero_mpi.device.copying import Copying
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HOST = torch.device("cpu")
@@ -33,6 +33,12 @@ class Memory:
 
     usable_bytes: int
     reason: str
+
+    def divided(self, sharing: int) -> Memory:
+        """The part of each of ``sharing`` ranks."""
+        if sharing <= 1:
+            return self
+        return Memory(self.usable_bytes // sharing, f"{self.reason}, shared by {sharing} ranks")
 
 
 class Backend:
@@ -50,19 +56,42 @@ class Backend:
             torch.device(self.torch_type) if self.torch_type in ("cpu", "mps") else torch.device(self.torch_type, index)
         )
 
+    @classmethod
+    def count(cls) -> int:
+        """Devices of this kind that torch sees on this host."""
+        return 1
+
+    @classmethod
+    def unusable(cls) -> dict[int, str]:
+        """Index of every device that torch sees but has no kernels for -> why, and what to do."""
+        return {}
+
+    @classmethod
+    def only_by_name(cls) -> set[int]:
+        """Indices of devices that a rank takes only where it is told to."""
+        return set()
+
+    def make_current(self) -> None:
+        """Calls of this thread that name no device mean this one from now on."""
+
+    def identity(self) -> str:
+        """What tells the device from others of its host; equal for two ranks that share one."""
+        return self.name
+
     def description(self) -> str:
         """The device's name as a person knows it."""
-        return _processor_name()
+        return processor_name()
 
     def dtypes(self) -> tuple[str, ...]:
         """Compute dtypes this device can train in."""
         return ("fp32", "bf16", "fp16")
 
-    def memory(self, ranks_on_host: int = 1) -> Memory:
-        """Memory for one rank, now, when ``ranks_on_host`` ranks divide the host's own memory among themselves."""
-        host = host_memory()
-        shared = f", shared by {ranks_on_host} ranks" if ranks_on_host > 1 else ""
-        return Memory(host.usable_bytes // max(1, ranks_on_host), host.reason + shared)
+    def memory(self, sharing: int = 1) -> Memory:
+        """Memory for one rank, now, when ``sharing`` ranks divide the device's memory among themselves."""
+        return self._free_memory().divided(sharing)
+
+    def _free_memory(self) -> Memory:
+        return host_memory()
 
     def shares_host_memory(self) -> bool:
         """Does the device compute in the host's own memory (CPUs, integrated GPUs)?"""
@@ -79,12 +108,23 @@ class Backend:
         """A new queue of copies between host memory and the device."""
         return Copying()
 
-    def peak_bytes(self) -> int:
-        """Highest memory of this rank so far: resident set of the process on the CPU, allocated device memory elsewhere."""
-        import resource
+    def begin_peak(self) -> None:
+        """``peak_bytes`` counts from now on: what came before (profiling, loading) does not belong to the training."""
+        with contextlib.suppress(OSError):  # no Linux: the peak counts since the process began
+            Path("/proc/self/clear_refs").write_text("5")
 
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if platform.system() == "Darwin" else peak * 1024
+    def peak_bytes(self) -> int:
+        """Highest memory since ``begin_peak``: resident set of the process on the CPU, allocated device memory elsewhere."""
+        return _peak_resident_bytes()
+
+    def free_unused(self) -> None:
+        """Give memory that nobody refers to any more back to the system.
+
+        Stages and their hooks refer to each other, so what is dropped lies about until Python's collector comes by; allocators
+        of devices do not call it before they say that memory is short.
+        """
+        gc.collect()
+        return_freed_memory()
 
     def seed(self, seed: int) -> None:
         """Seed every generator a module on this device may draw from."""
@@ -108,163 +148,6 @@ class Backend:
     def fused_optimizer(self) -> bool:
         """Does torch's AdamW have a fused kernel here?"""
         return True
-
-
-class _Accelerator(Backend):
-    """Backends that have their own memory and a ``torch.<type>`` module with the usual functions."""
-
-    @property
-    def _module(self):  # type: ignore[no-untyped-def]
-        return getattr(torch, self.torch_type)
-
-    def description(self) -> str:
-        return str(self._module.get_device_name(self.device))
-
-    def memory(self, ranks_on_host: int = 1) -> Memory:
-        free, total = self._module.mem_get_info(self.device)
-        own = self._module.memory_reserved(self.device)
-        others = max(0, total - free - own)
-        reason = f"{_gigabytes(free + own)} free of {_gigabytes(total)} on the device"
-        if others > total // 100:
-            reason += f", {_gigabytes(others)} taken by its runtime and by other programs"
-        return Memory(int(free + own), reason)
-
-    def shares_host_memory(self) -> bool:
-        # An integrated GPU with more memory than the system sees was given it for good (by the firmware), beside the system's own.
-        integrated = bool(getattr(self._module.get_device_properties(self.device), "is_integrated", False))
-        return integrated and self._module.mem_get_info(self.device)[1] <= psutil.virtual_memory().total
-
-    def synchronize(self) -> None:
-        self._module.synchronize(self.device)
-
-    def finish_compute(self) -> None:
-        self._module.current_stream(self.device).synchronize()
-
-    def copying(self) -> Copying:
-        return StreamCopying(self._module, self.device)
-
-    def peak_bytes(self) -> int:
-        return int(self._module.max_memory_allocated(self.device))
-
-    def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
-
-    def seed(self, seed: int) -> None:
-        super().seed(seed)
-        self._module.manual_seed(seed)
-
-
-class CudaBackend(_Accelerator):
-    name = "cuda"
-    torch_type = "cuda"
-
-    def dtypes(self) -> tuple[str, ...]:
-        # bf16 arithmetic starts with compute capability 8.0; older cards only emulate it, far too slowly to train with.
-        capability = torch.cuda.get_device_capability(self.device)
-        return ("fp32", "bf16", "fp16") if capability >= (8, 0) else ("fp32", "fp16")
-
-
-class RocmBackend(_Accelerator):
-    """AMD cards: torch's HIP build presents them under the name ``cuda``."""
-
-    name = "rocm"
-    torch_type = "cuda"
-
-
-class XpuBackend(_Accelerator):
-    name = "xpu"
-    torch_type = "xpu"
-
-
-class MpsBackend(Backend):
-    """Apple GPUs share the host's memory."""
-
-    name = "mps"
-    torch_type = "mps"
-
-    def description(self) -> str:
-        return f"{_processor_name()} GPU"
-
-    def memory(self, ranks_on_host: int = 1) -> Memory:
-        limit = int(torch.mps.recommended_max_memory())
-        host = super().memory(ranks_on_host)
-        if limit < host.usable_bytes:
-            return Memory(limit, f"{_gigabytes(limit)} recommended by Metal, of the host's memory")
-        return host
-
-    def synchronize(self) -> None:
-        torch.mps.synchronize()
-
-    def peak_bytes(self) -> int:
-        return int(torch.mps.driver_allocated_memory())
-
-    def seed(self, seed: int) -> None:
-        super().seed(seed)
-        torch.mps.manual_seed(seed)
-
-
-_BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (Backend, CudaBackend, RocmBackend, XpuBackend, MpsBackend)}
-
-
-def _available() -> list[str]:
-    """Backends this torch build and this machine offer, best first; the CPU is always last."""
-    found = []
-    if torch.cuda.is_available():
-        found.append("rocm" if torch.version.hip else "cuda")
-    if hasattr(torch, "xpu") and torch.xpu.is_available():
-        found.append("xpu")
-    if torch.backends.mps.is_available():
-        found.append("mps")
-    return [*found, "cpu"]
-
-
-def _count(name: str) -> int:
-    if name in ("cuda", "rocm"):
-        return int(torch.cuda.device_count())
-    if name == "xpu":
-        return int(torch.xpu.device_count())
-    return 1
-
-
-def every_device() -> list[Backend]:
-    """All accelerators of this process, best kind first, and the CPU."""
-    return [_BACKENDS[name](index) for name in _available() for index in range(_count(name))]
-
-
-def visible_cards(wanted: str) -> tuple[str, tuple[str, ...]]:
-    """(backend that ``open_backend`` would take, what tells its cards from those that other ranks of this host see)."""
-    name = _available()[0] if wanted == "auto" else wanted
-    if name not in _available() or name in ("cpu", "mps"):
-        return name, ()
-    module = getattr(torch, _BACKENDS[name].torch_type)
-    return name, tuple(str(getattr(module.get_device_properties(i), "uuid", i)) for i in range(_count(name)))
-
-
-def open_backend(wanted: str, local_rank: int) -> Backend:
-    """The backend for this rank: local rank i takes accelerator i; a rank beyond the last accelerator computes on the CPU.
-
-    Args:
-        wanted: ``auto`` or a backend's name.
-        local_rank: index of this rank among the ranks of its host that see the same accelerators (``choice.card_of``).
-
-    Raises:
-        UserError: ``wanted`` is not to be had here.
-    """
-    available = _available()
-    if wanted == "auto":
-        name = available[0]
-        return _BACKENDS[name](local_rank) if local_rank < _count(name) else Backend()
-    if wanted not in available:
-        raise UserError(
-            f"device {wanted!r} is asked for, but this host's torch {torch.__version__} offers {', '.join(available)}; "
-            f'install the torch build for that device, or set device = "auto" (in [cluster], or in hosts.toml)'
-        )
-    if wanted != "cpu" and local_rank >= _count(wanted):
-        raise UserError(
-            f"{wanted}:{local_rank} is this rank's device, but of {wanted} it sees {_count(wanted)}: start fewer ranks "
-            f'on this host, or set device = "auto" so that further ranks use the CPU'
-        )
-    return _BACKENDS[wanted](local_rank)
 
 
 def best_dtype(ranks: list[tuple[str, list[str]]]) -> tuple[str, str]:
@@ -316,18 +199,32 @@ def host_memory() -> Memory:
     memory = psutil.virtual_memory()
     limit = cgroup_free_bytes()
     if limit is not None and limit < memory.available:
-        return Memory(limit, f"{_gigabytes(limit)} left under the control group's limit")
+        return Memory(limit, f"{gigabytes(limit)} left under the control group's limit")
     return Memory(
         memory.available,
-        f"{_gigabytes(memory.available)} free of {_gigabytes(memory.total)} on the host, after other programs",
+        f"{gigabytes(memory.available)} free of {gigabytes(memory.total)} on the host, after other programs",
     )
 
 
-def _gigabytes(number: int) -> str:
+def _peak_resident_bytes() -> int:
+    """Linux counts it since ``/proc/self/clear_refs`` was written; ``getrusage`` never forgets."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) * 1024
+    except (OSError, StopIteration):
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if platform.system() == "Darwin" else peak * 1024
+
+
+def gigabytes(number: int) -> str:
+    """For people: ``12.3 GB``."""
     return f"{number / 1e9:.1f} GB"
 
 
-def _processor_name() -> str:
+def processor_name() -> str:
+    """The processor's name as a person knows it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -31,14 +31,14 @@ class Wish:
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank sees before it takes a card."""
+    """What a rank sees before it takes a GPU."""
 
     host: str
     backend: str
-    cards: tuple[str, ...]
-    """What tells the cards that it sees from others, in the backend's order."""
+    devices: tuple[tuple[int, str], ...]
+    """Number of every GPU it may take -> what tells it from others of the host."""
     card: int | None
-    """The one it was told to take."""
+    """The number of the one it was told to take."""
 
 
 def wish(job_device: str, environment: Mapping[str, str]) -> Wish:
@@ -53,14 +53,18 @@ def wish(job_device: str, environment: Mapping[str, str]) -> Wish:
     return Wish(name, int(card) if card else None)
 
 
-def card_of(rank: int, places: Sequence[Place]) -> int:
-    """The card that ``rank`` takes, given what all ranks see.
+def device_of(rank: int, places: Sequence[Place]) -> int | None:
+    """The number of the GPU that ``rank`` takes, given what all ranks see; None where lower ranks take all of them.
 
-    >>> two_vendors = [Place("box", "cuda", ("a",), None), Place("box", "rocm", ("b",), None)]
-    >>> card_of(0, two_vendors), card_of(1, two_vendors)
+    >>> two_vendors = [Place("box", "cuda", ((0, "a"),), None), Place("box", "rocm", ((0, "b"),), None)]
+    >>> device_of(0, two_vendors), device_of(1, two_vendors)
     (0, 0)
-    >>> card_of(1, [Place("box", "cuda", ("a", "b"), None)] * 2)
-    1
+    >>> without_the_first = [Place("box", "cuda", ((1, "b"), (2, "c")), None)] * 3
+    >>> [device_of(rank, without_the_first) for rank in range(3)]
+    [1, 2, None]
     """
     own = places[rank]
-    return own.card if own.card is not None else sum(place == own for place in places[:rank])
+    if own.card is not None:
+        return own.card
+    lower = sum(place == own for place in places[:rank])
+    return own.devices[lower][0] if lower < len(own.devices) else None

@@ -74,7 +74,8 @@ class StreamCopying(Copying):
         self._stream.wait_stream(self._module.current_stream(self._device))
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> Copied:
-        with self._module.stream(self._stream):
+        # Any thread may come here: without its device made current first, leaving the stream would open a context on device 0.
+        with self._module.device(self._device), self._module.stream(self._stream):
             to.copy_(source, non_blocking=True)
             event = self._module.Event()
             event.record(self._stream)

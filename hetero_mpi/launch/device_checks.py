@@ -30,6 +30,10 @@ def check_devices(places: Sequence[Examined]) -> Iterator[Finding]:
                 yield Finding("torch", Verdict.FAILS, text, remedy, (place.title,))
             continue
         yield _offered(place, facts)
+        for device, reason in facts.torch["errors"].items():
+            if ":" in device:
+                remedy = "end what else uses it, or leave it out" if "memory" in reason else ""
+                yield Finding("devices", Verdict.SLOW, f"{device} is not used: {reason}", remedy, (place.title,))
         offered = {device["backend"] for device in facts.torch["devices"]}
         for driver, backend, vendor in _VENDORS:
             if backend not in offered:

@@ -58,6 +58,11 @@ class WeightGradients:
         for entries in self._running.values():
             entries[:] = [(weight, own(x), own(dy)) for weight, x, dy in entries]
 
+    def forget(self) -> None:
+        """Drop what is kept: the weight parts will not come."""
+        self._kept.clear()
+        self._running = {}
+
     def compute(self, index: int, finished: Finished | None = None) -> None:
         """The weight part of a micro-batch, last item first; frees what it needed item by item."""
         items = self._kept.pop(index, {})

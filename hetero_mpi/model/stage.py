@@ -207,6 +207,12 @@ class Stage:
             report.down_to(self.first)
         return None if kept.x is None else kept.x.grad
 
+    def forget(self) -> None:
+        """Drop what forwards kept for backwards that will not come."""
+        self._kept.clear()
+        if self.deferred is not None:
+            self.deferred.forget()
+
     @torch.no_grad()
     def evaluate(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Forward without dropout and without keeping anything; the last stage returns the *sum* of the targets' losses."""
@@ -288,8 +294,11 @@ class Stage:
             self.tied_head.data = self.model.get_parameter(self.chain.tied[1]).data
 
     def _place_parameter(self, name: str, parameter: nn.Parameter) -> None:
-        value = parameter.detach().to(self.backend.device)
+        value = parameter.detach()
         trained = self.tuning.full and name in self.chain.parameters
+        if not trained:  # narrowed on the host: the device never holds both forms of a matrix that it only reads
+            value = value.to(self.chain.dtype_of(name, self.dtype))
+        value = value.to(self.backend.device)
         if trained and self.dtype != torch.float32:
             self.masters[name] = value
         parameter.data = value.to(self.chain.dtype_of(name, self.dtype))

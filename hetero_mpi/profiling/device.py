@@ -7,13 +7,14 @@ timed in a stage of its own, which needs the least memory.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
+from functools import partial
 
 from hetero_mpi.device.backend import Backend
+from hetero_mpi.device.shortage import is_out_of_memory
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.profile import LayerTimes
 from hetero_mpi.profiling.bench import Bench, copy_speeds
@@ -21,6 +22,8 @@ from hetero_mpi.profiling.clock import Seconds
 from hetero_mpi.profiling.samples import Part, Samples, layer_times
 from hetero_mpi.profiling.subject import Subject, cold_by_itself, item_groups, sampled_rows
 
+Pass = Callable[[Sequence[Bench], int, Samples], None]
+"""Benches, sequences per micro-batch, where the times go."""
 _FEW = 2
 """Repetitions of what planning uses less often: backward with recompute and in two parts, and each rank alone."""
 _LONG_ENOUGH_S = 1.0
@@ -77,12 +80,16 @@ class DeviceBenchmark:
         """
         samples, crowd = Samples(), _Crowd(self.crowded)
         steps = []
-        for group in self.groups:
-            steps += self._measure(group, samples)
-            if self.subject.tuning.full:
-                self._measure_split(group, samples)
-        parameters, stretch = sum(count for count, _ in steps), crowd.stretch()
-        latency_s, out, back = copy_speeds(self.backend, self.repeats)
+        with self._shortage_explained():
+            for group in self.groups:
+                steps += self._measure(group, samples)
+                self.backend.free_unused()
+                if self.subject.tuning.full:
+                    self._measure_split(group, samples)
+                    self.backend.free_unused()
+            stretch = crowd.stretch()
+            latency_s, out, back = copy_speeds(self.backend, self.repeats)
+        parameters = sum(count for count, _ in steps)
         return DeviceTimes(
             measured=today,
             rows=tuple(rows for rows in self.rows if samples.has(rows)),
@@ -101,18 +108,34 @@ class DeviceBenchmark:
     def run_alone(self) -> dict[str, LayerTimes]:
         """Forward and backward once more, for when the other ranks of this host are still. Raises: as ``run``."""
         samples = Samples()
-        for group in self.groups:
-            benches = [Bench(self.subject, self.backend, *items) for items in group]
-            self._count_by_count(self.few, samples, lambda rows, into, b=benches: self._pass(b, rows, into))  # type: ignore[misc]
+        with self._shortage_explained():
+            for group in self.groups:
+                benches = [Bench(self.subject, self.backend, *items) for items in group]
+                self._count_by_count(self.few, samples, benches, self._pass)
+                del benches
+                self.backend.free_unused()
         return self._layer_times(samples, 1.0)
+
+    @contextlib.contextmanager
+    def _shortage_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise UserError(
+                f"{self.backend.description()} has no memory left for one layer with {self.rows[0]} sequences of "
+                f"{self.subject.sequence_length} tokens; lower [train] micro_batch or [data] sequence_length, or leave "
+                f"this rank out"
+            ) from error
 
     def _measure(self, group: Sequence[tuple[int, int]], samples: Samples) -> list[tuple[int, float]]:
         """Fill ``samples``; returns (parameters, seconds of an optimizer step) of each stage."""
         benches = [Bench(self.subject, self.backend, *items) for items in group]
-        self._count_by_count(self.repeats, samples, lambda rows, into: self._pass(benches, rows, into))
+        self._count_by_count(self.repeats, samples, benches, self._pass)
         for bench in benches:
             bench.recompute(True)
-        self._count_by_count(self.few, samples, lambda rows, into: self._pass(benches, rows, into, Part.RECOMPUTE))
+        self._count_by_count(self.few, samples, benches, partial(self._pass, part=Part.RECOMPUTE))
         for bench in benches:
             bench.recompute(False)
             self._note(self._activations, bench.activation_bytes(self.rows[0]))
@@ -121,34 +144,35 @@ class DeviceBenchmark:
     def _measure_split(self, group: Sequence[tuple[int, int]], samples: Samples) -> None:
         """The same for backward in two parts, which every stage of a pipeline but the first may do."""
         benches = [Bench(self.subject, self.backend, *items, split=True) for items in group if items[0] > 0]
-        self._count_by_count(self.few, samples, lambda rows, into: self._split_pass(benches, rows, into))
+        self._count_by_count(self.few, samples, benches, self._split_pass)
         for bench in benches:
             self._note(self._deferred, bench.deferred_bytes(self.rows[0]))
 
-    def _count_by_count(self, repeats: int, samples: Samples, run: Callable[[int, Samples], None]) -> None:
-        """``run`` at every token count: once to warm up, then ``repeats`` times that count, unless it takes long.
+    def _count_by_count(self, repeats: int, samples: Samples, benches: Sequence[Bench], run: Pass) -> None:
+        """``run`` the benches at every token count: once to warm up, then ``repeats`` times that count, unless it takes long.
 
         A count for which the device has no memory is left out, and all larger ones.
         """
-        warm_s = 0.0
+        warm_s, short = 0.0, False
         for place, rows in enumerate(self.rows):
             if place and warm_s * rows / self.rows[place - 1] > _TOO_LONG_S:
                 return
             try:
                 begin = time.perf_counter()
-                run(rows, Samples())
+                run(benches, rows, Samples())
                 warm_s = time.perf_counter() - begin
                 for repetition in range(repeats):
                     if repetition and time.perf_counter() - begin > _LONG_ENOUGH_S:
                         break
-                    run(rows, samples)
-            except torch.OutOfMemoryError as error:
-                if place == 0:
-                    raise UserError(
-                        f"{self.backend.description()} has no memory left for one layer with {rows} sequences of "
-                        f"{self.subject.sequence_length} tokens; lower [train] micro_batch or [data] sequence_length, or leave "
-                        f"this rank out"
-                    ) from error
+                    run(benches, rows, samples)
+            except (RuntimeError, MemoryError) as error:
+                if place == 0 or not is_out_of_memory(error):
+                    raise
+                short = True
+            if short:  # here nothing refers to what the failed pass had got any more
+                for bench in benches:
+                    bench.stage.forget()
+                self.backend.free_unused()
                 return
 
     def _pass(self, benches: Sequence[Bench], rows: int, samples: Samples, part: Part = Part.BACKWARD) -> None:

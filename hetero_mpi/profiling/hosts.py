@@ -27,16 +27,24 @@ def measure_memory(world: World, backend: Backend, given_bytes: int | None) -> l
     """Memory of every rank, before any of them has taken some. Collective.
 
     A CPU rank may use all of its host's memory, as every other one there may: that they fit together is for the host's own limit.
+    Ranks that share a GPU divide its memory.
 
     Args:
         given_bytes: what the user says a rank may use, instead of what is measured; then the host has that for each.
     """
-    own, host, shares = backend.memory(), host_memory(), backend.shares_host_memory()
+    host, shares, sharing = host_memory(), backend.shares_host_memory(), sharing_ranks(world, backend)
+    own = backend.memory(1 if shares else sharing)
     if given_bytes is not None:
         row = [given_bytes, MEMORY_GIVEN, shares, given_bytes, MEMORY_GIVEN]
     else:
         row = [own.usable_bytes, own.reason, shares, host.usable_bytes, host.reason]
     return [RankMemory(*values) for values in world.all_gather_json(row)]
+
+
+def sharing_ranks(world: World, backend: Backend) -> int:
+    """Ranks of this host that compute on this rank's device, itself included. Collective."""
+    everyone = world.all_gather_json([world.host, backend.identity()])
+    return everyone.count([world.host, backend.identity()])
 
 
 def host_profiles(

@@ -180,7 +180,7 @@ def change(setting: Setting, profile: ClusterProfile, before: Share, plan: Plan,
             kept = frozen_items(before.trainer.stage, _items_of(world.rank, plan))
         before.trainer.close()
         before.trainer = None
-        gc.collect()  # hooks and modules refer to each other
+        setting.backend.free_unused()
         gc.freeze()  # what lives on is not looked through again by the next change
     copied = time.perf_counter()
     share = build_share(setting, profile, plan, kept)

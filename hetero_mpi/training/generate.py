@@ -33,6 +33,7 @@ from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.tuning import Tuning, adapter_tuning, nothing_trained
 from hetero_mpi.model.weights import SeededStart, Start
 from hetero_mpi.planning.plan import PipelinePlan, Plan, RankMemory, StagePlan
+from hetero_mpi.profiling.hosts import sharing_ranks
 from hetero_mpi.report import units
 from hetero_mpi.report.logs import say, setup_logging
 from hetero_mpi.training.files import open_files
@@ -223,7 +224,8 @@ def _plan(world: World, backend: Backend, chain: Chain, tuning: Tuning, task: Ta
     Raises:
         UserError: the model does not fit.
     """
-    memory = memory_bytes if memory_bytes is not None else backend.memory(world.local_size).usable_bytes
+    sharing = sharing_ranks(world, backend)
+    memory = memory_bytes if memory_bytes is not None else backend.memory(sharing).usable_bytes
     dtype = task.source.dtype
     usable = [int(bytes_) for bytes_ in world.all_gather_json(memory if dtype in backend.dtypes() else 0)]
     cost = model_cost(chain, tuning, dtype, 1, dict.fromkeys(chain.kinds, 0.0))

@@ -1,26 +1,15 @@
-"""A rank that runs out of memory: recognised whoever says it, and told with what was predicted, what was used, what to change."""
+"""A rank that runs out of memory: told with what was predicted, what was used, what to change."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
 
-import torch
-
 from hetero_mpi.device.backend import Backend
+from hetero_mpi.device.shortage import is_out_of_memory
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.report import units
-
-_SIGNS = ("not enough memory", "can't allocate memory", "out of memory", "Cannot allocate memory")
-"""What torch's allocators and kernels put into a plain RuntimeError (CPU, MPS, libraries beneath them)."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Does the error mean that memory was short?"""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
 @contextlib.contextmanager

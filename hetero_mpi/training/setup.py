@@ -17,8 +17,9 @@ import hetero_mpi
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.comm.world import World
 from hetero_mpi.data.samples import Samples
-from hetero_mpi.device.backend import Backend, best_dtype, open_backend, own_cores, set_threads, visible_cards
-from hetero_mpi.device.choice import Place, card_of, wish
+from hetero_mpi.device.accelerators import open_backend, visible_devices
+from hetero_mpi.device.backend import Backend, best_dtype, own_cores, set_threads
+from hetero_mpi.device.choice import Place, device_of, wish
 from hetero_mpi.job import Job, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
 from hetero_mpi.model.chain import Chain, language
 from hetero_mpi.model.cost import fused_experts
@@ -170,11 +171,14 @@ def open_device(world: World, job_device: str) -> Backend:
     """
     with world.together("looking for the device"):
         wanted = wish(job_device, os.environ)
-        name, cards = visible_cards(wanted.name)
-    seen = world.all_gather_json([world.host, name, list(cards), wanted.card])
-    places = [Place(host, backend, tuple(cards), card) for host, backend, cards, card in seen]
+        name, devices = visible_devices(wanted.name)
+    seen = world.all_gather_json([world.host, name, list(devices.items()), wanted.card])
+    places = [
+        Place(host, backend, tuple((index, identity) for index, identity in devices), card)
+        for host, backend, devices, card in seen
+    ]
     with world.together("opening the device"):
-        return open_backend(wanted.name, card_of(world.rank, places))
+        return open_backend(wanted.name, device_of(world.rank, places))
 
 
 def share_of_cores(world: World) -> float:

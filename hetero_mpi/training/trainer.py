@@ -134,6 +134,7 @@ class Trainer:
             self.sums.finished,
             self.emulation,
         )
+        self.backend.begin_peak()
 
     def step(self, step: int, tokens: Tokens, targets: Tokens, target_tokens: int) -> Verdict:
         """One optimizer step, or, when loss or gradients are not finite, none on any rank. Collective.

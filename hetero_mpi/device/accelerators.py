@@ -1,0 +1,312 @@
+"""GPUs behind the interface of ``Backend``: CUDA, ROCm, XPU (Intel) and MPS (Apple), and which device a rank takes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import psutil
+import torch
+
+from hetero_mpi.device.backend import Backend, Memory, gigabytes, host_memory, processor_name
+from hetero_mpi.device.copying import Copying, StreamCopying
+from hetero_mpi.errors import UserError
+
+
+class Accelerator(Backend):
+    """Devices behind a ``torch.<type>`` module with the functions of ``torch.cuda``, most of them with memory of their own."""
+
+    visibility: tuple[str, ...] = ()
+    """Environment variables that choose which devices a process sees."""
+
+    @classmethod
+    def module(cls) -> Any:
+        """``torch.cuda`` or its like."""
+        return getattr(torch, cls.torch_type)
+
+    @classmethod
+    def count(cls) -> int:
+        module = getattr(torch, cls.torch_type, None)
+        return int(module.device_count()) if module is not None and module.is_available() else 0
+
+    def _properties(self) -> Any:
+        return self.module().get_device_properties(self.device)
+
+    def make_current(self) -> None:
+        self.module().set_device(self.device)
+
+    def identity(self) -> str:
+        properties = self._properties()
+        uuid, bus = (str(getattr(properties, name, "")) for name in ("uuid", "pci_bus_id"))
+        hidden = [f"{name}={os.environ[name]}" for name in self.visibility if name in os.environ]
+        # Slices of one GPU may share the GPU's uuid, some GPUs have none (GPU-XX): what the process was shown tells them apart.
+        doubtful = not uuid or "XX" in uuid or any("MIG" in text for text in hidden)
+        own = [str(self.index), *hidden] if doubtful else []
+        return " ".join(filter(None, [self.name, uuid, bus, *own]))
+
+    def description(self) -> str:
+        return str(self.module().get_device_name(self.device))
+
+    def _total_and_free(self) -> tuple[int, int]:
+        total = int(self._properties().total_memory)
+        try:
+            free, total = self.module().mem_get_info(self.device)
+        except RuntimeError:  # Intel's integrated GPUs cannot be asked (torch 2.7 to 2.14: pytorch#159728)
+            free = total - self.module().memory_reserved(self.device)
+        return int(total), int(free)
+
+    def _free_memory(self) -> Memory:
+        (total, free), own = self._total_and_free(), int(self.module().memory_reserved(self.device))
+        if (
+            self.shares_host_memory()
+        ):  # the driver counts the system's file cache as used (vllm#40295); the system does not
+            host = host_memory()
+            return host if host.usable_bytes < total else Memory(total, f"{gigabytes(total)} on the device")
+        others = max(0, total - free - own)
+        reason = f"{gigabytes(free + own)} free of {gigabytes(total)} on the device"
+        if others > total // 100:
+            reason += f", {gigabytes(others)} taken by its runtime and by other programs"
+        return Memory(free + own, reason)
+
+    def _integrated(self) -> bool:
+        return bool(getattr(self._properties(), "is_integrated", False))
+
+    def shares_host_memory(self) -> bool:
+        # An integrated GPU with more memory than the system sees was given it for good (by the firmware), beside the system's own.
+        return self._integrated() and self._total_and_free()[0] <= psutil.virtual_memory().total
+
+    def synchronize(self) -> None:
+        self.module().synchronize(self.device)
+
+    def finish_compute(self) -> None:
+        self.module().current_stream(self.device).synchronize()
+
+    def copying(self) -> Copying:
+        return StreamCopying(self.module(), self.device)
+
+    def begin_peak(self) -> None:
+        self.module().reset_peak_memory_stats(self.device)
+
+    def peak_bytes(self) -> int:
+        return int(self.module().max_memory_allocated(self.device))
+
+    def free_unused(self) -> None:
+        super().free_unused()
+        self.module().empty_cache()  # other ranks and programs may need it
+
+    def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def seed(self, seed: int) -> None:
+        super().seed(seed)
+        self.module().default_generators[self.index].manual_seed(
+            seed
+        )  # manual_seed() means the thread's current device
+
+
+class CudaBackend(Accelerator):
+    name = "cuda"
+    torch_type = "cuda"
+    visibility = ("CUDA_VISIBLE_DEVICES",)
+
+    @classmethod
+    def count(cls) -> int:
+        return 0 if torch.version.hip else super().count()
+
+    @classmethod
+    def unusable(cls) -> dict[int, str]:
+        built = torch.cuda.get_arch_list()
+        found = {}
+        for index in range(cls.count()):
+            capability = torch.cuda.get_device_capability(index)
+            if not has_kernels(capability, built):
+                name, version = torch.cuda.get_device_name(index), ".".join(map(str, capability))
+                found[index] = (
+                    f"{name} has compute capability {version}, and torch {torch.__version__} has kernels for "
+                    f"{', '.join(built)} only; install a build that has them (docs/devices.md, Which torch for which GPU)"
+                )
+        return found
+
+    def dtypes(self) -> tuple[str, ...]:
+        # bf16 arithmetic starts with compute capability 8.0; older GPUs only emulate it, far too slowly to train with.
+        capability = torch.cuda.get_device_capability(self.device)
+        return ("fp32", "bf16", "fp16") if capability >= (8, 0) else ("fp32", "fp16")
+
+
+def has_kernels(capability: tuple[int, int], built: Sequence[str]) -> bool:
+    """Does a CUDA build for the architectures ``built`` compute on a GPU of this compute capability?
+
+    Machine code runs on GPUs of the same major and at least the minor number; intermediate code (``compute_``) on all later ones.
+
+    >>> has_kernels((6, 1), ["sm_75", "sm_80", "compute_120"]), has_kernels((8, 6), ["sm_75", "sm_80"])
+    (False, True)
+    """
+    for architecture in built:
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", architecture)
+        if match is None:
+            continue
+        version = int(match[2]), int(match[3])
+        if (match[1] == "compute" or version[0] == capability[0]) and version <= tuple(capability):
+            return True
+    return not built
+
+
+class RocmBackend(Accelerator):
+    """AMD GPUs: torch's HIP build presents them under the name ``cuda``."""
+
+    name = "rocm"
+    torch_type = "cuda"
+    visibility = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+
+    @classmethod
+    def count(cls) -> int:
+        return super().count() if torch.version.hip else 0
+
+    @classmethod
+    def unusable(cls) -> dict[int, str]:
+        built, found = torch.cuda.get_arch_list(), {}
+        for index in range(cls.count()):
+            properties = torch.cuda.get_device_properties(index)
+            architecture = str(getattr(properties, "gcnArchName", "")).split(":")[0]
+            if built and architecture and architecture not in built:
+                found[index] = (
+                    f"{properties.name} is a {architecture}, and torch {torch.__version__} has kernels for {', '.join(built)} "
+                    f"only; install a build that has them (docs/devices.md, Which torch for which GPU)"
+                )
+        return found
+
+    @classmethod
+    def only_by_name(cls) -> set[int]:
+        """The processor's own GPU beside a card: too slow to take a rank that could have the processor."""
+        integrated = {index for index in range(cls.count()) if cls(index)._integrated()}
+        return integrated if len(integrated) < cls.count() else set()
+
+
+class XpuBackend(Accelerator):
+    name = "xpu"
+    torch_type = "xpu"
+    visibility = ("ZE_AFFINITY_MASK",)
+
+    def dtypes(self) -> tuple[str, ...]:
+        bf16 = getattr(self._properties(), "has_bfloat16_conversions", True)
+        return ("fp32", "bf16", "fp16") if bf16 else ("fp32", "fp16")
+
+    def _integrated(self) -> bool:
+        properties = self._properties()
+        for name in ("is_integrated", "is_integrated_gpu"):
+            if hasattr(properties, name):
+                return bool(getattr(properties, name))
+        # Before torch 2.13 only the name tells: "Arc(TM) A770 Graphics" has memory of its own, "Arc(TM) Graphics" has not.
+        name = self.description()
+        return "Graphics" in name and re.search(r"\b[AB]\d{2,3}", name) is None
+
+
+class MpsBackend(Backend):
+    """Apple GPUs share the host's memory."""
+
+    name = "mps"
+    torch_type = "mps"
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__(index)
+        self._peak_bytes = 0
+
+    @classmethod
+    def count(cls) -> int:
+        return int(torch.backends.mps.is_available())
+
+    def description(self) -> str:
+        return f"{processor_name()} GPU"
+
+    def _free_memory(self) -> Memory:
+        limit, host = int(torch.mps.recommended_max_memory()), host_memory()
+        if limit < host.usable_bytes:
+            return Memory(limit, f"{gigabytes(limit)} recommended by Metal, of the host's memory")
+        return host
+
+    def synchronize(self) -> None:
+        torch.mps.synchronize()
+        self._look()
+
+    def begin_peak(self) -> None:
+        self._peak_bytes = 0
+        self._look()
+
+    def peak_bytes(self) -> int:
+        self._look()
+        return self._peak_bytes
+
+    def _look(self) -> None:
+        """Metal tells what is in use now only; every action of a step ends with ``synchronize``."""
+        self._peak_bytes = max(self._peak_bytes, int(torch.mps.driver_allocated_memory()))
+
+    def free_unused(self) -> None:
+        super().free_unused()
+        torch.mps.empty_cache()
+
+    def seed(self, seed: int) -> None:
+        super().seed(seed)
+        torch.mps.manual_seed(seed)
+
+
+BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (CudaBackend, RocmBackend, XpuBackend, MpsBackend, Backend)}
+"""Best first; the CPU is always last."""
+
+
+def available() -> list[str]:
+    """Backends this torch build and this machine offer, best first."""
+    return [name for name in BACKENDS if usable(name)]
+
+
+def usable(name: str) -> tuple[int, ...]:
+    """Indices of the devices of a kind that ranks take unless told otherwise."""
+    kind = BACKENDS[name]
+    left_out = set(kind.unusable()) | kind.only_by_name()
+    return tuple(index for index in range(kind.count()) if index not in left_out)
+
+
+def every_device() -> list[Backend]:
+    """All devices of this process that ranks take unless told otherwise, best kind first, the CPU last."""
+    return [BACKENDS[name](index) for name in available() for index in usable(name)]
+
+
+def visible_devices(wanted: str) -> tuple[str, dict[int, str]]:
+    """(the backend that ``wanted`` means here, index of each of its usable GPUs -> what tells it from others of this host)."""
+    name = available()[0] if wanted == "auto" else wanted
+    if name == "cpu":
+        return name, {}
+    return name, {index: BACKENDS[name](index).identity() for index in usable(name)}
+
+
+def open_backend(wanted: str, index: int | None = None) -> Backend:
+    """The backend of this rank, its device made current in this thread.
+
+    Args:
+        wanted: ``auto`` or a backend's name.
+        index: the GPU's number (``choice.device_of``); None: there is none, or other ranks take all that there are.
+
+    Raises:
+        UserError: ``wanted`` is not to be had here.
+    """
+    if wanted == "auto":
+        wanted = available()[0] if index is not None else "cpu"
+    kind, index = BACKENDS[wanted], 0 if wanted == "cpu" else index
+    reasons = kind.unusable()
+    if kind.count() == 0:
+        raise UserError(
+            f"device {wanted!r} is asked for, but this host's torch {torch.__version__} offers {', '.join(available())}; "
+            f'install the torch build for that device, or set device = "auto" (in [cluster], or in hosts.toml)'
+        )
+    if index in reasons or (index is None and not usable(wanted)):
+        raise UserError(f"device {wanted!r} cannot be used: {'; '.join(reasons.values())}")
+    if index is None or index >= kind.count():
+        named = f"A {wanted} device" if index is None else f"{wanted}:{index}"
+        raise UserError(
+            f"{named} is to be this rank's, but of {wanted} it sees {kind.count()}: start fewer ranks on this host, "
+            f'or set device = "auto" so that further ranks use the CPU'
+        )
+    backend = kind(index)
+    backend.make_current()
+    return backend

@@ -1,0 +1,33 @@
+"""Puts the stand-in GPU in CUDA's place: ``every_device``, ``open_backend`` and all that follows find it there."""
+
+from __future__ import annotations
+
+import os
+
+from hetero_mpi.device.accelerators import BACKENDS, Accelerator
+from tests.stand_in_gpu import module
+
+DTYPES = "STAND_IN_GPU_DTYPES"
+"""Environment variable: what it computes in, separated by spaces."""
+COUNT = "STAND_IN_GPU_COUNT"
+"""Environment variable: how many of its devices are shown (1 or 2)."""
+
+
+class StandIn(Accelerator):
+    name = "cuda"
+    torch_type = module.TYPE
+
+    @classmethod
+    def count(cls) -> int:
+        return int(os.environ.get(COUNT, module.device.DEVICES))
+
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(os.environ.get(DTYPES, "fp32 bf16 fp16").split())
+
+
+def install() -> None:
+    """From now on the stand-in is this process's only kind of GPU."""
+    for name in list(BACKENDS):
+        if name not in ("cuda", "cpu"):
+            del BACKENDS[name]
+    BACKENDS["cuda"] = StandIn
