@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ from hetero_mpi.model.stage import IGNORED, Stage
 from hetero_mpi.model.tuning import Tuning, adapter_tuning, full_training
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.schedule import Op
-from hetero_mpi.training.channel import HostBuffers
+from hetero_mpi.training.channel import HostBuffers, Inbox
 from hetero_mpi.training.places import Tokens, evaluation_shares, training_share
 from hetero_mpi.training.redistribute import parcels
 from hetero_mpi.training.saving import KINDS, align_replicas, live_state
@@ -256,6 +256,41 @@ def test_devices_with_memory_of_their_own_compute_the_same_bits() -> None:
     plan = plan_of(chain, LAYOUTS["unlike pipelines"], LENGTH, "split")
     copied, straight = (outcome_of(Threads(chain, plan, TRAIN, backend=one)) for one in (LateBackend, Backend))
     check_same_bits(copied, straight)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "split"])
+def test_buffers_are_free_for_receives_when_the_backward_is_computed(
+    monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    """Released earlier, the copies of all tensors that arrive from then on would wait for the backward that runs."""
+    released: list[bool] = []
+    release = Inbox.release
+
+    class Computing(Backend):
+        busy = False
+
+        def finish_compute(self) -> None:
+            self.busy = False
+
+    def backward(name: str) -> Any:
+        compute = getattr(Stage, name)
+
+        def computing(stage: Stage, *arguments: Any) -> Any:
+            cast(Computing, stage.backend).busy = True
+            return compute(stage, *arguments)
+
+        return computing
+
+    def noted(inbox: Inbox) -> None:
+        released.append(not cast(Computing, inbox.backend).busy)
+        release(inbox)
+
+    for name in ("backward", "backward_input"):
+        monkeypatch.setattr(Stage, name, backward(name))
+    monkeypatch.setattr(Inbox, "release", noted)
+    chain = CHAINS[False]
+    outcome_of(Threads(chain, plan_of(chain, LAYOUTS["unlike pipelines"], LENGTH, schedule), TRAIN, backend=Computing))
+    assert released and all(released)
 
 
 def watched(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:

@@ -133,6 +133,8 @@ class Executor:
                 moved = self._perform(action, data)
                 if self._synchronises and action.op in COMPUTE:
                     self.stage.backend.finish_compute()
+                if action.op in (Op.B, Op.I):
+                    self._release()
                 if self.pace is not None:
                     self.pace.hold(action, start, self.finished if action is self._last_backward else None)
             events.append(self._event(data.step, action, start - begin, time.perf_counter() - begin, moved))
@@ -225,22 +227,30 @@ class Executor:
             self._outputs[Op.SEND_F, index] = y
 
     def _backward(self, action: Action, loss_scale: float) -> None:
-        """B or I; either leaves the received tensors free to be overwritten."""
+        """B or I."""
         index = action.micro_batch
         assert index is not None
         dy = self._inputs.pop((Op.RECV_B, index), None)
         if self.stage.is_last and loss_scale != 1.0:
-            dy = torch.tensor(loss_scale, device=self.stage.backend.device)
+            dy = torch.full(
+                (), loss_scale, device=self.stage.backend.device
+            )  # made there: a copy would wait for the device
         if action.op is Op.I:
             dx = self.stage.backward_input(index, dy)
         else:
             dx = self.stage.backward(index, dy, self._listener(action))
-        if self.gradients_in is not None:
-            self.gradients_in.release()
-        if self.activations_in is not None:
-            self.activations_in.release()  # only now: the input is kept for backward
         if dx is not None:
             self._outputs[Op.SEND_B, index] = dx
+
+    def _release(self) -> None:
+        """The tensors that the last backward received may be overwritten.
+
+        Only once it is computed: the copies of whatever arrives from now on would else wait for it, also those of tensors whose
+        receives were posted long before.
+        """
+        for inbox in (self.gradients_in, self.activations_in):  # the input is kept from forward to backward
+            if inbox is not None:
+                inbox.release()
 
     def _listener(self, action: Action) -> Finished | None:
         """Who hears of finished items. In an emulation the pace says when they count as finished."""

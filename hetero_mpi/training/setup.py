@@ -17,7 +17,7 @@ import hetero_mpi
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.comm.world import World
 from hetero_mpi.data.samples import Samples
-from hetero_mpi.device.accelerators import open_backend, visible_devices
+from hetero_mpi.device.accelerators import BACKENDS, open_backend, visible_devices
 from hetero_mpi.device.backend import Backend, best_dtype, own_cores, set_threads
 from hetero_mpi.device.choice import Place, device_of, wish
 from hetero_mpi.job import Job, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
@@ -172,11 +172,14 @@ def open_device(world: World, job_device: str) -> Backend:
     with world.together("looking for the device"):
         wanted = wish(job_device, os.environ)
         name, devices = visible_devices(wanted.name)
+        refused = BACKENDS[name].unusable()
     seen = world.all_gather_json([world.host, name, list(devices.items()), wanted.card])
     places = [
         Place(host, backend, tuple((index, identity) for index, identity in devices), card)
         for host, backend, devices, card in seen
     ]
+    for host, reasons in dict(world.all_gather_json([world.host, list(refused.values())])).items():
+        say(*(f"{host}: {reason}" for reason in reasons))
     with world.together("opening the device"):
         return open_backend(wanted.name, device_of(world.rank, places))
 
