@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
+from hetero_mpi.comm.world import World
 from hetero_mpi.device import accelerators
 from hetero_mpi.device.accelerators import has_kernels, open_backend, usable, visible_devices
 from hetero_mpi.device.backend import Backend
@@ -21,9 +24,12 @@ from hetero_mpi.model.families import read_config
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.tuning import Tuning, adapter_tuning, full_training
 from hetero_mpi.model.weights import SeededStart
+from hetero_mpi.planning.schedule import Op
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
+from hetero_mpi.profiling.hosts import measure_memory
 from hetero_mpi.profiling.subject import Subject
 from tests.stand_in_gpu import build
+from tests.threaded_training import Threads, plan_of
 
 CHAIN = {
     "model_type": "llama",
@@ -92,22 +98,13 @@ def test_profiling_leaves_nothing_on_the_device(standin: Any, gpu: Backend, unco
     assert standin.used(1) == before and standin.reserved(1) == before
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "MPS backend out of memory (MPS allocated: 8.23 GiB, other allocations: 1 GiB, max allowed: 9 GiB).",
-        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
-        "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
-        "Invalid buffer size: 17.50 GiB",
-        "HIP out of memory. Tried to allocate 2 GiB",
-    ],
-)
 def test_what_a_device_has_no_memory_for_is_left_out_of_the_profile(
-    standin: Any, gpu: Backend, uncollected: None, text: str
+    standin: Any, gpu: Backend, uncollected: None
 ) -> None:
     before = standin.used(1)
-    standin.set_limit(1, before + (40 << 20), text)
+    standin.set_limit(
+        1, before + (40 << 20), "MPS backend out of memory (MPS allocated: 8.23 GiB, max allowed: 9 GiB)."
+    )
     times = measured(gpu, (1, 512))
     assert times.rows[0] == 1 and max(times.rows) < 512
     assert standin.used(1) == before
@@ -267,6 +264,21 @@ def test_intels_gpus_that_cannot_be_asked_for_memory(
         assert gpu.memory(2).usable_bytes == 4_000_000_000 and "shared by 2 ranks" in gpu.memory(2).reason
 
 
+class Pair:
+    """The collectives of two ranks of one host that see the same."""
+
+    host = "box"
+
+    def all_gather_json(self, value: Any) -> list[Any]:
+        return [value, value]
+
+
+def test_two_ranks_on_one_device_divide_its_memory(gpu: Backend) -> None:
+    first, second = measure_memory(cast(World, Pair()), gpu, None)
+    assert first == second and first.usable_bytes == gpu.memory().usable_bytes // 2
+    assert first.reason.endswith("on the device, shared by 2 ranks") and not first.shares_host_memory
+
+
 def test_a_device_of_a_doubtful_name_is_told_apart_by_what_the_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     import types
 
@@ -296,6 +308,37 @@ def test_results_and_copies_of_the_stand_in_are_late(standin: Any, gpu: Backend)
         standin.set_delays(0.0, 0.0)
     with pytest.raises(RuntimeError, match=r"host tensor|same device"):
         torch.add(there, torch.ones(16))
+
+
+def test_marks_tell_when_the_device_computed_and_nobody_waits(standin: Any, gpu: Backend) -> None:
+    stream = standin.current_stream(1)
+    begin, first = time.perf_counter(), gpu.mark()
+    standin.compute_for(stream, 0.2)
+    second = gpu.mark()
+    assert time.perf_counter() - begin < 0.2, "nobody waits while work is given to the device"
+    assert second.seconds_since(first) >= 0.2
+
+
+def test_events_of_a_pipeline_of_one_stage_are_the_devices_times(
+    standin: Any, gpu: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host is done with a backward when it is given to the device; its time is what the device takes."""
+    model, train = chain(), TrainTable(steps=1, global_batch=4, dtype="fp32")
+    backward = Stage.backward
+
+    def longer(stage: Stage, *arguments: Any) -> Any:
+        gradient = backward(stage, *arguments)
+        standin.compute_for(standin.current_stream(1), 0.1)
+        return gradient
+
+    monkeypatch.setattr(Stage, "backward", longer)
+    threads = Threads(model, plan_of(model, [([0], [0, model.items], 2, 4)], 8), train, backend=lambda: gpu)
+    tokens = np.ones((4, 8), np.int32)
+    threads.together(lambda trainer: trainer.step(0, tokens, tokens, 32))
+    events = [event for event in threads.trainers[0].events if event.action.op is Op.B]
+    assert len(events) == 2
+    assert all(event.end_s - event.start_s >= 0.1 for event in events)
+    assert events[0].end_s <= events[1].start_s
 
 
 def test_a_copy_in_another_thread_belongs_to_the_same_device(gpu: Backend) -> None:

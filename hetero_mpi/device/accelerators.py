@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
 
-from hetero_mpi.device.backend import Backend, Memory, gigabytes, host_memory, processor_name
+from hetero_mpi.device.backend import Backend, Mark, Memory, gigabytes, host_memory, processor_name
 from hetero_mpi.device.copying import Copying, StreamCopying
 from hetero_mpi.errors import UserError
 
@@ -83,6 +84,11 @@ class Accelerator(Backend):
     def finish_compute(self) -> None:
         self.module().current_stream(self.device).synchronize()
 
+    def mark(self) -> Mark:
+        event = self.module().Event(enable_timing=True)
+        event.record(self.module().current_stream(self.device))
+        return _Recorded(event)
+
     def copying(self) -> Copying:
         return StreamCopying(self.module(), self.device)
 
@@ -104,6 +110,17 @@ class Accelerator(Backend):
         self.module().default_generators[self.index].manual_seed(
             seed
         )  # manual_seed() means the thread's current device
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A mark in a device's queue: nobody waits for the device until the time is asked for."""
+
+    event: Any
+
+    def seconds_since(self, earlier: _Recorded) -> float:
+        self.event.synchronize()
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
 class CudaBackend(Accelerator):

@@ -11,9 +11,11 @@ import gc
 import math
 import os
 import platform
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import psutil
@@ -39,6 +41,25 @@ class Memory:
         if sharing <= 1:
             return self
         return Memory(self.usable_bytes // sharing, f"{self.reason}, shared by {sharing} ranks")
+
+
+class Mark(Protocol):
+    """A moment of a device's work (``Backend.mark``)."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        """From an earlier mark of the same backend to this one; waits until the device has come so far."""
+        ...
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A mark of a device that was waited for."""
+
+    at_s: float
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """As ``Mark.seconds_since``."""
+        return self.at_s - earlier.at_s
 
 
 class Backend:
@@ -103,6 +124,11 @@ class Backend:
     def finish_compute(self) -> None:
         """Return when the device has computed what this thread gave it; copies beside it (``copying``) may go on."""
         self.synchronize()
+
+    def mark(self) -> Mark:
+        """The moment at which the device has computed what this thread gave it so far; in general it lies ahead."""
+        self.finish_compute()
+        return Moment(time.perf_counter())
 
     def copying(self) -> Copying:
         """A new queue of copies between host memory and the device."""

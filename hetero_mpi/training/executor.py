@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from hetero_mpi.comm.transport import Transport
+from hetero_mpi.device.backend import HOST, Mark
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.planning.plan import PipelinePlan
 from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Event, Op
@@ -93,8 +94,10 @@ class Executor:
         self.evaluated = 0
         self.began_s = self.waited_until_s = 0.0
         # A device may still compute when a forward or backward returns; what it sent and receives may be copied on beside. Waiting
-        # for it here, the time belongs to the action that took it.
+        # for it here, the time belongs to the action that took it. A pipeline of one stage has nothing to send: its device marks
+        # when it began and ended each action, and never runs out of work.
         self._synchronises = len(pipeline.stages) > 1
+        self._marks = not self._synchronises and stage.backend.device != HOST
         self._last_backward = next((a for a in reversed(self.actions) if a.op in (Op.B, Op.W)), None)
         self._inputs: dict[tuple[Op, int], torch.Tensor] = {}
         self._outputs: dict[tuple[Op, int], torch.Tensor] = {}
@@ -121,10 +124,14 @@ class Executor:
         """Run one step and return what took place when."""
         self._begin(data)
         events: list[Event] = []
+        marked: list[tuple[int, Mark, Mark]] = []
+        backend = self.stage.backend
+        origin = backend.mark() if self._marks else None
         self.began_s = begin = time.perf_counter()
         for action in self.actions:
             self.current = action
             start = time.perf_counter()
+            first = backend.mark() if self._marks and action.op in COMPUTE else None
             moved = 0
             if action.op in WHOLE_STEP:
                 self.whole_step[action.op](action)
@@ -132,13 +139,19 @@ class Executor:
             else:
                 moved = self._perform(action, data)
                 if self._synchronises and action.op in COMPUTE:
-                    self.stage.backend.finish_compute()
+                    backend.finish_compute()
                 if action.op in (Op.B, Op.I):
                     self._release()
                 if self.pace is not None:
                     self.pace.hold(action, start, self.finished if action is self._last_backward else None)
+            if first is not None:
+                marked.append((len(events), first, backend.mark()))
             events.append(self._event(data.step, action, start - begin, time.perf_counter() - begin, moved))
         self.flush()
+        if origin is not None:
+            for place, first, last in marked:
+                start_s, end_s = first.seconds_since(origin), last.seconds_since(origin)
+                events[place] = replace(events[place], start_s=start_s, end_s=end_s)
         self.current = None
         assert not self._inputs and not self._outputs, "the step left tensors behind"
         return events

@@ -20,6 +20,7 @@
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <pybind11/functional.h>
 #include <torch/extension.h>
 
 #include <atomic>
@@ -448,6 +449,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("wait_for", [](int number, int other, uint64_t position) {
     Stream* awaited = &stream(other);
     stream(number).add([awaited, position] { awaited->wait(position); });
+  });
+  m.def("stamp", [](int number) {  // the time at which the stream comes to here, once it has
+    auto when = std::make_shared<std::atomic<double>>(0.0);
+    stream(number).add([when] {
+      *when = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    });
+    return std::function<double()>([when] { return when->load(); });
   });
   m.def("synchronize", &synchronize, py::call_guard<py::gil_scoped_release>());
   m.def("compute_for", [](int number, double seconds) { stream(number).add([seconds] { sleep_s(seconds); }); });

@@ -70,10 +70,18 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self.number = self.position = 0
+        self._timed, self._stamp = enable_timing, lambda: 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         self.number = (stream or current_stream()).number
+        if self._timed:
+            self._stamp = device.stamp(self.number)
         self.position = device.added(self.number)
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds from this event to another one; both must have been reached."""
+        assert self._timed and end._timed and self.query() and end.query()
+        return 1e3 * float(end._stamp() - self._stamp())
 
     def query(self) -> bool:
         return bool(device.is_done(self.number, self.position))
