@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from hetero_mpi.checkpoint import checkpoint_path
-from hetero_mpi.device import accelerators
 from hetero_mpi.device.accelerators import every_device, open_backend
 from hetero_mpi.planning.files import load_plan, load_profile, save_plan
 from hetero_mpi.planning.plan import IdleRank, PipelinePlan, StagePlan
 from hetero_mpi.report.metrics import read_metrics
-from hetero_mpi.training.channel import HostBuffers
+from tests.device_copies import copies_there_and_back
 from tests.long_run import LongRun
 from tests.stand_in_gpu import build
 
@@ -29,21 +26,6 @@ MISSING = None if REAL else build.missing()
 pytestmark = pytest.mark.skipif(
     MISSING is not None, reason=f"torch offers no GPU here (CUDA, ROCm, XPU, MPS), and {MISSING}"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def standing_in() -> Iterator[None]:
-    """Where there is no GPU, the stand-in is this process's."""
-    if REAL:
-        yield
-        return
-    from tests.stand_in_gpu import backend
-
-    before = dict(accelerators.BACKENDS)
-    backend.install()
-    yield
-    accelerators.BACKENDS.clear()
-    accelerators.BACKENDS.update(before)
 
 
 @pytest.fixture(scope="module")
@@ -98,27 +80,10 @@ def test_the_card_by_itself(job: LongRun, alone: list[float]) -> None:
     assert losses(finished(job, "card", StagePlan((0,), 0, 4, 0))) == pytest.approx(alone, rel=TOLERANCE)
 
 
+@pytest.mark.skipif(
+    not REAL, reason="the stand-in's copies are checked in a process of their own (test_stand_in_gpu.py)"
+)
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"{gpu[0]}:{gpu[1]}")
 def test_copies_there_and_back_beside_computation(gpu: tuple[str, int]) -> None:
     """The device computes what is copied right after, and memory that was copied from is written over at once."""
-    card = open_backend(*gpu)
-    buffers, copying = HostBuffers(card, torch.float32), card.copying()
-    there = torch.zeros(1 << 22, device=card.device)
-    matrix = torch.randn(1024, 1024, device=card.device)
-    for turn in range(8):
-        for _ in range(20):
-            matrix = (matrix @ matrix).tanh()
-        there = there + matrix.sum().nan_to_num() * 0 + turn
-        host = buffers.lend(there.shape)
-        copying.after_compute()
-        out = copying.copy(host, there)
-        there = there.clone()
-        out.wait()
-        assert out.done() and bool((host == sum(range(turn + 1))).all()), turn
-        back = torch.empty_like(there)
-        copying.after_compute()
-        copying.copy(back, host).hold_compute()
-        assert torch.equal(back + 1, there + 1)
-        buffers.give_back(host)
-    card.finish_compute()
-    assert buffers.allocated == 1
+    copies_there_and_back(open_backend(*gpu))

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch.processes import VARIABLE
 from hetero_mpi.report.appending import LineFile
@@ -29,6 +27,8 @@ def append_event(run_dir: Path, event: str, text: str, **values: Any) -> None:
 
 def own_event(values: Mapping[str, Any]) -> bool:
     """Does an event belong to the run of this process? Its supervisor's do, and what its ranks have told since they began."""
+    import psutil  # doctor runs before it is installed
+
     supervisor = os.environ.get(VARIABLE, "").partition(".")[0]
     told_s = float(values.get("unix_s", 0.0))
     return told_s >= psutil.Process().create_time() or bool(supervisor and values.get("supervisor") == supervisor)
