@@ -11,11 +11,13 @@ import time
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hetero_mpi.cli import main
 from hetero_mpi.errors import UserError
+from hetero_mpi.launch.journal import own_event
 from hetero_mpi.planning.changes import with_slowness
 from hetero_mpi.planning.files import save_profile
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
@@ -344,6 +346,20 @@ def test_a_run_is_set_aside_whole_but_for_what_the_new_one_needs(tmp_path: Path)
     assert set_aside_run(run, [], lambda values: True) is None, "no run is left there"
 
 
+@pytest.mark.parametrize(
+    ("values", "own"),
+    [
+        ({"unix_s": time.time() + 60, "event": "died"}, True),
+        ({"unix_s": 1e9, "event": "died"}, False),
+        ({"unix_s": "yesterday", "event": "died"}, False),
+        ({"unix_s": None}, False),
+        ({}, False),
+    ],
+)
+def test_events_of_this_process_are_told_from_those_of_a_run_before(values: dict[str, Any], own: bool) -> None:
+    assert own_event(values) is own
+
+
 def test_a_run_that_is_read_is_not_set_aside(tmp_path: Path) -> None:
     profile = cluster(2)
     run = make_run(tmp_path / "a", planned(profile), profile)
@@ -356,6 +372,7 @@ def test_a_run_that_is_read_is_not_set_aside(tmp_path: Path) -> None:
 DIES = """
 import os, sys
 from pathlib import Path
+from typing import Any
 from hetero_mpi.report.set_aside import set_aside_run
 moves = 0
 def look(event, arguments):

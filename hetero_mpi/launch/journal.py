@@ -30,7 +30,9 @@ def own_event(values: Mapping[str, Any]) -> bool:
     import psutil  # doctor runs before it is installed
 
     supervisor = os.environ.get(VARIABLE, "").partition(".")[0]
-    told_s = float(values.get("unix_s", 0.0))
+    told_s = values.get("unix_s")
+    if not isinstance(told_s, (int, float)):
+        return False
     return told_s >= psutil.Process().create_time() or bool(supervisor and values.get("supervisor") == supervisor)
 
 
