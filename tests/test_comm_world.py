@@ -210,6 +210,15 @@ def test_another_commit_of_the_same_version_is_told_apart(tmp_path: Path) -> Non
     assert own_source().startswith("0.1.0 (source ")
 
 
+def test_mpi_is_told_that_only_host_memory_is_passed_to_it_np2() -> None:
+    """By environment variables that the library reads as it starts; the user's own choice stays."""
+    program = "import os; from hetero_mpi.comm.joining import *; world = join(); " + (
+        "assert world.all_gather_json(world.rank) == [0, 1]; print(*(os.environ[name] for name in HOST_MEMORY_ONLY))"
+    )
+    result = run_mpi(2, ["-c", program], env={"OMPI_MCA_accelerator": ""})
+    assert result.stdout.splitlines() == ["0  0 n"] * 2, result.stdout + result.stderr
+
+
 def test_ranks_of_two_commits_are_refused_before_anything_else_is_exchanged_np2(tmp_path: Path) -> None:
     """The second rank runs a copy that sends its JSON in another form."""
     launcher_or_skip()

@@ -34,6 +34,14 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.text import printable
 
 _RECORD_BYTES = 256
+HOST_MEMORY_ONLY = {
+    "OMPI_MCA_opal_cuda_support": "0",
+    "OMPI_MCA_accelerator": "null",
+    "MPIR_CVAR_ENABLE_GPU": "0",
+    "UCX_MEMTYPE_CACHE": "n",
+}
+"""What MPI libraries read as they start: only host memory is passed to them, so their own support of GPUs can only cost. Open MPI
+with CUDA asks the driver about every buffer (open-mpi/ompi#14337); MPICH opens a context on every GPU."""
 
 
 def run_guarded(main: Callable[[World], int]) -> int:
@@ -93,6 +101,8 @@ def join() -> World:
         for itself.
     """
     _be_polite(os.environ)
+    for name, value in HOST_MEMORY_ONLY.items():
+        os.environ.setdefault(name, value)
     keep_to_the_launcher_s_interfaces(os.environ)
     mpi = _import_mpi()
     library = parse_library_version(mpi.Get_library_version())
