@@ -256,7 +256,8 @@ class ClusterTable(Table):
     device: Literal["auto", "cpu", "cuda", "rocm", "xpu", "mps"] = "auto"
     """Device of every rank; "auto": the local rank's accelerator where there is one, else the CPU."""
     threads: Positive | Literal["auto"] = "auto"
-    """CPU threads per rank; "auto": the host's cores divided by its ranks."""
+    """CPU threads per rank; "auto": the host's cores divided by its ranks, of which those with a GPU leave all but two to those
+    without."""
     memory_bytes: Positive | None = None
     """Usable memory per rank, instead of the measured one."""
     watchdog_s: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"

@@ -13,7 +13,7 @@ import pytest
 
 from hetero_mpi.cli import main
 from hetero_mpi.comm.library import MpiLibrary
-from hetero_mpi.device.choice import DEVICE_VARIABLE, Place, Wish, device_of, wish
+from hetero_mpi.device.choice import DEVICE_VARIABLE, Cores, Place, Wish, cores_of, device_of, wish
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch import hosts_command as building
 from hetero_mpi.launch import launcher as launching
@@ -225,6 +225,18 @@ def test_ranks_that_see_the_same_cards_take_different_ones() -> None:
     bound = [Place("node", "cuda", ((0, card),), None) for card in ("u0", "u1")]  # as SLURM gives each task its own
     everyone = [nvidia, amd, nvidia, told, *bound, Place("other", "cuda", both, None), nvidia]
     assert [device_of(rank, everyone) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 0, None]
+
+
+def test_cores_of_ranks_that_feed_gpus_go_to_those_that_compute() -> None:
+    whole, first, second = tuple(range(16)), (0, 1), (2, 3)
+    box = [Cores("box", whole, gpu) for gpu in (False, False, False, True)]
+    assert [cores_of(rank, box) for rank in range(4)] == [2, 2, 2, 10]
+    gpus = [Cores("box", whole, False)] * 2
+    assert [cores_of(rank, gpus) for rank in range(2)] == [8, 8], "nobody else wants them"
+    small = [Cores("box", first, False), Cores("box", first, True), Cores("other", first, True)]
+    assert [cores_of(rank, small) for rank in range(3)] == [1, 1, 2]
+    bound = [Cores("box", first, False), Cores("box", second, True)]
+    assert [cores_of(rank, bound) for rank in range(2)] == [2, 2]
 
 
 def test_a_hosts_device_goes_before_the_jobs() -> None:

@@ -8,6 +8,7 @@ same ones.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from hetero_mpi.errors import UserError
 
 DEVICE_VARIABLE = "HETERO_MPI_DEVICE"
 """Environment variable with the device of a host's ranks; goes before ``[cluster] device``, which is about all hosts."""
+CORES_PER_GPU = 2.0
+"""Its rank's two threads: one gives work to the GPU, the other moves messages."""
 DEVICE = re.compile(r"auto|cpu|mps|(cuda|rocm|xpu)(:\d+)?")
 DEVICE_RULE = '"auto", "cpu", "cuda", "rocm", "xpu", "mps", or one card of them, such as "cuda:1"'
 
@@ -68,3 +71,34 @@ def device_of(rank: int, places: Sequence[Place]) -> int | None:
         return own.card
     lower = sum(place == own for place in places[:rank])
     return own.devices[lower][0] if lower < len(own.devices) else None
+
+
+@dataclass(frozen=True)
+class Cores:
+    """What a rank may compute on."""
+
+    host: str
+    numbers: tuple[int, ...]
+    """Of the cores that it may run on (a launcher may have bound it to a few)."""
+    computes: bool
+    """Its processor is its device; else it only feeds a GPU."""
+
+
+def cores_of(rank: int, ranks: Sequence[Cores]) -> float:
+    """The cores that ``rank`` can count on: every core counts 1 / the ranks of its host that may run on it.
+
+    A rank that feeds a GPU leaves what it has beyond ``CORES_PER_GPU`` to those ranks that compute on the same cores.
+
+    >>> box = [Cores("box", tuple(range(16)), computes) for computes in (False, False, False, True)]
+    >>> [cores_of(rank, box) for rank in range(4)]
+    [2.0, 2.0, 2.0, 10.0]
+    """
+    own = ranks[rank]
+    users = Counter(core for one in ranks if one.host == own.host for core in one.numbers)
+    alike = [one for one in ranks if (one.host, one.numbers) == (own.host, own.numbers)]
+    computing = sum(one.computes for one in alike)
+    equal = sum(1 / users[core] for core in own.numbers)
+    if computing == 0:
+        return equal
+    spared = max(0.0, equal - CORES_PER_GPU)
+    return equal + spared * (len(alike) - computing) / computing if own.computes else equal - spared

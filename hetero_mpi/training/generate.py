@@ -108,8 +108,9 @@ def generate(world: World, options: Options) -> int:
             task = task_of(opened, options)
     task = Task.from_dict(world.broadcast_json(asdict(task) if task is not None else None))
     cluster = ClusterTable(**task.source.cluster)
-    set_threads(cluster.threads if isinstance(cluster.threads, int) else default_threads(share_of_cores(world)))
     backend = open_device(world, cluster.device)
+    cores = share_of_cores(world, backend)
+    set_threads(cluster.threads if isinstance(cluster.threads, int) else default_threads(cores))
     with world.together("reading the model's configuration"):
         chain = Chain(read_config(task.source.config))
         tuning = _tuning(task.source, chain)

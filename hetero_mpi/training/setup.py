@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from hetero_mpi.comm.world import World
 from hetero_mpi.data.samples import Samples
 from hetero_mpi.device.accelerators import BACKENDS, open_backend, visible_devices
 from hetero_mpi.device.backend import Backend, best_dtype, own_cores, set_threads
-from hetero_mpi.device.choice import Place, device_of, wish
+from hetero_mpi.device.choice import Cores, Place, cores_of, device_of, wish
 from hetero_mpi.job import Job, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
 from hetero_mpi.model.chain import Chain, language
 from hetero_mpi.model.cost import fused_experts
@@ -114,10 +113,10 @@ def claimed(world: World, run_dir: Path) -> Iterator[None]:
 def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path) -> Setting:
     """Devices, data (rank 0) and the model's shape."""
     job, material = loaded.job, None
-    cores = share_of_cores(world)
+    backend = open_device(world, job.cluster.device)
+    cores = share_of_cores(world, backend)
     threads = job.cluster.threads if isinstance(job.cluster.threads, int) else default_threads(cores)
     set_threads(threads)
-    backend = open_device(world, job.cluster.device)
     _say_ranks(world, backend, threads)
     loaded = _with_dtype(world, loaded, backend)
     job = loaded.job
@@ -184,11 +183,10 @@ def open_device(world: World, job_device: str) -> Backend:
         return open_backend(wanted.name, device_of(world.rank, places))
 
 
-def share_of_cores(world: World) -> float:
-    """Cores this rank can count on: every core it may run on counts 1 / the ranks of this host that may run on it."""
-    everyone = world.all_gather_json([world.host, own_cores()])
-    users = Counter(core for host, cores in everyone if host == world.host for core in cores)
-    return sum(1 / users[core] for core in own_cores())
+def share_of_cores(world: World, backend: Backend) -> float:
+    """Cores this rank can count on, of those that it may run on. Collective."""
+    everyone = world.all_gather_json([world.host, own_cores(), backend.name == "cpu"])
+    return cores_of(world.rank, [Cores(host, tuple(cores), computes) for host, cores, computes in everyone])
 
 
 def default_threads(cores: float) -> int:
