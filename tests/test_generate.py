@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 from hetero_mpi.data.template import render_prompt
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
 from hetero_mpi.model.quantize import set_training
+from hetero_mpi.text import printable
 from hetero_mpi.training.generate import share_out
 from tests.family_configs import tiny_keys
 from tests.mpi import run_mpi
@@ -320,7 +321,7 @@ def test_sample_at_the_end_of_a_run_is_what_generate_writes_np3(outcomes: Outcom
         printed = outcomes[3][f"train-{name}"][0]
         assert not printed["error"], printed["error"]
         sample = (place / name / "sample.txt").read_text()
-        assert sample.rstrip("\n") in printed["printed"]
+        assert printable(sample.rstrip("\n")) in printed["printed"], "an untrained model says anything"
         head, _, text = sample.partition("## Continuation\n")
         assert PROMPT in head and "greedy" in head
         tokens = tokens_of(outcomes, 3, name)[:limit]
