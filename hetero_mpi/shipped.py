@@ -46,13 +46,11 @@ def no_such_profile(path: Path) -> UserError:
 
 def pip_argument() -> str:
     """What to give ``pip install`` so that another machine gets this version the way it came here, quoted for a shell."""
-    try:
-        text = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
-    except metadata.PackageNotFoundError:
-        return f"-e {shlex.quote(str(_PACKAGE.parent))}"  # a clone that was never installed
+    if (_PACKAGE.parent / "pyproject.toml").is_file():
+        return f"-e {shlex.quote(str(_PACKAGE.parent))}"  # a clone
+    text = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
     if text is None:
         return f"{DISTRIBUTION}=={__version__}"  # from an index
     origin = json.loads(text)
     url = urlsplit(origin["url"])
-    place = shlex.quote(unquote(url.path) if url.scheme == "file" else origin["url"])
-    return f"-e {place}" if origin.get("dir_info", {}).get("editable") else place
+    return shlex.quote(unquote(url.path) if url.scheme == "file" else origin["url"])

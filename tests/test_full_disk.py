@@ -128,6 +128,7 @@ def test_logs_and_the_lock_of_a_full_disk_are_nobodys_end(disk: SmallDisk, capfd
         assert "the last line" in path.read_text()
     finally:
         setup_logging(None, 0, 1)
+        logging.captureWarnings(False)
     assert "Traceback" not in capfd.readouterr().err
 
 

@@ -118,23 +118,26 @@ def test_commands_take_a_profiles_name(
 @pytest.mark.parametrize(
     ("origin", "argument"),
     [
-        ({"url": "file:///home/me/my%20clone", "dir_info": {"editable": True}}, "-e '/home/me/my clone'"),
         (
-            {"url": "file:///tmp/hetero_mpi-0.1.0-py3-none-any.whl", "archive_info": {}},
-            "/tmp/hetero_mpi-0.1.0-py3-none-any.whl",
+            {"url": "file:///tmp/my%20wheels/hetero_mpi-0.1.0-py3-none-any.whl", "archive_info": {}},
+            "'/tmp/my wheels/hetero_mpi-0.1.0-py3-none-any.whl'",
         ),
         (None, "hetero_mpi==0.1.0"),
     ],
 )
 def test_remedies_name_the_way_it_was_installed(
-    origin: dict[str, Any] | None, argument: str, monkeypatch: pytest.MonkeyPatch
+    origin: dict[str, Any] | None, argument: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     class Installed:
         def read_text(self, name: str) -> str | None:
             return json.dumps(origin) if origin is not None and name == "direct_url.json" else None
 
     monkeypatch.setattr(shipped.metadata, "distribution", lambda name: Installed())
+    monkeypatch.setattr(shipped, "_PACKAGE", tmp_path / "my clone" / "hetero_mpi")
     assert shipped.pip_argument() == argument
+    (tmp_path / "my clone").mkdir()
+    (tmp_path / "my clone" / "pyproject.toml").touch()
+    assert shipped.pip_argument() == f"-e '{tmp_path}/my clone'", "in a clone, whatever is known of installations"
 
 
 # Installed in an environment of its own

@@ -42,7 +42,7 @@ from hetero_mpi.report.page.charts import Series, line_chart, ticks
 from hetero_mpi.report.page.document import report_html, write_report
 from hetero_mpi.report.page.sections import key_figures
 from hetero_mpi.report.past_run import USED_PROFILE, describe_run, read_run
-from hetero_mpi.report.set_aside import set_aside_run
+from hetero_mpi.report.set_aside import EarlierRun
 from hetero_mpi.report.trace import run_trace, save_run_trace
 from hetero_mpi.report.traffic import traffic
 from tests.mpi import run_mpi
@@ -333,7 +333,10 @@ def test_a_run_is_set_aside_whole_but_for_what_the_new_one_needs(tmp_path: Path)
     with (run / "events.jsonl").open("a") as file:
         file.write(new)
 
-    aside = set_aside_run(run, [tmp_path / "model"], lambda values: values.get("supervisor") == "new")
+    earlier = EarlierRun.found(run, [tmp_path / "model"])
+    assert earlier is not None and files_under(run).keys() == before.keys()
+    (run / "plan.toml").write_text("the new run's")
+    aside = earlier.set_aside(lambda values: values.get("supervisor") == "new")
     assert aside == run / "set-aside-1"
     kept = read_run(aside)
     assert (kept.metrics, kept.plan, kept.rank_steps) == (told.metrics, told.plan, told.rank_steps)
@@ -343,7 +346,8 @@ def test_a_run_is_set_aside_whole_but_for_what_the_new_one_needs(tmp_path: Path)
     left = {name for name in files_under(run) if not name.startswith("set-aside-1/")}
     assert left == {"notes.txt", "plan.toml", "profile.toml", "events.jsonl"}
     assert (run / "events.jsonl").read_text() == new
-    assert set_aside_run(run, [], lambda values: True) is None, "no run is left there"
+    assert (run / "plan.toml").read_text() == "the new run's"
+    assert EarlierRun.found(run, []) is None, "no run is left there"
 
 
 @pytest.mark.parametrize(
@@ -365,7 +369,7 @@ def test_a_run_that_is_read_is_not_set_aside(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", planned(profile), profile)
     before = files_under(run)
     with pytest.raises(UserError, match=r"this one reads .*/model there: choose another directory with --run-dir"):
-        set_aside_run(run, [run / "model"], lambda values: False)
+        EarlierRun.found(run, [run / "model"])
     assert files_under(run) == before
 
 
@@ -373,7 +377,7 @@ DIES = """
 import os, sys
 from pathlib import Path
 from typing import Any
-from hetero_mpi.report.set_aside import set_aside_run
+from hetero_mpi.report.set_aside import EarlierRun
 moves = 0
 def look(event, arguments):
     global moves
@@ -382,7 +386,7 @@ def look(event, arguments):
         if moves == int(sys.argv[2]):
             os._exit(9)
 sys.addaudithook(look)
-set_aside_run(Path(sys.argv[1]), [], lambda values: False)
+EarlierRun.found(Path(sys.argv[1]), []).set_aside(lambda values: False)
 """
 
 
@@ -396,7 +400,9 @@ def test_a_crash_while_a_run_is_set_aside_loses_nothing(tmp_path: Path) -> None:
         )
         assert died.returncode == (9 if move < 6 else 0), "five files and folders are moved"
         assert move == 6 or (run / "checkpoints" / "step-00000060.h5").exists(), "there is a run until the last move"
-        set_aside_run(run, [], lambda values: False)
+        earlier = EarlierRun.found(run, [])
+        if earlier is not None:
+            earlier.set_aside(lambda values: False)
         assert files_under(run / "set-aside-1") == before
         assert not (run / "set-aside-2").exists()
 

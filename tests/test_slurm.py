@@ -289,7 +289,7 @@ def test_an_array_over_job_files(lab: SlurmLab, tmp_path: Path) -> None:
     second = lab.wait_for(f"{number}_2", ("COMPLETED", "FAILED"), 60.0, lab.logs)
     assert (first["JobState"], first["Restarts"]) == ("COMPLETED", "1")
     assert (second["JobState"], second["Restarts"], second["ExitCode"]) == ("FAILED", "0", "3:0")
-    began = "-m hetero_mpi launch -- train"
+    began = "-m hetero_mpi launch --verbose -- train"
     assert sorted(calls.read_text().splitlines()) == [
         f"1: {began} one.toml --run-dir {tmp_path}/one",
         f"1: {began} one.toml --run-dir {tmp_path}/one --resume",

@@ -9,16 +9,17 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hetero_mpi.errors import UserError
 
-_COPIED = ("profile.toml", "plan.toml", "logs")
-"""They serve the next run too, or are open."""
+_PLANNED = ("profile.toml", "plan.toml", "architecture.png", "architecture.svg")
+_LOGS = "logs"
 _EVENTS = "events.jsonl"
 _MOVED = (
-    *("adapter", "model", "sample.txt", "simulation", "tensorboard", "architecture.png", "architecture.svg"),
+    *("adapter", "model", "sample.txt", "simulation", "tensorboard"),
     *(
         "report.html",
         "trace.json",
@@ -38,51 +39,70 @@ def holds_run(run_dir: Path) -> bool:
     return (metrics.exists() and metrics.stat().st_size > 0) or any((run_dir / "checkpoints").glob("step-*.h5"))
 
 
-def set_aside_run(run_dir: Path, read: Iterable[Path], own: Callable[[Mapping[str, Any]], bool]) -> Path | None:
-    """Move the run that the directory holds out of the way of one that begins; returns where it is now, None: there was none.
+@dataclass(frozen=True)
+class EarlierRun:
+    """A run in a directory in which another one is to begin anew.
 
-    Args:
-        read: what the new run reads.
-        own: does an event belong to the new run?
-
-    Raises:
-        UserError: the new run reads files of the old one, or they cannot be moved.
+    ``planned``: the earlier run's profile, plan and picture of it, by file name, which planning the new run overwrites before it is
+    known that the new run can begin.
     """
-    if not holds_run(run_dir):
-        return None
-    used = next(
-        (path for path in read for name in _MOVED if path.resolve().is_relative_to((run_dir / name).resolve())), None
-    )
-    if used is not None:
-        raise UserError(
-            f"a run that begins anew sets aside the run in its directory, {run_dir}, but this one reads {used} there: "
-            "choose another directory with --run-dir, or go on with --resume."
+
+    run_dir: Path
+    planned: Mapping[str, bytes]
+
+    @classmethod
+    def found(cls, run_dir: Path, read: Iterable[Path]) -> EarlierRun | None:
+        """The one that is there, if there is one.
+
+        Args:
+            read: what the new run reads.
+
+        Raises:
+            UserError: the new run reads files of the old one.
+        """
+        if not holds_run(run_dir):
+            return None
+        used = next(
+            (path for path in read for name in _MOVED if path.resolve().is_relative_to((run_dir / name).resolve())),
+            None,
         )
-    moved, number = [name for name in _MOVED if (run_dir / name).exists()], 1
-    while any((run_dir / f"set-aside-{number}" / name).exists() for name in moved):
-        number += 1
-    target = run_dir / f"set-aside-{number}"
-    try:
-        target.mkdir(exist_ok=True)
-        for name in _COPIED:
-            _copy(run_dir / name, target / name)
-        for name in moved:
-            (run_dir / name).rename(target / name)
-            if name == _EVENTS:
-                _bring_back(target / name, run_dir / name, own)
-    except OSError as error:
-        raise UserError(
-            f"{run_dir} holds a run, which could not be moved to {target} ({error.strerror}): choose another directory with "
-            "--run-dir, or go on with --resume."
-        ) from None
-    return target
+        if used is not None:
+            raise UserError(
+                f"a run that begins anew sets aside the run in its directory, {run_dir}, but this one reads {used} there: "
+                "choose another directory with --run-dir, or go on with --resume."
+            )
+        return cls(run_dir, {name: (run_dir / name).read_bytes() for name in _PLANNED if (run_dir / name).exists()})
 
+    def set_aside(self, own: Callable[[Mapping[str, Any]], bool]) -> Path:
+        """Move it out of the way; returns where it is now.
 
-def _copy(source: Path, target: Path) -> None:
-    if source.is_dir():
-        shutil.copytree(source, target, dirs_exist_ok=True)
-    elif source.exists():
-        shutil.copy2(source, target)
+        Args:
+            own: does an event belong to the new run?
+
+        Raises:
+            UserError: its files cannot be moved.
+        """
+        run_dir = self.run_dir
+        moved, number = [name for name in _MOVED if (run_dir / name).exists()], 1
+        while any((run_dir / f"set-aside-{number}" / name).exists() for name in moved):
+            number += 1
+        target = run_dir / f"set-aside-{number}"
+        try:
+            target.mkdir(exist_ok=True)
+            for name, content in self.planned.items():
+                (target / name).write_bytes(content)
+            if (run_dir / _LOGS).is_dir():  # open, and the new run's too
+                shutil.copytree(run_dir / _LOGS, target / _LOGS, dirs_exist_ok=True)
+            for name in moved:
+                (run_dir / name).rename(target / name)
+                if name == _EVENTS:
+                    _bring_back(target / name, run_dir / name, own)
+        except OSError as error:
+            raise UserError(
+                f"{run_dir} holds a run, which could not be moved to {target} ({error.strerror}): choose another directory with "
+                "--run-dir, or go on with --resume."
+            ) from None
+        return target
 
 
 def _bring_back(source: Path, target: Path, own: Callable[[Mapping[str, Any]], bool]) -> None:

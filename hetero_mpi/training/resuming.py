@@ -19,7 +19,7 @@ from hetero_mpi.job_rules import as_toml
 from hetero_mpi.launch.journal import own_event
 from hetero_mpi.model.optimizer import LearningRate
 from hetero_mpi.report.logs import say
-from hetero_mpi.report.set_aside import set_aside_run
+from hetero_mpi.report.set_aside import EarlierRun
 from hetero_mpi.training.saving import ANY, LATEST, RunState, check_data, check_fits, find_checkpoint
 from hetero_mpi.training.setup import Options, Setting
 
@@ -34,10 +34,9 @@ def open_checkpoint(
     checkpoints = setting.run_dir / "checkpoints"
     reader, shared = None, None
     with world.led("opening the checkpoint"):
-        if world.rank == 0 and (options.resume is None or _nothing_there(checkpoints, options.resume)):
-            _set_aside(setting, options)
-        elif world.rank == 0:
-            assert options.resume is not None
+        if world.rank == 0 and options.resume is not None and _nothing_there(checkpoints, options.resume):
+            _set_aside(setting, EarlierRun.found(setting.run_dir, _read(setting, options)))
+        elif world.rank == 0 and options.resume is not None:
             path, remarks = find_checkpoint(setting.run_dir, options.resume)
             say(*remarks)
             reader = stack.enter_context(CheckpointReader(path))
@@ -75,32 +74,46 @@ def open_checkpoint(
     )
 
 
-def make_room(setting: Setting, options: Options) -> None:
-    """Set aside the run in the directory, unless this one goes on from it. Collective.
+def earlier_run(setting: Setting, options: Options) -> EarlierRun | None:
+    """The run in the directory that is to be set aside, on rank 0, unless this one goes on from it. Collective.
 
     Raises:
-        CollectiveUserError: it cannot be moved, or this run reads its files.
+        CollectiveUserError: this run reads its files.
     """
     resume = options.resume
     named = Path(resume) if resume not in (None, LATEST, ANY) else None
+    goes_on = resume is not None and (named is None or named.resolve().is_relative_to(setting.run_dir.resolve()))
+    found = None
     with setting.world.led("looking at the run directory"):
-        if setting.world.rank == 0 and (resume is None or (named is not None and _elsewhere(named, setting.run_dir))):
-            _set_aside(setting, options)
+        if setting.world.rank == 0 and not goes_on:
+            found = EarlierRun.found(setting.run_dir, _read(setting, options))
+    return found
 
 
-def _elsewhere(path: Path, run_dir: Path) -> bool:
-    return not path.resolve().is_relative_to(run_dir.resolve())
+def make_room(setting: Setting, members: World, earlier: EarlierRun | None) -> None:
+    """Set the earlier run aside, known on rank 0. Collective over ``members``.
+
+    Raises:
+        CollectiveUserError: it cannot be moved.
+    """
+    with members.led("setting the earlier run aside"):
+        _set_aside(setting, earlier)
 
 
-def _set_aside(setting: Setting, options: Options) -> None:
-    job, loaded = setting.job, setting.loaded
+def _read(setting: Setting, options: Options) -> list[Path]:
+    """What this run reads."""
+    job = setting.job
     named = [
-        loaded.resolve(text) for text in (job.model.path, job.adapter.path, job.tokenizer.path) if text is not None
+        setting.loaded.resolve(text)
+        for text in (job.model.path, job.adapter.path, job.tokenizer.path)
+        if text is not None
     ]
-    given = [path for path in (options.plan, options.profile) if isinstance(path, Path)]
-    aside = set_aside_run(setting.run_dir, [*named, *given], own_event)
-    if aside is not None:
-        say(f"The earlier run in {setting.run_dir} is in {aside} now, whole")
+    return named + [path for path in (options.plan, options.profile) if isinstance(path, Path)]
+
+
+def _set_aside(setting: Setting, earlier: EarlierRun | None) -> None:
+    if earlier is not None:
+        say(f"The earlier run in {setting.run_dir} is in {earlier.set_aside(own_event)} now, whole")
 
 
 def lineage(reader: CheckpointReader | None, options: Options) -> str:

@@ -25,6 +25,7 @@ from hetero_mpi.planning.files import profile_to_dict
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.report.logs import say, setup_logging
+from hetero_mpi.report.set_aside import EarlierRun
 from hetero_mpi.training.building import build, start_adapter, start_layers
 from hetero_mpi.training.changing import Share, join
 from hetero_mpi.training.ending import leave_result, outcome
@@ -36,7 +37,7 @@ from hetero_mpi.training.planned import Given
 from hetero_mpi.training.rebalancing import rebalancer_of
 from hetero_mpi.training.recovery import Past, known_profile, outlive, plan_again, remember, renewed, tell
 from hetero_mpi.training.rehearsal import rehearse
-from hetero_mpi.training.resuming import lineage, make_room, open_checkpoint
+from hetero_mpi.training.resuming import earlier_run, lineage, make_room, open_checkpoint
 from hetero_mpi.training.saving import ANY, LATEST, RunState, restore
 from hetero_mpi.training.setup import Options, Setting, claimed, plan_run, read_job, set_up
 from hetero_mpi.training.signals import StopRequest
@@ -86,8 +87,8 @@ def _attempt(world: World, options: Options, stop: StopRequest, past: Past) -> T
 
 def _train(setting: Setting, options: Options, stop: StopRequest, past: Past) -> TrainResult | None:
     world = setting.world
-    if not options.dry_run and not past.shared(world, past.books):
-        make_room(setting, options)
+    anew = not options.dry_run and not past.shared(world, past.books)
+    earlier = earlier_run(setting, options) if anew else None
     profile = known_profile(past, world)
     if profile is not None:
         plan = plan_again(setting, past, profile)
@@ -110,7 +111,7 @@ def _train(setting: Setting, options: Options, stop: StopRequest, past: Past) ->
         if share.members is not None:
             with passed_on(world, share):
                 resume = str(begin.checkpoint) if begin is not None else options.resume
-                books = _start(setting, past, profile, share, replace(options, resume=resume))
+                books = _start(setting, past, profile, share, replace(options, resume=resume), earlier)
     past.books = books
     metadata = {**_metadata(setting, profile), "run": past.token, "begun": past.begun} if world.rank == 0 else {}
     keep_profile(setting, profile)
@@ -130,12 +131,18 @@ def _train(setting: Setting, options: Options, stop: StopRequest, past: Past) ->
     return outcome(setting, profile, share.plan, books)
 
 
-def _start(setting: Setting, past: Past, profile: ClusterProfile, share: Share, options: Options) -> Books:
-    """Build the active ranks' shares: anew, from an adapter or from a checkpoint. Collective over them."""
+def _start(
+    setting: Setting, past: Past, profile: ClusterProfile, share: Share, options: Options, earlier: EarlierRun | None
+) -> Books:
+    """Build the active ranks' shares: anew, from an adapter or from a checkpoint. Collective over them.
+
+    ``earlier``: the run in the directory that makes room for this one, which is accepted by then.
+    """
     assert share.members is not None
     members, schedule = share.members, schedule_of(share.plan, profile.model)
     with contextlib.ExitStack() as stack:
         checkpoint, reader, state = open_checkpoint(setting, members, options, stack)
+        make_room(setting, members, earlier)
         past.begun = past.begun or (lineage(reader, options) if members.rank == 0 else None)
         if not past.losses and options.resume not in (LATEST, ANY):
             clear_shelf(setting.run_dir)  # copies there are of a run that this one, accepted now, does not continue
