@@ -125,7 +125,7 @@ class CheckpointWriter:
             self._sink.sync()
             self._sink.close()
             os.replace(self._temporary, self.path)
-            _sync_directory(self.path.parent)
+            sync(self.path.parent)
         except OSError as failure:
             self._discard()
             raise self._error(failure) from failure
@@ -156,8 +156,8 @@ class CheckpointWriter:
         )
 
 
-def _sync_directory(path: Path) -> None:
-    """fsync a directory: makes a rename in it durable."""
+def sync(path: Path) -> None:
+    """fsync a file, or a directory, which makes a rename in it durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

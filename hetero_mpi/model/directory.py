@@ -22,7 +22,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from hetero_mpi.model.whole import WholeDirectory, sync
+from hetero_mpi.checkpoint.writer import sync
+from hetero_mpi.model.whole import WholeDirectory
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

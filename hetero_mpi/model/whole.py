@@ -10,6 +10,7 @@ from types import TracebackType
 
 from safetensors import SafetensorError
 
+from hetero_mpi.checkpoint.writer import sync
 from hetero_mpi.errors import UserError
 
 
@@ -112,12 +113,3 @@ class WholeDirectory:
         os.rename(self.path, self.directory)
         sync(self.directory.parent)
         shutil.rmtree(self._former, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    """fsync a file or a directory."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
