@@ -25,10 +25,11 @@ _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 def rank_of(process: psutil.Process) -> int | None:
-    """The MPI rank that a process is; None for one that is none (launcher, daemon) or has gone."""
+    """The MPI rank that a process is; None for one that is none (launcher, daemon, a rank's own child) or has gone."""
     try:
         environment = process.environ()
-        if "train" not in process.cmdline() or "launch" in process.cmdline():
+        words = process.cmdline()
+        if words[1:2] != ["-m"] or "train" not in words or "launch" in words:
             return None
     except (psutil.Error, OSError):
         return None
