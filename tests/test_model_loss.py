@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hetero_mpi.model.loss import IGNORED, summed_loss
+from hetero_mpi.model.cost import BYTES
+from hetero_mpi.model.loss import IGNORED, PIECE, piece_size, summed_loss
 
 
 @pytest.mark.parametrize("factor", [1.0, 65536.0])
@@ -48,3 +49,21 @@ def test_pieces_keep_only_the_logits() -> None:
             summed_loss(logits, targets, piece)
         kept[piece] = sum(size for size in storages.values() if size > 64 * 8)
     assert kept == {64 * 1000: 64 * 1000 * 4, 5 * 1000: logits.nbytes}
+
+
+@pytest.mark.parametrize("logits", [PIECE + 1, 1024 * 128_256, 8192 * 128_256, 65_536 * 152_064])
+def test_pieces_on_a_gpu_are_few_and_fit_what_planning_counts(logits: int) -> None:
+    piece = piece_size(logits, cpu=False)
+    assert piece_size(logits, cpu=True) == PIECE <= piece <= 1 << 26
+    assert logits / piece <= 16 or piece == 1 << 26
+    if piece > PIECE:  # planning counts the gradient twice
+        assert 3 * 4 * piece <= logits * BYTES["bf16"]
+
+
+def test_backward_of_pieces_runs_no_autograd_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of it hands every piece over to another thread on a GPU."""
+    logits = torch.randn((1, 64, 1000), requires_grad=True)
+    loss = summed_loss(logits, torch.zeros((1, 64), dtype=torch.int64), 5 * 1000)
+    monkeypatch.delattr(torch.autograd, "grad")
+    loss.backward()
+    assert logits.grad is not None and logits.grad.count_nonzero() > 0

@@ -65,7 +65,8 @@ def _layer_cost(
         trainable_parameters=trained if tuning.full else adapters,
         parameter_bytes=parameter_bytes,
         activation_bytes_per_token=activation_bytes[kind],
-        # Backward holds the gradients of one item's activations; the head those of its logits, and a piece of them in fp32.
+        # Backward holds the gradients of one item's activations; the head those of its logits, and
+        # what the loss computes in fp32, a piece at a time (``loss.piece_size``).
         workspace_bytes_per_token=(
             2.0 * chain.logits * BYTES[dtype] if head and chain.logits is not None else activation_bytes[kind]
         ),

@@ -17,21 +17,34 @@ import torch.nn.functional as F
 IGNORED = -100
 """Target of a position that is not learnt."""
 PIECE = 1 << 22
-"""Logits in a piece: 16 MB in fp32. Fewer than that are computed at once, which is faster and needs little memory."""
+"""Logits in a piece on the CPU: 16 MB in fp32, as caches hold them. Fewer are computed at once, which is faster and needs little
+memory."""
+LARGEST_PIECE = 1 << 26
+"""On other devices, where a piece costs a dozen launches of kernels whatever its size."""
 
 
-def summed_loss(logits: torch.Tensor, targets: torch.Tensor, piece: int = PIECE) -> torch.Tensor:
+def summed_loss(logits: torch.Tensor, targets: torch.Tensor, piece: int | None = None) -> torch.Tensor:
     """Sum of the losses of all targets that are not ``IGNORED``, a scalar (fp32), differentiable.
 
     Args:
         logits: (B, T, V) in the compute dtype.
         targets: (B, T) int64.
-        piece: logits computed at once; the result does not depend on it.
+        piece: logits computed at once, by default ``piece_size``; the result does not depend on it.
     """
     rows, words = logits.flatten(0, 1), targets.flatten()
+    piece = piece or piece_size(rows.numel(), rows.is_cpu)
     if rows.numel() <= piece:
         return _whole(rows, words, "sum")
     return _InPieces.apply(rows, words, max(1, piece // rows.shape[1]))
+
+
+def piece_size(logits: int, cpu: bool) -> int:
+    """Logits to compute at once of so many.
+
+    Of an eighth of all, the three tensors in fp32 that backward holds beside the gradient take no more than the gradient: so much
+    planning counts (``cost.model_cost``).
+    """
+    return PIECE if cpu else min(max(PIECE, logits // 8), LARGEST_PIECE)
 
 
 def _whole(logits: torch.Tensor, targets: torch.Tensor, reduction: str) -> torch.Tensor:
@@ -39,7 +52,7 @@ def _whole(logits: torch.Tensor, targets: torch.Tensor, reduction: str) -> torch
 
 
 class _InPieces(torch.autograd.Function):
-    """Runs each piece again in backward: what torch would keep of it is as large as the logits."""
+    """Takes each piece's softmax again in backward: what torch would keep of it is as large as the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, rows: int) -> torch.Tensor:
@@ -54,11 +67,15 @@ class _InPieces(torch.autograd.Function):
         logits, targets = ctx.saved_tensors
         result = torch.empty_like(logits)
         for own in _pieces(len(logits), ctx.rows):
-            with torch.enable_grad():
-                leaf = logits[own].detach().requires_grad_(True)
-                total = _whole(leaf, targets[own], "sum")
-            (result[own],) = torch.autograd.grad(total, leaf, gradient)
+            result[own] = _gradient(logits[own], targets[own], gradient)
         return result, None, None
+
+
+def _gradient(logits: torch.Tensor, targets: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """(softmax - one-hot) x ``factor`` (fp32), by the kernel that torch's own backward ends in; 0 where nothing is learnt."""
+    likelihoods, words = F.log_softmax(logits, 1, dtype=torch.float32), targets.unsqueeze(1)
+    of_words = torch.zeros_like(likelihoods).scatter_(1, words.clamp(min=0), -factor * (words != IGNORED))
+    return torch.ops.aten._log_softmax_backward_data(of_words, likelihoods, 1, torch.float32)
 
 
 def _pieces(length: int, rows: int) -> Iterator[slice]:

@@ -22,6 +22,7 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.look import look
 from hetero_mpi.errors import UserError
 from hetero_mpi.job import AdapterTable, TrainTable
+from hetero_mpi.model import loss
 from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.families import read_config
 from hetero_mpi.model.stage import Stage
@@ -183,6 +184,24 @@ def test_the_peak_of_a_cpu_rank_too() -> None:
     gc.collect()
     cpu.begin_peak()
     assert cpu.peak_bytes() < before - (100 << 20)
+
+
+def test_the_loss_in_pieces_takes_the_memory_that_planning_counts(
+    standin: Any, gpu: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice the logits beside themselves, once their gradient; bits are those of the CPU, which takes other pieces."""
+    monkeypatch.setattr(loss, "PIECE", 1 << 12)
+    rows, words = 256, 1000
+    values, targets = torch.randn((1, rows, words)).bfloat16(), torch.arange(rows)[None] % words
+    own, there = values.clone().requires_grad_(True), values.to(gpu.device).requires_grad_(True)
+    loss.summed_loss(own, targets).backward()
+    on_device = targets.to(gpu.device)
+    gc.collect()
+    standin.reset_peak(1)
+    before = standin.used(1)
+    loss.summed_loss(there, on_device).backward()
+    assert own.grad is not None and there.grad is not None and torch.equal(own.grad, there.grad.cpu())
+    assert values.nbytes < standin.peak(1) - before <= 2 * values.nbytes
 
 
 def test_a_device_that_cannot_be_asked_hides_no_other(standin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
