@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations import sdpa_attention
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
@@ -144,6 +146,37 @@ def test_file_start_equals_from_pretrained(family: str, tied: bool, tmp_path: Pa
 
 
 @TIED
+class Repeats(Backend):
+    """A device with fused attention only where every head has keys and values of its own."""
+
+    def shares_keys(self, dtype: torch.dtype) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("backend, heads_of_keys", [(Backend(), 2), (Repeats(), 4)])
+def test_keys_are_repeated_where_attention_would_else_keep_all_scores(
+    monkeypatch: pytest.MonkeyPatch, backend: Backend, heads_of_keys: int
+) -> None:
+    monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", sdpa_attention.use_gqa_in_sdpa)  # restored after the test
+    calls = []
+    attention = F.scaled_dot_product_attention
+
+    def seen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        calls.append((key.shape[1], value.shape[1], options.get("enable_gqa", False)))
+        return attention(query, key, value, **options)
+
+    chain = chain_of("llama", False)
+    whole = cut(chain, SeededStart(0), (0, chain.items))
+    loss = run_stages(whole)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", seen)
+    stage = Stage(chain, 0, chain.items, backend, "fp32", SeededStart(0))
+    assert run_stages([stage]) == pytest.approx(loss, rel=1e-6)
+    assert calls == [(heads_of_keys, heads_of_keys, heads_of_keys == 2)] * BLOCKS
+    expected = gradients(whole, chain)
+    for name, gradient in gradients([stage], chain).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+
+
 @EVERY_FAMILY
 def test_seeded_start_does_not_depend_on_the_partition(family: str, tied: bool) -> None:
     chain = chain_of(family, tied)

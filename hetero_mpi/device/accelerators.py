@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch.nn.attention import SDPBackend
 
 from hetero_mpi.device.backend import Backend, Mark, Memory, gigabytes, host_memory, processor_name
 from hetero_mpi.device.copying import Copying, StreamCopying
@@ -104,6 +105,17 @@ class Accelerator(Backend):
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def shares_keys(self, dtype: torch.dtype) -> bool:
+        # Without flash attention (CUDA below 8.0, fp32 everywhere, many of AMD's GPUs) torch has a kernel that keeps no scores of
+        # all pairs of tokens for as many heads of keys as of queries only (torch 2.13). It says itself which kernel it would take.
+        queries, shared = (torch.empty((1, heads, 128, 64), dtype=dtype, device=self.device) for heads in (2, 1))
+        fused, fused_repeated = (
+            torch._fused_sdp_choice(queries, keys, keys, None, 0.0, True, enable_gqa=keys is shared)
+            != SDPBackend.MATH.value
+            for keys in (shared, queries)
+        )
+        return fused or not fused_repeated
 
     def seed(self, seed: int) -> None:
         super().seed(seed)

@@ -171,6 +171,10 @@ class Backend:
             return torch.empty(tuple(shape), dtype=dtype)
         return torch.from_numpy(memory).view(dtype).view(tuple(shape))
 
+    def shares_keys(self, dtype: torch.dtype) -> bool:
+        """Should attention be given keys and values that several heads share as they are? Else they are repeated before."""
+        return True
+
     def fused_optimizer(self) -> bool:
         """Does torch's AdamW have a fused kernel here?"""
         return True

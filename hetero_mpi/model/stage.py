@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node
+from transformers.integrations import sdpa_attention
 
 from hetero_mpi.device.backend import DTYPES, Backend, return_freed_memory
 from hetero_mpi.model.adapter import adapter_parameters, inject
@@ -103,6 +104,8 @@ class Stage:
         self.model: Any = chain.frame()
         self._materialize(start, kept or {})
         chain.restore_buffers(self.model, backend.device)
+        if not backend.shares_keys(self.dtype):
+            _repeat_shared_keys()
         self.parameters = self._trained_parameters()
         if recompute:
             chain.recompute(self.model, True)
@@ -341,6 +344,11 @@ class Stage:
                 self.backend.seed(dropout_seed(self.seed, self._position, item))
 
         return seed
+
+
+def _repeat_shared_keys() -> None:
+    """From now on transformers repeats keys and values that heads share, as it does itself where a mask is given."""
+    sdpa_attention.use_gqa_in_sdpa = lambda *_: False
 
 
 def dropout_seed(seed: int, position: MicroBatch, item: int) -> int:

@@ -204,6 +204,21 @@ def test_the_loss_in_pieces_takes_the_memory_that_planning_counts(
     assert values.nbytes < standin.peak(1) - before <= 2 * values.nbytes
 
 
+@pytest.mark.parametrize("shared, repeated, shares", [(1, 1, True), (0, 2, False), (0, 0, True)])
+def test_keys_are_shared_unless_torch_has_a_fused_kernel_for_repeated_ones_only(
+    gpu: Backend, monkeypatch: pytest.MonkeyPatch, shared: int, repeated: int, shares: bool
+) -> None:
+    assert gpu.shares_keys(torch.bfloat16)  # as the host's kernels have it
+
+    def choice(query: torch.Tensor, key: torch.Tensor, *rest: Any, enable_gqa: bool) -> int:
+        assert key.device == gpu.device and key.dtype == torch.float32
+        assert query.shape[1] == (2 if enable_gqa else 1) * key.shape[1]
+        return shared if enable_gqa else repeated
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
+    assert gpu.shares_keys(torch.float32) is shares
+
+
 def test_a_device_that_cannot_be_asked_hides_no_other(standin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(self: StandIn) -> Any:
         if self.index == 0:
