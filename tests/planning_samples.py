@@ -32,7 +32,8 @@ global_batch = 8
 
 
 def make_model(blocks: int = 2, tied: bool = False, boundary_bytes_per_token: int = 100) -> ModelCost:
-    """Embedding and head of 1,000 parameters, blocks of 400, all trainable, fp32; 100 bytes per token sent."""
+    """Embedding and head of 1,000 parameters, blocks of 400, all trainable, fp32; 100 bytes per token sent. A tied head's matrix
+    is the embedding's, which trains it; the head keeps a gradient of it."""
 
     def layer(kind: str, parameters: int, boundary: int) -> LayerCost:
         return LayerCost(
@@ -47,7 +48,8 @@ def make_model(blocks: int = 2, tied: bool = False, boundary_bytes_per_token: in
 
     chain = [layer(EMBEDDING, 1000, boundary_bytes_per_token)]
     chain += [layer("block", 400, boundary_bytes_per_token) for _ in range(blocks)]
-    chain += [layer(HEAD, 1000, 0)]
+    head = layer(HEAD, 1000, 0)
+    chain += [replace(head, trainable_parameters=0, parameter_bytes=8000) if tied else head]
     return ModelCost("llama", "fp32", SEQUENCE, tied, 12.0, tuple(chain), tied_bytes=4000 if tied else 0)
 
 

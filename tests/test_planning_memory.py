@@ -83,10 +83,15 @@ def test_what_a_job_asks_for_its_copies(tmp_path: Path) -> None:
 
 
 def test_a_rank_with_both_tied_ends_holds_their_matrix_once() -> None:
-    tied = stage_memory(make_model(tied=True), 0, 4, 10, 1)
-    untied = stage_memory(make_model(tied=False), 0, 4, 10, 1)
-    assert (untied.parameters - tied.parameters, untied.state - tied.state) == (1000 * 4, 1000 * 12)
-    assert stage_memory(make_model(tied=True), 0, 3, 10, 1) == stage_memory(make_model(tied=False), 0, 3, 10, 1)
+    """Its values and moments; the head has a gradient of its own."""
+    tied, untied = make_model(tied=True), make_model(tied=False)
+    both, apart = stage_memory(tied, 0, 4, 10, 1), stage_memory(untied, 0, 4, 10, 1)
+    assert apart.parameters - both.parameters == 1000 * 4 - 1000 * 4
+    assert (both.state, apart.state) == (1800 * 12, 2800 * 12)
+    head, embedding = stage_memory(tied, 3, 4, 10, 1), stage_memory(tied, 0, 3, 10, 1)
+    assert (head.parameters, head.state) == (1000 * 8, 0)
+    assert embedding == stage_memory(untied, 0, 3, 10, 1)
+    assert both.parameters == head.parameters + embedding.parameters - 1000 * 4 and both.state == embedding.state
 
 
 def test_what_is_deferred_counts_besides_what_is_in_flight() -> None:

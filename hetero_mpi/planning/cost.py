@@ -21,9 +21,10 @@ class LayerCost:
     parameters: int
     """Number of parameters. A tied head counts its matrix here too, since its rank must hold it."""
     trainable_parameters: int
-    """Number of parameters that receive gradients (and optimizer state) on the rank that holds this item."""
+    """Number of parameters that receive gradients and optimizer state on the rank that holds this item. A tied head's matrix is
+    not among them: the embedding's rank trains it."""
     parameter_bytes: int
-    """Bytes of the parameters as held for computing (compute dtype)."""
+    """Bytes of the parameters as held for computing (compute dtype), and of the gradient of a tied head's matrix."""
     activation_bytes_per_token: float
     """Bytes kept from forward until backward, per token of the micro-batch."""
     workspace_bytes_per_token: float

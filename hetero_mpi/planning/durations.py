@@ -10,7 +10,7 @@ import numpy as np
 
 from hetero_mpi.comm.sum_paths import ring_of
 from hetero_mpi.planning.cost import ModelCost
-from hetero_mpi.planning.memory import GRADIENT_BYTES, shared_parameters, stage_trainable
+from hetero_mpi.planning.memory import GRADIENT_BYTES, stage_trainable
 from hetero_mpi.planning.plan import Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LayerTimes
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by, stages, summed_items, tied_heads
@@ -116,10 +116,7 @@ def all_reduce_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: floa
 
 def summed_bytes(model: ModelCost, item: int) -> int:
     """Bytes of the gradients of ``item`` as they are summed (fp32); a tied head's matrix is summed with item 0."""
-    trainable = model.layers[item].trainable_parameters
-    if item == len(model.layers) - 1:
-        trainable -= shared_parameters(model, 0, len(model.layers))
-    return GRADIENT_BYTES * max(0, trainable)
+    return GRADIENT_BYTES * model.layers[item].trainable_parameters
 
 
 def sum_s(plan: Plan, profile: ClusterProfile, item: int) -> float:

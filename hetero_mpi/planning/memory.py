@@ -43,11 +43,8 @@ def shared_parameters(model: ModelCost, first: int, last: int) -> int:
 
 
 def stage_trainable(model: ModelCost, first: int, last: int) -> int:
-    """Distinct trainable parameters of the items [first, last)."""
-    trainable = sum(layer.trainable_parameters for layer in model.layers[first:last])
-    # Where the matrix is frozen, none of what is trained is counted twice.
-    shared = min(shared_parameters(model, first, last), model.layers[0].trainable_parameters)
-    return max(0, trainable - shared)
+    """Trainable parameters of the items [first, last); a tied matrix belongs to the embedding."""
+    return sum(layer.trainable_parameters for layer in model.layers[first:last])
 
 
 def stage_memory(
@@ -55,9 +52,9 @@ def stage_memory(
 ) -> StageMemory:
     """Bytes for the items [first, last), ``in_flight`` micro-batches of ``tokens`` tokens kept for their backward and
     ``deferred`` ones for their weight gradients."""
-    layers = model.layers[first:last]
-    head = model.layers[-1]
-    shared_bytes = shared_parameters(model, first, last) * head.parameter_bytes // max(1, head.parameters)
+    layers, matrix = model.layers[first:last], model.layers[0]
+    # Both ends on one rank share the values of a tied matrix; the head keeps a gradient of its own.
+    shared_bytes = shared_parameters(model, first, last) * matrix.parameter_bytes // max(1, matrix.parameters)
     input_bytes = model.layers[first - 1].boundary_bytes_per_token * tokens if first > 0 else 0
     output_bytes = layers[-1].boundary_bytes_per_token * tokens if last < len(model.layers) else 0
     kept = sum(_kept_per_token(model, item, recompute) for item in range(first, last))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from hetero_mpi.planning.bounds import usable_devices
 from hetero_mpi.planning.cost import ModelCost
-from hetero_mpi.planning.durations import layer_s, optimizer_s, repeated_s, return_s, tied_s
+from hetero_mpi.planning.durations import layer_s, repeated_s, return_s, tied_s
 from hetero_mpi.planning.memory import stage_memory, usable_bytes
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile, HostProfile
@@ -295,8 +295,6 @@ class Instance:
             table[a, a + 1 :] = device.optimizer_fixed_s + device.optimizer_s_per_parameter * np.cumsum(
                 trainable[a:], dtype=np.int64
             )
-        # Both ends of a tied model share their matrix: the one stage of which the sum does not hold.
-        table[0, self.items] = optimizer_s(self.profile, device, 0, self.items)
         return table
 
     def _stage(self, rank: int, depth: int) -> StageTable:

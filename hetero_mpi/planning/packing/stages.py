@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_mpi.planning.memory import stage_trainable
 from hetero_mpi.planning.packing.relaxed import ANY, Batch, Facts, Summing
 from hetero_mpi.planning.several.fleet import Floats
 from hetero_mpi.planning.tables import Table, stage_bytes
@@ -105,10 +104,8 @@ class StageTables:
             for first, last in ENDS
             for recompute in set(facts.request.recompute_choices)
         }
-        model, count = facts.model, len(facts.blocks)
-        sums = np.concatenate([[0.0], np.cumsum([float(x.trainable_parameters) for x in model.layers])])
+        sums = np.concatenate([[0.0], np.cumsum([float(x.trainable_parameters) for x in facts.model.layers])])
         trained = sums[None, :] - sums[:, None]
-        trained[0, count + 2] = stage_trainable(model, 0, count + 2)
         self._trained = {ends: np.nan_to_num(_over_blocks(trained, *ends), posinf=0.0) for ends in ENDS}
         self._known: dict[Summing, dict[tuple[int, bool, bool], list[Stages]]] = {}
 

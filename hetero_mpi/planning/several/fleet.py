@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from hetero_mpi.planning.bounds import usable_devices
 from hetero_mpi.planning.durations import repeated_s, summed_bytes
-from hetero_mpi.planning.memory import stage_trainable
 from hetero_mpi.planning.noise import NOISE
 from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile
 from hetero_mpi.planning.request import PlanRequest
@@ -184,8 +183,6 @@ class Stages:
             for recompute in sorted(set(fleet.request.recompute_choices))
         }
         self.trainable = self.over(np.array([float(layer.trainable_parameters) for layer in model.layers]))
-        if self.longest == items:
-            self.trainable[0, items - 1] = stage_trainable(model, 0, items)
 
     def over(self, seconds: Floats) -> Floats:
         """Sums of ``seconds`` [I] over every stage."""
