@@ -180,7 +180,9 @@ def open_device(world: World, job_device: str) -> Backend:
     for host, reasons in dict(world.all_gather_json([world.host, list(refused.values())])).items():
         say(*(f"{host}: {reason}" for reason in reasons))
     with world.together("opening the device"):
-        return open_backend(wanted.name, device_of(world.rank, places))
+        backend = open_backend(wanted.name, device_of(world.rank, places))
+        backend.free_unused()  # an earlier run of this process may have left its stage there
+        return backend
 
 
 def share_of_cores(world: World, backend: Backend) -> float:
