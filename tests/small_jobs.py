@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,15 @@ class Outcome:
 
 
 class Workshop:
-    """A directory with what jobs need. Models are Llama with hidden size 32."""
+    """A directory with what jobs need. Models are Llama with hidden size 32.
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    ``through``: arguments of Python before the program that ``run_entries`` starts.
+    """
+
+    def __init__(self, directory: Path, through: Sequence[str] = ()) -> None:
+        self.directory, self.through = directory, through
+        self.printed_errors = ""
+        """On stderr by the ranks of the latest ``run_entries``."""
         self.text = training_cases.corpus(directory)
         self.tokenizer = training_cases.tokenizer_directory(directory, self.text)
 
@@ -83,7 +89,9 @@ class Workshop:
         """Run jobs one after the other on so many ranks: name -> how it ended. Paths may be ``Path``."""
         listed, results = self.directory / f"np{ranks}.json", self.directory / f"np{ranks}-outcomes.json"
         listed.write_text(json.dumps(list(entries.values()), default=str))
-        result = run_mpi(ranks, ["tests/programs/train_outcomes.py", str(listed), str(results)], timeout_s)
+        program = [*self.through, "tests/programs/train_outcomes.py", str(listed), str(results)]
+        result = run_mpi(ranks, program, timeout_s)
+        self.printed_errors = result.stderr
         assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
         return {
             name: Outcome(
