@@ -14,7 +14,7 @@ Every run is predicted twice: with one network card per node, and with one for e
 one rate for 1, 2, 4 and 8 GPUs that send, that of a Gigabit Ethernet port, so a node has one; two flows at once were not published.
 
 How a run becomes a simulation: a node is one rank, whose times are those measured with all its GPUs on one layer; every
-pipeline is simulated as DeepSpeed's engine orders it (``schedule.gradients_first``), with sends that block the sending stage and
+pipeline is simulated as DeepSpeed's engine orders it (``gradients_first``), with sends that block the sending stage and
 one network card per node; then gradients are summed over the pipelines in rings, and the optimizer runs.
 The peak of memory is counted per GPU from published activation formulas and shown beside the measured one, without a bar. (They
 leave out what the runtime itself takes. The 4.1 GB of N2_D1 are less than its activations alone would need without recompute;
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import sys
 from collections.abc import Iterable
@@ -39,7 +40,7 @@ from hetero_mpi.planning.memory import holdings, stage_memory  # noqa: E402
 from hetero_mpi.planning.network import Network  # noqa: E402
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile  # noqa: E402
-from hetero_mpi.planning.schedule import Op, gradients_first, schedule_of, stages  # noqa: E402
+from hetero_mpi.planning.schedule import Op, Schedule, schedule_of, stages  # noqa: E402
 from hetero_mpi.planning.simulator import simulate  # noqa: E402
 
 DATA = ROOT / "benchmarks" / "data"
@@ -195,7 +196,7 @@ def _node(text: str) -> Node:
 
 def predict(run: Run, times: Times) -> Prediction:
     plan, profile = plan_of(run), profile_of(run, times)
-    schedule = gradients_first(schedule_of(plan, profile.model))
+    schedule = gradients_first(plan, profile.model)
     simulation = simulate(plan, profile, schedule, NETWORK)
     apart_s = simulate(plan, profile, schedule, APART).step_s
     sums: dict[int, float] = {}
@@ -211,6 +212,28 @@ def predict(run: Run, times: Times) -> Prediction:
         parts = stage_memory(model, stage.first, stage.last, run.micro_batch * SEQUENCE, flying)
         peak = max(peak, parts.total - parts.staging)  # messages were sent from the device, not from host buffers
     return Prediction(run.name, run.use, run.step_s, simulation.step_s, apart_s, run.sync_s, sync, run.peak_bytes, peak)
+
+
+def gradients_first(plan: Plan, model: ModelCost) -> Schedule:
+    """The plan's 1F1B, except that after its warm-up a stage takes the gradient it needs next before it sends an activation.
+
+    That is the order of DeepSpeed's pipeline engine, which sends an output at the beginning of the following turn::
+
+        1F1B       0F1 0SEND_F1 0RECV_B0 0B0
+        this       0F1 0RECV_B0 0SEND_F1 0B0
+
+    An activation then travels only after a gradient has come: where links are slow, every micro-batch pays for a round
+    trip that 1F1B hides. The last activation of a warm-up goes first: the gradient that is awaited next needs it.
+    """
+    schedule = schedule_of(plan, model)
+    for _, _, stage in stages(plan):
+        actions = list(schedule[stage.ranks[0]])
+        for i, (sent, taken) in enumerate(itertools.pairwise(actions)):
+            in_turn = sent.op is Op.SEND_F and taken.op is Op.RECV_B
+            if in_turn and sent.micro_batch >= taken.micro_batch + stage.warm_up:
+                actions[i], actions[i + 1] = taken, sent
+        schedule[stage.ranks[0]] = tuple(actions)
+    return schedule
 
 
 def plan_of(run: Run) -> Plan:

@@ -13,12 +13,11 @@ import pytest
 
 from hetero_mpi.comm.sum_paths import ring_of
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.durations import all_reduce_s
 from hetero_mpi.planning.network import THREADED, Network, with_shared_cards
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile, HostLinkProfile, HostProfile
-from hetero_mpi.planning.schedule import Op, gradients_first, schedule_of
+from hetero_mpi.planning.schedule import Op, schedule_of
 from hetero_mpi.planning.simulator import Simulation, simulate
 from tests.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, random_plan
 
@@ -28,29 +27,15 @@ MODEL = make_model()
 
 
 @pytest.mark.parametrize(
-    ("blocking", "late", "step_s"),
+    ("blocking", "step_s"),
     [
-        (False, False, 14.3),  # the second activation travels while stage 1 computes
-        (True, False, 15.3),  # stage 1 sends its first gradient before it begins its second forward
-        (False, True, 16.3),  # the second activation waits for the first gradient: a round trip shows
-        (True, True, 16.3),
+        (False, 14.3),  # the second activation travels while stage 1 computes
+        (True, 15.3),  # stage 1 sends its first gradient before it begins its second forward
     ],
 )
-def test_blocking_sends_and_late_activations_by_hand(blocking: bool, late: bool, step_s: float) -> None:
+def test_blocking_sends_by_hand(blocking: bool, step_s: float) -> None:
     plan, profile = make_plan_of((0, 2, 4), (0, 1), 2), make_profile(bytes_per_s=SLOW)
-    schedule = schedule_of(plan, MODEL)
-    schedule = gradients_first(schedule) if late else schedule
-    assert simulate(plan, profile, schedule, Network(blocking_sends=blocking)).step_s == pytest.approx(step_s)
-
-
-def test_gradients_first_swaps_only_where_a_gradient_is_awaited_next() -> None:
-    plan = make_plan_of((0, 2, 4), (0, 1), 3)
-    lists = gradients_first(schedule_of(plan, MODEL))
-    validate(lists, plan, MODEL)
-    assert " ".join(str(action) for action in lists[0]) == (
-        "0F0 0SEND_F0 0F1 0RECV_B0 0SEND_F1 0B0 0F2 0RECV_B1 0SEND_F2 0B1 0RECV_B2 0B2 0STEP"
-    )
-    assert lists[1] == schedule_of(plan, MODEL)[1]
+    assert simulate(plan, profile, network=Network(blocking_sends=blocking)).step_s == pytest.approx(step_s)
 
 
 def two_pipelines(ranks: tuple[int, int, int, int] = (0, 2, 1, 3), micro_batches: int = 1) -> Plan:

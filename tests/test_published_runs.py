@@ -15,6 +15,12 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import published_runs as runs  # noqa: E402
 
+from hetero_mpi.planning.dry_run import validate  # noqa: E402
+from hetero_mpi.planning.network import Network  # noqa: E402
+from hetero_mpi.planning.schedule import schedule_of  # noqa: E402
+from hetero_mpi.planning.simulator import simulate  # noqa: E402
+from tests.planning_samples import make_model, make_plan_of, make_profile  # noqa: E402
+
 
 @pytest.fixture(scope="module")
 def times() -> runs.Times:
@@ -105,6 +111,37 @@ def test_uneven_batches_are_dealt_out_completely(times: runs.Times) -> None:
     node = runs.Node("RTX-3090", 4)
     plan = runs.plan_of(runs.Run("", 2, 14, (26,), ((node, node, node),), 0.0, 0.0, 0))
     assert [pipeline.micro_batches for pipeline in plan.pipelines] == [3, 2, 2]
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_late_activations_by_hand(blocking: bool) -> None:
+    """Stage 0 takes 1.1 s forward and 2.2 s backward, stage 1 1.5 and 3.0 s, a message 1 s: the second activation waits for the
+    first gradient, and a round trip shows."""
+    plan, profile = make_plan_of((0, 2, 4), (0, 1), 2), make_profile(bytes_per_s=1000.0)
+    schedule = runs.gradients_first(plan, profile.model)
+    assert simulate(plan, profile, schedule, Network(blocking_sends=blocking)).step_s == pytest.approx(16.3)
+
+
+def test_gradients_first_swaps_only_where_a_gradient_is_awaited_next() -> None:
+    plan, model = make_plan_of((0, 2, 4), (0, 1), 3), make_model()
+    lists = runs.gradients_first(plan, model)
+    validate(lists, plan, model)
+    assert " ".join(str(action) for action in lists[0]) == (
+        "0F0 0SEND_F0 0F1 0RECV_B0 0SEND_F1 0B0 0F2 0RECV_B1 0SEND_F2 0B1 0RECV_B2 0B2 0STEP"
+    )
+    assert lists[1] == schedule_of(plan, model)[1]
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_gradients_first_ends_with_few_micro_batches_too(stages: int, count: int) -> None:
+    """With no more micro-batches than stages the last activation of a stage belongs to its warm-up."""
+    node = runs.Node("RTX-3090", 8)
+    run = runs.Run("few", 2, 2 * count, (26 - stages + 1, *[1] * (stages - 1)), ((node,),) * stages, 0.0, 0.0, 0)
+    plan, model = runs.plan_of(run), runs.model_cost()
+    schedule = runs.gradients_first(plan, model)
+    validate(schedule, plan, model)
+    assert (schedule != schedule_of(plan, model)) == (count > 1 and stages > 1)
 
 
 @pytest.mark.parametrize("name", ["sailor_opt350m_layers", "sailor_runs", "zorse_llama_layers"])

@@ -200,25 +200,3 @@ def _micro_batches(number: int, pipeline: PipelinePlan, stage: StagePlan) -> lis
     if split:
         actions += [Action(Op.W, number, m) for m in range(max(0, count - lag), count)]
     return actions
-
-
-def gradients_first(schedule: Schedule) -> Schedule:
-    """The same lists, except that a rank takes the gradient it needs next before it sends its latest activation.
-
-    That is the order of DeepSpeed's pipeline engine, which sends an output at the beginning of the following turn::
-
-        1F1B       0F1 0SEND_F1 0RECV_B0 0B0
-        this       0F1 0RECV_B0 0SEND_F1 0B0
-
-    An activation then travels only after a gradient has come: where links are slow, every micro-batch pays for a round
-    trip that 1F1B hides.
-    """
-    return {rank: tuple(_swapped(actions)) for rank, actions in schedule.items()}
-
-
-def _swapped(actions: tuple[Action, ...]) -> list[Action]:
-    result = list(actions)
-    for i in range(len(result) - 1):
-        if result[i].op is Op.SEND_F and result[i + 1].op is Op.RECV_B:
-            result[i], result[i + 1] = result[i + 1], result[i]
-    return result
