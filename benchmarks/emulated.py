@@ -8,10 +8,10 @@ Llama with hidden size 32 stands in for their models, with as many blocks. ``tra
 they are run as one, two and three pipelines. For the four cards in two hosts, a plan by hand of one pipeline in each host is
 run too, to have unlike cuts and sums of gradients over a slow link. Every forward and backward lasts at least some 10 ms.
 
-Printed, in seconds of the emulated cluster: the bound that nothing can beat (total work over total speed); the limit that
-whole items, whole sequences and filling set to any plan, with links at no cost (``packing_bound_s``); the limit that they set
-to the plan that is run (``plan_bound_s``); the prediction; the measured step, median of ``--rounds`` runs' medians; measured
-/ predicted. Then, for RTX 5090 + Strix Halo, the question that is asked most: the same tokens on the fast card alone and on both.
+Printed, in seconds of the emulated cluster: the bound that nothing can beat (total work over total speed, ``fluid_bound_s``); the
+limit that whole items, whole sequences and filling set to any plan, with links at no cost (``packing_bound_s``); the prediction;
+the measured step, median of ``--rounds`` runs' medians; measured / predicted. Then, for RTX 5090 + Strix Halo, the question that
+is asked most: the same tokens on the fast card alone and on both.
 
 Some seven minutes on two cores. Where the ranks' own arithmetic does not fit into the emulated times on this machine, the run is
 repeated at the ``time_scale`` that its refusal names. ``--check`` exits 1 where a run fails, or a measured step is not within
@@ -38,7 +38,7 @@ from make_profiles import LLAMA_7B, M4_MAX, RTX_3090, RTX_4090, RTX_5090, STRIX_
 from planner_scale import without_links  # noqa: E402
 from profile_parts import GIGABIT, TEN_GIGABIT, Card, Link, sheet_cluster  # noqa: E402
 
-from hetero_mpi.planning.bounds import plan_bound_s  # noqa: E402
+from hetero_mpi.planning.bounds import fluid_bound_s  # noqa: E402
 from hetero_mpi.planning.durations import duration  # noqa: E402
 from hetero_mpi.planning.files import load_plan, load_profile, save_plan, save_profile  # noqa: E402
 from hetero_mpi.planning.packing.bound import packing_bound_s  # noqa: E402
@@ -117,8 +117,6 @@ class Result:
     bound_s: float
     limit_s: float
     """Of any plan, links at no cost."""
-    plan_limit_s: float
-    """Of this plan, links at no cost in turn."""
     pipelines: int
     predicted_s: float
     measured_s: float
@@ -203,10 +201,8 @@ time_scale = {time_scale}
 def main() -> int:
     arguments = _arguments()
     chosen = [trial for trial in trials() if arguments.only is None or arguments.only in trial.name]
-    print(f"{'':<24} ranks pipe- time_  seconds of the emulated cluster{'':>28} measured /    shortest")
-    print(
-        f"{'cluster':<24} (used) lines scale  bound  any plan  this plan  predicted  measured  predicted  action here"
-    )
+    print(f"{'':<24} ranks pipe- time_  seconds of the emulated cluster{'':>17} measured /    shortest")
+    print(f"{'cluster':<24} (used) lines scale  bound  any plan  predicted  measured  predicted  action here")
     results, problems = [], []
     for trial in chosen:
         try:
@@ -236,7 +232,7 @@ class Failure(Exception):
 def _line(one: Result) -> str:
     return (
         f"{one.name:<24} {one.ranks} ({one.used}) {one.pipelines:>5} {one.time_scale:>5.2g} {one.bound_s:>7.3f} "
-        f"{one.limit_s:>9.3f} {one.plan_limit_s:>10.3f} {one.predicted_s:>10.3f} {one.measured_s:>9.3f} {one.ratio:>10.3f} "
+        f"{one.limit_s:>9.3f} {one.predicted_s:>10.3f} {one.measured_s:>9.3f} {one.ratio:>10.3f} "
         f"{1e3 * one.shortest_action_s:>9.1f} ms"
     )
 
@@ -263,9 +259,8 @@ def run(trial: Trial, rounds: int) -> Result:
         len(stages(plan)),
         scale,
         scale * min(duration(action, plan, profile) for action in actions.values()),
-        plan.bound_step_s,
+        fluid_bound_s(profile, trial.request()),
         packing_bound_s(without_links(trial.seen()), trial.request(), plan.predicted_step_s),
-        plan_bound_s(plan, profile),
         len(plan.pipelines),
         plan.predicted_step_s,
         statistics.median(measured),

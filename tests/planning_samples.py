@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hetero_mpi.planning.cost import EMBEDDING, HEAD, LayerCost, ModelCost
-from hetero_mpi.planning.packing.cases import Search
-from hetero_mpi.planning.packing.counted import classes_apart
+from hetero_mpi.planning.dry_run import interpret
+from hetero_mpi.planning.packing.counted import Counted, Shares, classes_apart
 from hetero_mpi.planning.packing.relaxed import Facts
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes, LinkProfile
 from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.schedule import Schedule
 
 SEQUENCE = 10
 JOB_TOML = """
@@ -187,9 +188,10 @@ def random_plan(seed: int, most_pipelines: int = 3) -> tuple[Plan, ClusterProfil
 
 def looks_possible(profile: ClusterProfile, request: PlanRequest, step_s: float) -> bool:
     """What the search for the packing bound asks of one step time; much quicker than the search."""
-    facts = classes_apart(Facts(profile, request, apart=True))
+    facts = classes_apart(Facts(profile, request))
     assert facts is not None
-    return Search(facts, closely=True).possible(step_s) is not None
+    counted = Counted(facts)
+    return any(Shares(counted, least).possible(step_s) for least in (1, 2) if least <= request.max_pipelines)
 
 
 def noisy_profile(hosts: int, per_host: int = 8, seed: int = 0) -> ClusterProfile:
@@ -210,3 +212,16 @@ def noisy_profile(hosts: int, per_host: int = 8, seed: int = 0) -> ClusterProfil
         links.append(LinkProfile(a.rank, b.rank, draw.uniform(1e-5, 2e-5), speed, a.host == b.host, *samples))
     limits = tuple(HostProfile(f"node{i:02}", 256 * 10**9, "free", True, 2.4e9) for i in range(hosts))
     return replace(make_profile((1.0,), make_model(40)), devices=tuple(devices), links=tuple(links), hosts=limits)
+
+
+def grid(schedule: Schedule) -> str:
+    """A table of clocks and ranks, as drawn in ``schedule.schedule_of``: who computes what, one clock each."""
+    computed = interpret(schedule).computed
+    clocks = 1 + max((clock for cells in computed.values() for clock, _ in cells), default=-1)
+    rows = [["clock", *(str(clock) for clock in range(clocks))]]
+    for rank in sorted(schedule):
+        cells = {clock: str(action) for clock, action in computed[rank]}
+        rows.append([f"rank {rank}", *(cells.get(clock, ".") for clock in range(clocks))])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    return "\n".join("  ".join(line) for line in lines)

@@ -1,6 +1,5 @@
 """Lower bounds: under every plan's simulated step, under the exact optimum, and by hand where one inequality decides alone."""
 
-import math
 import random
 from dataclasses import replace
 
@@ -10,13 +9,12 @@ from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.changes import with_plenty_of_memory
 from hetero_mpi.planning.decide import decide
 from hetero_mpi.planning.exact.joint import Exact
+from hetero_mpi.planning.large_bound import large_bound_s
 from hetero_mpi.planning.memory import predict_memory
-from hetero_mpi.planning.packing import cases, counted
-from hetero_mpi.planning.packing.bound import CAUSES, forced, packing_bound_s, packing_of
+from hetero_mpi.planning.packing import counted
+from hetero_mpi.planning.packing.bound import TOLERANCE, packing_bound_s
 from hetero_mpi.planning.packing.counted import Counted, classes_apart, packed
-from hetero_mpi.planning.packing.fractions import fractions_bound_s
 from hetero_mpi.planning.packing.relaxed import Facts
-from hetero_mpi.planning.packing.stages import Stages
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile, LinkProfile
 from hetero_mpi.planning.request import PlanRequest
@@ -26,9 +24,7 @@ from tests.planning_samples import SEQUENCE, looks_possible, make_model, make_pr
 from tests.test_planning_exact import joint_instance
 
 EQUAL = 1 + 1e-9
-RAISED = (3, 4, 40)
-"""Seeds of ``heavy`` of which the same blocks make a difference."""
-NEAR = 1 + 1.5 * cases.TOLERANCE
+NEAR = 1 + 1.5 * TOLERANCE
 
 
 def as_needed(seed: int, pipelines: int = 3) -> tuple[Plan, ClusterProfile, PlanRequest]:
@@ -77,18 +73,22 @@ def test_no_plan_is_under_a_packing_bound(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_plan_is_under_the_bound_of_joined_classes_or_of_fractions(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_plan_is_under_the_bound_of_joined_classes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, profile, request = as_needed(2000 + seed, 2)
-    step_s, low_s = simulate(plan, profile).step_s, fluid_bound_s(profile, request)
+    step_s = simulate(plan, profile).step_s
     monkeypatch.setattr(counted, "MOST_VECTORS", 6)
     monkeypatch.setattr(counted, "MOST_UNLIKE", 1e12)
-    facts = classes_apart(Facts(profile, request, apart=True))
+    facts = classes_apart(Facts(profile, request))
     assert facts is not None
     assert Counted(facts).number <= 6 or len(facts.classes) == 1
-    assert cases.packing(facts, low_s, 2 * step_s).bound_s <= step_s * EQUAL
-    assert fractions_bound_s(Facts(profile, request), low_s, 2 * step_s) <= step_s * EQUAL
+    assert packing_bound_s(profile, request, 2 * step_s) <= step_s * EQUAL
+
+
+def test_of_too_many_unlike_ranks_the_bound_is_that_by_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = make_profile([1.0, 2.0, 4.0])
+    request = PlanRequest(8, SEQUENCE, (1,), max_pipelines=3)
+    monkeypatch.setattr(counted, "MOST_VECTORS", 7)
+    assert packing_bound_s(profile, request, 100.0) == large_bound_s(profile, request, 100.0)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -150,16 +150,6 @@ def on_two_hosts(slowness: tuple[float, ...], bytes_per_s: float, blocks: int = 
     return replace(profile, devices=devices, links=links)
 
 
-def test_sums_of_a_host_that_only_one_pipeline_has_leave_it() -> None:
-    """A pipeline on each host would be best if its sums could stay there; they cannot."""
-    profile = on_two_hosts((1.0, 1.0, 1.0, 1.0), 100.0)
-    request = PlanRequest(6, SEQUENCE, (1,), max_pipelines=2, memory_reserve=0.0)
-    plan = decide(profile, request)
-    assert plan is not None
-    rough, close = (packing_bound_s(profile, request, 2 * plan.step_s, closely) for closely in (False, True))
-    assert rough < 0.9 * close and 0.9 * plan.step_s < close <= plan.step_s * EQUAL
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_no_good_plan_with_sums_inside_hosts_is_under_a_packing_bound(seed: int) -> None:
     draw = random.Random(seed)
@@ -178,77 +168,7 @@ def test_no_good_plan_with_sums_inside_hosts_is_under_a_packing_bound(seed: int)
     )
     found = decide(profile, request)
     if found is not None:
-        for closely in (False, True):
-            assert packing_bound_s(profile, request, 2 * found.step_s, closely) <= found.step_s * EQUAL
-
-
-def heavy(seed: int) -> tuple[ClusterProfile, PlanRequest]:
-    """Two hosts, up to two pipelines, and layers whose sums take about as long between hosts as a step."""
-    draw = random.Random(seed)
-    here, there = draw.choice((2, 3)), draw.choice((2, 3, 4))
-    slowness = [draw.choice((1.0, 1.0, 2.0, 4.0)) for _ in range(here)] + [
-        draw.choice((1.0, 1.0, 2.0)) for _ in range(there)
-    ]
-    profile = make_profile(slowness, make_model(draw.randint(4, 8)), bytes_per_s=draw.choice((300.0, 1000.0)))
-    larger, held = draw.choice((5, 20)), draw.choice((0.4, 0.6, 1.0))
-    layers = tuple(replace(x, trainable_parameters=larger * x.trainable_parameters) for x in profile.model.layers)
-    model = replace(profile.model, layers=layers)
-    state = sum(x.parameter_bytes + x.trainable_parameters * model.state_bytes_per_trainable_parameter for x in layers)
-    devices = tuple(
-        replace(d, host=f"host{int(d.rank >= here)}", memory_bytes=int(held * state) + 20_000) for d in profile.devices
-    )
-    links = tuple(
-        LinkProfile(k.source, k.destination, 0.0, 1e9, True) if (k.source >= here) == (k.destination >= here) else k
-        for k in profile.links
-    )
-    request = PlanRequest(
-        draw.choice((6, 12)), SEQUENCE, (1, 2), max_pipelines=2, recompute_choices=(False, True), memory_reserve=0.0
-    )
-    return replace(profile, model=model, devices=devices, links=links), request
-
-
-def planned_and_bound_s(profile: ClusterProfile, request: PlanRequest) -> tuple[float, float]:
-    """The planner's step time, and the packing bound that is searched for from twice as much."""
-    found = decide(profile, request)
-    assert found is not None
-    return found.step_s, packing_bound_s(profile, request, 2 * found.step_s)
-
-
-@pytest.mark.parametrize("seed", [0, 3, 4, 7, 40])
-def test_where_sums_must_stay_inside_hosts_pipelines_hold_the_same_blocks_there(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    profile, request = heavy(seed)
-    step_s, bound_s = planned_and_bound_s(profile, request)
-    monkeypatch.setattr(cases, "LONG", math.inf)
-    without_s = packing_bound_s(profile, request, 2 * step_s)
-    assert without_s * (1 - cases.TOLERANCE) <= bound_s <= step_s * EQUAL
-    if seed in RAISED:
-        assert bound_s > 1.03 * without_s
-
-
-@pytest.mark.parametrize("seed", [1, 26, 31])
-def test_where_a_block_may_be_torn_between_hosts_every_pipeline_has_a_stage_with_its_sum(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    profile, request = heavy(seed)
-    step_s, bound_s = planned_and_bound_s(profile, request)
-    monkeypatch.setattr(Stages, "torn", lambda stages, sum_s: stages)
-    assert 1.05 * packing_bound_s(profile, request, 2 * step_s) < bound_s <= step_s * EQUAL
-
-
-def test_sums_of_a_stage_follow_the_backwards_of_all_stages_behind_it() -> None:
-    """Two pipelines of two stages, whose blocks' sums take longer than their backwards: the last stage has as much to do as the
-    first one, its last gradient then goes on to the first one, and only then do the first one's sums end."""
-    model = make_model(8)
-    layers = tuple(replace(x, trainable_parameters=5 * x.trainable_parameters) for x in model.layers)
-    profile = make_profile([1.0] * 4, replace(model, layers=layers), bytes_per_s=3000.0)
-    state = sum(x.parameter_bytes + x.trainable_parameters * model.state_bytes_per_trainable_parameter for x in layers)
-    one_host = {"host": "host0", "memory_bytes": int(0.6 * state) + 20_000}
-    profile = replace(profile, devices=tuple(replace(d, **one_host) for d in profile.devices))
-    request = PlanRequest(12, SEQUENCE, (1,), max_pipelines=2, recompute_choices=(False,), memory_reserve=0.0)
-    step_s, bound_s = planned_and_bound_s(profile, request)
-    assert step_s / NEAR <= bound_s <= step_s * EQUAL
+        assert packing_bound_s(profile, request, 2 * found.step_s) <= found.step_s * EQUAL
 
 
 def test_a_pipeline_over_two_hosts_passes_every_sequence_over_their_link() -> None:
@@ -262,21 +182,11 @@ def test_a_pipeline_over_two_hosts_passes_every_sequence_over_their_link() -> No
     assert packing_bound_s(replace(profile, devices=same, links=inside), request, 1000.0) < 80
 
 
-def test_possible_pipelines_are_disjoint_and_carry_the_batch() -> None:
-    profile = make_profile([1.0, 1.0, 2.0, 2.0, 4.0], make_model(6), latency_s=0.05)
-    request = PlanRequest(24, SEQUENCE, (1, 2), max_pipelines=5, recompute_choices=(False, True))
-    fluid_s = fluid_bound_s(profile, request)
-    found = packing_of(profile, request, 3 * fluid_s)
-    ranks = [rank for members, _ in found.pipelines for rank in members]
-    assert len(set(ranks)) == len(ranks) > 0
-    assert sum(share for _, share in found.pipelines) >= 24
-    assert fluid_s < found.bound_s <= found.possible_s <= found.bound_s * NEAR
-
-
 def test_packing_finds_the_best_of_all_partitions() -> None:
     """Two classes of two and three ranks; what a vector carries is drawn, the more ranks the more."""
     draw = random.Random(7)
     profile = make_profile([1.0, 1.0, 2.0, 2.0, 2.0])
+    profile = replace(profile, devices=tuple(replace(d, host="host0") for d in profile.devices))
     table = Counted(Facts(profile, PlanRequest(8, SEQUENCE, (1,), max_pipelines=5)))
     assert table.shape == (3, 4)
     most = table.vectors.sum(axis=0) * 4 - 3
@@ -289,20 +199,7 @@ def test_packing_finds_the_best_of_all_partitions() -> None:
         choices = [(i, j) for i in range(a + 1) for j in range(b + 1)]
         return max(int(most[4 * i + j]) + best(a - i, b - j, pipelines - 1) for i, j in choices)
 
-    for pipelines in (1, 2, 3):
-        sequences, parts = packed(table, most, pipelines)
+    for alone, pipelines in ((True, 1), (False, 5)):
+        sequences, parts = packed(table, most, alone)
         assert sequences == best(2, 3, pipelines) == sum(int(most[vector]) for vector in parts)
         assert len(parts) <= pipelines
-    assert packed(table, most, 0)[0] == best(2, 3, 5)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_what_forces_the_bound_adds_up(seed: int) -> None:
-    plan, profile, request = as_needed(3000 + seed, 1 + seed % 2)
-    step_s = simulate(plan, profile).step_s
-    found = forced(profile, request, step_s)
-    assert tuple(found.added_s) == CAUSES
-    assert all(seconds >= 0 for seconds in found.added_s.values())
-    assert found.fluid_s == fluid_bound_s(profile, request)
-    assert found.bound_s <= step_s * EQUAL
-    assert found.bound_s * NEAR >= packing_bound_s(profile, request, step_s)

@@ -61,9 +61,7 @@ def test_plan_as_json_holds_plannings_own_figures(folder: Path, capsys: pytest.C
     assert found["step_s"] == simulated.step_s == found["planner_step_s"]
     assert found["tokens_per_s"] == pytest.approx(80 / simulated.step_s)
     assert (
-        found["bound_step_s"]
-        == packing_bound_s(profile, REQUEST, simulated.step_s, closely=False)
-        > fluid_bound_s(profile, REQUEST)
+        found["bound_step_s"] == packing_bound_s(profile, REQUEST, simulated.step_s) > fluid_bound_s(profile, REQUEST)
     )
     assert found["gap"] == pytest.approx(simulated.step_s / found["bound_step_s"] - 1)
     assert found["utilisation"] == {str(r): s / simulated.step_s for r, s in simulated.busy_s.items()}

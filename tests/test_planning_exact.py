@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.bounds import fluid_bound_s, plan_bound_s
+from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.cost import EMBEDDING, HEAD
 from hetero_mpi.planning.decide import decide
 from hetero_mpi.planning.durations import duration, finished_items_s, sum_s, tied_s
@@ -312,7 +312,7 @@ def compared(profile: ClusterProfile, request: PlanRequest) -> tuple[float, floa
         return brute_force_s(profile, request), math.inf
     plan = exact.plan(found[0])
     assert simulate(plan, profile).step_s == pytest.approx(found[0].step_s, rel=1e-9)
-    assert max(fluid_bound_s(profile, request), plan_bound_s(plan, profile)) <= found[0].step_s * (1 + 1e-9)
+    assert fluid_bound_s(profile, request) <= found[0].step_s * (1 + 1e-9)
     assert all(m.peak_bytes <= m.usable_bytes for m in predict_memory(plan, profile, request.memory_reserve))
     assert all(m.peak_bytes <= m.usable_bytes for m in predict_hosts(plan, profile, request.memory_reserve))
     return brute_force_s(profile, request), found[0].step_s

@@ -48,7 +48,7 @@ def spread(seed: int) -> tuple[Plan, ClusterProfile, PlanRequest]:
 
 def is_shown(profile: ClusterProfile, request: PlanRequest, pipelines: int, step_s: float) -> bool:
     """Is so many pipelines' doing the batch in that time shown to be impossible, by prices or by shares in ranges?"""
-    facts = Facts(profile, request, True)
+    facts = Facts(profile, request)
     counted = Counted(facts, hosts_of(facts), pipelines)
     return counted.impossible(step_s) or (1 < pipelines <= 8 and Shares(counted).impossible(step_s))
 

@@ -1,4 +1,4 @@
-"""Lower bounds on the step time: of a plan, of an instance, and of an instance that one pipeline must carry."""
+"""Lower bounds on the step time of an instance, and of an instance that one pipeline must carry."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_mpi.planning.durations import Durations
 from hetero_mpi.planning.memory import GRADIENT_BYTES, usable_bytes
-from hetero_mpi.planning.plan import PipelinePlan, Plan
 from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LayerTimes
 from hetero_mpi.planning.request import PlanRequest
-from hetero_mpi.planning.schedule import Action, Op
 
 PIVOTS = 2000
 """The simplex method stops here at the latest; what it has then is still a valid bound."""
@@ -21,52 +18,6 @@ PIVOTS = 2000
 def usable_devices(profile: ClusterProfile) -> list[DeviceProfile]:
     """The devices that offer the model's compute dtype."""
     return [device for device in profile.devices if profile.model.dtype in device.dtypes]
-
-
-def plan_bound_s(plan: Plan, profile: ClusterProfile) -> float:
-    """No simulation of ``plan`` is shorter, whatever its warm-up depths; links are taken to carry any number at once.
-
-    A stage s cannot end before the first micro-batch has reached it and it has computed all of them; a stage k before it
-    not before the last gradient has then come back: ``sum over j < s (F_j + C_j) + sum over m (F_s + B_s) + sum over
-    k <= j < s (C'_j + B_j)``, with I instead of B where backward is split; W counts in the stage's own sum, and of the
-    last micro-batch at k. C and C' are the messages from j to j + 1 and back. A stage's first item can be summed only
-    then; the longest STEP comes after everything.
-    """
-    costs = Durations(plan, profile)
-    longest, number = 0.0, 0
-    for pipeline in plan.pipelines:
-        numbers = range(number, number + len(pipeline.stages))
-        for number, end_s in zip(numbers, _ends_s(numbers, pipeline, costs), strict=True):
-            first = costs.stages[number].first
-            summing = costs.of(Action(Op.REDUCE, number, item=first))[0] if first in costs.summed else 0.0
-            longest = max(longest, end_s + summing)
-        number = numbers.stop
-    return longest + max(costs.of(Action(Op.STEP, number))[0] for number in range(len(costs.stages)))
-
-
-def _ends_s(numbers: Sequence[int], pipeline: PipelinePlan, costs: Durations) -> list[float]:
-    """For each stage of a pipeline, a time before which its last backward cannot have ended."""
-    count = pipeline.micro_batches
-
-    def seconds(op: Op, number: int, m: int) -> float:
-        return costs.of(Action(op, number, m))[0]
-
-    ends = [0.0] * len(numbers)
-    arrival = 0.0
-    for s, number in enumerate(numbers):
-        split = pipeline.split_backward and s > 0
-        back = Op.I if split else Op.B
-        end = arrival + sum(seconds(Op.F, number, m) + seconds(back, number, m) for m in range(count))
-        weights = sum(seconds(Op.W, number, m) for m in range(count)) if split else 0.0
-        ends[s] = max(ends[s], end + weights)
-        for k in reversed(range(s)):
-            split = pipeline.split_backward and k > 0
-            end += seconds(Op.SEND_B, numbers[k + 1], count - 1)
-            end += seconds(Op.I if split else Op.B, numbers[k], count - 1)
-            ends[k] = max(ends[k], end + (seconds(Op.W, numbers[k], count - 1) if split else 0.0))
-        if s + 1 < len(numbers):
-            arrival += seconds(Op.F, number, 0) + seconds(Op.SEND_F, number, 0)
-    return ends
 
 
 def fluid_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
@@ -209,20 +160,19 @@ def _deal_out_s(
     rows[-1, kinds : kinds + ranks] = 1.0
     right = np.zeros(len(rows))
     right[-1] = 1.0
-    found = simplex(rows, right, np.concatenate([counts, np.zeros(ranks), -usable]))
-    if found is None:
+    solution = _simplex(rows, right, np.concatenate([counts, np.zeros(ranks), -usable]))
+    if solution is None:
         return float("inf")
-    solution, _ = found
     y, z = np.maximum(solution[kinds : kinds + ranks], 0.0), np.maximum(solution[kinds + ranks :], 0.0)
     y = y / y.sum() if y.sum() > 0 else np.full(ranks, 1.0 / ranks)
     cheapest = (y[:, None] * work + z[:, None] * held[None, :]).min(axis=0)
     return max(0.0, float((counts @ cheapest - z @ usable) * time_unit))
 
 
-def simplex(
+def _simplex(
     rows: NDArray[np.float64], right: NDArray[np.float64], gain: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
-    """Maximises gain.x where rows.x <= right (right >= 0), x >= 0: (x, prices of the rows); None when unbounded.
+) -> NDArray[np.float64] | None:
+    """The x >= 0 that maximises gain.x where rows.x <= right (right >= 0); None when unbounded.
 
     Dantzig's rule (the variable with the most to gain) first, since it needs few pivots; then Bland's, which never cycles.
     """
@@ -251,4 +201,4 @@ def simplex(
         basis[row] = column
     solution = np.zeros(variables + count)
     solution[basis] = table[:, -1]
-    return solution[:variables], -price[variables:-1]
+    return solution[:variables]

@@ -28,7 +28,7 @@ halved until nothing is possible in them or they are narrow. At the least shares
 pipeline holds; the same argument holds for any prices w_p, one for each pipeline: all blocks are worth ``L * sum of w_p``.
 
 Filling, the embedding, the head and what is in flight are left out: ``packing.bound`` knows them, but not that copies of a block
-inside one host serve all pipelines, and takes minutes for 64 ranks.
+inside one host serve all pipelines, and it cannot count many unlike ranks.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def large_bound_s(profile: ClusterProfile, request: PlanRequest, known_s: float 
     blocks = len(profile.model.layers) - 2
     if blocks < 1 or math.isinf(fluid_s):
         return fluid_s
-    facts = Facts(profile, request, True)
+    facts = Facts(profile, request)
     groups = hosts_of(facts)
     most = min(len(facts.fleet.devices), request.max_pipelines, request.global_batch)
     alone_s = max(fluid_s, pipeline_bound_s(profile, request))
@@ -140,7 +140,7 @@ def hosts_of(facts: Facts) -> list[Ranks]:
 
 def _group(facts: Facts, one: RankClass, host: int) -> Ranks:
     room = one.usable - facts.workspace
-    held = facts.held[0] + (facts.kept_input if True in facts.request.recompute_choices else facts.kept)
+    held = facts.held + (facts.kept_input if True in facts.request.recompute_choices else facts.kept)
     away = facts.exit[host]
     layers = [facts.fleet.devices[index].layers for index in one.ranks]
     sizes = [n * facts.request.sequence_length for n in facts.sizes]
@@ -156,7 +156,7 @@ def _group(facts: Facts, one: RankClass, host: int) -> Ranks:
         count=len(one.ranks),
         block_s=one.work_s[0],
         hidden_s=hidden,
-        step_s=one.per_parameter_s * facts.trained[0],
+        step_s=one.per_parameter_s * facts.trained,
         fixed_s=one.fixed_s,
         most=max(0, min(len(facts.blocks), math.floor(room / max(held, 1.0)))),
         near=one.near,

@@ -137,7 +137,7 @@ def _bound_s(plan: Plan, profile: ClusterProfile, request: PlanRequest, step_s: 
         return fluid_bound_s(profile, request)
     if ranks > CLOSELY_BOUND[request.thorough]:
         return large_bound_s(profile, request, step_s)
-    return packing_bound_s(profile, request, step_s, closely=False)
+    return packing_bound_s(profile, request, step_s)
 
 
 def _chain_problems(plan: Plan, profile: ClusterProfile) -> list[str]:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_mpi.planning.packing.relaxed import ANY, Summing
 from hetero_mpi.planning.packing.stages import Limits, Stages, StageTables
 from hetero_mpi.planning.several.fleet import Floats
 
@@ -32,17 +31,17 @@ class _Entry:
     """How a message reaches a rank of one class, by the ranks that the pipeline has already [vector]."""
 
     hop_s: Floats
-    """The last micro-batch's, there and back; infinite: the pipeline has no rank yet."""
-    whole_s: Floats
-    """Any other micro-batch's, one way; of ``ANY`` each sequence's. 0 where there is none."""
+    """One micro-batch's, there and back; infinite: the pipeline has no rank yet."""
+    each_s: Floats
+    """Each sequence's, one way. 0 where there is none."""
 
 
 class Chains:
     """All pipelines of at most ``count[class]`` ranks of every class. Vectors are numbered as arrays of ``shape`` lay them."""
 
-    def __init__(self, tables: StageTables, count: tuple[int, ...], summing: Summing) -> None:
+    def __init__(self, tables: StageTables, count: tuple[int, ...], pipelines: int) -> None:
         facts = tables.facts
-        self.facts, self.batch, self.count, self.stages = facts, tables.batch, count, tables.of(summing)
+        self.facts, self.count, self.stages = facts, count, tables.of(pipelines)
         self.shape = tuple(n + 1 for n in count)
         self.vectors = np.indices(self.shape).reshape(len(count), -1)
         self.used = [kind for kind, n in enumerate(count) if n]
@@ -55,21 +54,17 @@ class Chains:
         """The message comes from one of the homes that the vector's ranks are at: over the best of their links."""
         facts, one = self.facts, self.facts.classes[kind]
         bytes_, number = facts.message_bytes, self.vectors.shape[1]
-        if not facts.filling:
-            return _Entry(np.zeros(number), np.zeros(number))
-        last, whole = (np.full(number, np.inf) for _ in range(2))
+        hop_s, each_s = (np.full(number, np.inf) for _ in range(2))
         for home in sorted({other.home for other in facts.classes}):
             there = [i for i, other in enumerate(facts.classes) if other.home == home]
             ways = [one.near, one.away] if home == one.home else [facts.between(home, one.home)]
             from_there = self.vectors[there].sum(axis=0) > 0
             for way in ways:
                 once = min(facts.message_s(way, n * bytes_) for n in facts.sizes)
-                each = min(
-                    facts.message_s(way, n * bytes_) / (n if self.batch == ANY else 1) for n in facts.whole_sizes
-                )
-                last = np.where(from_there, np.minimum(last, once), last)
-                whole = np.where(from_there, np.minimum(whole, each), whole)
-        return _Entry(2 * last, np.where(np.isfinite(whole), whole, 0.0))
+                each = min(facts.message_s(way, n * bytes_) / n for n in facts.sizes)
+                hop_s = np.where(from_there, np.minimum(hop_s, 2 * once), hop_s)
+                each_s = np.where(from_there, np.minimum(each_s, each), each_s)
+        return _Entry(hop_s, np.where(np.isfinite(each_s), each_s, 0.0))
 
     def carried(self, shares: list[int], step_s: float, most: int, spare: float) -> NDArray[np.bool_]:
         """[share, vector]: can these ranks, or some of them, be a pipeline that does so many sequences by ``step_s``?
@@ -77,42 +72,30 @@ class Chains:
         Pipelines that do no more than ``most`` and waste more than ``spare`` blocks' sequences of their ranks' time are left
         aside: with them, the others could not do the rest of the batch.
         """
-        return self.passes(shares, step_s, most, spare).carried
-
-    def passes(self, shares: list[int], step_s: float, most: int, spare: float) -> Passes:
-        """Both passes, done; see ``carried``."""
-        passes = Passes(self, np.array(shares, dtype=np.float64), step_s)
-        passes.wasted = step_s * self.speed - most * self.facts.ends - spare
-        passes.most = most
+        wasted = step_s * self.speed - most * self.facts.ends - spare
+        passes = _Passes(self, np.array(shares, dtype=np.float64), step_s, most, wasted)
         passes.homeward()
-        passes.carried = passes.onward()
-        return passes
+        return passes.onward()
 
     def grown(self, vectors: Places, kind: int) -> Places:
         """Of ``vectors``, those to which a rank of a class can be added."""
         return np.asarray(vectors[self.vectors[kind, vectors] < self.count[kind]])
 
 
-class Passes:
+class _Passes:
     """Both passes for some shares and one step time. Arrays are [share, blocks, vector]."""
 
-    def __init__(self, chains: Chains, shares: Floats, step_s: float) -> None:
-        self.chains, self.shares, self.step_s = chains, shares, step_s
+    def __init__(self, chains: Chains, shares: Floats, step_s: float, most: int, wasted: Floats) -> None:
+        self.chains, self.shares, self.most, self.wasted = chains, shares, most, wasted
         self.blocks, self.last = len(chains.facts.blocks), chains.vectors.shape[1] - 1
-        batch, ahead = chains.batch, chains.facts.ahead
         self.limits: dict[tuple[int, bool, bool], list[tuple[Stages, Limits]]] = {
-            key: [(stages, stages.limits(shares, step_s, batch, ahead)) for stages in kinds]
+            key: [(stages, stages.limits(shares, step_s, chains.facts.ahead)) for stages in kinds]
             for key, kinds in chains.stages.items()
             if chains.count[key[0]]
         }
-        self.wasted: Floats = np.full(self.last + 1, -np.inf)
-        self.most = 0
         self.behind: dict[int, Floats] = {}
         """class -> least round trip behind a stage of that class, the message to it included, [share, blocks behind,
         ranks that may be there]."""
-        self.carried: NDArray[np.bool_] = np.zeros((len(shares), self.last + 1), dtype=bool)
-        self.arrived = self._empty()
-        """Least time until the first micro-batch has passed the stages that hold the first blocks, there and back."""
 
     def _empty(self) -> Floats:
         return np.full((len(self.shares), self.blocks + 1, self.last + 1), np.inf)
@@ -157,7 +140,7 @@ class Passes:
             _lower(trip, slice(done + 1, done + most + 1), vectors + chains.one[kind], whole)
 
     def onward(self) -> NDArray[np.bool_]:
-        chains, arrived = self.chains, self.arrived
+        chains, arrived = self.chains, self._empty()
         carried = np.zeros((len(self.shares), self.last + 1), dtype=bool)
         for kind in chains.used:
             self._begin(arrived, carried, kind)
@@ -209,10 +192,8 @@ class Passes:
 
     def _queued_s(self, entry: _Entry) -> Floats:
         """[share, vector] what all messages but the one that A counts take, one way."""
-        if self.chains.batch == ANY:
-            once_s = np.where(np.isfinite(entry.hop_s), entry.hop_s / 2, 0.0)
-            return np.asarray(np.maximum(0.0, self.shares[:, None] * entry.whole_s - once_s))
-        return np.asarray((np.ceil(self.shares[:, None] / self.chains.batch.size) - 1) * entry.whole_s)
+        once_s = np.where(np.isfinite(entry.hop_s), entry.hop_s / 2, 0.0)
+        return np.asarray(np.maximum(0.0, self.shares[:, None] * entry.each_s - once_s))
 
 
 def _lower(table: Floats, blocks: slice, vectors: Places, to: Floats) -> None:

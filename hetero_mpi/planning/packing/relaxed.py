@@ -6,11 +6,9 @@ Every figure errs on the side of less: the least over micro-batch sizes, kinds o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from copy import copy
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,27 +24,6 @@ Way = Callable[[LayerTimes, int], float]
 """Seconds of a layer with so many tokens."""
 
 
-class Batch(NamedTuple):
-    """How a pipeline's share is cut: micro-batches of ``size`` sequences, the last one of ``last``. See also ``ANY``."""
-
-    size: int
-    last: int
-
-
-ANY = Batch(0, 0)
-"""Micro-batches of any sizes, whichever suits best at each place: less is known, but of all of them at once."""
-
-
-@dataclass(frozen=True)
-class Summing:
-    """Who sums gradients with whom, as far as it is known."""
-
-    pipelines: int
-    """At least so many."""
-    leaving: frozenset[int] = frozenset()
-    """Homes without a rank in some pipeline: what is summed there leaves the host."""
-
-
 @dataclass
 class RankClass:
     """Ranks that the bound does not tell apart. Triples are of a block, the embedding and the head."""
@@ -57,18 +34,12 @@ class RankClass:
     """The same without what split backward may put off: the gradients of the weights."""
     fill_s: tuple[float, ...]
     """Least seconds of one micro-batch, forward and back as far as others wait for it."""
-    around_s: tuple[float, ...]
-    """The same of any micro-batch but the last."""
-    forward_s: tuple[float, ...]
-    """Least seconds of one micro-batch's forward, but for the last."""
     repeated_s: float
     """Least seconds per sequence that repeating a block's forward takes."""
     refill_s: float
     """Least seconds per micro-batch of the same."""
     overhead_s: float
     """Least seconds of a stage's own per micro-batch, forward and backward."""
-    hidden_s: float
-    """Most seconds of an item's backward: sums of later items may run beside it."""
     hides_s: tuple[tuple[float, ...], tuple[float, ...]]
     """Most seconds of the backward of a block, the embedding and the head, without and with a repeated forward."""
     ahead: float
@@ -83,11 +54,9 @@ class RankClass:
     home: int
     """Ranks of unlike homes are on unlike hosts."""
     ranks: list[int]
-    hop_s: float = 0.0
-    """One message there and back over the best link."""
 
 
-MORE_IS_BETTER = ("hidden_s", "hides_s", "usable")
+MORE_IS_BETTER = ("hides_s", "usable")
 
 
 def joined(a: RankClass, b: RankClass) -> RankClass:
@@ -103,70 +72,33 @@ def _each(of: Callable[..., Any], a: Any, b: Any) -> Any:
 
 
 class Facts:
-    """What the relaxation knows of an instance.
+    """What the relaxation knows of an instance. Ranks of unlike hosts are of unlike classes."""
 
-    ``apart``: ranks of unlike hosts are of unlike classes. Without ``filling``, pipelines are full from the first moment to
-    the last; without ``sums``, sums of gradients take no time.
-    """
-
-    def __init__(
-        self,
-        profile: ClusterProfile,
-        request: PlanRequest,
-        apart: bool = False,
-        filling: bool = True,
-        sums: bool = True,
-    ) -> None:
-        self.profile, self.request, self.model = profile, request, profile.model
-        self.apart, self.filling, self.sums = apart, filling, sums
+    def __init__(self, profile: ClusterProfile, request: PlanRequest) -> None:
+        self.request, self.model = request, profile.model
         self.fleet = Fleet(profile, request, min(request.micro_batch_choices))
         self.blocks = self.model.layers[1:-1]
         self.choices = sorted(set(request.micro_batch_choices))
-        self.sizes: Sequence[int] = range(1, max(request.micro_batch_choices) + 1)
-        self.last_sizes: Sequence[int] = self.sizes
-        self.whole_sizes: Sequence[int] = self.sizes
-        """Sequences of any micro-batch, of the last one, of all others."""
+        self.sizes = range(1, max(request.micro_batch_choices) + 1)
+        """Sequences of a micro-batch: the last one of a share may be short."""
         self.members: list[list[int]] = [[] for _ in range(int(self.fleet.host.max()) + 1)]
         for rank, host in enumerate(self.fleet.host.tolist()):
             self.members[host].append(rank)
         self._sizes()
         self._exits()
         self.classes: list[RankClass] = []
-        self.kind = np.zeros(len(self.fleet.devices), dtype=np.int64)
         self._classify()
         self._summarise()
 
     def _summarise(self) -> None:
-        self._apply()
-        self.count: Floats = np.array([float(len(one.ranks)) for one in self.classes])
+        self._between: dict[tuple[int, int], tuple[float, float]] = {}
+        self.ahead = max(1e-9, min(0.5, *(one.ahead for one in self.classes)))
         self.speeds: Floats = np.array([1 / max(one.work_s[0], 1e-30) for one in self.classes])
         """Blocks' sequences per second."""
         self.ends = sum(
             min(one.work_s[end] * v for one, v in zip(self.classes, self.speeds, strict=True)) for end in (1, 2)
         )
         """Embedding and head, in blocks, where they are least."""
-
-    def _apply(self) -> None:
-        """What depends on the sizes of micro-batches."""
-        self._between: dict[tuple[int, int], tuple[float, float]] = {}
-        self.fastest_s = min(one.fill_s[0] for one in self.classes)
-        self.ahead = max(1e-9, min(0.5, *(one.ahead for one in self.classes)))
-
-    def at(self, batch: Batch) -> Facts:
-        """The same, of pipelines with such micro-batches only."""
-        if batch == ANY:
-            return self
-        found = copy(self)
-        found.sizes = sorted({batch.size, batch.last})
-        found.last_sizes, found.whole_sizes = [batch.last], [batch.size]
-        found.classes = [
-            reduce(joined, (found._class_of(found.fleet.devices[rank], rank, one.usable) for rank in one.ranks))
-            for one in self.classes
-        ]
-        for one, before in zip(found.classes, self.classes, strict=True):
-            one.home = before.home
-        found._apply()
-        return found
 
     def join(self, a: int, b: int) -> None:
         """Tell the ranks of two classes apart no longer; their homes become one."""
@@ -175,25 +107,14 @@ class Facts:
         for x in self.classes:
             if x.home in home:
                 x.home = one.home
-            for rank in x.ranks:
-                self.kind[rank] = self.classes.index(x)
         self._summarise()
 
     def _sizes(self) -> None:
-        """Bytes of a block, the embedding and the head: held, trained, sent."""
+        """Bytes and trained parameters of a block; bytes summed of a block, the embedding and the head; bytes sent."""
         model, state = self.model, self.model.state_bytes_per_trainable_parameter
-        shared = shared_parameters(model, 0, len(model.layers))
         tokens = self.request.sequence_length
-        block_trained = min((x.trainable_parameters for x in self.blocks), default=0)
-        first, head = model.layers[0], model.layers[-1]
-        # Both ends of a tied model may lie on one rank, which holds their matrix once: it is not counted at all.
-        ends = [max(0, x.trainable_parameters - shared) for x in (first, head)]
-        self.trained = (float(block_trained), float(0 if shared else ends[0]), float(ends[1]))
-        self.held = (
-            min((x.parameter_bytes + x.trainable_parameters * state for x in self.blocks), default=0.0),
-            0.0 if shared else first.parameter_bytes + first.trainable_parameters * state,
-            0.0 if shared else head.parameter_bytes + head.trainable_parameters * state,
-        )
+        self.trained = min((float(x.trainable_parameters) for x in self.blocks), default=0.0)
+        self.held = min((x.parameter_bytes + x.trainable_parameters * state for x in self.blocks), default=0.0)
         boundary = min((x.boundary_bytes_per_token for x in model.layers[:-1]), default=0)
         self.message_bytes = float(boundary * tokens)
         self.kept = min((x.activation_bytes_per_token for x in self.blocks), default=0.0) * tokens
@@ -206,6 +127,8 @@ class Facts:
             len(model.layers) - 1,
         ]
         sums = [float(summed_bytes(model, i)) for i in items]
+        # Both ends of a tied model may lie on one rank, which holds their matrix once: the embedding's is not counted.
+        shared = shared_parameters(model, 0, len(model.layers))
         self.summed = (sums[0] if self.blocks else 0.0, 0.0 if shared else sums[1], sums[2])
 
     def _exits(self) -> None:
@@ -249,16 +172,13 @@ class Facts:
     def _classify(self) -> None:
         known: dict[tuple[object, ...], int] = {}
         for rank, device in enumerate(self.fleet.devices):
-            host = int(self.fleet.host[rank])
             one = self._class_of(device, rank, float(self.fleet.usable[rank]))
-            where = host if self.apart else self.exit[host]
-            key = (one.work_s, one.fill_s, one.repeated_s, one.usable, one.per_parameter_s, where)
+            key = (one.work_s, one.fill_s, one.repeated_s, one.usable, one.per_parameter_s, one.home)
             if key not in known:
                 known[key] = len(self.classes)
                 self.classes.append(one)
             else:
                 self.classes[known[key]] = joined(self.classes[known[key]], one)
-            self.kind[rank] = known[key]
 
     def _class_of(self, device: DeviceProfile, rank: int, usable: float) -> RankClass:
         tokens, host = self.request.sequence_length, int(self.fleet.host[rank])
@@ -282,28 +202,22 @@ class Facts:
         def each(part: list[LayerTimes], *ways: Way) -> float:
             return min((sum(min(of(t, n * tokens) / n for n in self.sizes) for of in ways) for t in part), default=0.0)
 
-        def least(part: list[LayerTimes], sizes: Sequence[int], *ways: Way) -> float:
-            return min((sum(min(of(t, n * tokens) for n in sizes) for of in ways) for t in part), default=0.0)
+        def least(part: list[LayerTimes], *ways: Way) -> float:
+            return min((sum(min(of(t, n * tokens) for n in self.sizes) for of in ways) for t in part), default=0.0)
 
         def ahead(times: LayerTimes, size: int) -> float:
             back_s = layer_s(times, Op.B, size) + repeated_s(times, size)
             return forward(times, size) / max(1e-30, forward(times, size) + back_s)
 
         layers = [*blocks, *ends]
-        hides_s = self._hides_s(parts)
-        ways = [self.message_s(way, self.message_bytes) for way in (self.exit[host], self.inside[rank])]
-        hop_s = 2 * min(ways) if self.filling and min(ways) < math.inf else 0.0
         return RankClass(
             work_s=tuple(each(part, forward, back) for part in parts),
             trip_s=tuple(each(part, forward, homeward) for part in parts),
-            fill_s=self._filling(least(part, self.sizes, forward, homeward) for part in parts),
-            around_s=self._filling(least(part, self.whole_sizes, forward, homeward) for part in parts),
-            forward_s=self._filling(least(part, self.whole_sizes, forward) for part in parts),
+            fill_s=tuple(least(part, forward, homeward) for part in parts),
             repeated_s=each(blocks, repeated_s),
-            refill_s=least(blocks, self.sizes, repeated_s) if self.filling else 0.0,
+            refill_s=least(blocks, repeated_s),
             overhead_s=device.forward_overhead_s + device.backward_overhead_s,
-            hidden_s=max(max(hides) for hides in hides_s),
-            hides_s=hides_s,
+            hides_s=self._hides_s(parts),
             ahead=min(ahead(t, n * tokens) for t in layers for n in self.sizes),
             usable=usable,
             fixed_s=device.optimizer_fixed_s,
@@ -312,15 +226,11 @@ class Facts:
             away=self.exit[host],
             home=host,
             ranks=[rank],
-            hop_s=hop_s,
         )
 
-    def _filling(self, seconds: Iterable[float]) -> tuple[float, ...]:
-        return tuple(value if self.filling else 0.0 for value in seconds)
-
     def _hides_s(self, parts: list[list[LayerTimes]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """See ``RankClass.hides_s``: of the last micro-batch."""
-        sizes = [n * self.request.sequence_length for n in self.last_sizes]
+        """See ``RankClass.hides_s``."""
+        sizes = [n * self.request.sequence_length for n in self.sizes]
         own = [
             max((layer_s(t, op, size) for t in part for size in sizes for op in (Op.B, Op.W)), default=0.0)
             for part in parts
@@ -328,41 +238,18 @@ class Facts:
         again = max((layer_s(t, Op.B, size) + repeated_s(t, size) for t in parts[0] for size in sizes), default=0.0)
         return tuple(own), (max(own[0], again), own[1], own[2])
 
-    def sums_s(self, summing: Summing) -> list[tuple[float, ...]]:
-        """Least seconds to sum one block, the embedding, the head, by class."""
-        pipelines = summing.pipelines
-        if pipelines < 2 or not self.sums:
+    def sums_s(self, pipelines: int) -> list[tuple[float, ...]]:
+        """Least seconds to sum one block, the embedding, the head among at least so many pipelines, by class."""
+        if pipelines < 2:
             return [(0.0, 0.0, 0.0)] * len(self.classes)
 
-        def of(rank: int, size: float, leaving: bool) -> float:
+        def of(rank: int, size: float) -> float:
             if size == 0:
                 return 0.0
             host = int(self.fleet.host[rank])
             ways = [self.exit[host]]
-            if len(self.members[host]) >= pipelines and not leaving:
+            if len(self.members[host]) >= pipelines:
                 ways.append(self.inside[rank])
             return 2 * (pipelines - 1) * min(self.message_s(way, size / pipelines) for way in ways)
 
-        return [
-            tuple(min(of(rank, size, one.home in summing.leaving) for rank in one.ranks) for size in self.summed)
-            for one in self.classes
-        ]
-
-    def link_allows(self, step_s: float, shares: Floats) -> NDArray[np.bool_]:
-        """[class, share]: may a rank be in a pipeline of that share, as far as leaving its host goes?"""
-        allowed = np.zeros((len(self.classes), len(shares)), dtype=bool)
-        for host, ranks in enumerate(self.members):
-            alone = np.zeros(len(shares))
-            for rank in ranks:
-                one = self.classes[self.kind[rank]]
-                most = np.floor(one.usable / max(self.held[0], 1.0))
-                alone += np.minimum(most, np.floor(step_s / np.maximum(shares * one.work_s[0], 1e-30)))
-            least = min(self.message_s(self.exit[host], n * self.message_bytes) / n for n in self.sizes)
-            crosses = (
-                shares * (0.0 if least == math.inf else least) <= step_s
-                if least < math.inf
-                else np.zeros(len(shares), dtype=bool)
-            )
-            for kind in {int(self.kind[rank]) for rank in ranks}:
-                allowed[kind] |= crosses | (alone >= len(self.blocks))
-        return allowed
+        return [tuple(min(of(rank, size) for rank in one.ranks) for size in self.summed) for one in self.classes]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_mpi.planning.packing.relaxed import ANY, Batch, Facts, Summing
+from hetero_mpi.planning.packing.relaxed import Facts
 from hetero_mpi.planning.several.fleet import Floats
 from hetero_mpi.planning.tables import Table, stage_bytes
 
@@ -55,27 +55,13 @@ class Stages:
     """The same without what split backward may put off."""
     fill_s: Floats
     """Least seconds of one micro-batch, there and back."""
-    around_s: Floats
-    """The same of any micro-batch but the last."""
-    forward_s: Floats
     optimizer_s: Floats
     tail_s: Floats
     """What sums of gradients take that the last backward cannot hide."""
-    beyond_s: Floats
-    """By how much all sums take longer than the last backward can hide; below 0: they do not."""
-    sum_s: float
-    """A block's sum."""
     kept: Floats
-    """Most micro-batches in flight, of ``ANY`` sequences; 0: such a stage does not fit, or is none."""
+    """Most sequences in flight; 0: such a stage does not fit, or is none."""
 
-    def torn(self, sum_s: float) -> Stages:
-        """Such stages, of at least one block, of which one block's sum takes so long."""
-        tail_s = np.maximum(self.tail_s, self.beyond_s - self.sum_s + sum_s)
-        kept = self.kept.copy()
-        kept[0] = 0.0
-        return replace(self, tail_s=tail_s, kept=kept)
-
-    def limits(self, shares: Floats, step_s: float, batch: Batch, ahead: float) -> Limits:
+    def limits(self, shares: Floats, step_s: float, ahead: float) -> Limits:
         """``ahead``: least share of A that lies before the first backward."""
         end, share = step_s - self.optimizer_s, shares[:, None]
         latest = (end - share * self.work_s - self.tail_s) / ahead
@@ -83,22 +69,18 @@ class Stages:
         latest = np.where(self.kept > 0, latest, -1.0)
         possible = np.flatnonzero((latest >= 0).any(axis=0))
         most = int(possible.max()) if possible.size else -1
-        kept, size = np.maximum(self.kept, 1e-9), batch.size or 1
-        count = np.ceil(share / size)
-        rounds = np.maximum(1.0, np.ceil(count / kept - 1e-9))
-        left_over = count - np.where(rounds > 1, (rounds - 1) * np.where(rounds > 1, kept, 0.0), 0.0)
-        before_last = 0.0 if batch == ANY else (left_over - 1) * self.forward_s
-        left = np.where(latest >= 0, end - before_last, -1.0)
-        beyond = np.maximum(0.0, share - size * self.kept)
+        rounds = np.maximum(1.0, np.ceil(share / np.maximum(self.kept, 1e-9) - 1e-9))
+        left = np.where(latest >= 0, end, -1.0)
+        beyond = np.maximum(0.0, share - self.kept)
         both = np.where(beyond > 0, end - beyond * self.trip_s + self.fill_s, np.inf)
         return Limits(latest, rounds, left, both, both - self.tail_s, ahead, end, most)
 
 
 class StageTables:
-    """``Stages`` of every class, for numbers of pipelines that sum gradients and one way to cut a share into micro-batches."""
+    """``Stages`` of every class, for numbers of pipelines that sum gradients."""
 
-    def __init__(self, facts: Facts, batch: Batch) -> None:
-        self.facts, self.batch = facts.at(batch), batch
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
         self._bytes = {
             (first, last, recompute): tuple(_over_blocks(table, first, last) for table in self._stage_bytes(recompute))
             for first, last in ENDS
@@ -107,27 +89,25 @@ class StageTables:
         sums = np.concatenate([[0.0], np.cumsum([float(x.trainable_parameters) for x in facts.model.layers])])
         trained = sums[None, :] - sums[:, None]
         self._trained = {ends: np.nan_to_num(_over_blocks(trained, *ends), posinf=0.0) for ends in ENDS}
-        self._known: dict[Summing, dict[tuple[int, bool, bool], list[Stages]]] = {}
+        self._known: dict[int, dict[tuple[int, bool, bool], list[Stages]]] = {}
 
     def _stage_bytes(self, recompute: bool) -> tuple[Table, Table]:
-        """(bytes whatever is in flight, bytes of every micro-batch in flight) [first, last]; of ``ANY``: of every sequence."""
+        """(bytes whatever is in flight, bytes of every sequence in flight) [first, last]"""
         model, tokens = self.facts.model, self.facts.request.sequence_length
-        if self.batch != ANY:
-            return stage_bytes(model, tokens * self.batch.size, recompute)
         tables = [stage_bytes(model, tokens * size, recompute) for size in self.facts.choices]
         each = [table / size for size, (_, table) in zip(self.facts.choices, tables, strict=True)]
         return tables[0][0], np.minimum.reduce(each)
 
-    def of(self, summing: Summing) -> dict[tuple[int, bool, bool], list[Stages]]:
+    def of(self, pipelines: int) -> dict[tuple[int, bool, bool], list[Stages]]:
         """(class, embedding?, head?) -> its stages, one entry for every way of recomputing that fits anywhere."""
-        if summing not in self._known:
-            sums = self.facts.sums_s(summing)
-            self._known[summing] = {
+        if pipelines not in self._known:
+            sums = self.facts.sums_s(pipelines)
+            self._known[pipelines] = {
                 (kind, first, last): [one for one in self._stages(kind, first, last, sums[kind]) if one.kept.any()]
                 for kind in range(len(self.facts.classes))
                 for first, last in ENDS
             }
-        return self._known[summing]
+        return self._known[pipelines]
 
     def _stages(self, kind: int, first: bool, last: bool, sums: tuple[float, ...]) -> Iterator[Stages]:
         facts, one, ends = self.facts, self.facts.classes[kind], (first, last)
@@ -136,21 +116,16 @@ class StageTables:
         def total(each: tuple[float, ...]) -> Floats:
             return blocks * each[0] + float(first) * each[1] + float(last) * each[2]
 
-        overhead_s = one.overhead_s / (self.batch.size or max(facts.choices))
+        overhead_s = one.overhead_s / max(facts.choices)
         for recompute in sorted(set(facts.request.recompute_choices)):
             again = blocks * one.repeated_s if recompute else np.zeros_like(blocks)
-            own = (blocks * one.refill_s if recompute else 0.0) + (one.overhead_s if facts.filling else 0.0)
-            tail_s, beyond_s = _tail_s(sums, total(sums), blocks, ends, one.hides_s[recompute])
+            own = (blocks * one.refill_s if recompute else 0.0) + one.overhead_s
             yield Stages(
                 work_s=total(one.work_s) + again + overhead_s,
                 trip_s=total(one.trip_s) + again + overhead_s,
                 fill_s=total(one.fill_s) + own,
-                around_s=total(one.around_s) + own,
-                forward_s=total(one.forward_s),
                 optimizer_s=one.fixed_s + one.per_parameter_s * self._trained[first, last],
-                tail_s=tail_s,
-                beyond_s=beyond_s,
-                sum_s=sums[0],
+                tail_s=_tail_s(sums, total(sums), blocks, ends, one.hides_s[recompute]),
                 kept=self._kept(one.usable, first, last, recompute),
             )
 
@@ -168,14 +143,13 @@ class StageTables:
 
 def _tail_s(
     sums: tuple[float, ...], total: Floats, blocks: Floats, ends: tuple[bool, bool], hides_s: tuple[float, ...]
-) -> tuple[Floats, Floats]:
-    """Of sums of ``total`` seconds, those after the backward, of the first item at least; and what is beyond what it hides."""
+) -> Floats:
+    """Of sums of ``total`` seconds, those after the backward: of the first item at least."""
     first = np.full(len(blocks), sums[1]) if ends[0] else np.where(blocks > 0, sums[0], sums[2])
     backward = blocks * hides_s[0] + ends[0] * hides_s[1] + ends[1] * hides_s[2]
     # When the last item is whole, the last backward still has all others to do.
     own = hides_s[2] if ends[1] else np.where(blocks > 0, hides_s[0], hides_s[1])
-    beyond = np.asarray(total - (backward - own))
-    return np.asarray(np.maximum(first, beyond)), beyond
+    return np.asarray(np.maximum(first, total - (backward - own)))
 
 
 def _over_blocks(table: Table, first: bool, last: bool) -> Floats:

@@ -5,7 +5,7 @@ A *crew* is the ranks of one pipeline in order. Its stages are filled from the f
 left to it and its memory allow (c: seconds of forward and backward of one micro-batch, A: forwards, backwards and messages of
 one micro-batch through all stages before):
 
-    A_s + M c_s + optimizer <= T                      (the bound of ``bounds.plan_bound_s``, which good depths come near to)
+    A_s + M c_s + optimizer <= T                      (a bound that good depths come near to)
 
 with as many micro-batches in flight as the stages behind take until the gradient is back, if each of them is as long as it may
 be. The crew can do M micro-batches if all blocks find a place.
