@@ -13,6 +13,7 @@ from typing import Any
 
 import tomli_w
 
+from hetero_mpi.checkpoint.shelf import SHELF_NAME
 from tests import training_cases
 from tests.mpi import run_mpi
 from tests.training_cases import Case
@@ -115,3 +116,9 @@ class _Sized(Case):
     @property
     def config(self) -> dict[str, object]:
         return {**super().config, "num_hidden_layers": self.blocks, **dict(self.changes)}
+
+
+def newest_copy_step(run_dir: Path) -> int:
+    """The step of the newest copy of a rank's part of the state on this host; 0: there is none."""
+    names = (path.name for path in run_dir.glob(f"{SHELF_NAME}/rank-*/step-*.h5"))
+    return max((int(name[5:13]) for name in names), default=0)

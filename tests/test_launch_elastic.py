@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import pytest
 
-from hetero_mpi.checkpoint.shelf import newest_copy_step
 from hetero_mpi.cli import main
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch.agent import launch_agent, remote_command
@@ -28,7 +27,7 @@ from hetero_mpi.launch.sentry import RunDirectory
 from hetero_mpi.report.metrics import read_metrics
 from tests.mpi import ROOT, launcher_or_skip, run_bounded
 from tests.rack import Rack
-from tests.small_jobs import Workshop
+from tests.small_jobs import Workshop, newest_copy_step
 
 STEPS = 60
 PATIENCE_S = 240

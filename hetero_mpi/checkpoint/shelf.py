@@ -56,11 +56,6 @@ def piece_path(run_dir: Path, rank: int, step: int, generation: str) -> Path:
     return run_dir / SHELF_NAME / f"rank-{rank:04}" / f"step-{step:08d}.{generation}.h5"
 
 
-def newest_copy_step(run_dir: Path) -> int:
-    """The step of the newest piece on this host by the names alone; 0: there is none."""
-    return max((int(found[1]) for _, found in _named(run_dir)), default=0)
-
-
 def pieces_on_disk(run_dir: Path) -> tuple[list[Piece], list[str]]:
     """The pieces on this host whose headers can be read, and remarks that name the others."""
     found, remarks = [], []

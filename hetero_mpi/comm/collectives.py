@@ -49,13 +49,13 @@ class Collectives:
         self._broadcast_bytes(payload, root)
         return decode(payload)
 
-    def gather_json(self, value: Any, root: int = 0) -> list[Any] | None:
-        """Every rank's value in rank order on ``root``, ``None`` elsewhere."""
+    def gather_json(self, value: Any) -> list[Any] | None:
+        """Every rank's value in rank order on rank 0, ``None`` elsewhere."""
         payload = encode(value)
         lengths, everything = self._room_for_all(payload)
-        receive = [everything, lengths] if self.rank == root else None
-        _finish(self.comm.Igatherv, payload, receive, root=root)
-        return split(everything, lengths) if self.rank == root else None
+        receive = [everything, lengths] if self.rank == 0 else None
+        _finish(self.comm.Igatherv, payload, receive, root=0)
+        return split(everything, lengths) if self.rank == 0 else None
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's value in rank order, on every rank."""
@@ -76,12 +76,8 @@ class Collectives:
         assert everything.size < PIECE_BYTES, "gathered JSON is meant for small values"
         return lengths, everything
 
-    def broadcast_array(self, array: NDArray[Any] | None, root: int = 0) -> NDArray[Any]:
-        """``root``'s array (any shape, plain numeric dtype) on every rank; other ranks pass ``None``."""
-        return self.broadcast_arrays(None if array is None else [array], root)[0]
-
     def broadcast_arrays(self, arrays: Sequence[NDArray[Any]] | None, root: int = 0) -> list[NDArray[Any]]:
-        """Several of ``root``'s arrays, likewise, in one message; other ranks pass ``None``."""
+        """``root``'s arrays (any shapes, plain numeric dtypes) on every rank, in one message; other ranks pass ``None``."""
         own = [np.ascontiguousarray(array).reshape(array.shape) for array in arrays or ()]
         assert all(array.dtype.kind in "biufc" for array in own), "root must give arrays of plain numbers"
         header = self.broadcast_json(

@@ -86,13 +86,8 @@ class WeightGradients:
         else:
             weight.grad.add_(gradient)
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that wait now, of all micro-batches; a storage shared by several layers counts once."""
-        return sum(self.bytes_by_item().values())
-
     def bytes_by_item(self) -> dict[int, int]:
-        """The same per item; a storage shared by several items counts for one of them."""
+        """Bytes that wait now, of all micro-batches, by item; a storage shared by several layers counts once."""
         storages = {
             tensor.untyped_storage().data_ptr(): (item, tensor.untyped_storage().nbytes())
             for items in self._kept.values()

@@ -83,17 +83,6 @@ def interpret(schedule: Schedule) -> Progress:
     return progress
 
 
-def grid(schedule: Schedule) -> str:
-    """A table of clocks and ranks, as drawn in ``schedule.schedule_of``: who computes what, one clock each."""
-    computed = interpret(schedule).computed
-    clocks = 1 + max((clock for cells in computed.values() for clock, _ in cells), default=-1)
-    rows = [["clock", *(str(clock) for clock in range(clocks))]]
-    for rank in sorted(schedule):
-        cells = {clock: str(action) for clock, action in computed[rank]}
-        rows.append([f"rank {rank}", *(cells.get(clock, ".") for clock in range(clocks))])
-    return _aligned(rows)
-
-
 def validate(schedule: Schedule, plan: Plan, model: ModelCost) -> None:
     """Raises ``UserError``, with every rank's list and the place where it is stuck, unless the schedule runs the plan.
 

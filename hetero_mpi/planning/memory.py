@@ -152,9 +152,7 @@ def predict_memory(
     )
 
 
-def predict_hosts(
-    plan: Plan, profile: ClusterProfile, reserve: float = 0.0, schedule: Schedule | None = None
-) -> tuple[HostMemory, ...]:
+def predict_hosts(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[HostMemory, ...]:
     """Peak against usable bytes of every host that has a limit, in the profile's order.
 
     Ranks that compute in the host's own memory (CPU, integrated GPUs) take all they need from it; of the others, their
@@ -162,7 +160,7 @@ def predict_hosts(
     """
     if not profile.hosts:
         return ()
-    peaks = {memory.rank: memory.peak_bytes for memory in predict_memory(plan, profile, reserve, schedule)}
+    peaks = {memory.rank: memory.peak_bytes for memory in predict_memory(plan, profile, reserve)}
     found = []
     for host in profile.hosts:
         ranks = [d.rank for d in profile.devices if d.host == host.name and d.shares_host_memory and d.rank in peaks]

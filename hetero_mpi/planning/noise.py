@@ -18,15 +18,15 @@ NOISE = 0.12
 """Figures that differ by no more than this share are taken to be the same: measured within 5 % either way."""
 
 
-def smoothed(profile: ClusterProfile, noise: float = NOISE) -> ClusterProfile:
+def smoothed(profile: ClusterProfile) -> ClusterProfile:
     """``profile`` with like devices made equal, and like links between like devices.
 
-    Devices are alike when they have the same name, backend and dtypes, and times, copies and memory within ``noise`` of the
+    Devices are alike when they have the same name, backend and dtypes, and times, copies and memory within ``NOISE`` of the
     fastest of them; they get the medians of their times and the least of their memories, so that what fits here fits each of
     them. Links are alike when they join the same kinds of devices (on one host or not) and their times for the model's largest
-    message are within ``noise`` of the fastest.
+    message are within ``NOISE`` of the fastest.
     """
-    groups = _device_groups(profile, noise)
+    groups = _device_groups(profile)
     kind = {device.rank: index for index, group in enumerate(groups) for device in group}
     devices = {
         device.rank: replace(one, rank=device.rank, host=device.host)
@@ -37,11 +37,11 @@ def smoothed(profile: ClusterProfile, noise: float = NOISE) -> ClusterProfile:
     return replace(
         profile,
         devices=tuple(devices[rank] for rank in range(len(devices))),
-        links=_links(profile, kind, noise),
+        links=_links(profile, kind),
     )
 
 
-def _device_groups(profile: ClusterProfile, noise: float) -> list[list[DeviceProfile]]:
+def _device_groups(profile: ClusterProfile) -> list[list[DeviceProfile]]:
     def what(device: DeviceProfile) -> tuple[str, ...]:
         shapes = [(kind, t.forward_s.tokens, t.backward_s.tokens) for kind, t in sorted(device.layers.items())]
         return device.backend, device.name, repr(device.dtypes), repr(shapes), repr(device.shares_host_memory)
@@ -53,7 +53,7 @@ def _device_groups(profile: ClusterProfile, noise: float) -> list[list[DevicePro
     groups: list[list[DeviceProfile]] = []
     for device in sorted(profile.devices, key=order):
         home = next(
-            (g for g in groups if what(g[0]) == what(device) and _close(_figures(g[0]), _figures(device), noise)), None
+            (g for g in groups if what(g[0]) == what(device) and _close(_figures(g[0]), _figures(device))), None
         )
         if home is None:
             groups.append([device])
@@ -73,8 +73,8 @@ def _figures(device: DeviceProfile) -> tuple[float, ...]:
     return (unit, *longest, *copies, float(device.memory_bytes), *(unit + seconds for seconds in overheads))
 
 
-def _close(a: Sequence[float], b: Sequence[float], noise: float) -> bool:
-    return len(a) == len(b) and all(x == y or max(x, y) <= min(x, y) * (1 + noise) for x, y in zip(a, b, strict=True))
+def _close(a: Sequence[float], b: Sequence[float]) -> bool:
+    return len(a) == len(b) and all(x == y or max(x, y) <= min(x, y) * (1 + NOISE) for x, y in zip(a, b, strict=True))
 
 
 def _middle(group: list[DeviceProfile]) -> DeviceProfile:
@@ -117,7 +117,7 @@ def _middle(group: list[DeviceProfile]) -> DeviceProfile:
     )
 
 
-def _links(profile: ClusterProfile, kind: dict[int, int], noise: float) -> tuple[LinkProfile, ...]:
+def _links(profile: ClusterProfile, kind: dict[int, int]) -> tuple[LinkProfile, ...]:
     """Links in groups of equal ends and like speed; each group gets its medians, both directions alike.
 
     First among the links of two hosts, then among the medians of these: two hosts' speeds that lie near each other must not
@@ -134,7 +134,7 @@ def _links(profile: ClusterProfile, kind: dict[int, int], noise: float) -> tuple
         for links in sorted(groups, key=seconds):
             if not found or seconds(links) > limit:
                 found.append([])
-                limit = seconds(links) * (1 + noise)
+                limit = seconds(links) * (1 + NOISE)
             found[-1].extend(links)
         return found
 

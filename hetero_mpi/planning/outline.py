@@ -15,8 +15,6 @@ from hetero_mpi.planning.schedule import Action, Op, held_by
 from hetero_mpi.planning.simulator import Simulation, simulate, spans_s
 from hetero_mpi.planning.tables import shares_cards
 
-_Times = tuple[tuple[float, ...], ...]
-
 
 def outlined(plan: Plan, profile: ClusterProfile) -> Simulation:
     """A simulation of ``plan``; without events where that is possible: no shared cards, no short micro-batches."""
@@ -100,4 +98,4 @@ class _Outline:
         }
         step_s = max(together + seconds for seconds in steps.values())
         busy = {rank: self.busy[rank] + steps[rank] for rank in sorted(self.busy)}
-        return Simulation(step_s, (), busy, {rank: step_s - seconds for rank, seconds in busy.items()})
+        return Simulation(step_s, (), busy)

@@ -23,15 +23,13 @@ from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Event, Op,
 
 @dataclass(frozen=True)
 class Simulation:
-    """A predicted step. ``busy_s`` and ``waiting_s`` (rank -> seconds) add up to ``step_s`` on each used rank."""
+    """A predicted step."""
 
     step_s: float
     events: tuple[Event, ...]
     """In order of start, then rank. A send's event spans its time on the link."""
     busy_s: dict[int, float]
-    """Forward, backward and optimizer."""
-    waiting_s: dict[int, float]
-    """Everything else: waiting for messages, for sums of gradients and for the other ranks."""
+    """Rank -> seconds of forward, backward and optimizer; the rest of the step it waits."""
 
 
 @dataclass
@@ -207,7 +205,7 @@ def _summary(state: _State) -> Simulation:
             busy[event.rank] += event.end_s - event.start_s
     # Stable: events that start together on one rank stay in the order of its list.
     ordered = sorted(state.events, key=lambda event: (event.start_s, event.rank))
-    return Simulation(step_s, tuple(ordered), busy, {rank: step_s - seconds for rank, seconds in busy.items()})
+    return Simulation(step_s, tuple(ordered), busy)
 
 
 @dataclass(slots=True)

@@ -117,7 +117,6 @@ class Saver:
 
     Attributes:
         newest: the newest checkpoint that is on disk, on rank 0.
-        failures: checkpoints that could not be written, on rank 0.
     """
 
     def __init__(
@@ -132,7 +131,6 @@ class Saver:
     ) -> None:
         self.world, self.backend, self.live, self.directory, self.table = world, backend, live, directory, table
         self.newest: Path | None = None
-        self.failures = 0
         # The transport is of the active ranks only, which are numbered anew there.
         numbers = list(world.numbers or range(world.size))
         self._listed = [replace(parcel, owner=numbers.index(parcel.owner)) for parcel in listed]
@@ -143,11 +141,6 @@ class Saver:
         self._decided = not self._may_thread
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Host memory for pieces of other ranks."""
-        return sum(buffer.nbytes for buffer in self._buffers)
 
     def save(self, metadata: dict[str, Any]) -> Path:
         """Begin a checkpoint of this moment; a former one that is still under way is waited for.
@@ -268,7 +261,6 @@ class Saver:
             seconds = time.perf_counter() - task.began_s
             _LOG.info("step %d: checkpoint %s, whole after %.1f s", task.metadata["step"], task.path, seconds)
         except (CheckpointError, OSError) as error:
-            self.failures += 1
             say(f"Training goes on, but {error}")
             for _ in arriving:  # the others are still sending
                 pass

@@ -27,8 +27,8 @@ def check_json(world: World) -> None:
     for root in ranks:
         value = {"text": "ä" * 1000, "root": root, "half": 0.1, "none": None}
         assert world.broadcast_json(value if world.rank == root else None, root) == value
-        gathered = world.gather_json(["x" * world.rank, world.rank], root)
-        assert gathered == ([["x" * rank, rank] for rank in ranks] if world.rank == root else None)
+    gathered = world.gather_json(["x" * world.rank, world.rank])
+    assert gathered == ([["x" * rank, rank] for rank in ranks] if world.rank == 0 else None)
     assert world.all_gather_json({"rank": world.rank, "pad": "y" * (5 * world.rank)}) == [
         {"rank": rank, "pad": "y" * (5 * rank)} for rank in ranks
     ]
@@ -43,7 +43,7 @@ def check_arrays(world: World) -> None:
         np.zeros((0, 5), np.float32),
         np.arange(6, dtype=np.float32).reshape(2, 3).T,
     ):
-        got = world.broadcast_array(array if world.rank == last else None, root=last)
+        (got,) = world.broadcast_arrays([array] if world.rank == last else None, root=last)
         assert got.shape == array.shape and got.dtype == array.dtype and np.array_equal(got, array)
     total = world.all_reduce_sum(np.full((3, 2), world.rank + 0.5, np.float32))
     assert total.dtype == np.float32 and np.array_equal(total, np.full((3, 2), world.size**2 / 2, np.float32))

@@ -26,7 +26,7 @@ class Series:
 
 
 def line_chart(
-    label: str, series: Sequence[Series], y_text: Callable[[float], str], from_zero: bool = False, x_name: str = "step"
+    label: str, series: Sequence[Series], y_text: Callable[[float], str], from_zero: bool = False
 ) -> Drawing | None:
     """A chart of what is finite in ``series``; None where nothing is.
 
@@ -51,7 +51,7 @@ def line_chart(
         return _LEFT + across * (_WIDTH - _LEFT - _RIGHT), _HEIGHT - _BOTTOM - up * (_HEIGHT - _TOP - _BOTTOM)
 
     drawing = Drawing(_WIDTH, _HEIGHT, label)
-    _axes(drawing, label, x_name, [t for t in x_ticks if low_x <= t <= high_x], y_ticks, y_text, place)
+    _axes(drawing, label, [t for t in x_ticks if low_x <= t <= high_x], y_ticks, y_text, place)
     for s in drawn:
         points = tuple(place(*point) for point in s.points)
         if len(points) > 1:
@@ -76,7 +76,7 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def _axes(
-    drawing: Drawing, label: str, x_name: str, x_ticks: Sequence[float], y_ticks: Sequence[float],
+    drawing: Drawing, label: str, x_ticks: Sequence[float], y_ticks: Sequence[float],
     y_text: Callable[[float], str], place: Callable[[float, float], tuple[float, float]],
 ) -> None:  # fmt: skip
     drawing.shapes.append(Text(0, 14, label, _FONT + 1, "ink", bold=True))
@@ -88,7 +88,7 @@ def _axes(
     for tick in x_ticks:
         x = place(tick, y_ticks[0])[0]
         drawing.shapes.append(Text(x, bottom + 17, f"{tick:,.10g}", _FONT, "soft", "middle"))
-    drawing.shapes.append(Text(_WIDTH - _RIGHT, _HEIGHT - 4, x_name, _FONT, "soft", "end"))
+    drawing.shapes.append(Text(_WIDTH - _RIGHT, _HEIGHT - 4, "step", _FONT, "soft", "end"))
 
 
 def _legend(drawing: Drawing, series: Sequence[Series]) -> None:
