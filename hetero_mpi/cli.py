@@ -225,7 +225,8 @@ def _doctor(namespace: argparse.Namespace) -> int:
     from hetero_mpi.launch.doctor import Options, doctor
 
     given = tuple(shlex.split(namespace.mpirun_args))
-    return doctor(Options(namespace.hostfile, namespace.hosts, given, namespace.run_dir, namespace.json))
+    options = Options(namespace.hostfile, namespace.hosts, given, namespace.run_dir, namespace.json, namespace.selftest)
+    return doctor(options)
 
 
 def _mesh_init(namespace: argparse.Namespace) -> int:
@@ -382,6 +383,9 @@ def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
     files.add_argument("--hostfile", metavar="FILE", help="look at these hosts too, as for launch")
     files.add_argument("--hosts", metavar="FILE", help="look at the entries of this hosts.toml, as for launch")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor.add_argument(
+        "--selftest", action="store_true", help="let every GPU (or the CPU) compute and copy, and compare with the CPU"
+    )
     doctor.add_argument("--run-dir", default="runs", metavar="DIR", help="where runs will go (default %(default)s)")
     doctor.add_argument("--mpirun-args", default="", metavar="TEXT", help="as for launch: may name a launch agent")
     doctor.set_defaults(run=_doctor)

@@ -49,6 +49,7 @@ COMMANDS_HEADER = """\
 ENVIRONMENT = {
     "HETERO_MPI_DEVICE": "device of this rank, `cuda` or `cuda:1`, say; goes before `[cluster] device`",
     "HETERO_MPI_MPIEXEC": "path of the launcher that `launch` takes, instead of the one it finds",
+    "HETERO_MPI_SELF_TEST": "0: this rank's GPU is not tested at the start ([devices.md](devices.md#the-self-test))",
     "XDG_CACHE_HOME": "where what devices were measured to do is kept, instead of `~/.cache`",
 }
 """Environment variables that a person may set -> what they do. Those of MPI, torch and Hugging Face have their effects too."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,6 +51,11 @@ class Accelerator(Backend):
 
     def description(self) -> str:
         return str(self.module().get_device_name(self.device))
+
+    def architecture(self) -> str:
+        properties = self._properties()
+        names = ("gcnArchName", "architecture", "driver_version")  # of AMD's; of Intel's
+        return ", ".join(str(getattr(properties, name)) for name in names if hasattr(properties, name))
 
     def _total_and_free(self) -> tuple[int, int]:
         total = int(self._properties().total_memory)
@@ -144,6 +150,11 @@ class CudaBackend(Accelerator):
     def count(cls) -> int:
         return 0 if torch.version.hip else super().count()
 
+    def make_current(self) -> None:
+        super().make_current()
+        # With a mask its backward gives gradients that are no numbers, from torch 2.11 on (pytorch#196678).
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
     @classmethod
     def unusable(cls) -> dict[int, str]:
         built = torch.cuda.get_arch_list()
@@ -157,6 +168,10 @@ class CudaBackend(Accelerator):
                     f"{', '.join(built)} only; install a build that has them (docs/devices.md, Which torch for which GPU)"
                 )
         return found
+
+    def architecture(self) -> str:
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return f"sm_{major}{minor}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
 
     def dtypes(self) -> tuple[str, ...]:
         # bf16 arithmetic starts with compute capability 8.0; older GPUs only emulate it, far too slowly to train with.
@@ -206,6 +221,9 @@ class RocmBackend(Accelerator):
                 )
         return found
 
+    def architecture(self) -> str:
+        return f"{super().architecture()}, HIP {torch.version.hip}"
+
     @classmethod
     def only_by_name(cls) -> set[int]:
         """The processor's own GPU beside a card: too slow to take a rank that could have the processor."""
@@ -248,6 +266,9 @@ class MpsBackend(Backend):
 
     def description(self) -> str:
         return f"{processor_name()} GPU"
+
+    def architecture(self) -> str:
+        return f"macOS {platform.mac_ver()[0]}"
 
     def _free_memory(self) -> Memory:
         limit, host = int(torch.mps.recommended_max_memory()), host_memory()

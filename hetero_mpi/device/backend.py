@@ -103,6 +103,10 @@ class Backend:
         """The device's name as a person knows it."""
         return processor_name()
 
+    def architecture(self) -> str:
+        """What decides, beside torch's version, which kernels run: the device's generation, and the libraries below torch."""
+        return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+
     def dtypes(self) -> tuple[str, ...]:
         """Compute dtypes this device can train in."""
         return ("fp32", "bf16", "fp16")

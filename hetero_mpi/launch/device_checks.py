@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hetero_mpi import __version__
+from hetero_mpi.device.self_test import SelfTest, text_of
 from hetero_mpi.launch.checks import Examined, answered
 from hetero_mpi.launch.findings import Finding, Verdict
 from hetero_mpi.launch.probe import Facts
@@ -40,6 +42,35 @@ def check_devices(places: Sequence[Examined]) -> Iterator[Finding]:
                 yield from _not_used(place, facts, driver, backend, vendor)
         yield from _apple(place, facts, offered)
         yield from _old(place, facts.torch["devices"])
+
+
+def check_self_tests(places: Sequence[Examined]) -> Iterator[Finding]:
+    """A finding per device that was tested."""
+    for place, facts in answered(places):
+        for test in map(SelfTest.from_dict, facts.self_tests):
+            name, problems, of = (
+                f"{test.label} {test.about.get('device', '')}".strip(),
+                test.problems,
+                len(test.results),
+            )
+            if problems:
+                text = f"{name}: {len(problems)} of {of} checks failed, {problems[0]}"
+                yield Finding("self-test", Verdict.FAILS, text, test.remedy(), (place.title,))
+            else:
+                text = f"{name}: in {of} checks it computed what the CPU does in fp64"
+                yield Finding("self-test", Verdict.FINE, text, where=(place.title,))
+
+
+def self_test_lines(places: Sequence[Examined]) -> list[str]:
+    """All that was found, without the names of hosts; nothing where nothing was tested."""
+    lines = []
+    for _, facts in answered(places):
+        drivers = {
+            backend: f"{driver} {facts.drivers[driver]}" for driver, backend, _ in _VENDORS if driver in facts.drivers
+        }
+        for test in map(SelfTest.from_dict, facts.self_tests):
+            lines += text_of(test, drivers.get(test.backend, ""))
+    return ["", f"Self-test, to be pasted into an issue (hetero_mpi {__version__}):", *lines] if lines else []
 
 
 def check_shares(places: Sequence[Examined]) -> Iterator[Finding]:

@@ -25,17 +25,19 @@ from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.launch import checks
 from hetero_mpi.launch.agent import launch_agent
 from hetero_mpi.launch.checks import Check, Examined
-from hetero_mpi.launch.device_checks import check_devices, check_shares
+from hetero_mpi.launch.device_checks import check_devices, check_self_tests, check_shares, self_test_lines
 from hetero_mpi.launch.findings import Finding, Verdict, as_json, lines_of, merged, would_fail
 from hetero_mpi.launch.hostfile import read_hostfile
 from hetero_mpi.launch.interface import LocalAddress, local_addresses, network_of, resolve, source_address
 from hetero_mpi.launch.launcher import Launcher, find_launcher
 from hetero_mpi.launch.link_checks import SLOW_BYTES_PER_S, Link, check_links
-from hetero_mpi.launch.probe import Facts
+from hetero_mpi.launch.probe import Facts, devices_to_test
 from hetero_mpi.launch.probing import Probe, ProbeError, Target
 
 _START_S, _FACTS_S, _ANSWER_S = 60.0, 300.0, 30.0
 """How long a probe may take to start, to look at its host (importing torch), and to answer anything else."""
+_SELF_TEST_S = 900.0
+"""How long the self-test of a device may take; a single check that hangs is ended long before."""
 _MESH_S, _KNOCK_S = 5.0, 3.0
 """How long a probe may take to start behind an address in a mesh at which nothing answers, and how long that is tried."""
 _CONNECT_S = 5.0
@@ -49,6 +51,7 @@ CHECKS: tuple[Check, ...] = (
     checks.check_mpi,
     checks.check_fault_tolerance,
     check_devices,
+    check_self_tests,
     check_shares,
     checks.check_interfaces,
     checks.check_disks,
@@ -66,6 +69,8 @@ class Options:
     """Looked through for a launch agent."""
     run_dir: str = "runs"
     json: bool = False
+    self_test: bool = False
+    """Let every device compute what the CPU does, and compare."""
 
 
 def doctor(options: Options) -> int:
@@ -88,7 +93,7 @@ def report(options: Options, findings: Sequence[Finding], places: Sequence[Exami
         facts = {place.title: place.facts.to_dict() for place in places if place.facts is not None}
         print(json.dumps({"would_fail": fails, "findings": as_json(findings), "facts": facts}, indent=1))
     else:
-        print("\n".join(lines_of(findings)))
+        print("\n".join([*lines_of(findings), *self_test_lines(places)]))
     return int(ExitCode.FAILED if fails else ExitCode.DONE)
 
 
@@ -107,6 +112,8 @@ def examine_hosts(options: Options) -> tuple[list[Finding], list[Examined]]:
         probes = [stack.enter_context(Probe(target, agent)) for target in targets]
         with ThreadPoolExecutor(len(targets) or 1) as pool:
             places = list(pool.map(lambda target, probe: _ask_facts(target, probe, options.run_dir), targets, probes))
+            if options.self_test:
+                places = list(pool.map(_with_self_tests, places, probes))
         known = [place.facts for place in places if place.facts]
         alive = [(target, probe) for target, probe, place in zip(targets, probes, places, strict=True) if place.facts]
         # Another commit may speak otherwise over sockets, and would pass for a firewall.
@@ -205,6 +212,20 @@ def _ask_facts(target: Target, probe: Probe, run_dir: str) -> Examined:
         complaint = f"{checks.OTHER_SOURCE}, whose answers are not understood; here: {own_source()}"
     place = Examined(target.title, target.address, target.local, facts, complaint, target.python, target.prefix)
     return replace(place, ranks=target.ranks, device=target.device, mesh=target.mesh.interface if target.mesh else "")
+
+
+def _with_self_tests(place: Examined, probe: Probe) -> Examined:
+    """With those of its devices; as it was where there is no torch, or another commit that does not know of them."""
+    if place.facts is None or place.facts.versions.get(PACKAGE) != own_source():
+        return place
+    devices = devices_to_test(place.facts.torch)
+    try:
+        found = (
+            probe.ask("self_tests", _SELF_TEST_S * len(devices), torch=place.facts.torch)["found"] if devices else ()
+        )
+    except ProbeError as error:
+        return replace(place, facts=None, complaint=f"self-test: {error}")
+    return replace(place, facts=replace(place.facts, self_tests=tuple(found)))
 
 
 def _start_s(target: Target) -> float:

@@ -19,7 +19,7 @@ from hetero_mpi.launch.doctor import CHECKS, Options, report
 from hetero_mpi.launch.findings import Finding, Verdict, merged, would_fail
 from hetero_mpi.launch.interface import LocalAddress
 from hetero_mpi.launch.link_checks import Link, check_links
-from hetero_mpi.launch.probe import Facts, fault_tolerance, gather, try_torch
+from hetero_mpi.launch.probe import Facts, fault_tolerance, gather, self_tests, try_torch
 
 _MESSAGES_BYTES = (1024, 65_536, 4_194_304)
 _REPEATS = 3
@@ -36,7 +36,7 @@ def examine_together(world: World, options: Options) -> int:
 
 def examine_ranks(world: World, options: Options) -> tuple[list[Finding], list[Examined]]:
     """Findings about the ranks of this job; complete on rank 0. Collective."""
-    places = _gather_places(world, options.run_dir)
+    places = _gather_places(world, options)
     world.barrier()
     clocks_s = world.all_gather_json(time.time())  # apart by some ms: seconds are what matters
     world.doing = "timing messages between ranks"
@@ -64,16 +64,19 @@ def _verify_mesh(world: World, transport: Transport, options: Options) -> list[F
     return verify(world, transport, mesh) if mesh is not None else []
 
 
-def _gather_places(world: World, run_dir: str) -> list[Examined]:
+def _gather_places(world: World, options: Options) -> list[Examined]:
     """Every Python of every host once. The first of its ranks looks at torch, so that it is imported once."""
     from mpi4py import MPI
 
     world.doing = "looking at this host"
     homes = world.all_gather_json([world.host, sys.prefix])
-    facts = gather(run_dir, deeply=False)
+    facts = gather(options.run_dir, deeply=False)
     mpi = {"library": MPI.Get_library_version(), "threads": world.thread_level, "fault_tolerance": fault_tolerance()}
     first = homes.index([world.host, sys.prefix]) == world.rank
     facts = replace(facts, mpi=mpi, torch=try_torch() if first else {})
+    if options.self_test:
+        world.doing = "testing this host's devices"
+        facts = replace(facts, self_tests=tuple(self_tests(facts.torch)))
     everyone = world.all_gather_json([facts.to_dict(), facts.variables.get("HETERO_MPI_DEVICE", "auto")])
     places = []
     for rank, (host, prefix) in enumerate(homes):

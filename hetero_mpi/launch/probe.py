@@ -4,6 +4,7 @@ Only the standard library is imported here (psutil where it is there): what may 
 a host with a broken torch or MPI is reported and does not take the doctor down. A request and an answer are one JSON line each::
 
     {"ask": "facts", "directory": "runs", ...}  {"host": "rtx", "python": ...}      see ``gather`` and ``Facts``
+    {"ask": "self_tests", "torch": ...}         {"found": [...]}                        see ``self_tests``
     {"ask": "clock"}                            {"unix_s": 1760000000.0}
     {"ask": "listen"}                           {"port": 40000, "token": "..."}
     {"ask": "connect", "address": ...}          {"latency_s": ..., "bytes_per_s": ...} or {"error": "timed out"}
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi.comm.versions import PACKAGE, own_source, own_versions
+from hetero_mpi.device.self_test import self_test
 from hetero_mpi.launch.authenticated import NotAuthentic
 from hetero_mpi.launch.wire import Listener, measure
 
@@ -91,6 +93,8 @@ class Facts:
     """``library`` (its own text), ``threads``, ``fault_tolerance`` (None: not known), ``error``."""
     torch: dict[str, Any] = field(default_factory=dict)
     """As ``device.look`` tells it, or {"error": ...}."""
+    self_tests: tuple[dict[str, Any], ...] = ()
+    """Of its GPUs, or of its processor where there is none (``SelfTest.to_dict``); where they were asked for."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -124,7 +128,7 @@ def gather(directory: str, deeply: bool = True, prefix: str = "", work: str = ""
         path=os.environ.get("PATH", ""),
         tools=_tools(prefix),
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
-        drivers=_drivers(),
+        drivers=drivers(),
         kfd="absent"
         if not Path("/dev/kfd").exists()
         else "open"
@@ -161,6 +165,17 @@ def fault_tolerance() -> bool | None:
 def try_torch() -> dict[str, Any]:
     """What ``device.look`` says, from a process of its own; {"error": why} if it ends badly."""
     return _json_of([sys.executable, "-m", "hetero_mpi.device.look"], dict(os.environ), _PATIENCE_S)
+
+
+def devices_to_test(torch: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """(backend, index) of every GPU that ``try_torch`` found, of the processor if there is none; nothing without torch."""
+    devices = [(device["backend"], device["index"]) for device in torch.get("devices", ())]
+    return [device for device in devices if device[0] != "cpu"] or devices
+
+
+def self_tests(torch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of those, one after the other, each in a process of its own."""
+    return [self_test(backend, index).to_dict() for backend, index in devices_to_test(torch)]
 
 
 def _json_of(command: list[str], environment: dict[str, str], patience_s: float) -> dict[str, Any]:
@@ -230,7 +245,8 @@ def _tool(name: str, prefix: str = "") -> str:
     return shutil.which(name) or ""
 
 
-def _drivers() -> dict[str, str]:
+def drivers() -> dict[str, str]:
+    """See ``Facts.drivers``."""
     found = {}
     for name, file in (("nvidia", "/sys/module/nvidia/version"), ("amdgpu", "/sys/module/amdgpu/version")):
         try:
@@ -277,6 +293,8 @@ class Server:
         ask = request["ask"]
         if ask == "facts":
             return gather(request["directory"], prefix=request["prefix"], work=request["work"]).to_dict()
+        if ask == "self_tests":
+            return {"found": self_tests(request["torch"])}
         if ask == "clock":
             return {"unix_s": time.time()}
         if ask == "listen":

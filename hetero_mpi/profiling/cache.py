@@ -1,4 +1,5 @@
-"""What devices were measured to do, kept on the host they are in, so that a rank that joins makes nobody measure again.
+"""What devices were measured to do, kept on the host they are in, so that a rank that joins makes nobody measure again; and that
+they passed their self-test (``training/tested.py``).
 
 One JSON file per key in ``$XDG_CACHE_HOME/hetero_mpi/profiles`` (``~/.cache`` without the variable); may be deleted at any
 time. Memory and links are never kept: they depend on who else uses the machine, and a link has no name by which to find it
@@ -61,10 +62,18 @@ def device_key(world: World, backend: Backend, subject: Subject, repeats: int) -
 
 def load_times(key: str) -> DeviceTimes | None:
     """What is kept under ``key``; None when nothing is, or when it cannot be read."""
+    data = load(key)
     try:
-        data = json.loads((cache_directory() / f"{key}.json").read_text(encoding="utf-8"))
-        return decode(DeviceTimes, data, key) if not number_problems(data) else None
-    except (OSError, ValueError, UserError):
+        return decode(DeviceTimes, data, key) if data is not None and not number_problems(data) else None
+    except UserError:
+        return None
+
+
+def load(key: str) -> Any:
+    """The JSON value under ``key``; None when there is none, or when it cannot be read."""
+    try:
+        return json.loads((cache_directory() / f"{key}.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
 
 
@@ -75,10 +84,15 @@ def forget_times(key: str) -> None:
 
 
 def save_times(key: str, times: DeviceTimes) -> None:
-    """Keep a table. A cache that cannot be written is no reason to end a run."""
+    """Keep a table."""
+    save(key, encode(times, infinity_as_text=True))
+
+
+def save(key: str, value: Any) -> None:
+    """Keep a value that JSON can express. A cache that cannot be written is no reason to end a run."""
     directory = cache_directory()
     temporary = directory / f".{key}.{os.getpid()}.tmp"
     with contextlib.suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(encode(times, infinity_as_text=True)), encoding="utf-8")
+        temporary.write_text(json.dumps(value), encoding="utf-8")
         os.replace(temporary, directory / f"{key}.json")

@@ -41,6 +41,7 @@ from hetero_mpi.training.generate_source import Opened, Source, open_source, sto
 from hetero_mpi.training.places import active_ranks
 from hetero_mpi.training.redistribute import Parcel, distribute, parcels
 from hetero_mpi.training.setup import default_threads, open_device, share_of_cores
+from hetero_mpi.training.tested import Needs
 from hetero_mpi.training.writing import Spelling, Writer
 
 DEFAULT_TOKENS = 128
@@ -108,7 +109,7 @@ def generate(world: World, options: Options) -> int:
             task = task_of(opened, options)
     task = Task.from_dict(world.broadcast_json(asdict(task) if task is not None else None))
     cluster = ClusterTable(**task.source.cluster)
-    backend = open_device(world, cluster.device)
+    backend = open_device(world, cluster.device, Needs(task.source.dtype, task.source.nf4))
     cores = share_of_cores(world, backend)
     set_threads(cluster.threads if isinstance(cluster.threads, int) else default_threads(cores))
     with world.together("reading the model's configuration"):

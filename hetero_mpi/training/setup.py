@@ -19,6 +19,7 @@ from hetero_mpi.data.samples import Samples
 from hetero_mpi.device.accelerators import BACKENDS, open_backend, visible_devices
 from hetero_mpi.device.backend import Backend, best_dtype, own_cores, set_threads
 from hetero_mpi.device.choice import Cores, Place, cores_of, device_of, wish
+from hetero_mpi.errors import UserError
 from hetero_mpi.job import Job, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
 from hetero_mpi.model.chain import Chain, language
 from hetero_mpi.model.cost import fused_experts
@@ -41,6 +42,7 @@ from hetero_mpi.training.material import Material, prepare
 from hetero_mpi.training.planned import Given, obtain_plan, obtain_profile
 from hetero_mpi.training.request import micro_batch_choices, request_of
 from hetero_mpi.training.shelf import generations_in_memory
+from hetero_mpi.training.tested import SELF_TEST_VARIABLE, Needs, failure
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def claimed(world: World, run_dir: Path) -> Iterator[None]:
 def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path) -> Setting:
     """Devices, data (rank 0) and the model's shape."""
     job, material = loaded.job, None
-    backend = open_device(world, job.cluster.device)
+    backend = open_device(world, job.cluster.device, Needs(job.train.dtype, job.model.quantization == "nf4"))
     cores = share_of_cores(world, backend)
     threads = job.cluster.threads if isinstance(job.cluster.threads, int) else default_threads(cores)
     set_threads(threads)
@@ -162,11 +164,13 @@ def _with_dtype(world: World, loaded: LoadedJob, backend: Backend) -> LoadedJob:
     return replace(loaded, job=loaded.job.model_copy(update={"train": table}))
 
 
-def open_device(world: World, job_device: str) -> Backend:
-    """This rank's device, each rank of a host another card. Collective.
+def open_device(world: World, job_device: str, needs: Needs) -> Backend:
+    """This rank's device, each rank of a host another card; a GPU that fails its self-test is refused, or, where it was not asked
+    for, left alone. Collective.
 
     Args:
         job_device: ``[cluster] device``.
+        needs: what the devices will do.
     """
     with world.together("looking for the device"):
         wanted = wish(job_device, os.environ)
@@ -179,8 +183,17 @@ def open_device(world: World, job_device: str) -> Backend:
     ]
     for host, reasons in dict(world.all_gather_json([world.host, list(refused.values())])).items():
         say(*(f"{host}: {reason}" for reason in reasons))
+    index = device_of(world.rank, places)
+    # Tested before it is opened: a device may be set to serve one process at a time.
+    usable = index is not None and index < BACKENDS[name].count() and index not in refused
+    problem = failure(world, BACKENDS[name](index or 0) if usable else None, needs)
+    for other in filter(None, world.all_gather_json(problem if wanted.name == "auto" else "")):
+        say(f"{other}; the rank computes on the CPU instead")
     with world.together("opening the device"):
-        backend = open_backend(wanted.name, device_of(world.rank, places))
+        if problem and wanted.name != "auto":
+            way_out = f'device = "cpu" or "auto" leaves it alone; {SELF_TEST_VARIABLE}=0 uses it untested'
+            raise UserError(f"{problem}; {way_out}")
+        backend = open_backend(wanted.name, index if not problem else None)
         backend.free_unused()  # an earlier run of this process may have left its stage there
         return backend
 

@@ -49,6 +49,7 @@ def main() -> int:
     from tests.stand_in_gpu import backend, module
 
     backend.install()
+    os.environ |= backend.for_children()
     copy_s, result_s = map(float, os.environ.get("STAND_IN_GPU_DELAYS", "2e-4 0").split())
     module.device.set_delays(copy_s, result_s)
     code = _run(sys.argv[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from hetero_mpi.device.accelerators import BACKENDS, Accelerator
 from tests.stand_in_gpu import module
@@ -23,6 +24,13 @@ class StandIn(Accelerator):
 
     def dtypes(self) -> tuple[str, ...]:
         return tuple(os.environ.get(DTYPES, "fp32 bf16 fp16").split())
+
+
+def for_children() -> dict[str, str]:
+    """Environment in which every Python process finds the stand-in."""
+    here = Path(__file__).parent
+    paths = [str(here / "site"), str(here.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths), "TORCHDYNAMO_DISABLE": "1"}
 
 
 def install() -> None:

@@ -25,7 +25,9 @@
 
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <condition_variable>
+#include <csignal>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -33,6 +35,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -385,16 +388,39 @@ void delay(const at::Tensor& result, Stream& on) {
   });
 }
 
+// STAND_IN_GPU_FAULT="DEVICE OPERATOR wrong|nan|error|crash|hang": what that operator does on that device ("1 aten::mm nan").
+struct Fault {
+  int device = -1;
+  std::string op, kind;
+  Fault() {
+    if (const char* text = std::getenv("STAND_IN_GPU_FAULT")) std::istringstream(text) >> device >> op >> kind;
+  }
+};
+
+void spoil(const at::Tensor& result, const std::string& kind) {
+  if (!result.defined() || !result.is_floating_point()) return;
+  at::Tensor memory = result.is_cpu() ? result : as_host(result);
+  kind == "nan" ? memory.fill_(NAN) : memory.mul_(1.5);
+}
+
 void compute_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  static const Fault fault;
   int device = device_of(op, torch::jit::last(*stack, op.schema().arguments().size()));
   if (device < 0) device = current_device;
   has_context[device] = true;
   ++operators;
   Stream& on = stream_of(device);
   on.wait_all();
+  const bool faulty = device == fault.device && op.schema().name() == fault.op;
+  TORCH_CHECK(!faulty || fault.kind != "error", "CUDA error: no kernel image is available for execution on the device");
+  if (faulty && fault.kind == "crash") std::raise(SIGSEGV);
+  if (faulty && fault.kind == "hang") sleep_s(1e6);
   c10::OptionalDeviceGuard guard(c10::Device(kType, c10::DeviceIndex(device)));
   at::native::cpu_fallback(op, stack);
   on.wait_all();
+  if (faulty)
+    for (const auto& result : torch::jit::last(*stack, op.schema().returns().size()))
+      if (result.isTensor()) spoil(result.toTensor(), fault.kind);
   if (result_delay_s <= 0) return;
   for (const auto& result : torch::jit::last(*stack, op.schema().returns().size()))
     if (result.isTensor()) delay(result.toTensor(), on);

@@ -142,7 +142,8 @@ def _mem_get_info(wanted: Any = None) -> tuple[int, int]:
 
 
 def _properties(wanted: Any = None) -> types.SimpleNamespace:
-    return types.SimpleNamespace(uuid=f"stand-in-{index_of(wanted)}", is_integrated=0, total_memory=MEMORY_BYTES)
+    own = {"uuid": f"stand-in-{index_of(wanted)}", "architecture": "host memory"}
+    return types.SimpleNamespace(**own, is_integrated=0, total_memory=MEMORY_BYTES)
 
 
 def _install() -> None:

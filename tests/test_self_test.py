@@ -1,0 +1,222 @@
+"""``doctor --selftest`` and the test at the start of a run: a GPU that computes wrongly, crashes or hangs is found and named.
+
+The GPU is the stand-in, in the processes that the program starts; ``STAND_IN_GPU_FAULT`` spoils one of its operators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from hetero_mpi.comm.world import World
+from hetero_mpi.device.accelerators import Accelerator, CudaBackend
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.device.self_test import NF4, Result, SelfTest, self_test, text_of
+from hetero_mpi.launch.probe import devices_to_test
+from hetero_mpi.training import tested
+from tests.long_run import LongRun
+from tests.mpi import run_bounded
+from tests.stand_in_gpu import build
+
+needs_gpu = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+FAULT = "STAND_IN_GPU_FAULT"
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Processes started from here see two GPUs."""
+    here = Path(build.__file__).parent
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(here / "site"), str(here.parents[1])]))
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    build.built()
+    return monkeypatch
+
+
+@needs_gpu
+def test_a_gpu_that_computes_rightly_passes_and_its_copies_are_timed(gpus: pytest.MonkeyPatch) -> None:
+    test = self_test("cuda", 1)
+    assert test.passed and not test.problems, text_of(test, "")
+    names = [result.check for result in test.results]
+    assert {"AdamW", "model fp32", "attention bf16", "masked attention fp16", "NF4 layer bf16", "copies"} <= set(names)
+    assert len(test.speeds) == 5 and all(speed > 0 for speed in test.speeds.values())
+    text = "\n".join(text_of(test, "driver 580"))
+    assert "stand-in GPU 1" in text and torch.__version__ in text and "driver 580" in text
+    assert socket.gethostname() not in text.split() and str(Path.home()) not in text and sys.prefix not in text
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("fault", "check", "problem", "remedy"),
+    [
+        ("aten::_softmax_backward_data nan", "attention fp32", "gradient of queries is not finite", "pytorch#160787"),
+        ("aten::mm wrong", "model fp32", "differs by", "driver"),
+        ("aten::_fused_adamw_ crash", "AdamW", "ended by SIGSEGV", "driver"),
+    ],
+)
+def test_a_faulty_operator_is_found_and_named(
+    gpus: pytest.MonkeyPatch, fault: str, check: str, problem: str, remedy: str
+) -> None:
+    gpus.setenv(FAULT, f"0 {fault}")
+    test = self_test("cuda", 0, ["fp32"])
+    assert not test.passed
+    assert test.problems[0].startswith(f"{check}: ") and problem in test.problems[0]
+    assert remedy in test.remedy()
+
+
+@needs_gpu
+@pytest.mark.long
+def test_an_operator_that_hangs_is_found_and_its_process_killed(gpus: pytest.MonkeyPatch) -> None:
+    gpus.setenv(FAULT, "0 aten::mm hang")
+    test = self_test("cuda", 0, ["fp32"], patience_s=45)
+    assert test.problems == ["model fp32: no result within 45 s; its process was killed"]
+
+
+def test_a_device_that_does_not_open_is_a_result() -> None:
+    test = self_test("xpu", 0, ["fp32"])
+    assert [result.check for result in test.results] == ["opening the device"] and test.problems
+
+
+def test_shortage_of_memory_is_no_fault_and_no_pass() -> None:
+    test = SelfTest("cuda", 0, results=(Result("model fp32", "model", error="CUDA out of memory", short=True),))
+    assert not test.problems and not test.passed
+    assert "no memory left to try it" in text_of(test, "")[1]
+
+
+def test_a_gpu_without_kernels_needs_another_torch() -> None:
+    said = "CUDA error: no kernel image is available for execution on the device"
+    assert "which GPU" in SelfTest("cuda", 0, results=(Result("attention fp32", "attention", error=said),)).remedy()
+
+
+def test_directories_of_a_message_are_not_published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "hetero_mpi").mkdir()  # a package in which there is nothing to run
+    (tmp_path / "hetero_mpi" / "__init__.py").write_text("raise RuntimeError(f'cannot load {__file__}')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (problem,) = self_test("cpu", 0).problems
+    assert "cannot load __init__.py" in problem and str(tmp_path) not in problem
+
+
+def test_the_processor_is_tested_where_there_is_no_gpu() -> None:
+    cpu, gpu = {"backend": "cpu", "index": 0}, {"backend": "cuda", "index": 1}
+    assert devices_to_test({"devices": [gpu, cpu]}) == [("cuda", 1)]
+    assert devices_to_test({"devices": [cpu]}) == [("cpu", 0)]
+    assert devices_to_test({"error": "no torch"}) == []
+    test = self_test("cpu", 0, ["fp32", NF4])
+    assert test.passed, text_of(test, "")
+
+
+@needs_gpu
+def test_doctor_goes_on_with_the_next_device(gpus: pytest.MonkeyPatch) -> None:
+    variables = {**os.environ, FAULT: "0 aten::_softmax crash", "STAND_IN_GPU_DTYPES": "fp32", "OMP_NUM_THREADS": "1"}
+    result = run_bounded([sys.executable, "-m", "hetero_mpi", "doctor", "--selftest", "--json"], variables, 240)
+    assert result.returncode == 1, result.stdout + result.stderr
+    found = [one for one in json.loads(result.stdout)["findings"] if one["subject"] == "self-test"]
+    assert [one["verdict"] for one in found] == ["FAIL", "ok"]
+    assert "cuda:0" in found[0]["text"] and "attention fp32: its process was ended by SIGSEGV" in found[0]["text"]
+    assert "cuda:1" in found[1]["text"]
+
+
+class Card(Backend):
+    """In this process the first stand-in GPU is a name only."""
+
+    name = "cuda"
+
+    def identity(self) -> str:
+        return "cuda stand-in-0"
+
+    def architecture(self) -> str:
+        return "sm_00"
+
+    def dtypes(self) -> tuple[str, ...]:
+        return ("fp32", "bf16")
+
+
+class Alone:
+    """The collectives of a single rank."""
+
+    rank, host = 0, "box"
+
+    def all_gather_json(self, value: Any) -> list[Any]:
+        return [value]
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        yield
+
+
+def failure(needs: tested.Needs) -> str:
+    return tested.failure(cast(World, Alone()), Card(), needs)
+
+
+@pytest.fixture
+def count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """What was asked of devices, with a cache in which nothing is kept."""
+    asked: list[Any] = []
+    once = functools.cache(
+        lambda fault: self_test("cuda", 0, ["fp32"])
+    )  # what it finds does not change from run to run
+
+    def counted(backend: str, index: int, needs: list[str]) -> SelfTest:
+        asked.append(needs)
+        return once(os.environ.get(FAULT))
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tested, "self_test", counted)
+    return asked
+
+
+@needs_gpu
+def test_a_gpu_is_tested_once_for_each_build_and_need(
+    gpus: pytest.MonkeyPatch, count: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fp32 = tested.Needs("fp32", False)
+    assert failure(fp32) == "" and failure(fp32) == ""
+    assert count == [["fp32"]]
+    assert failure(tested.Needs("auto", True)) == ""
+    assert count == [["fp32"], ["fp32", "bf16", NF4]]
+    monkeypatch.setattr(torch, "__version__", "2.99")
+    assert failure(fp32) == "" and len(count) == 3
+
+
+@needs_gpu
+def test_a_gpu_that_failed_is_tested_again(gpus: pytest.MonkeyPatch, count: list[Any]) -> None:
+    """A setting may have mended it, which no version shows."""
+    gpus.setenv(FAULT, "0 aten::_fused_adamw_ crash")
+    for _ in range(2):
+        assert "cuda:0 of rank 0 on box" in failure(tested.Needs("fp32", False))
+    gpus.setenv(tested.SELF_TEST_VARIABLE, "0")
+    assert failure(tested.Needs("fp32", False)) == "" and len(count) == 2
+
+
+@needs_gpu
+@pytest.mark.long
+def test_the_start_of_a_run_refuses_a_faulty_gpu_or_computes_on_the_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(FAULT, "0 aten::mm nan")
+    job = LongRun(tmp_path, 2, "tests.stand_in_gpu")
+    result = job.finish(tmp_path / "auto", 2, "--set", "train.dtype=fp32")
+    said = f"cuda:0 of rank 0 on {socket.gethostname()}"
+    assert result.returncode == 0 and said in result.stdout, result.stdout + result.stderr
+    assert "model fp32: loss is not finite" in result.stdout and "the rank computes on the CPU instead" in result.stdout
+    monkeypatch.setenv("HETERO_MPI_DEVICE", "cuda")
+    result = job.finish(tmp_path / "asked", 2, "--set", "train.dtype=fp32")
+    assert result.returncode == 2 and said in result.stderr and "doctor --selftest" in result.stderr
+
+
+def test_cudnn_does_not_compute_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Accelerator, "make_current", lambda self: None)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    CudaBackend(0).make_current()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
