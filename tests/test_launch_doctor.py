@@ -370,6 +370,17 @@ def test_what_ends_badly_is_told_by_its_last_words(tmp_path: Path, monkeypatch: 
     assert probe.try_mpi()["error"] == "RuntimeError: cannot load MPI library"
 
 
+def test_a_gpu_inside_wsl_is_nvidias_where_windows_has_its_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "libcuda.so.1"
+    monkeypatch.setattr(probe, "_WSL_CUDA", library)
+    had = "nvidia" in probe.drivers()
+    library.touch()
+    assert not had or Path("/sys/module/nvidia").exists()
+    assert "nvidia" in probe.drivers()
+
+
 def test_a_probe_answers_behind_a_talkative_login_and_its_end_is_told(tmp_path: Path) -> None:
     agent = tmp_path / "agent"
     agent.write_text('#!/bin/sh\nshift\necho Welcome to this machine\nexec sh -c "$*"\n')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
@@ -123,6 +124,13 @@ def matrices(stage: Stage) -> dict[str, nn.Parameter]:
     return {
         n: p for n, p in stage.parameters.items() if type(modules[n.rpartition(".")[0]]) is nn.Linear and p.ndim == 2
     }
+
+
+def test_recompute_is_asked_for_by_a_name_that_stays() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        for stage in build(chain_of("llama"), recompute=True):
+            stage.chain.recompute(stage.model, False)
 
 
 def test_matrices_wait_and_everything_else_does_not() -> None:

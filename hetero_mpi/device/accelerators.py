@@ -17,6 +17,8 @@ from hetero_mpi.device.backend import Backend, Mark, Memory, gigabytes, host_mem
 from hetero_mpi.device.copying import Copying, StreamCopying
 from hetero_mpi.errors import UserError
 
+os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # CUDA's own order is by speed; nvidia-smi numbers them so
+
 
 class Accelerator(Backend):
     """Devices behind a ``torch.<type>`` module with the functions of ``torch.cuda``, most of them with memory of their own."""
@@ -208,15 +210,24 @@ class RocmBackend(Accelerator):
     def count(cls) -> int:
         return super().count() if torch.version.hip else 0
 
+    def architecture(self) -> str:
+        """Such as ``gfx1100``; "" where torch does not tell."""
+        return str(getattr(self._properties(), "gcnArchName", "")).split(":")[0]
+
+    def dtypes(self) -> tuple[str, ...]:
+        # Older ones have no bf16 products; torch says that all have.
+        native = re.match(r"gfx(908|90a|94|950|11|12)", self.architecture())
+        return ("fp32", "bf16", "fp16") if native else ("fp32", "fp16")
+
     @classmethod
     def unusable(cls) -> dict[int, str]:
         built, found = torch.cuda.get_arch_list(), {}
         for index in range(cls.count()):
-            properties = torch.cuda.get_device_properties(index)
-            architecture = str(getattr(properties, "gcnArchName", "")).split(":")[0]
+            device = cls(index)
+            architecture = device.architecture()
             if built and architecture and architecture not in built:
                 found[index] = (
-                    f"{properties.name} is a {architecture}, and torch {torch.__version__} has kernels for {', '.join(built)} "
+                    f"{device.description()} is a {architecture}, and torch {torch.__version__} has kernels for {', '.join(built)} "
                     f"only; install a build that has them (docs/devices.md, Which torch for which GPU)"
                 )
         return found
@@ -263,6 +274,10 @@ class MpsBackend(Backend):
     @classmethod
     def count(cls) -> int:
         return int(torch.backends.mps.is_available())
+
+    def make_current(self) -> None:
+        # Before macOS 26 bitsandbytes unpacks NF4 by plain torch functions, which would be compiled anew for every shape.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
     def description(self) -> str:
         return f"{processor_name()} GPU"

@@ -245,6 +245,10 @@ def _tool(name: str, prefix: str = "") -> str:
     return shutil.which(name) or ""
 
 
+_WSL_CUDA = Path("/usr/lib/wsl/lib/libcuda.so.1")
+"""Windows puts it into WSL where its driver of NVIDIA is installed; ``/dev/dxg`` is there for every vendor's GPU."""
+
+
 def drivers() -> dict[str, str]:
     """See ``Facts.drivers``."""
     found = {}
@@ -256,7 +260,7 @@ def drivers() -> dict[str, str]:
                 found[name] = "yes"
     if any(Path("/sys/module", name).is_dir() for name in ("xe", "i915")) and Path("/dev/dri").is_dir():
         found["intel"] = "yes"
-    if "nvidia" not in found and Path("/dev/dxg").exists():  # Windows' driver, inside WSL
+    if "nvidia" not in found and _WSL_CUDA.exists():
         found["nvidia"] = "of WSL"
     return found
 

@@ -165,11 +165,12 @@ class Chain(ItemChain):
         restore_buffers(model, device)
 
     def recompute(self, model: nn.Module, enabled: bool) -> None:
-        """By transformers' own gradient checkpointing, of blocks."""
+        """By transformers' own checkpointing, of blocks; later versions call it that of activations."""
+        kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
         if enabled:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            getattr(model, f"{kind}_checkpointing_enable")({"use_reentrant": False})
         else:
-            model.gradient_checkpointing_disable()
+            getattr(model, f"{kind}_checkpointing_disable")()
 
     def run(self, model: nn.Module, first: int, last: int, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
         """Token ids (B, T) or hidden states (B, T, D) to hidden states, on the last stage to logits (B, T, V)."""

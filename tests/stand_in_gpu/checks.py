@@ -296,6 +296,35 @@ def test_intels_gpus_that_cannot_be_asked_for_memory(
         assert gpu.memory(2).usable_bytes == 4_000_000_000 and "shared by 2 ranks" in gpu.memory(2).reason
 
 
+@pytest.mark.parametrize(
+    "architecture, bf16",
+    [
+        ("gfx906:sramecc+", False),
+        ("gfx1030", False),
+        ("gfx908", True),
+        ("gfx942:xnack-", True),
+        ("gfx1100", True),
+        ("gfx1201", True),
+    ],
+)
+def test_bf16_of_amds_gpus(monkeypatch: pytest.MonkeyPatch, architecture: str, bf16: bool) -> None:
+    import types
+
+    module = types.SimpleNamespace(get_device_properties=lambda device: types.SimpleNamespace(gcnArchName=architecture))
+    monkeypatch.setattr(accelerators.RocmBackend, "module", classmethod(lambda cls: module))
+    assert ("bf16" in accelerators.RocmBackend(0).dtypes()) is bf16
+
+
+def test_what_is_set_for_libraries_before_they_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "")
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    accelerators.MpsBackend().make_current()
+    assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+
+
 class Pair:
     """The collectives of two ranks of one host that see the same."""
 
