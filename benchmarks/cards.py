@@ -1,6 +1,6 @@
 """A card and a processor in one job: do copies hide behind messages, and does the prediction hold?
 
-    python benchmarks/cards.py [--json FILE] [--check]
+    python benchmarks/cards.py [--json FILE] [--check] [--quick]
 
 *pieces*: tensors of 64 MiB pass from the first card to a rank on the processor, and back. Timed are the copies by themselves, the
 messages by themselves, and both by a channel (``training/channel.py``), in turns; *hidden* is how much of the shorter of the two
@@ -8,7 +8,8 @@ the channel hides. *job*: a rank for every card and one more, on the processor, 
 planner's plan; the median step against the predicted one.
 
 Needs a card that torch offers (CUDA, ROCm, XPU); elsewhere it says so and ends. ``--check`` exits 1 where less than half of the
-shorter one is hidden, or where the step is not within 15 % of its prediction. Not yet run on any card.
+shorter one is hidden, or where the step is not within 15 % of its prediction. ``--quick``: small tensors and a small model, to see
+that it runs. Not yet run on any card but the tests' stand-in, where its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -36,24 +37,26 @@ from hetero_mpi.device.backend import Backend  # noqa: E402
 from hetero_mpi.report.metrics import read_metrics  # noqa: E402
 from hetero_mpi.training.channel import Inbox, Outbox  # noqa: E402
 
-NUMBERS, TENSORS, ROUNDS = 16 << 20, 8, 5
-"""fp32 numbers of a tensor, tensors of a stream, turns."""
+NUMBERS, QUICK_NUMBERS, TENSORS, ROUNDS = 16 << 20, 2 << 20, 8, 5
+"""fp32 numbers of a tensor (more than a piece), the same when quick, tensors of a stream, turns."""
 STEPS, WARM = 30, 5
+QUICK = "--quick"
 HIDDEN_BAR, PREDICTION_BAR = 0.5, 0.15
 TO_PROCESSOR, TO_CARD = 1, 2
 
 
 def main() -> int:
     parser = parser_of(__doc__)
+    parser.add_argument(QUICK, action="store_true", help="see that it runs")
     parser.add_argument("--rank", type=Path, help="of the ranks that this program starts")
     arguments = parser.parse_args()
     if arguments.rank is not None:
-        return run_guarded(lambda world: _rank(world, arguments.rank))
+        return run_guarded(lambda world: _rank(world, arguments.rank, QUICK_NUMBERS if arguments.quick else NUMBERS))
     cards = _cards()
     if not cards:
         print("skipped: torch offers no card here (CUDA, ROCm, XPU)")
         return 0
-    rows = found_by_ranks(2, [str(Path(__file__).resolve()), "--rank"])
+    rows = found_by_ranks(2, [str(Path(__file__).resolve()), *([QUICK] if arguments.quick else []), "--rank"])
     missed = False
     print(f"{'':>18} {'copies':>9} {'messages':>9} {'channel':>9} {'hidden':>7}")
     for name, turns in rows.items():
@@ -63,7 +66,7 @@ def main() -> int:
         print(
             f"{name:>18} {' '.join(f'{seconds * 1e3:>6.1f} ms' for seconds in medians)} {hidden:>7.2f} (bar {HIDDEN_BAR})"
         )
-    measured_s, predicted_s = _job(len(cards) + 1)
+    measured_s, predicted_s = _job(len(cards) + 1, arguments.quick)
     off = measured_s / predicted_s - 1
     missed |= abs(off) > PREDICTION_BAR
     print(
@@ -82,17 +85,19 @@ def _hidden(copies_s: float, messages_s: float, channel_s: float) -> float:
     return (copies_s + messages_s - channel_s) / min(copies_s, messages_s)
 
 
-def _rank(world: World, out: Path) -> int:
+def _rank(world: World, out: Path, numbers: int) -> int:
     """Rank 0 has the card."""
     backend = _cards()[0] if world.rank == 0 else Backend()
     found: dict[str, list[list[float]]] = {}
     with MpiTransport(world.comm) as transport:
         for name, tag, sender in (("card to processor", TO_PROCESSOR, 0), ("processor to card", TO_CARD, 1)):
-            ends = {True: _Channel(transport, 1 - world.rank, tag, backend, world.rank == sender)}
-            ends[False] = _Channel(transport, 1 - world.rank, tag, Backend(), world.rank == sender)
+            ends = {
+                copying: _Channel(transport, 1 - world.rank, tag, device, world.rank == sender, numbers)
+                for copying, device in ((True, backend), (False, Backend()))
+            }
             turns = []
             for _ in range(ROUNDS + 1):
-                seconds = [_copies_s(backend, tag)] if world.rank == 0 else [0.0]
+                seconds = [_copies_s(backend, tag, numbers)] if world.rank == 0 else [0.0]
                 for copying in (False, True):
                     world.barrier()
                     begin = time.perf_counter()
@@ -100,6 +105,8 @@ def _rank(world: World, out: Path) -> int:
                     seconds.append(time.perf_counter() - begin)
                 turns.append([max(column) for column in zip(*world.all_gather_json(seconds), strict=True)])
             found[name] = turns[1:]
+            for end in ends.values():
+                end.stream(looked_at=True)
     if world.rank == 0:
         out.write_text(json.dumps(found))
     return 0
@@ -108,32 +115,38 @@ def _rank(world: World, out: Path) -> int:
 class _Channel:
     """One end of a stream of tensors."""
 
-    def __init__(self, transport: MpiTransport, peer: int, tag: int, backend: Backend, sends: bool) -> None:
-        self._backend, self._sends = backend, sends
-        self._tensors = [torch.randn(NUMBERS, device=backend.device) for _ in range(TENSORS if sends else 0)]
+    def __init__(
+        self, transport: MpiTransport, peer: int, tag: int, backend: Backend, sends: bool, numbers: int
+    ) -> None:
+        self._backend, self._sends, self._numbers = backend, sends, numbers
+        self._tensors = [
+            torch.full((numbers,), float(n), device=backend.device) for n in range(TENSORS if sends else 0)
+        ]
         self._box: Any = (
             Outbox(transport, peer, tag, backend, torch.float32)
             if sends
             else Inbox(transport, peer, tag, backend, torch.float32, 2)
         )
 
-    def stream(self) -> None:
-        """All tensors: sent, or received and let go."""
+    def stream(self, looked_at: bool = False) -> None:
+        """All tensors: sent, or received and let go. ``looked_at``: are they those that were sent?"""
         if self._sends:
             for tensor in self._tensors:
                 self._box.put(tensor)
             self._box.flush()
         else:
-            self._box.begin([(NUMBERS,)] * TENSORS)
-            for _ in range(TENSORS):
-                self._box.take()
+            self._box.begin([(self._numbers,)] * TENSORS)
+            for number in range(TENSORS):
+                tensor = self._box.take()
+                if looked_at and not bool((tensor == number).all()):
+                    raise RuntimeError(f"tensor {number} is not what was sent")
                 self._box.release()
         self._backend.synchronize()
 
 
-def _copies_s(card: Backend, tag: int) -> float:
+def _copies_s(card: Backend, tag: int, numbers: int) -> float:
     """The same tensors' copies, with nothing beside."""
-    host, device = card.host_buffer((NUMBERS,), torch.float32), torch.empty(NUMBERS, device=card.device)
+    host, device = card.host_buffer((numbers,), torch.float32), torch.empty(numbers, device=card.device)
     copying = card.copying()
     card.synchronize()
     begin = time.perf_counter()
@@ -143,14 +156,25 @@ def _copies_s(card: Backend, tag: int) -> float:
     return time.perf_counter() - begin
 
 
-def _job(ranks: int) -> tuple[float, float]:
+def _job(ranks: int, quick: bool) -> tuple[float, float]:
     """(median step, predicted step), seconds."""
-    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+    width, blocks, steps = (64, 2, WARM + 3) if quick else (512, 8, STEPS)
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": 11 * width // 4,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": 8,
+    }
     job = {
         "model": {"config": {"model_type": "llama", **sizes}},
         "tokenizer": {"train_vocab_size": 2048},
-        "data": {"text": ["{stdlib}/*.py"], "max_bytes": 3_000_000, "sequence_length": 256, "held_out": 0},
-        "train": {"steps": STEPS, "global_batch": 16},
+        "data": {
+            "text": ["{stdlib}/*.py"],
+            "max_bytes": 300_000 if quick else 3_000_000,
+            "sequence_length": width // 2,
+            "held_out": 0,
+        },
+        "train": {"steps": steps, "global_batch": 16},
         "checkpoint": {"every": 0},
         "plan": {"allow_idle": False, "rebalance": False},
     }

@@ -6,6 +6,9 @@ One mpirun, with a rank for every GPU and one on the processor, goes through mos
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +23,11 @@ from hetero_mpi.planning.plan import IdleRank, PipelinePlan, Plan, StagePlan
 from hetero_mpi.report.metrics import Metrics, read_metrics
 from hetero_mpi.report.past_run import read_run
 from tests.device_copies import copies_there_and_back
+from tests.long_run import LongRun
+from tests.mpi import ROOT, run_bounded
 from tests.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 from tests.stand_in_gpu import COUNTERS, THROUGH, build
+from tests.test_train_recovery import outliving_or_skip
 
 GPUS = [(backend.name, backend.index) for backend in every_device() if backend.name != "cpu"]
 REAL = bool(GPUS)
@@ -135,9 +141,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     entry("lora-again", "lora", "cards")
     entry("fp16", "fp16", "all")
     outcomes = shop.run_entries(CPU + 1, entries, timeout_s=400)
-    told = [line for line in shop.printed_errors.splitlines() if line.startswith(COUNTERS)]
-    counters = [json.loads(line.removeprefix(COUNTERS)) for line in told]
-    return Runs(directory, outcomes, {one["rank"]: one for one in counters})
+    return Runs(directory, outcomes, counters_in(shop.printed_errors))
+
+
+def counters_in(text: str) -> dict[int, dict[str, Any]]:
+    """rank -> what the stand-in's process saw, in the order of the ranks."""
+    told = [line for line in text.splitlines() if line.startswith(COUNTERS)]
+    found = {one["rank"]: one for one in (json.loads(line.removeprefix(COUNTERS)) for line in told)}
+    return dict(sorted(found.items()))
 
 
 @pytest.mark.parametrize("name", ["all", "two"])
@@ -191,6 +202,50 @@ def test_a_rank_uses_its_own_gpu_only(runs: Runs) -> None:
         own = [one == gpu for one in (0, 1)]
         assert runs.counters[gpu]["contexts"] == own and runs.counters[gpu]["seeded"] == [gpu]
     assert runs.counters[CPU]["contexts"] == [False, False] and runs.counters[CPU]["seeded"] == []
+
+
+@pytest.mark.long
+def test_the_death_of_a_gpus_rank_is_outlived(tmp_path: Path) -> None:
+    """By ``launch --recover``: the ranks that are left go on from copies in memory, with the losses of a run on the processor."""
+    outliving_or_skip()
+    job, run, steps = LongRun(tmp_path, CPU + 1, "hetero_mpi" if REAL else THROUGH[1]), tmp_path / "run", 40
+    words = ["--set", f"train.steps={steps}", "--set", "train.dtype=fp32", "--set", "checkpoint.buddy_every=2"]
+    launch = [
+        sys.executable,
+        "-m",
+        job.module,
+        "launch",
+        "-np",
+        str(job.ranks),
+        "--recover",
+        "--",
+        *job.arguments(run, *words),
+    ]
+    with job.started(launch, job.environment(), run) as running:
+        running.wait_for_steps(6)
+        running.ranks[LAST].send_signal(signal.SIGKILL)
+        assert running.end() == 0, running.text()
+    assert f"Died: rank {LAST}" in running.text()
+    alone = {"job": job.file, "run_dir": tmp_path / "alone", "set": [f"train.steps={steps}", "cluster.device=cpu"]}
+    assert job.run_entries(1, {"alone": alone})["alone"].raised == ("",)
+    ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl").steps for name in ("run", "alone"))
+    assert [step.step for step in ours] == list(range(1, steps + 1))
+    assert [step.loss for step in ours] == pytest.approx([step.loss for step in theirs], rel=10 * TOLERANCE)
+
+
+@pytest.mark.long
+def test_the_benchmark_of_gpus_runs(tmp_path: Path) -> None:
+    """Tensors arrive whole, and its job trains; its figures mean something on real GPUs only."""
+    found = tmp_path / "found.json"
+    program = [*(() if REAL else THROUGH), "benchmarks/cards.py", "--quick", "--json", str(found)]
+    result = run_bounded(
+        [sys.executable, *program], {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, 300
+    )
+    assert result.returncode == 0 and "hidden" in result.stdout, result.stdout + result.stderr
+    figures = json.loads(found.read_text())
+    assert list(figures["pieces"]) == ["card to processor", "processor to card"]
+    assert all(seconds > 0 for turns in figures["pieces"].values() for turn in turns for seconds in turn)
+    assert all(seconds > 0 for seconds in figures["job"])
 
 
 @pytest.mark.skipif(
