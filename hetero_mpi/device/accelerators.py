@@ -210,13 +210,13 @@ class RocmBackend(Accelerator):
     def count(cls) -> int:
         return super().count() if torch.version.hip else 0
 
-    def architecture(self) -> str:
+    def chip(self) -> str:
         """Such as ``gfx1100``; "" where torch does not tell."""
         return str(getattr(self._properties(), "gcnArchName", "")).split(":")[0]
 
     def dtypes(self) -> tuple[str, ...]:
         # Older ones have no bf16 products; torch says that all have.
-        native = re.match(r"gfx(908|90a|94|950|11|12)", self.architecture())
+        native = re.match(r"gfx(908|90a|94|950|11|12)", self.chip())
         return ("fp32", "bf16", "fp16") if native else ("fp32", "fp16")
 
     @classmethod
@@ -224,7 +224,7 @@ class RocmBackend(Accelerator):
         built, found = torch.cuda.get_arch_list(), {}
         for index in range(cls.count()):
             device = cls(index)
-            architecture = device.architecture()
+            architecture = device.chip()
             if built and architecture and architecture not in built:
                 found[index] = (
                     f"{device.description()} is a {architecture}, and torch {torch.__version__} has kernels for {', '.join(built)} "
