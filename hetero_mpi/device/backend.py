@@ -24,6 +24,7 @@ import torch
 from hetero_mpi.comm import pages
 from hetero_mpi.device.cgroup import cgroup_free_bytes
 from hetero_mpi.device.copying import Copying
+from hetero_mpi.device.products import has_products
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HOST = torch.device("cpu")
@@ -111,6 +112,10 @@ class Backend:
         """Compute dtypes this device can train in."""
         return ("fp32", "bf16", "fp16")
 
+    def products(self, dtype: str) -> str:
+        """The dtype in which matrices are multiplied where a job computes in ``dtype``."""
+        return dtype if self.name != "cpu" or has_products(dtype) else "fp32"
+
     def memory(self, sharing: int = 1) -> Memory:
         """Memory for one rank, now, when ``sharing`` ranks divide the device's memory among themselves."""
         return self._free_memory().divided(sharing)
@@ -187,8 +192,8 @@ class Backend:
 def best_dtype(ranks: list[tuple[str, list[str]]]) -> tuple[str, str]:
     """(compute dtype for all ranks, the reason), from each rank's (backend name, dtypes).
 
-    Accelerators decide: bf16 where all of them have it (CPUs always do), else fp16. CPUs alone compute in fp32, which most of them
-    do faster than narrow types.
+    Accelerators decide: bf16 where all of them have it, else fp16; CPUs follow, if need be with products in fp32
+    (``Backend.products``). CPUs alone compute in fp32, which most of them do faster than narrow types.
     """
     accelerators = [(rank, name, dtypes) for rank, (name, dtypes) in enumerate(ranks) if name != "cpu"]
     if not accelerators:

@@ -54,7 +54,9 @@ def key_of(content: Sequence[Any]) -> str:
 def device_key(world: World, backend: Backend, subject: Subject, repeats: int) -> str:
     """Equal keys mean: the same device of the same host, beside as many other ranks, measured for the same model shape, dtype,
     token counts and versions."""
-    device = [world.host, backend.name, backend.index, backend.description(), subject.threads, round(subject.cores, 3)]
+    products = backend.products(subject.train.dtype)
+    device = [world.host, backend.name, backend.index, backend.description(), products]
+    device += [subject.threads, round(subject.cores, 3)]
     place = [world.local_rank, world.local_size]
     rows = sampled_rows(subject.micro_batches)
     return key_of([_LAYOUT, device, place, rows, repeats, *subject_content(subject, world.library)])

@@ -42,7 +42,8 @@ class Table:
 
 def profile_key(world: World, backend: Backend, subject: Subject) -> str:
     """Equal keys mean equal devices, model shape, dtype, sequence length, micro-batches, given memory and versions. Collective."""
-    devices = world.all_gather_json([world.host, backend.name, backend.description(), subject.threads])
+    products = backend.products(subject.train.dtype)
+    devices = world.all_gather_json([world.host, backend.name, backend.description(), products, subject.threads])
     content = [devices, subject.micro_batches, subject.memory_bytes, *subject_content(subject, world.library)]
     return key_of(content)
 

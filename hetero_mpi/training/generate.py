@@ -40,7 +40,7 @@ from hetero_mpi.training.files import open_files
 from hetero_mpi.training.generate_source import Opened, Source, open_source, stop_tokens
 from hetero_mpi.training.places import active_ranks
 from hetero_mpi.training.redistribute import Parcel, distribute, parcels
-from hetero_mpi.training.setup import default_threads, open_device, share_of_cores
+from hetero_mpi.training.setup import default_threads, open_device, settle_products, share_of_cores
 from hetero_mpi.training.tested import Needs
 from hetero_mpi.training.writing import Spelling, Writer
 
@@ -112,6 +112,7 @@ def generate(world: World, options: Options) -> int:
     backend = open_device(world, cluster.device, Needs(task.source.dtype, task.source.nf4))
     cores = share_of_cores(world, backend)
     set_threads(cluster.threads if isinstance(cluster.threads, int) else default_threads(cores))
+    settle_products(world, backend, task.source.dtype)
     with world.together("reading the model's configuration"):
         chain = Chain(read_config(task.source.config))
         tuning = _tuning(task.source, chain)

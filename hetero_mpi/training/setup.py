@@ -19,6 +19,7 @@ from hetero_mpi.data.samples import Samples
 from hetero_mpi.device.accelerators import BACKENDS, open_backend, visible_devices
 from hetero_mpi.device.backend import Backend, best_dtype, own_cores, set_threads
 from hetero_mpi.device.choice import Cores, Place, cores_of, device_of, wish
+from hetero_mpi.device.products import widen_products
 from hetero_mpi.errors import UserError
 from hetero_mpi.job import Job, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
 from hetero_mpi.model.chain import Chain, language
@@ -160,8 +161,19 @@ def _with_dtype(world: World, loaded: LoadedJob, backend: Backend) -> LoadedJob:
     lacking = [f"rank {rank} ({name})" for rank, (name, dtypes) in enumerate(ranks) if wanted not in dtypes]
     if lacking:
         say(f"{', '.join(lacking)} cannot compute in {wanted} and will idle")
+    settle_products(world, backend, wanted)
     table = loaded.job.train.model_copy(update={"dtype": wanted})
     return replace(loaded, job=loaded.job.model_copy(update={"train": table}))
+
+
+def settle_products(world: World, backend: Backend, dtype: str) -> None:
+    """Multiply in ``dtype``, the job's, or in fp32 where the processor has no units for it; rank 0 says who does. Collective."""
+    products = backend.products(dtype)
+    if products != dtype:
+        widen_products(dtype)
+    others = [str(rank) for rank, used in enumerate(world.all_gather_json(products)) if used != dtype]
+    if others:
+        say(f"rank {', '.join(others)}: products are computed in fp32, since the processor has none in {dtype}")
 
 
 def open_device(world: World, job_device: str, needs: Needs) -> Backend:

@@ -1,0 +1,169 @@
+"""Products on processors without units for a narrow dtype: computed in fp32, rounded once.
+
+torch multiplies bf16 and fp16 one by one where oneDNN has no kernel for the processor, some 30 times slower than fp32. Here its
+operators are replaced for such tensors, below autograd, so that forward and backward of every model go through them; tensors stay
+narrow in memory and in messages.
+
+``torch.library.get_kernel`` would give the replaced operators back, but they then hold the interpreter's lock while they compute,
+and no message moves. So the ``out`` variants, which are not replaced, compute; what has none is replaced one level higher.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_SIDE = 2048
+"""Rows and columns that are copied to fp32 at once, 16 MB: a whole matrix of a head would take gigabytes."""
+_widened: set[torch.dtype] = set()
+_kept: list[torch.library.Library] = []
+"""Operators stay replaced for as long as their library exists."""
+
+
+def has_products(dtype: str) -> bool:
+    """Does this processor multiply matrices of a compute dtype about as fast as of fp32?"""
+    if dtype not in _NARROW:
+        return True
+    try:
+        return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{dtype}_supported")())
+    except AttributeError:  # torch was built without oneDNN
+        return False
+
+
+def widen_products(dtype: str) -> None:
+    """From now on this process computes products of ``dtype`` on its processor in fp32."""
+    _widened.add(_NARROW[dtype])
+    if _kept:
+        return
+    library = torch.library.Library("aten", "IMPL")
+    _kept.append(library)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        for name, product in {"mm": _mm, "mm.out": _mm_out, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm}.items():
+            library.impl(name, product, "CPU")
+        library.impl("_scaled_dot_product_flash_attention_for_cpu", _attention, "AutogradCPU")
+        library.impl("convolution", _Convolution.apply, "AutogradCPU")
+
+
+def _up(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in _widened else value
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return _mm_out(a, b, out=a.new_empty(a.shape[0], b.shape[1]))
+
+
+def _mm_out(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    out.resize_(a.shape[0], b.shape[1])
+    return _matrices(out, a, b, 0, 1, out)  # of an addend times 0 nothing is read
+
+
+def _addmm(added: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+    return _matrices(added, a, b, beta, alpha, a.new_empty(a.shape[0], b.shape[1]))
+
+
+def _matrices(
+    added: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, alpha: float, out: torch.Tensor
+) -> torch.Tensor:
+    """``beta * added + alpha * a @ b`` in ``out``."""
+    single = a.shape[0] == 1  # torch has its own for this, faster than fp32: a token that is generated
+    if single or a.dtype not in _widened or b.dtype is not a.dtype:
+        return torch.addmm(added, a, b, beta=beta, alpha=alpha, out=out)
+    added = added.expand(out.shape)
+    for rows in _parts(a.shape[0], _SIDE):
+        for columns in _parts(b.shape[1], _SIDE):
+            total = added[rows, columns].float()
+            for i, inner in enumerate(_parts(a.shape[1], _SIDE)):
+                factors = a[rows, inner].float(), b[inner, columns].float()
+                torch.addmm(total, *factors, beta=beta if i == 0 else 1, alpha=alpha, out=total)
+            out[rows, columns] = total
+    return out
+
+
+def _bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+    if a.dtype not in _widened or b.dtype is not a.dtype:
+        return torch.bmm(a, b, out=out)
+    for part in _batches(a, b):
+        out[part] = torch.bmm(a[part].float(), b[part].float(), out=torch.empty(0))
+    return out
+
+
+def _baddbmm(
+    added: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+    if a.dtype not in _widened or b.dtype is not a.dtype:
+        return torch.baddbmm(added, a, b, beta=beta, alpha=alpha, out=out)
+    added = added.expand(out.shape)
+    for part in _batches(a, b):
+        factors = a[part].float(), b[part].float()
+        out[part] = torch.baddbmm(added[part].float(), *factors, beta=beta, alpha=alpha, out=torch.empty(0))
+    return out
+
+
+def _batches(a: torch.Tensor, b: torch.Tensor) -> Iterator[slice]:
+    """Parts of a batch of products ``a @ b``."""
+    (batch, rows, inner), columns = a.shape, b.shape[2]
+    return _parts(batch, max(1, _SIDE * _SIDE // max(1, rows * inner, inner * columns, rows * columns)))
+
+
+def _parts(length: int, size: int) -> Iterator[slice]:
+    """At least one, also of nothing."""
+    return (slice(first, first + size) for first in range(0, max(1, length), size))
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> Any:
+    return _Attention.apply(query, key, value, dropout_p, is_causal, attn_mask, scale)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        *given, ctx.mask, ctx.scale = arguments
+        with torch._C._AutoDispatchBelowAutograd():
+            out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *map(_up, given), attn_mask=_up(ctx.mask), scale=ctx.scale
+            )
+        out = out.to(given[0].dtype)
+        ctx.save_for_backward(*given[:3], out, log_sum)
+        ctx.options = given[3:]
+        ctx.mark_non_differentiable(log_sum)
+        return out, log_sum
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+        tensors = [_up(tensor) for tensor in (gradient, *ctx.saved_tensors)]
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *tensors, *ctx.options, attn_mask=_up(ctx.mask), scale=ctx.scale
+        )
+        return *(each.to(gradient.dtype) for each in gradients), None, None, None, None
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias_sizes, ctx.how = None if bias is None else list(bias.shape), how
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.convolution(_up(x), _up(weight), _up(bias), *how).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tensors = [_up(tensor) for tensor in (gradient, *ctx.saved_tensors)]
+        wanted = list(ctx.needs_input_grad[:3])
+        gradients = torch.ops.aten.convolution_backward(*tensors, ctx.bias_sizes, *ctx.how, wanted)
+        return *(each if each is None else each.to(gradient.dtype) for each in gradients), *(None for _ in ctx.how)

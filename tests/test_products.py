@@ -1,0 +1,52 @@
+"""Processors without products in bf16 or fp16: this one, told to use AVX2 only, as torch reads when it is imported."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+
+import pytest
+
+from hetero_mpi.device import products
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.report.metrics import read_metrics
+from tests.long_run import LongRun
+from tests.mpi import run_bounded
+from tests.products_checks import ALONE, settle_products
+
+AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="only x86 can be told to use AVX2 only")
+
+
+@x86
+def test_products_in_fp32() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/products_checks.py"]
+    result = run_bounded(command, {**os.environ, **AVX2, "OMP_NUM_THREADS": "1"}, 300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert " passed" in result.stdout and "skipped" not in result.stdout, result.stdout
+
+
+@pytest.mark.skipif(not products.has_products("bf16"), reason="this processor has no products in bf16")
+def test_nothing_is_replaced_where_the_processor_has_them() -> None:
+    settle_products(ALONE, Backend(), "bf16")
+    assert not products._kept
+
+
+@x86
+@pytest.mark.long
+def test_a_job_in_bf16_says_it_and_learns_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = LongRun(tmp_path, 2)
+    plain = job.finish(tmp_path / "plain", 4, "--set", "train.dtype=bf16")
+    for name, value in AVX2.items():
+        monkeypatch.setenv(name, value)
+    narrow = job.finish(tmp_path / "narrow", 4, "--set", "train.dtype=bf16")
+    assert plain.returncode == narrow.returncode == 0, plain.stdout + plain.stderr + narrow.stdout + narrow.stderr
+    told = "rank 0, 1: products are computed in fp32, since the processor has none in bf16"
+    assert narrow.stdout.count(told) == 1
+    assert (told in plain.stdout) is not products.has_products("bf16")
+    losses = [
+        [line.loss for line in read_metrics(tmp_path / run / "metrics.jsonl").steps] for run in ("plain", "narrow")
+    ]
+    assert len(losses[1]) == 4 and losses[1] == pytest.approx(losses[0], rel=2e-3)
