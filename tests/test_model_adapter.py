@@ -12,11 +12,12 @@ from bitsandbytes.nn import Linear4bit
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
-from hetero_mpi.job import Job, load_job
+from hetero_mpi.job import Job, TrainTable, load_job
 from hetero_mpi.model.adapter_files import check_adapter, read_adapter, write_adapter
 from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.cost import model_cost
 from hetero_mpi.model.families import read_config
+from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.quantize import packed_bytes
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.tuning import Tuning, tuning_of
@@ -104,17 +105,45 @@ def test_packed_bytes_are_counted_right(double: bool) -> None:
 
 
 def test_costs_of_packed_and_adapted_blocks() -> None:
-    """A block: its matrices in NF4, two norms of 64 in bf16, adapters in fp32."""
+    """A block: its matrices in NF4, two norms of 64 and adapters in bf16."""
     tuning = tuning_of(job("nf4"), chain())
     cost = model_cost(chain(), tuning, "bf16", 16, dict.fromkeys(chain().kinds, 1.0))
     block = cost.layers[1]
     adapters = sum(spec.count for spec in tuning.specs(1, 2))
     weights = sum(spec.count for spec in chain().specs(1, 2)) - 2 * 64
     assert block.trainable_parameters == adapters
-    assert block.parameter_bytes == packed_bytes(weights, True) + 2 * 64 * 2 + adapters * 4
+    assert block.parameter_bytes == packed_bytes(weights, True) + 2 * 64 * 2 + adapters * 2
     assert block.workspace_bytes == 128 * 64 * 2
-    assert not cost.tied and cost.state_bytes_per_trainable_parameter == 12
+    assert not cost.tied and cost.state_bytes_per_trainable_parameter == 16  # masters, gradients, two moments
     assert cost.layers[0].trainable_parameters == 0
+
+
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+def test_adapters_compute_in_the_models_dtype_and_step_fp32_masters(quantization: str) -> None:
+    """In bf16: what is kept for backward holds no fp32 copy of an adapted layer's input, and small steps are not rounded away."""
+    tuning = tuning_of(job(quantization, targets=["gate_proj", "down_proj"]), chain())
+    narrow, plain = (stage(tuning, 0, chain().items, dtype) for dtype in ("bf16", "fp32"))
+    assert not plain.masters and narrow.masters.keys() == narrow.parameters.keys() == tuning.trainable.keys()
+    for name, parameter in narrow.parameters.items():
+        assert parameter.dtype == torch.bfloat16 and torch.equal(narrow.masters[name], plain.parameters[name])
+    optimizer = Optimizer(narrow, TrainTable(steps=2, global_batch=1, dtype="bf16", learning_rate=1e-6))
+    tokens, wide = torch.arange(24)[None], []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype == torch.float32 and tensor.shape[-1] == 128:  # as wide as down_proj's input
+            wide.append(tensor.shape)
+        return tensor
+
+    name, before = next((n, m.clone()) for n, m in narrow.masters.items() if ".lora_B." in n)
+    optimizer.zero()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        narrow.forward(MicroBatch(0, 0, 0, 24), tokens, tokens)
+    assert not wide
+    narrow.backward(0)
+    optimizer.step(0, 1.0)
+    after = optimizer.targets[name].detach()
+    assert after.dtype == torch.float32 and not torch.equal(after, before)
+    assert torch.equal(narrow.parameters[name], after.bfloat16())
 
 
 def test_adapter_directories_round_trip_and_are_checked(tmp_path: Path) -> None:

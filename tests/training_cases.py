@@ -371,7 +371,13 @@ def load_reference(case: Case, model_path: Path, adapter: Path | None) -> torch.
     dtype = DTYPES["fp32" if case.dtype == "fp16" else case.dtype]
     quantization = BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=dtype) if case.tuning == "nf4" else None
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, quantization_config=quantization)
-    return PeftModel.from_pretrained(model, adapter, is_trainable=True) if adapter is not None else model
+    if adapter is None:
+        return model
+    adapted = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)  # peft itself leaves adapters in fp32
+    return adapted
 
 
 def run_reference(case: Case, model_path: Path, adapter: Path | None, tokenizer: Path, text: Path) -> Reference:

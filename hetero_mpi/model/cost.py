@@ -18,8 +18,6 @@ GRADIENT_BYTES = 4
 """Gradients are added up in fp32, whatever the compute dtype."""
 ADAM_BYTES = 8
 """Two fp32 moments."""
-ADAPTER_BYTES = 4
-"""Adapters are held and trained in fp32."""
 
 
 def model_cost(
@@ -35,7 +33,7 @@ def model_cost(
     """
     tied = chain.parameters[chain.tied[1]].count if chain.tied is not None else 0
     layers = tuple(_layer_cost(chain, tuning, item, dtype, tied, activation_bytes) for item in range(chain.items))
-    master_bytes = 4 if tuning.full and dtype != "fp32" else 0
+    master_bytes = 4 if dtype != "fp32" else 0
     return ModelCost(
         model_type=chain.name,
         dtype=dtype,
@@ -56,9 +54,9 @@ def _layer_cost(
     copy = tied if head else 0
     adapters = 0 if tuning.full else sum(spec.count for spec in tuning.specs(item, item + 1))
     packed, largest = _packed(language(chain), item) if tuning.nf4 and 0 < item < chain.items - 1 else (0, 0)
-    parameter_bytes = (held - packed + copy) * BYTES[dtype] + packed_bytes(packed, tuning.double)
+    parameter_bytes = (held - packed + copy + adapters) * BYTES[dtype] + packed_bytes(packed, tuning.double)
     # The head's copy of a trained tied matrix has a gradient but neither moments nor a master of its own.
-    parameter_bytes += adapters * ADAPTER_BYTES + (copy * GRADIENT_BYTES if tuning.full else 0)
+    parameter_bytes += copy * GRADIENT_BYTES if tuning.full else 0
     return LayerCost(
         kind=kind,
         parameters=held + copy + adapters,

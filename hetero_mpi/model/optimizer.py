@@ -67,7 +67,7 @@ class Optimizer:
             self.targets = {name: torch.nn.Parameter(master) for name, master in stage.masters.items()}
             for name, parameter in stage.parameters.items():
                 _accumulate_in_fp32(stage, parameter, self.targets[name])
-            if stage.tied_head is not None:
+            if stage.tied_head is not None and stage.tied_head.requires_grad:
                 self._tied = SimpleNamespace(grad=None)
                 _accumulate_in_fp32(stage, stage.tied_head, self._tied)
         self._flat: dict[int, torch.Tensor] = {}

@@ -315,7 +315,14 @@ class Stage:
         self.model.is_loaded_in_4bit = self.tuning.nf4  # peft looks here to choose its layers for packed weights
         inject(self.model, self.tuning.adapter, modules, self.backend.device, self.seed)
         found = adapter_parameters(self.model)
-        return {spec.name: found[spec.name] for spec in self.tuning.specs(self.first, self.last)}
+        own = {spec.name: found[spec.name] for spec in self.tuning.specs(self.first, self.last)}
+        if (
+            self.dtype != torch.float32
+        ):  # else peft would bring the inputs of all adapted layers to fp32, and keep them so
+            for name, parameter in own.items():
+                self.masters[name] = parameter.data
+                parameter.data = parameter.data.to(self.dtype)
+        return own
 
     def _items_with_gradients(self) -> set[int]:
         """Items that hold something trained, be it the head's copy of a tied matrix."""

@@ -25,8 +25,6 @@ NF4_BYTES = 0.5625
 """Bytes per packed weight, scales without double quantisation included."""
 ADAPTER_SHARE = 0.01
 """Parameters of rank-16 adapters on all matrices of a block, in parts of the block's own (0.3 to 1 % in models of 1B and more)."""
-ADAPTER_STATE_BYTES = 12.0
-"""fp32 gradient and two moments."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +185,7 @@ def with_adapters(model: ModelCost, packed: bool) -> ModelCost:
             return replace(layer, trainable_parameters=0)
         own = layer.parameters - (0 if is_trained_whole(model) else layer.trainable_parameters)
         adapters = math.ceil(ADAPTER_SHARE * own) if is_trained_whole(model) else layer.trainable_parameters
-        held = math.ceil(own * (NF4_BYTES if packed else size)) + 4 * adapters
+        held = math.ceil(own * (NF4_BYTES if packed else size)) + size * adapters
         # One matrix at a time is unpacked: a third of a block at most.
         unpacked = math.ceil(size * own / 3) if packed else layer.workspace_bytes
         return replace(
@@ -199,9 +197,7 @@ def with_adapters(model: ModelCost, packed: bool) -> ModelCost:
         )
 
     layers = tuple(frozen(item, layer) for item, layer in enumerate(model.layers))
-    return replace(
-        model, layers=layers, tied=False, tied_bytes=0, state_bytes_per_trainable_parameter=ADAPTER_STATE_BYTES
-    )
+    return replace(model, layers=layers, tied=False, tied_bytes=0)
 
 
 def in_bf16(model: ModelCost) -> ModelCost:
