@@ -87,14 +87,13 @@ def _adamw(backend: Backend) -> Compared:
         (torch.float32, backend.device, backend.fused_optimizer()),
         (torch.float64, HOST, False),
     ):
-        weight = nn.Parameter(start.clone().to(device, dtype))
-        adamw = torch.optim.AdamW(
-            [weight], lr=1e-2, weight_decay=0.1, fused=fused, foreach=False if not fused else None
-        )
+        first = start.to(dtype)  # on the host: a GPU may know no fp64
+        weight = nn.Parameter(first.clone().to(device))
+        adamw = torch.optim.AdamW([weight], lr=1e-2, weight_decay=0.1, fused=fused, foreach=None if fused else False)
         for gradient in gradients:
-            weight.grad = gradient.to(device, dtype)
+            weight.grad = gradient.to(dtype).to(device)
             adamw.step()
-        sides.append({"updates": weight.detach() - start.to(device, dtype), **adamw.state[weight]})
+        sides.append({"updates": weight.detach() - first.to(device), **adamw.state[weight]})
     for name in ("updates", "exp_avg", "exp_avg_sq"):
         yield name, sides[0][name], sides[1][name]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -67,7 +68,7 @@ def failure(world: World, backend: Backend | None, needs: Needs) -> str:
 def _key(world: World, backend: Backend, needs: list[str]) -> str:
     """Equal keys mean: the same GPU, driver and builds, asked for the same."""
     builds = [torch.__version__, *(_version(name) for name in ("bitsandbytes", "transformers"))]
-    device = [world.host, backend.identity(), backend.architecture(), drivers()]
+    device = [world.host, backend.identity(), backend.architecture(), drivers(), platform.release()]
     return f"self-test-{key_of([_LAYOUT, device, builds, needs])}"
 
 
