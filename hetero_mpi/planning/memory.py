@@ -10,7 +10,7 @@ from hetero_mpi.planning.cost import ModelCost
 from hetero_mpi.planning.plan import HostMemory, PipelinePlan, Plan, RankMemory, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
-from hetero_mpi.planning.schedule import Action, Op, Schedule, schedule_of, stages
+from hetero_mpi.planning.schedule import Action, Op, schedule_of, stages
 
 STAGING_BUFFERS = 2
 """Host buffers per boundary and direction: one in transfer while the other is filled or read."""
@@ -129,21 +129,15 @@ def with_copies(profile: ClusterProfile, request: PlanRequest) -> ClusterProfile
     return replace(profile, model=replace(profile.model, state_bytes_per_trainable_parameter=state))
 
 
-def predict_memory(
-    plan: Plan, profile: ClusterProfile, reserve: float = 0.0, schedule: Schedule | None = None
-) -> tuple[RankMemory, ...]:
-    """Peak against usable bytes of every rank that holds a stage, in rank order. ``schedule``: the plan's by default."""
+def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[RankMemory, ...]:
+    """Peak against usable bytes of every rank that holds a stage, in rank order."""
     peaks: dict[int, int] = {}
-    for number, index, stage in stages(plan):
+    for _, index, stage in stages(plan):
         tokens = plan.pipelines[index].size(0) * plan.sequence_length
         for rank in stage.ranks:
-            if schedule is not None:
-                held = holdings([action for action in schedule[rank] if action.stage == number])
-            else:
-                held = stage_holdings(plan.pipelines[index], stage, profile.model)
             needs = (
                 stage_memory(profile.model, stage.first, stage.last, tokens, flying, stage.recompute, deferred).total
-                for flying, deferred in held
+                for flying, deferred in stage_holdings(plan.pipelines[index], stage, profile.model)
             )
             peaks[rank] = peaks.get(rank, 0) + max(needs)
     return tuple(

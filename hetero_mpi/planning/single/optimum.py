@@ -85,8 +85,6 @@ class Optimum:
     """What was found."""
 
     best: Candidate | None
-    bound_s: float
-    """Of every split, where all orders were looked at."""
     space: Space
     """What ``best`` is a choice from: the classes that its order speaks of."""
 
@@ -127,7 +125,7 @@ def optimise(space: Space) -> Optimum:
     orders = all_orders(calm.sizes, calm.shortest, calm.longest)
     found = _among(orders, calm) if orders is not None else _along_lines(calm)
     if found.best is None:
-        return Optimum(None, math.inf, space)
+        return Optimum(None, space)
     return _settled(found.best, calm, space.profile)
 
 
@@ -140,7 +138,7 @@ def _among(orders: list[Order], space: Space) -> Optimum:
     )
     roots = [root for root in roots if root[0] < math.inf]
     if not roots:
-        return Optimum(None, math.inf, space)
+        return Optimum(None, space)
     best: Candidate | None = None
     effort = Effort(DEEPEN_EFFORT)
     for bound_s, _, choice, order in roots[:SEEDS]:
@@ -155,7 +153,7 @@ def _among(orders: list[Order], space: Space) -> Optimum:
     deeper = with_room(deepen(best, _bound_of(best, space), effort), space, effort)
     deeper = shifted(deeper, Effort(LINE_EFFORT))
     best = deeper if deeper.beats(best) else best
-    return Optimum(_with_more_ranks(best, space), roots[0][0], space)
+    return Optimum(_with_more_ranks(best, space), space)
 
 
 def _along_lines(space: Space) -> Optimum:
@@ -164,7 +162,7 @@ def _along_lines(space: Space) -> Optimum:
     bounds = {(choice, order): space.outlooks[choice].bound_s(order) for _, choice, order in along[:KEPT_ORDERS]}
     chosen = sorted((bound_s, choice, order) for (choice, order), bound_s in bounds.items() if bound_s < math.inf)
     if not chosen:
-        return Optimum(None, math.inf, space)
+        return Optimum(None, space)
     _, choice, order = chosen[0]
     outlook = space.outlooks[choice]
     starts = [other for _, of, other in chosen[:STARTS] if of == choice]
@@ -179,14 +177,14 @@ def _along_lines(space: Space) -> Optimum:
             effort.spend(seed)
             seed = with_room(deepen(seed, bound_s, effort), space, effort)
             best = seed if seed.beats(best) else best
-    return Optimum(best, chosen[0][0], space)
+    return Optimum(best, space)
 
 
 def _settled(best: Candidate, calm: Space, profile: ClusterProfile) -> Optimum:
     """``best``, found among ranks made equal, with every rank's own figures: cut anew and simulated."""
     candidate, space = on_ranks(best.instance.ranks(best.order), best, replace(calm, profile=profile))
     assert candidate.step_s < math.inf, "the ranks made equal had the least memory of all of them"
-    return Optimum(candidate, _bound_of(candidate, space), space)
+    return Optimum(candidate, space)
 
 
 def on_ranks(ranks: tuple[int, ...], like: Candidate, space: Space, most: int = LINE_EFFORT) -> tuple[Candidate, Space]:

@@ -92,7 +92,7 @@ def rescued(space: Space) -> Optimum | None:
     depths = None if instance.request.schedule != "auto" else (0,) * len(order)
     seed = evaluate(instance, order, cuts, depths)
     best, own = on_ranks(instance.ranks(order), seed, Space(space.profile, space.request, calm.classes))
-    return Optimum(best, 0.0, own) if best.step_s < math.inf else None
+    return Optimum(best, own) if best.step_s < math.inf else None
 
 
 def few_classes(space: Space) -> Space:
