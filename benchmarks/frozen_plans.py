@@ -11,7 +11,7 @@ last item (exclusive), warm-up and recompute.
 Each cluster is planned anew. Both plans are timed by the present simulator: the ratio is the new plan's step time over the frozen
 one's, exactly 1 where the planner decides the same. What the frozen plan took by the simulator of its day is compared as well.
 
-``--most N``: only clusters of at most N devices (12: some minutes; all: half an hour of one core). ``--freeze``: plans the clusters
+``--most N``: only clusters of at most N devices (all: some four minutes of one idle core). ``--freeze``: plans the clusters
 that the file lacks and appends them; nothing else. ``--check``: no plan is slower by more than 2 %, and none on average.
 """
 
