@@ -130,7 +130,7 @@ def test_adapters_compute_in_the_models_dtype_and_step_fp32_masters(quantization
     tokens, wide = torch.arange(24)[None], []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype == torch.float32 and tensor.shape[-1] == 128:  # as wide as down_proj's input
+        if tensor.dtype == torch.float32 and tensor.shape[-1:] == (128,):  # as wide as down_proj's input
             wide.append(tensor.shape)
         return tensor
 
