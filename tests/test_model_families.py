@@ -14,10 +14,12 @@ from transformers.integrations import sdpa_attention
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
+from hetero_mpi.job import AdapterTable
 from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.families import read_config
 from hetero_mpi.model.files import ModelFiles
 from hetero_mpi.model.stage import IGNORED, MicroBatch, Stage
+from hetero_mpi.model.tuning import adapter_tuning
 from hetero_mpi.model.weights import FileStart, SeededStart, Start
 
 BLOCKS = 4
@@ -175,6 +177,27 @@ def test_keys_are_repeated_where_attention_would_else_keep_all_scores(
     expected = gradients(whole, chain)
     for name, gradient in gradients([stage], chain).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dropout, adapter_dropout", [(0.0, None), (0.1, None), (0.0, 0.0), (0.0, 0.1)])
+def test_recomputing_keeps_states_of_random_numbers_only_where_some_are_drawn(
+    monkeypatch: pytest.MonkeyPatch, dropout: float, adapter_dropout: float | None
+) -> None:
+    chain = Chain(read_config({**keys("llama", False), "attention_dropout": dropout}))
+    tuning = None
+    if adapter_dropout is not None:
+        tuning = adapter_tuning(chain, AdapterTable(method="lora", rank=2, dropout=adapter_dropout), False, False)
+    kept, once = (
+        Stage(chain, 0, chain.items, Backend(), "fp32", SeededStart(0), tuning=tuning, recompute=recompute)
+        for recompute in (False, True)
+    )
+    loss, states, state_of = run_stages([kept]), [], torch.get_rng_state
+    monkeypatch.setattr(torch, "get_rng_state", lambda: states.append(1) or state_of())  # type: ignore[func-returns-value]
+    assert run_stages([once]) == loss
+    assert bool(states) is (dropout > 0 or bool(adapter_dropout))
+    expected = gradients([kept], chain)
+    for name, gradient in gradients([once], chain).items():
+        assert torch.equal(gradient, expected[name]), name
 
 
 @EVERY_FAMILY

@@ -165,10 +165,13 @@ class Chain(ItemChain):
         restore_buffers(model, device)
 
     def recompute(self, model: nn.Module, enabled: bool) -> None:
-        """By transformers' own checkpointing, of blocks; later versions call it that of activations."""
+        """By transformers' own checkpointing, of blocks; later versions call it that of activations. States of random numbers are
+        kept only where some are drawn."""
         kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
         if enabled:
-            getattr(model, f"{kind}_checkpointing_enable")({"use_reentrant": False})
+            getattr(model, f"{kind}_checkpointing_enable")(
+                {"use_reentrant": False, "preserve_rng_state": uses_dropout(model)}
+            )
         else:
             getattr(model, f"{kind}_checkpointing_disable")()
 
