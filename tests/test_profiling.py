@@ -218,6 +218,28 @@ def test_token_counts_without_memory_are_left_out(subject: Subject, monkeypatch:
         DeviceBenchmark(subject, Backend(), 1).run("today")
 
 
+def test_a_device_whose_first_pass_takes_too_long_is_timed_once(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = DeviceBenchmark(replace(subject, micro_batches=(1,)), Backend(), 1).run("today")
+    passes, forward = [], Bench.forward
+
+    def counted(self: Bench, rows: int, index: int = 0) -> Any:
+        passes.append(rows)
+        return forward(self, rows, index)
+
+    monkeypatch.setattr(bench.Bench, "forward", counted)
+    monkeypatch.setattr(device, "_TOO_LONG_S", 0.0)
+    slow = DeviceBenchmark(subject, Backend(), 5)
+    times = slow.run("today")
+    assert passes == [1, 1], "the front and the back of the chain, once each"
+    assert times.slow_s > 0 == whole.slow_s and times.rows == (1,) and slow.run_alone() == {}
+    for layer in times.layers.values():
+        assert layer.forward_s.tokens == layer.backward_s.tokens == (SEQUENCE,)
+        assert layer.recompute_s is layer.input_s is layer.weight_s is None
+    assert times.activation_bytes == whole.activation_bytes and times.optimizer_s_per_parameter > 0
+
+
 def test_times_of_ranks_that_share_cores_are_stretched_by_their_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = {"wall": 0.0, "core": 0.0}
     fake = SimpleNamespace(perf_counter=lambda: clocks["wall"], thread_time=lambda: clocks["core"])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -44,12 +45,15 @@ class Bench:
         )
         self.clock = ItemClock(self.stage)
         self.optimizer = Optimizer(self.stage, train)
+        self._kept: dict[int, tuple[int, int]] | None = None
+        """While activations are counted: address of a storage -> (item, bytes)."""
 
     def forward(self, rows: int, index: int = 0) -> tuple[Seconds, float]:
         """Micro-batch ``index`` of ``rows`` sequences: seconds of every item, seconds outside of them."""
         x, targets, _ = self._inputs(rows)
         position = MicroBatch(index, 0, 0, rows * self.subject.sequence_length)
-        return self.clock.forward(lambda: self.stage.forward(position, x, targets))[1:]
+        with self._counted():
+            return self.clock.forward(lambda: self.stage.forward(position, x, targets))[1:]
 
     def backward(self, rows: int) -> tuple[Seconds, float]:
         """Of micro-batch 0, likewise."""
@@ -69,11 +73,23 @@ class Bench:
         """Whether backward repeats the forward of blocks from now on."""
         self.subject.chain.recompute(self.stage.model, enabled)
 
-    def activation_bytes(self, rows: int) -> dict[int, int]:
-        """Item -> bytes that autograd keeps from forward to backward; parameters are not counted, a storage that several items
-        keep counts for the first."""
+    def activation_bytes(self, run: Callable[[], object]) -> dict[int, int]:
+        """Item -> bytes that autograd keeps from forward to backward of the micro-batch that ``run`` passes; parameters are not
+        counted, a storage that several items keep counts for the first."""
+        kept = self._kept = {}
+        run()
+        self._kept = None
+        items = range(self.stage.first, self.stage.last)
+        return {item: sum(size for holder, size in kept.values() if holder == item) for item in items}
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """A forward; what it keeps is noted where that is asked for."""
+        kept = self._kept
+        if kept is None:
+            yield
+            return
         own = {p.untyped_storage().data_ptr() for p in self.stage.model.parameters() if p.device.type != "meta"}
-        kept: dict[int, tuple[int, int]] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
@@ -83,10 +99,7 @@ class Bench:
 
         self.clock.current = self.stage.first
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            self.forward(rows)
-        self.backward(rows)
-        items = range(self.stage.first, self.stage.last)
-        return {item: sum(size for holder, size in kept.values() if holder == item) for item in items}
+            yield
 
     def deferred_bytes(self, rows: int) -> dict[int, int]:
         """Item -> bytes kept from the input part of backward to the weight part."""
@@ -98,19 +111,20 @@ class Bench:
         self.backward_weights(0)
         return sizes
 
-    def optimizer_step(self, rows: int) -> tuple[int, float]:
+    def optimizer_step(self, rows: int, once: bool) -> tuple[int, float]:
         """(parameters, seconds) of norm, clipping and AdamW after a micro-batch: in a run, a whole step lies between two of them,
-        so that the moments come from memory and not from a cache."""
+        so that the moments come from memory and not from a cache. ``once``: on the gradients that are there, and no more."""
         parameters = sum(target.numel() for target in self.optimizer.targets.values())
         waste = torch.zeros(CACHE_BYTES, dtype=torch.uint8) if self.backend.name == "cpu" else None
         seconds = []
-        for step in range(_OPTIMIZER_STEPS if parameters else 0):
+        for step in range((1 if once else _OPTIMIZER_STEPS) if parameters else 0):
             if waste is not None:
                 waste.add_(1)
-            self.forward(rows)
-            self.backward(rows)
+            if not once:
+                self.forward(rows)
+                self.backward(rows)
             seconds.append(self._seconds(lambda step=step: self._step(step)))  # type: ignore[misc]
-        return parameters, statistics.median(seconds[1:]) if seconds else 0.0
+        return parameters, statistics.median(seconds[1:] or seconds or [0.0])
 
     def _step(self, step: int) -> None:
         self.optimizer.squared_norms()

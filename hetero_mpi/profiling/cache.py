@@ -25,7 +25,7 @@ from hetero_mpi.planning.profile_rules import number_problems
 from hetero_mpi.profiling.device import DeviceTimes
 from hetero_mpi.profiling.subject import Subject, sampled_rows
 
-_LAYOUT = 1
+_LAYOUT = 2
 """Changes with what ``DeviceTimes`` holds or how it is measured."""
 
 

@@ -275,7 +275,13 @@ def _notes(devices: Sequence[DeviceProfile], tables: Sequence[Table], subject: S
     for date in sorted({table.times.measured for table in tables if table.kept}):
         ranks = [rank for rank, table in enumerate(tables) if table.kept and table.times.measured == date]
         notes.append(f"device times of rank {', '.join(map(str, ranks))} were measured {date}; links and memory anew")
-    short = [rank for rank, table in enumerate(tables) if len(table.times.rows) < len(rows)]
+    for rank, table in enumerate(tables):
+        if table.times.slow_s:
+            notes.append(
+                f"rank {rank}: the smallest micro-batch took {units.seconds(table.times.slow_s)}, so it was timed once and nothing "
+                f"else was; give the rank more cores, lower [data] sequence_length, or leave it out"
+            )
+    short = [rank for rank, table in enumerate(tables) if len(table.times.rows) < len(rows) and not table.times.slow_s]
     if short:
         notes.append(
             f"rank {', '.join(map(str, short))}: larger micro-batches took too long or too much memory to time"

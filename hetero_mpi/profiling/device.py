@@ -29,7 +29,8 @@ _FEW = 2
 _LONG_ENOUGH_S = 1.0
 """So long the repetitions at one token count take at most (one at least, after one that warms up)."""
 _TOO_LONG_S = 20.0
-"""A token count is left out where one repetition would take longer than this."""
+"""A token count is left out where one repetition would take longer than this. Where the first pass of all does, its times are
+taken, and nothing else of this group is measured: a device as slow as that gets layers only for its memory."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class DeviceTimes:
     copy_latency_s: float
     device_to_host_bytes_per_s: float
     host_to_device_bytes_per_s: float
+    slow_s: float = 0.0
+    """The longest first pass, where it was too long to time more; else 0."""
 
 
 class DeviceBenchmark:
@@ -71,6 +74,7 @@ class DeviceBenchmark:
         self.groups = item_groups(self.chain.kinds, cold_by_itself(subject))
         self._activations: dict[str, float] = {}
         self._deferred: dict[str, float] = {}
+        self._slow_s = 0.0
 
     def run(self, today: str) -> DeviceTimes:
         """Measure everything but ``alone``; a few seconds for small models.
@@ -82,9 +86,10 @@ class DeviceBenchmark:
         steps = []
         with self._shortage_explained():
             for group in self.groups:
-                steps += self._measure(group, samples)
+                measured, slow = self._measure(group, samples)
+                steps += measured
                 self.backend.free_unused()
-                if self.subject.tuning.full:
+                if self.subject.tuning.full and not slow:
                     self._measure_split(group, samples)
                     self.backend.free_unused()
             stretch = crowd.stretch()
@@ -103,11 +108,15 @@ class DeviceBenchmark:
             copy_latency_s=latency_s,
             device_to_host_bytes_per_s=out,
             host_to_device_bytes_per_s=back,
+            slow_s=self._slow_s,
         )
 
     def run_alone(self) -> dict[str, LayerTimes]:
-        """Forward and backward once more, for when the other ranks of this host are still. Raises: as ``run``."""
+        """Forward and backward once more, for when the other ranks of this host are still; nothing of a slow device. Raises: as
+        ``run``."""
         samples = Samples()
+        if self._slow_s:
+            return {}
         with self._shortage_explained():
             for group in self.groups:
                 benches = [Bench(self.subject, self.backend, *items) for items in group]
@@ -129,17 +138,31 @@ class DeviceBenchmark:
                 f"this rank out"
             ) from error
 
-    def _measure(self, group: Sequence[tuple[int, int]], samples: Samples) -> list[tuple[int, float]]:
-        """Fill ``samples``; returns (parameters, seconds of an optimizer step) of each stage."""
+    def _measure(self, group: Sequence[tuple[int, int]], samples: Samples) -> tuple[list[tuple[int, float]], bool]:
+        """Fill ``samples``; returns (parameters, seconds of an optimizer step) of each stage, and whether a pass takes too long."""
         benches = [Bench(self.subject, self.backend, *items) for items in group]
-        self._count_by_count(self.repeats, samples, benches, self._pass)
+        first, first_s = self._first_pass(benches)
+        if first_s > _TOO_LONG_S and self.backend.name != "cpu":  # a GPU's kernels may have been made meanwhile
+            first, first_s = self._first_pass(benches)
+        slow = first_s > _TOO_LONG_S
+        if slow:
+            self._slow_s = max(self._slow_s, first_s)
+            samples.update(first)
+        else:
+            self._count_by_count(self.repeats, samples, benches, self._pass)
+            for bench in benches:
+                bench.recompute(True)
+            self._count_by_count(self.few, samples, benches, partial(self._pass, part=Part.RECOMPUTE))
+            for bench in benches:
+                bench.recompute(False)
+        return [bench.optimizer_step(self.rows[0], once=slow) for bench in benches], slow
+
+    def _first_pass(self, benches: Sequence[Bench]) -> tuple[Samples, float]:
+        """The smallest micro-batch once, its activations noted: its times, and the seconds of all."""
+        first, begin = Samples(), time.perf_counter()
         for bench in benches:
-            bench.recompute(True)
-        self._count_by_count(self.few, samples, benches, partial(self._pass, part=Part.RECOMPUTE))
-        for bench in benches:
-            bench.recompute(False)
-            self._note(self._activations, bench.activation_bytes(self.rows[0]))
-        return [bench.optimizer_step(self.rows[0]) for bench in benches]
+            self._note(self._activations, bench.activation_bytes(partial(self._pass, [bench], self.rows[0], first)))
+        return first, time.perf_counter() - begin
 
     def _measure_split(self, group: Sequence[tuple[int, int]], samples: Samples) -> None:
         """The same for backward in two parts, which every stage of a pipeline but the first may do."""

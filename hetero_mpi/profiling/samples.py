@@ -35,6 +35,13 @@ class Samples:
         """A stage (by its first item) spent so long outside of its items."""
         self._overheads[part, stage, rows].append(seconds)
 
+    def update(self, others: Samples) -> None:
+        """Take what others have timed."""
+        for key, seconds in others._items.items():
+            self._items[key] += seconds
+        for stage, seconds in others._overheads.items():
+            self._overheads[stage] += seconds
+
     def has(self, rows: int) -> bool:
         """Was anything timed with so many sequences?"""
         return any(known == rows for _, _, known in self._items)
