@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
 import os
 import platform
 import re
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch.nn.attention import SDPBackend
 
+from hetero_mpi.comm import pages
 from hetero_mpi.device.backend import Backend, Mark, Memory, gigabytes, host_memory, processor_name
 from hetero_mpi.device.copying import Copying, StreamCopying
 from hetero_mpi.errors import UserError
 
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # CUDA's own order is by speed; nvidia-smi numbers them so
+
+_LOG = logging.getLogger(__name__)
 
 
 class Accelerator(Backend):
@@ -25,6 +33,8 @@ class Accelerator(Backend):
 
     visibility: tuple[str, ...] = ()
     """Environment variables that choose which devices a process sees."""
+    _refused = False
+    """Has the driver refused to pin memory? That is told once."""
 
     @classmethod
     def module(cls) -> Any:
@@ -112,7 +122,34 @@ class Accelerator(Backend):
         self.module().empty_cache()  # other ranks and programs may need it
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+        # torch rounds pinned blocks up to a power of two and never returns them; XPU has no other way to pin.
+        if math.prod(shape) * dtype.itemsize < pages.SMALLEST_BYTES or not hasattr(self.module(), "cudart"):
+            return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+        return super().host_buffer(shape, dtype)
+
+    def _pin(self, memory: np.ndarray) -> None:
+        address = memory.ctypes.data
+        with self.module().device(self.device):  # without a device of its own the call would open a context on device 0
+            error = int(self.module().cudart().cudaHostRegister(address, memory.nbytes, 0))
+            if error == 0:
+                weakref.finalize(memory, self._unpin, address).atexit = False
+                return
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the error waits for the next kernel of this thread, which would raise it
+                torch.ones(1, device=self.device)
+        if not self._refused:
+            _LOG.warning(
+                "%s of host memory could not be pinned (error %d of cudaHostRegister): copies between %s and it take longer",
+                gigabytes(memory.nbytes),
+                error,
+                self.device,
+            )
+        self._refused = True
+
+    def _unpin(self, address: int) -> None:
+        with self.module().device(self.device):
+            self.module().cudart().cudaHostUnregister(address)
 
     def shares_keys(self, dtype: torch.dtype) -> bool:
         # Without flash attention (CUDA below 8.0, fp32 everywhere, many of AMD's GPUs) torch has a kernel that keeps no scores of

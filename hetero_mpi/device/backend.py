@@ -178,11 +178,15 @@ class Backend:
         memory = pages.empty(math.prod(shape) * dtype.itemsize)
         if memory.size == 0:  # torch cannot view nothing as another type
             return torch.empty(tuple(shape), dtype=dtype)
+        self._pin(memory)
         return torch.from_numpy(memory).view(dtype).view(tuple(shape))
 
     def shares_keys(self, dtype: torch.dtype) -> bool:
         """Should attention be given keys and values that several heads share as they are? Else they are repeated before."""
         return True
+
+    def _pin(self, memory: np.ndarray) -> None:
+        """Let the device copy by itself from and to ``memory``, as long as that lives."""
 
     def fused_optimizer(self) -> bool:
         """Does torch's AdamW have a fused kernel here?"""

@@ -66,28 +66,27 @@ Live = Callable[["Parcel"], torch.Tensor]
 
 
 class Snapshot:
-    """This rank's tensors at one moment, in host memory."""
+    """This rank's tensors (fp32) at one moment, in one block of host memory.
+
+    Attributes:
+        flat: the block.
+        views: (kind, name) -> a tensor in it.
+    """
 
     def __init__(self, own: Iterable[Parcel], backend: Backend) -> None:
         self._own, self._backend = list(own), backend
-        self._copies = {
-            (parcel.kind, parcel.name): backend.host_buffer(parcel.shape, parcel.dtype) for parcel in self._own
-        }
-
-    @property
-    def bytes(self) -> int:
-        """Host memory of all copies."""
-        return sum(copy.nbytes for copy in self._copies.values())
+        self.flat = backend.host_buffer((numbers(self._own),), torch.float32)
+        self.views = views(self.flat, self._own)
 
     @torch.no_grad()
     def take(self, live: Live) -> None:
         """Copy everything, into the buffers of the last time."""
         for parcel in self._own:
-            self._copies[parcel.kind, parcel.name].copy_(live(parcel), non_blocking=True)
+            self.views[parcel.kind, parcel.name].copy_(live(parcel), non_blocking=True)
         self._backend.synchronize()
 
     def __call__(self, parcel: Parcel) -> torch.Tensor:
-        return self._copies[parcel.kind, parcel.name]
+        return self.views[parcel.kind, parcel.name]
 
 
 @dataclass(frozen=True)
@@ -132,8 +131,8 @@ class Saver:
         self.world, self.backend, self.live, self.directory, self.table = world, backend, live, directory, table
         self.newest: Path | None = None
         # The transport is of the active ranks only, which are numbered anew there.
-        numbers = list(world.numbers or range(world.size))
-        self._listed = [replace(parcel, owner=numbers.index(parcel.owner)) for parcel in listed]
+        active = list(world.numbers or range(world.size))
+        self._listed = [replace(parcel, owner=active.index(parcel.owner)) for parcel in listed]
         self._transport: Transport = MpiTransport(world.comm, threaded=False)
         self._buffers: list[NDArray[np.uint8]] = []
         self._snapshot: Snapshot | None = None
@@ -173,7 +172,7 @@ class Saver:
         task = _Task(path, metadata, self._snapshot, begin)
         self._thread = threading.Thread(target=self._work, args=(task,), name="checkpoint", daemon=True)
         self._thread.start()
-        _LOG.info("step %d: snapshot of %d bytes in %.6f s", step, self._snapshot.bytes, copied_s)
+        _LOG.info("step %d: snapshot of %d bytes in %.6f s", step, self._snapshot.flat.nbytes, copied_s)
         return path
 
     def finish(self) -> float:
@@ -213,11 +212,7 @@ class Saver:
         """Is there memory for snapshots? Decided by all ranks at the first checkpoint, when everything else is there."""
         self._decided = True
         world = self.world
-        needed = sum(
-            math.prod(parcel.shape) * parcel.dtype.itemsize
-            for parcel in self._listed
-            if parcel.owner == self.world.rank
-        )
+        needed = 4 * numbers(parcel for parcel in self._listed if parcel.owner == self.world.rank)
         free = Backend().memory(world.local_size).usable_bytes
         lacking = [
             f"rank {number} would need {units.size(needs)} and has {units.size(has)} free"
@@ -316,6 +311,21 @@ class Saver:
                 self.world.activity.marks += 1
         while under_way:
             self._transport.wait(under_way.popleft())
+
+
+def numbers(listed: Iterable[Parcel]) -> int:
+    """How many the parcels hold together."""
+    return sum(math.prod(parcel.shape) for parcel in listed)
+
+
+def views(flat: torch.Tensor, listed: Iterable[Parcel]) -> dict[tuple[str, str], torch.Tensor]:
+    """(kind, name) -> where a parcel's numbers lie in a block that holds one after the other."""
+    found, begin = {}, 0
+    for parcel in listed:
+        end = begin + math.prod(parcel.shape)
+        found[parcel.kind, parcel.name] = flat[begin:end].view(parcel.shape)
+        begin = end
+    return found
 
 
 def flat_pieces(parcel: Parcel, values: Live) -> Iterator[NDArray[np.float32]]:

@@ -39,6 +39,7 @@ from hetero_mpi.comm.world import CollectiveUserError
 from hetero_mpi.device.backend import Backend, host_bytes
 from hetero_mpi.report import units
 from hetero_mpi.report.logs import say
+from hetero_mpi.training.background import Snapshot, numbers, views
 from hetero_mpi.training.copies import Copies, Costs, Generation, buddies, steps_between
 from hetero_mpi.training.redistribute import Parcel, parcels
 from hetero_mpi.training.saving import KINDS, live_state
@@ -62,11 +63,10 @@ class _Slot:
     """Host memory for one generation, made once: the own part in one piece, and those of the wards."""
 
     def __init__(self, own: Sequence[Parcel], wards: dict[int, list[Parcel]], backend: Backend) -> None:
-        self.own = backend.host_buffer((_numbers(own),), torch.float32)
-        self.wards = {rank: torch.empty(_numbers(listed), dtype=torch.float32) for rank, listed in wards.items()}
-        self.own_views = _views(self.own, own)
+        self.own = Snapshot(own, backend)
+        self.wards = {rank: torch.empty(numbers(listed), dtype=torch.float32) for rank, listed in wards.items()}
         self.ward_views = {
-            key: view for rank, listed in wards.items() for key, view in _views(self.wards[rank], listed).items()
+            key: view for rank, listed in wards.items() for key, view in views(self.wards[rank], listed).items()
         }
 
 
@@ -99,12 +99,11 @@ class Buddies:
         self._generations = GENERATIONS if self._in_memory else 1
         self.world, self.trainer, self.copies, self._fixed = world, trainer, copies, every
         self.every: int | None = every
-        numbers = list(world.numbers or range(world.size))
+        active = list(world.numbers or range(world.size))
         listed = [
-            replace(parcel, owner=numbers.index(parcel.owner))
-            for parcel in parcels(trainer.tuning, trainer.plan, KINDS)
+            replace(parcel, owner=active.index(parcel.owner)) for parcel in parcels(trainer.tuning, trainer.plan, KINDS)
         ]
-        sizes = [4 * _numbers([p for p in listed if p.owner == rank]) for rank in range(world.size)]
+        sizes = [4 * numbers(p for p in listed if p.owner == rank) for rank in range(world.size)]
         self.buddy_of = buddies(sizes, world.hosts)
         self._own = [parcel for parcel in listed if parcel.owner == world.rank]
         self._wards = {
@@ -222,14 +221,10 @@ class Buddies:
         """
         slot = self._slots[0]
         self._slots.rotate(-1)
-        live = live_state(self.trainer)
-        with torch.no_grad():
-            for parcel in self._own:
-                slot.own_views[parcel.kind, parcel.name].copy_(live(parcel), non_blocking=True)
-        self.trainer.backend.synchronize()
+        slot.own.take(live_state(self.trainer))
         scale = self.trainer.loss_scale
         said = {**books.to_dict(), "loss_scale": [scale.value, scale.good_steps]}
-        generation = Generation(books.state.step, said, dict(slot.own_views), self._items(self._own))
+        generation = Generation(books.state.step, said, dict(slot.own.views), self._items(self._own))
         self._new.append(generation)
         self.copies.generations.append(generation)
         self._taken = generation.step
@@ -267,7 +262,7 @@ class Buddies:
         ]
         leaving: deque[Request] = deque()
         buddy = self.buddy_of.get(self.world.rank)
-        for piece in _cut(slot.own) if buddy is not None else ():
+        for piece in _cut(slot.own.flat) if buddy is not None else ():
             if len(leaving) == _SENDS_AHEAD:
                 self._transport.wait(leaving.popleft())
             leaving.append(self._transport.send(buddy, _TAG, piece))  # type: ignore[arg-type]
@@ -311,19 +306,6 @@ class Buddies:
     def _held(self, sizes: Sequence[int]) -> list[int]:
         """Bytes of one generation on each rank: its own part and those of its wards."""
         return [size + sum(sizes[w] for w, b in self.buddy_of.items() if b == r) for r, size in enumerate(sizes)]
-
-
-def _numbers(listed: Sequence[Parcel]) -> int:
-    return sum(math.prod(parcel.shape) for parcel in listed)
-
-
-def _views(flat: torch.Tensor, listed: Sequence[Parcel]) -> dict[tuple[str, str], torch.Tensor]:
-    views, begin = {}, 0
-    for parcel in listed:
-        end = begin + math.prod(parcel.shape)
-        views[parcel.kind, parcel.name] = flat[begin:end].view(parcel.shape)
-        begin = end
-    return views
 
 
 def _cut(flat: torch.Tensor) -> Iterator[NDArray[np.uint8]]:

@@ -59,6 +59,7 @@ def main() -> int:
         "operators": module.device.operators(),
         "seeded": sorted({index for index, _ in module.seeded}),
         "pinned_bytes": module.device.pinned_bytes(),
+        "most_registered_bytes": module.device.most_registered_bytes(),
         "peak_bytes": [module.device.peak(index) for index in range(module.device.DEVICES)],
     }
     print(COUNTERS + json.dumps(counters), file=sys.stderr, flush=True)

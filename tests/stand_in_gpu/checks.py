@@ -32,6 +32,8 @@ from hetero_mpi.planning.schedule import Op
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
 from hetero_mpi.profiling.hosts import measure_memory
 from hetero_mpi.profiling.subject import Subject
+from hetero_mpi.training.background import Snapshot
+from hetero_mpi.training.redistribute import Parcel
 from tests.device_copies import copies_there_and_back
 from tests.stand_in_gpu import backend, module
 from tests.stand_in_gpu.backend import StandIn
@@ -369,6 +371,62 @@ def test_results_and_copies_of_the_stand_in_are_late(standin: Any, gpu: Backend)
         standin.set_delays(0.0, 0.0)
     with pytest.raises(RuntimeError, match=r"host tensor|same device"):
         torch.add(there, torch.ones(16))
+
+
+LARGE = ((5 << 20) + 4) // 4
+"""Numbers of a block that no power of two fits."""
+
+
+def test_large_host_buffers_are_as_large_as_asked_and_given_back(standin: Any, gpu: Backend) -> None:
+    before, rounded = standin.registered_bytes(), standin.pinned_bytes()
+    buffer = gpu.host_buffer((LARGE,), torch.float32)
+    assert standin.registered_bytes() - before == buffer.nbytes == 4 * LARGE
+    view = buffer[7:9]
+    del buffer
+    assert standin.registered_bytes() > before, "a view of it lives"
+    del view
+    assert standin.registered_bytes() == before and standin.pinned_bytes() == rounded
+
+
+def test_copies_of_large_host_buffers_run_beside(standin: Any, gpu: Backend) -> None:
+    host, there = gpu.host_buffer((LARGE,), torch.float32), torch.zeros(LARGE, device=gpu.device)
+    host.fill_(1.0)
+    standin.set_delays(0.2, 0.0)
+    copied = gpu.copying().copy(there, host)
+    assert not copied.done()
+    copied.wait()
+    assert there.sum().item() == LARGE
+
+
+def test_memory_that_the_driver_does_not_pin_is_copied_all_the_same(
+    standin: Any, gpu: Backend, caplog: pytest.LogCaptureFixture
+) -> None:
+    standin.set_register_limit(0)
+    try:
+        buffers = [gpu.host_buffer((LARGE,), torch.float32) for _ in range(2)]
+    finally:
+        standin.set_register_limit(1 << 60)
+    there = torch.ones(LARGE, device=gpu.device)  # the refusal is nobody else's error
+    for host in buffers:
+        host.fill_(2.0)
+        gpu.copying().copy(there, host).wait()
+        assert there.sum().item() == 2 * LARGE
+    (record,) = caplog.records
+    assert "could not be pinned (error 2 of cudaHostRegister)" in record.getMessage()
+
+
+def test_a_snapshot_takes_what_its_tensors_do(standin: Any, gpu: Backend, uncollected: None) -> None:
+    """The checks for room before it count no more than that."""
+    shapes = ((700, 1000), (3,), (600, 1000))
+    listed = [Parcel("parameters", str(shape), shape, torch.float32, 0) for shape in shapes]
+    live = {parcel.name: torch.rand(parcel.shape).to(gpu.device) for parcel in listed}
+    before, rounded = standin.registered_bytes(), standin.pinned_bytes()
+    snapshot = Snapshot(listed, gpu)
+    assert standin.registered_bytes() - before == 4 * 1_300_003 and standin.pinned_bytes() == rounded
+    snapshot.take(lambda parcel: live[parcel.name])
+    assert all(torch.equal(snapshot(parcel), live[parcel.name].cpu()) for parcel in listed)
+    del snapshot
+    assert standin.registered_bytes() == before
 
 
 def test_marks_tell_when_the_device_computed_and_nobody_waits(standin: Any, gpu: Backend) -> None:

@@ -200,10 +200,29 @@ struct DeviceAllocator final : at::Allocator {
 DeviceAllocator device_allocator;
 REGISTER_ALLOCATOR(kType, &device_allocator);
 
-// Pinned host memory. torch's allocator rounds every block up to a power of two and never returns it.
+// Pinned host memory. torch's allocator rounds every block up to a power of two and never returns it; memory of others is registered.
 std::mutex pinned_mutex;
 std::map<char*, size_t> pinned;
-size_t pinned_bytes = 0;
+size_t pinned_bytes = 0, registered_bytes = 0, most_registered_bytes = 0, register_limit = SIZE_MAX;
+thread_local bool refused = false;  // as CUDA's last error: the next kernel of the thread that launches raises it
+
+int register_host(size_t address, size_t bytes) {
+  std::lock_guard<std::mutex> lock(pinned_mutex);
+  if ((refused = registered_bytes + bytes > register_limit)) return 2;  // cudaErrorMemoryAllocation
+  pinned[reinterpret_cast<char*>(address)] = bytes;
+  registered_bytes += bytes;
+  most_registered_bytes = std::max(most_registered_bytes, registered_bytes);
+  return 0;
+}
+
+int unregister_host(size_t address) {
+  std::lock_guard<std::mutex> lock(pinned_mutex);
+  auto found = pinned.find(reinterpret_cast<char*>(address));
+  if (found == pinned.end()) return 713;  // cudaErrorHostMemoryNotRegistered
+  registered_bytes -= found->second;
+  pinned.erase(found);
+  return 0;
+}
 
 size_t power_of_two(size_t bytes) {
   size_t size = 1;
@@ -408,6 +427,7 @@ void compute_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   int device = device_of(op, torch::jit::last(*stack, op.schema().arguments().size()));
   if (device < 0) device = current_device;
   has_context[device] = true;
+  TORCH_CHECK(!std::exchange(refused, false), "CUDA error: out of memory");
   ++operators;
   Stream& on = stream_of(device);
   on.wait_all();
@@ -489,6 +509,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("contexts", [] { return std::vector<bool>(std::begin(has_context), std::end(has_context)); });
   m.def("operators", [] { return operators.load(); });
   m.def("pinned_bytes", [] { return pinned_bytes; });
+  m.def("register_host", &register_host);
+  m.def("unregister_host", &unregister_host);
+  m.def("registered_bytes", [] { return registered_bytes; });
+  m.def("most_registered_bytes", [] { return most_registered_bytes; });
+  m.def("set_register_limit", [](size_t bytes) { register_limit = bytes; });
   m.def("empty_cache", &empty_cache, py::call_guard<py::gil_scoped_release>());
   m.def("used", [](int device) { std::lock_guard<std::mutex> lock(memory_mutex); return pools[device].used; });
   m.def("peak", [](int device) { std::lock_guard<std::mutex> lock(memory_mutex); return pools[device].peak; });

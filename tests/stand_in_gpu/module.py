@@ -137,6 +137,20 @@ class _Generator:
         seeded.append((self.index, seed))
 
 
+class _Cudart:
+    """``torch.cuda.cudart()``: the calls of the driver that torch passes on. They belong to the current device."""
+
+    @staticmethod
+    def cudaHostRegister(address: int, size_bytes: int, flags: int) -> int:
+        device.set_device(device.current_device())
+        return int(device.register_host(address, size_bytes))
+
+    @staticmethod
+    def cudaHostUnregister(address: int) -> int:
+        device.set_device(device.current_device())
+        return int(device.unregister_host(address))
+
+
 def _mem_get_info(wanted: Any = None) -> tuple[int, int]:
     return MEMORY_BYTES - device.reserved(index_of(wanted)), MEMORY_BYTES
 
@@ -175,6 +189,7 @@ def _install() -> None:
         "set_rng_state": lambda state, wanted=None: torch.set_rng_state(state),
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
         "mem_get_info": _mem_get_info,
+        "cudart": lambda: _Cudart,
         "memory_reserved": lambda wanted=None: device.reserved(index_of(wanted)),
         "memory_allocated": lambda wanted=None: device.used(index_of(wanted)),
         "max_memory_allocated": lambda wanted=None: device.peak(index_of(wanted)),
