@@ -298,9 +298,9 @@ def watched(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> list[list[str]
     logs: list[list[str]] = [[] for _ in threads.trainers]
     all_reduce = LoopbackTransport.all_reduce
 
-    def logged(transport: LoopbackTransport, group: Group, numbers: Numbers) -> Request:
+    def logged(transport: LoopbackTransport, group: Group, numbers: Numbers, *hooks: Any) -> Request:
         logs[transport.rank].append(f"sum {numbers.size}")
-        return all_reduce(transport, group, numbers)
+        return all_reduce(transport, group, numbers, *hooks)
 
     monkeypatch.setattr(LoopbackTransport, "all_reduce", logged)
     for trainer in threads.trainers:

@@ -166,9 +166,11 @@ class EmulatedTransport:
         """See ``Transport``."""
         self.inner.dissolve(group)
 
-    def all_reduce(self, group: Group, buffer: Numbers) -> Request:
+    def all_reduce(
+        self, group: Group, buffer: Numbers, ready: Ready | None = None, arrived: Arrived | None = None
+    ) -> Request:
         """See ``Transport``."""
-        request = self.inner.all_reduce(group, buffer)
+        request = self.inner.all_reduce(group, buffer, ready, arrived)
         own = np.array([time.perf_counter()]).view(np.uint8)
         own_offset_s = self._offsets_s.get(self.rank, 0.0)
         starts: list[_Start] = [(own, own_offset_s)]

@@ -113,8 +113,7 @@ class LoopbackTransport:
 
     def send(self, destination: int, tag: int, buffer: Buffer, ready: Ready | None = None) -> Request:
         """See ``Transport``. Nobody looks after messages here, so the caller waits until the bytes are there."""
-        while ready is not None and not ready():
-            time.sleep(1e-4)
+        _wait_for(ready)
         return self._post(Message("send", destination, tag, buffer), (self.rank, destination, tag))
 
     def group(self, ranks: tuple[int, ...], number: int) -> Group:
@@ -128,10 +127,13 @@ class LoopbackTransport:
         """See ``Transport``."""
         del self._groups[group.number]
 
-    def all_reduce(self, group: Group, buffer: Numbers) -> Request:
+    def all_reduce(
+        self, group: Group, buffer: Numbers, ready: Ready | None = None, arrived: Arrived | None = None
+    ) -> Request:
         """See ``Transport``."""
         assert self._groups.get(group.number) == group, f"{group} was not made by this transport"
-        request = Sum(group, buffer)
+        _wait_for(ready)
+        request = Sum(group, buffer, arrived=arrived)
         self._remember(request)
         self._network._sum(self.rank, request)
         return request
@@ -172,3 +174,8 @@ class LoopbackTransport:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _wait_for(ready: Ready | None) -> None:
+    while ready is not None and not ready():
+        time.sleep(1e-4)

@@ -76,8 +76,8 @@ class MpiTransport:
         self._sums: dict[Group, GroupSums] = {}
         self._own_mpi = threading.Lock()
         self._to_start: deque[Request] = deque()
-        self._held: list[Message] = []
-        """Sends that wait for their bytes, and those behind them."""
+        self._held: list[Request] = []
+        """Sends and sums that wait for their bytes, and those behind them."""
         self._posted = 0
         self._closed = False
         self.waiting: list[Request] = []
@@ -105,10 +105,12 @@ class MpiTransport:
         """See ``Transport``."""
         del self._groups[group.number], self._sums[group]
 
-    def all_reduce(self, group: Group, buffer: Numbers) -> Request:
+    def all_reduce(
+        self, group: Group, buffer: Numbers, ready: Ready | None = None, arrived: Arrived | None = None
+    ) -> Request:
         """See ``Transport``."""
         assert group in self._sums, f"{group} was not made by this transport"
-        return self._post(Sum(group, buffer))
+        return self._post(Sum(group, buffer, ready, arrived))
 
     def _post(self, request: Request) -> Request:
         if self._closed:
@@ -126,24 +128,29 @@ class MpiTransport:
         return request
 
     def _start(self) -> bool:
-        """Start what has been posted, and held sends whose bytes are there. Whether there were any of these."""
+        """Start what has been posted, and what was held whose bytes are there. Whether there was any of that."""
         while self._to_start:
             request = self._to_start.popleft()
-            if isinstance(request, Sum):
-                self._sums[request.group].start(request)
+            receives = isinstance(request, Message) and request.kind == "receive"
+            if request.ready is not None or (self._held and not receives):
+                self._held.append(request)
             else:
-                assert isinstance(request, Message)
-                if request.kind == "send" and (request.ready is not None or self._held):
-                    self._held.append(request)
-                else:
-                    self._progress.start_message(self._messages, request, self._piece_bytes)
+                self._begin(request)
         return bool(self._held) and self._start_held()
 
+    def _begin(self, request: Request) -> None:
+        if isinstance(request, Sum):
+            self._sums[request.group].start(request)
+        else:
+            assert isinstance(request, Message)
+            self._progress.start_message(self._messages, request, self._piece_bytes)
+
     def _start_held(self) -> bool:
-        """Of each (destination, tag) in their order."""
-        held, behind = [], set()
+        """Of each (destination, tag), and of each group, in their order."""
+        held: list[Request] = []
+        behind = set()
         for request in self._held:
-            route = request.peer, request.tag
+            route = _route(request)
             try:
                 if route in behind or not (request.ready is None or request.ready()):
                     behind.add(route)
@@ -153,7 +160,7 @@ class MpiTransport:
                 self._progress.begin(request)
                 self._progress.end(request, error)
                 continue
-            self._progress.start_message(self._messages, request, self._piece_bytes)
+            self._begin(request)
         started = len(held) < len(self._held)
         self._held = held
         return started
@@ -220,6 +227,14 @@ class MpiTransport:
     ) -> None:
         # After a failure nobody may be left to take the messages: do not wait for them.
         self._close(CLOSE_S if error is None else 0.0)
+
+
+def _route(request: Request) -> Group | tuple[int, int]:
+    """What starts in order."""
+    if isinstance(request, Sum):
+        return request.group
+    assert isinstance(request, Message)
+    return request.peer, request.tag
 
 
 class _CommunicationThread:

@@ -15,9 +15,9 @@ from, received into, and summed in, where it lies.
   the same bits, whatever arrives first and however the elements are divided among sums. Only where a group has several
   ranks on one of several hosts, a transport may add in an order that depends on the element's place; then too every member
   gets the same bits, and again the same ones whenever as many numbers are summed over the same ranks and hosts.
-* A send may be *held back* until its bytes are there (``ready``), a receive may say when its bytes have come (``arrived``): both
-  are called by whatever thread looks after the messages, and must be quick. Sends of one (destination, tag) leave in order all
-  the same.
+* A send or a sum may be *held back* until its bytes are there (``ready``), a receive or a sum may say when they have come
+  (``arrived``): both are called by whatever thread looks after the messages, and must be quick. Sends of one (destination, tag)
+  leave in order all the same, and sums of one group start in order.
 * Requests are made by one thread; any may ask whether they are complete.
 * Whatever goes wrong with a request is raised by ``wait`` for it.
 """
@@ -60,8 +60,8 @@ class Group:
 class Request:
     """Something under way. Completed once, by any thread; waited for by any number of threads."""
 
-    def __init__(self, buffer: NDArray[Any]) -> None:
-        self.buffer = buffer
+    def __init__(self, buffer: NDArray[Any], ready: Ready | None = None, arrived: Arrived | None = None) -> None:
+        self.buffer, self.ready, self._arrived = buffer, ready, arrived
         self.error: BaseException | None = None
         self._ended_s: float | None = None
         self._done = threading.Lock()
@@ -75,6 +75,11 @@ class Request:
 
     def complete(self, error: BaseException | None = None) -> None:
         """Mark as done, with what went wrong. Called once, by the transport."""
+        if error is None and self._arrived is not None:
+            try:
+                self._arrived()
+            except Exception as failure:
+                error = failure
         self.error = error
         self._ended_s = time.perf_counter()
         self._done.release()
@@ -108,21 +113,10 @@ class Message(Request):
         arrived: Arrived | None = None,
     ) -> None:
         check_buffer(buffer, writable=kind == "receive")
-        super().__init__(buffer)
+        super().__init__(buffer, ready, arrived)
         self.kind = kind
         self.peer = peer
         self.tag = tag
-        self.ready = ready
-        self._arrived = arrived
-
-    def complete(self, error: BaseException | None = None) -> None:
-        """See ``Request``."""
-        if error is None and self._arrived is not None:
-            try:
-                self._arrived()
-            except Exception as failure:
-                error = failure
-        super().complete(error)
 
     def __str__(self) -> str:
         direction = "to" if self.kind == "send" else "from"
@@ -132,9 +126,11 @@ class Message(Request):
 class Sum(Request):
     """A sum over ``group``, in place."""
 
-    def __init__(self, group: Group, buffer: Numbers) -> None:
+    def __init__(
+        self, group: Group, buffer: Numbers, ready: Ready | None = None, arrived: Arrived | None = None
+    ) -> None:
         check_numbers(buffer)
-        super().__init__(buffer)
+        super().__init__(buffer, ready, arrived)
         self.group = group
 
     def __str__(self) -> str:
@@ -167,8 +163,13 @@ class Transport(Protocol):
         """The group sums no more, and its number is free again. Every member calls it, with no sum of it under way on any."""
         ...
 
-    def all_reduce(self, group: Group, buffer: Numbers) -> Request:
-        """Start to replace the buffer's numbers by their sums over the group's members."""
+    def all_reduce(
+        self, group: Group, buffer: Numbers, ready: Ready | None = None, arrived: Arrived | None = None
+    ) -> Request:
+        """Start to replace the buffer's numbers by their sums over the group's members, once ``ready()`` says that they are there.
+
+        ``arrived`` is called when the sums are, before the request is complete; never if anything went wrong.
+        """
         ...
 
     def wait(self, request: Request) -> None:

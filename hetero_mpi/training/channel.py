@@ -20,7 +20,7 @@ import torch
 
 from hetero_mpi.comm.transport import Request, Transport
 from hetero_mpi.device.backend import HOST, Backend, host_bytes
-from hetero_mpi.device.copying import Copied
+from hetero_mpi.device.copying import Copied, Copying
 
 PIECE_BYTES = 4 << 20
 """Both ends of a channel cut tensors alike, whether or not they copy. A piece of this size is copied in half a millisecond, and
@@ -71,15 +71,61 @@ class HostBuffers:
             self._free.append(tensor.as_strided((numbers,), (1,), 0))
 
 
-@dataclass
-class _Coming:
-    """A tensor whose receives are posted."""
+class Arrival:
+    """A tensor that comes from one rank: its receives are posted, and pieces are copied to the device as they come.
 
-    buffer: torch.Tensor
-    tensor: torch.Tensor
-    """What the stage will see: the buffer, or a tensor on the device."""
-    requests: list[Request] = field(default_factory=list)
-    copies: list[Copied] = field(default_factory=list)
+    Args:
+        buffer: host memory that it is received into.
+        tensor: what the stage will see: the buffer, or a tensor on the device.
+        copying: of the device.
+
+    Attributes:
+        arrived_s: when it was seen to be in host memory (``time.perf_counter``), once it was waited for.
+        copied_s: seconds that this rank waited for it to come to the device after that.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        source: int,
+        tag: int,
+        buffer: torch.Tensor,
+        tensor: torch.Tensor,
+        copying: Copying,
+        piece_bytes: int,
+    ) -> None:
+        self.buffer, self.tensor = buffer, tensor
+        self.arrived_s: float | None = None
+        self.copied_s = 0.0
+        self._transport, self._copying, self._copies = transport, copying, tensor is not buffer
+        self._copied: list[Copied] = []
+        content = host_bytes(buffer)
+        if self._copies:
+            copying.after_compute()  # the device may still read what lay in the tensor's memory before
+        self.requests = []
+        for piece in _pieces(content.nbytes, piece_bytes):
+            arrived = partial(self._copy, piece) if self._copies and copying.beside else None
+            self.requests.append(transport.post_receive(source, tag, content[piece], arrived))
+
+    def wait(self) -> None:
+        """Return when it has arrived; what this thread gives the device from now on sees it."""
+        for request in self.requests:
+            self._transport.wait(request)
+        self.arrived_s, begin = self.requests[-1].ended_s, time.perf_counter()
+        if self._copies:
+            if not self._copying.beside:
+                self._copy(slice(None))
+            self._copied[-1].hold_compute()  # begun last, it ends last
+            self.copied_s = time.perf_counter() - begin
+
+    def release(self) -> None:
+        """Return when the buffer may be received into again."""
+        for copied in self._copied:
+            copied.wait()
+
+    def _copy(self, piece: slice) -> None:
+        """Called by whatever thread sees a piece arrive."""
+        self._copied.append(self._copying.copy(_bytes_of(self.tensor)[piece], _bytes_of(self.buffer)[piece]))
 
 
 class Inbox:
@@ -109,10 +155,9 @@ class Inbox:
         self.backend, self.depth, self.piece_bytes = backend, depth, piece_bytes
         self.buffers = HostBuffers(backend, dtype)
         self._copying = backend.copying()
-        self._posted: deque[_Coming] = deque()
-        self._held: deque[_Coming] = deque()
+        self._posted: deque[Arrival] = deque()
+        self._held: deque[Arrival] = deque()
         self._to_come: deque[tuple[int, ...]] = deque()
-        self.copies = backend.device != HOST
         self.arrived_s: float | None = None
         self.copied_s = 0.0
 
@@ -128,42 +173,26 @@ class Inbox:
     def take(self) -> torch.Tensor:
         """The next micro-batch's tensor on the device; waits until it has arrived."""
         coming = self._posted.popleft()
-        for request in coming.requests:
-            self.transport.wait(request)
+        coming.wait()
         self._held.append(coming)
-        self.arrived_s, begin = coming.requests[-1].ended_s, time.perf_counter()
-        if self.copies:
-            if not self._copying.beside:
-                self._copy(coming, slice(None))
-            coming.copies[-1].hold_compute()  # begun last, it ends last
-        self.copied_s = time.perf_counter() - begin if self.copies else 0.0
+        self.arrived_s, self.copied_s = coming.arrived_s, coming.copied_s
         return coming.tensor
 
     def release(self) -> None:
         """The oldest tensor taken is no longer read: its buffer serves the next receive."""
         coming = self._held.popleft()
-        for copied in coming.copies:
-            copied.wait()
+        coming.release()
         self.buffers.give_back(coming.buffer)
         if self._to_come:
             self._post()
 
     def _post(self) -> None:
         buffer = self.buffers.lend(self._to_come.popleft())
-        tensor = torch.empty_like(buffer, device=self.backend.device) if self.copies else buffer
-        coming, content = _Coming(buffer, tensor), host_bytes(buffer)
-        if self.copies:
-            self._copying.after_compute()  # the device may still read what lay in the tensor's memory before
-        beside = self.copies and self._copying.beside
-        for piece in _pieces(content.nbytes, self.piece_bytes):
-            arrived = partial(self._copy, coming, piece) if beside else None
-            coming.requests.append(self.transport.post_receive(self.source, self.tag, content[piece], arrived))
-        self._posted.append(coming)
-
-    def _copy(self, coming: _Coming, piece: slice) -> None:
-        """Called by whatever thread sees a piece arrive."""
-        to, source = _bytes_of(coming.tensor)[piece], _bytes_of(coming.buffer)[piece]
-        coming.copies.append(self._copying.copy(to, source))
+        on_host = self.backend.device == HOST
+        tensor = buffer if on_host else torch.empty_like(buffer, device=self.backend.device)
+        self._posted.append(
+            Arrival(self.transport, self.source, self.tag, buffer, tensor, self._copying, self.piece_bytes)
+        )
 
 
 @dataclass

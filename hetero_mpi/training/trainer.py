@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.comm.world import World
-from hetero_mpi.device.backend import DTYPES, Backend, host_bytes
+from hetero_mpi.device.backend import DTYPES, Backend
 from hetero_mpi.job import TrainTable
 from hetero_mpi.model.items import ItemChain, as_input
 from hetero_mpi.model.keeping import Kept
@@ -25,9 +25,8 @@ from hetero_mpi.training.emulation import Emulation
 from hetero_mpi.training.executor import Executor, StepData
 from hetero_mpi.training.out_of_memory import memory_explained
 from hetero_mpi.training.places import Tokens, evaluation_shares, holders, place_of, slots, training_share
-from hetero_mpi.training.sums import GradientSums, TiedEnds, shared_items
-
-_TIED_WEIGHT = (1 << 12) + 1
+from hetero_mpi.training.sums import GradientSums, shared_items
+from hetero_mpi.training.tied import TiedEnds, TiedMatrix
 
 
 class Trainer:
@@ -88,7 +87,7 @@ class Trainer:
         self.stage: Stage | None = None
         self.optimizer: Optimizer | None = None
         self.executor: Executor | None = None
-        self.tied: TiedEnds | None = None
+        self.tied: TiedMatrix | None = None
         self._loss_slots = slots(micro_batches)
         self._verdict_of_step: Verdict | None = None
         self._step = 0
@@ -118,9 +117,10 @@ class Trainer:
             self.stage, train, flat_items=[item for item, ranks in shared.items() if self.rank in ranks]
         )
         ends = pipeline.stages[0].ranks[0], pipeline.stages[-1].ranks[0]
-        if self.chain.tied is not None and self.tuning.full and self.rank in ends:
-            self.tied = TiedEnds(*ends, self.chain.tied[1])
         pace = self.emulation.pace if self.emulation is not None else None
+        if self.chain.tied is not None and self.tuning.full and self.rank in ends:
+            tied = TiedEnds(*ends, self.chain.tied[1])
+            self.tied = TiedMatrix(self.rank, tied, self.optimizer, self.end_transport, pace is not None)
         self.sums = GradientSums(
             self.rank, self.plan.items - 1, shared, self.tied, self.optimizer, self.end_transport, pace
         )
@@ -213,18 +213,8 @@ class Trainer:
 
     def share_tied_weight(self) -> None:
         """Bring the embedding's values to the head's copy of a tied matrix, within each pipeline. Called by every active rank."""
-        if self.tied is None or not self.tied.apart:
-            return
-        if self.rank == self.tied.embedding:
-            weight = self.compute_parameter(self.tied.name)
-            self.end_transport.wait(self.end_transport.send(self.tied.head, _TIED_WEIGHT, host_bytes(weight)))
-        elif self.rank == self.tied.head:
-            assert self.stage is not None and self.stage.tied_head is not None
-            weight = torch.empty(self.stage.tied_head.shape, dtype=self.stage.tied_head.dtype)
-            source = self.tied.embedding
-            self.end_transport.wait(self.end_transport.post_receive(source, _TIED_WEIGHT, host_bytes(weight)))
-            with torch.no_grad():
-                self.stage.tied_head.copy_(weight)
+        if self.tied is not None:
+            self.tied.share_weight()
 
     def _constant(self, name: str) -> torch.Tensor:
         assert self.stage is not None

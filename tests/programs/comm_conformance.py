@@ -315,6 +315,29 @@ def groups_and_messages_interleave(make: MakeTransport, rank: int, size: int, ex
             )
 
 
+def sums_wait_for_their_numbers(make: MakeTransport, rank: int, size: int) -> None:
+    """And later ones of the group for those; it is told when they are summed."""
+    with make() as transport:
+        group = transport.group(tuple(range(size)), 0)
+        first, second = np.full(50_000, np.nan, np.float32), numbers(50_000, 10 + rank)
+        there, told = threading.Event(), threading.Event()
+
+        def arrives() -> None:
+            np.copyto(first, numbers(50_000, rank))
+            there.set()
+
+        threading.Timer(0.05, arrives).start()
+        requests = [
+            transport.all_reduce(group, first, there.is_set, told.set),
+            transport.all_reduce(group, second),
+        ]
+        for request in reversed(requests):
+            transport.wait(request)
+        assert told.is_set()
+        for own, seed in ((first, 0), (second, 10)):
+            assert np.array_equal(own, in_order([numbers(50_000, seed + other) for other in range(size)]))
+
+
 def sums_of_unequal_length_are_refused(make: MakeTransport, rank: int, size: int) -> None:
     """Both find out, and nobody waits for ever."""
     with make() as transport:
@@ -362,6 +385,7 @@ SUM_CASES: dict[str, Callable[..., None]] = {
     for case in (
         sums_in_the_order_of_ranks,
         groups_and_messages_interleave,
+        sums_wait_for_their_numbers,
         sums_of_unequal_length_are_refused,
         close_ends_a_sum,
         unsuitable_groups_and_numbers_are_refused,

@@ -58,6 +58,7 @@ def main() -> int:
         "contexts": module.device.contexts(),
         "operators": module.device.operators(),
         "seeded": sorted({index for index, _ in module.seeded}),
+        "blocking_bytes": module.device.blocking_bytes(),
         "pinned_bytes": module.device.pinned_bytes(),
         "most_registered_bytes": module.device.most_registered_bytes(),
         "peak_bytes": [module.device.peak(index) for index in range(module.device.DEVICES)],

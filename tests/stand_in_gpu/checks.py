@@ -5,6 +5,7 @@ In a process of its own: torch counts the devices when the first backward of a p
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.world import World
 from hetero_mpi.device import accelerators
 from hetero_mpi.device.accelerators import has_kernels, open_backend, usable, visible_devices
@@ -25,6 +27,7 @@ from hetero_mpi.job import AdapterTable, TrainTable
 from hetero_mpi.model import loss
 from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.families import read_config
+from hetero_mpi.model.optimizer import Optimizer, Verdict
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.tuning import Tuning, adapter_tuning, full_training
 from hetero_mpi.model.weights import SeededStart
@@ -34,6 +37,8 @@ from hetero_mpi.profiling.hosts import measure_memory
 from hetero_mpi.profiling.subject import Subject
 from hetero_mpi.training.background import Snapshot
 from hetero_mpi.training.redistribute import Parcel
+from hetero_mpi.training.sums import GradientSums
+from hetero_mpi.training.trainer import Trainer
 from tests.device_copies import copies_there_and_back
 from tests.stand_in_gpu import backend, module
 from tests.stand_in_gpu.backend import StandIn
@@ -68,8 +73,8 @@ def gpu(standin: Any) -> Iterator[Backend]:
     standin.set_limit(1, 1 << 60, "")
 
 
-def chain() -> Chain:
-    return Chain(read_config(CHAIN))
+def chain(**changes: Any) -> Chain:
+    return Chain(read_config({**CHAIN, **changes}))
 
 
 def subject(micro_batches: tuple[int, ...] = (1, 2)) -> Subject:
@@ -458,6 +463,64 @@ def test_events_of_a_pipeline_of_one_stage_are_the_devices_times(
     assert len(events) == 2
     assert all(event.end_s - event.start_s >= 0.1 for event in events)
     assert events[0].end_s <= events[1].start_s
+
+
+@contextlib.contextmanager
+def standing_still(standin: Any, stream: int) -> Iterator[None]:
+    """The device computes nothing inside, or for 30 seconds at most."""
+    gate = standin.new_stream(1)
+    standin.wait_for(stream, gate, standin.added(gate) + 1)
+    opener = threading.Timer(30, standin.compute_for, (gate, 0.0))
+    opener.start()
+    try:
+        yield
+        assert opener.is_alive(), "somebody waited for the device"
+    finally:
+        opener.cancel()
+        standin.compute_for(gate, 0.0)
+
+
+def test_gradients_leave_for_their_sum_beside_what_the_device_computes(standin: Any, gpu: Backend) -> None:
+    """Nobody waits for the device where a backward reports an item, and the numbers are sent once they are there."""
+    from mpi4py import MPI
+
+    model = chain()
+    stage = Stage(model, 0, model.items, gpu, "fp32", SeededStart(0))
+    optimizer = Optimizer(stage, TrainTable(steps=1, global_batch=4), flat_items=[2])
+    flat = optimizer.flat_gradients(2)
+    optimizer.zero()
+    values = torch.rand(flat.shape)
+    flat.copy_(values)
+    with MpiTransport(MPI.COMM_SELF) as transport:
+        sums = GradientSums(0, model.items - 1, {2: (0,)}, None, optimizer, transport)
+        sums.begin()
+        with standing_still(standin, standin.current_stream(1)):
+            sums.finished(2)
+            time.sleep(0.02)
+            assert transport.pending() == 1
+        sums.reduce(2)
+        sums.end()
+        assert transport.pending() == 0
+    assert torch.equal(flat.cpu(), values)
+
+
+def test_no_gradient_nor_tied_matrix_is_waited_for(standin: Any, gpu: Backend) -> None:
+    model, train = (
+        chain(vocab_size=1 << 15, tie_word_embeddings=True),
+        TrainTable(steps=2, global_batch=6, dtype="fp32"),
+    )
+    plan = plan_of(model, [([0, 1], [0, 3, model.items], 1, 3), ([2], [0, model.items], 1, 3)], 8)
+    threads = Threads(model, plan, train, backend=lambda: gpu)
+    tokens = np.ones((6, 8), np.int32)
+
+    def step(trainer: Trainer) -> Verdict:
+        gpu.make_current()
+        return trainer.step(0, tokens, tokens, 48)
+
+    threads.together(step)
+    before = standin.blocking_bytes()
+    threads.together(step)
+    assert standin.blocking_bytes() - before < 32 * 4 << 15, "less than the matrix"
 
 
 @pytest.mark.parametrize("copy_s", [0.0, 1e-3])

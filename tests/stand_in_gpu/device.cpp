@@ -48,9 +48,10 @@ constexpr auto kType = c10::DeviceType::PrivateUse1;
 
 // How late copies from and to pinned memory end, and results of operators.
 std::atomic<double> copy_delay_s{2e-4}, result_delay_s{0};
-std::atomic<long> operators{0};
+std::atomic<long> operators{0}, blocking_bytes{0};  // of copies between host and device that the host waited for
 std::atomic<bool> has_context[kDevices];
 thread_local int current_device = 0;
+thread_local bool in_operator = false;  // its copies are no copies: a real device computes on what it has
 thread_local int current_stream[kDevices] = {0, 1};  // the first kDevices streams are the default ones
 
 void sleep_s(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
@@ -355,6 +356,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     });
     return to;
   }
+  if (between && !in_operator) blocking_bytes += from.nbytes();
   on.wait_all();
   at::Tensor target = to.is_cpu() ? to : as_host(to);
   target.copy_(from.is_cpu() ? from : as_host(from));
@@ -436,7 +438,9 @@ void compute_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (faulty && fault.kind == "crash") std::raise(SIGSEGV);
   if (faulty && fault.kind == "hang") sleep_s(1e6);
   c10::OptionalDeviceGuard guard(c10::Device(kType, c10::DeviceIndex(device)));
+  in_operator = true;
   at::native::cpu_fallback(op, stack);
+  in_operator = false;
   on.wait_all();
   if (faulty)
     for (const auto& result : torch::jit::last(*stack, op.schema().returns().size()))
@@ -508,6 +512,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_delays", [](double copy_s, double result_s) { copy_delay_s = copy_s; result_delay_s = result_s; });
   m.def("contexts", [] { return std::vector<bool>(std::begin(has_context), std::end(has_context)); });
   m.def("operators", [] { return operators.load(); });
+  m.def("blocking_bytes", [] { return blocking_bytes.load(); });
   m.def("pinned_bytes", [] { return pinned_bytes; });
   m.def("register_host", &register_host);
   m.def("unregister_host", &unregister_host);
