@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 
+from hetero_mpi.comm.world import World
+from hetero_mpi.training.background import lack_of_memory
 from tests.mpi import run_mpi
 
 CASES = (
@@ -27,3 +31,24 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("case", CASES)
 def test_background_saving_np3(printed: str, case: str) -> None:
     assert f"passed: {case}\n" in printed, printed[-3000:]
+
+
+class Ranks:
+    """What ``lack_of_memory`` asks of a world: three ranks, two on one host; ``rows``: what each says."""
+
+    hosts = ("box", "box", "other")
+
+    def __init__(self, rows: list[list[int]]) -> None:
+        self.rows = rows
+
+    def all_gather_json(self, value: Any) -> list[list[int]]:
+        return self.rows
+
+
+def test_ranks_of_a_host_share_its_memory_however_much_each_keeps() -> None:
+    """A GPU's rank keeps nearly all of it: it may take what a processor's beside it leaves."""
+    gigabyte = 10**9
+    roomy = Ranks([[12 * gigabyte, 30 * gigabyte], [gigabyte, 30 * gigabyte], [gigabyte, 3 * gigabyte]])
+    assert lack_of_memory(cast(World, roomy), 0) is None
+    tight = Ranks([[9 * gigabyte, 30 * gigabyte], [7 * gigabyte, 30 * gigabyte], [gigabyte, 3 * gigabyte]])
+    assert lack_of_memory(cast(World, tight), 0) == "box would need 16.0 GB and has 30.0 GB free"

@@ -65,8 +65,27 @@ def test_copies_in_host_memory_are_counted_where_ranks_compute_in_it() -> None:
     # A run that has no room for copies goes without; so does its plan.
     without = make_plan(one, copying)
     assert without.memory == alone.memory and any("no plan leaves room for copies" in r for r in without.reasons)
-    on_cards = replace(ours, devices=(devices[0], profile.devices[1]))
-    assert with_copies(on_cards, copying) is on_cards and with_copies(ours, request) is ours
+    assert with_copies(profile, copying) is profile and with_copies(ours, request) is ours
+
+
+@pytest.mark.parametrize("hosts", [(HostProfile("box", 100_000, ""),), ()])
+def test_copies_of_a_gpu_and_of_a_processor_share_the_hosts_memory(hosts: tuple[HostProfile, ...]) -> None:
+    """The processor is the faster one: without copies it takes all, which with 67,200 bytes of copies does not fit."""
+    profile = make_profile((1.0, 9.0), memory_bytes=100_000)
+    cpu, gpu = (replace(device, host="box") for device in profile.devices)
+    ours = replace(profile, devices=(replace(cpu, shares_host_memory=True), gpu), hosts=hosts)
+    request = PlanRequest(4, SEQUENCE, (1,), memory_reserve=0.0)
+    copying = replace(request, copy_bytes_per_trainable_parameter=24.0)
+    plan = make_plan(ours, copying)
+    held = {memory.rank: memory.peak_bytes for memory in plan.memory}
+    assert 1 in held and held.get(0, 0) + 24 * 2800 <= 100_000, held
+    assert any("24 bytes a trained parameter) are counted" in reason for reason in plan.reasons)
+    assert make_plan(ours, request).memory[0].peak_bytes + 24 * 2800 > 100_000, "or the test shows nothing"
+    # On another host than the GPU's there is room for its own copies beside it; where nothing fits, the run goes without.
+    apart = replace(ours, devices=(replace(ours.devices[0], host="other"), gpu), hosts=())
+    assert with_copies(apart, copying).devices[0].memory_bytes == 100_000 - math.ceil(24 * 100_000 / (16 + 24))
+    tight = replace(ours, devices=(ours.devices[0], replace(gpu, memory_bytes=1000)))
+    assert any("no plan leaves room for copies" in reason for reason in make_plan(tight, copying).reasons)
 
 
 def test_what_a_job_asks_for_its_copies(tmp_path: Path) -> None:

@@ -120,13 +120,41 @@ def with_copies(profile: ClusterProfile, request: PlanRequest) -> ClusterProfile
     """The profile with a model whose trained parameters take the copies' memory as well, where ranks compute in host memory.
 
     A rank keeps its own copies and, as a buddy, others', which are counted as if they were as large as its own. Where some rank
-    has a card, the profile is returned as it is: copies of a card's state lie in a memory that plans do not fill.
+    has a GPU, whose copies lie in the host's memory too, that memory is planned without what copies may take of it.
     """
     more = request.copy_bytes_per_trainable_parameter
-    if not more or not all(device.shares_host_memory for device in profile.devices):
+    computing = [device.shares_host_memory for device in profile.devices]
+    if not more or not any(computing):
         return profile
+    if not all(computing):
+        return _without_room_for_copies(profile, more)
     state = profile.model.state_bytes_per_trainable_parameter + more
     return replace(profile, model=replace(profile.model, state_bytes_per_trainable_parameter=state))
+
+
+def _without_room_for_copies(profile: ClusterProfile, more: float) -> ClusterProfile:
+    """The profile with less memory of hosts that ranks compute in: without copies of ``more`` bytes for each parameter that the
+    host's ranks may train, which are no more than fit into their memory."""
+    model = profile.model
+    trained = stage_trainable(model, 0, len(model.layers))
+    held = sum(layer.parameter_bytes for layer in model.layers) + trained * model.state_bytes_per_trainable_parameter
+    each = held / max(1, trained)
+    known, taken = {host.name: host.memory_bytes for host in profile.hosts}, {}
+    for name in {device.host for device in profile.devices if device.shares_host_memory}:
+        own = [device for device in profile.devices if device.host == name]
+        memory = known.get(name, max(device.memory_bytes for device in own if device.shares_host_memory))
+        fitting = sum(d.memory_bytes for d in own if not d.shares_host_memory) / each + memory / (each + more)
+        taken[name] = math.ceil(more * min(trained, fitting))
+    devices = tuple(
+        replace(device, memory_bytes=max(0, device.memory_bytes - taken[device.host]))
+        if device.shares_host_memory
+        else device
+        for device in profile.devices
+    )
+    hosts = tuple(
+        replace(host, memory_bytes=max(0, host.memory_bytes - taken.get(host.name, 0))) for host in profile.hosts
+    )
+    return replace(profile, devices=devices, hosts=hosts)
 
 
 def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[RankMemory, ...]:

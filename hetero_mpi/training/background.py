@@ -44,7 +44,7 @@ from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.transport import Request, Transport
 from hetero_mpi.comm.ulfm import RankLost
 from hetero_mpi.comm.world import CollectiveUserError
-from hetero_mpi.device.backend import Backend
+from hetero_mpi.device.backend import Backend, host_memory
 from hetero_mpi.report import units
 from hetero_mpi.report.logs import say
 
@@ -59,8 +59,8 @@ _SENDS_AHEAD = 2
 PIECES_HELD = 4
 """Pieces of other ranks that rank 0 has in memory at most: enough to keep links busy while one is being written."""
 _LONG_WAIT_S = 0.5
-_MEMORY_SHARE = 0.5
-"""The snapshot may take this share of the memory that is free at the first checkpoint."""
+MEMORY_SHARE = 0.5
+"""What the ranks of a host keep in its memory besides what they train with may take this share of what is free."""
 
 Live = Callable[["Parcel"], torch.Tensor]
 
@@ -211,19 +211,13 @@ class Saver:
     def _decide(self) -> None:
         """Is there memory for snapshots? Decided by all ranks at the first checkpoint, when everything else is there."""
         self._decided = True
-        world = self.world
         needed = 4 * numbers(parcel for parcel in self._listed if parcel.owner == self.world.rank)
-        free = Backend().memory(world.local_size).usable_bytes
-        lacking = [
-            f"rank {number} would need {units.size(needs)} and has {units.size(has)} free"
-            for number, (needs, has) in enumerate(world.all_gather_json([needed, free]))
-            if needs > _MEMORY_SHARE * has
-        ]
-        if lacking:
+        lacking = lack_of_memory(self.world, needed)
+        if lacking is not None:
             self._may_thread = False
             say(
-                f"Checkpoints are written while training waits: a snapshot may take {units.percent(_MEMORY_SHARE)} of the free "
-                f"host memory; {', '.join(lacking)}"
+                f"Checkpoints are written while training waits: snapshots may take {units.percent(MEMORY_SHARE)} of the free "
+                f"host memory; {lacking}"
             )
 
     def _work(self, task: _Task) -> None:
@@ -311,6 +305,21 @@ class Saver:
                 self.world.activity.marks += 1
         while under_way:
             self._transport.wait(under_way.popleft())
+
+
+def lack_of_memory(world: World, needed_bytes: int) -> str | None:
+    """Which hosts have no room for what their ranks would keep, in words. Collective.
+
+    Ranks of a host need unlike amounts: a GPU's trains most of the model.
+    """
+    rows = world.all_gather_json([needed_bytes, host_memory().usable_bytes])
+    lacking = []
+    for host in dict.fromkeys(world.hosts):
+        own = [row for row, name in zip(rows, world.hosts, strict=True) if name == host]
+        needs, has = sum(needs for needs, _ in own), min(has for _, has in own)
+        if needs > MEMORY_SHARE * has:
+            lacking.append(f"{host} would need {units.size(needs)} and has {units.size(has)} free")
+    return ", ".join(lacking) or None
 
 
 def numbers(listed: Iterable[Parcel]) -> int:

@@ -39,7 +39,7 @@ from hetero_mpi.comm.world import CollectiveUserError
 from hetero_mpi.device.backend import Backend, host_bytes
 from hetero_mpi.report import units
 from hetero_mpi.report.logs import say
-from hetero_mpi.training.background import Snapshot, numbers, views
+from hetero_mpi.training.background import MEMORY_SHARE, Snapshot, lack_of_memory, numbers, views
 from hetero_mpi.training.copies import Copies, Costs, Generation, buddies, steps_between
 from hetero_mpi.training.redistribute import Parcel, parcels
 from hetero_mpi.training.saving import KINDS, live_state
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from hetero_mpi.training.loop import Books
     from hetero_mpi.training.trainer import Trainer
 
-MEMORY_SHARE = 0.5
-"""Copies may take this share of the host memory that is free when training begins."""
 _TAG = 1
 _SENDS_AHEAD = 2
 _FIRST_LOOK = 4
@@ -278,20 +276,14 @@ class Buddies:
         return {self._item[parcel.name] for parcel in listed}
 
     def _there_is_room(self, sizes: Sequence[int]) -> bool:
-        """Is there memory for all of it, on every rank?"""
-        free = Backend().memory(self.world.local_size).usable_bytes
-        needed = [self._generations * held for held in self._held(sizes)]
-        lacking = [
-            f"rank {rank} would need {units.size(needs)} and has {units.size(has)} free"
-            for rank, (needs, has) in enumerate(zip(needed, self.world.all_gather_json(free), strict=True))
-            if needs > MEMORY_SHARE * has
-        ]
-        if lacking:
+        """Is there memory for all of it, on every host?"""
+        lacking = lack_of_memory(self.world, self._generations * self._held(sizes)[self.world.rank])
+        if lacking is not None:
             say(
                 "No copies of the trained state are kept by other ranks, so a death costs the steps since the newest "
-                f"checkpoint: they may take {units.percent(MEMORY_SHARE)} of the free host memory; {', '.join(lacking)}"
+                f"checkpoint: they may take {units.percent(MEMORY_SHARE)} of the free host memory; {lacking}"
             )
-        return not lacking
+        return lacking is None
 
     def _there_is_disk(self, sizes: Sequence[int], run_dir: Path) -> bool:
         """Is there room for pieces, on every host?"""

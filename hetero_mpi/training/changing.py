@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,14 +22,12 @@ from dataclasses import dataclass, field
 import torch
 
 from hetero_mpi.comm.world import CollectiveUserError, World
-from hetero_mpi.device.backend import Backend
 from hetero_mpi.model.chain import language
 from hetero_mpi.model.keeping import Kept, frozen_items
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.schedule import schedule_of
-from hetero_mpi.report import units
-from hetero_mpi.training.background import Snapshot
+from hetero_mpi.training.background import Snapshot, lack_of_memory, numbers
 from hetero_mpi.training.building import build
 from hetero_mpi.training.emulation import Emulation, emulate
 from hetero_mpi.training.loop import Books
@@ -73,26 +70,15 @@ def deliveries_between(setting: Setting, old: Plan, new: Plan) -> list[Delivery]
 
 
 def lack_of_room(share: Share) -> str | None:
-    """Which ranks have not the host memory for what ``keep`` copies, in words. Collective over the active ranks."""
+    """Which hosts have not the memory for what ``keep`` copies, in words. Collective over the active ranks."""
     assert share.members is not None and share.trainer is not None
     members, trainer = share.members, share.trainer
     held = [parcel for parcel in parcels(trainer.tuning, trainer.plan, KINDS) if trainer.rank in _holders_of(parcel)]
-    needed = sum(math.prod(parcel.shape) * parcel.dtype.itemsize for parcel in held)
-    numbers = members.numbers or range(members.size)
-    lacking = [
-        f"rank {number} would need {units.size(needs)} and has {units.size(has)} free"
-        for number, (needs, has) in zip(numbers, members.all_gather_json([needed, _free_bytes(members)]), strict=True)
-        if needs > MEMORY_SHARE * has
-    ]
-    return ", ".join(lacking) or None
+    return lack_of_memory(members, 4 * numbers(held))
 
 
 def _holders_of(parcel: Parcel) -> tuple[int, ...]:
     return parcel.owner, *parcel.others
-
-
-def _free_bytes(members: World) -> int:
-    return Backend().memory(members.local_size).usable_bytes
 
 
 def keep(trainer: Trainer, listed: Sequence[Delivery]) -> Snapshot:

@@ -25,7 +25,8 @@ from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import COMPUTE, Action, schedule_of
 from hetero_mpi.report import units
 from hetero_mpi.report.logs import say
-from hetero_mpi.training.changing import MEMORY_SHARE, Share, lack_of_room
+from hetero_mpi.training.background import MEMORY_SHARE
+from hetero_mpi.training.changing import Share, lack_of_room
 from hetero_mpi.training.replanner import Replanner
 from hetero_mpi.training.setup import Setting, planning_request
 from hetero_mpi.training.trainer import Trainer

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from hetero_mpi.comm.joining import run_guarded
 from hetero_mpi.comm.world import CollectiveUserError, World
+from hetero_mpi.device.backend import Memory
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files import ModelFiles
 from hetero_mpi.model.optimizer import Judge, Optimizer
@@ -32,7 +33,7 @@ from hetero_mpi.planning.files import load_plan
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.profile import Curve
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
-from hetero_mpi.training import building, changing, run, trainer
+from hetero_mpi.training import background, building, run, trainer
 from hetero_mpi.training.changing import Share
 from hetero_mpi.training.run import train
 from hetero_mpi.training.setup import Options
@@ -189,7 +190,7 @@ def no_room_to_change(world: World, entry: dict[str, Any]) -> Iterator[None]:
     if world.rank != 1:
         yield
         return
-    with mock.patch.object(changing, "_free_bytes", lambda members: 1000):
+    with mock.patch.object(background, "host_memory", lambda: Memory(1000, "hardly any")):
         yield
 
 
