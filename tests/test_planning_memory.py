@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from hetero_mpi.errors import UserError
 from hetero_mpi.job import load_job
+from hetero_mpi.planning.files import profile_from_dict, profile_to_dict
 from hetero_mpi.planning.memory import (
     holdings,
     predict_hosts,
@@ -18,7 +20,7 @@ from hetero_mpi.planning.memory import (
 )
 from hetero_mpi.planning.plan import HostMemory
 from hetero_mpi.planning.planner import make_plan
-from hetero_mpi.planning.profile import HostProfile
+from hetero_mpi.planning.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Action, Op, parse_action, schedule_of, stages
 from hetero_mpi.training.request import request_of
@@ -166,3 +168,40 @@ def test_ranks_that_compute_in_one_hosts_memory_fit_together_or_not_at_all() -> 
         HostMemory("beta", peak[3], 35_000),
     )
     assert predict_hosts(plan, replace(profile, hosts=hosts[1:2])) == ()
+
+
+# ------------------------------------------------------------------------------------- a device that keeps more than others
+def keeping_more(ratios: dict[int, float], ranks: int = 4) -> ClusterProfile:
+    """Like ranks with two blocks for each; those in ``ratios`` keep so many times as much of a block."""
+    profile = make_profile([1.0] * ranks, make_model(2 * ranks), 60_000)
+    return replace(
+        profile, devices=tuple(replace(d, activation_ratio=ratios.get(d.rank, 1.0)) for d in profile.devices)
+    )
+
+
+def test_a_rank_that_keeps_more_is_predicted_by_itself() -> None:
+    plan = make_plan_of((0, 3, 5, 7, 10), (0, 1, 2, 3), 1)
+    plain, more = predict_memory(plan, keeping_more({})), predict_memory(plan, keeping_more({1: 4.0}))
+    # Two blocks keep three times 300 bytes more of each token, and backward holds the gradients of one.
+    assert more[1].peak_bytes - plain[1].peak_bytes == 3 * 900 * SEQUENCE
+    assert [more[rank] for rank in (0, 2, 3)] == [plain[rank] for rank in (0, 2, 3)]
+
+
+@pytest.mark.parametrize("ranks, pipelines", [(4, 1), (4, 4), (12, 1), (12, 4)])
+def test_the_others_get_what_fits_where_one_rank_keeps_more(ranks: int, pipelines: int) -> None:
+    """Searched exactly, along lines and by columns. Were all ranks taken to keep as much, nothing would fit."""
+    request = PlanRequest(16, SEQUENCE, (1, 2), max_pipelines=pipelines, memory_reserve=0.0)
+    profile = keeping_more({1: 4.0}, ranks)
+    plan = make_plan(profile, request)
+    assert all(one.peak_bytes <= one.usable_bytes for one in predict_memory(plan, profile))
+    fullest = keeping_more(dict.fromkeys(range(ranks), 4.0), ranks)
+    assert any(one.peak_bytes > one.usable_bytes for one in predict_memory(plan, fullest))
+    with pytest.raises(UserError, match="short by"):
+        make_plan(fullest, request)
+
+
+def test_a_ratio_is_written_read_and_never_below_one() -> None:
+    profile = keeping_more({1: 4.0})
+    assert profile_from_dict(profile_to_dict(profile)) == profile
+    with pytest.raises(UserError, match=r"devices\[1\].activation_ratio = 0.5: must be at least 1"):
+        profile_from_dict(profile_to_dict(keeping_more({1: 0.5})))

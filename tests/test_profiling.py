@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig
 
 from hetero_mpi.comm.links import HostFlows, flows_of
@@ -21,6 +22,7 @@ from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.tuning import full_training
 from hetero_mpi.profiling import bench, cache, clock, device
 from hetero_mpi.profiling.bench import Bench
+from hetero_mpi.profiling.cluster import _model_cost
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
 from hetero_mpi.profiling.hosts import RankMemory, host_profiles
 from hetero_mpi.profiling.samples import Part, Samples, layer_times
@@ -187,6 +189,17 @@ def test_a_device_is_measured_in_every_way_planning_asks_for(subject: Subject) -
     values = HIDDEN + HIDDEN + HIDDEN + 32 + (4 * HIDDEN + 2 * 32 + HIDDEN)
     assert times.deferred_bytes[block] == 4 * values
     assert times.activation_bytes[block] > times.deferred_bytes[block] / 2
+
+
+def test_what_one_device_keeps_more_is_its_own(subject: Subject) -> None:
+    """Attention without a fused kernel keeps its scores."""
+    times = DeviceBenchmark(subject, Backend(), 1).run("today")
+    with sdpa_kernel(SDPBackend.MATH):
+        unfused = DeviceBenchmark(subject, Backend(), 1).run("today")
+    block = subject.chain.kinds[1]
+    cost, ratios = _model_cost(subject, [unfused, times, times])
+    assert ratios == [unfused.activation_bytes[block] / times.activation_bytes[block], 1.0, 1.0] and ratios[0] > 1.02
+    assert cost.layers[1].activation_bytes_per_token == times.activation_bytes[block]
 
 
 def test_adapters_are_measured_without_splitting(chain: Chain, subject: Subject) -> None:

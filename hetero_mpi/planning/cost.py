@@ -6,7 +6,8 @@ The chain of *items* is ``embedding, block 0, ..., block L-1, head`` (head = fin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 EMBEDDING = "embedding"
 HEAD = "head"
@@ -26,7 +27,8 @@ class LayerCost:
     parameter_bytes: int
     """Bytes of the parameters as held for computing (compute dtype), and of the gradient of a tied head's matrix."""
     activation_bytes_per_token: float
-    """Bytes kept from forward until backward, per token of the micro-batch."""
+    """Bytes kept from forward until backward, per token of the micro-batch, where the fewest are kept
+    (``DeviceProfile.activation_ratio``)."""
     workspace_bytes_per_token: float
     """Bytes used only while this item runs (logits and their gradient, for the head), per token of the micro-batch."""
     boundary_bytes_per_token: int
@@ -56,3 +58,19 @@ class ModelCost:
     """The chain: embedding, blocks, head."""
     tied_bytes: int = 0
     """Bytes of the fp32 gradient exchanged between both ends when tied, else 0."""
+
+    def keeping(self, ratio: float) -> ModelCost:
+        """The costs on a device whose blocks keep so many times as much from forward to backward."""
+        return self if ratio == 1.0 else _keeping(self, ratio)
+
+
+@lru_cache(maxsize=64)
+def _keeping(model: ModelCost, ratio: float) -> ModelCost:
+    embedding, *blocks, head = model.layers
+
+    def more(block: LayerCost) -> LayerCost:
+        own = block.activation_bytes_per_token
+        workspace = block.workspace_bytes_per_token + (ratio - 1) * own  # backward holds the gradients of what was kept
+        return replace(block, activation_bytes_per_token=ratio * own, workspace_bytes_per_token=workspace)
+
+    return replace(model, layers=(embedding, *map(more, blocks), head))

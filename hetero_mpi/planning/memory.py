@@ -163,9 +163,10 @@ def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) ->
     for _, index, stage in stages(plan):
         tokens = plan.pipelines[index].size(0) * plan.sequence_length
         for rank in stage.ranks:
+            model = profile.model_on(rank)
             needs = (
-                stage_memory(profile.model, stage.first, stage.last, tokens, flying, stage.recompute, deferred).total
-                for flying, deferred in stage_holdings(plan.pipelines[index], stage, profile.model)
+                stage_memory(model, stage.first, stage.last, tokens, flying, stage.recompute, deferred).total
+                for flying, deferred in stage_holdings(plan.pipelines[index], stage, model)
             )
             peaks[rank] = peaks.get(rank, 0) + max(needs)
     return tuple(

@@ -104,6 +104,8 @@ class DeviceProfile:
     """The same times while every other rank was still, where that was measured too."""
     shares_host_memory: bool = False
     """``memory_bytes`` are the host's own (CPU ranks, integrated GPUs): ranks that share it fit together or not at all."""
+    activation_ratio: float = 1.0
+    """A block keeps so many times the model's activation bytes here: more than 1 where attention has no fused kernel."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,10 @@ class ClusterProfile:
     def emulated(self) -> bool:
         """Do ranks only imitate these devices and links?"""
         return self.source.startswith(EMULATED)
+
+    def model_on(self, rank: int) -> ModelCost:
+        """What the model costs on ``rank``."""
+        return self.model.keeping(self.devices[rank].activation_ratio)
 
     def link(self, source: int, destination: int) -> LinkProfile:
         """The directed link from rank ``source`` to rank ``destination``."""

@@ -125,6 +125,11 @@ def _device_problems(device: DeviceProfile, trained: dict[str, int], path: str) 
             yield f"{path}.dtypes: {dtype!r} is not known; {_either(DTYPES)} are"
     if device.cores <= 0:
         yield f"{path}.cores = {device.cores}: must be above zero"
+    if not device.activation_ratio >= 1:
+        yield (
+            f"{path}.activation_ratio = {device.activation_ratio}: must be at least 1, as the model's activation bytes are "
+            f"those of the device that keeps the fewest"
+        )
     for name, table in (("layers", device.layers), ("alone", device.alone)):
         missing = [kind for kind in trained if kind not in table]
         if missing and (table or name == "layers"):

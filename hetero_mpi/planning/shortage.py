@@ -58,8 +58,9 @@ def _short_ranks(found: Closest, space: Space) -> list[tuple[int, str]]:
     cuts = Shortages(instance).cuts(found.order)
     for i, rank in enumerate(instance.ranks(found.order)):
         depth = least_in_flight(instance, len(found.order) - i)
-        recompute = min(instance.memory, key=lambda choice: instance.need_bytes(depth, choice)[cuts[i], cuts[i + 1]])
-        parts = stage_memory(space.profile.model, cuts[i], cuts[i + 1], instance.tokens, depth, recompute)
+        kind, stage = found.order[i], (cuts[i], cuts[i + 1])
+        recompute = min(instance.choices, key=lambda choice: instance.need_bytes(kind, depth, choice)[stage])
+        parts = stage_memory(space.profile.model_on(rank), cuts[i], cuts[i + 1], instance.tokens, depth, recompute)
         usable = instance.usable[found.order[i]]
         if parts.total > usable:
             text = (

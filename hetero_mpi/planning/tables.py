@@ -222,9 +222,11 @@ class Instance:
         self.micro_batches = request.global_batch // micro_batch
         self.items = len(profile.model.layers)
         self.tokens = micro_batch * request.sequence_length
-        self.memory = {
-            choice: stage_bytes(profile.model, self.tokens, choice) for choice in set(request.recompute_choices)
-        }
+        self.choices = set(request.recompute_choices)
+        self.memory = [
+            {choice: stage_bytes(profile.model_on(members[0]), self.tokens, choice) for choice in self.choices}
+            for members in classes
+        ]
         # Classes that differ in their links only share their tables.
         costs = [
             (
@@ -234,6 +236,7 @@ class Instance:
                 d.memory_bytes,
                 d.forward_overhead_s,
                 d.backward_overhead_s,
+                d.activation_ratio,
             )
             for d in profile.devices
         ]
@@ -252,14 +255,14 @@ class Instance:
         """A stage on a rank of class ``kind`` with ``depth`` micro-batches in flight."""
         return self.stage_of(self.like[kind], depth)
 
-    def need_bytes(self, depth: int, recompute: bool) -> Table:
-        """Peak bytes of every stage with ``depth`` micro-batches in flight."""
-        fixed, per_micro_batch = self.memory[recompute]
+    def need_bytes(self, kind: int, depth: int, recompute: bool) -> Table:
+        """Peak bytes of every stage on a rank of class ``kind`` with ``depth`` micro-batches in flight."""
+        fixed, per_micro_batch = self.memory[kind][recompute]
         return fixed + depth * per_micro_batch
 
     def shortage_bytes(self, kind: int, depth: int) -> Table:
         """Bytes that a rank of class ``kind`` lacks, at the cheapest choice of recompute; negative where it fits."""
-        needs = [self.need_bytes(depth, choice) for choice in self.memory]
+        needs = [self.need_bytes(kind, depth, choice) for choice in self.choices]
         return np.asarray(np.minimum.reduce(needs) - self.usable[kind])
 
     def _times(self, rank: int) -> Times:
@@ -301,7 +304,7 @@ class Instance:
         """Recompute only where the stage does not fit without: it never makes a step shorter."""
         kind = self.like.index(rank)
         forward, backward, repeated = self.times[kind][:3]
-        fits = {choice: self.need_bytes(depth, choice) <= self.usable[kind] for choice in self.memory}
+        fits = {choice: self.need_bytes(kind, depth, choice) <= self.usable[kind] for choice in self.choices}
         nowhere = np.zeros(forward.shape, dtype=bool)
         plain, again = fits.get(False, nowhere), fits.get(True, nowhere)
         recompute = again & ~plain

@@ -72,8 +72,12 @@ def profile_cluster(
     samples, flows = _messages(world, transport, settings, say)
     own = _device_profile(world, backend, subject, table.times, memories[world.rank], verdict_s)
     gathered = world.all_gather_json([encode(own, infinity_as_text=True), encode(table, infinity_as_text=True)])
-    devices = tuple(decode(DeviceProfile, device, "profile") for device, _ in gathered)
     tables = [decode(Table, known, "profile") for _, known in gathered]
+    model, ratios = _model_cost(subject, [table.times for table in tables])
+    devices = tuple(
+        replace(decode(DeviceProfile, device, "profile"), activation_ratio=ratio)
+        for (device, _), ratio in zip(gathered, ratios, strict=True)
+    )
     versions = own_versions(world.library)
     return ClusterProfile(
         source="measured",
@@ -81,7 +85,7 @@ def profile_cluster(
         key=key,
         mpi_library=world.library,
         versions=versions if world.size == 1 else world.broadcast_json(versions),
-        model=_model_cost(subject, [table.times for table in tables]),
+        model=model,
         devices=devices,
         links=tuple(_link(one) for one in samples),
         hosts=host_profiles(world.hosts, memories, flows),
@@ -234,14 +238,20 @@ def _device_profile(
     )
 
 
-def _model_cost(subject: Subject, tables: Sequence[DeviceTimes]) -> ModelCost:
-    """The model's costs with the largest activations any rank saw."""
-    kinds = dict.fromkeys(subject.chain.kinds)
-    activations = {kind: max(times.activation_bytes[kind] for times in tables) for kind in kinds}
+def _model_cost(subject: Subject, tables: Sequence[DeviceTimes]) -> tuple[ModelCost, list[float]]:
+    """The model's costs, and of every rank how many times their activation bytes its blocks keep. Costs are those of the rank
+    whose blocks keep the fewest; embedding, head and what is put off cost what the largest rank saw."""
+    kinds, blocks = dict.fromkeys(subject.chain.kinds), dict.fromkeys(subject.chain.kinds[1:-1])
+    largest = {kind: max(times.activation_bytes[kind] for times in tables) for kind in kinds}
+    least = {kind: min(times.activation_bytes[kind] for times in tables) for kind in blocks}
     deferred = {kind: max(times.deferred_bytes[kind] for times in tables) for kind in kinds}
-    cost = model_cost(subject.chain, subject.tuning, subject.train.dtype, subject.sequence_length, activations)
+    cost = model_cost(subject.chain, subject.tuning, subject.train.dtype, subject.sequence_length, {**largest, **least})
     layers = tuple(replace(layer, deferred_bytes_per_token=deferred[layer.kind]) for layer in cost.layers)
-    return replace(cost, layers=layers)
+    ratios = [
+        max((times.activation_bytes[kind] / least[kind] for kind in blocks if least[kind] > 0), default=1.0)
+        for times in tables
+    ]
+    return replace(cost, layers=layers), ratios
 
 
 def _link(samples: LinkSamples) -> LinkProfile:

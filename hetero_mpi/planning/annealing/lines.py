@@ -96,8 +96,12 @@ class Costs:
         self._step_per_parameter: list[float] = fleet.step_per_parameter_s.tolist()
         trainable = itertools.accumulate(float(layer.trainable_parameters) for layer in fleet.model.layers)
         self._trainable = [0.0, *trainable]
+        self._ratio: list[float] = fleet.ratio.tolist()
         self._bytes = {
-            recompute: tuple(table.tolist() for table in stage_bytes(fleet.model, fleet.tokens, recompute))
+            recompute: {
+                ratio: [table.tolist() for table in stage_bytes(fleet.model.keeping(ratio), fleet.tokens, recompute)]
+                for ratio in set(self._ratio)
+            }
             for recompute in sorted(set(fleet.request.recompute_choices))
         }
 
@@ -171,7 +175,7 @@ class Costs:
 
     def _deepest(self, rank: int, first: int, last: int, recompute: bool) -> int:
         """Most micro-batches in flight that fit."""
-        fixed, each = self._bytes[recompute]
+        fixed, each = self._bytes[recompute][self._ratio[rank]]
         room = self._usable[rank] - fixed[first][last]
         if room < each[first][last]:
             return 0

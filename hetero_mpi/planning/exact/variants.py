@@ -123,7 +123,10 @@ class _Figures:
         for a, b in itertools.product(kinds, repeat=2):
             if a != b or len(instance.classes[a]) > 1:
                 self.out[a, b], self.home[a, b] = instance.messages(a, b)
-        self.memory = instance.memory
+        self.memory = {
+            choice: [np.stack([each[choice][part] for each in instance.memory]) for part in (0, 1)]
+            for choice in instance.choices
+        }
         self.deferred = deferred_bytes(instance.profile.model, instance.tokens)
         self.usable = np.array(instance.usable, dtype=float)
 
@@ -179,15 +182,15 @@ class Pipelines:
 
     def _at(self, columns: Columns, share: int, size: int, warm_up: tuple[int, ...], split: bool) -> Iterator[Variants]:
         figures = self.figures[size]
-        spans = columns.first, columns.last
+        spans, own = (columns.first, columns.last), (columns.kinds, columns.first, columns.last)
         held = lists_of(warm_up, share // size, split).holdings
         need = {}
         for again, (fixed, each) in figures.memory.items():
             peaks = [
-                np.max([flying * each[spans][s] + late * figures.deferred[spans][s] for flying, late in pairs], axis=0)
+                np.max([flying * each[own][s] + late * figures.deferred[spans][s] for flying, late in pairs], axis=0)
                 for s, pairs in enumerate(held)
             ]
-            need[again] = fixed[spans] + np.array(peaks)
+            need[again] = fixed[own] + np.array(peaks)
         usable = figures.usable[columns.kinds]
         for recompute in self._masks(need, usable):
             peak = np.where(recompute, need.get(True, np.inf), need.get(False, np.inf))

@@ -100,15 +100,15 @@ class Chains:
             columns, stages = self.columns, self.stages
             backward = stages.over(columns.backward_s[column]) + columns.overhead_s[column, 1]
             sums = columns.sum_s[column]
-            usable = float(columns.usable[column])
+            room = float(columns.usable[column]), float(columns.ratio[column])
             self.known[column] = _Held(
                 stages.over(columns.forward_s[column]) + columns.overhead_s[column, 0],
                 backward,
                 stages.over(columns.repeated_s[column]),
                 np.maximum(sums[stages.first], stages.over(sums) - backward + backward / stages.count),
                 columns.step_fixed_s[column] + columns.step_per_parameter_s[column] * stages.trainable,
-                stages.deepest(usable, False),
-                stages.deepest(usable, True),
+                stages.deepest(*room, False),
+                stages.deepest(*room, True),
             )
         return self.known[column]
 

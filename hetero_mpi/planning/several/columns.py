@@ -98,6 +98,7 @@ class Columns:
         self.repeated_s = slowest(fleet.repeated_s)
         self.overhead_s = slowest(fleet.overhead_s)
         self.usable: Floats = fleet.usable[self.table].min(axis=1)
+        self.ratio: Floats = fleet.ratio[self.table].max(axis=1)
         self.step_fixed_s: Floats = fleet.step_fixed_s[self.table].max(axis=1)
         self.step_per_parameter_s: Floats = fleet.step_per_parameter_s[self.table].max(axis=1)
         self.sum_s = self._sums()

@@ -245,6 +245,7 @@ def kinds_of(pace: Pace) -> tuple[list[int], list[int]]:
             fleet.forward_s[rank].tobytes(),
             fleet.backward_s[rank].tobytes(),
             float(fleet.usable[rank]),
+            float(fleet.ratio[rank]),
             float(fleet.step_per_parameter_s[rank]),
         )
         kind.append(known.setdefault(key, len(known)))

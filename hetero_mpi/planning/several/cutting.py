@@ -66,7 +66,7 @@ class Cutter:
         self.message: list[float] = fleet.message_bytes.tolist()
         self._ranks: dict[int, _Rank] = {}
         self._alike: dict[tuple[object, ...], _Rank] = {}
-        self._deepest: dict[float, tuple[list[list[float]], list[list[float]]]] = {}
+        self._deepest: dict[tuple[float, float], tuple[list[list[float]], list[list[float]]]] = {}
         self._known: dict[tuple[object, ...], Run] = {}
         self._sums: dict[tuple[object, ...], Floats] = {}
 
@@ -74,25 +74,22 @@ class Cutter:
         if index not in self._ranks:
             fleet = self.fleet
             f, b, r = fleet.forward_s[index], fleet.backward_s[index], fleet.repeated_s[index]
-            usable = float(fleet.usable[index])
+            room = float(fleet.usable[index]), float(fleet.ratio[index])
             key = (
-                f.tobytes(), b.tobytes(), r.tobytes(), usable, float(fleet.step_fixed_s[index]),
+                f.tobytes(), b.tobytes(), r.tobytes(), room, float(fleet.step_fixed_s[index]),
                 float(fleet.step_per_parameter_s[index]), *fleet.overhead_s[index].tolist(),
             )  # fmt: skip
             if key not in self._alike:
-                if usable not in self._deepest:
-                    stages = fleet.stages(usable)
-                    self._deepest[usable] = (
-                        stages.deepest(usable, False).tolist(),
-                        stages.deepest(usable, True).tolist(),
-                    )
+                if room not in self._deepest:
+                    stages = fleet.stages(room[0])
+                    self._deepest[room] = stages.deepest(*room, False).tolist(), stages.deepest(*room, True).tolist()
 
                 def summed(seconds: Floats) -> list[float]:
                     return [0.0, *np.cumsum(seconds).tolist()]
 
                 self._alike[key] = _Rank(
                     summed(f + b), summed(f), summed(b), summed(r), tuple(fleet.overhead_s[index].tolist()),
-                    float(fleet.step_fixed_s[index]), float(fleet.step_per_parameter_s[index]), *self._deepest[usable],
+                    float(fleet.step_fixed_s[index]), float(fleet.step_per_parameter_s[index]), *self._deepest[room],
                 )  # fmt: skip
             self._ranks[index] = self._alike[key]
         return self._ranks[index]

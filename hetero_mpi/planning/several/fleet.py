@@ -51,6 +51,7 @@ class Fleet:
         self.usable: Floats = np.array(
             [float(rank_usable_bytes(profile, device.rank, request.memory_reserve)) for device in self.devices]
         )
+        self.ratio: Floats = np.array([device.activation_ratio for device in self.devices])
         self._stages: dict[int, Stages] = {}
         self._tabulate()
         self._linked: tuple[Indices, Floats, Floats] = self._links() if like is None else like._linked
@@ -179,8 +180,11 @@ class Stages:
         self.first = np.broadcast_to(np.minimum(first, items - 1), self.last.shape)
         self.count = np.maximum(1, self.last - first)
         self.bytes = {
-            recompute: tuple(table[first, self.last] for table in stage_bytes(model, fleet.tokens, recompute))
-            for recompute in sorted(set(fleet.request.recompute_choices))
+            (ratio, recompute): tuple(
+                table[first, self.last] for table in stage_bytes(model.keeping(ratio), fleet.tokens, recompute)
+            )
+            for ratio in set(fleet.ratio.tolist())
+            for recompute in set(fleet.request.recompute_choices)
         }
         self.trainable = self.over(np.array([float(layer.trainable_parameters) for layer in model.layers]))
 
@@ -189,11 +193,12 @@ class Stages:
         total = np.concatenate([[0.0], np.cumsum(seconds)])
         return np.asarray(total[self.last] - total[np.arange(len(self.last))[:, None]])
 
-    def deepest(self, usable: float, recompute: bool) -> Floats:
-        """Most micro-batches in flight with which every stage fits; negative: it does not at all."""
-        if recompute not in self.bytes:
+    def deepest(self, usable: float, ratio: float, recompute: bool) -> Floats:
+        """Most micro-batches in flight with which every stage fits on a device that keeps ``ratio`` times the model's activation
+        bytes; negative: it does not at all."""
+        if (ratio, recompute) not in self.bytes:
             return np.full(self.last.shape, -1.0)
-        fixed, each = self.bytes[recompute]
+        fixed, each = self.bytes[ratio, recompute]
         with np.errstate(invalid="ignore"):
             most = np.floor((usable - fixed) / np.maximum(each, 1e-9))
         return np.where(self.inside, most, -1.0)

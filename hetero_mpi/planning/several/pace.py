@@ -13,6 +13,7 @@ be. The crew can do M micro-batches if all blocks find a place.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -83,12 +84,13 @@ class Pace:
         """([kind of memory, with embedding?, with head?, recompute?, micro-batches in flight] -> most blocks that fit, -1: not
         even none; the kind of memory of every rank)."""
         fleet = self.fleet
-        sizes, kind = np.unique(fleet.usable, return_inverse=True)
+        rooms, kind = np.unique(np.stack([fleet.usable, fleet.ratio], axis=1), axis=0, return_inverse=True)
         depth = np.arange(1, DEEPEST + 1, dtype=np.float64)
-        most = np.full((len(sizes), 2, 2, 2, DEEPEST + 1), -1.0)
+        most = np.full((len(rooms), 2, 2, 2, DEEPEST + 1), -1.0)
         items = fleet.items
-        for recompute in sorted(set(fleet.request.recompute_choices)):
-            fixed, each = stage_bytes(fleet.model, fleet.tokens, recompute)
+        ways = itertools.product(enumerate(rooms.tolist()), sorted(set(fleet.request.recompute_choices)))
+        for (index, (usable, ratio)), recompute in ways:
+            fixed, each = stage_bytes(fleet.model.keeping(ratio), fleet.tokens, recompute)
             for head, embedding in ((0, 0), (0, 1), (1, 0), (1, 1)):
                 counts = np.arange(self.blocks + 1)
                 if head and embedding:
@@ -105,10 +107,9 @@ class Pace:
                     needs = fixed[1, 1 + counts].copy(), each[1, 1 + counts].copy()
                     needs[0][0] = needs[1][0] = 0.0
                 total = needs[0][None, :] + depth[:, None] * needs[1][None, :]
-                for index, usable in enumerate(sizes.tolist()):
-                    most[index, embedding, head, int(recompute), 1:] = (total <= usable).sum(axis=1) - 1
+                most[index, embedding, head, int(recompute), 1:] = (total <= usable).sum(axis=1) - 1
         most[..., 0] = most[..., 1]
-        return most, np.append(kind, 0)
+        return most, np.append(kind.ravel(), 0)
 
     def sums_s(self, crews: Sequence[Crew]) -> Sums:
         """Seconds to sum the gradients of a block, the embedding and the head around a ring through these crews: over their

@@ -150,12 +150,14 @@ class Polisher:
         split = pipeline.split_backward and stage is not pipeline.stages[0]
         lag = weight_lag(pipeline, stage) if split else 0
         lists = (split, lag, min(stage.warm_up, pipeline.micro_batches - 1), pipeline.micro_batches)
-        key = (stage.first, stage.last, stage.recompute, pipeline.micro_batch, lists)
+        model = self.profile.model_on(stage.ranks[0])
+        ratio = self.profile.devices[stage.ranks[0]].activation_ratio
+        key = (stage.first, stage.last, stage.recompute, pipeline.micro_batch, lists, ratio)
         if key not in self._needs:
             tokens = pipeline.micro_batch * self.request.sequence_length
-            held = stage_holdings(pipeline, stage, self.profile.model)
+            held = stage_holdings(pipeline, stage, model)
             self._needs[key] = max(
-                stage_memory(self.profile.model, stage.first, stage.last, tokens, flying, stage.recompute, late).total
+                stage_memory(model, stage.first, stage.last, tokens, flying, stage.recompute, late).total
                 for flying, late in held
             )
         return self._needs[key]
