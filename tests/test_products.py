@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from hetero_mpi.device import products
+from hetero_mpi.device.accelerators import Accelerator, CudaBackend, RocmBackend
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.report.metrics import read_metrics
 from tests.long_run import LongRun
@@ -32,6 +34,20 @@ def test_products_in_fp32() -> None:
 def test_nothing_is_replaced_where_the_processor_has_them() -> None:
     settle_products(ALONE, Backend(), "bf16")
     assert not products._kept
+
+
+@pytest.mark.parametrize("kind", [CudaBackend, RocmBackend])
+def test_gpus_multiply_in_the_dtype_they_are_asked_for(
+    kind: type[Accelerator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Accelerator, "make_current", lambda self: None)
+    matrices = torch.backends.cuda.matmul
+    sums = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
+    flags = [(torch.backends.cudnn, "allow_tf32"), (matrices, "allow_tf32"), *((matrices, name) for name in sums)]
+    for holder, name in flags:
+        setattr(holder, name, True)
+    kind(0).make_current()
+    assert not any(getattr(holder, name) for holder, name in flags)
 
 
 @x86

@@ -193,6 +193,7 @@ class CudaBackend(Accelerator):
         super().make_current()
         # With a mask its backward gives gradients that are no numbers, from torch 2.11 on (pytorch#196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
+        _set_precision()
 
     @classmethod
     def unusable(cls) -> dict[int, str]:
@@ -216,6 +217,16 @@ class CudaBackend(Accelerator):
         # bf16 arithmetic starts with compute capability 8.0; older GPUs only emulate it, far too slowly to train with.
         capability = torch.cuda.get_device_capability(self.device)
         return ("fp32", "bf16", "fp16") if capability >= (8, 0) else ("fp32", "fp16")
+
+
+def _set_precision() -> None:
+    """fp32 means fp32, and sums of narrow products are in fp32, in parts too: so a GPU differs from a CPU by rounding alone. By
+    default torch convolves fp32 in TF32 (10 bits of mantissa) and lets cuBLAS add parts of a narrow product in its own dtype."""
+    torch.backends.cudnn.allow_tf32 = False
+    products = torch.backends.cuda.matmul
+    products.allow_tf32 = False
+    products.allow_bf16_reduced_precision_reduction = False
+    products.allow_fp16_reduced_precision_reduction = False
 
 
 def has_kernels(capability: tuple[int, int], built: Sequence[str]) -> bool:
@@ -242,6 +253,10 @@ class RocmBackend(Accelerator):
     name = "rocm"
     torch_type = "cuda"
     visibility = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+
+    def make_current(self) -> None:
+        super().make_current()
+        _set_precision()
 
     @classmethod
     def count(cls) -> int:
