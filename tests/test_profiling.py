@@ -15,12 +15,13 @@ from transformers import AutoConfig
 
 from hetero_mpi.comm.links import HostFlows, flows_of
 from hetero_mpi.comm.pairs import quiet_rounds, rounds
+from hetero_mpi.device import backend
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.job import AdapterTable, TrainTable
 from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.tuning import full_training
-from hetero_mpi.profiling import bench, cache, clock, device
+from hetero_mpi.profiling import bench, cache, device
 from hetero_mpi.profiling.bench import Bench
 from hetero_mpi.profiling.cluster import _model_cost
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
@@ -135,7 +136,7 @@ def test_memory_of_a_host_counts_once() -> None:
 def test_the_clock_gives_every_item_its_own_time(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block i takes 10 + i s forward and 100 + i s backward of a made-up time, the head's matrix 7 s and 70 s."""
     now = [0.0]
-    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(backend, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     timed = Bench(subject, Backend(), 1, BLOCKS + 2, split=True)
     model = timed.stage.model
 
@@ -160,7 +161,7 @@ def test_the_clock_gives_every_item_its_own_time(subject: Subject, monkeypatch: 
 
 def test_recomputing_is_part_of_a_blocks_backward(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(backend, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     timed = Bench(subject, Backend(), 0, 3)
     for block in (0, 1):
         timed.stage.model.get_submodule(f"model.layers.{block}.self_attn").register_forward_hook(

@@ -6,7 +6,6 @@ it has just made. What a stage spends outside of its items (masks, rotary tables
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -14,15 +13,17 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from hetero_mpi.device.backend import Mark
 from hetero_mpi.model.stage import Stage
 
 T = TypeVar("T")
 Seconds = dict[int, float]
 """Item -> seconds."""
+_Marks = dict[int, Mark]
 
 
 class ItemClock:
-    """Times the items of one stage.
+    """Times the items of one stage, by marks in the device's queue, which never runs dry between items.
 
     Attributes:
         current: the item whose forward runs, or ran last.
@@ -31,10 +32,10 @@ class ItemClock:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._forward_runs = False
-        self._entered: Seconds = {}
-        self._left: Seconds = {}
+        self._entered: _Marks = {}
+        self._left: _Marks = {}
         self._outputs: dict[int, torch.Tensor] = {}
-        self._reached: Seconds = {}
+        self._reached: _Marks = {}
         """Item -> when backward had the gradient of its output."""
         self.current = stage.first
         for item in range(stage.first, stage.last):
@@ -57,8 +58,8 @@ class ItemClock:
             if output.requires_grad:
                 output.register_hook(partial(self._reach, item))
         self._outputs = {}
-        items = {item: self._left[item] - entered for item, entered in self._entered.items()}
-        return result, items, max(0.0, end - begin - sum(items.values()))
+        items = {item: self._left[item].seconds_since(entered) for item, entered in self._entered.items()}
+        return result, items, max(0.0, end.seconds_since(begin) - sum(items.values()))
 
     def backward(self, run: Callable[[], T]) -> tuple[T, Seconds, float]:
         """Run the backward (or its input part) of the last forward: likewise. An item without gradients takes 0 s."""
@@ -72,26 +73,19 @@ class ItemClock:
         items = dict.fromkeys(range(self._stage.first, self._stage.last), 0.0)
         until = end
         for item in sorted(self._reached):  # backward comes to the first item last
-            items[item] = until - self._reached[item]
+            items[item] = until.seconds_since(self._reached[item])
             until = self._reached[item]
-        return result, items, max(0.0, until - begin) if self._reached else end - begin
+        return result, items, max(0.0, until.seconds_since(begin))
 
     def weights(self, run: Callable[[Callable[[int], None]], None]) -> Seconds:
         """Run the weight part of a split backward, which is given what to call after each item."""
-        items: Seconds = {}
-        before = self._now()
+        begin, ends = self._now(), list[tuple[int, Mark]]()
+        run(lambda item: ends.append((item, self._now())))
+        begins = [begin, *(end for _, end in ends)]
+        return {item: end.seconds_since(before) for before, (item, end) in zip(begins, ends, strict=False)}
 
-        def finished(item: int) -> None:
-            nonlocal before
-            now = self._now()
-            items[item], before = now - before, now
-
-        run(finished)
-        return items
-
-    def _now(self) -> float:
-        self._stage.backend.synchronize()
-        return time.perf_counter()
+    def _now(self) -> Mark:
+        return self._stage.backend.mark()
 
     def _enter(self, item: int, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         if self._forward_runs:  # recomputing runs the modules again, inside backward

@@ -28,6 +28,8 @@ _FEW = 2
 """Repetitions of what planning uses less often: backward with recompute and in two parts, and each rank alone."""
 _LONG_ENOUGH_S = 1.0
 """So long the repetitions at one token count take at most (one at least, after one that warms up)."""
+_WARM_UP_S = 0.5
+"""Accelerators raise their clocks for about so long."""
 _TOO_LONG_S = 20.0
 """A token count is left out where one repetition would take longer than this. Where the first pass of all does, its times are
 taken, and nothing else of this group is measured: a device as slow as that gets layers only for its memory."""
@@ -120,6 +122,7 @@ class DeviceBenchmark:
         with self._shortage_explained():
             for group in self.groups:
                 benches = [Bench(self.subject, self.backend, *items) for items in group]
+                self._warm_up(benches)
                 self._count_by_count(self.few, samples, benches, self._pass)
                 del benches
                 self.backend.free_unused()
@@ -149,6 +152,7 @@ class DeviceBenchmark:
             self._slow_s = max(self._slow_s, first_s)
             samples.update(first)
         else:
+            self._warm_up(benches)
             self._count_by_count(self.repeats, samples, benches, self._pass)
             for bench in benches:
                 bench.recompute(True)
@@ -163,6 +167,11 @@ class DeviceBenchmark:
         for bench in benches:
             self._note(self._activations, bench.activation_bytes(partial(self._pass, [bench], self.rows[0], first)))
         return first, time.perf_counter() - begin
+
+    def _warm_up(self, benches: Sequence[Bench]) -> None:
+        begin = time.perf_counter()
+        while self.backend.name != "cpu" and time.perf_counter() - begin < _WARM_UP_S:
+            self._pass(benches, self.rows[0], Samples())
 
     def _measure_split(self, group: Sequence[tuple[int, int]], samples: Samples) -> None:
         """The same for backward in two parts, which every stage of a pipeline but the first may do."""

@@ -32,6 +32,7 @@ from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.tuning import Tuning, adapter_tuning, full_training
 from hetero_mpi.model.weights import SeededStart
 from hetero_mpi.planning.schedule import Op
+from hetero_mpi.profiling.bench import Bench
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
 from hetero_mpi.profiling.hosts import measure_memory
 from hetero_mpi.profiling.subject import Subject
@@ -441,6 +442,25 @@ def test_marks_tell_when_the_device_computed_and_nobody_waits(standin: Any, gpu:
     second = gpu.mark()
     assert time.perf_counter() - begin < 0.2, "nobody waits while work is given to the device"
     assert second.seconds_since(first) >= 0.2
+
+
+def test_items_are_timed_while_the_devices_queue_runs_on(
+    standin: Any, gpu: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits for the device after a pass, not at the ends of every item; and it warms the device up first."""
+    benchmark = DeviceBenchmark(subject((1,)), gpu, 1)
+    bench = Bench(benchmark.subject, gpu, 0, benchmark.chain.items)
+    block = bench.stage.model.get_submodule(benchmark.chain.module_names(2)[0])
+    block.register_forward_hook(lambda *_: standin.compute_for(standin.current_stream(1), 0.2), prepend=True)
+    for name in ("synchronize", "finish_compute"):
+        monkeypatch.setattr(StandIn, name, lambda self: pytest.fail("the host waits"))
+    items, _ = bench.forward(1)
+    assert items[2] >= 0.2 and items[1] < 0.2
+    assert all(seconds >= 0 for seconds in bench.backward(1)[0].values())
+    begin, passes = time.perf_counter(), []
+    monkeypatch.setattr(benchmark, "_pass", lambda *_: passes.append(time.sleep(0.05)))
+    benchmark._warm_up([bench])
+    assert len(passes) > 1 and time.perf_counter() - begin >= 0.5
 
 
 def test_events_of_a_pipeline_of_one_stage_are_the_devices_times(
