@@ -218,5 +218,30 @@ def test_the_start_of_a_run_refuses_a_faulty_gpu_or_computes_on_the_processor(
 def test_cudnn_does_not_compute_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Accelerator, "make_current", lambda self: None)
     torch.backends.cuda.enable_cudnn_sdp(True)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
     CudaBackend(0).make_current()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("variable", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize("works", [True, False])
+def test_cudas_allocator_expands_blocks_where_it_can_and_the_user_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, works: bool
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, "garbage_collection_threshold:0.8")
+
+    def empty(size: int, device: torch.device) -> None:
+        if not works:
+            raise RuntimeError("CUDA driver error: operation not supported")
+
+    settings: list[str] = []
+    assert callable(torch._C._accelerator_setAllocatorSettings)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(Accelerator, "make_current", lambda self: None)
+    CudaBackend(0).make_current()
+    tried = ["expandable_segments:True"] if works else ["expandable_segments:True", "expandable_segments:False"]
+    assert settings == (tried if variable is None and sys.platform == "linux" else [])

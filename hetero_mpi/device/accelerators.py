@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import re
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -180,6 +181,10 @@ class _Recorded:
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables by which a user settles how torch's allocator works: the second before torch 2.9."""
+
+
 class CudaBackend(Accelerator):
     name = "cuda"
     torch_type = "cuda"
@@ -194,6 +199,18 @@ class CudaBackend(Accelerator):
         # With a mask its backward gives gradients that are no numbers, from torch 2.11 on (pytorch#196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
         _set_precision()
+        if sys.platform == "linux" and not any(name in os.environ for name in _ALLOCATOR):
+            self._expand_segments()
+
+    def _expand_segments(self) -> None:
+        """Let blocks of memory grow: batches of changing length leave pieces else, which fit no later one."""
+        settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # from torch 2.9 on
+        settings = settings or torch.cuda.memory._set_allocator_settings
+        settings("expandable_segments:True")
+        try:
+            torch.empty(1, device=self.device)
+        except RuntimeError:  # WSL and some virtual GPUs have no such memory
+            settings("expandable_segments:False")
 
     @classmethod
     def unusable(cls) -> dict[int, str]:
