@@ -293,6 +293,22 @@ def test_buffers_are_free_for_receives_when_the_backward_is_computed(
     assert released and all(released)
 
 
+@pytest.mark.parametrize("kind", [LateBackend, Backend])
+def test_a_transport_is_told_while_a_device_is_waited_for(monkeypatch: pytest.MonkeyPatch, kind: type[Backend]) -> None:
+    chain = CHAINS[False]
+    threads = Threads(chain, plan_of(chain, LAYOUTS["unlike pipelines"], LENGTH), TRAIN, backend=kind)
+    told: list[bool] = []
+
+    def finish_compute(backend: Backend) -> None:
+        rank = next(trainer.rank for trainer in threads.trainers if trainer.backend is backend)
+        told.append(threads.transports[rank].idle)
+
+    monkeypatch.setattr(kind, "finish_compute", finish_compute)
+    outcome_of(threads)
+    assert told and set(told) == {kind is LateBackend}
+    assert not any(transport.idle for transport in threads.transports)
+
+
 def watched(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Per rank: ``sum ITEM BYTES`` when a sum starts, ``backward M`` when a backward has ended."""
     logs: list[list[str]] = [[] for _ in threads.trainers]

@@ -128,6 +128,8 @@ class EmulatedTransport:
         sum_s: seconds of a sum by itself.
     """
 
+    idle = False
+
     def __init__(
         self,
         inner: Transport,

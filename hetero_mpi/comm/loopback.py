@@ -99,6 +99,8 @@ class LoopbackNetwork:
 class LoopbackTransport:
     """One rank's end of a ``LoopbackNetwork``."""
 
+    idle = False
+
     def __init__(self, network: LoopbackNetwork, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size

@@ -1,7 +1,8 @@
 """The transport over MPI: messages move while ranks compute, because somebody always calls into MPI.
 
 MPI libraries make little progress on a message unless somebody calls into them. While the rank computes, a communication
-thread does: it looks now and then and sleeps in between, the longer nothing comes, the longer. While the rank waits for a
+thread does: it looks now and then and sleeps in between, the longer nothing comes, the longer, unless it is the rank's device
+that computes and the rank's thread waits for it. While the rank waits for a
 request it looks itself and the communication thread keeps out of its way: no hand-over from thread to thread, no second
 thread that wants the core or the interpreter's lock. One lock makes these calls exclusive, so THREAD_SERIALIZED is enough.
 
@@ -79,7 +80,7 @@ class MpiTransport:
         self._held: list[Request] = []
         """Sends and sums that wait for their bytes, and those behind them."""
         self._posted = 0
-        self._closed = False
+        self._closed = self.idle = False
         self.waiting: list[Request] = []
         """What the rank's own threads wait for, looking into MPI themselves."""
         self._thread = _CommunicationThread(self) if threaded else None
@@ -274,7 +275,7 @@ class _CommunicationThread:
                 begin_s = time.thread_time()
                 transport.look()
                 self._adapt(time.thread_time() - begin_s)
-            time.sleep(self._sleep_s)
+            time.sleep(SHORTEST_SLEEP_S if transport.idle else self._sleep_s)
 
     def _adapt(self, worked_s: float) -> None:
         """Look again sooner where there was something to move, and later where there was not."""

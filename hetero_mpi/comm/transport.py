@@ -140,6 +140,9 @@ class Sum(Request):
 class Transport(Protocol):
     """See the module's contract. Use as a context manager: leaving the block closes the transport."""
 
+    idle: bool
+    """The rank's thread waits for its device: looking after messages often costs no computation. Set by that thread."""
+
     def post_receive(self, source: int, tag: int, buffer: Buffer, arrived: Arrived | None = None) -> Request:
         """Announce a writable buffer for the next message of (source, tag).
 

@@ -102,6 +102,7 @@ class Executor:
         self._inputs: dict[tuple[Op, int], torch.Tensor] = {}
         self._outputs: dict[tuple[Op, int], torch.Tensor] = {}
         self._rows: list[Rows] = []
+        self._transport = transport
         wire = emulation.transport if emulation is not None else transport
         depth = min(pipeline.stages[position].warm_up + 2, pipeline.micro_batches)
         self.activations_in = self.activations_out = self.gradients_in = self.gradients_out = None
@@ -139,7 +140,9 @@ class Executor:
             else:
                 moved = self._perform(action, data)
                 if self._synchronises and action.op in COMPUTE:
+                    self._transport.idle = backend.device != HOST
                     backend.finish_compute()
+                    self._transport.idle = False
                 if action.op in (Op.B, Op.I):
                     self._release()
                 if self.pace is not None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from hetero_mpi.comm import mpi_transport
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.world import World
 from hetero_mpi.device import accelerators
@@ -522,6 +523,28 @@ def test_gradients_leave_for_their_sum_beside_what_the_device_computes(standin: 
         sums.end()
         assert transport.pending() == 0
     assert torch.equal(flat.cpu(), values)
+
+
+def test_messages_are_looked_after_often_while_a_rank_waits_for_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpi4py import MPI
+
+    slept: list[float] = []
+    sleep = time.sleep
+
+    def noted(seconds: float) -> None:
+        slept.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr(mpi_transport.time, "sleep", noted)
+    with MpiTransport(MPI.COMM_SELF) as transport:
+        transport.post_receive(0, 1, np.empty(8, np.uint8))
+        for idle, expected in ((False, mpi_transport.LONGEST_SLEEP_S), (True, mpi_transport.SHORTEST_SLEEP_S)):
+            transport.idle = idle
+            slept.clear()
+            while len(slept) < 10 or slept[-1] != expected:
+                sleep(0.01)
+                assert len(slept) < 10_000
+        assert set(slept[1:]) == {expected}
 
 
 def test_no_gradient_nor_tied_matrix_is_waited_for(standin: Any, gpu: Backend) -> None:
