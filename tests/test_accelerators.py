@@ -190,10 +190,11 @@ def test_predicted_memory_is_what_a_gpu_takes(runs: Runs, name: str) -> None:
     past = read_run(runs.directory / name)
     used = {record.rank: record.usage.peak_bytes for record in past.rank_steps}
     assert past.plan is not None
-    libraries = 200_000_000 if REAL else 0  # what the libraries of a real GPU's kernels take for themselves
+    # What the libraries of a real GPU's kernels take for themselves; blocks of 512 bytes for some two hundred small adapters.
+    beside = 200_000_000 if REAL else 60_000
     for one in past.plan.memory:
         if one.rank != CPU:  # there the whole process counts
-            assert 0.85 * one.peak_bytes < used[one.rank] < 1.12 * one.peak_bytes + libraries, one
+            assert 0.85 * one.peak_bytes < used[one.rank] < 1.12 * one.peak_bytes + beside, one
 
 
 @pytest.mark.skipif(REAL, reason="only the stand-in counts contexts")
