@@ -176,7 +176,7 @@ def without_memory_or_wish_training_waits(world: World, directory: Path) -> None
     assert world.rank != 0 or path.exists()
     case.check(1)
     case = Case(world, directory / "memory")
-    with mock.patch.object(Backend, "memory", lambda *_: Memory(1000, "little")):
+    with mock.patch.object(background, "host_memory", lambda: Memory(1000, "little")):
         path = case.save(2)
     assert world.rank != 0 or path.exists()
     case.check(2)
