@@ -91,7 +91,7 @@ class Lab(Workshop):
     """Files that the tests share. Every mpirun happens once."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
+        super().__init__(directory)
         self._done: set[int] = set()
 
     def factory_job(self, name: str, factory: str, **tables: dict[str, object]) -> Path:
