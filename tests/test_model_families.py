@@ -147,7 +147,6 @@ def test_file_start_equals_from_pretrained(family: str, tied: bool, tmp_path: Pa
         assert stages[-1].tied_head is not None and torch.equal(stages[-1].tied_head, expected[chain.tied[1]])
 
 
-@TIED
 class Repeats(Backend):
     """A device with fused attention only where every head has keys and values of its own."""
 
@@ -200,6 +199,7 @@ def test_recomputing_keeps_states_of_random_numbers_only_where_some_are_drawn(
         assert torch.equal(gradient, expected[name]), name
 
 
+@TIED
 @EVERY_FAMILY
 def test_seeded_start_does_not_depend_on_the_partition(family: str, tied: bool) -> None:
     chain = chain_of(family, tied)

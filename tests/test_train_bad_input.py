@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -418,7 +419,8 @@ def test_a_rank_without_memory_ends_all_and_says_what_to_change_np2(tmp_path: Pa
     result = run_mpi(2, arguments, timeout_s=120)
     assert result.returncode != 0
     output = result.stdout + result.stderr
-    assert output.count("ran out of memory in 1F0 (step 2): ") == 1, output
+    # Mostly its forward; backward where that still found what an earlier step had left.
+    assert len(re.findall(r"ran out of memory in 1[FB]0 \(step 2\): ", output)) == 1, output
     for part in (
         "rank 1/2 on ",
         "were used at the peak",
