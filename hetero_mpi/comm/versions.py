@@ -34,7 +34,8 @@ MUST_MATCH: dict[str, Rule] = {
 
 def own_versions(mpi_library: str) -> dict[str, str]:
     """Versions of what runs in this process, without importing any of it; a package that is not there is ``absent``."""
-    return {"hetero_mpi": __version__, MPI_LIBRARY: mpi_library, "Python": platform.python_version(), **_installed()}
+    found = {name: installed(name) for name in ("torch", "transformers", "peft", "numpy", "mpi4py")}
+    return {"hetero_mpi": __version__, MPI_LIBRARY: mpi_library, "Python": platform.python_version(), **found}
 
 
 @cache
@@ -49,15 +50,12 @@ def own_source(package: Path = Path(__file__).parents[1]) -> str:
 
 
 @cache
-def _installed() -> dict[str, str]:
-    """Looked up once: a dozen files are read for it."""
-    versions = {}
-    for name in ("torch", "transformers", "peft", "numpy", "mpi4py"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "absent"
-    return versions
+def installed(package: str) -> str:
+    """The version of an installed package, or ``absent``. Looked up once: files are read for it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"
 
 
 def _significant(version: str, rule: Rule) -> str:

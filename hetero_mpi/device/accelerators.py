@@ -135,9 +135,8 @@ class Accelerator(Backend):
             if error == 0:
                 weakref.finalize(memory, self._unpin, address).atexit = False
                 return
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the error waits for the next kernel of this thread, which would raise it
+            # The error waits for the next kernel of this thread, which would raise it.
+            with contextlib.suppress(RuntimeError):
                 torch.ones(1, device=self.device)
         if not self._refused:
             _LOG.warning(

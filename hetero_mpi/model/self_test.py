@@ -20,12 +20,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hetero_mpi.comm.versions import installed
 from hetero_mpi.device.accelerators import BACKENDS
 from hetero_mpi.device.backend import DTYPES, HOST, Backend
 from hetero_mpi.device.copying import Copied
@@ -256,19 +256,13 @@ def _speed(backend: Backend, copies: Callable[[], list[Copied]]) -> float:
 
 def about(backend: Backend) -> dict[str, str]:
     """What a reader of the results must know; no host's name and no path."""
-    versions = {}
-    for name in ("bitsandbytes", "transformers"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "absent"
     return {
         "device": backend.description(),
         "architecture": backend.architecture(),
         "memory": backend.memory().reason,
         "computes in": ", ".join(backend.dtypes()),
         "torch": torch.__version__,
-        **versions,
+        **{name: installed(name) for name in ("bitsandbytes", "transformers")},
         "Python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
     }

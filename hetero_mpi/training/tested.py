@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass
-from importlib import metadata
 
 import torch
 
+from hetero_mpi.comm.versions import installed
 from hetero_mpi.comm.world import World
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.self_test import NF4, self_test
@@ -42,7 +42,8 @@ def failure(world: World, backend: Backend | None, needs: Needs) -> str:
     """What is wrong with this rank's device, and what to do; "" where nothing is, or where there is no GPU (None). Collective."""
     wanted, key = [], ""
     if backend is not None and os.environ.get(SELF_TEST_VARIABLE) != "0":
-        wanted, key = needs.of(backend), _key(world, backend, needs.of(backend))
+        wanted = needs.of(backend)
+        key = _key(world, backend, wanted)
     untested = world.all_gather_json(bool(key) and load(key) is None)
     if any(untested):
         ranks = ", ".join(str(rank) for rank, one in enumerate(untested) if one)
@@ -67,13 +68,6 @@ def failure(world: World, backend: Backend | None, needs: Needs) -> str:
 
 def _key(world: World, backend: Backend, needs: list[str]) -> str:
     """Equal keys mean: the same GPU, driver and builds, asked for the same."""
-    builds = [torch.__version__, *(_version(name) for name in ("bitsandbytes", "transformers"))]
+    builds = [torch.__version__, *(installed(name) for name in ("bitsandbytes", "transformers"))]
     device = [world.host, backend.identity(), backend.architecture(), drivers(), platform.release()]
     return f"self-test-{key_of([_LAYOUT, device, builds, needs])}"
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "absent"
