@@ -222,7 +222,8 @@ def _launch(namespace: argparse.Namespace) -> int:
 
 
 def _doctor(namespace: argparse.Namespace) -> int:
-    from hetero_mpi.launch.doctor import Options, doctor
+    from hetero_mpi.launch.doctor import doctor
+    from hetero_mpi.launch.doctor_report import Options
 
     given = tuple(shlex.split(namespace.mpirun_args))
     options = Options(namespace.hostfile, namespace.hosts, given, namespace.run_dir, namespace.json, namespace.selftest)

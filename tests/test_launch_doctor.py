@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from hetero_mpi.comm.versions import own_source
-from hetero_mpi.launch import checks, doctor, probe
+from hetero_mpi.launch import checks, doctor, doctor_report, probe
 from hetero_mpi.launch.authenticated import NotAuthentic
 from hetero_mpi.launch.checks import Examined
 from hetero_mpi.launch.device_checks import check_devices, check_shares
@@ -98,7 +98,7 @@ def verdicts(check: Any, *places: Examined) -> list[str]:
 def test_two_good_hosts_pass_every_check() -> None:
     addresses = (("eth0", "10.77.0.2", "255.255.255.0"),)
     places = [place(local=True), place("mac", "10.77.0.2", host="mac", addresses=addresses)]
-    findings = [finding for check in doctor.CHECKS for finding in check(places)]
+    findings = [finding for check in doctor_report.CHECKS for finding in check(places)]
     findings += [*check_links([Link("rtx", "mac", 1e-4, 1e8), Link("mac", "rtx", 1e-4, 1.1e8)], "TCP")]
     findings += checks.check_clocks({"rtx": 0.0, "mac": 0.01})
     assert {finding.verdict for finding in findings} == {Verdict.FINE}

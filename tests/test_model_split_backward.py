@@ -15,11 +15,11 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.job import AdapterTable, TrainTable
 from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.families import read_config
+from hetero_mpi.model.initial_values import materialize
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.seeds import seed_from
 from hetero_mpi.model.stage import IGNORED, MicroBatch, Stage
 from hetero_mpi.model.tuning import Tuning, adapter_tuning
-from hetero_mpi.model.weights import materialize
 from tests.family_configs import VOCABULARY, dropout_rates, tiny_keys
 from tests.test_all_families import UNLIKE
 

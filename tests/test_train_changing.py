@@ -18,7 +18,7 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.job import Job
 from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.families import read_config
-from hetero_mpi.model.keeping import Kept, frozen_items
+from hetero_mpi.model.keeping import Kept
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.tuning import tuning_of
 from hetero_mpi.model.weights import SeededStart
@@ -202,7 +202,7 @@ def test_frozen_weights_that_stay_are_not_loaded_again(quantization: str, tied: 
 
     before, fresh = stage(0, 5), stage(1, 6)
     packed = before.model.get_submodule(chain.module_names(2)[0]).mlp.up_proj.weight.data_ptr()
-    kept = frozen_items(before, range(1, 6))
+    kept = before.frozen_items(range(1, 6))
     asked.clear()
     again = stage(1, 6, kept)
     assert asked == ([0, 5] if tied else [5])  # the head's copy of a tied matrix is made from the embedding's
@@ -215,4 +215,4 @@ def test_frozen_weights_that_stay_are_not_loaded_again(quantization: str, tied: 
 
 def test_nothing_is_kept_where_all_weights_are_trained() -> None:
     chain = Chain(read_config(dict(training_cases.NORMAL[0].config)))
-    assert frozen_items(Stage(chain, 0, 3, Backend(), "fp32", SeededStart(1)), range(6)) == {}
+    assert Stage(chain, 0, 3, Backend(), "fp32", SeededStart(1)).frozen_items(range(6)) == {}

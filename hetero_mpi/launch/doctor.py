@@ -8,7 +8,6 @@ can tell why MPI would not start; only the standard library is needed here. Unde
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import sys
@@ -21,12 +20,12 @@ from typing import Any
 from hetero_mpi.comm.library import MPICH, OPEN_MPI, launched_as
 from hetero_mpi.comm.pairs import rounds
 from hetero_mpi.comm.versions import PACKAGE, own_source
-from hetero_mpi.errors import ExitCode, UserError
+from hetero_mpi.errors import UserError
 from hetero_mpi.launch import checks
 from hetero_mpi.launch.agent import launch_agent
-from hetero_mpi.launch.checks import Check, Examined
-from hetero_mpi.launch.device_checks import check_devices, check_self_tests, check_shares, self_test_lines
-from hetero_mpi.launch.findings import Finding, Verdict, as_json, lines_of, merged, would_fail
+from hetero_mpi.launch.checks import Examined
+from hetero_mpi.launch.doctor_report import CHECKS, Options, report
+from hetero_mpi.launch.findings import Finding, Verdict, merged
 from hetero_mpi.launch.hostfile import read_hostfile
 from hetero_mpi.launch.interface import LocalAddress, local_addresses, network_of, resolve, source_address
 from hetero_mpi.launch.launcher import Launcher, find_launcher
@@ -42,35 +41,6 @@ _MESH_S, _KNOCK_S = 5.0, 3.0
 """How long a probe may take to start behind an address in a mesh at which nothing answers, and how long that is tried."""
 _CONNECT_S = 5.0
 """How long a connection between two hosts may take."""
-CHECKS: tuple[Check, ...] = (
-    checks.check_reach,
-    checks.check_addresses,
-    checks.check_hosts_differ,
-    checks.check_packages,
-    checks.check_versions,
-    checks.check_mpi,
-    checks.check_fault_tolerance,
-    check_devices,
-    check_self_tests,
-    check_shares,
-    checks.check_interfaces,
-    checks.check_disks,
-)
-"""About places one by one and against each other, in the order in which they are told."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """The command line of ``doctor``."""
-
-    hostfile: str | None = None
-    hosts: str | None = None
-    mpirun_args: tuple[str, ...] = ()
-    """Looked through for a launch agent."""
-    run_dir: str = "runs"
-    json: bool = False
-    self_test: bool = False
-    """Let every device compute what the CPU does, and compare."""
 
 
 def doctor(options: Options) -> int:
@@ -84,17 +54,6 @@ def doctor(options: Options) -> int:
     from hetero_mpi.launch.doctor_ranks import examine_together
 
     return run_guarded(lambda world: examine_together(world, options))
-
-
-def report(options: Options, findings: Sequence[Finding], places: Sequence[Examined]) -> int:
-    """Print the findings as the options say; returns the exit code."""
-    fails = would_fail(findings)
-    if options.json:
-        facts = {place.title: place.facts.to_dict() for place in places if place.facts is not None}
-        print(json.dumps({"would_fail": fails, "findings": as_json(findings), "facts": facts}, indent=1))
-    else:
-        print("\n".join([*lines_of(findings), *self_test_lines(places)]))
-    return int(ExitCode.FAILED if fails else ExitCode.DONE)
 
 
 def examine_hosts(options: Options) -> tuple[list[Finding], list[Examined]]:

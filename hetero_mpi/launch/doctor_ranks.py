@@ -15,7 +15,7 @@ from hetero_mpi.comm.world import World
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.launch import checks
 from hetero_mpi.launch.checks import Examined
-from hetero_mpi.launch.doctor import CHECKS, Options, report
+from hetero_mpi.launch.doctor_report import CHECKS, Options, report
 from hetero_mpi.launch.findings import Finding, Verdict, merged, would_fail
 from hetero_mpi.launch.interface import LocalAddress
 from hetero_mpi.launch.link_checks import Link, check_links

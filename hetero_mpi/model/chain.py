@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.directory import ModelDirectoryWriter
+from hetero_mpi.model.initial_values import initialise, materialize, restore_buffers
 from hetero_mpi.model.items import Example, ItemChain
 from hetero_mpi.model.items import ParameterSpec as ParameterSpec
 from hetero_mpi.model.loss import IGNORED, summed_loss
-from hetero_mpi.model.weights import initialise, materialize, restore_buffers
 from hetero_mpi.planning.cost import EMBEDDING, HEAD
 
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")

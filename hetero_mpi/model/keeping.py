@@ -7,12 +7,10 @@ their weights and the state of their packing are one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from torch import nn
 
-if TYPE_CHECKING:
-    from hetero_mpi.model.stage import Stage
+from hetero_mpi.model.items import ItemChain
 
 Kept = Mapping[int, Mapping[str, nn.Module]]
 """Item -> name of each of its modules, as in a fresh model -> a module that has the weights."""
@@ -20,23 +18,21 @@ _WRAPPED, _ADAPTER = ".base_layer", ".lora_"
 """What peft's wrappers put into the names of what they wrap, and of what they add."""
 
 
-def frozen_items(stage: Stage, items: Iterable[int]) -> Kept:
-    """The frozen weights of those of ``items`` that the stage holds; nothing where all weights are trained.
+def frozen_items(chain: ItemChain, model: nn.Module, items: Iterable[int]) -> Kept:
+    """The frozen weights of ``items`` in a stage's model, of which nothing but adapters is trained.
 
     The ends of a tied model are left out: a stage makes the head's copy itself.
     """
-    if stage.tuning.full:
-        return {}
-    chain, found = stage.chain, {}
-    for item in items:
-        if stage.first <= item < stage.last and (chain.tied is None or 0 < item < chain.items - 1):
-            found[item] = {
-                name.replace(_WRAPPED, ""): module
-                for root in chain.module_names(item)
-                for name, module in stage.model.get_submodule(root).named_modules(prefix=root)
-                if _ADAPTER not in name and next(module.parameters(recurse=False), None) is not None
-            }
-    return found
+    return {
+        item: {
+            name.replace(_WRAPPED, ""): module
+            for root in chain.module_names(item)
+            for name, module in model.get_submodule(root).named_modules(prefix=root)
+            if _ADAPTER not in name and next(module.parameters(recurse=False), None) is not None
+        }
+        for item in items
+        if chain.tied is None or 0 < item < chain.items - 1
+    }
 
 
 def take_over(model: nn.Module, kept: Mapping[str, nn.Module]) -> None:

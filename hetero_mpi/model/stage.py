@@ -7,6 +7,7 @@ Layers keep their global indices, so parameter names are the whole model's every
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from hetero_mpi.model.deferred import WeightGradients
 from hetero_mpi.model.finishing import Beginnings, Finished, Report
 from hetero_mpi.model.items import ItemChain
 from hetero_mpi.model.items import PassThrough as PassThrough
-from hetero_mpi.model.keeping import Kept, take_over
+from hetero_mpi.model.keeping import Kept, frozen_items, take_over
 from hetero_mpi.model.loss import IGNORED as IGNORED
 from hetero_mpi.model.quantize import quantize_linears, set_training
 from hetero_mpi.model.seeds import seed_from
@@ -91,7 +92,7 @@ class Stage:
             recompute: run the forward of blocks again in backward instead of keeping their activations.
             split_backward: backward will come in two parts, ``backward_input`` and ``backward_weights``. Where adapters are
                 trained the second part is empty.
-            kept: items whose frozen weights are there already (``keeping.frozen_items``); ``start`` is not asked for them.
+            kept: items whose frozen weights are there already (``frozen_items``); ``start`` is not asked for them.
 
         Raises:
             UserError: the model's files do not fit its configuration.
@@ -243,6 +244,12 @@ class Stage:
         if arguments:
             return (self._input, *arguments[1:]), keywords
         return arguments, {**keywords, "hidden_states": self._input}
+
+    def frozen_items(self, items: Iterable[int]) -> Kept:
+        """The frozen weights of those of ``items`` that the stage holds; nothing where all weights are trained."""
+        if self.tuning.full:
+            return {}
+        return frozen_items(self.chain, self.model, [item for item in items if self.first <= item < self.last])
 
     def _materialize(self, start: Start | None, kept: Kept) -> None:
         chain, model = self.chain, self.model

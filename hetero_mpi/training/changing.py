@@ -23,7 +23,7 @@ import torch
 
 from hetero_mpi.comm.world import CollectiveUserError, World
 from hetero_mpi.model.chain import language
-from hetero_mpi.model.keeping import Kept, frozen_items
+from hetero_mpi.model.keeping import Kept
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.schedule import schedule_of
@@ -163,7 +163,7 @@ def change(setting: Setting, profile: ClusterProfile, before: Share, plan: Plan,
     if before.trainer is not None:
         brought = keep(before.trainer, listed)
         if before.trainer.stage is not None:
-            kept = frozen_items(before.trainer.stage, _items_of(world.rank, plan))
+            kept = before.trainer.stage.frozen_items(_items_of(world.rank, plan))
         before.trainer.close()
         before.trainer = None
         setting.backend.free_unused()
