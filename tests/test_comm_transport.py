@@ -16,11 +16,11 @@ import pytest
 
 from hetero_mpi.comm.emulated_cards import Cards
 from hetero_mpi.comm.emulated_link import EmulatedTransport
-from hetero_mpi.comm.loopback import LoopbackNetwork
 from hetero_mpi.comm.mpi_progress import Then
 from hetero_mpi.comm.mpi_sums import GroupSums
 from hetero_mpi.comm.sleeping import Sleeper
 from hetero_mpi.comm.transport import Group, Numbers, Sum, Transport
+from tests.loopback import LoopbackNetwork
 from tests.mpi import run_mpi
 from tests.programs.comm_conformance import CASES, HELD_CASES, PIECE_CASES, SUM_CASES
 

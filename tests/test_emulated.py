@@ -15,7 +15,6 @@ import pytest
 
 from hetero_mpi.comm.emulated_cards import Cards
 from hetero_mpi.comm.emulated_link import EmulatedTransport, compare_clocks
-from hetero_mpi.comm.loopback import LoopbackNetwork, LoopbackTransport
 from hetero_mpi.comm.sleeping import Sleeper
 from hetero_mpi.planning.durations import finished_items_s
 from hetero_mpi.planning.files import load_profile, save_plan, save_profile
@@ -26,6 +25,7 @@ from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.report.metrics import StepMetrics, read_metrics
 from hetero_mpi.training.emulation import Pace
+from tests.loopback import LoopbackNetwork, LoopbackTransport
 from tests.planning_samples import make_model, make_plan_of, make_profile
 from tests.programs.comm_conformance import CASES
 from tests.small_jobs import SEQUENCE, Outcome, Workshop

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_mpi.comm.loopback import LoopbackTransport
 from hetero_mpi.comm.transport import Group, Numbers, Request
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.shortage import is_out_of_memory
@@ -33,6 +32,7 @@ from hetero_mpi.training.redistribute import parcels
 from hetero_mpi.training.saving import KINDS, align_replicas, live_state
 from hetero_mpi.training.trainer import Trainer
 from tests.late_copies import LateBackend
+from tests.loopback import LoopbackTransport
 from tests.threaded_training import Threads, plan_of
 
 BATCH, LENGTH, BLOCKS, VOCABULARY = 8, 16, 3, 64

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hetero_mpi.comm.loopback import LoopbackNetwork, LoopbackTransport
 from hetero_mpi.comm.world import World
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job import TrainTable
@@ -26,6 +25,7 @@ from hetero_mpi.planning.cost import ModelCost
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.training.trainer import Trainer
+from tests.loopback import LoopbackNetwork, LoopbackTransport
 from tests.planning_samples import make_model
 
 TIMEOUT_S = 120.0

@@ -39,11 +39,14 @@ class Collectives:
         """Return when all ranks have come here."""
         _finish(self.comm.Ibarrier)
 
-    def broadcast_json(self, value: Any, root: int = 0) -> Any:
-        """``root``'s value on every rank, as JSON gives it back (tuples become lists, keys become strings)."""
+    def broadcast_json(self, value: Any, root: int = 0, longest_s: float = LONGEST_SLEEP_S) -> Any:
+        """``root``'s value on every rank, as JSON gives it back (tuples become lists, keys become strings).
+
+        ``longest_s``: ``DROWSY_S`` after something that takes ``root`` long: the others look for it more and more rarely.
+        """
         payload = encode(value) if self.rank == root else np.empty(0, np.uint8)
         length = np.array([payload.size], np.int64)
-        _finish(self.comm.Ibcast, length, root=root)
+        _finish(self.comm.Ibcast, length, root=root, longest_s=longest_s)
         if self.rank != root:
             payload = np.empty(int(length[0]), np.uint8)
         self._broadcast_bytes(payload, root)
@@ -115,16 +118,6 @@ class Collectives:
     def _broadcast_bytes(self, flat: NDArray[np.uint8], root: int) -> None:
         for first in range(0, flat.size, PIECE_BYTES):
             _finish(self.comm.Ibcast, flat[first : first + PIECE_BYTES], root=root)
-
-    def broadcast_asleep(self, value: Any) -> Any:
-        """``broadcast_json`` from rank 0 after something that takes it long: the others look for it more and more rarely."""
-        payload = encode(value) if self.rank == 0 else np.empty(0, np.uint8)
-        length = np.array([payload.size], np.int64)
-        _finish(self.comm.Ibcast, length, root=0, longest_s=DROWSY_S)
-        if self.rank != 0:
-            payload = np.empty(int(length[0]), np.uint8)
-        self._broadcast_bytes(payload, 0)
-        return decode(payload)
 
     def meet_asleep(self) -> None:
         """``barrier`` after which ranks that share cores go on to compute: nobody looks twice without sleeping."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Literal
 
 import numpy as np
@@ -115,7 +114,7 @@ class _HeldSum(Sum):
         return self.moved and time.perf_counter() >= self.moment_s
 
 
-class EmulatedTransport:
+class EmulatedTransport(Transport):
     """``inner`` with the delays of another cluster. Closing it leaves ``inner`` open.
 
     Args:
@@ -127,8 +126,6 @@ class EmulatedTransport:
         sleeper: how to wait.
         sum_s: seconds of a sum by itself.
     """
-
-    idle = False
 
     def __init__(
         self,
@@ -146,32 +143,28 @@ class EmulatedTransport:
         self._last_sum: _HeldSum | None = None
 
     def post_receive(self, source: int, tag: int, buffer: Buffer, arrived: Arrived | None = None) -> Request:
-        """See ``Transport``."""
         request = self.inner.post_receive(source, tag, buffer, arrived)
         stamp = np.empty(8, np.uint8)
         moment = self.inner.post_receive(source, tag + STAMP_TAG, stamp)
         return _Held(request, stamp, moment, self._offset_s(source))
 
     def send(self, destination: int, tag: int, buffer: Buffer, ready: Ready | None = None) -> Request:
-        """See ``Transport``. The message leaves now, or when those before it have arrived."""
+        """The message leaves now, or when those before it have arrived."""
         request = self.inner.send(destination, tag, buffer, ready)
         stamp = np.array([self._arrival_s(destination, buffer.size)]).view(np.uint8)
         moment = self.inner.send(destination, tag + STAMP_TAG, stamp)
         return _Held(request, stamp, moment, 0.0)
 
     def group(self, ranks: tuple[int, ...], number: int) -> Group:
-        """See ``Transport``."""
         assert number < _SUM_TAG // 2, "group numbers share the tags with messages"
         return self.inner.group(ranks, number)
 
     def dissolve(self, group: Group) -> None:
-        """See ``Transport``."""
         self.inner.dissolve(group)
 
     def all_reduce(
         self, group: Group, buffer: Numbers, ready: Ready | None = None, arrived: Arrived | None = None
     ) -> Request:
-        """See ``Transport``."""
         request = self.inner.all_reduce(group, buffer, ready, arrived)
         own = np.array([time.perf_counter()]).view(np.uint8)
         own_offset_s = self._offsets_s.get(self.rank, 0.0)
@@ -209,7 +202,7 @@ class EmulatedTransport:
         return end_s
 
     def wait(self, request: Request) -> None:
-        """See ``Transport``. Returns when the message has been moved and its moment has come, for sender and receiver."""
+        """Returns when the message has been moved and its moment has come, for sender and receiver."""
         assert isinstance(request, (_Held, _HeldSum)), "a request is waited for where it was made"
         self._wait_until_moved(request)
         self._sleeper.until(request.moment_s)
@@ -221,19 +214,11 @@ class EmulatedTransport:
             self.inner.wait(part)
 
     def pending(self) -> int:
-        """See ``Transport``. Moments count as messages."""
+        """Moments count as messages."""
         return self.inner.pending()
 
     def close(self) -> None:
         """Nothing of its own is to be closed."""
-
-    def __enter__(self) -> EmulatedTransport:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def clock_offsets_s(world: World, transport: Transport) -> list[float]:

@@ -14,11 +14,13 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 
+from hetero_mpi.comm.pausing import Pause
 from hetero_mpi.comm.ulfm import RankLost, losses
+from hetero_mpi.comm.world import World, describe_problems
 from hetero_mpi.errors import ExitCode
 
 SETTLE_S = 1.0
@@ -41,32 +43,27 @@ class Interrupted(KeyboardInterrupt):
         self.number, self.when = number, when
 
 
-class Member(Protocol):
-    """What a failing rank says of itself; ``World`` has it."""
+def end_together(world: World, problem: str | None, code: int) -> str | None:
+    """What the ranks end with, in words; None: all is well. Does not return where this rank alone ends badly. Collective."""
+    try:
+        if not _all_have_come(world.guard, code):
+            end_alone(world, problem if problem is not None else f"it ended with exit code {code}", code)
+        return describe_problems(world.all_gather_json(problem), world.hosts)
+    except RankLost:  # everything had been done
+        world.bereaved = True
+        return problem
 
-    rank: int
-    size: int
-    host: str
-    doing: str
 
-
-def leave_together(guard: Any, code: int) -> bool:
-    """Wait until all ranks are at their end, on the communicator kept for this.
-
-    False: this rank ends badly (``code != 0``) and some other rank has not come to its end within ``SETTLE_S``.
-
-    :raises RankLost: some other rank has died.
-    """
+def _all_have_come(guard: Any, code: int) -> bool:
+    """Wait for all ranks; False: this one ends badly (``code != 0``) and another has not come to its end within ``SETTLE_S``."""
     mine, everyone = np.array([code], np.int32), np.empty(guard.Get_size(), np.int32)
-    deadline = time.monotonic() + SETTLE_S
-    pause_s = 1e-4
+    deadline, pause = time.monotonic() + SETTLE_S, Pause(0.01)
     with losses():
         request = guard.Iallgather(mine, everyone)
         while not request.Test():
             if code != 0 and time.monotonic() > deadline:
                 return False
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.01)
+            pause.rest()
     return True
 
 
@@ -78,7 +75,7 @@ def leave_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-def end_alone(world: Member, cause: BaseException | str, code: int = ExitCode.FAILED) -> NoReturn:
+def end_alone(world: World, cause: BaseException | str, code: int = ExitCode.FAILED) -> NoReturn:
     """Print rank, host, action and cause, and end every rank of the job with ``code`` (a signal n: with 128 + n)."""
     from mpi4py import MPI
 
@@ -94,13 +91,13 @@ def end_alone(world: Member, cause: BaseException | str, code: int = ExitCode.FA
     _abort(f"\n{heading} while {world.doing}:\n{_cause_text(cause)}\n", code)
 
 
-def end_all(world: Member, text: str, code: int) -> NoReturn:
+def end_all(world: World, text: str, code: int) -> NoReturn:
     """Print ``text`` as it is, and end every rank of the job with ``code``. From any thread."""
     time.sleep(_turn_s(world))
     _abort(f"\n{text}\n", code)
 
 
-def _turn_s(world: Member) -> float:
+def _turn_s(world: World) -> float:
     return min(TURN_S, LONGEST_TURN_S / world.size) * world.rank
 
 

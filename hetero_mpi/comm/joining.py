@@ -18,7 +18,7 @@ import numpy as np
 
 from hetero_mpi.comm import ulfm
 from hetero_mpi.comm.collectives import Collectives
-from hetero_mpi.comm.ending import end_alone, leave_now, leave_together
+from hetero_mpi.comm.ending import end_alone, end_together, leave_now
 from hetero_mpi.comm.interfaces import keep_to_the_launcher_s_interfaces
 from hetero_mpi.comm.library import (
     JOINED_VARIABLE,
@@ -29,7 +29,7 @@ from hetero_mpi.comm.library import (
     world_size_problem,
 )
 from hetero_mpi.comm.versions import MUST_MATCH, PACKAGE, own_source, version_problem
-from hetero_mpi.comm.world import CollectiveUserError, World, describe_problems
+from hetero_mpi.comm.world import CollectiveUserError, World
 from hetero_mpi.errors import UserError
 from hetero_mpi.text import printable
 
@@ -74,12 +74,7 @@ def run_guarded(main: Callable[[World], int]) -> int:
         code, problem = _system_exit(leaving)
     except BaseException as error:
         end_alone(world, error)
-    try:
-        if not leave_together(world.guard, code):
-            end_alone(world, problem if problem is not None else f"it ended with exit code {code}", code)
-        text = describe_problems(world.all_gather_json(problem), world.hosts)
-    except ulfm.RankLost:
-        text, world.bereaved = problem, True  # everything had been done
+    text = end_together(world, problem, code)
     if text is not None and world.rank == 0:
         print(printable(text), file=sys.stderr, flush=True)
     return _leave(world, code)
@@ -141,20 +136,15 @@ def _look_around(mpi: Any, library: MpiLibrary) -> World:
     }
     name = socket.gethostname()
     _refuse(_sources_problem(comm, name))
-    world = World(comm, rank, size, name, (name,) * size, 0, size, str(library), levels[mpi.Query_thread()])
-    world.guard = ulfm.duplicate(comm)
     # Ranks that share memory know each other by the lowest of their ranks. A host is that *and* the name:
     # containers on unlike machines may share a name, network namespaces of one kernel may share memory.
     shared = comm.Split_type(mpi.COMM_TYPE_SHARED)
     lowest = np.array([rank], np.int64)
     shared.Bcast(lowest, root=0)
     shared.Free()
-    places = [(str(place[0]), int(place[1])) for place in world.all_gather_json([name, int(lowest[0])])]
-    world.hosts = host_labels(places)
-    world.host = world.hosts[rank]
-    neighbours = [other for other in range(size) if world.hosts[other] == world.host]
-    world.local_rank, world.local_size = neighbours.index(rank), len(neighbours)
-    return world
+    places = Collectives(comm, rank, size).all_gather_json([name, int(lowest[0])])
+    hosts = host_labels([(str(host), int(group)) for host, group in places])
+    return World(comm, rank, size, hosts, str(library), levels[mpi.Query_thread()], guard=ulfm.duplicate(comm))
 
 
 def _sources_problem(comm: Any, host: str) -> str | None:

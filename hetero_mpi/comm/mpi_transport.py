@@ -32,6 +32,7 @@ from hetero_mpi.comm.transport import (
     Ready,
     Request,
     Sum,
+    Transport,
     TransportError,
     check_group,
 )
@@ -48,7 +49,7 @@ CLOSE_S = 0.5
 """How long ``close`` lets pending sends run on before it abandons them."""
 
 
-class MpiTransport:
+class MpiTransport(Transport):
     """Messages between the ranks of ``comm``. The constructor is collective (it duplicates the communicator).
 
     ``threaded=False`` makes the same calls on the caller's thread: ``wait`` polls, nothing moves outside it. For
@@ -80,21 +81,19 @@ class MpiTransport:
         self._held: list[Request] = []
         """Sends and sums that wait for their bytes, and those behind them."""
         self._posted = 0
-        self._closed = self.idle = False
+        self._closed = False
         self.waiting: list[Request] = []
         """What the rank's own threads wait for, looking into MPI themselves."""
         self._thread = _CommunicationThread(self) if threaded else None
 
     def post_receive(self, source: int, tag: int, buffer: Buffer, arrived: Arrived | None = None) -> Request:
-        """See ``Transport``."""
         return self._post(Message("receive", source, tag, buffer, arrived=arrived))
 
     def send(self, destination: int, tag: int, buffer: Buffer, ready: Ready | None = None) -> Request:
-        """See ``Transport``."""
         return self._post(Message("send", destination, tag, buffer, ready=ready))
 
     def group(self, ranks: tuple[int, ...], number: int) -> Group:
-        """See ``Transport``. No rank waits for another here."""
+        """No rank waits for another here."""
         group = Group(ranks, number)
         rank = self._summing.Get_rank()
         check_group(rank, self._summing.Get_size(), group, self._groups)
@@ -103,13 +102,11 @@ class MpiTransport:
         return group
 
     def dissolve(self, group: Group) -> None:
-        """See ``Transport``."""
         del self._groups[group.number], self._sums[group]
 
     def all_reduce(
         self, group: Group, buffer: Numbers, ready: Ready | None = None, arrived: Arrived | None = None
     ) -> Request:
-        """See ``Transport``."""
         assert group in self._sums, f"{group} was not made by this transport"
         return self._post(Sum(group, buffer, ready, arrived))
 
@@ -173,10 +170,7 @@ class MpiTransport:
             return self._progress.poll() or started
 
     def wait(self, request: Request) -> None:
-        """See ``Transport``.
-
-        :raises RankLost: some rank has died, whether or not the request has to do with it.
-        """
+        """:raises RankLost: some rank has died, whether or not the request has to do with it."""
         if not request.completed:
             self.waiting.append(request)
             pause, check = Pause(), ulfm.Check()
@@ -196,7 +190,6 @@ class MpiTransport:
         request.raise_error()
 
     def pending(self) -> int:
-        """See ``Transport``."""
         return self._posted - self._progress.completed
 
     @property
@@ -205,7 +198,7 @@ class MpiTransport:
         return self._posted + self._progress.completed
 
     def close(self) -> None:
-        """See ``Transport``. Sends that are still pending may run on for ``CLOSE_S``."""
+        """Sends that are still pending may run on for ``CLOSE_S``."""
         self._close(CLOSE_S)
 
     def _close(self, grace_s: float) -> None:
@@ -219,9 +212,6 @@ class MpiTransport:
             for request in self._held:
                 self._progress.begin(request)
             self._progress.abandon(grace_s)
-
-    def __enter__(self) -> MpiTransport:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

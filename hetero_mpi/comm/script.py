@@ -12,10 +12,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
 
-from hetero_mpi.comm import ulfm
-from hetero_mpi.comm.ending import end_alone, leave_now, leave_together
+from hetero_mpi.comm.ending import end_alone, end_together, leave_now
 from hetero_mpi.comm.joining import join
-from hetero_mpi.comm.world import CollectiveUserError, World, describe_problems
+from hetero_mpi.comm.world import CollectiveUserError, World
 from hetero_mpi.errors import ExitCode, UserError
 
 T = TypeVar("T")
@@ -79,13 +78,7 @@ def collectively(work: Callable[[World], T]) -> T:
         end_alone(world, error)
     finally:
         world.doing = "between calls of hetero_mpi"
-    code = problem.exit_code if problem is not None else 0
-    try:
-        if not leave_together(world.guard, code):
-            end_alone(world, str(problem), code)
-        text = describe_problems(world.all_gather_json(str(problem) if problem else None), world.hosts)
-    except ulfm.RankLost:
-        text, world.bereaved = str(problem) if problem else None, True
+    text = end_together(world, str(problem) if problem else None, problem.exit_code if problem else 0)
     if text is not None:
-        raise CollectiveUserError(text, code or UserError.exit_code) from problem
+        raise CollectiveUserError(text, (problem or UserError).exit_code) from problem
     return done[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from hetero_mpi.comm import ulfm
@@ -48,28 +48,11 @@ def survivors(world: World, may_lead: bool = True) -> Loss:
         if ulfm.agree(comm, whole):
             break
         ulfm.revoke()
-    comm, guard, before = met
-    rank, size = comm.Get_rank(), comm.Get_size()
+    world.comm, world.guard, before = met
     gone = tuple((old, world.hosts[old]) for old in range(world.size) if old not in before)
-    hosts = tuple(world.hosts[old] for old in before)
-    neighbours = [other for other in range(size) if hosts[other] == world.host]
-    changed = World(
-        comm,
-        rank,
-        size,
-        world.host,
-        hosts,
-        neighbours.index(rank),
-        len(neighbours),
-        world.library,
-        world.thread_level,
-        world.activity,
-        guard=guard,
-        bereaved=True,
-    )
-    for one in fields(World):
-        setattr(world, one.name, getattr(changed, one.name))
-    world.activity.waits_for = None
+    world.rank, world.size = world.comm.Get_rank(), world.comm.Get_size()
+    world.hosts, world.numbers = tuple(world.hosts[old] for old in before), ()
+    world.bereaved, world.activity.waits_for = True, None
     return Loss(gone, before)
 
 

@@ -24,12 +24,11 @@ from, received into, and summed in, where it lies.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +37,7 @@ Buffer = NDArray[np.uint8]
 Numbers = NDArray[np.float32]
 Ready = Callable[[], bool]
 Arrived = Callable[[], None]
+T = TypeVar("T")
 
 
 class TransportError(RuntimeError):
@@ -64,14 +64,11 @@ class Request:
         self.buffer, self.ready, self._arrived = buffer, ready, arrived
         self.error: BaseException | None = None
         self._ended_s: float | None = None
-        self._done = threading.Lock()
-        """Held until completion: a bare lock wakes its waiter faster than an event."""
-        self._done.acquire()
 
     @property
     def completed(self) -> bool:
         """Whether ``wait`` would return (or raise) at once."""
-        return not self._done.locked()
+        return self._ended_s is not None
 
     def complete(self, error: BaseException | None = None) -> None:
         """Mark as done, with what went wrong. Called once, by the transport."""
@@ -82,17 +79,11 @@ class Request:
                 error = failure
         self.error = error
         self._ended_s = time.perf_counter()
-        self._done.release()
 
     @property
     def ended_s(self) -> float | None:
         """When it was seen to be complete (``time.perf_counter``); None: it is not."""
         return self._ended_s
-
-    def block(self) -> None:
-        """Sleep until completed."""
-        with self._done:
-            pass
 
     def raise_error(self) -> None:
         """Raise what went wrong, if anything did."""
@@ -140,7 +131,7 @@ class Sum(Request):
 class Transport(Protocol):
     """See the module's contract. Use as a context manager: leaving the block closes the transport."""
 
-    idle: bool
+    idle: bool = False
     """The rank's thread waits for its device: looking after messages often costs no computation. Set by that thread."""
 
     def post_receive(self, source: int, tag: int, buffer: Buffer, arrived: Arrived | None = None) -> Request:
@@ -190,11 +181,13 @@ class Transport(Protocol):
         """End all requests that are still pending (their ``wait`` raises) and release the transport. Idempotent."""
         ...
 
-    def __enter__(self) -> Transport: ...
+    def __enter__(self: T) -> T:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        self.close()
 
 
 def check_buffer(buffer: Buffer, writable: bool) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hetero_mpi.comm import ulfm
-from hetero_mpi.comm.collectives import Collectives, decode, encode
+from hetero_mpi.comm.collectives import DROWSY_S, Collectives, decode, encode
 from hetero_mpi.comm.versions import MPI_LIBRARY, Rule, version_problem
 from hetero_mpi.errors import UserError
 
@@ -54,14 +54,8 @@ class World(Collectives):
     from its main thread, while no transport has requests in flight.
     """
 
-    host: str
-    """This rank's host, unique even if two machines bear the same name (then ``name#2``)."""
     hosts: tuple[str, ...]
-    """Host of each rank."""
-    local_rank: int
-    """Position among the ranks of this host, by rank."""
-    local_size: int
-    """Ranks on this host: equal host name *and* shared memory."""
+    """Host of each rank: equal where name *and* memory are shared, unique even if two machines bear one name (then ``name#2``)."""
     library: str
     """For example ``Open MPI 5.0.11``."""
     thread_level: str
@@ -73,6 +67,21 @@ class World(Collectives):
     """A communicator for the end of the job alone."""
     bereaved: bool = False
     """Ranks have died, and this is the world of those that are left (``comm.survivors``)."""
+
+    @property
+    def host(self) -> str:
+        """This rank's."""
+        return self.hosts[self.rank]
+
+    @property
+    def local_rank(self) -> int:
+        """Position among the ranks of this host, by rank."""
+        return self.hosts[: self.rank].count(self.host)
+
+    @property
+    def local_size(self) -> int:
+        """Ranks on this host."""
+        return self.hosts.count(self.host)
 
     @property
     def doing(self) -> str:
@@ -144,7 +153,7 @@ class World(Collectives):
     def _leaders(self, own: Outcome) -> Outcome:
         """Rank 0's problem, on every rank."""
         assert self.rank == 0 or own is None, "only rank 0 works in a led block"
-        outcome: Outcome = self.broadcast_asleep(own)
+        outcome: Outcome = self.broadcast_json(own, longest_s=DROWSY_S)
         return outcome
 
     @contextmanager
@@ -175,17 +184,8 @@ class World(Collectives):
         if not member:
             return None
         hosts = tuple(self.hosts[rank] for rank in ranks)
-        neighbours = [rank for rank in ranks if self.hosts[rank] == self.host]
-        return replace(
-            self,
-            comm=comm,
-            rank=comm.Get_rank(),
-            size=comm.Get_size(),
-            hosts=hosts,
-            numbers=tuple(self.numbers[rank] if self.numbers else rank for rank in ranks),
-            local_rank=neighbours.index(self.rank),
-            local_size=len(neighbours),
-        )
+        numbers = tuple(self.numbers[rank] if self.numbers else rank for rank in ranks)
+        return replace(self, comm=comm, rank=comm.Get_rank(), size=comm.Get_size(), hosts=hosts, numbers=numbers)
 
     def release(self, ranks: Sequence[int], problem: CollectiveUserError | None, word: Any = None) -> None:
         """Wake ``ranks`` from ``sleep_until_released``, with the error that the others end with, or with a word (JSON).

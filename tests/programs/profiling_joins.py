@@ -77,10 +77,7 @@ def main(world: World) -> int:
         members = world.subset(range(len(hosts)))
         profile = None
         if members is not None:
-            here = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
-            members = replace(
-                members, host=hosts[world.rank], hosts=hosts, local_rank=here.index(world.rank), local_size=len(here)
-            )
+            members = replace(members, hosts=hosts)
             with MpiTransport(members.comm) as transport:
                 profile = cluster.profile_cluster(members, transport, Backend(), subject, SETTINGS, said.append, fresh)
         notes = list(profile.notes) if profile else []

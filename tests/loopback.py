@@ -1,4 +1,4 @@
-"""The transport between threads of one process, for tests and single-process runs. Strict where MPI may be lenient.
+"""The transport between threads of one process. Strict where MPI may be lenient.
 
 A send completes only when its receive has been posted (MPI buffers small messages): a program that runs here does not
 depend on such buffering.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from types import TracebackType
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from hetero_mpi.comm.transport import (
     Ready,
     Request,
     Sum,
+    Transport,
     TransportError,
     check_group,
     length_problem,
@@ -96,10 +96,8 @@ class LoopbackNetwork:
             request.complete(TransportError("the transport was closed before the message was moved"))
 
 
-class LoopbackTransport:
+class LoopbackTransport(Transport):
     """One rank's end of a ``LoopbackNetwork``."""
-
-    idle = False
 
     def __init__(self, network: LoopbackNetwork, rank: int, size: int) -> None:
         self.rank = rank
@@ -156,7 +154,7 @@ class LoopbackTransport:
 
     def wait(self, request: Request) -> None:
         """See ``Transport``."""
-        request.block()
+        _wait_for(lambda: request.completed)
         request.raise_error()
 
     def pending(self) -> int:
@@ -168,14 +166,6 @@ class LoopbackTransport:
         if not self._closed:
             self._closed = True
             self._network._withdraw(self.rank)
-
-    def __enter__(self) -> LoopbackTransport:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _wait_for(ready: Ready | None) -> None:
