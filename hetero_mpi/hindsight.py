@@ -17,13 +17,14 @@ from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.report.comparison import baseline_lines, comparison_lines
-from hetero_mpi.report.page.document import REPORT_NAME, write_report
-from hetero_mpi.report.past_run import PastRun, read_run
+from hetero_mpi.report.past_run import REPORT_NAME, PastRun, read_run
 from hetero_mpi.training.request import micro_batch_choices, request_of
 
 
 def report(run: Path, output: Path | None) -> list[str]:
     """Write a run's report, by default into its directory. Returns the lines to print."""
+    from hetero_mpi.report.page.document import write_report  # loads matplotlib
+
     written = write_report(read_run(run), output if output is not None else run / REPORT_NAME)
     return [f"Report: {written}"]
 

@@ -91,9 +91,10 @@ def inspect(path: Path, picture: Path | None, every: bool = False) -> list[str]:
         hint = "; it looks like a job: ask with `plan` or `simulate`" if "train" in content or "data" in content else ""
         raise UserError(f"{path}: neither a profile ([[devices]]), nor a plan ([[pipelines]]), nor a checkpoint{hint}")
     profile = load_profile(path)
-    from hetero_mpi.report.pictures import profile_picture
+    from hetero_mpi.report.figures.profile import profile_picture
+    from hetero_mpi.report.figures.style import save
 
-    drawn = profile_picture(profile, picture or path.with_suffix(".png"))
+    drawn = save(profile_picture(profile), picture or path.with_suffix(".png"), f"profile {path.stem}")
     return [*inspection_lines(profile, every), "", f"Picture: {drawn}"]
 
 
@@ -155,7 +156,8 @@ def simulation(
     network: Network = THREADED,
 ) -> list[str]:
     """Simulate a step; writes ``timeline.png``, ``timeline.svg`` and ``trace.json``. Returns the lines to print."""
-    from hetero_mpi.report.pictures import timeline
+    from hetero_mpi.report.figures.style import save
+    from hetero_mpi.report.figures.timeline import Panel, timeline
     from hetero_mpi.report.trace import save_trace
 
     question = ask(job, overrides, profile)
@@ -168,7 +170,8 @@ def simulation(
     written: list[Path] = []
 
     def write() -> None:
-        written.extend(timeline(result.events, folder / "timeline", title, labels))
+        figure = timeline([Panel(title, result.events)], labels)
+        written.extend(save(figure, folder / f"timeline.{kind}", title) for kind in ("png", "svg"))
         written.append(save_trace(result.events, folder / "trace.json", labels))
 
     _written(folder, write)

@@ -425,12 +425,6 @@ def test_device_names_are_shortened_from_the_left(name: str, most: int, shown: s
     assert units.device_name(name, most) == shown
 
 
-def test_pictures_shorten_names_from_the_left_too() -> None:
-    from hetero_mpi.report.pictures import _lane_name
-
-    assert _lane_name(3, {3: "NVIDIA GeForce RTX 4090 Laptop GPU"}) == "rank 3  GeForce RTX 4090 Laptop GPU"
-
-
 ODD_LINES = [
     "[]", "7", '"text"', "null", "{}", '{"step": "2"}', '{"step": null}', '{"step": 2}', '{"step": 2, "loss": [1]}',
     '{"step": 2, "evaluation_loss": "low"}', '{"step": 2.5, "evaluation_loss": 1.0}', "{" * 20, "[" * 100_000,

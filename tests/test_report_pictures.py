@@ -17,7 +17,9 @@ from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.schedule import Action, Event, Op, parse_action
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.report.pictures import STYLES, profile_picture, timeline
+from hetero_mpi.report.figures.profile import profile_picture
+from hetero_mpi.report.figures.style import COLOURS, save, svg
+from hetero_mpi.report.figures.timeline import KINDS, Panel, timeline
 from hetero_mpi.report.trace import save_trace, trace
 from tests.planning_samples import (
     make_model,
@@ -60,12 +62,13 @@ def colours_of(path: Path) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 4), (3, 8), (32, 40)])
 def test_a_timeline_is_a_picture_of_any_number_of_ranks(tmp_path: Path, ranks: int, micro_batches: int) -> None:
-    png, svg = timeline(predicted(ranks, micro_batches), tmp_path / "new" / "step", "a step", {0: "a name"})
-    width, height, different = colours_of(png)
-    assert png == tmp_path / "new" / "step.png" and width >= 1500 and different > 200
+    figure = timeline([Panel("a step", predicted(ranks, micro_batches))], {0: "a name"})
+    width, height, different = colours_of(save(figure, tmp_path / "new" / "step.png", "a step"))
+    assert width >= 1500 and different > 200
     assert height >= 35 * ranks, "a lane of 35 pixels for every rank"
-    text = svg.read_text()
-    assert text.startswith("<?xml") and text.count("<path") > 2 * ranks * micro_batches
+    text = save(figure, tmp_path / "step.svg", "a step").read_text()
+    assert text.startswith("<svg") and text.count("<path") > 2 * ranks * micro_batches
+    assert text.count("<title>0F") == micro_batches and "<title>0F0 " in text, "every bar says what it is"
 
 
 def test_parts_of_a_split_backward_and_sums_have_colours_of_their_own(tmp_path: Path) -> None:
@@ -73,38 +76,39 @@ def test_parts_of_a_split_backward_and_sums_have_colours_of_their_own(tmp_path: 
     profile = with_split(make_profile([1.0] * 3, make_model(2), bytes_per_s=2e3))
     halves = PipelinePlan((StagePlan((0,), 0, 2, 1), StagePlan((1,), 2, 4, 0)), 1, 3, split_backward=True)
     plan = Plan((halves, PipelinePlan((StagePlan((2,), 0, 4, 0),), 2, 3)), 6, 10, 4)
-    text = timeline(simulate(plan, profile).events, tmp_path / "step")[1].read_text()
-    for kind in ("forward", "backward", "input gradients", "weight gradients", "sum of gradients", "send", "optimizer"):
-        assert f"<!-- {kind} -->" in text
-        assert STYLES[kind] in text
-    plain = timeline(predicted(1, 2), tmp_path / "plain")[1].read_text()
-    assert "<!-- sum of gradients -->" not in plain and "<!-- backward -->" in plain
+    text = svg(timeline([Panel("", simulate(plan, profile).events)], {}), "step")
+    for kind, colour in KINDS.values():
+        assert f">{kind}</text>" in text
+        assert text.count(COLOURS[colour][0]) > 1, "in the legend, and as a bar"
+    plain = svg(timeline([Panel("", predicted(1, 2))], {}), "step")
+    assert ">gradient all-reduce</text>" not in plain and ">backward</text>" in plain
 
 
 def test_a_timeline_of_measured_events_is_drawn_by_the_same_code(tmp_path: Path) -> None:
     """Measured steps have a number, and receives that overlap what else the rank does."""
     events = [replace(event, step=17) for event in predicted(3, 8)]
     events.append(Event(1, 17, Action(Op.RECV_F, 1, 0), 0.0, 3.0, 100))
-    assert timeline(events, tmp_path / "step")[0].stat().st_size > 10_000
+    figure = timeline([Panel("", events)], {})
+    assert save(figure, tmp_path / "step.png", "step").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 20])
 def test_a_profile_is_a_picture_of_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
     profile: ClusterProfile = random_instance(seed=1, ranks=ranks, items=6)[0]
-    width, height, different = colours_of(profile_picture(profile, tmp_path / "p.png"))
+    width, height, different = colours_of(save(profile_picture(profile), tmp_path / "p.png", "profile"))
     assert width >= 1300 and height >= 500 and different > 300
 
 
 def test_zeros_and_no_limits_are_drawn_too(tmp_path: Path) -> None:
     """A profile edited by hand may say that something takes no time."""
-    profile_picture(make_profile((0.0, 0.0)), tmp_path / "p.png")
+    save(profile_picture(make_profile((0.0, 0.0))), tmp_path / "p.png", "profile")
     assert (tmp_path / "p.png").is_file()
 
 
 def test_a_picture_that_cannot_be_written_says_where_else(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="-o"):
-        profile_picture(make_profile(), tmp_path / "file" / "p.png")
+        save(profile_picture(make_profile()), tmp_path / "file" / "p.png", "profile")
 
 
 def test_a_trace_has_one_complete_event_per_event(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
 
 from hetero_mpi.cli import main
 from hetero_mpi.errors import UserError
@@ -23,8 +25,9 @@ from hetero_mpi.planning.files import save_profile
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.schedule import Action, Op, schedule_of
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.report.architecture import architecture, save_architecture
-from hetero_mpi.report.drawing import Box, Drawing, Text, svg
+from hetero_mpi.report.figures.architecture import architecture
+from hetero_mpi.report.figures.charts import Series, line_chart
+from hetero_mpi.report.figures.style import COLOURS, save, svg
 from hetero_mpi.report.measured import (
     STEPS_NAME,
     MeasuredEvent,
@@ -38,7 +41,6 @@ from hetero_mpi.report.measured import (
     read_rank_steps,
 )
 from hetero_mpi.report.metrics import Metrics
-from hetero_mpi.report.page.charts import Series, line_chart, ticks
 from hetero_mpi.report.page.document import report_html, write_report
 from hetero_mpi.report.page.sections import key_figures
 from hetero_mpi.report.past_run import USED_PROFILE, describe_run, read_run
@@ -56,35 +58,61 @@ ROOT = Path(__file__).parent.parent
 # Architecture
 
 
-def texts(shapes: list[object]) -> list[str]:
-    return [shape.text for shape in shapes if isinstance(shape, Text)]
+def texts(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.axes[0].texts]
 
 
-def assert_apart(drawing: Drawing, count: int) -> None:
-    """So many cards, all inside the picture, none over another."""
-    cards = [shape for shape in drawing.shapes if isinstance(shape, Box) and shape.fill == "card"]
-    assert len(cards) == count
-    for place, card in enumerate(cards):
-        assert card.x >= 0 and card.x + card.width <= drawing.width and card.y + card.height <= drawing.height
-        for other in cards[:place]:
-            assert abs(card.x - other.x) >= card.width or abs(card.y - other.y) >= card.height, "cards overlap"
+def assert_apart(figure: Figure, count: int) -> None:
+    """So many stages, all inside the picture, none over another."""
+    surface = to_rgba(COLOURS["surface"][0])
+    boxes = [patch.get_bbox() for patch in figure.axes[0].patches if patch.get_facecolor() == surface]
+    assert len(boxes) == count
+    for place, box in enumerate(boxes):
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y0 >= 0 and box.y1 <= figure.bbox.height
+        assert not any(box.overlaps(other) for other in boxes[:place])
+
+
+def assert_readable(figure: Figure) -> None:
+    """No text over another, none cut by the edge."""
+    figure.draw_without_rendering()
+    extents = [(text.get_text(), text.get_window_extent()) for text in figure.axes[0].texts]
+    for place, (text, extent) in enumerate(extents):
+        assert extent.x0 >= 0 and extent.x1 <= figure.bbox.width, f"{text} is cut"
+        for other, box in extents[:place]:
+            assert not extent.padded(-2).overlaps(box.padded(-2)), f"{text!r} over {other!r}"
 
 
 @pytest.mark.parametrize(("ranks", "used"), [(1, 1), (3, 2), (34, 32)])
 def test_the_architecture_names_every_rank_and_overlaps_none(tmp_path: Path, ranks: int, used: int) -> None:
     profile = cluster(ranks)
-    drawing = architecture(planned(profile, used), profile, "a job")
-    said = texts(list(drawing.shapes))
+    figure = architecture(planned(profile, used), profile, "a job")
+    said = texts(figure)
     assert [text for text in said if text.startswith("stage ")] == [f"stage {number}" for number in range(used)]
     assert all(
         any(text == f"rank {rank}" or text.startswith(f"rank {rank}  card") for text in said) for rank in range(ranks)
     )
     assert sum("kB/s" in text for text in said) == used - 1, "a bandwidth at every link"
-    assert_apart(drawing, used)
-    png, vector = save_architecture(drawing, tmp_path)
-    assert (
-        png.read_bytes().startswith(b"\x89PNG") and "it would slow &lt;everybody&gt;" in vector.read_text()
-    ) or ranks == used
+    assert_apart(figure, used)
+    assert_readable(figure)
+    png = save(figure, tmp_path / "new" / "architecture.png", "a job")
+    vector = save(figure, tmp_path / "architecture.svg", "a job").read_text()
+    assert png.read_bytes().startswith(b"\x89PNG") and COLOURS["accent"][0] in vector and "var(" not in vector
+    assert "<title>it would slow &lt;everybody&gt;" in vector or ranks == used
+    page = svg(figure, "a job", page=True)
+    assert "fill: var(--surface)" in page and not any(light in page for light, _ in COLOURS.values())
+
+
+def test_no_two_roles_share_a_colour() -> None:
+    """A page finds the role of a colour by its value on light paper."""
+    assert len({light for light, _ in COLOURS.values()}) == len(COLOURS)
+
+
+def test_names_are_shown_as_they_are() -> None:
+    """A dollar is no formula, and markup no markup."""
+    profile = cluster(1)
+    odd = replace(profile, devices=(replace(profile.devices[0], name=r"$x<b>\1"),))
+    page = svg(architecture(planned(odd), odd, r"a $y \2"), r"a $y \2 & <b>", page=True)
+    assert r"$x&lt;b&gt;\1" in page and r"a $y \2" in page and "<b>" not in page
 
 
 def test_pipelines_have_strips_of_their_own() -> None:
@@ -93,10 +121,10 @@ def test_pipelines_have_strips_of_their_own() -> None:
     one = PipelinePlan((StagePlan((0,), 0, 7, 1), StagePlan((1,), 7, items, 0)), 1, 4)
     plan = Plan((one, PipelinePlan((StagePlan((5,), 0, items, 0),), 2, 4)), 8, 10, items, predicted_step_s=1.0)
     emulated = architecture(plan, replace(profile, source="emulated, measured"), "a job")
-    said = texts(list(emulated.shapes))
+    said = texts(emulated)
     assert "pipeline 0: 4 sequences, 1 at a time" in said and "pipeline 1: 4 sequences, 2 at a time" in said
     assert any(text == "the whole model" for text in said)
-    assert any("summed over the 2 pipelines" in text for text in said)
+    assert any("an all-reduce of the gradients of 14 layers over the 2 pipelines" in text for text in said)
     assert any(text.startswith("EMULATED") for text in said)
     assert_apart(emulated, 3)
     alone = tuple(PipelinePlan((StagePlan((rank,), 0, 26, 0),), 1, 2) for rank in range(12))
@@ -407,24 +435,20 @@ def test_a_crash_while_a_run_is_set_aside_loses_nothing(tmp_path: Path) -> None:
         assert not (run / "set-aside-2").exists()
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
-        (3.1, 7.9, [3, 4, 5, 6, 7, 8]),
-        (2, 2, [1.8, 1.9, 2.0, 2.1, 2.2]),
-        (0, 0, [-1, -0.5, 0, 0.5, 1]),
-    ],
-)
-def test_axes_have_round_numbers(low: float, high: float, expected: list[float]) -> None:
-    assert ticks(low, high, 5) == pytest.approx(expected)
-
-
 def test_charts_leave_out_what_is_no_number() -> None:
     points = tuple((float(step), float("nan") if step == 3 else 1.0 * step) for step in range(1, 2000))
-    drawing = line_chart("loss", [Series("training", points, "accent")], str)
-    assert drawing is not None and "nan" not in svg(drawing) and len(svg(drawing)) < 20_000
-    assert line_chart("loss", [Series("training", ((1.0, float("nan")),), "accent")], str) is None
+    figure = line_chart("loss", [Series("training", points, "accent")])
+    assert figure is not None and "nan" not in svg(figure, "loss") and len(svg(figure, "loss")) < 20_000
+    assert line_chart("loss", [Series("training", ((1.0, float("nan")),), "accent")]) is None
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0, 0.37, 1e-9, 123_456.0])
+def test_axes_have_round_numbers(value: float) -> None:
+    """Also of a series that does not change; and no two ticks are written alike."""
+    figure = line_chart("loss", [Series("training", ((1.0, value), (2.0, value)), "accent")], from_zero=True)
+    assert figure is not None
+    ticks = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    assert len(set(ticks)) == len(ticks) >= 2 and max(map(len, ticks)) <= 8, ticks
 
 
 BROWSER = next(

@@ -28,6 +28,7 @@ from hetero_mpi.report.metrics import Metrics, StepMetrics, read_metrics
 from hetero_mpi.report.summary import warm_steps
 
 RUN_NAME = "run.json"
+REPORT_NAME = "report.html"
 USED_PROFILE = "used-profile.toml"
 """The profile that the run's plans are made for, where that is not ``profile.toml``."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})\.h5")

@@ -98,7 +98,7 @@ def doubt_remarks(profile: ClusterProfile, named: str = "this profile") -> list[
 def headline(plan: Plan) -> str:
     """``3 ranks, 389 ms per step; the best one alone, rank 1, 489 ms (1.26x)``: whether the cluster is worth it."""
     used, there = len(plan.numbered), len(plan.memory) + len(plan.idle)
-    text = f"{_plural(used, 'rank')}" if used >= there else f"{used} of {_plural(there, 'rank')}"
+    text = f"{units.plural(used, 'rank')}" if used >= there else f"{used} of {units.plural(there, 'rank')}"
     text += f", {units.seconds(plan.predicted_step_s)} per step"
     best = plan.alone
     if best is None or there <= 1:
@@ -118,7 +118,7 @@ def plan_lines(plan: Plan, profile: ClusterProfile) -> list[str]:
     pipelines = "" if len(plan.pipelines) == 1 else f" in {len(plan.pipelines)} pipelines"
     emulated = " on emulated devices" if profile.emulated else ""
     lines = _wrapped("", headline(plan)) if plan.predicted_step_s > 0 else []
-    lines += [f"Plan: {_plural(stages, 'stage')}{pipelines}{emulated}{schedule_text(plan)}"]
+    lines += [f"Plan: {units.plural(stages, 'stage')}{pipelines}{emulated}{schedule_text(plan)}"]
     lines += table(*_stage_table(plan, profile))
     tokens = " or ".join(dict.fromkeys(f"{one.micro_batch * plan.sequence_length:,}" for one in plan.pipelines))
     lines.append(
@@ -254,10 +254,10 @@ def _batch_lines(plan: Plan) -> list[str]:
     for pipeline in plan.pipelines:
         count, last = pipeline.micro_batches, pipeline.size(pipeline.micro_batches - 1)
         short = f" (the last: {last})" if last < pipeline.size(0) else ""
-        share = f"{_plural(count, 'micro-batch')} x {_plural(pipeline.size(0), row)}{short}"
+        share = f"{units.plural(count, 'micro-batch')} x {units.plural(pipeline.size(0), row)}{short}"
         shares[share] = shares.get(share, 0) + 1
     parts = [share if many == 1 else f"{many} x ({share})" for share, many in shares.items()]
-    text = f"{_plural(plan.global_batch, row)} = {' + '.join(parts)}"
+    text = f"{units.plural(plan.global_batch, row)} = {' + '.join(parts)}"
     if row == "sample":
         return [text]
     tokens = plan.global_batch * plan.sequence_length
@@ -292,7 +292,7 @@ def _link_lines(profile: ClusterProfile) -> list[str]:
 
     slowest = max(links, key=lambda link: (message_s(link), link.source, link.destination))
     return [
-        f"  {_plural(len(links), 'link')}{'' if profile.links else ' from host to host'} (least, median, most): "
+        f"  {units.plural(len(links), 'link')}{'' if profile.links else ' from host to host'} (least, median, most): "
         f"latency {', '.join(units.seconds(value) for value in _spread(latencies))}; "
         f"bandwidth {', '.join(units.bandwidth(value) for value in _spread(bandwidths))}",
         f"  slowest: rank {slowest.source} -> rank {slowest.destination}, "
@@ -317,11 +317,6 @@ def _shortened(cell: str, width: int, heading: str) -> str:
 
 def _short(name: str, width: int = LONGEST_NAME) -> str:
     return name if len(name) <= width else name[: width - 3].rstrip() + "..."
-
-
-def _plural(number: int, noun: str) -> str:
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{ending}"
 
 
 def _wrapped(start: str, text: str) -> list[str]:

@@ -102,3 +102,9 @@ def _digits(value: float) -> str:
     if value >= 99.95:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def plural(number: int, noun: str) -> str:
+    """``1 rank``, ``1,024 ranks``."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"

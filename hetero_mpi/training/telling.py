@@ -20,11 +20,9 @@ from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.appending import unharmed
-from hetero_mpi.report.architecture import architecture, save_architecture
 from hetero_mpi.report.logs import say
 from hetero_mpi.report.metrics import MetricsWriter
-from hetero_mpi.report.page.document import REPORT_NAME, write_report
-from hetero_mpi.report.past_run import USED_PROFILE, describe_run, predicted_step, read_run
+from hetero_mpi.report.past_run import REPORT_NAME, USED_PROFILE, describe_run, predicted_step, read_run
 from hetero_mpi.report.progress import Now, Progress, overview
 from hetero_mpi.report.tensorboard import REMEDY, TensorBoard, available
 from hetero_mpi.report.trace import save_run_trace
@@ -43,11 +41,16 @@ def draw_plan(setting: Setting, profile: ClusterProfile, plan: Plan) -> None:
     if setting.world.rank != 0 or not setting.job.report.write:
         return
     with _told("architecture.png"):
+        from hetero_mpi.report.figures.architecture import architecture  # loads matplotlib
+        from hetero_mpi.report.figures.style import save
+
         simulation = predicted_step(plan, profile)
         busy = {
             rank: seconds / simulation.step_s for rank, seconds in simulation.busy_s.items() if simulation.step_s > 0
         }
-        save_architecture(architecture(plan, profile, setting.loaded.name, busy), setting.run_dir)
+        figure = architecture(plan, profile, setting.loaded.name, busy)
+        for kind in ("png", "svg"):
+            save(figure, setting.run_dir / f"architecture.{kind}", f"architecture: {setting.loaded.name}")
 
 
 def keep_profile(setting: Setting, profile: ClusterProfile) -> None:
@@ -114,6 +117,8 @@ def write_files(setting: Setting) -> None:
     """``report.html`` and ``trace.json``, on rank 0."""
     if setting.world.rank == 0 and setting.job.report.write:
         with _told("the report"):
+            from hetero_mpi.report.page.document import write_report  # loads matplotlib
+
             run = read_run(setting.run_dir)
             write_report(run, setting.run_dir / REPORT_NAME)
             save_run_trace(run, setting.run_dir / TRACE_NAME)

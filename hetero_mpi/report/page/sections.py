@@ -1,24 +1,26 @@
-"""The sections of the run report, each from a run to HTML; empty where a run has nothing to tell about it."""
+"""The sections of the run report, each made from a run; empty where a run tells nothing of it. ``report.html`` lays them out."""
 
 from __future__ import annotations
 
 import datetime
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from html import escape
+from dataclasses import dataclass, replace
+
+from markupsafe import Markup
+from matplotlib.figure import Figure
 
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.schedule import Event
 from hetero_mpi.planning.simulator import Simulation
 from hetero_mpi.report import units
-from hetero_mpi.report.architecture import architecture
-from hetero_mpi.report.drawing import Drawing
-from hetero_mpi.report.measured import Usage, last_usage
-from hetero_mpi.report.page.charts import Series, line_chart
-from hetero_mpi.report.page.html import listing, picture, share_bar, table
-from hetero_mpi.report.page.timeline import Panel, timelines
+from hetero_mpi.report.figures.architecture import architecture
+from hetero_mpi.report.figures.charts import Series, Shares, line_chart
+from hetero_mpi.report.figures.charts import usage as usage_bars
+from hetero_mpi.report.figures.style import svg
+from hetero_mpi.report.figures.timeline import MOST_LANES, Panel, timeline
+from hetero_mpi.report.measured import last_usage
 from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.tables import headline, idle_lines, items_text, schedule_text
 from hetero_mpi.report.traffic import sums, traffic
@@ -42,11 +44,49 @@ SPENT = (
     ("activations_s", "waiting for activations", "backward"),
     ("gradients_s", "waiting for gradients", "input-gradients"),
     ("copies_s", "copying", "copy"),
-    ("sums_s", "sums of gradients", "sum"),
+    ("sums_s", "gradient all-reduce", "all-reduce"),
     ("end_s", "waiting for the batch and the others", "send"),
 )
 """(field of Usage, its name, its colour)."""
 _MOST_LINKS = 40
+
+
+@dataclass(frozen=True)
+class Table:
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    right: Sequence[int]
+    """Columns set to the right."""
+
+    @classmethod
+    def of(cls, headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Table | None:
+        """Without the columns that are empty in all rows; None where nothing is left."""
+        kept = [column for column in range(len(headers)) if any(row[column] for row in rows)]
+        cells = [[row[column] for column in kept] for row in (headers, *rows)]
+        return (
+            cls(cells[0], cells[1:], [place for place, column in enumerate(kept) if column in right]) if kept else None
+        )
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading and what is below it, in this order."""
+
+    title: str
+    note: str = ""
+    times: bool = False
+    """It tells times, which are labelled where they are emulated ones."""
+    charts: Sequence[Markup] = ()
+    """Pictures side by side, as wide as there is room."""
+    picture: Markup | None = None
+    """One that keeps its size, and scrolls where the page is narrower."""
+    table: Table | None = None
+    remarks: Sequence[str] = ()
+    points: Sequence[str] = ()
+
+    @property
+    def told(self) -> bool:
+        return bool(self.charts or self.picture or self.table or self.remarks or self.points)
 
 
 def key_figures(run: PastRun) -> list[tuple[str, str, str]]:
@@ -79,7 +119,7 @@ def key_figures(run: PastRun) -> list[tuple[str, str, str]]:
     return found
 
 
-def learning(run: PastRun) -> str:
+def learning(run: PastRun) -> Section:
     """Loss, held-out loss, learning rate, norm of the gradients."""
     steps = run.metrics.steps
     loss = [Series("training", tuple((s.step, s.loss) for s in steps), "accent")]
@@ -88,16 +128,18 @@ def learning(run: PastRun) -> str:
         loss.append(Series("held out", held_out, "warm", dots=True))
     rate = [Series("learning rate", tuple((s.step, s.lr) for s in steps), "good")]
     norm = [Series("gradient norm", tuple((s.step, s.grad_norm) for s in steps), "violet")]
-    return _charts(
-        [
-            line_chart("loss, nats per token", loss, _plain),
-            line_chart("learning rate", rate, lambda value: f"{value:.3g}", from_zero=True),
-            line_chart("norm of the gradients, before clipping", norm, _plain, from_zero=True),
-        ]
-    )
+    charts = [
+        _picture(line_chart(label, series, from_zero=series is not loss), label)
+        for label, series in (
+            ("loss, nats per token", loss),
+            ("learning rate", rate),
+            ("norm of the gradients, before clipping", norm),
+        )
+    ]
+    return Section("Learning", charts=[chart for chart in charts if chart])
 
 
-def speed(run: PastRun) -> str:
+def speed(run: PastRun) -> Section:
     """Tokens per second, and seconds per step beside the predicted ones."""
     steps = run.metrics.steps
     rate = [Series("tokens per second", tuple((s.step, s.tokens_per_s) for s in steps), "accent")]
@@ -105,53 +147,46 @@ def speed(run: PastRun) -> str:
     expected = tuple((s.step, s.predicted_step_s) for s in steps if s.predicted_step_s > 0)
     if expected:
         step_s.append(Series("predicted", expected, "warm", dashed=True))
-    return _charts(
-        [
-            line_chart("tokens per second", rate, lambda value: f"{value:,.0f}", from_zero=True),
-            line_chart("time per step", step_s, units.seconds, from_zero=True),
-        ]
-    )
+    charts = [
+        _picture(line_chart("tokens per second", rate, from_zero=True), "tokens per second"),
+        _picture(line_chart("time per step", step_s, units.seconds, from_zero=True), "time per step"),
+    ]
+    return Section("Speed", times=True, charts=[chart for chart in charts if chart])
 
 
-def usage(run: PastRun, predicted: Simulation | None) -> str:
+def usage(run: PastRun, predicted: Simulation | None) -> Section:
     """Per rank: what it spent its time on, and the predicted share of computing."""
     measured = {rank: used for rank, used in last_usage(run.rank_steps).items() if used.seconds > 0}
-    if not measured and predicted is None:
-        return ""
-    ranks = sorted(measured) if measured else sorted(predicted.busy_s) if predicted is not None else []
-    present = [
-        part for part in SPENT if any(getattr(used, part[0]) > 0.0005 * used.seconds for used in measured.values())
-    ]
-    legend = "".join(f'<span><i style="background:var(--{colour})"></i>{name}</span>' for _, name, colour in present)
-    rows = []
-    for rank in ranks:
-        rows.append(f'<div class="who">rank {rank}<small>{escape(_place(run.profile, rank))}</small></div>')
-        rows.append(f'<div class="pair">{_usage_bars(rank, measured.get(rank), predicted)}</div>')
-    return f'<div class="legend">{legend}</div><div class="ranks">{"".join(rows)}</div>'
-
-
-def _usage_bars(rank: int, used: Usage | None, predicted: Simulation | None) -> str:
-    said, bars = [], ""
-    if used is not None:
-        parts = [(name, getattr(used, field) / used.seconds, colour) for field, name, colour in SPENT]
-        bars += share_bar(parts, f"rank {rank}, measured")
-        said.append(f"{units.percent(parts[0][1])} computing")
-    if predicted is not None and predicted.step_s > 0 and rank in predicted.busy_s:
-        share = predicted.busy_s[rank] / predicted.step_s
-        bars += share_bar([("computing, predicted", share, "soft")], f"rank {rank}, predicted").replace(
-            'class="bar"', 'class="bar thin" style="margin-top:2px"'
+    busy = _busy(predicted)
+    ranks = [
+        Shares(
+            f"rank {rank}",
+            _place(run.profile, rank),
+            tuple(
+                (name, getattr(measured[rank], field) / measured[rank].seconds, colour) for field, name, colour in SPENT
+            )
+            if rank in measured
+            else (),
+            busy.get(rank),
         )
-        said.append(f"{units.percent(share)} predicted")
-    return f"{bars}<small>{escape(', '.join(said))}</small>"
+        for rank in sorted(measured or busy)
+    ]
+    drawn = usage_bars(ranks) if ranks else None
+    return Section("What the ranks do", USAGE_NOTE, times=True, picture=_picture(drawn, "what the ranks do"))
 
 
-def memory(run: PastRun) -> str:
+def _busy(predicted: Simulation | None) -> dict[int, float]:
+    """Rank -> predicted share of the step in which it computes."""
+    if predicted is None or predicted.step_s <= 0:
+        return {}
+    return {rank: seconds / predicted.step_s for rank, seconds in predicted.busy_s.items()}
+
+
+def memory(run: PastRun) -> Section:
     """Per rank: predicted and measured peak, and what it may use."""
-    if run.plan is None:
-        return ""
     used = last_usage(run.rank_steps)
     rows = []
-    for known in run.plan.memory:
+    for known in run.plan.memory if run.plan is not None else ():
         # What an emulated rank holds is the model that stands in for the profile's: no measurement of this plan.
         peak = used[known.rank].peak_bytes if known.rank in used and not run.emulated else 0
         rows.append(
@@ -164,10 +199,11 @@ def memory(run: PastRun) -> str:
                 run.profile.devices[known.rank].memory_reason if run.profile is not None else "",
             )
         )
-    return table(("rank", "device", "predicted", "measured", "usable", "why so much"), rows, numbers=(0, 2, 3, 4))
+    headers = ("rank", "device", "predicted", "measured", "usable", "why so much")
+    return Section("Memory", MEMORY_NOTE, times=True, table=Table.of(headers, rows, right=(0, 2, 3, 4)))
 
 
-def step(run: PastRun, predicted: Simulation | None, measured: Sequence[Event], number: int) -> str:
+def step(run: PastRun, predicted: Simulation | None, measured: Sequence[Event], number: int) -> Section:
     """The timeline, predicted above measured."""
     panels = []
     if predicted is not None:
@@ -175,17 +211,18 @@ def step(run: PastRun, predicted: Simulation | None, measured: Sequence[Event], 
     if measured:
         last_s = max(event.end_s for event in measured)
         panels.append(Panel(f"measured, step {number}: {units.seconds(last_s)}", measured))
-    if not panels:
-        return ""
     labels = {device.rank: device.name for device in run.profile.devices} if run.profile is not None else {}
-    kind = "" if measured else "<p class=note>No step was recorded under this plan.</p>"
-    return kind + picture(timelines(panels, labels), wide=True)
+    drawn = timeline(panels, labels, MOST_LANES) if panels else None
+    label = "timeline of a step: " + ", ".join(panel.title for panel in panels)
+    remarks = ["No step was recorded under this plan."] if panels and not measured else []
+    return Section("A step", STEP_NOTE, times=True, picture=_picture(drawn, label), remarks=remarks)
 
 
-def links(run: PastRun, predicted: Simulation | None, measured: Sequence[Event]) -> str:
+def links(run: PastRun, predicted: Simulation | None, measured: Sequence[Event]) -> Section:
     """Per directed pair of ranks: bytes of a step, and speeds."""
+    section = Section("Links", LINKS_NOTE, times=True)
     if run.plan is None or run.profile is None or predicted is None:
-        return ""
+        return section
     expected, seen = traffic(predicted.events, run.plan), traffic(measured, run.plan)
     rows = []
     for pair in sorted({*expected, *seen})[:_MOST_LINKS]:
@@ -217,40 +254,36 @@ def links(run: PastRun, predicted: Simulation | None, measured: Sequence[Event])
         "link busy, predicted",
     )
     more = len({*expected, *seen}) - len(rows)
-    text = table(headers, rows, numbers=(2, 3, 4, 5, 6, 7))
-    if more > 0:
-        text += f"<p class=note>And {more} more pairs.</p>"
-    return text + _sums_text(sums(predicted.events), sums(measured))
+    remarks = [f"And {more} more pairs."] if more > 0 else []
+    remarks += _all_reduce_text(sums(predicted.events), sums(measured))
+    return replace(section, table=Table.of(headers, rows, right=(2, 3, 4, 5, 6, 7)), remarks=remarks)
 
 
-def _sums_text(expected: Mapping[int, float], seen: Mapping[int, float]) -> str:
+def _all_reduce_text(expected: Mapping[int, float], seen: Mapping[int, float]) -> list[str]:
     if not expected:
-        return ""
+        return []
     longest = units.seconds(max(expected.values()))
-    waited = f"; measured, ranks wait up to {units.seconds(max(seen.values()))} for them" if seen else ""
-    return f"<p class=note>Sums of gradients: {len(expected)} ranks, up to {longest} of a step predicted{waited}.</p>"
+    waited = f"; measured, ranks wait up to {units.seconds(max(seen.values()))} for it" if seen else ""
+    return [f"Gradient all-reduce: {len(expected)} ranks, up to {longest} of a step predicted{waited}."]
 
 
-def topology(run: PastRun, predicted: Simulation | None) -> str:
+def topology(run: PastRun, predicted: Simulation | None) -> Section:
     """The architecture."""
-    if run.plan is None or run.profile is None:
-        return ""
-    busy = (
-        {rank: s / predicted.step_s for rank, s in predicted.busy_s.items()}
-        if predicted is not None and predicted.step_s
-        else {}
-    )
-    return picture(architecture(run.plan, run.profile, run.name, busy), wide=True)
+    drawn = None
+    if run.plan is not None and run.profile is not None:
+        drawn = architecture(run.plan, run.profile, run.name, _busy(predicted))
+    return Section("Where everything is", times=True, picture=_picture(drawn, f"architecture: {run.name}"))
 
 
-def plan(run: PastRun) -> str:
+def plan(run: PastRun) -> Section:
     """Stages, reasons, idle ranks, and how far from the bound."""
+    section = Section("The plan, and why", times=True)
     if run.plan is None:
-        return ""
-    return _stages(run.plan, run.profile) + listing(_reasons(run.plan))
+        return section
+    return replace(section, table=_stages(run.plan, run.profile), points=_reasons(run.plan))
 
 
-def _stages(plan: Plan, profile: ClusterProfile | None) -> str:
+def _stages(plan: Plan, profile: ClusterProfile | None) -> Table | None:
     rows = []
     several = len(plan.pipelines) > 1
     for number, index, stage in plan.numbered:
@@ -267,8 +300,8 @@ def _stages(plan: Plan, profile: ClusterProfile | None) -> str:
                 "yes" if stage.recompute else "",
             )
         )
-    headers = ("pipeline", "stage", "rank", "device", "items", "micro-batches", "warm-up", "recompute")
-    return table(headers, rows, numbers=(0, 1, 2, 6))
+    headers = ("pipeline", "stage", "rank", "device", "layers", "micro-batches", "warm-up", "recompute")
+    return Table.of(headers, rows, right=(0, 1, 2, 6))
 
 
 def _reasons(plan: Plan) -> list[str]:
@@ -282,21 +315,20 @@ def _reasons(plan: Plan) -> list[str]:
     return found + [line[:1].upper() + line[1:] for line in idle_lines(plan)]
 
 
-def checkpoints(run: PastRun) -> str:
+def checkpoints(run: PastRun) -> Section:
     """What can be resumed from."""
     rows = [(str(one.step), units.size(one.bytes), _moment(one.unix_s)) for one in run.checkpoints]
-    return table(("after step", "size", "written"), rows, numbers=(0, 1))
+    return Section("Checkpoints", table=Table.of(("after step", "size", "written"), rows, right=(0, 1)))
 
 
-def happenings(run: PastRun) -> str:
+def happenings(run: PastRun) -> Section:
     """Starts, recoveries, migrations, restarts, in the order of time."""
     rows = [(_moment(one.unix_s), one.event, one.text) for one in run.happenings]
-    return table(("when", "what", ""), rows)
+    return Section("What happened", table=Table.of(("when", "what", ""), rows))
 
 
-def _charts(drawings: Sequence[Drawing | None]) -> str:
-    found = "".join(map(picture, drawings))
-    return f'<div class="charts">{found}</div>' if found else ""
+def _picture(figure: Figure | None, label: str) -> Markup | None:
+    return Markup(svg(figure, label, page=True)) if figure is not None else None
 
 
 def _place(profile: ClusterProfile | None, rank: int) -> str:
@@ -304,10 +336,6 @@ def _place(profile: ClusterProfile | None, rank: int) -> str:
         return ""
     device = profile.devices[rank]
     return f"{device.name}, {device.host}"
-
-
-def _plain(value: float) -> str:
-    return f"{value:,.4g}"
 
 
 def _moment(unix_s: float) -> str:

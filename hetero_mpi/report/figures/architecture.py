@@ -1,0 +1,256 @@
+"""Who holds what: hosts, devices, layers per stage, pipelines, the links between them, and ranks that idle, in one picture.
+
+::
+
+    pipeline 0: 16 sequences = 8 micro-batches x 2
+    +- alpha --------------------------+             +- beta ------------+
+    | [rank 0  stage 0] -> [rank 1   ] | -118 MB/s-> | [rank 2  stage 2] |
+    | [blocks 0-3     ]    [blocks 4 ] |   0.2 ms    | [blocks 5, head ] |
+    +----------------------------------+             +-------------------+
+
+A pipeline is a strip that goes on in the next row where it is long; short strips share a row.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+from matplotlib.figure import Figure
+
+from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.schedule import summed_items
+from hetero_mpi.report import units
+from hetero_mpi.report.figures.style import Sheet, drawn, fitted, host_colours, width_of
+from hetero_mpi.report.tables import items_text
+
+WIDTH = 1320.0
+"""No row is wider, in pixels."""
+_BOX_WIDTH, _BOX_HEIGHT = 172.0, 104.0
+_GAP = 74.0
+"""Between two boxes: room for an arrow and what is written at it."""
+_PADDING = 10.0
+"""Of a host's box around its boxes."""
+_HEADER = 20.0
+"""Of a host's box: its name."""
+_MARGIN = 24.0
+_ROW = _BOX_HEIGHT + _HEADER + 2 * _PADDING
+_IDLE_WIDTH, _IDLE_HEIGHT = 412.0, 60.0
+_UNLIKE = 0.1
+"""Both directions of a link are told apart if they differ by more than this share."""
+
+
+@dataclass(frozen=True)
+class _StageBox:
+    """A stage of a pipeline on one rank."""
+
+    number: int
+    stage: StagePlan
+    rank: int
+    host: str
+
+
+@drawn
+def architecture(plan: Plan, profile: ClusterProfile, title: str, busy: Mapping[int, float] | None = None) -> Figure:
+    """The picture of a plan.
+
+    Args:
+        title: what is trained.
+        busy: rank -> share of the predicted step in which it computes; drawn where given.
+    """
+    sheet = Sheet()
+    y = _heading(sheet, plan, profile, title)
+    colours = host_colours([device.host for device in profile.devices])
+    painter = _Painter(sheet, plan, profile, colours, busy or {})
+    number, x, widest = 0, _MARGIN, 0.0
+    strips: list[tuple[int, PipelinePlan, list[_StageBox]]] = []
+    for index, pipeline in enumerate(plan.pipelines):
+        boxes = []
+        for stage in pipeline.stages:
+            boxes.append(_StageBox(number, stage, stage.ranks[0], profile.devices[stage.ranks[0]].host))
+            number += 1
+        strips.append((index, pipeline, boxes))
+    row_bottom = y
+    for index, pipeline, boxes in strips:
+        rows = _rows(boxes)
+        label = _pipeline_label(index, pipeline, plan)
+        width = max(max(_row_width(row) for row in rows), width_of(label, 12))
+        if x > _MARGIN and x + width > WIDTH - _MARGIN:
+            x, y = _MARGIN, row_bottom
+        if label:
+            sheet.text(x, y + 12, label, 12, "soft")
+        bottom = painter.strip(rows, x, y + (20 if label else 0))
+        row_bottom = max(row_bottom, bottom + 14) if x > _MARGIN else bottom + 14
+        x += width + 36
+        widest = max(widest, x - 36)
+    y = row_bottom
+    if plan.idle:
+        y, right = painter.idle(y + 4)
+        widest = max(widest, right)
+    width = max(widest, 640.0) + _MARGIN
+    return sheet.finished(width, _footer(sheet, plan, profile, y, width))
+
+
+def _heading(sheet: Sheet, plan: Plan, profile: ClusterProfile, title: str) -> float:
+    used = sum(len(stage.ranks) for _, _, stage in plan.numbered)
+    hosts = len({device.host for device in profile.devices})
+    facts = f"{used} of {len(profile.devices)} ranks on {hosts} host{'s' if hosts > 1 else ''}"
+    facts += f", {plan.global_batch} sequences per step"
+    if plan.predicted_step_s > 0:
+        facts += f", {units.seconds(plan.predicted_step_s)} predicted"
+    sheet.text(_MARGIN, 34, fitted(title, 17, WIDTH / 2, bold=True), 17, bold=True)
+    sheet.text(_MARGIN, 54, facts, 12, "soft")
+    if profile.emulated:
+        sheet.text(_MARGIN, 72, "EMULATED: devices and links of a profile, imitated by other machines", 12, "warm")
+    return 92.0 if profile.emulated else 74.0
+
+
+def _footer(sheet: Sheet, plan: Plan, profile: ClusterProfile, y: float, width: float) -> float:
+    kind = "emulated" if profile.emulated else profile.source.split(" (")[0]
+    lines = [
+        f"links: bandwidth and latency from stage to stage, {kind}"
+        f" (there / back where they differ by more than {units.percent(_UNLIKE)})"
+    ]
+    sums = len(summed_items(plan, profile.model))
+    if sums and len(plan.pipelines) > 1:
+        lines.append(
+            f"an all-reduce of the gradients of {sums} layers over the {len(plan.pipelines)} pipelines ends every step"
+        )
+    for line in lines:
+        for part in textwrap.wrap(line, int((width - 2 * _MARGIN) / (0.55 * 11))):
+            sheet.text(_MARGIN, y + 14, part, 11, "soft")
+            y += 16
+    return y + 18
+
+
+def _pipeline_label(index: int, pipeline: PipelinePlan, plan: Plan) -> str:
+    if len(plan.pipelines) > 1:
+        return f"pipeline {index}: {pipeline.sequences} sequences, {pipeline.micro_batch} at a time"
+    return f"{pipeline.micro_batches} micro-batches of {pipeline.micro_batch}"
+
+
+def _rows(boxes: Sequence[_StageBox]) -> list[list[_StageBox]]:
+    """The boxes of a strip in rows that fit."""
+    rows: list[list[_StageBox]] = [[]]
+    for box in boxes:
+        if rows[-1] and _row_width([*rows[-1], box]) > WIDTH - 2 * _MARGIN - 40:
+            rows.append([])
+        rows[-1].append(box)
+    return rows
+
+
+def _row_width(row: Sequence[_StageBox]) -> float:
+    changes = sum(a.host != b.host for a, b in pairwise(row))
+    return len(row) * _BOX_WIDTH + (len(row) - 1) * _GAP + 2 * _PADDING * (changes + 1)
+
+
+@dataclass
+class _Painter:
+    """Paints strips and idle ranks into a drawing."""
+
+    sheet: Sheet
+    plan: Plan
+    profile: ClusterProfile
+    colours: Mapping[str, str]
+    busy: Mapping[int, float]
+
+    def strip(self, rows: Sequence[Sequence[_StageBox]], x: float, y: float) -> float:
+        """One pipeline from its upper left corner; returns where it ends below."""
+        before: _StageBox | None = None
+        for row in rows:
+            place = x
+            middle = y + _HEADER + _PADDING + _BOX_HEIGHT / 2
+            for host, group in groupby(row, key=lambda box: box.host):
+                boxes = list(group)
+                width = _row_width(boxes)
+                self._host(host, place, y, width)
+                left = place + _PADDING
+                for box in boxes:
+                    if before is not None:
+                        begin = left - _GAP - (0 if before.host == box.host else 2 * _PADDING)
+                        self._link(before, box, begin, left, middle, wrapped=before not in row)
+                    self._box(box, left, y + _HEADER + _PADDING)
+                    left += _BOX_WIDTH + _GAP
+                    before = box
+                place += width + _GAP
+            y += _ROW + (24 if len(rows) > 1 else 0)
+        return y - (24 if len(rows) > 1 else 0)
+
+    def idle(self, y: float) -> tuple[float, float]:
+        """The ranks that the plan leaves out; returns (where they end below, on the right)."""
+        self.sheet.text(_MARGIN, y + 12, "idle, by the plan", 12, "soft")
+        y, x, right = y + 20, _MARGIN, _MARGIN
+        for idle in sorted(self.plan.idle, key=lambda one: one.rank):
+            if x + _IDLE_WIDTH > WIDTH - _MARGIN:
+                x, y = _MARGIN, y + _IDLE_HEIGHT + 8
+            device = self.profile.devices[idle.rank]
+            self.sheet.box(x, y, _IDLE_WIDTH, _IDLE_HEIGHT, "paper", "faint", dashed=True, title=idle.reason)
+            name = fitted(f"rank {idle.rank}  {device.name}, {device.host}", 12, _IDLE_WIDTH - 20, bold=True)
+            self.sheet.text(x + 10, y + 18, name, 12, "soft", bold=True)
+            for line, text in enumerate(textwrap.wrap(idle.reason, int((_IDLE_WIDTH - 20) / (0.56 * 10.5)))[:2]):
+                self.sheet.text(x + 10, y + 35 + 14 * line, text, 10.5, "soft")
+            right = max(right, x + _IDLE_WIDTH)
+            x += _IDLE_WIDTH + 12
+        return y + _IDLE_HEIGHT + 14, right
+
+    def _host(self, host: str, x: float, y: float, width: float) -> None:
+        self.sheet.box(x, y, width, _ROW, self.colours[host], "faint", radius=10)
+        self.sheet.text(
+            x + _PADDING, y + 18, fitted(host, 11.5, width - 2 * _PADDING, bold=True), 11.5, "soft", bold=True
+        )
+
+    def _box(self, box: _StageBox, x: float, y: float) -> None:
+        device, inside = self.profile.devices[box.rank], _BOX_WIDTH - 20
+        self.sheet.box(x, y, _BOX_WIDTH, _BOX_HEIGHT, "surface", "faint", title=f"{device.name} ({device.backend})")
+        self.sheet.text(x + 10, y + 19, f"rank {box.rank}", 13, bold=True)
+        self.sheet.text(x + _BOX_WIDTH - 10, y + 19, f"stage {box.number}", 11, "soft", "right")
+        self.sheet.text(x + 10, y + 36, fitted(units.device_name(device.name, 24), 11.5, inside), 11.5)
+        items = items_text(box.stage.first, box.stage.last, self.plan.items)
+        again = " (recompute)" if box.stage.recompute else ""
+        self.sheet.text(
+            x + 10, y + 53, fitted(_short(items) + again, 11.5, inside, bold=True), 11.5, "accent", bold=True
+        )
+        share = self.busy.get(box.rank)
+        if share is not None:
+            self._bar(x + 10, y + 70, "busy", share, units.percent(share), "good")
+        memory = next((m for m in self.plan.memory if m.rank == box.rank), None)
+        if memory is not None:
+            of = memory.peak_bytes / max(memory.usable_bytes, 1)
+            text = f"{units.size(memory.peak_bytes)} of {units.size(memory.usable_bytes)}"
+            self._bar(x + 10, y + 90, "memory", of, text, "violet")
+
+    def _bar(self, x: float, y: float, name: str, share: float, text: str, colour: str) -> None:
+        inside = _BOX_WIDTH - 20
+        self.sheet.text(x, y, name, 10, "soft")
+        self.sheet.text(x + inside, y, text, 10, "soft", "right")
+        self.sheet.box(x, y + 3.5, inside, 4, "faint", radius=2)
+        self.sheet.box(x, y + 3.5, inside * min(max(share, 0.0), 1.0), 4, colour, radius=2)
+
+    def _link(self, before: _StageBox, box: _StageBox, begin: float, end: float, y: float, wrapped: bool) -> None:
+        """The arrow into ``box``; one that comes from the row above starts short of it, from a dot."""
+        there, back = self.profile.link(before.rank, box.rank), self.profile.link(box.rank, before.rank)
+        speed, delay = units.bandwidth(there.bytes_per_s), units.seconds(there.latency_s)
+        unlike = abs(there.bytes_per_s - back.bytes_per_s) > _UNLIKE * max(there.bytes_per_s, back.bytes_per_s)
+        if unlike and there.bytes_per_s != back.bytes_per_s:
+            speed = f"{speed} / {units.bandwidth(back.bytes_per_s)}"
+        if wrapped:
+            top = y - _BOX_HEIGHT / 2 - _HEADER - _PADDING - 14
+            place = end + _BOX_WIDTH / 2
+            self.sheet.arrow((place, top - 2), (place, y - _BOX_HEIGHT / 2))
+            self.sheet.text(place + 8, top + 9, f"from rank {before.rank}: {speed}, {delay}", 10, "ink")
+            return
+        self.sheet.arrow((begin + 3, y), (end - 2, y))
+        middle = (begin + end) / 2
+        for place, part in enumerate(reversed(speed.split(" / "))):
+            self.sheet.text(middle, y - 7 - 12 * place, part + (" /" if unlike and place else ""), 10, "ink", "center")
+        self.sheet.text(middle, y + 16, delay, 10, "soft", "center")
+
+
+def _short(items: str) -> str:
+    """``embedding, blocks 0-3`` in fewer characters."""
+    if items.startswith("embedding") and items.endswith("head"):
+        return "the whole model"
+    return items.replace("embedding", "emb.") if len(items) > 22 else items

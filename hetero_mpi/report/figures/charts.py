@@ -1,0 +1,132 @@
+"""Values over steps, and what ranks spend their time on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from hetero_mpi.report import units
+from hetero_mpi.report.figures.style import COLOURS, add_bars, drawn, fitted, key, new_figure, panel
+
+MOST_POINTS = 400
+"""A series of more points is drawn as means of neighbours."""
+_ROUND = [1, 2, 2.5, 5, 10]
+_ROW = 46.0
+_BARS = ((0.1, 0.42), (0.46, 0.56))
+"""Of a rank's row: (top, bottom) of what was measured, and of what was predicted."""
+
+
+@dataclass(frozen=True)
+class Series:
+    name: str
+    points: tuple[tuple[float, float], ...]
+    colour: str
+    """A role of the style."""
+    dots: bool = False
+    """Points are few and marked."""
+    dashed: bool = False
+
+
+def plain(value: float) -> str:
+    """A tick of an axis."""
+    return f"{value:,.10g}"
+
+
+@drawn
+def line_chart(
+    label: str, series: Sequence[Series], y_text: Callable[[float], str] = plain, from_zero: bool = False
+) -> Figure | None:
+    """A chart of what is finite in ``series``; None where nothing is.
+
+    Args:
+        label: of the y axis, with its unit.
+        y_text: how a value of the y axis is written.
+        from_zero: the y axis begins at 0.
+    """
+    shown = [(one, points) for one in series if (points := _thinned(one.points))]
+    if not shown:
+        return None
+    figure = new_figure(460, 250)
+    axes = panel(figure, 64, 34, 14, 36)
+    values = [y for _, points in shown for _, y in points]
+    ticks = MaxNLocator(5, steps=_ROUND).tick_values(0.0 if from_zero else min(values), max(values))
+    for one, points in shown:
+        marked = one.dots or len(points) == 1
+        look: dict[str, Any] = {"marker": "o" if marked else "", "markersize": 6, "linewidth": 1.6}
+        axes.plot(*zip(*points, strict=True), "--" if one.dashed else "-", color=COLOURS[one.colour][0], **look)
+    axes.set(yticks=ticks, ylim=(ticks[0], ticks[-1]), xlabel="step")
+    axes.margins(x=0)
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=_ROUND, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: y_text(value)))
+    axes.xaxis.label.set(x=1, ha="right")
+    axes.grid(axis="x", visible=False)
+    axes.spines[["left", "bottom"]].set_visible(False)
+    figure.text(0, 1 - 14 / 250, label, size=12, weight="bold")
+    if len(shown) > 1:
+        keys = [key(one.colour, one.name, one.dashed, thick=False) for one, _ in shown]
+        figure.legend(handles=keys, ncols=len(keys), loc="upper right", bbox_to_anchor=(1, 1), handlelength=1.6)
+    return figure
+
+
+def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most ``MOST_POINTS``, without what is no number."""
+    finite = [point for point in points if math.isfinite(point[1])]
+    size = max(1, -(-len(finite) // MOST_POINTS))
+    groups = [finite[first : first + size] for first in range(0, len(finite), size)]
+    return [(group[-1][0], sum(y for _, y in group) / len(group)) for group in groups]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A rank's time: (what, share of 1, role of its colour), and the predicted share of computing."""
+
+    name: str
+    device: str
+    measured: tuple[tuple[str, float, str], ...]
+    predicted: float | None
+
+
+@drawn
+def usage(ranks: Sequence[Shares]) -> Figure:
+    """A bar for every rank, cut by what it spent its time on; below it a thin one for the predicted share of computing."""
+    figure = new_figure(1080, 34 + _ROW * len(ranks))
+    axes = panel(figure, 176, 30, 4, 4)
+    present = dict.fromkeys((name, colour) for rank in ranks for name, share, colour in rank.measured if share > 0.0005)
+    for place, rank in enumerate(ranks):
+        (top, bottom), (top_2, bottom_2) = ((place + low, place + high) for low, high in _BARS)
+        begin = 0.0
+        for name, share, colour in rank.measured:
+            add_bars(axes, [(begin, begin + share, top, bottom)], [f"{name}: {share * 100:.1f} %"], colour)
+            begin += share
+        said = [f"{units.percent(rank.measured[0][1])} computing"] if rank.measured else []
+        if rank.predicted is not None:
+            parts = ((rank.predicted, 1.0, "the rest", "faint"), (0.0, rank.predicted, "computing", "soft"))
+            for left, right, name, colour in parts:
+                title = f"{name}, predicted: {(right - left) * 100:.1f} %"
+                add_bars(axes, [(left, right, top_2, bottom_2)], [title], colour)
+            said.append(f"{units.percent(rank.predicted)} predicted")
+        axes.text(0, place + 0.83, ", ".join(said), size=10.5, color=COLOURS["soft"][0])
+        figure.text(0, 1 - (30 + _ROW * (place + 0.4)) / figure.bbox.height, rank.name, size=12)
+        figure.text(
+            0, 1 - (30 + _ROW * (place + 0.73)) / figure.bbox.height, fitted(rank.device, 10.5, 166),
+            size=10.5, color=COLOURS["soft"][0],
+        )  # fmt: skip
+    axes.set(xlim=(0, 1), ylim=(len(ranks), 0))
+    axes.axis("off")
+    if present:
+        keys = [key(colour, name) for name, colour in present]
+        figure.legend(
+            handles=keys,
+            ncols=len(keys),
+            loc="upper left",
+            bbox_to_anchor=(0, 1),
+            handlelength=0.9,
+            borderaxespad=0,
+        )
+    return figure

@@ -1,0 +1,148 @@
+"""What a profile measured: seconds over tokens of every kind of layer and device, bandwidth and latency of every link."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+from hetero_mpi.planning.codec import encode
+from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile
+from hetero_mpi.report import units
+from hetero_mpi.report.figures.style import COLOURS, INK, drawn, fitted, key
+
+LINES = tuple(COLOURS[role][0] for role in ("accent", "warm", "good", "violet", "alert", "soft"))
+"""Colours of devices in the curves; more devices are not told apart."""
+MOST_CURVES = 4
+"""Layer kinds drawn at most: the first ones of the chain."""
+WRITTEN_CELLS = 8
+"""A heat map of so many ranks has its figures written into the cells."""
+
+
+@drawn
+def profile_picture(profile: ClusterProfile) -> Figure:
+    """Curves of the devices above, links as heat maps below."""
+    kinds = list(dict.fromkeys(layer.kind for layer in profile.model.layers))[:MOST_CURVES]
+    heights = [4.4, 5.2][: 2 if profile.links else 1]
+    figure = Figure(figsize=(max(12.0, 4.4 * len(kinds)), sum(heights) + 0.5), dpi=72, layout="constrained")
+    parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
+    devices = _distinct(profile)
+    panels = parts[0, 0].subplots(1, len(kinds), squeeze=False)[0]
+    for kind, axes in zip(kinds, panels, strict=True):
+        _draw_curves(axes, kind, devices)
+    panels[0].set_ylabel("time per micro-batch")
+    named, _ = panels[0].get_legend_handles_labels()
+    ways = [key("ink", "forward", thick=False), key("ink", "backward", dashed=True, thick=False)]
+    parts[0, 0].legend(handles=[*named, *ways], loc="outside lower center", ncols=4, handlelength=2.4)
+    if profile.links:
+        left, right = parts[1, 0].subplots(1, 2)
+        speeds = {(link.source, link.destination): link.bytes_per_s for link in profile.links}
+        waits = {(link.source, link.destination): link.latency_s for link in profile.links}
+        _heat_map(parts[1, 0], left, len(profile.devices), speeds, "link bandwidth", "Blues", units.bandwidth)
+        _heat_map(parts[1, 0], right, len(profile.devices), waits, "link latency", "Oranges", units.seconds)
+    about = f"{profile.model.model_type}, {profile.model.dtype}, {units.plural(len(profile.devices), 'rank')}"
+    title = fitted(f"{about}; {profile.date}, {profile.source}", 12, figure.bbox.width - 20, bold=True)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, weight="bold")
+    return figure
+
+
+def _distinct(profile: ClusterProfile) -> list[tuple[str, DeviceProfile]]:
+    """Devices with equal curves once, as (their ranks and name, one of them)."""
+    groups: dict[str, list[DeviceProfile]] = {}
+    for device in profile.devices:
+        groups.setdefault(repr(encode(device.layers)), []).append(device)
+    return [
+        (f"{units.ranks([d.rank for d in members])}: {units.device_name(members[0].name, 28)}", members[0])
+        for members in groups.values()
+    ]
+
+
+def _draw_curves(axes: Axes, kind: str, devices: Sequence[tuple[str, DeviceProfile]]) -> None:
+    """Forward solid, backward dashed; bars are the spread between the quartiles."""
+    for index, (name, device) in enumerate(devices):
+        colour = LINES[min(index, len(LINES) - 1)]
+        known = len(devices) <= len(LINES) or index < len(LINES) - 1
+        label = name if known else ("others" if index == len(LINES) - 1 else None)
+        _draw_curve(axes, device.layers[kind].forward_s, colour, "-", label)
+        _draw_curve(axes, device.layers[kind].backward_s, colour, "--", None)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.seconds(value)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    counts = sorted({t for _, d in devices for t in d.layers[kind].forward_s.tokens})
+    axes.set_xticks(_apart(counts))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_title(kind)
+    axes.set_xlabel("tokens per micro-batch")
+
+
+def _apart(counts: Sequence[int]) -> list[int]:
+    """Those of ``counts`` whose labels have room beside each other on a logarithmic axis."""
+    chosen: list[int] = []
+    least = max(1.6, (counts[-1] / counts[0]) ** 0.2)
+    for count in counts:
+        if not chosen or count >= least * chosen[-1]:
+            chosen.append(count)
+    return chosen
+
+
+def _draw_curve(axes: Axes, curve: Curve, colour: str, line: str, label: str | None) -> None:
+    points = [
+        (t, s, v)
+        for t, s, v in zip(curve.tokens, curve.seconds, curve.spread or [0.0] * len(curve.tokens), strict=True)
+    ]
+    points = [point for point in points if point[1] > 0]  # a logarithmic axis has no zero
+    if not points:
+        return
+    tokens, seconds, spread = zip(*points, strict=True)
+    # Below by the same factor as above: a spread of more than the median must not lead under zero.
+    above = [second * width / 2 for second, width in zip(seconds, spread, strict=True)]
+    below = [second - second / (1 + width / 2) for second, width in zip(seconds, spread, strict=True)]
+    axes.errorbar(
+        tokens, seconds, yerr=(below, above) if any(above) else None,
+        color=colour, linestyle=line, linewidth=1.2, marker="o", markersize=3, capsize=2, label=label,
+    )  # fmt: skip
+
+
+def _heat_map(
+    part: SubFigure, axes: Axes, count: int, values: Mapping[tuple[int, int], float], title: str, colours: str,
+    text: Callable[[float], str],
+) -> None:  # fmt: skip
+    """A cell per directed link, sender by receiver; logarithmic colours, unless all are alike."""
+    cells = np.full((count, count), np.nan)
+    for pair, value in values.items():
+        cells[pair] = value if math.isfinite(value) and value > 0 else np.nan  # nothing and no limit stay white
+    known = cells[np.isfinite(cells)]
+    low, high = (float(known.min()), float(known.max())) if known.size else (1.0, 1.0)
+    norm: Any = LogNorm(low, high) if high > 1.05 * low else Normalize(0, 2 * high)
+    image = axes.imshow(cells, norm=norm, cmap=colours)
+    axes.set_title(title)
+    axes.set_xlabel("to rank")
+    axes.set_ylabel("from rank")
+    axes.grid(visible=False)
+    if count <= 16:
+        axes.set_xticks(range(count))
+        axes.set_yticks(range(count))
+    axes.spines[:].set_visible(False)
+    if count > WRITTEN_CELLS:
+        part.colorbar(image, ax=axes, shrink=0.8, format=FuncFormatter(lambda value, _: text(value)))
+        return
+    for (row, column), value in values.items():
+        dark = not np.isnan(cells[row, column]) and float(norm(value)) > 0.6
+        axes.text(
+            column,
+            row,
+            text(value),
+            ha="center",
+            va="center",
+            fontsize=8 if count < 7 else 7,
+            color="white" if dark else INK,
+        )

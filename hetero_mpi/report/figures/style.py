@@ -1,0 +1,265 @@
+"""The one style of all pictures: colours, figures measured in pixels, and how a figure becomes a file or a part of a page.
+
+A colour has a role (``ink``, ``faint``, ``host-2``) with a value for light and one for dark paper. A file is light; in a page the
+roles are CSS variables, so that a picture follows the reader's scheme.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cache
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.lines import Line2D
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from matplotlib.textpath import text_to_path
+
+from hetero_mpi.errors import UserError
+
+COLOURS: dict[str, tuple[str, str]] = {
+    "paper": ("#fdfdfc", "#16181c"),
+    "surface": ("#ffffff", "#1f2228"),
+    "ink": ("#25282d", "#e8e8e4"),
+    "soft": ("#626974", "#9aa1ab"),
+    "faint": ("#dcdfe3", "#353a42"),
+    "accent": ("#3f6fa5", "#7ba7d9"),
+    "warm": ("#b0641f", "#e5a35c"),
+    "good": ("#4f8a55", "#7fb985"),
+    "alert": ("#b5483f", "#e08379"),
+    "violet": ("#7b5fae", "#ac93d8"),
+    "forward": ("#4c78a8", "#6c9bcf"),
+    "backward": ("#f2b36b", "#d99a52"),
+    "input-gradients": ("#f7cf9c", "#b98a55"),
+    "weight-gradients": ("#d98a3d", "#e8a566"),
+    "optimizer": ("#6a9f58", "#83b872"),
+    "send": ("#9aa5b1", "#7d8894"),
+    "all-reduce": ("#8c6bb1", "#a98bcf"),
+    "copy": ("#b8524a", "#d4766e"),
+    "on-dark": ("#fefefe", "#15171b"),
+    "on-light": ("#24272c", "#14161a"),
+    "host-0": ("#eaf0f7", "#222c38"),
+    "host-1": ("#f7efe4", "#362c20"),
+    "host-2": ("#e9f3ea", "#213226"),
+    "host-3": ("#f1ecf7", "#2d2638"),
+    "host-4": ("#f8eaea", "#382525"),
+    "host-5": ("#e6f3f4", "#1e3234"),
+    "host-6": ("#f4f4e2", "#32321f"),
+    "host-7": ("#f0f0f0", "#2b2b2e"),
+}
+"""Role -> (colour on light paper, on dark paper). No two are the same on light paper: that is how a page finds the role again."""
+HOST_COLOURS = 8
+INK, SOFT, FAINT, PAPER = (COLOURS[role][0] for role in ("ink", "soft", "faint", "paper"))
+STYLE: Any = {
+    "figure.dpi": 72,  # so that a point is a pixel
+    "figure.facecolor": PAPER,
+    "font.family": "DejaVu Sans",
+    "font.size": 11,
+    "text.color": INK,
+    "text.parse_math": False,  # names of hosts and devices may hold a dollar
+    "axes.facecolor": "none",
+    "axes.edgecolor": FAINT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.labelcolor": SOFT,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.8,
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "legend.frameon": False,
+    "legend.borderaxespad": 0,
+    "legend.borderpad": 0,
+    "legend.handlelength": 0.9,
+    "legend.labelcolor": SOFT,
+    "legend.fontsize": 11,
+    "svg.fonttype": "none",
+}
+drawn = matplotlib.rc_context(STYLE)
+"""Decorates a function that draws: in this style, whatever the program around it has set."""
+PIXELS = 2
+"""Pixels of a PNG per pixel of a figure."""
+_MARGIN = 10
+"""Pixels around the figure in a file."""
+_FONTS = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of so many pixels. No pyplot: no display, no global state."""
+    return Figure(figsize=(width / 72, height / 72))
+
+
+def panel(figure: Figure, left: float, top: float, right: float, bottom: float) -> Axes:
+    """Axes whose sides are so many pixels away from those of the figure."""
+    width, height = figure.bbox.width, figure.bbox.height
+    return figure.add_axes(
+        (left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height)
+    )
+
+
+def host_colours(hosts: list[str]) -> Mapping[str, str]:
+    """Host -> role, by the order in which they come."""
+    return {host: f"host-{place % HOST_COLOURS}" for place, host in enumerate(dict.fromkeys(hosts))}
+
+
+@cache
+def _font(size: float, bold: bool) -> FontProperties:
+    return FontProperties(family=STYLE["font.family"], size=size, weight="bold" if bold else "normal")
+
+
+def width_of(text: str, size: float, bold: bool = False) -> float:
+    """Pixels that ``text`` takes, in the font of the files; a browser's is hardly wider."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a character that the font lacks
+        return float(text_to_path.get_text_width_height_descent(text, _font(size, bold), False)[0])
+
+
+def fitted(text: str, size: float, width: float, bold: bool = False) -> str:
+    """``text``, shortened to fit into ``width`` pixels."""
+    if width_of(text, size, bold) <= width:
+        return text
+    while text and width_of(text + "…", size, bold) > width:
+        text = text[:-1]
+    return text.rstrip() + "…"
+
+
+class Sheet:
+    """A figure of boxes, texts and lines in pixels from its upper left corner; later ones lie above earlier ones."""
+
+    def __init__(self) -> None:
+        self.figure = new_figure(1, 1)
+        self._axes = self.figure.add_axes((0, 0, 1, 1))
+        self._axes.axis("off")
+        self._order = 0
+
+    def box(
+        self, x: float, y: float, width: float, height: float, fill: str, edge: str | None = None,
+        radius: float = 6, dashed: bool = False, title: str | None = None,
+    ) -> None:  # fmt: skip
+        """``title``: shown by a browser where the pointer rests."""
+        rounding = min(radius, width / 2, height / 2)
+        look: dict[str, Any] = {
+            "facecolor": COLOURS[fill][0],
+            "edgecolor": COLOURS[edge][0] if edge else "none",
+            "linewidth": 1,
+        }
+        style = f"round,pad=0,rounding_size={rounding}"
+        patch = FancyBboxPatch((x, y), width, height, style, linestyle="--" if dashed else "-", url=title, **look)
+        self._axes.add_patch(self._above(patch))
+
+    def text(
+        self, x: float, y: float, text: str, size: float = 12, colour: str = "ink", anchor: str = "left", bold: bool = False
+    ) -> None:  # fmt: skip
+        """``y``: of the base line. ``anchor``: ``left``, ``center`` or ``right``."""
+        weight = "bold" if bold else "normal"
+        artist = self._axes.text(
+            x, y, text, size=size, color=COLOURS[colour][0], ha=anchor, va="baseline", weight=weight
+        )
+        self._above(artist)
+
+    def arrow(self, start: tuple[float, float], end: tuple[float, float], colour: str = "accent") -> None:
+        look: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 9, "shrinkA": 0, "shrinkB": 0, "linewidth": 1.4}
+        self._axes.add_patch(self._above(FancyArrowPatch(start, end, color=COLOURS[colour][0], **look)))
+
+    def finished(self, width: float, height: float) -> Figure:
+        """The figure, which becomes so large."""
+        self.figure.set_size_inches(width / 72, height / 72)
+        self._axes.set(xlim=(0, width), ylim=(height, 0))
+        return self.figure
+
+    def _above(self, artist: Any) -> Any:
+        self._order += 1
+        artist.set_zorder(self._order)
+        return artist
+
+
+def add_bars(
+    axes: Axes, bars: Sequence[tuple[float, float, float, float]], titles: Sequence[str], role: str, edge: float = 0
+) -> None:
+    """Bars (left, right, top, bottom) of one colour, parted by a line of ``edge`` pixels; ``titles``: under the pointer."""
+    corners = [((left, top), (right, top), (right, bottom), (left, bottom)) for left, right, top, bottom in bars]
+    # Two titles at least: matplotlib takes a collection with a single one for markers, which have none.
+    look: dict[str, Any] = {"facecolors": COLOURS[role][0], "edgecolors": PAPER if edge else "none", "linewidths": edge}
+    axes.add_collection(PolyCollection(corners, urls=[*titles, ""], **look), autolim=False)
+
+
+def key(colour: str, label: str, dashed: bool = False, thick: bool = True) -> Line2D:
+    """An entry of a legend."""
+    look: dict[str, Any] = {"linewidth": 9} if thick else {"linewidth": 2, "linestyle": "--" if dashed else "-"}
+    return Line2D([], [], color=COLOURS[colour][0], label=label, **look)
+
+
+def svg(figure: Figure, label: str, page: bool = False) -> str:
+    """The figure as an SVG element.
+
+    Args:
+        label: what is to be seen, for those who do not see it.
+        page: its colours are the variables of a page's style sheet (``palette_css``), else those of light paper.
+    """
+    out = io.StringIO()
+    _render(figure, out, "svg", label, 0 if page else _MARGIN)
+    text = re.sub(r"<(metadata|style|clipPath).*?</\1>|<\?xml.*?\?>|<!DOCTYPE.*?>", "", out.getvalue(), flags=re.S)
+    text = re.sub(
+        r' clip-path="[^"]*"| id="(?!m[0-9a-f]{10}")[^"]*"|font-family: [^;"]*;? ?|<defs>\s*</defs>', "", text
+    )
+    # matplotlib knows links only: what it takes for the target of one is the text under the pointer.
+    text = re.sub(r'<a xlink:href="([^"]*)"[^>]*>', r"<g><title>\1</title>", text).replace("</a>", "</g>")
+    text = re.sub(r">\s+<", "><", text.strip())
+    about = f'role="img" aria-label="{escape(label)}" font-family="{_FONTS}" stroke-linejoin="round"'
+    size = r'width="([\d.]+)pt" height="([\d.]+)pt"'
+    text = re.sub(size, lambda found: f'width="{found[1]}" height="{found[2]}" {about}', text, count=1)
+    text = text.replace("; stroke-linejoin: miter", "")
+    if not page:
+        return text
+    for role, (light, _) in COLOURS.items():
+        text = text.replace(light, f"var(--{role})")
+    return text
+
+
+def save(figure: Figure, path: Path, label: str) -> Path:
+    """Write a picture; the name's ending says of which kind. :raises UserError: it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".svg":
+            path.write_text(svg(figure, label), encoding="utf-8")
+        else:
+            _render(figure, path, None, label, _MARGIN)
+    except OSError as error:
+        raise UserError(
+            f"{path}: the picture cannot be written ({error.strerror}); name another place with -o or --run-dir"
+        ) from error
+    return path
+
+
+def palette_css() -> str:
+    """The roles as CSS variables, for light and for dark paper."""
+
+    def variables(which: int) -> str:
+        return "".join(f"--{role}:{pair[which]};" for role, pair in COLOURS.items())
+
+    return f":root{{{variables(0)}}}@media (prefers-color-scheme:dark){{:root{{{variables(1)}}}}}"
+
+
+@drawn
+def _render(figure: Figure, out: Any, kind: str | None, label: str, margin: float) -> None:
+    around = figure.bbox_inches.padded(margin / 72)
+    with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": label}):
+        warnings.filterwarnings("ignore", "Glyph")  # a name in letters that the font lacks: browsers have others
+        figure.savefig(out, format=kind, dpi=72 * (1 if kind == "svg" else PIXELS), bbox_inches=around)

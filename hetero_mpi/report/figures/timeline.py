@@ -1,0 +1,154 @@
+"""A step as a lane per rank: computing tall, messages and gradient all-reduces thin below it.
+
+Predicted and measured steps are drawn alike, one above the other on one time axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from hetero_mpi.planning.schedule import Event, Op
+from hetero_mpi.report import units
+from hetero_mpi.report.figures.style import COLOURS, add_bars, drawn, fitted, key, new_figure, panel
+
+WIDTH, LEFT, RIGHT = 1080, 184, 14
+MOST_LANES = 48
+"""Of more ranks, a page shows the first ones."""
+_LANE, _THIN_LANE = 32, 20
+_MANY = 12
+"""From so many ranks on, lanes are thin."""
+_MOST_NUMBERS = 800
+"""Of more bars, none has its micro-batch written into it."""
+_LEAST = 0.35
+"""A bar narrower than this many pixels is joined with the one before it."""
+KINDS: dict[Op, tuple[str, str]] = {
+    Op.F: ("forward", "forward"),
+    Op.B: ("backward", "backward"),
+    Op.I: ("input gradients", "input-gradients"),
+    Op.W: ("weight gradients", "weight-gradients"),
+    Op.STEP: ("optimizer", "optimizer"),
+    Op.SEND_F: ("message under way", "send"),
+    Op.SEND_B: ("message under way", "send"),
+    Op.REDUCE: ("gradient all-reduce", "all-reduce"),
+}
+"""Operation -> (its name, the role of its colour). Receives are not drawn: waiting is what is left white."""
+_PLACES = {"send": (0.74, 0.1), "all-reduce": (0.86, 0.1)}
+_COMPUTING = (0.06, 0.62)
+"""Where in a lane bars are: (top, height)."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One step to be drawn."""
+
+    title: str
+    events: Sequence[Event]
+
+
+@drawn
+def timeline(panels: Sequence[Panel], labels: Mapping[int, str], most_lanes: int | None = None) -> Figure:
+    """All panels; ranks in the order of the first stage they work for.
+
+    Args:
+        labels: rank -> its device's name.
+        most_lanes: None: all ranks are drawn.
+    """
+    ranks = _in_order([event for one in panels for event in one.events])
+    shown = ranks[:most_lanes]
+    lane = _LANE if len(shown) < _MANY else _THIN_LANE
+    last_s = max((event.end_s for one in panels for event in one.events), default=0.0) or 1.0
+    tall = lane * len(shown)
+    figure = new_figure(WIDTH, 30 + (tall + 26) * len(panels) + 24 + (16 if len(shown) < len(ranks) else 0))
+    scale = (WIDTH - LEFT - RIGHT) / last_s
+    for place, one in enumerate(panels):
+        top = 30 + (tall + 26) * place + 20
+        axes = panel(figure, LEFT, top, RIGHT, figure.bbox.height - top - tall)
+        _draw_bars(axes, shown, one.events, scale, lane == _LANE)
+        axes.set(xlim=(0, last_s), ylim=(len(shown), 0))
+        names = [
+            fitted(f"{rank}  {units.device_name(labels.get(rank, ''), 26)}".rstrip(), 10.5, LEFT - 8) for rank in shown
+        ]
+        axes.set_yticks([number + 0.4 for number in range(len(shown))], names, size=10.5)
+        axes.yaxis.set_tick_params(pad=LEFT - 2)
+        for text in axes.get_yticklabels():
+            text.set_horizontalalignment("left")
+        axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10]))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.seconds(value)))
+        axes.tick_params(axis="x", labelbottom=one is panels[-1])
+        axes.grid(axis="y", visible=False)
+        axes.hlines(range(1, len(shown) + 1), 0, last_s, COLOURS["faint"][0], linewidth=0.6)
+        axes.axvline(max((event.end_s for event in one.events), default=0.0), color=COLOURS["alert"][0], ls="--", lw=1)
+        axes.spines[:].set_visible(False)
+        figure.text(0, 1 - (top - 7) / figure.bbox.height, one.title, size=12, weight="bold")
+    if len(shown) < len(ranks):
+        figure.text(0, 6 / figure.bbox.height, f"and {len(ranks) - len(shown)} more ranks", color=COLOURS["soft"][0])
+    present = {KINDS[e.action.op] for one in panels for e in one.events if e.action.op in KINDS}
+    keys = [key(colour, name) for name, colour in dict.fromkeys(KINDS.values()) if (name, colour) in present]
+    if keys:
+        figure.legend(
+            handles=keys,
+            ncols=len(keys),
+            loc="upper left",
+            bbox_to_anchor=(0, 1),
+            handlelength=0.9,
+            borderaxespad=0,
+        )
+    return figure
+
+
+def _in_order(events: Sequence[Event]) -> list[int]:
+    """Ranks by the first stage they work for."""
+    first: dict[int, int] = {}
+    for event in events:
+        first[event.rank] = min(first.get(event.rank, event.action.stage), event.action.stage)
+    return sorted(first, key=lambda rank: (first[rank], rank))
+
+
+def _draw_bars(axes: Axes, ranks: Sequence[int], events: Sequence[Event], scale: float, numbered: bool) -> None:
+    """All lanes. ``scale``: pixels per second."""
+    for colour in dict.fromkeys(colour for _, colour in KINDS.values()):
+        top, height = _PLACES.get(colour, _COMPUTING)
+        own: dict[int, list[Event]] = {rank: [] for rank in ranks}
+        for event in events:
+            if event.rank in own and KINDS.get(event.action.op, ("", ""))[1] == colour:
+                own[event.rank].append(event)
+        bars = [
+            (begin_s, max(end_s, begin_s + 0.5 / scale), lane + top, event)
+            for lane, rank in enumerate(ranks)
+            for begin_s, end_s, event in _joined(own[rank], _LEAST / scale)
+        ]
+        add_bars(
+            axes,
+            [(begin, end, y, y + height) for begin, end, y, _ in bars],
+            [f"{event.action} {units.seconds(end - begin)}" if event else "several" for begin, end, _, event in bars],
+            colour,
+            0 if colour in _PLACES else 0.5,
+        )
+        if not numbered or colour in _PLACES or len(bars) > _MOST_NUMBERS:
+            continue
+        ink = COLOURS["on-dark" if colour == "forward" else "on-light"][0]
+        for begin, end, y, one in bars:
+            text = "" if one is None or one.action.micro_batch is None else str(one.action.micro_batch)
+            if text and (end - begin) * scale > 5.8 * len(text) + 3:
+                axes.text(
+                    (begin + end) / 2, y + height / 2, text, size=9.5, color=ink, ha="center", va="center_baseline"
+                )
+
+
+def _joined(events: Sequence[Event], least_s: float) -> list[tuple[float, float, Event | None]]:
+    """(begin, end, event) of bars: those too short to be seen, and hardly apart, are one, which is no event."""
+    bars: list[tuple[float, float, Event | None]] = []
+    for event in sorted(events, key=lambda event: event.start_s):
+        if bars:
+            begin, end, _ = bars[-1]
+            both_short = end - begin < 4 * least_s and event.end_s - event.start_s < least_s
+            if both_short and event.start_s - end < least_s:
+                bars[-1] = (begin, max(end, event.end_s), None)
+                continue
+        bars.append((event.start_s, event.end_s, event))
+    return bars
