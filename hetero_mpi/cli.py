@@ -13,6 +13,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,9 +71,9 @@ def _show(text: str, end: str = "\n") -> None:
 def _train(namespace: argparse.Namespace) -> int:
     def command(world: World) -> int:
         job = _read_early(world, namespace.job, _overrides(namespace))
-
-        from hetero_mpi.training.run import train
-        from hetero_mpi.training.setup import Options
+        with _eager_imports():
+            from hetero_mpi.training.run import train
+            from hetero_mpi.training.setup import Options
 
         options = Options(
             job=job,
@@ -90,7 +91,8 @@ def _train(namespace: argparse.Namespace) -> int:
 
 def _generate(namespace: argparse.Namespace) -> int:
     def command(world: World) -> int:
-        from hetero_mpi.training.generate import Options, generate
+        with _eager_imports():
+            from hetero_mpi.training.generate import Options, generate
 
         options = Options(
             source=namespace.source,
@@ -109,8 +111,8 @@ def _generate(namespace: argparse.Namespace) -> int:
 def _profile(namespace: argparse.Namespace) -> int:
     def command(world: World) -> int:
         job = _read_early(world, namespace.job, tuple(namespace.set))
-
-        from hetero_mpi.training.profile_command import Options, profile
+        with _eager_imports():
+            from hetero_mpi.training.profile_command import Options, profile
 
         return profile(world, Options(job, namespace.output, namespace.reprofile))
 
@@ -215,6 +217,12 @@ def _on_all_ranks(command: Callable[[World], int]) -> int:
     return run_guarded(guarded)
 
 
+def _eager_imports() -> AbstractContextManager[None]:
+    from hetero_mpi.model.eager_imports import eager_imports
+
+    return eager_imports()
+
+
 def _launch(namespace: argparse.Namespace) -> int:
     from hetero_mpi.launch import command
 
@@ -271,7 +279,7 @@ def _reference(namespace: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    from hetero_mpi.launch import command
+    from hetero_mpi.launch.options import add_arguments
 
     top = _Parser(
         prog="hetero-mpi", description="Train language models over whatever mixed machines you have, in one MPI job."
@@ -296,7 +304,7 @@ def parser() -> argparse.ArgumentParser:
     _add_ranks_commands(commands)
 
     launch = commands.add_parser("launch", help="start ranks with the launcher that belongs to the loaded MPI library")
-    command.add_arguments(launch)
+    add_arguments(launch)
     launch.set_defaults(run=_launch)
 
     _add_doctor(commands)

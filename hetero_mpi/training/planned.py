@@ -23,7 +23,6 @@ from hetero_mpi.planning.files import (
     save_profile,
 )
 from hetero_mpi.planning.plan import Plan
-from hetero_mpi.planning.planner import complete_plan, make_plan
 from hetero_mpi.planning.plausible import profile_doubts
 from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.request import PlanRequest
@@ -95,6 +94,8 @@ def obtain_plan(
     plan: Plan | None = None
     with world.led("planning"):
         if world.rank == 0:
+            from hetero_mpi.planning.planner import make_plan  # 50 modules that no other rank needs
+
             if given.plan is not None:
                 plan = _given_plan(given.plan, profile, request)
             else:
@@ -108,6 +109,8 @@ def obtain_plan(
 
 
 def _given_plan(given: Path | Plan, profile: ClusterProfile, request: PlanRequest) -> Plan:
+    from hetero_mpi.planning.planner import complete_plan
+
     plan = given if isinstance(given, Plan) else load_plan(given)
     try:
         return complete_plan(plan, profile, request)

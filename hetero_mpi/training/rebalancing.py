@@ -11,6 +11,7 @@ import logging
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,6 @@ from hetero_mpi.planning.drift import Decider, Move, moved_items
 from hetero_mpi.planning.durations import Durations
 from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.profile import ClusterProfile
-from hetero_mpi.planning.replanning import Answer, Question
 from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import COMPUTE, Action, schedule_of
 from hetero_mpi.report import units
@@ -30,6 +30,9 @@ from hetero_mpi.training.changing import Share, lack_of_room
 from hetero_mpi.training.replanner import Replanner
 from hetero_mpi.training.setup import Setting, planning_request
 from hetero_mpi.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from hetero_mpi.planning.replanning import Answer
 
 _LOG = logging.getLogger(__name__)
 
@@ -143,6 +146,8 @@ class Rebalancer:
             self._ready, self._because = True, self._decider.sentence(self._hosts)
 
     def _ask(self, remaining: int) -> None:
+        from hetero_mpi.planning.replanning import Question  # brings the planner, which few runs need again
+
         assert self._share is not None and self._rebuild_s is not None and self._decider.asked is not None
         self._asked, self._ratios = True, self._decider.asked
         _LOG.info("%s: planning anew", self._decider.sentence(self._hosts))

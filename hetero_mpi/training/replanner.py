@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hetero_mpi.planning.replanning import Answer, Question
+if TYPE_CHECKING:
+    from hetero_mpi.planning.replanning import Answer, Question
 
 LIMIT_S = 300.0
 """An answer that takes longer is given up."""
@@ -53,6 +55,8 @@ class Replanner:
             self._thread.join()
 
     def _run(self, question: Question) -> None:
+        from hetero_mpi.planning.replanning import Answer  # brings the planner, which few runs need again
+
         paths = [str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         try:
