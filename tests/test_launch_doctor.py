@@ -22,14 +22,13 @@ import pytest
 from hetero_mpi.comm.versions import own_source
 from hetero_mpi.launch import checks, doctor, doctor_report, probe
 from hetero_mpi.launch.authenticated import NotAuthentic
-from hetero_mpi.launch.checks import Examined
 from hetero_mpi.launch.device_checks import check_devices, check_shares
 from hetero_mpi.launch.doctor_ranks import _interfaces_of
 from hetero_mpi.launch.findings import Finding, Verdict, lines_of, merged, would_fail
 from hetero_mpi.launch.interface import LocalAddress, network_of
 from hetero_mpi.launch.link_checks import MANY, Link, check_links
 from hetero_mpi.launch.probe import MARK, REQUIRED, Facts
-from hetero_mpi.launch.probing import Probe, ProbeError, Target
+from hetero_mpi.launch.probing import Examined, Probe, ProbeError, Target
 from hetero_mpi.launch.wire import Listener, measure
 from tests.mpi import ROOT, launcher_or_skip, run_bounded, run_mpi
 from tests.rack import NETWORK, Rack
@@ -80,7 +79,7 @@ FACTS = Facts(
 
 
 def place(title: str = "rtx", address: str = "10.77.0.1", local: bool = False, **facts: Any) -> Examined:
-    return Examined(title, address, local, replace(FACTS, **facts), python="/e/bin/python", prefix="/e")
+    return Examined(title, address, title, local, "/e/bin/python", "/e", facts=replace(FACTS, **facts))
 
 
 def told(check: Any, *places: Examined) -> list[tuple[str, str, str]]:
@@ -125,7 +124,7 @@ def test_two_good_hosts_pass_every_check() -> None:
     ],
 )
 def test_why_a_host_does_not_answer(complaint: str, remedy: str) -> None:
-    silent = Examined("rtx", "10.77.0.1", False, None, complaint, "/e/bin/python")
+    silent = Examined("rtx", "10.77.0.1", "rtx", False, "/e/bin/python", complaint=complaint)
     ((verdict, text, said),) = told(checks.check_reach, silent)
     assert verdict == "FAIL" and complaint in text and remedy in said
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from hetero_mpi.comm.library import MPICH, OPEN_MPI, parse_library_version
 from hetero_mpi.comm.versions import MPI_LIBRARY, MUST_MATCH, version_problem
 from hetero_mpi.launch.findings import Finding, Verdict
 from hetero_mpi.launch.interface import LocalAddress, choose_interface
 from hetero_mpi.launch.probe import Facts
+from hetero_mpi.launch.probing import Examined
 from hetero_mpi.report import units
 from hetero_mpi.shipped import pip_argument
 
@@ -26,28 +26,6 @@ NO_LIBRARY = "none"
 OTHER_SOURCE = "it runs another commit of hetero_mpi"
 LATE_S = 0.5
 """Clocks that differ by more make logs and timelines of several hosts hard to read."""
-
-
-@dataclass(frozen=True)
-class Examined:
-    """A host, an entry or a rank, and what it says of itself."""
-
-    title: str
-    address: str
-    local: bool
-    facts: Facts | None
-    complaint: str = ""
-    """Without facts: what the launch agent, or Python there, said last."""
-    python: str = ""
-    """The Python that was tried."""
-    prefix: str = ""
-    """Where MPI is expected there; "": that is nobody's question here."""
-    ranks: int = 0
-    """Ranks it is to hold; 0: not known."""
-    device: str = "auto"
-    """For its ranks, as a hosts file says it."""
-    mesh: str = ""
-    """WireGuard's interface, if its address lies in the mesh of a hosts file."""
 
 
 Check = Callable[[Sequence[Examined]], Iterator[Finding]]
@@ -92,7 +70,7 @@ def _reach_remedy(place: Examined) -> str:
     for signs, remedy in _REACH_REMEDIES:
         if any(sign.lower() in place.complaint.lower() for sign in signs):
             if place.mesh and signs is _SILENT:
-                return _MESH_REMEDY.format(mesh=place.mesh)
+                return _MESH_REMEDY.format(mesh=place.mesh.interface)
             return remedy.format(host=place.address or place.title, python=place.python, origin=pip_argument())
     return f"try it by hand: `ssh {place.address} {place.python} -m hetero_mpi.launch.probe < /dev/null`"
 
@@ -102,16 +80,12 @@ def check_packages(places: Sequence[Examined]) -> Iterator[Finding]:
     whole = []
     for place, facts in answered(places):
         if facts.missing:
-            remedy = f"on {place.title}: {facts.python} -m pip install {' '.join(_distribution(name) for name in facts.missing)}"
+            remedy = f"on {place.title}: {facts.python} -m pip install {' '.join(facts.missing).replace('_', '-')}"
             yield Finding("packages", FAILS, f"not installed: {', '.join(facts.missing)}", remedy, (place.title,))
         else:
             whole.append(place.title)
     if whole:
         yield Finding("packages", FINE, "all that a run imports is installed", where=tuple(whole))
-
-
-def _distribution(module: str) -> str:
-    return module.replace("_", "-")
 
 
 def check_versions(places: Sequence[Examined]) -> Iterator[Finding]:

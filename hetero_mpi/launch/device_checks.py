@@ -7,9 +7,10 @@ from typing import Any
 
 from hetero_mpi import __version__
 from hetero_mpi.device.self_test import SelfTest, text_of
-from hetero_mpi.launch.checks import Examined, answered
+from hetero_mpi.launch.checks import answered
 from hetero_mpi.launch.findings import Finding, Verdict
 from hetero_mpi.launch.probe import Facts
+from hetero_mpi.launch.probing import Examined
 from hetero_mpi.report import units
 
 INSTALL = "choose the build at https://pytorch.org/get-started/locally and install it into {python}'s environment"
@@ -83,7 +84,8 @@ def check_shares(places: Sequence[Examined]) -> Iterator[Finding]:
         if not devices:
             continue
         if not cards or (card and int(card) >= cards):
-            text = f"device {place.device!r} is asked for, and torch {facts.torch['version']} offers {_labels(devices)}"
+            offered = ", ".join(map(_label, devices))
+            text = f"device {place.device!r} is asked for, and torch {facts.torch['version']} offers {offered}"
             remedy = f'name one of these, or "auto"; for another vendor: {INSTALL.format(python=facts.python)}'
             yield Finding("devices", Verdict.FAILS, text, remedy, where)
         elif kind == "cpu" or card or not place.ranks or cards == place.ranks:
@@ -101,18 +103,14 @@ def check_shares(places: Sequence[Examined]) -> Iterator[Finding]:
             )
 
 
-def _labels(devices: Sequence[dict[str, Any]]) -> str:
-    return ", ".join(d["backend"] if d["backend"] == "cpu" else f"{d['backend']}:{d['index']}" for d in devices)
+def _label(device: dict[str, Any]) -> str:
+    return SelfTest(device["backend"], device["index"]).label
 
 
 def _offered(place: Examined, facts: Facts) -> Finding:
     cards = [device for device in facts.torch["devices"] if device["backend"] != "cpu"]
     used = cards or facts.torch["devices"]
-    texts = []
-    for device in used:
-        label = device["backend"] if device["backend"] in ("cpu", "mps") else f"{device['backend']}:{device['index']}"
-        texts.append(f"{label} {device['name']}, {device['memory']}")
-    text = "; ".join(texts)
+    text = "; ".join(f"{_label(device)} {device['name']}, {device['memory']}" for device in used)
     if not cards:
         text += f", {facts.cores} core{'' if facts.cores == 1 else 's'}"
     return Finding("devices", Verdict.FINE, text, where=(place.title,))
@@ -175,9 +173,9 @@ def _apple(place: Examined, facts: Facts, offered: set[str]) -> Iterator[Finding
 def _old(place: Examined, devices: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     for device in devices:
         if device["backend"] != "cpu" and "bf16" not in device["dtypes"]:
-            text = f"{device['backend']}:{device['index']} {device['name']} does not compute in bf16"
+            text = f"{_label(device)} {device['name']} does not compute in bf16"
             remedy = 'with dtype = "auto" the whole job then computes in fp16 with loss scaling; leave the card out to keep bf16'
             yield Finding("devices", Verdict.NOTE, text, remedy, (place.title,))
         if device["memory_bytes"] < 1_000_000_000:
-            text = f"{device['backend']}:{device['index']} has {units.size(device['memory_bytes'])} of memory free"
+            text = f"{_label(device)} has {units.size(device['memory_bytes'])} of memory free"
             yield Finding("devices", Verdict.SLOW, text, "end what else uses it", (place.title,))

@@ -23,7 +23,6 @@ from hetero_mpi.comm.versions import PACKAGE, own_source
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch import checks
 from hetero_mpi.launch.agent import launch_agent
-from hetero_mpi.launch.checks import Examined
 from hetero_mpi.launch.doctor_report import CHECKS, Options, report
 from hetero_mpi.launch.findings import Finding, Verdict, merged
 from hetero_mpi.launch.hostfile import read_hostfile
@@ -31,7 +30,7 @@ from hetero_mpi.launch.interface import LocalAddress, local_addresses, network_o
 from hetero_mpi.launch.launcher import Launcher, find_launcher
 from hetero_mpi.launch.link_checks import SLOW_BYTES_PER_S, Link, check_links
 from hetero_mpi.launch.probe import Facts, devices_to_test
-from hetero_mpi.launch.probing import Probe, ProbeError, Target
+from hetero_mpi.launch.probing import Examined, Probe, ProbeError, Target
 
 _START_S, _FACTS_S, _ANSWER_S = 60.0, 300.0, 30.0
 """How long a probe may take to start, to look at its host (importing torch), and to answer anything else."""
@@ -114,22 +113,30 @@ def targets_of(options: Options, launcher: Launcher | None) -> tuple[list[Target
 
     :raises UserError: the file cannot be read, or breaks rules.
     """
-    here = str(launcher.path.parent.parent) if launcher else ""
+    here = launcher.prefix if launcher else ""
     common = Target("", "", "", False, prefix=here)
-    wanted = []
     if options.hosts is not None:
         from hetero_mpi.launch.hosts import read_hosts  # these bring pydantic
         from hetero_mpi.launch.hosts_command import prefix_of
         from hetero_mpi.launch.mesh import read_mesh
 
         mesh = read_mesh(options.hosts)
-        for host in read_hosts(options.hosts):
-            target = Target(host.title, "", host.address, False, host.executable)
-            target.directory, target.variables = host.directory or "", host.variables()
-            target.ranks, target.device = host.slots, host.device
-            target.mesh = mesh if mesh is not None and mesh.holds(host.address) else None
-            target.prefix = prefix_of(host, launcher) if launcher else host.prefix or ""
-            wanted.append(target)
+        wanted = [
+            Target(
+                title=host.title,
+                address="",
+                name=host.address,
+                local=False,
+                python=host.executable,
+                prefix=prefix_of(host, launcher) if launcher else host.prefix or "",
+                directory=host.directory or "",
+                variables=host.variables(),
+                ranks=host.slots,
+                device=host.device,
+                mesh=mesh if mesh is not None and mesh.holds(host.address) else None,
+            )
+            for host in read_hosts(options.hosts)
+        ]
     elif options.hostfile is not None:
         slots: dict[str, int] = {}
         for line in read_hostfile(options.hostfile):
@@ -150,7 +157,7 @@ def _with_addresses(wanted: Sequence[Target]) -> tuple[list[Target], list[Examin
         try:
             address = resolve(target.name)
         except UserError as error:
-            unknown.append(Examined(title, "", False, None, str(error), target.python))
+            unknown.append(Examined(title, "", target.name, False, target.python, complaint=str(error)))
             continue
         local = address in own or address.startswith("127.")
         found.append(replace(target, title=title, address=address, local=local))
@@ -160,17 +167,15 @@ def _with_addresses(wanted: Sequence[Target]) -> tuple[list[Target], list[Examin
 def _ask_facts(target: Target, probe: Probe, run_dir: str) -> Examined:
     facts, complaint = None, ""
     try:
-        probe.ask(
-            "clock", _start_s(target)
-        )  # a host that is off need not be waited for as long as one that imports torch
+        # A host that is off need not be waited for as long as one that imports torch.
+        probe.ask("clock", _start_s(target))
         answer = probe.ask("facts", _FACTS_S, directory=run_dir, prefix=target.prefix, work=target.directory)
         facts = Facts.from_dict(answer)
     except ProbeError as error:
         complaint = str(error)
     except (KeyError, TypeError):
         complaint = f"{checks.OTHER_SOURCE}, whose answers are not understood; here: {own_source()}"
-    place = Examined(target.title, target.address, target.local, facts, complaint, target.python, target.prefix)
-    return replace(place, ranks=target.ranks, device=target.device, mesh=target.mesh.interface if target.mesh else "")
+    return Examined(**vars(target), facts=facts, complaint=complaint)
 
 
 def _with_self_tests(place: Examined, probe: Probe) -> Examined:
@@ -226,7 +231,7 @@ def _connect(alive: Sequence[tuple[Target, Probe]], facts: Sequence[Facts] = ())
     links: dict[tuple[int, int], Link] = {}
     with ThreadPoolExecutor(max(1, len(ends) // 2)) as pool:
         for pairs in rounds(len(ends)):
-            found = pool.map(_both_ways, (ends[a] for a, _ in pairs), (ends[b] for _, b in pairs))
+            found = pool.map(lambda a, b: (_link(ends[a], ends[b]), _link(ends[b], ends[a])), *zip(*pairs, strict=True))
             for (a, b), (there, back) in zip(pairs, found, strict=True):
                 links[a, b], links[b, a] = there, back
     slow = [pair for pair, link in links.items() if not link.error and link.bytes_per_s < SLOW_BYTES_PER_S]
@@ -245,10 +250,6 @@ class _End:
     probe: Probe
     door: dict[str, Any] = field(default_factory=dict)
     """How it can be called; empty before it has been called first."""
-
-
-def _both_ways(one: _End, other: _End) -> tuple[Link, Link]:
-    return _link(one, other), _link(other, one)
 
 
 def _link(source: _End, destination: _End) -> Link:

@@ -14,12 +14,12 @@ from hetero_mpi.comm.transport import Transport
 from hetero_mpi.comm.world import World
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.launch import checks
-from hetero_mpi.launch.checks import Examined
 from hetero_mpi.launch.doctor_report import CHECKS, Options, report
 from hetero_mpi.launch.findings import Finding, Verdict, merged, would_fail
 from hetero_mpi.launch.interface import LocalAddress
 from hetero_mpi.launch.link_checks import Link, check_links
 from hetero_mpi.launch.probe import Facts, fault_tolerance, gather, self_tests, try_torch
+from hetero_mpi.launch.probing import Examined
 
 _MESSAGES_BYTES = (1024, 65_536, 4_194_304)
 _REPEATS = 3
@@ -84,7 +84,7 @@ def _gather_places(world: World, options: Options) -> list[Examined]:
             several = len({other for name, other in homes if name == host}) > 1
             title = f"{host} ({prefix})" if several else host
             values, device = everyone[rank]
-            place = Examined(title, "", host == homes[0][0], Facts.from_dict(values), python=values["python"])
+            place = Examined(title, "", host, host == homes[0][0], values["python"], facts=Facts.from_dict(values))
             places.append(replace(place, ranks=homes.count([host, prefix]), device=device))
     return places
 

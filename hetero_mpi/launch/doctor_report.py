@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.launch import checks
-from hetero_mpi.launch.checks import Check, Examined
+from hetero_mpi.launch.checks import Check
 from hetero_mpi.launch.device_checks import check_devices, check_self_tests, check_shares, self_test_lines
 from hetero_mpi.launch.findings import Finding, as_json, lines_of, would_fail
+from hetero_mpi.launch.probing import Examined
 
 CHECKS: tuple[Check, ...] = (
     checks.check_reach,

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -28,9 +28,17 @@ from hetero_mpi.errors import ExitCode
 from hetero_mpi.launch.agent import launch_agent
 from hetero_mpi.launch.elastic_command import Commands
 from hetero_mpi.launch.elastic_options import ElasticOptions
-from hetero_mpi.launch.error_stream import ErrorStream
 from hetero_mpi.launch.journal import Journal
-from hetero_mpi.launch.launcher import ASKED_TEXT, AT_ONCE, AT_ONCE_TEXT, Launcher, announce, ask_to_end
+from hetero_mpi.launch.launcher import (
+    ASKED_TEXT,
+    AT_ONCE,
+    AT_ONCE_TEXT,
+    Launcher,
+    announce,
+    ask_to_end,
+    begin,
+    handling,
+)
 from hetero_mpi.launch.processes import end_starts
 from hetero_mpi.launch.tower import Home, Post, Tower
 
@@ -91,7 +99,7 @@ class Supervisor:
 
     def run(self) -> int:
         """To the end. Returns the job's exit code, ``GIVEN_UP``, or 128 + a signal."""
-        with self.tower, self._listening(), tempfile.TemporaryDirectory() as scratch:
+        with self.tower, handling(self._note), tempfile.TemporaryDirectory() as scratch:
             return self._run(Path(scratch))
 
     def _run(self, scratch: Path) -> int:
@@ -160,15 +168,8 @@ class Supervisor:
             announce(command, self.options.verbose)
         self.tower.keep(start)
         kills = {post.number: post.memory_kills for post in posts}
-        process = subprocess.Popen(
-            command.arguments,
-            env={**os.environ, **command.environment},
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # a signal from the terminal comes to the supervisor, which passes it on once
-        )
-        assert process.stderr is not None
-        errors, progress = ErrorStream(process.stderr), _Progress(posts, self._tell_first_step)
+        process, errors = begin(command, subprocess.DEVNULL)
+        progress = _Progress(posts, self._tell_first_step)
         try:
             ending = self._attend(process, posts, progress)
         finally:
@@ -297,21 +298,10 @@ class Supervisor:
         while time.monotonic() < until and not self.signals:
             time.sleep(_POLL_S)
 
-    @contextlib.contextmanager
-    def _listening(self) -> Iterator[None]:
-        """Signals that ask for an end are noted: ``_attend`` passes the first on, and ends the job at one more of ``AT_ONCE``."""
-
-        def note(number: int, _frame: FrameType | None) -> None:
-            if not self.signals or number in AT_ONCE:
-                self.signals.append(number)
-
-        names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
-        before = {n: signal.signal(n, note) for name in names if (n := getattr(signal, name, None)) is not None}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        """A signal that asks for an end: ``_attend`` passes the first on, and ends the job at one more of ``AT_ONCE``."""
+        if not self.signals or number in AT_ONCE:
+            self.signals.append(number)
 
 
 class _Progress:

@@ -89,7 +89,7 @@ def prefix_of(host: Host, launcher: Launcher) -> str:
         return host.prefix
     if launcher.path.parent == Path(sys.prefix) / "bin" and host.python is not None:
         return str(Path(host.python).parent.parent)
-    return str(launcher.path.parent.parent)
+    return launcher.prefix
 
 
 def _open_mpi_part(
@@ -123,14 +123,14 @@ def _other_prefixes(launcher: Launcher, shares: Shares, own: set[str], addresses
     prefixes: dict[str, str] = {}
     for host, _ in shares:
         there, address = prefix_of(host, launcher), addresses[host.address]
-        if there != str(launcher.path.parent.parent) and address not in own and not address.startswith("127."):
+        if there != launcher.prefix and address not in own and not address.startswith("127."):
             prefixes.setdefault(host.address, there)  # a host has one daemon, which serves all its entries
     return prefixes
 
 
 def _add_relay(command: CommandLine, launcher: Launcher, prefixes: dict[str, str], given: list[str]) -> list[str]:
     """Our own launch agent; returns the user's options, less an agent that ours calls now."""
-    here = str(launcher.path.parent.parent)
+    here = launcher.prefix
     agent = launch_agent(launcher.family, given, os.environ)
     relay = str(write_relay(relay_script(agent, here, prefixes)))
     reason = "MPI is installed elsewhere on " + ", ".join(f"{host} ({there})" for host, there in prefixes.items())
@@ -138,7 +138,6 @@ def _add_relay(command: CommandLine, launcher: Launcher, prefixes: dict[str, str
         command.add(reason, "-launcher", "ssh", "-launcher-exec", relay)
     else:
         # The other hosts' daemons must not start one another: this agent is only here.
-        old = launcher.library.major == "4"
-        option, name = ("--mca", "plm_rsh") if old else ("--prtemca", "plm_ssh")
+        option, name = launcher.agent_option
         command.add(reason, option, f"{name}_agent", relay, option, f"{name}_no_tree_spawn", "1", "--prefix", here)
     return without_agent(launcher.family, given)

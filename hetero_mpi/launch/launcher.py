@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -44,6 +44,21 @@ class Launcher:
     path: Path
     family: str
     library: MpiLibrary
+
+    @property
+    def prefix(self) -> str:
+        """Where its MPI is installed."""
+        return str(self.path.parent.parent)
+
+    @property
+    def agent_option(self) -> tuple[str, str]:
+        """How Open MPI is told about the start of daemons: (option, first part of the parameter's name)."""
+        return ("--mca", "plm_rsh") if self.library.major == "4" else ("--prtemca", "plm_ssh")
+
+    @property
+    def prrte(self) -> bool:
+        """Is it Open MPI 5 or later?"""
+        return self.family == OPEN_MPI and self.library.major.isdigit() and int(self.library.major) >= 5
 
 
 @dataclass
@@ -233,11 +248,7 @@ def add_open_mpi(
     networks = ",".join(choice.networks)
     if "btl_tcp_if_include" not in " ".join(given):
         command.add(choice.reason, "--mca", "btl_tcp_if_include", networks)
-    if (
-        "prte_if_include" not in " ".join(given)
-        and launcher.library.major.isdigit()
-        and int(launcher.library.major) >= 5
-    ):
+    if "prte_if_include" not in " ".join(given) and launcher.prrte:
         command.add("the launcher's own connections likewise", "--prtemca", "prte_if_include", networks)
     _start_daemons_from_here(command, launcher, given)
     if launcher.path.parent == Path(sys.prefix) / "bin" and "--prefix" not in [*given, *command.arguments]:
@@ -253,7 +264,7 @@ def _start_daemons_from_here(command: CommandLine, launcher: Launcher, given: li
     """
     if "no_tree_spawn" in " ".join([*given, *command.arguments]):
         return
-    option, name = ("--mca", "plm_rsh") if launcher.library.major == "4" else ("--prtemca", "plm_ssh")
+    option, name = launcher.agent_option
     reason = "daemons are started from here alone, as they crash between unlike processors (x86-64, ARM) otherwise"
     command.add(reason, option, f"{name}_no_tree_spawn", "1")
 
@@ -263,8 +274,7 @@ def outliving_ranks(launcher: Launcher) -> list[str]:
 
     :raises UserError: this MPI ends the job with any of its ranks.
     """
-    major = launcher.library.major
-    if launcher.family == OPEN_MPI and major.isdigit() and int(major) >= 5:
+    if launcher.prrte:
         return ["--with-ft", "ulfm"]
     raise UserError(
         f"--recover needs an MPI that outlives its ranks, which is Open MPI from version 5 on (loaded: {launcher.library}): "
@@ -306,12 +316,7 @@ def run_command(command: CommandLine, stops_in_order: bool = False) -> int:
 
     ``stops_in_order``: may the program be asked to end, or has it nothing to save?
     """
-    # In a session of its own: Ctrl-C at the terminal would reach the launcher too, and Open MPI's leaves ranks no time.
-    process = subprocess.Popen(
-        command.arguments, env={**os.environ, **command.environment}, start_new_session=True, stderr=subprocess.PIPE
-    )
-    assert process.stderr is not None
-    errors = ErrorStream(process.stderr)
+    process, errors = begin(command)
     asked = not stops_in_order
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
@@ -325,15 +330,33 @@ def run_command(command: CommandLine, stops_in_order: bool = False) -> int:
         ask_to_end(process, again=asked)
         asked = True
 
-    names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
-    before = {n: signal.signal(n, pass_on) for name in names if (n := getattr(signal, name, None)) is not None}
-    try:
+    with handling(pass_on):
         code = process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     # A launcher that a signal ended has a negative code; a shell would report 128 + the signal.
     return errors.finish(code if code >= 0 else 128 - code)
+
+
+def begin(command: CommandLine, stdin: int | None = None) -> tuple[subprocess.Popen[bytes], ErrorStream]:
+    """Start a command whose stderr is passed on. ``stdin``: as ``subprocess.Popen`` takes it."""
+    environment = {**os.environ, **command.environment}
+    # In a session of its own: Ctrl-C at the terminal would reach the launcher too, and Open MPI's leaves ranks no time.
+    process = subprocess.Popen(
+        command.arguments, env=environment, start_new_session=True, stdin=stdin, stderr=subprocess.PIPE
+    )
+    assert process.stderr is not None
+    return process, ErrorStream(process.stderr)
+
+
+@contextlib.contextmanager
+def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """A block in which signals that ask for an end go to ``handler``."""
+    names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
+    before = {n: signal.signal(n, handler) for name in names if (n := getattr(signal, name, None)) is not None}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 def ask_to_end(process: subprocess.Popen[bytes], again: bool) -> None:

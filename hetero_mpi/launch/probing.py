@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hetero_mpi.launch.agent import remote_command
-from hetero_mpi.launch.probe import MARK
+from hetero_mpi.launch.agent import Helper
+from hetero_mpi.launch.probe import MARK, Facts
 
 if TYPE_CHECKING:
     from hetero_mpi.launch.mesh import Mesh
 
-_COMPLAINT_BYTES = 20_000
 
-
-@dataclass
+@dataclass(frozen=True)
 class Target:
-    """A host, or an entry of a hosts file, to be looked at."""
+    """A host, an entry of a hosts file, or a rank, to be looked at."""
 
     title: str
     address: str
-    """IPv4."""
+    """IPv4; "": it has none."""
     name: str
     """What the launch agent is given."""
     local: bool
@@ -48,6 +44,15 @@ class Target:
     """Of the hosts file, if its address lies in it."""
 
 
+@dataclass(frozen=True)
+class Examined(Target):
+    """The same, and what it says of itself."""
+
+    facts: Facts | None = None
+    complaint: str = ""
+    """Without facts: what the launch agent, or Python there, said last."""
+
+
 class ProbeError(RuntimeError):
     """A probe did not answer; the text says what was heard instead."""
 
@@ -56,75 +61,45 @@ class Probe:
     """A probe at work. Raises ``ProbeError`` from ``ask`` if it ends or stays silent."""
 
     def __init__(self, target: Target, agent: Sequence[str]) -> None:
-        words = [target.python, "-m", "hetero_mpi.launch.probe"]
-        directory = target.directory or os.getcwd()
-        passed_on = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
-        variables = {**passed_on, **target.variables}
-        environment = {**os.environ, **variables}
-        if not target.local:
-            words = remote_command(agent, target.name, directory, variables, *words)
-        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the probe)
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        self._process: subprocess.Popen[str] | None = None
-        try:
-            self._process = subprocess.Popen(
-                words,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._complaints,
-                text=True,
-                errors="replace",
-                env=environment,
-                cwd=directory if target.local and os.path.isdir(directory) else None,
-                start_new_session=True,
-            )
-        except OSError as error:
-            self._complaints.write(f"{words[0]}: {error.strerror}".encode())
-            self._lines.put(None)
-            return
+        self._helper = Helper(
+            agent,
+            target.name,
+            target.local,
+            target.python,
+            "hetero_mpi.launch.probe",
+            target.directory,
+            target.variables,
+            subprocess.PIPE,
+        )
+        self._lines: queue.Queue[bytes | None] = queue.Queue()
         threading.Thread(target=self._read, name="probe", daemon=True).start()
 
     def __enter__(self) -> Probe:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            for stream in (self._process.stdin, self._process.stdout):
-                with contextlib.suppress(OSError):
-                    stream.close()  # type: ignore[union-attr]
-        self._complaints.close()
+        self._helper.close()
 
     def ask(self, what: str, timeout_s: float, **values: Any) -> dict[str, Any]:
         """One answer. Raises ProbeError."""
-        if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.write(json.dumps({"ask": what, **values}) + "\n")
-                self._process.stdin.flush()
+        self._helper.write(json.dumps({"ask": what, **values}).encode() + b"\n")
         deadline = time.monotonic() + timeout_s
         while True:
             try:
                 line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise ProbeError(self._heard(f"no answer within {timeout_s:g} s")) from None
+                raise ProbeError(self._helper.complaint(f"no answer within {timeout_s:g} s")) from None
             if line is None:
                 self._lines.put(None)
-                raise ProbeError(self._heard("it ended without an answer"))
-            if line.startswith(MARK):
-                return dict(json.loads(line.removeprefix(MARK)))
+                raise ProbeError(self._helper.complaint("it ended without an answer"))
+            if line.startswith(MARK.encode()):
+                return dict(json.loads(line.decode(errors="replace").removeprefix(MARK)))
 
     def _read(self) -> None:
-        assert self._process is not None and self._process.stdout is not None
-        with contextlib.suppress(ValueError, OSError):  # closed meanwhile
-            for line in self._process.stdout:
-                self._lines.put(line)
-        self._process.wait()
+        process = self._helper.process
+        if process is not None and process.stdout is not None:
+            with contextlib.suppress(ValueError, OSError):  # closed meanwhile
+                for line in process.stdout:
+                    self._lines.put(line)
+            process.wait()
         self._lines.put(None)
-
-    def _heard(self, otherwise: str) -> str:
-        """The last line of its complaints."""
-        self._complaints.seek(0)
-        text = self._complaints.read(_COMPLAINT_BYTES).decode(errors="replace")
-        last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), otherwise)
-        return "".join(letter for letter in last if letter.isprintable())[:300]

@@ -133,10 +133,9 @@ def heterogeneous_command(
     if launcher.family == OPEN_MPI:
         # Its own support for SLURM sees the first component only.
         options = ["--prtemca", "ras", "^slurm", "--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", agent]
-        here = str(launcher.path.parent.parent)
-        if all(prefix_of(host, launcher) == here for host in hosts):  # else `hosts_command` adds the like
+        if all(prefix_of(host, launcher) == launcher.prefix for host in hosts):  # else `hosts_command` adds the like
             options += ["--prtemca", "plm_ssh_no_tree_spawn", "1"]  # daemons are in job steps, which start no others
-            options += ["--prefix", here] if "--prefix" not in given else []
+            options += ["--prefix", launcher.prefix] if "--prefix" not in given else []
     else:
         options = ["-rmk", "user", "-launcher", "ssh", "-launcher-exec", agent]
     shares = ranks_of(hosts, ranks, "the SLURM job")

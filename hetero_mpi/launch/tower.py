@@ -6,28 +6,23 @@ alike until the cable is back, so nobody is given up sooner than ``timeout_s``.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import secrets
 import socketserver
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from hetero_mpi.launch.agent import remote_command
+from hetero_mpi.launch.agent import Helper
 from hetero_mpi.launch.authenticated import AuthenticatedLines
 from hetero_mpi.launch.hostfile import HostEntry
 from hetero_mpi.launch.interface import local_addresses, resolve, source_address
 from hetero_mpi.launch.sentry import CALL_S, RUN_STATE, Orders, as_line
 
 _POLL_S = 0.02
-_COMPLAINT_BYTES = 20_000
 _AGAIN_S = 5.0
 """Between attempts to replace a sentry that has ended while its host takes part."""
 _MUTE_S = 2.0
@@ -57,9 +52,7 @@ class Post:
     local: bool
     sentry: int = 0
     """Which of its sentries counts; earlier ones are told to leave."""
-    process: subprocess.Popen[bytes] | None = None
-    complaints: IO[bytes] | None = None
-    """What the launch agent writes to stderr."""
+    helper: Helper | None = None
     started_s: float = 0.0
     heard_s: float = 0.0
     """When the present sentry last called; 0.0: never."""
@@ -76,15 +69,17 @@ class Post:
 
     def complaint(self) -> str:
         """The last line that the launch agent, or the sentry, has written to stderr; "no answer" without any."""
-        if self.complaints is not None:
-            self.complaints.seek(0)
-            lines = [
-                line.strip() for line in self.complaints.read(_COMPLAINT_BYTES).decode(errors="replace").splitlines()
-            ]
-            text = next((line for line in reversed(lines) if line), "")
-            if text:
-                return "".join(letter for letter in text if letter.isprintable())[:200]
-        return "no answer"
+        return self.helper.complaint("no answer") if self.helper is not None else "no answer"
+
+    def ended(self) -> bool:
+        """Has the sentry ended, or what reaches it?"""
+        return self.helper is None or self.helper.ended()
+
+    def close(self) -> None:
+        """End this side of the connection over which the sentry was started; the sentry itself does not need it."""
+        if self.helper is not None:
+            self.helper.close()
+            self.helper = None
 
 
 class Tower:
@@ -132,11 +127,10 @@ class Tower:
         """Give the sentries a moment to hear that they may leave."""
         self._leave = True
         deadline = time.monotonic() + 2 * CALL_S
-        running = [post.process for post in self.posts if post.process is not None]
-        while any(process.poll() is None for process in running) and time.monotonic() < deadline:
+        while not all(post.ended() for post in self.posts) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         for post in self.posts:
-            _end_channel(post)
+            post.close()
         self._server.shutdown()
         self._server.server_close()
 
@@ -152,7 +146,7 @@ class Tower:
                 self._start_sentry(post)
         while True:
             answered = [post for post in self.posts if post.heard_s > began]
-            waited_for = [p for p in self.posts if p not in answered and p.number not in abandoned and not _ended(p)]
+            waited_for = [p for p in self.posts if p not in answered and p.number not in abandoned and not p.ended()]
             if not waited_for or time.monotonic() > began + patience_s:
                 return answered
             time.sleep(_POLL_S)
@@ -165,7 +159,7 @@ class Tower:
             for post in posts:
                 post.heard_s += pause_s
         for post in posts:
-            if _ended(post) and now > max(post.started_s, post.heard_s) + _AGAIN_S:
+            if post.ended() and now > max(post.started_s, post.heard_s) + _AGAIN_S:
                 heard = post.heard_s
                 self._start_sentry(post)
                 post.heard_s = heard
@@ -202,30 +196,17 @@ class Tower:
             self._keep = start
 
     def _listening(self, post: Post) -> bool:
-        return not _ended(post) and time.monotonic() - post.heard_s < _MUTE_S
+        return not post.ended() and time.monotonic() - post.heard_s < _MUTE_S
 
     def _start_sentry(self, post: Post) -> None:
-        _end_channel(post)
+        post.close()
         with self._lock:
             post.sentry, post.heard_s, post.swept, post.tried = post.sentry + 1, 0.0, 0, 0
             post.started_s = time.monotonic()
         home = self._homes.get(post.name, Home(sys.executable, None))
-        words = [home.python, "-m", "hetero_mpi.launch.sentry"]
-        variables = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
-        if not post.local:
-            words = remote_command(self._agent, post.name, home.directory or str(Path.cwd()), variables, *words)
-        post.complaints = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the channel)
-        post.process = subprocess.Popen(
-            words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=post.complaints,
-            start_new_session=True,  # Ctrl-C at the terminal is for the supervisor alone
-        )
-        assert post.process.stdin is not None
-        with contextlib.suppress(OSError):
-            post.process.stdin.write(as_line(self._orders(post)))
-            post.process.stdin.flush()
+        module = "hetero_mpi.launch.sentry"
+        post.helper = Helper(self._agent, post.name, post.local, home.python, module, home.directory or "")
+        post.helper.write(as_line(self._orders(post)))
 
     def _orders(self, post: Post) -> Orders:
         return Orders(
@@ -254,25 +235,6 @@ class Tower:
 
     def _orders_now(self, leave: bool) -> dict[str, Any]:
         return {"sweep": self._sweep, "keep": self._keep or None, "try_lock": self._try_lock, "leave": leave}
-
-
-def _ended(post: Post) -> bool:
-    return post.process is None or post.process.poll() is not None
-
-
-def _end_channel(post: Post) -> None:
-    """End this side of the connection over which a sentry was started; the sentry itself does not need it."""
-    if post.process is not None:
-        with contextlib.suppress(ProcessLookupError):
-            post.process.kill()
-        post.process.wait()
-        if post.process.stdin is not None:
-            with contextlib.suppress(OSError):
-                post.process.stdin.close()
-        post.process = None
-    if post.complaints is not None:
-        post.complaints.close()
-        post.complaints = None
 
 
 class _Server(socketserver.ThreadingTCPServer):
