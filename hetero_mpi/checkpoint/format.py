@@ -104,9 +104,7 @@ class Summary:
     def problem(self, kind: str, trained: bool) -> str | None:
         """Why no run can go on from such numbers, in words; None: it can.
 
-        Args:
-            kind: one of ``KINDS``.
-            trained: the tensor has moments. Others may hold infinities (a mask does).
+        ``trained``: the tensor has moments. Others may hold infinities (a mask does).
         """
         if math.isnan(self.lowest):
             return "it holds numbers that are none (NaN)"

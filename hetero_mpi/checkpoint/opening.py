@@ -88,8 +88,7 @@ def open_dataset(parent: Any, name: str, file_bytes: int) -> Stored:
 
     Raises LookupError if there is none, and ValueError or TypeError if it is something else.
 
-    Args:
-        file_bytes: of the file: no dataset is larger.
+    ``file_bytes``: of the file: no dataset is larger.
     """
     opened = h5py.h5d.open(parent, _looked_at(parent, name, h5py.h5o.TYPE_DATASET))
     created = opened.get_create_plist()

@@ -79,8 +79,7 @@ def pieces_on_disk(run_dir: Path) -> tuple[list[Piece], list[str]]:
 def keep_generations(run_dir: Path, kept: Collection[str], sweep: bool = False) -> None:
     """Remove this host's pieces of all other generations. Any number of ranks may do so at once, with the same ``kept``.
 
-    Args:
-        sweep: remove what dead processes were writing, too. Only while nobody writes.
+    ``sweep``: remove what dead processes were writing, too. Only while nobody writes.
     """
     for path, name in list(_named(run_dir)):
         if name[2] not in kept:

@@ -118,12 +118,9 @@ class EmulatedTransport(Transport):
     """``inner`` with the delays of another cluster. Closing it leaves ``inner`` open.
 
     Args:
-        inner: moves the bytes.
-        rank: this rank.
         delay_s: seconds of a message by itself.
         cards: network cards shared by ranks; None: every pair of ranks has a link to itself.
         offsets_s: each rank's clock minus rank 0's, as ``clock_offsets_s`` says.
-        sleeper: how to wait.
         sum_s: seconds of a sum by itself.
     """
 

@@ -39,7 +39,6 @@ class MpiLibrary:
 
     @property
     def major(self) -> str:
-        """The version up to the first dot."""
         return self.version.split(".")[0]
 
     def __str__(self) -> str:
@@ -58,8 +57,6 @@ def parse_library_version(text: str) -> MpiLibrary:
 
 @dataclass(frozen=True)
 class LaunchedAs:
-    """What a launcher told this process about itself."""
-
     launcher: str
     """The launcher in words, for messages."""
     family: str

@@ -58,7 +58,6 @@ class HostFlows:
 
     @property
     def shared(self) -> bool:
-        """Do the host's ranks share a network card, in either direction?"""
         return any(every < CLEARLY_FASTER * one for one, every in zip(self.alone, self.together, strict=True))
 
 
@@ -89,12 +88,7 @@ def measure_links(world: World, transport: Transport, sizes_bytes: Sequence[int]
 def measure_flows(
     world: World, transport: Transport, links: Sequence[LinkSamples], largest_bytes: int
 ) -> list[HostFlows]:
-    """Of every host with several ranks, where there are others: all flows between it and other hosts at once. Collective.
-
-    Args:
-        links: as ``measure_links`` gives them.
-        largest_bytes: of a message.
-    """
+    """Of every host with several ranks, where there are others: all flows between it and other hosts at once. Collective."""
     names = tuple(dict.fromkeys(world.hosts))
     found = []
     for host in names:

@@ -70,11 +70,9 @@ class Progress:
             move(comm, request, request.buffer[first : first + piece_bytes], request.peer, request.tag)
 
     def send(self, comm: Any, request: Request, buffer: Any, peer: int, tag: int, then: Then | None = None) -> None:
-        """Start to send a part of ``request``."""
         self._start(comm.Isend, _Part(request, False, buffer.nbytes, then), buffer, peer, tag)
 
     def receive(self, comm: Any, request: Request, buffer: Any, peer: int, tag: int, then: Then | None = None) -> None:
-        """Announce a buffer for a part of ``request``."""
         self._start(comm.Irecv, _Part(request, True, buffer.nbytes, then), buffer, peer, tag)
 
     def _start(self, call: Any, part: _Part, buffer: Any, peer: int, tag: int) -> None:
@@ -94,7 +92,6 @@ class Progress:
             self.requests[part.request] += 1
 
     def end(self, request: Request, error: BaseException | None = None) -> None:
-        """The request is complete."""
         del self.requests[request]
         self.completed += 1
         request.complete(error)

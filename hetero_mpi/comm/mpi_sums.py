@@ -92,7 +92,6 @@ class GroupSums:
             self._waiting.popleft().begin(tag)
 
     def finish(self, piece: _DirectPiece | _RingPiece) -> None:
-        """A piece is done: the next one begins."""
         self._under_way -= 1
         self._scratch.append(piece.scratch)
         self._pieces_left[piece.request] -= 1

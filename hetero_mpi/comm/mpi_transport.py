@@ -240,7 +240,6 @@ class _CommunicationThread:
         self._thread.start()
 
     def wake(self) -> None:
-        """Something has been posted."""
         if self._idle:
             self._idle = False
             self._woken.put(None)

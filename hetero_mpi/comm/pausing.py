@@ -26,7 +26,6 @@ class Pause:
         self._last_event_s = time.perf_counter()
 
     def reset(self) -> None:
-        """Something has happened."""
         self._last_event_s = time.perf_counter()
 
     def rest(self) -> None:

@@ -61,9 +61,8 @@ _SCRIPT = _Script()
 def collectively(work: Callable[[World], T]) -> T:
     """``work`` on all ranks together. Collective; joins MPI at the first call, and leaves it to the program's end.
 
-    Raises:
-        UserError: the same on all ranks. Any other exception, or a problem of one rank alone while others go on, is printed with
-            rank, host and action, and ends all ranks.
+    :raises UserError: the same on all ranks. Any other exception, or a problem of one rank alone while others go on, is printed
+        with rank, host and action, and ends all ranks.
     """
     world = _SCRIPT.joined()
     done: list[T] = []

@@ -16,11 +16,7 @@ _MOST_S = 5e-4
 
 
 class Sleeper:
-    """Waits on the clock of ``time.perf_counter``.
-
-    Args:
-        spare_core: may the last fraction of a millisecond be spun away?
-    """
+    """Waits on the clock of ``time.perf_counter``. ``spare_core``: may the last fraction of a millisecond be spun away?"""
 
     def __init__(self, spare_core: bool) -> None:
         self.spare_core = spare_core

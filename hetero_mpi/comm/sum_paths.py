@@ -19,10 +19,6 @@ def ring_of(ranks: Sequence[int], hosts: Sequence[str]) -> tuple[int, ...] | Non
 
     A ring where some host holds several of the ranks and another host holds others; there, host after host, in the order of
     their lowest ranks. The order in which ``ranks`` are given does not matter.
-
-    Args:
-        ranks: distinct.
-        hosts: of each of ``ranks``.
     """
     here: dict[str, list[int]] = {}
     for rank, host in sorted(zip(ranks, hosts, strict=True)):

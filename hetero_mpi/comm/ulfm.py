@@ -78,10 +78,7 @@ def made(comm: Any, make: Callable[[], Any]) -> Any:
     with losses():
         if active():
             # Open MPI 5.0 crashes on ranks that wait for others inside such a call while one of them dies; so they wait before it.
-            request, pause, check = comm.Ibarrier(), Pause(), Check()
-            while not request.Test():
-                check()
-                pause.rest()
+            finish(comm.Ibarrier(), Pause())
         return adopt(make())
 
 
@@ -160,6 +157,14 @@ class Check:
         if any(comm.Is_revoked() for comm in list(_COMMUNICATORS)):
             revoke()
             raise RankLost
+
+
+def finish(request: Any, pause: Pause) -> None:
+    """Look until MPI is done with a request."""
+    check = Check()
+    while not request.Test():
+        check()
+        pause.rest()
 
 
 def agree(comm: Any, well: bool) -> bool:

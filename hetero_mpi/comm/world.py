@@ -115,9 +115,7 @@ class World(Collectives):
 
         :raises CollectiveUserError: each distinct problem once, with the ranks and hosts that have it.
         """
-        outcome = self._gathered([problem, UserError.exit_code] if problem is not None else None)
-        if outcome is not None:
-            raise CollectiveUserError(*outcome)
+        _raise(self._gathered([problem, UserError.exit_code] if problem is not None else None))
 
     def _gathered(self, own: Outcome) -> Outcome:
         """All ranks' problems as one, on every rank, with the first one's exit code."""
@@ -130,10 +128,7 @@ class World(Collectives):
 
         :raises CollectiveUserError: the first rank's that has one.
         """
-        outcomes = self.all_gather_json([str(problem), problem.exit_code] if problem is not None else None)
-        outcome = next((outcome for outcome in outcomes if outcome is not None), None)
-        if outcome is not None:
-            raise CollectiveUserError(*outcome) from problem
+        _raise(next(filter(None, self.all_gather_json(_outcome(problem))), None), problem)
 
     def together(self, what: str) -> AbstractContextManager[None]:
         """A block in which a ``UserError`` of any rank becomes the same ``UserError`` on every rank at its end.
@@ -167,9 +162,7 @@ class World(Collectives):
             raise
         except UserError as error:
             problem = error
-        outcome = of_all([str(problem), problem.exit_code] if problem is not None else None)
-        if outcome is not None:
-            raise CollectiveUserError(*outcome) from problem
+        _raise(of_all(_outcome(problem)), problem)
         self.doing = before
 
     def subset(self, ranks: Sequence[int]) -> World | None:
@@ -193,7 +186,7 @@ class World(Collectives):
         Only rank 0 sends; on other ranks the call does nothing.
         """
         if self.rank == 0:
-            payload = encode([[str(problem), problem.exit_code] if problem is not None else None, word])
+            payload = encode([_outcome(problem), word])
             with ulfm.losses():
                 for rank in ranks:
                     self.comm.Send(payload, dest=rank, tag=_RELEASE_TAG)
@@ -236,8 +229,7 @@ class World(Collectives):
             payload = np.empty(status.Get_count(MPI.BYTE), np.uint8)
             self.comm.Recv(payload, source=0, tag=_RELEASE_TAG)
         outcome, word = decode(payload)
-        if outcome is not None:
-            raise CollectiveUserError(*outcome)
+        _raise(outcome)
         return word
 
     def check_versions(self, own: Mapping[str, str], must_match: Mapping[str, Rule]) -> None:
@@ -249,6 +241,15 @@ class World(Collectives):
         problem = version_problem(versions, self.hosts, must_match)
         if problem is not None:
             raise CollectiveUserError(problem)
+
+
+def _outcome(problem: UserError | None) -> Outcome:
+    return [str(problem), problem.exit_code] if problem is not None else None
+
+
+def _raise(outcome: Outcome, cause: UserError | None = None) -> None:
+    if outcome is not None:
+        raise CollectiveUserError(*outcome) from cause
 
 
 def describe_problems(problems: Sequence[str | None], hosts: Sequence[str], numbers: Sequence[int] = ()) -> str | None:

@@ -28,7 +28,6 @@ class CorpusReport:
     """Whether reading stopped at ``max_bytes`` with text left."""
 
     def lines(self) -> list[str]:
-        """The report in words, for a person."""
         limit = ", cut at data.max_bytes" if self.truncated else ""
         lines = [f"{self.documents:,} documents from {self.files:,} files, {self.bytes / 1e6:,.1f} MB of text{limit}"]
         if self.skipped:

@@ -51,8 +51,6 @@ PAIRS: dict[Shape, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation."""
-
     role: Literal["system", "user", "assistant"]
     content: str
 
@@ -77,7 +75,6 @@ class Records:
     """Sources of the records that were left out because an answer is missing or empty."""
 
     def lines(self) -> list[str]:
-        """What was read, in words, for a person."""
         shapes = Counter(record.shape for record in self.records)
         found = ", ".join(f"{count:,} {shape}" for shape, count in sorted(shapes.items()))
         lines = [f"{len(self.records):,} records from {self.files:,} files ({found})"]

@@ -55,14 +55,9 @@ class Source(Protocol):
 class Samples:
     """Samples (input, target) by number. A batch's ``tokens`` are the inputs (B, ...), its ``targets`` (B, ...).
 
-    Args:
-        data: has a length, and gives under each number the pair (input, target): arrays, or what numpy makes one of.
-        evaluation: the same, never learnt from; None: a share of ``data`` is held out.
-        held_out: that share.
-        seed: of the order and of the share.
+    ``data``: has a length, and gives under each number the pair (input, target): arrays, or what numpy makes one of.
 
-    Raises:
-        UserError: there are too few.
+    :raises UserError: there are too few.
     """
 
     def __init__(self, data: Sequence[Any], evaluation: Sequence[Any] | None, held_out: float, seed: int) -> None:
@@ -115,8 +110,7 @@ class Samples:
 def pair(source: Sequence[Any], number: int) -> tuple[NDArray[Any], NDArray[Any]]:
     """A sample as two arrays.
 
-    Raises:
-        UserError: it is none.
+    :raises UserError: it is none.
     """
     sample = source[number]
     if not isinstance(sample, (tuple, list)) or len(sample) != 2:

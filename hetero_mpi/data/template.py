@@ -76,8 +76,6 @@ class Form:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """A record as tokens."""
-
     record: Record
     ids: npt.NDArray[np.int32]
     """int32 [n]."""
@@ -86,7 +84,6 @@ class Tokenized:
 
 
 def has_template(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether the tokenizer brings a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 

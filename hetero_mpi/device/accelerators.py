@@ -416,12 +416,9 @@ def visible_devices(wanted: str) -> tuple[str, dict[int, str]]:
 def open_backend(wanted: str, index: int | None = None) -> Backend:
     """The backend of this rank, its device made current in this thread.
 
-    Args:
-        wanted: ``auto`` or a backend's name.
-        index: the GPU's number (``choice.device_of``); None: there is none, or other ranks take all that there are.
+    ``index``: the GPU's number (``choice.device_of``); None: there is none, or other ranks take all that there are.
 
-    Raises:
-        UserError: ``wanted`` is not to be had here.
+    :raises UserError: ``wanted`` is not to be had here.
     """
     if wanted == "auto":
         wanted = available()[0] if index is not None else "cpu"

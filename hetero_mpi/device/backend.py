@@ -222,11 +222,6 @@ def own_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def set_threads(threads: int) -> None:
-    """Fix torch's CPU threads for this rank (bits of a matrix product may depend on their number)."""
-    torch.set_num_threads(threads)
-
-
 def return_freed_memory() -> None:
     """Give memory freed inside the process back to the system, where the C library keeps it (glibc).
 

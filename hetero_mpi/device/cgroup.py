@@ -17,9 +17,7 @@ _UNLIMITED = 1 << 60
 def cgroup_free_bytes(root: Path = _ROOT, own: Path = _OWN) -> int | None:
     """Bytes left under the memory limits of this process's control group and of those above it; None without a limit.
 
-    Args:
-        root: where control groups are mounted.
-        own: the groups of this process, a line ``NUMBER:CONTROLLERS:PATH`` for each hierarchy.
+    ``own``: the groups of this process, a line ``NUMBER:CONTROLLERS:PATH`` for each hierarchy.
     """
     left = [free for group in _groups(root, own) if (free := _free_bytes(group)) is not None]
     return min(left, default=None)

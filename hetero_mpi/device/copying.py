@@ -6,25 +6,23 @@ whole device.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
-class Copied(Protocol):
-    """A copy that was begun."""
+class Copied:
+    """A copy that was begun; this one has ended."""
 
     def done(self) -> bool:
         """Has it ended? Any thread may ask, at any time."""
-        ...
+        return True
 
     def wait(self) -> None:
         """Return when it has ended."""
-        ...
 
     def hold_compute(self) -> None:
         """What this thread gives the device from now on begins after it."""
-        ...
 
 
 class Copying:
@@ -39,30 +37,11 @@ class Copying:
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> Copied:
         """Begin to copy a flat tensor over another one. Both live until it is done; host memory is a ``Backend.host_buffer``."""
         to.copy_(source)
-        return _ENDED
-
-
-class _Ended:
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-    def hold_compute(self) -> None:
-        pass
-
-
-_ENDED = _Ended()
+        return Copied()
 
 
 class StreamCopying(Copying):
-    """Copies on a stream of their own (CUDA, ROCm, XPU), with pinned host memory by the card's copy engines.
-
-    Args:
-        module: ``torch.cuda`` or ``torch.xpu``.
-        device: the card.
-    """
+    """Copies on a stream of their own (CUDA, ROCm, XPU), with pinned host memory by the card's copy engines."""
 
     beside = True
 
@@ -82,7 +61,7 @@ class StreamCopying(Copying):
         return _OnStream(self._module, self._device, event)
 
 
-class _OnStream:
+class _OnStream(Copied):
     def __init__(self, module: Any, device: torch.device, event: Any) -> None:
         self._module, self._device, self._event = module, device, event
 

@@ -116,11 +116,7 @@ class SelfTest:
 def self_test(backend: str, index: int, needs: Sequence[str] = (), patience_s: float = PATIENCE_S) -> SelfTest:
     """Run the checks of ``needs``; without: all that the device can do, and its copies timed.
 
-    Args:
-        backend: the backend's name.
-        index: the device's number.
-        needs: dtypes, and ``NF4``.
-        patience_s: a check that takes longer has failed, and its process is killed.
+    ``patience_s``: a check that takes longer has failed, and its process is killed.
     """
     command = [sys.executable, "-m", "hetero_mpi.model.self_test", backend, str(index)]
     command += ["--needs", ",".join(needs)] if needs else []
@@ -176,8 +172,7 @@ def _public(text: str) -> str:
 def text_of(test: SelfTest, driver: str) -> list[str]:
     """Lines for an issue: no host's name, no path.
 
-    Args:
-        driver: version of the device's kernel driver; "": not known, or it has none.
+    ``driver``: version of the device's kernel driver; "": not known, or it has none.
     """
     about = {**test.about, "driver": driver} if driver else test.about
     lines = [

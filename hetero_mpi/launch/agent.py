@@ -26,8 +26,7 @@ _HYDRA_KINDS = ("-launcher", "--launcher", "-bootstrap", "--bootstrap")
 def launch_agent(family: str, given: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
     """The agent that the launcher of this MPI family will use: from its options, its environment variables, or ssh.
 
-    Args:
-        given: the user's options for the launcher.
+    ``given``: the user's options for the launcher.
     """
     named = _open_mpi(given, environment) if family == OPEN_MPI else _mpich(given, environment)
     if named is None or named.split(":")[0].strip() in ("ssh", "ssh -x"):
@@ -120,7 +119,6 @@ class Helper:
         return "".join(letter for letter in last if letter.isprintable())[:300]
 
     def close(self) -> None:
-        """End this side of the connection."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()

@@ -32,12 +32,10 @@ Check = Callable[[Sequence[Examined]], Iterator[Finding]]
 
 
 def answered(places: Sequence[Examined]) -> list[tuple[Examined, Facts]]:
-    """Those with facts."""
     return [(place, place.facts) for place in places if place.facts is not None]
 
 
 def check_reach(places: Sequence[Examined]) -> Iterator[Finding]:
-    """Does every host answer?"""
     fine = tuple(place.title for place in places if place.facts is not None)
     if fine:
         yield Finding("hosts", FINE, "answered", where=fine)
@@ -76,7 +74,6 @@ def _reach_remedy(place: Examined) -> str:
 
 
 def check_packages(places: Sequence[Examined]) -> Iterator[Finding]:
-    """Is everything installed that a run imports?"""
     whole = []
     for place, facts in answered(places):
         if facts.missing:
@@ -179,7 +176,6 @@ def _daemon(place: Examined, facts: Facts) -> Iterator[Finding]:
 
 
 def check_fault_tolerance(places: Sequence[Examined]) -> Iterator[Finding]:
-    """Can ranks outlive the death of one (ULFM)?"""
     loaded = [(place.title, facts.mpi) for place, facts in answered(places) if facts.mpi.get("library")]
     without = tuple(
         title

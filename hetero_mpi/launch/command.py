@@ -18,8 +18,7 @@ from hetero_mpi.launch.launcher import CommandLine, build_command, find_launcher
 def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argparse.Namespace]) -> int:
     """Run ``launch``. Returns the launcher's exit code, or ``Supervisor.run``'s.
 
-    Args:
-        parse: reads the command line of a sub-command, as the whole program does.
+    ``parse``: reads the command line of a sub-command, as the whole program does.
 
     :raises UserError: no command after ``--``, a host file that does not hold the ranks, or what ``find_launcher`` and
         ``Supervisor`` raise.
@@ -57,10 +56,10 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
             hostfile=namespace.hostfile,
             hosts_file=namespace.hosts,
             mpirun_args=tuple(given),
-            heartbeat_timeout_s=namespace.heartbeat_timeout,
+            heartbeat_timeout_s=namespace.heartbeat_timeout_s,
             max_restarts=namespace.max_restarts,
             min_ranks=namespace.min_ranks,
-            probe_timeout_s=namespace.probe_timeout,
+            probe_timeout_s=namespace.probe_timeout_s,
             verbose=namespace.verbose,
         )
         return _supervise(options, program, parse)

@@ -46,7 +46,6 @@ def check_devices(places: Sequence[Examined]) -> Iterator[Finding]:
 
 
 def check_self_tests(places: Sequence[Examined]) -> Iterator[Finding]:
-    """A finding per device that was tested."""
     for place, facts in answered(places):
         for test in map(SelfTest.from_dict, facts.self_tests):
             name, problems, of = (

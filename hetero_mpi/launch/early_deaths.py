@@ -24,7 +24,6 @@ _SCRIPT = (
 def ending_all(program: Sequence[str], mpirun_args: Sequence[str]) -> list[str]:
     """The words of ``program``, a rank's command, such that its death before it has joined the others ends the job.
 
-    Args:
-        mpirun_args: the launcher's options. Without fault tolerance it ends the job by itself, and ``program`` stays as it is.
+    ``mpirun_args``: the launcher's options. Without fault tolerance it ends the job by itself, and ``program`` stays as it is.
     """
     return ["sh", "-c", _SCRIPT, "sh", *program] if "--with-ft" in mpirun_args else list(program)

@@ -40,7 +40,7 @@ from hetero_mpi.launch.launcher import (
     handling,
 )
 from hetero_mpi.launch.processes import end_starts
-from hetero_mpi.launch.tower import Home, Post, Tower
+from hetero_mpi.launch.tower import Post, Tower
 
 GIVEN_UP = int(ExitCode.GIVEN_UP)
 """Exit code when the supervisor does not start the job again (EX_TEMPFAIL: trying later may help)."""
@@ -68,10 +68,7 @@ class Supervisor:
     """Runs a job to its end over as many starts as it takes.
 
     Args:
-        options: the command line.
-        launcher: which MPI.
         program: the words after ``python -m hetero_mpi``: ``train job.toml ...``.
-        run_dir: of that job, absolute.
         steps: the job is done after so many; 0: without any.
     """
 
@@ -84,7 +81,7 @@ class Supervisor:
         self.hosts, self.entries = options.hosts(), options.entries()
         self.run_dir = run_dir
         agent = launch_agent(launcher.family, options.mpirun_args, os.environ)
-        homes = {host.address: Home(host.executable, host.directory) for host in reversed(self.entries)}
+        homes = {host.address: host for host in reversed(self.entries)}
         self.tower = Tower(self.hosts, agent, self.name, options.heartbeat_timeout_s, run_dir, homes)
         self.journal = Journal(run_dir, self.name)
         self.signals: list[int] = []

@@ -27,10 +27,7 @@ class Commands:
     """Makes the command lines of all starts.
 
     Args:
-        options: the supervisor's.
-        launcher: which MPI.
         program: the words after ``python -m hetero_mpi``, as the user gave them.
-        run_dir: of the job, absolute.
         scratch: for host files.
         entries: of the hosts file, if there is one.
     """

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ElasticOptions:
-    """The command line of ``launch --elastic``."""
-
     ranks: int
     hostfile: str | None
     hosts_file: str | None = None

@@ -26,8 +26,6 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of one check."""
-
     subject: str
     verdict: Verdict
     text: str
@@ -46,7 +44,6 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def would_fail(findings: Iterable[Finding]) -> bool:
-    """Would a run fail?"""
     return any(finding.verdict is Verdict.FAILS for finding in findings)
 
 
@@ -70,7 +67,6 @@ def lines_of(findings: Sequence[Finding]) -> list[str]:
 
 
 def as_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """The same as JSON-able values, keys as in ``Finding``."""
     return [{**asdict(finding), "verdict": finding.verdict.value} for finding in findings]
 
 

@@ -22,8 +22,6 @@ _IGNORED_KEYS = ("max_slots", "max-slots", "port", "ifname", "binding")
 
 @dataclass(frozen=True)
 class HostEntry:
-    """One line of a host file."""
-
     name: str
     slots: int | None
     """Ranks this host may hold; ``None``: not said."""

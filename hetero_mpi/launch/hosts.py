@@ -65,7 +65,6 @@ class Host(BaseModel):
 
     @property
     def executable(self) -> str:
-        """Its Python."""
         return self.python or sys.executable
 
     def variables(self) -> dict[str, str]:

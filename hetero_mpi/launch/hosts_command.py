@@ -84,7 +84,6 @@ def _bound(
 
 
 def prefix_of(host: Host, launcher: Launcher) -> str:
-    """Where MPI is installed for an entry."""
     if host.prefix is not None:
         return host.prefix
     if launcher.path.parent == Path(sys.prefix) / "bin" and host.python is not None:

@@ -23,7 +23,6 @@ class LocalAddress:
 
     @property
     def network(self) -> ipaddress.IPv4Network:
-        """The subnet the address lies in."""
         return ipaddress.IPv4Network(f"{self.address}/{self.netmask}", strict=False)
 
 
@@ -37,7 +36,6 @@ class InterfaceChoice:
 
 
 def local_addresses() -> tuple[LocalAddress, ...]:
-    """The IPv4 addresses of this machine."""
     import psutil
 
     return tuple(
@@ -63,8 +61,14 @@ def resolve(name: str) -> str:
 
 def network_of(address: str, local: Iterable[LocalAddress]) -> str:
     """The narrowest subnet of ``local`` in which an IPv4 address lies; the address alone, as a subnet, if none."""
-    holders = [item.network for item in local if ipaddress.IPv4Address(address) in item.network]
-    return str(max(holders, key=lambda network: network.prefixlen, default=ipaddress.IPv4Network(address)))
+    holder = _holder(address, local)
+    return str(holder.network if holder is not None else ipaddress.IPv4Network(address))
+
+
+def _holder(address: str, local: Iterable[LocalAddress]) -> LocalAddress | None:
+    """Whose subnet holds an address. The narrowest is the most telling one; a default route's wide net holds everything."""
+    holders = [item for item in local if ipaddress.IPv4Address(address) in item.network]
+    return max(holders, key=lambda item: item.network.prefixlen, default=None)
 
 
 def choose_interface(addresses: Iterable[str], local: Sequence[LocalAddress]) -> InterfaceChoice | None:
@@ -80,11 +84,10 @@ def choose_interface(addresses: Iterable[str], local: Sequence[LocalAddress]) ->
     for address in dict.fromkeys(addresses):
         if address in own or ipaddress.IPv4Address(address).is_loopback:
             continue
-        holders = [item for item in local if ipaddress.IPv4Address(address) in item.network]
-        # The narrowest subnet is the most telling one; a default route's wide net holds everything.
-        holder = max(holders, key=lambda item: item.network.prefixlen, default=None)
+        holder = _holder(address, local)
         if holder is None:
-            holder = _routed_through(address, local)
+            source = source_address(address)
+            holder = next((item for item in local if item.address == source), None)
             networks[f"{address}/32"] = None
         if holder is not None:
             networks[str(holder.network)] = None
@@ -93,11 +96,6 @@ def choose_interface(addresses: Iterable[str], local: Sequence[LocalAddress]) ->
     if not interfaces:
         return None
     return InterfaceChoice(tuple(networks), tuple(interfaces), "; ".join(reasons))
-
-
-def _routed_through(address: str, local: Sequence[LocalAddress]) -> LocalAddress | None:
-    source = source_address(address)
-    return next((item for item in local if item.address == source), None)
 
 
 def source_address(address: str) -> str | None:

@@ -43,8 +43,7 @@ def _line(event: str, text: str, values: dict[str, Any]) -> str:
 class Journal:
     """Appends to ``RUN/events.jsonl``; every line has ``unix_s``, ``event`` and ``text``, and what belongs to the event.
 
-    Args:
-        supervisor: its name, which all its events bear, and the processes of its starts.
+    ``supervisor``: its name, which all its events bear, and the processes of its starts.
 
     :raises UserError: the run directory cannot be written, or has a link that leads out of it.
     """
@@ -63,7 +62,6 @@ class Journal:
         self._file = LineFile(self.path, _print)
 
     def tell(self, event: str, text: str, **values: Any) -> None:
-        """Print and write one event."""
         _print(text)
         self._file.write(_line(event, text, {**values, "supervisor": self._supervisor}))
 

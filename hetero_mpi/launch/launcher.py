@@ -47,7 +47,6 @@ class Launcher:
 
     @property
     def prefix(self) -> str:
-        """Where its MPI is installed."""
         return str(self.path.parent.parent)
 
     @property

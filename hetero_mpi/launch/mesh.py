@@ -220,10 +220,7 @@ def mpi_options(
 ) -> tuple[list[str], dict[str, str]]:
     """(arguments of the launcher, environment) that keep an MPI inside the mesh, and without any other way around it.
 
-    Args:
-        family: ``Open MPI`` or ``MPICH``.
-        major: of Open MPI's version.
-        interface: this machine's, where it is not called as in ``[mesh]``.
+    ``interface``: this machine's, where it is not called as in ``[mesh]``.
     """
     if family != OPEN_MPI:
         name = interface or mesh.interface
@@ -257,12 +254,7 @@ def check_bound(mesh: Mesh, hosts: Sequence[Host], local: Sequence[LocalAddress]
 
 
 def check_up(mesh: Mesh, addresses: Mapping[str, Iterable[str]], path: str | Path) -> Finding:
-    """What can be said of the mesh without MPI: is it up everywhere?
-
-    Args:
-        addresses: host -> IPv4 addresses that it says it has.
-        path: the hosts file, which has the mesh.
-    """
+    """What can be said of the mesh without MPI: is it up everywhere? ``addresses``: host -> IPv4 addresses that it says it has."""
     without = [host for host, own in addresses.items() if not any(mesh.holds(address) for address in own)]
     if without:
         text = f"the hosts file has a [mesh], and no interface there has an address in {mesh.network}"

@@ -51,23 +51,11 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="stay beside the job: when a machine or a rank dies, start again on the machines that are left",
     )
-    seconds = "SECONDS"
-    for option, kind, default, metavar, text in (
-        ("--max-restarts", int, usual.max_restarts, "N", "start again so often"),
-        ("--min-ranks", int, usual.min_ranks, "N", "do not go on with fewer ranks"),
-        (
-            "--heartbeat-timeout",
-            float,
-            usual.heartbeat_timeout_s,
-            seconds,
-            "a machine not heard of for so long is dead",
-        ),
-        (
-            "--probe-timeout",
-            float,
-            usual.probe_timeout_s,
-            seconds,
-            "wait so long for machines to answer before a start",
-        ),
+    for field, option, metavar, text in (
+        ("max_restarts", "--max-restarts", "N", "start again so often"),
+        ("min_ranks", "--min-ranks", "N", "do not go on with fewer ranks"),
+        ("heartbeat_timeout_s", "--heartbeat-timeout", "SECONDS", "a machine not heard of for so long is dead"),
+        ("probe_timeout_s", "--probe-timeout", "SECONDS", "wait so long for machines to answer before a start"),
     ):
-        group.add_argument(option, type=kind, default=default, metavar=metavar, help=f"{text} (default %(default)g)")
+        default, told = getattr(usual, field), f"{text} (default %(default)g)"
+        group.add_argument(option, dest=field, type=type(default), default=default, metavar=metavar, help=told)

@@ -110,7 +110,6 @@ def gather(directory: str, deeply: bool = True, prefix: str = "", work: str = ""
     """Facts of this host and this Python.
 
     Args:
-        directory: for runs.
         deeply: try MPI and torch too, each in a process of its own (seconds).
         prefix: where MPI is expected; looked at before this environment and PATH. "": nowhere else.
         work: directory in which ranks are to start; "": anywhere.

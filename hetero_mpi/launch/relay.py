@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,16 +38,16 @@ def relay_script(agent: Sequence[str], prefix: str, prefixes: Mapping[str, str])
     """The text of the script.
 
     Args:
-        agent: what reaches a host: ``ssh -x``, say.
         prefix: where MPI is installed here.
         prefixes: host, as the launcher names it -> where MPI is installed there.
     """
-    cases = "\n".join(
-        f"  {shlex.quote(host)}) there={shlex.quote(_as_replacement(there))} ;;" for host, there in prefixes.items()
-    )
+    # As sed takes them between ``#``: a replacement, a basic regular expression.
+    replacements = {host: re.sub(r"[\\&#]", r"\\\g<0>", there) for host, there in prefixes.items()}
+    pattern = re.sub(r"[\\.\[\]*^$#]", r"\\\g<0>", prefix)
+    cases = "\n".join(f"  {shlex.quote(host)}) there={shlex.quote(to)} ;;" for host, to in replacements.items())
     return _SCRIPT.format(
         cases=cases,
-        here=shlex.quote(f"s#{_as_pattern(prefix)}" + r'\([/:;" ]\)#'),
+        here=shlex.quote(f"s#{pattern}" + r'\([/:;" ]\)#'),
         rest=shlex.quote(r"\1#g"),
         agent=shlex.join(agent),
     )
@@ -71,12 +72,3 @@ def write_relay(script: str) -> Path:
             f"({error.strerror}): set XDG_CACHE_HOME to a directory that you can write to."
         ) from None
     return path
-
-
-def _as_pattern(path: str) -> str:
-    """A path as a basic regular expression between ``#``."""
-    return "".join(f"\\{letter}" if letter in r"\.[]*^$#" else letter for letter in path)
-
-
-def _as_replacement(path: str) -> str:
-    return "".join(f"\\{letter}" if letter in r"\&#" else letter for letter in path)

@@ -98,8 +98,7 @@ def _expand(nodes: str) -> tuple[str, ...]:
 def entries(found: Sequence[Component], pythons: Sequence[str]) -> tuple[Host, ...]:
     """The nodes of a heterogeneous job as entries of a hosts file.
 
-    Args:
-        pythons: of each component; none: the one that runs this. Several components may be served by the last one.
+    ``pythons``: of each component; none: the one that runs this. Several components may be served by the last one.
     """
     from hetero_mpi.launch.hosts import Host
 
@@ -123,7 +122,6 @@ def heterogeneous_command(
     Args:
         hosts: ``entries``.
         ranks: None: as many as tasks.
-        given: the user's options for the launcher.
     """
     from hetero_mpi.launch.hosts import ranks_of
     from hetero_mpi.launch.hosts_command import hosts_command, prefix_of

@@ -14,13 +14,16 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetero_mpi.launch.agent import Helper
 from hetero_mpi.launch.authenticated import AuthenticatedLines
 from hetero_mpi.launch.hostfile import HostEntry
 from hetero_mpi.launch.interface import local_addresses, resolve, source_address
 from hetero_mpi.launch.sentry import CALL_S, RUN_STATE, Orders, as_line
+
+if TYPE_CHECKING:
+    from hetero_mpi.launch.hosts import Host
 
 _POLL_S = 0.02
 _AGAIN_S = 5.0
@@ -31,15 +34,6 @@ _CALLER_S = 2.0
 """How long a caller may leave us waiting for its next byte."""
 _OWN_PAUSE_S = 2.0
 """Longer than this between two looks, and the supervisor was not running itself."""
-
-
-@dataclass(frozen=True)
-class Home:
-    """Where this project lies on a host that differs from this one."""
-
-    python: str
-    directory: str | None
-    """None: as here."""
 
 
 @dataclass
@@ -86,11 +80,7 @@ class Tower:
     """Listens to the sentries of all hosts. A context manager; on leaving, the sentries are told to leave.
 
     Args:
-        hosts: all hosts that may take part.
-        agent: the launch agent (``agent.launch_agent``).
-        supervisor: the name of this supervisor in the job's environment.
         timeout_s: silence after which a host counts as dead.
-        run_dir: whose progress the sentries report.
         homes: of hosts, by name, on which it is not as here.
     """
 
@@ -101,7 +91,7 @@ class Tower:
         supervisor: str,
         timeout_s: float,
         run_dir: Path,
-        homes: Mapping[str, Home] | None = None,
+        homes: Mapping[str, Host] | None = None,
     ) -> None:
         own = {item.address for item in local_addresses()}
         self.posts = []
@@ -203,9 +193,9 @@ class Tower:
         with self._lock:
             post.sentry, post.heard_s, post.swept, post.tried = post.sentry + 1, 0.0, 0, 0
             post.started_s = time.monotonic()
-        home = self._homes.get(post.name, Home(sys.executable, None))
-        module = "hetero_mpi.launch.sentry"
-        post.helper = Helper(self._agent, post.name, post.local, home.python, module, home.directory or "")
+        home = self._homes.get(post.name)
+        python, directory = (home.executable, home.directory or "") if home is not None else (sys.executable, "")
+        post.helper = Helper(self._agent, post.name, post.local, python, "hetero_mpi.launch.sentry", directory)
         post.helper.write(as_line(self._orders(post)))
 
     def _orders(self, post: Post) -> Orders:

@@ -44,8 +44,7 @@ def lora_config(adapter: AdapterTable, targets: list[str] | str) -> LoraConfig:
 def adapter_shapes(whole: PreTrainedModel, adapter: AdapterTable) -> tuple[list[str], dict[str, tuple[int, ...]]]:
     """(full names of the adapted modules, adapter tensor -> shape) of the whole model, which is on the meta device and is changed.
 
-    Raises:
-        UserError: the targets match nothing, or something that is not inside a block.
+    :raises UserError: the targets match nothing, or something that is not inside a block.
     """
     from peft import inject_adapter_in_model
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from safetensors.torch import save_file
 from hetero_mpi.errors import UserError
 from hetero_mpi.job import AdapterTable
 from hetero_mpi.model.adapter import FILE_PREFIX, lora_config
+from hetero_mpi.model.files import read_json
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.model.whole import WholeDirectory
 
@@ -30,7 +30,6 @@ def write_adapter(
     Args:
         targets: last parts of the adapted modules' names.
         state: adapter tensor (without peft's prefix) -> fp32 host tensor.
-        base: model directory it belongs to, for ``base_model_name_or_path``.
     """
     config = lora_config(adapter, targets)
     config.base_model_name_or_path = base
@@ -48,8 +47,7 @@ def adapter_directory(directory: Path) -> WholeDirectory:
 def check_adapter(directory: Path, tuning: Tuning) -> None:
     """Refuse an adapter that does not fit.
 
-    Raises:
-        UserError: missing or damaged files, another rank, alpha or set of targets than the job's.
+    :raises UserError: missing or damaged files, another rank, alpha or set of targets than the job's.
     """
     config = _read_config(directory)
     adapter = tuning.adapter
@@ -77,8 +75,7 @@ def check_adapter(directory: Path, tuning: Tuning) -> None:
 def adapter_of(directory: Path) -> tuple[AdapterTable, str | None]:
     """What an adapter is, as the job's keys say it (targets by their full names), and its base model's directory.
 
-    Raises:
-        UserError: missing or damaged files, or a kind of adapter that is not plain LoRA.
+    :raises UserError: missing or damaged files, or a kind of adapter that is not plain LoRA.
     """
     config = _read_config(directory)
     unusual = [key for key in _NOT_PLAIN if config.get(key) not in (None, False, "none", {}, [])]
@@ -99,14 +96,11 @@ def read_adapter(directory: Path, tuning: Tuning) -> dict[str, torch.Tensor]:
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{directory}: not a PEFT adapter directory: {_CONFIG} cannot be read ({error})") from None
-    kind = config.get("peft_type") if isinstance(config, dict) else None
+    config = read_json(directory / _CONFIG, f"Without it {directory} is not a PEFT adapter directory.")
+    kind = config.get("peft_type")
     if kind != "LORA":
         raise UserError(f"{directory}: hetero_mpi continues LoRA adapters, this one is {kind!r}")
-    return dict(config)
+    return config
 
 
 def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:

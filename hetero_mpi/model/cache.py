@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.files import SAFETENSORS_DTYPE, ListedTensor, StoredTensor, read_header, read_tensor
+from hetero_mpi.model.files import ListedTensor, StoredTensor, header_of, read_header, read_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -40,10 +40,7 @@ class ShardCache:
     """
 
     def __init__(self, root: Path, identity: str) -> None:
-        """
-        Raises:
-            UserError: ``root`` cannot be a directory.
-        """
+        """:raises UserError: ``root`` cannot be a directory."""
         self.directory = root / identity[:16]
         self.identity = identity
         self.remarks: list[str] = []
@@ -76,8 +73,7 @@ class ShardCache:
     def prepare(self, coming_bytes: int) -> None:
         """Make sure, before anything is sent, that so much can be kept.
 
-        Raises:
-            UserError: the directory is not writable, or the disk too full.
+        :raises UserError: the directory is not writable, or the disk too full.
         """
         with self._usable(), self._whole(self.directory / "trial") as file:
             file.write(b"x")
@@ -92,8 +88,7 @@ class ShardCache:
     def keep(self, item: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write an entry.
 
-        Raises:
-            UserError: it cannot be written.
+        :raises UserError: it cannot be written.
         """
         path, manifest = self._paths(item)
         with self._usable():
@@ -150,16 +145,10 @@ def _write(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> str:
     """Write a safetensors file without a second copy of any tensor; returns its sha256."""
     import torch
 
-    header, end = {}, 0
-    for name, tensor in tensors.items():
-        dtype = SAFETENSORS_DTYPE[str(tensor.dtype).removeprefix("torch.")]
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
-        end += tensor.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    listed = {name: (str(tensor.dtype).removeprefix("torch."), tensor.shape) for name, tensor in tensors.items()}
     digest = hashlib.sha256()
     bodies = (tensor.contiguous().reshape(-1).view(torch.uint8).numpy() for tensor in tensors.values())
-    for part in (len(text).to_bytes(8, "little"), text, *bodies):
+    for part in (header_of(listed)[0], *bodies):
         file.write(part)
         digest.update(part)
     return digest.hexdigest()

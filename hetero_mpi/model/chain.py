@@ -62,14 +62,8 @@ def uses_dropout(model: nn.Module) -> bool:
 
 
 class Chain(ItemChain):
-    """A causal language model of transformers.
-
-    Attributes:
-        items: number of items, blocks + 2.
-        constants: what is in the model's files but is never trained.
-        kinds: blocks with equal shapes and attention type share one.
-        model: the whole model on the meta device.
-    """
+    """A causal language model of transformers; ``model`` is all of it, on the meta device. Blocks with equal shapes and attention
+    type are of one kind."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config = config

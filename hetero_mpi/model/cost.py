@@ -23,14 +23,7 @@ ADAM_BYTES = 8
 def model_cost(
     chain: ItemChain, tuning: Tuning, dtype: str, sequence_length: int, activation_bytes: Mapping[str, float]
 ) -> ModelCost:
-    """The cost of every item of the chain.
-
-    Args:
-        chain, tuning: the model and what of it is trained.
-        dtype: compute dtype.
-        sequence_length: tokens per sequence for which ``activation_bytes`` holds.
-        activation_bytes: kind -> bytes kept from forward to backward, per token.
-    """
+    """The cost of every item of the chain. ``activation_bytes``: kind -> bytes kept from forward to backward, per token."""
     tied = chain.parameters[chain.tied[1]].count if chain.tied is not None else 0
     layers = tuple(_layer_cost(chain, tuning, item, dtype, tied, activation_bytes) for item in range(chain.items))
     master_bytes = 4 if dtype != "fp32" else 0

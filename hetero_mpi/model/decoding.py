@@ -45,8 +45,7 @@ def pick(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
 
     Random numbers are drawn on the host from (seed, position), so that they depend neither on the device nor on the partition.
 
-    Args:
-        logits: (V,) fp32, on any device.
+    ``logits``: (V,) fp32, on any device.
     """
     if torch.isnan(logits).any():
         return NOT_A_NUMBER
@@ -107,11 +106,9 @@ class Decoder:
     def step(self, x: torch.Tensor) -> torch.Tensor:
         """The next tokens of the text.
 
-        Args:
-            x: token ids (1, T) int64 on the first stage, else the previous stage's output (1, T, D).
+        ``x``: token ids (1, T) int64 on the first stage, else the previous stage's output (1, T, D).
 
-        Returns:
-            Output (1, T, D); on the last stage the logits (V,) after the last token, fp32.
+        Returns: Output (1, T, D); on the last stage the logits (V,) after the last token, fp32.
         """
         length = x.shape[1]
         for layer in self._counting:

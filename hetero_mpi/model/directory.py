@@ -14,8 +14,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-from pathlib import Path
-from types import TracebackType
 
 import torch
 from safetensors.torch import save_file
@@ -23,24 +21,19 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hetero_mpi.checkpoint.writer import sync
+from hetero_mpi.model.files import INDEX, WEIGHTS
 from hetero_mpi.model.whole import WholeDirectory
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 _WEIGHT_FILES = ("model-", WEIGHTS, "pytorch_model")
 
 
-class ModelDirectoryWriter:
-    """Writes a model directory; used as a context manager, or ended by ``close`` or ``discard``.
+class ModelDirectoryWriter(WholeDirectory):
+    """Writes a model directory, for which other files (a tokenizer's) may be put into ``path``.
 
     ``model`` gives class, configuration, generation configuration and names; its parameters may be on the meta device.
     ``shard_bytes`` bounds the size of each safetensors file (a single larger tensor gets a file of its own).
     Host memory: at most ``shard_bytes`` plus one item and its converted copy.
-
-    A former directory of that name is replaced; files in it that are neither weights nor written anew are kept. What
-    another writer left unfinished beside it is removed: one run at a time writes there.
-    Raises UserError when ``directory`` holds something that is not a model directory, or cannot be written.
     """
 
     def __init__(self, model: PreTrainedModel, directory: str | os.PathLike[str], shard_bytes: int) -> None:
@@ -51,20 +44,7 @@ class ModelDirectoryWriter:
         self._shards: list[list[str]] = []
         self._total_bytes = 0
         self._dtype: torch.dtype | None = None
-        self._whole = WholeDirectory(directory, "model directory", CONFIG, _WEIGHT_FILES)
-        self.path = self._whole.path
-        """Where files are collected; becomes ``directory``. Other files (a tokenizer's) may be put here too."""
-
-    def __enter__(self) -> ModelDirectoryWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self.discard()
+        super().__init__(directory, "model directory", CONFIG, _WEIGHT_FILES)
 
     def add(self, state: dict[str, torch.Tensor]) -> None:
         """Add one item's tensors, under the model's own parameter names.
@@ -84,33 +64,18 @@ class ModelDirectoryWriter:
             # A copy of its own: the caller may change its tensor, and a view would keep a whole storage alive.
             self._buffer[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
-    def close(self) -> Path:
-        """Write what is left and let the directory appear. Returns it. Every parameter must have been added."""
+    def _complete(self) -> None:
         assert not self._awaited, f"never added: {sorted(self._awaited)}"
         self._write_shard()
-        try:
-            self._name_shards()
-            self._write_configuration()
-        except OSError as error:
-            self.discard()
-            raise self._whole.error(error) from error
-        return self._whole.close()
-
-    def discard(self) -> None:
-        """Remove everything written so far; a former directory stays as it was."""
-        self._buffer.clear()
-        self._whole.discard()
+        self._name_shards()
+        self._write_configuration()
 
     def _write_shard(self) -> None:
         self._shards.append(list(self._buffer))
         self._total_bytes += _bytes(self._buffer)
         path = self.path / _part(len(self._shards))
-        try:
-            save_file(self._buffer, path, metadata={"format": "pt"})
-            sync(path)
-        except Exception as error:  # safetensors has an exception class of its own for a full disk
-            self.discard()
-            raise self._whole.error(error) from error
+        save_file(self._buffer, path, metadata={"format": "pt"})
+        sync(path)
         self._buffer = {}
 
     def _name_shards(self) -> None:

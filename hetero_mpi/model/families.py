@@ -7,7 +7,6 @@ that is not proven is refused by name, not run on hope. So are the settings unde
 from __future__ import annotations
 
 import difflib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hetero_mpi.errors import UserError
+from hetero_mpi.model.files import read_json
 from hetero_mpi.model.proven import PROVEN_FAMILIES, REFUSED_FAMILIES
 
 _WELL_KNOWN = (
@@ -32,16 +32,13 @@ _WELL_KNOWN = (
 
 
 def read_config(source: dict[str, Any] | str | Path) -> PreTrainedConfig:
-    """The configuration of a causal language model.
+    """The configuration of a causal language model. ``source``: the keys of a ``config.json``, or the path of one.
 
-    Args:
-        source: the keys of a ``config.json``, or the path of one.
-
-    Raises:
-        UserError: no such file, not JSON, no or unknown ``model_type``, a value transformers refuses, a family not proven,
-            a setting that splitting cannot keep.
+    :raises UserError: no such file, not JSON, no or unknown ``model_type``, a value transformers refuses, a family not proven,
+        a setting that splitting cannot keep.
     """
-    keys = source if isinstance(source, dict) else _read_json(Path(source))
+    remedy = "Give a config.json or its keys inline as [model.config]."
+    keys = source if isinstance(source, dict) else read_json(Path(source), remedy)
     family = keys.get("model_type")
     if not isinstance(family, str):
         raise UserError(
@@ -102,17 +99,3 @@ def _refuse_settings(config: PreTrainedConfig) -> None:
 
 def _names() -> str:
     return f"{len(PROVEN_FAMILIES)} families (docs/models.md), among them {', '.join(_WELL_KNOWN)}"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        keys = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(
-            f"{path}: no such model configuration; give a config.json or its keys inline as [model.config]"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not a readable JSON file ({error})") from None
-    if not isinstance(keys, dict):
-        raise UserError(f"{path}: a model configuration is a JSON object, found {type(keys).__name__}")
-    return keys

@@ -47,8 +47,7 @@ _DTYPES = {
 }
 """safetensors dtype -> torch's name for it, bytes per element."""
 _ITEM_BYTES = dict(_DTYPES.values())
-SAFETENSORS_DTYPE = {name: stored for stored, (name, _) in _DTYPES.items()}
-"""torch's name of a dtype -> its name in safetensors files."""
+_STORED = {name: stored for stored, (name, _) in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ class ModelFiles:
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise UserError(_no_directory(self.directory))
-        self.config: dict[str, Any] = _read_json(
+        self.config: dict[str, Any] = read_json(
             self.directory / "config.json",
             "A Hugging Face model directory holds config.json and *.safetensors.",
         )
@@ -175,7 +174,7 @@ class ModelFiles:
         path = self.directory / INDEX
         if not path.is_file():
             raise UserError(self._no_weights())
-        weight_map = _read_json(path, AGAIN).get("weight_map")
+        weight_map = read_json(path, AGAIN).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{path}: the index has no weight_map (tensor name -> file name). {AGAIN}")
         for name, file in weight_map.items():
@@ -245,11 +244,12 @@ def _sample(stored: StoredTensor) -> str:
     return digest.hexdigest()
 
 
-def _read_json(path: Path, remedy: str) -> dict[str, Any]:
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=3)
+        beside = os.listdir(path.parent) if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, beside, n=3)
         raise UserError(f"{path} does not exist{_or_near(near)}. {remedy}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error}). {AGAIN}") from None
@@ -298,6 +298,20 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             f"header, {actual} bytes are here. {AGAIN}"
         )
     return tensors
+
+
+def header_of(tensors: Mapping[str, tuple[str, Iterable[int]]]) -> tuple[bytes, dict[str, int]]:
+    """How a safetensors file with such tensors (torch's name of the dtype, shape) begins, and where in it each of them does."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        first, end = end, end + math.prod(shape) * _ITEM_BYTES[dtype]
+        header[name] = {"dtype": _STORED[dtype], "shape": list(shape), "data_offsets": [first, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, {
+        name: 8 + len(text) + header[name]["data_offsets"][0] for name in tensors
+    }
 
 
 def _entry(path: Path, data: int, entry: dict[str, Any]) -> StoredTensor:

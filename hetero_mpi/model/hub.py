@@ -56,15 +56,9 @@ def cached(name: str) -> Path | None:
 
 
 def obtain(name: str, path: Path, download: bool, tell: Callable[[str], None]) -> Path:
-    """Directory of a whole model, downloaded if need be and allowed.
+    """Directory of a whole model, downloaded if need be and allowed. ``path``: what it would be as a path, for the message.
 
-    Args:
-        name: ``org/name``.
-        path: what it would be as a path, for the message.
-        tell: hears that a download begins.
-
-    Raises:
-        UserError: it is not here and cannot be fetched; with where was looked and what to do.
+    :raises UserError: it is not here and cannot be fetched; with where was looked and what to do.
     """
     directory = cached(name)
     reason = "nothing of it is there" if directory is None else _damage(directory)

@@ -38,7 +38,6 @@ class LayeredModel:
 
     @property
     def existing(self) -> bool:
-        """Is the model there already, weights and all?"""
         return isinstance(self.layers, nn.Sequential)
 
     def modules(self) -> dict[str, nn.Module]:

@@ -77,13 +77,9 @@ class LayerChain(ItemChain):
     """The chain of a user's layers.
 
     Args:
-        name: how the user calls the model.
-        shapes: what is known of every layer.
-        builders: the layers' builders, by name.
         existing: the builders give no start values; they are brought from rank 0.
         loss: (outputs, targets) -> summed losses.
         sample: (input, target) of a real sample, for the benchmark.
-        seed: of the start values.
     """
 
     def __init__(
@@ -149,8 +145,7 @@ class LayerChain(ItemChain):
     def built(self, item: int, seed: int) -> nn.Module:
         """The layer as its builder makes it (fp32, host).
 
-        Raises:
-            UserError: it is not the layer that rank 0 has seen, or starts from other values.
+        :raises UserError: it is not the layer that rank 0 has seen, or starts from other values.
         """
         shape = self.shapes[item]
         layer = build_layer(shape.name, self._builders[shape.name], seed)
@@ -231,8 +226,7 @@ class LayerChain(ItemChain):
 def build_layer(name: str, builder: Builder, seed: int) -> nn.Module:
     """A layer, with the random numbers of (seed, name); the program's own generator stays as it is.
 
-    Raises:
-        UserError: the builder gives no module, or one with parameters that cannot be trained here.
+    :raises UserError: the builder gives no module, or one with parameters that cannot be trained here.
     """
     with seeded(seed, name):
         try:

@@ -35,8 +35,7 @@ def builder_of(layer: nn.Module, buffers: Mapping[str, torch.Tensor]) -> Builder
 def check_not_shared(model: LayeredModel) -> None:
     """Refuse a parameter that two layers have, be it under other names or in another shape.
 
-    Raises:
-        UserError: with both places.
+    :raises UserError: with both places.
     """
     places: dict[int, tuple[str, str]] = {}
     for name, layer in model.modules().items():
@@ -47,7 +46,6 @@ def check_not_shared(model: LayeredModel) -> None:
 
 
 def shared(one: str, other: str, parameter: str) -> UserError:
-    """What is said of a parameter that two layers have."""
     return UserError(
         f"layers {one!r} and {other!r} share a parameter ({parameter} of {other!r}): each would train a copy of its own. "
         f"Put all that uses it into one layer, or give each a parameter of its own"

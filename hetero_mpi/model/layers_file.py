@@ -1,13 +1,10 @@
 """The result of a model made of layers: one safetensors file with the full state dict, written tensor by tensor.
 
-The format (https://huggingface.co/docs/safetensors) is a length (8 bytes), a JSON header with each tensor's type, shape and place,
-and the tensors' bytes. As all shapes are known before, the header comes first, and no more than a layer is ever in memory.
+As all shapes are known before, the header comes first, and no more than a layer is ever in memory.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,20 +15,7 @@ import torch
 
 from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.errors import UserError
-
-NAME = "model.safetensors"
-_TYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+from hetero_mpi.model.files import WEIGHTS, header_of
 
 Buffers = Callable[[], dict[str, torch.Tensor]]
 """Gives a layer's buffers under their full names."""
@@ -41,12 +25,10 @@ class LayersWriter:
     """Writes ``DIRECTORY/model.safetensors``; a context manager. A former file is replaced when the new one is whole.
 
     Args:
-        directory: made if need be.
         buffers: layer -> its buffers, in the order of the layers.
         parameters: name -> shape of every parameter, trained or not.
 
-    Raises:
-        UserError: it cannot be written.
+    :raises UserError: it cannot be written.
     """
 
     def __init__(
@@ -55,12 +37,11 @@ class LayersWriter:
         self.path = directory
         self._buffers = buffers
         self._awaited = set(parameters)
-        self._temporary = directory / f".{NAME}.tmp"
-        self._places: dict[str, int] = {}
+        self._temporary = directory / f".{WEIGHTS}.tmp"
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._file: BinaryIO = self._temporary.open("wb")
-            self._begin = self._write_header(parameters)
+            self._places = self._write_header(parameters)
         except OSError as error:
             raise self._error(error) from error
 
@@ -79,14 +60,13 @@ class LayersWriter:
                 os.fsync(self._file.fileno())
             self._file.close()
             if error is None:
-                os.replace(self._temporary, self.path / NAME)
+                os.replace(self._temporary, self.path / WEIGHTS)
         except OSError as problem:
             raise self._error(problem) from problem
         finally:
             self._temporary.unlink(missing_ok=True)
 
     def add(self, state: dict[str, torch.Tensor]) -> None:
-        """Some parameters, in host memory."""
         self._awaited -= set(state)
         try:
             self._put(state)
@@ -95,27 +75,21 @@ class LayersWriter:
 
     def _put(self, state: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in state.items():
-            self._file.seek(self._begin + self._places[name])
+            self._file.seek(self._places[name])
             self._file.write(host_bytes(tensor.detach().contiguous()).data)
 
-    def _write_header(self, parameters: Mapping[str, tuple[int, ...]]) -> int:
-        """Returns where the tensors begin."""
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        end = 0
+    def _write_header(self, parameters: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """Returns where each tensor lies."""
         listed = [(name, shape, torch.float32) for name, shape in parameters.items()]
         for buffers in self._buffers.values():
             listed += [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in buffers().items()]
-        for name, shape, dtype in sorted(listed, key=lambda one: -one[2].itemsize):  # so that each is aligned
-            begin, end = end, end + math.prod(shape) * dtype.itemsize
-            self._places[name] = begin
-            header[name] = {"dtype": _TYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._file.write(len(text).to_bytes(8, "little") + text)
-        return 8 + len(text)
+        listed.sort(key=lambda one: -one[2].itemsize)  # so that each is aligned
+        begin, places = header_of({name: (str(dtype).removeprefix("torch."), shape) for name, shape, dtype in listed})
+        self._file.write(begin)
+        return places
 
     def _error(self, error: OSError) -> UserError:
         return UserError(
-            f"{self.path / NAME} could not be written ({error}); free space or choose another output.run_dir; the last checkpoint "
-            f"holds the same weights"
+            f"{self.path / WEIGHTS} could not be written ({error}); free space or choose another output.run_dir; the last "
+            f"checkpoint holds the same weights"
         )

@@ -31,12 +31,7 @@ Pair = tuple[NDArray[Any], NDArray[Any]]
 def look_at(model: LayeredModel, pairs: tuple[Pair, Pair], seed: int) -> tuple[LayerShape, ...]:
     """What is known of each layer.
 
-    Args:
-        pairs: two samples.
-        seed: of the start values.
-
-    Raises:
-        UserError: with the layer, the rule it breaks and what to do.
+    :raises UserError: with the layer, the rule it breaks and what to do.
     """
     _check_names(model)
     if model.existing:

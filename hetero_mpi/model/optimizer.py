@@ -93,7 +93,6 @@ class Optimizer:
         )
 
     def zero(self) -> None:
-        """Forget all gradients."""
         for flat in self._flat.values():
             flat.zero_()
         for name, target in self.targets.items():
@@ -294,11 +293,9 @@ class LossScale:
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> LossScale:
-        """The start for a compute dtype."""
         return cls(cls.START if dtype == torch.float16 else 1.0)
 
     def update(self, finite: bool) -> None:
-        """After each step's verdict."""
         if self.value == 1.0:
             return
         if not finite:

@@ -28,7 +28,6 @@ def quantize_linears(module: nn.Module, device: torch.device, dtype: torch.dtype
     Args:
         module: a block with fp32 weights in host memory.
         dtype: compute dtype; the weights are rounded to it first, as if the model had been loaded in it.
-        double: quantise the scales too.
     """
     for name, layer in [(n, m) for n, m in module.named_modules() if type(m) is nn.Linear]:
         parent, _, attribute = name.rpartition(".")

@@ -82,20 +82,14 @@ class Stage:
         """Build own layers only.
 
         Args:
-            chain: the model.
-            first, last: items ``[first, last)``.
-            backend: device of this rank.
-            dtype: compute dtype (``fp32``, ``bf16``, ``fp16``).
             start: where the model's weights come from; None leaves them uninitialised, to be filled from a checkpoint.
             seed: the job's seed, which keys the dropout masks and the start of adapters.
             tuning: what is trained; everything by default.
-            recompute: run the forward of blocks again in backward instead of keeping their activations.
             split_backward: backward will come in two parts, ``backward_input`` and ``backward_weights``. Where adapters are
                 trained the second part is empty.
             kept: items whose frozen weights are there already (``frozen_items``); ``start`` is not asked for them.
 
-        Raises:
-            UserError: the model's files do not fit its configuration.
+        :raises UserError: the model's files do not fit its configuration.
         """
         self.chain, self.first, self.last = chain, first, last
         self.backend, self.dtype, self.seed = backend, DTYPES[dtype], seed
@@ -132,22 +126,19 @@ class Stage:
 
     @property
     def is_last(self) -> bool:
-        """Does this stage compute the loss (it holds the head)?"""
         return self.last == self.chain.items
 
     def forward(self, position: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Forward of one micro-batch; what backward needs is kept until ``backward`` of the same index.
 
         Args:
-            position: which micro-batch.
             x: token ids (B, T) int64 on the first stage, else the previous stage's output (B, T, D) in the compute dtype; of a
                 model made of layers, the samples (B, ...), or what the layers before make of them.
             targets: (B, T) int64 on the last stage, ``IGNORED`` where nothing is learnt; already shifted by one. Or the
                 samples' own.
 
-        Returns:
-            Output, shaped as the next stage's ``x``, detached; on the last stage this micro-batch's share of the loss, a scalar
-            (fp32).
+        Returns: Output, shaped as the next stage's ``x``, detached; on the last stage this micro-batch's share of the loss, a
+        scalar (fp32).
         """
         if not self.is_first:
             x = x.detach().requires_grad_(True)
@@ -163,13 +154,11 @@ class Stage:
         """Backward of one micro-batch; gradients are added to the parameters'.
 
         Args:
-            index: the micro-batch given to ``forward``.
             dy: gradient of the output; on the last stage the factor of the loss (a scalar), None for 1.
-            finished: for the last micro-batch of a step: called with each item of this stage that has trained parameters, the last
-                first, as soon as their gradients are whole, while backward goes on.
+            finished: for the last micro-batch of a step: called with each item of this stage that has trained parameters, the
+                last first, as soon as their gradients are whole, while backward goes on.
 
-        Returns:
-            Gradient of the input, or None on the first stage.
+        Returns: Gradient of the input, or None on the first stage.
         """
         if self.deferred is None:
             return self._backward(index, dy, finished)

@@ -32,15 +32,12 @@ class Tuning:
 
     @property
     def full(self) -> bool:
-        """Are the model's own weights trained?"""
         return self.adapter is None and not self.frozen
 
     def modules_in(self, first: int, last: int) -> list[str]:
-        """Adapted modules of the items ``[first, last)``."""
         return [name for item, name in self.modules if first <= item < last]
 
     def specs(self, first: int, last: int) -> list[ParameterSpec]:
-        """Trained tensors of the items ``[first, last)``."""
         return [spec for spec in self.trainable.values() if first <= spec.item < last]
 
     def suffixes(self) -> list[str]:
@@ -48,12 +45,10 @@ class Tuning:
         return sorted({name.rpartition(".")[2] for _, name in self.modules})
 
     def uses_dropout(self, chain: ItemChain) -> bool:
-        """Are random numbers drawn in training?"""
         return chain.draws() or (self.adapter is not None and self.adapter.dropout > 0)
 
 
 def full_training(chain: ItemChain) -> Tuning:
-    """Every parameter is trained."""
     return Tuning(dict(chain.parameters), dict(chain.constants))
 
 
@@ -65,8 +60,7 @@ def nothing_trained() -> Tuning:
 def tuning_of(job: Job, chain: ItemChain) -> Tuning:
     """The job's tuning of a model.
 
-    Raises:
-        UserError: as ``adapter_tuning``.
+    :raises UserError: as ``adapter_tuning``.
     """
     if job.adapter.method == "none":
         return full_training(chain)
@@ -76,8 +70,7 @@ def tuning_of(job: Job, chain: ItemChain) -> Tuning:
 def adapter_tuning(chain: Chain, adapter: AdapterTable, nf4: bool, double: bool) -> Tuning:
     """An adapter over frozen weights.
 
-    Raises:
-        UserError: the adapter's targets match nothing, or lie outside the blocks.
+    :raises UserError: the adapter's targets match nothing, or lie outside the blocks.
     """
     modules, shapes = adapter_shapes(build_on_meta(chain.config), adapter)
     outside = [name for name in modules if not name.startswith(f"{chain.blocks_name}.")]

@@ -38,7 +38,6 @@ class SeededStart:
         self.seed = seed
 
     def fill(self, chain: ItemChain, model: nn.Module, item: int) -> None:
-        """Give an item of a frame its start values (fp32, host)."""
         chain.initialise(model, item, self.seed)
 
 
@@ -66,8 +65,7 @@ class FileStart:
     The names in the files are not always the module's names (Mixtral keeps one fused tensor for all experts); the unit of
     loading is one item, which holds whole conversion groups.
 
-    Raises:
-        UserError: tensors are missing from the files or have another shape than the configuration says.
+    :raises UserError: tensors are missing from the files or have another shape than the configuration says.
     """
 
     def __init__(self, files: TensorSource, chain: Chain) -> None:
@@ -76,7 +74,6 @@ class FileStart:
         self.keys_of_item = self._assign(chain)
 
     def fill(self, chain: Chain, model: PreTrainedModel, item: int) -> None:
-        """As ``SeededStart.fill``."""
         state = self.files.read_item(item, self.keys_of_item[item])
         info, _ = convert_and_load_state_dict_in_model(
             model, state, LoadStateDictConfig(weight_mapping=self.mapping, dtype=torch.float32), None

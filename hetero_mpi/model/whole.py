@@ -7,11 +7,14 @@ import secrets
 import shutil
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from safetensors import SafetensorError
 
 from hetero_mpi.checkpoint.writer import sync
 from hetero_mpi.errors import UserError
+
+T = TypeVar("T", bound="WholeDirectory")
 
 
 class WholeDirectory:
@@ -21,12 +24,10 @@ class WholeDirectory:
     is removed: one process at a time writes there. Files of the former one that are neither weights nor written anew are kept.
 
     Args:
-        kind: what it is, for messages: "model directory".
         marker: the file by which such a directory is known.
         weights: how names of files with weights begin, which are never kept.
 
-    Raises:
-        UserError: ``directory`` holds something else, or cannot be written.
+    :raises UserError: ``directory`` holds something else, or cannot be written.
     """
 
     def __init__(self, directory: str | os.PathLike[str], kind: str, marker: str, weights: tuple[str, ...]) -> None:
@@ -44,7 +45,7 @@ class WholeDirectory:
         except OSError as error:
             raise self.error(error) from error
 
-    def __enter__(self) -> WholeDirectory:
+    def __enter__(self: T) -> T:
         return self
 
     def __exit__(
@@ -60,12 +61,13 @@ class WholeDirectory:
     def close(self) -> Path:
         """Let the directory appear. Returns it."""
         try:
+            self._complete()
             self._keep_other_files()
             for file in self.path.iterdir():
                 sync(file)
             sync(self.path)
             self._replace()
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             self.discard()
             raise self.error(error) from error
         return self.directory
@@ -80,6 +82,9 @@ class WholeDirectory:
             f"The {self._kind} {self.directory} could not be written ({error}); what was there before is untouched. "
             "Free space or choose another output.run_dir; the last checkpoint holds the same weights."
         )
+
+    def _complete(self) -> None:
+        """Called when all has been put into ``path``, for what remains to be written."""
 
     def _check_replaceable(self) -> None:
         """Refuse to replace anything of another kind; undo a replacement that a crash interrupted."""

@@ -25,7 +25,6 @@ class ProfilingStart:
     """Weights that are quick to make and numerically harmless; timing does not depend on their values."""
 
     def fill(self, chain: ItemChain, model: nn.Module, item: int) -> None:
-        """As ``weights.SeededStart.fill``."""
         chain.vacate(model, item)
         for root in chain.module_names(item):
             for module in model.get_submodule(root).modules():
@@ -70,7 +69,6 @@ class Bench:
         return self.clock.weights(lambda finished: self.stage.backward_weights(index, finished))
 
     def recompute(self, enabled: bool) -> None:
-        """Whether backward repeats the forward of blocks from now on."""
         self.subject.chain.recompute(self.stage.model, enabled)
 
     def activation_bytes(self, run: Callable[[], object]) -> dict[int, int]:
@@ -138,7 +136,6 @@ class Bench:
         return time.perf_counter() - start
 
     def _inputs(self, rows: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """(x, targets, dy) of a micro-batch of ``rows`` sequences."""
         dtype, device = DTYPES[self.subject.train.dtype], self.backend.device
         stage, length = self.stage, self.subject.sequence_length
         x, targets, dy = stage.chain.example(stage.first, stage.last, rows, length, dtype)

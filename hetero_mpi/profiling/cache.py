@@ -30,7 +30,6 @@ _LAYOUT = 2
 
 
 def cache_directory() -> Path:
-    """Where device tables are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetero_mpi" / "profiles"
 
 
@@ -72,7 +71,6 @@ def load_times(key: str) -> DeviceTimes | None:
 
 
 def load(key: str) -> Any:
-    """The JSON value under ``key``; None when there is none, or when it cannot be read."""
     try:
         return json.loads((cache_directory() / f"{key}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -80,13 +78,11 @@ def load(key: str) -> Any:
 
 
 def forget_times(key: str) -> None:
-    """Keep nothing under ``key``."""
     with contextlib.suppress(OSError):
         (cache_directory() / f"{key}.json").unlink(missing_ok=True)
 
 
 def save_times(key: str, times: DeviceTimes) -> None:
-    """Keep a table."""
     save(key, encode(times, infinity_as_text=True))
 
 

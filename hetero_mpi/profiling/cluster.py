@@ -59,11 +59,9 @@ def profile_cluster(
 ) -> ClusterProfile:
     """Measure all ranks and links. Collective; every rank gets the same profile.
 
-    Args:
-        fresh: do not take device tables from the cache.
+    ``fresh``: do not take device tables from the cache.
 
-    Raises:
-        UserError: a device has no memory for a single layer.
+    :raises UserError: a device has no memory for a single layer.
     """
     key = profile_key(world, backend, subject)
     memories = measure_memory(world, backend, subject.memory_bytes)

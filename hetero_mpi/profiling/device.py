@@ -60,14 +60,6 @@ class DeviceTimes:
 
 
 class DeviceBenchmark:
-    """Times the kinds of a model on one backend.
-
-    Args:
-        subject: the model and how it will run.
-        backend: where.
-        repeats: timed repetitions.
-    """
-
     def __init__(self, subject: Subject, backend: Backend, repeats: int) -> None:
         self.subject, self.backend, self.chain = subject, backend, subject.chain
         self.rows = sampled_rows(subject.micro_batches)
@@ -81,8 +73,7 @@ class DeviceBenchmark:
     def run(self, today: str) -> DeviceTimes:
         """Measure everything but ``alone``; a few seconds for small models.
 
-        Raises:
-            UserError: the device has no memory for a layer with the smallest micro-batch.
+        :raises UserError: the device has no memory for a layer with the smallest micro-batch.
         """
         samples, crowd = Samples(), _Crowd(self.crowded)
         steps = []

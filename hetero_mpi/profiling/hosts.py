@@ -29,8 +29,7 @@ def measure_memory(world: World, backend: Backend, given_bytes: int | None) -> l
     A CPU rank may use all of its host's memory, as every other one there may: that they fit together is for the host's own limit.
     Ranks that share a GPU divide its memory.
 
-    Args:
-        given_bytes: what the user says a rank may use, instead of what is measured; then the host has that for each.
+    ``given_bytes``: what the user says a rank may use, instead of what is measured; then the host has that for each.
     """
     host, shares, sharing = host_memory(), backend.shares_host_memory(), sharing_ranks(world, backend)
     own = backend.memory(1 if shares else sharing)

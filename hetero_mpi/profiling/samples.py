@@ -28,7 +28,6 @@ class Samples:
         self._overheads: dict[tuple[Part, int, int], list[float]] = defaultdict(list)
 
     def add(self, part: Part, kind: str, rows: int, seconds: float) -> None:
-        """One item of ``kind`` took so long."""
         self._items[part, kind, rows].append(seconds)
 
     def add_overhead(self, part: Part, stage: int, rows: int, seconds: float) -> None:
@@ -36,14 +35,12 @@ class Samples:
         self._overheads[part, stage, rows].append(seconds)
 
     def update(self, others: Samples) -> None:
-        """Take what others have timed."""
         for key, seconds in others._items.items():
             self._items[key] += seconds
         for stage, seconds in others._overheads.items():
             self._overheads[stage] += seconds
 
     def has(self, rows: int) -> bool:
-        """Was anything timed with so many sequences?"""
         return any(known == rows for _, _, known in self._items)
 
     def curve(self, part: Part, kind: str, sequence_length: int, stretch: float) -> Curve | None:

@@ -57,10 +57,8 @@ def sampled_rows(choices: Sequence[int]) -> tuple[int, ...]:
 def item_groups(kinds: Sequence[str], one_by_one: bool) -> list[list[tuple[int, int]]]:
     """Stages ``[first, last)`` to build at the same time, one group after the other; every kind of the chain is in one.
 
-    Args:
-        kinds: of every item of the chain.
-        one_by_one: each kind in a stage of its own; else the front and the back of the chain, each with two blocks, or as many
-            as it takes to show every kind.
+    ``one_by_one``: each kind in a stage of its own; else the front and the back of the chain, each with two blocks, or as many
+    as it takes to show every kind.
 
     >>> item_groups(("embedding", "a", "a", "a", "a", "a", "head"), False)
     [[(0, 3), (4, 7)]]

@@ -21,7 +21,7 @@ from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.comm.versions import MUST_MATCH, own_versions
 from hetero_mpi.comm.world import CollectiveUserError, World
-from hetero_mpi.device.backend import Backend, set_threads
+from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.job import AdapterTable, ClusterTable
 from hetero_mpi.model.adapter_files import read_adapter
@@ -111,7 +111,7 @@ def generate(world: World, options: Options) -> int:
     cluster = ClusterTable(**task.source.cluster)
     backend = open_device(world, cluster.device, Needs(task.source.dtype, task.source.nf4))
     cores = share_of_cores(world, backend)
-    set_threads(cluster.threads if isinstance(cluster.threads, int) else default_threads(cores))
+    torch.set_num_threads(cluster.threads if isinstance(cluster.threads, int) else default_threads(cores))
     settle_products(world, backend, task.source.dtype)
     with world.together("reading the model's configuration"):
         chain = Chain(read_config(task.source.config))

@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import hetero_mpi
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.comm.world import World
 from hetero_mpi.data.samples import Samples
 from hetero_mpi.device.accelerators import BACKENDS, open_backend, visible_devices
-from hetero_mpi.device.backend import Backend, best_dtype, own_cores, set_threads
+from hetero_mpi.device.backend import Backend, best_dtype, own_cores
 from hetero_mpi.device.choice import Cores, Place, cores_of, device_of, wish
 from hetero_mpi.device.products import widen_products
 from hetero_mpi.errors import UserError
@@ -119,7 +121,7 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
     backend = open_device(world, job.cluster.device, Needs(job.train.dtype, job.model.quantization == "nf4"))
     cores = share_of_cores(world, backend)
     threads = job.cluster.threads if isinstance(job.cluster.threads, int) else default_threads(cores)
-    set_threads(threads)
+    torch.set_num_threads(threads)  # the bits of a matrix product may depend on their number
     _say_ranks(world, backend, threads)
     loaded = _with_dtype(world, loaded, backend)
     job = loaded.job

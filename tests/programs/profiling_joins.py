@@ -11,12 +11,13 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
 from hetero_mpi.comm.joining import run_guarded
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.world import World
-from hetero_mpi.device.backend import Backend, set_threads
+from hetero_mpi.device.backend import Backend
 from hetero_mpi.job import ProfileTable, TrainTable
 from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.tuning import full_training
@@ -51,7 +52,7 @@ def unsteady(times: DeviceTimes) -> DeviceTimes:
 
 
 def main(world: World) -> int:
-    set_threads(1)
+    torch.set_num_threads(1)
     chain = Chain(AutoConfig.for_model("llama", **CONFIG))
     subject = Subject(chain, full_training(chain), TrainTable(dtype="fp32", steps=1), 8, (1,), 1.0, 1, None)
     measured: list[str] = []
