@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.rank_pool import close_pools
+
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -13,3 +15,10 @@ def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_leave(cache_of_its_own: None) -> Iterator[None]:
+    """Ranks that stay between tests leave at the end."""
+    yield
+    close_pools()

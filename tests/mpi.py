@@ -17,6 +17,16 @@ from hetero_mpi.launch.launcher import Launcher, build_command, find_launcher
 ROOT = Path(__file__).resolve().parents[1]
 
 
+QUICK_RANKS = (1, 3)
+"""Where a test runs on several numbers of ranks, the short suite takes these."""
+
+
+def on_ranks(*counts: int) -> pytest.MarkDecorator:
+    """Run the test, whose parameter is ``ranks``, on each of these numbers of ranks."""
+    marked = [pytest.param(n, id=f"np{n}", marks=() if n in QUICK_RANKS else pytest.mark.long) for n in counts]
+    return pytest.mark.parametrize("ranks", marked)
+
+
 def launcher_or_skip() -> Launcher:
     """The launcher of the loaded MPI library; the test is skipped, with the reason, where there is none."""
     try:

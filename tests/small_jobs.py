@@ -1,6 +1,6 @@
 """Small training jobs for tests: a made-up corpus, a tokenizer, random models, and job files made of a few changes.
 
-``run_entries`` runs many jobs in one mpirun (programs/train_outcomes.py) and gives back how each ended on every rank.
+``run_entries`` runs many jobs on ranks that stay (programs/train_outcomes.py) and gives back how each ended on every rank.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tomli_w
 from hetero_mpi.checkpoint.shelf import SHELF_NAME
 from tests import training_cases
 from tests.mpi import run_mpi
+from tests.rank_pool import run_pooled
 from tests.training_cases import Case
 
 SEQUENCE = training_cases.SEQUENCE
@@ -37,7 +38,7 @@ class Outcome:
 class Workshop:
     """A directory with what jobs need. Models are Llama with hidden size 32.
 
-    ``through``: arguments of Python before the program that ``run_entries`` starts.
+    ``through``: arguments of Python before the program that ``run_entries`` then starts on ranks of its own.
     """
 
     def __init__(self, directory: Path, through: Sequence[str] = ()) -> None:
@@ -90,8 +91,11 @@ class Workshop:
         """Run jobs one after the other on so many ranks: name -> how it ended. Paths may be ``Path``."""
         listed, results = self.directory / f"np{ranks}.json", self.directory / f"np{ranks}-outcomes.json"
         listed.write_text(json.dumps(list(entries.values()), default=str))
-        program = [*self.through, "tests/programs/train_outcomes.py", str(listed), str(results)]
-        result = run_mpi(ranks, program, timeout_s)
+        files = [str(listed), str(results)]
+        if self.through:
+            result = run_mpi(ranks, [*self.through, "tests/programs/train_outcomes.py", *files], timeout_s)
+        else:
+            result = run_pooled(ranks, "train_outcomes", files, timeout_s)
         self.printed_errors = result.stderr
         assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
         return {

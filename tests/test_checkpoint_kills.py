@@ -194,6 +194,7 @@ def test_killed_while_the_result_is_written_it_is_the_former_or_the_new_one_np2(
     assert not list(run.glob(".*.tmp-*")) and not (run / f".{kind}.former").exists(), "leftovers are cleaned up"
 
 
+@pytest.mark.long
 def test_a_full_disk_costs_checkpoints_but_not_the_run_np2(tmp_path: Path) -> None:
     """A file system with room for some of the checkpoints. (Other ways to fill a disk: tests/test_checkpoint.py.)"""
     runs, run = Runs(tmp_path, steps=5), tmp_path / "run"

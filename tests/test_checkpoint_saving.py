@@ -8,7 +8,7 @@ import pytest
 
 from hetero_mpi.comm.world import World
 from hetero_mpi.training.background import lack_of_memory
-from tests.mpi import run_mpi
+from tests.rank_pool import run_pooled
 
 CASES = (
     "the_file_is_the_moment_of_the_call",
@@ -24,7 +24,7 @@ CASES = (
 def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What rank 0 of programs/checkpoint_saving.py prints: a line per case that passed."""
     directory = tmp_path_factory.mktemp("np3")
-    result = run_mpi(3, ["tests/programs/checkpoint_saving.py", str(directory)], timeout_s=240)
+    result = run_pooled(3, "checkpoint_saving", [str(directory)], timeout_s=240)
     return result.stdout + result.stderr
 
 

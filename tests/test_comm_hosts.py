@@ -139,7 +139,7 @@ def test_ranks_keep_to_the_interface_of_the_launcher_s_daemon(
         assert asked == {"OMPI_COMM_WORLD_SIZE": "2", **chosen}, "the user has said it"
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.long)])
 def test_a_rank_that_dies_before_it_joins_ends_a_recovering_job(
     two_hosts: tuple[Path, Path], tmp_path: Path, victim: int
 ) -> None:

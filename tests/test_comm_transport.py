@@ -23,6 +23,7 @@ from hetero_mpi.comm.transport import Group, Numbers, Sum, Transport
 from tests.loopback import LoopbackNetwork
 from tests.mpi import run_mpi
 from tests.programs.comm_conformance import CASES, HELD_CASES, PIECE_CASES, SUM_CASES
+from tests.rank_pool import run_pooled
 
 Passed = Callable[[int], set[tuple[str, str]]]
 Case = Callable[[Callable[[], Transport], int], None]
@@ -34,7 +35,7 @@ def passed_over_mpi() -> Callable[[int], set[tuple[str, str]]]:
 
     @cache
     def passed(ranks: int) -> set[tuple[str, str]]:
-        result = run_mpi(ranks, ["tests/programs/comm_conformance.py"])
+        result = run_pooled(ranks, "comm_conformance")
         if result.returncode != 0:
             print(result.stderr)
         return {(line[0], line[1]) for line in map(json.loads, result.stdout.splitlines())}

@@ -16,7 +16,8 @@ from hetero_mpi.checkpoint import checkpoint_path
 from hetero_mpi.errors import UserError
 from hetero_mpi.export import export
 from tests import training_cases
-from tests.mpi import ROOT, run_mpi
+from tests.mpi import ROOT
+from tests.rank_pool import run_pooled
 from tests.training_cases import Case
 
 FULL = Case("full", "gemma2", True, 0.0, True, 4, "even", dtype="bf16")
@@ -37,7 +38,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         job.write_text(training_cases.job_text(case, model, tokenizer, text, adapter))
         entries.append({"job": str(job), "run_dir": str(root / case.name)})
     (root / "cases.json").write_text(json.dumps(entries))
-    result = run_mpi(2, ["tests/programs/train_cases.py", str(root / "cases.json")], timeout_s=120)
+    result = run_pooled(2, "train_cases", [str(root / "cases.json")], timeout_s=120)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     return root
 

@@ -19,6 +19,7 @@ from hetero_mpi.text import printable
 from hetero_mpi.training.generate import share_out
 from tests.family_configs import tiny_keys
 from tests.mpi import run_mpi
+from tests.rank_pool import run_pooled
 from tests.training_cases import (
     DTYPES,
     NF4,
@@ -202,7 +203,7 @@ def outcomes(place: Path, entries: dict[str, dict[str, Any]]) -> dict[int, dict[
     for ranks in (3, 1):
         listed, results = place / f"np{ranks}.json", place / f"np{ranks}-outcomes.json"
         listed.write_text(json.dumps({k: v for k, v in entries.items() if ranks == 3 or "job" not in v}, default=str))
-        result = run_mpi(ranks, ["tests/programs/generate_cases.py", str(listed), str(results)], timeout_s=240)
+        result = run_pooled(ranks, "generate_cases", [str(listed), str(results)], timeout_s=240)
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
         found[ranks] = json.loads(results.read_text())
     return found

@@ -251,6 +251,7 @@ def hosts_of_starts(run: Path, rack: Rack) -> list[list[str]]:
     return [[names[host] for host in event["hosts"]] for event in events(run, "start")]
 
 
+@pytest.mark.long
 def test_a_host_without_power_whose_disk_held_the_checkpoints(tmp_path: Path) -> None:
     """Every host has a run directory of its own. The one that leads is gone for good, and no connection is closed towards the
     others: they go on from the copies that it and they have left on the disks of buddies, and end as an undisturbed run."""

@@ -94,7 +94,7 @@ def kill_rank_1(job: LongRun, run: Path, group: MemoryGroup, *options: str) -> t
         return running.end(), running.text()
 
 
-@pytest.mark.parametrize("recover", [False, True], ids=["plain", "recover"])
+@pytest.mark.parametrize("recover", [False, pytest.param(True, marks=pytest.mark.long)], ids=["plain", "recover"])
 def test_a_rank_that_the_kernel_kills_is_named_with_the_reason_np2(
     recover: bool, group: MemoryGroup, tmp_path: Path
 ) -> None:

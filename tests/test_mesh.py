@@ -362,6 +362,7 @@ def test_the_doctor_sends_messages_through_the_mesh_too(tunnelled: Tunnelled) ->
     assert half["verdict"] == "FAIL" and half["where"] == ["second"] and "wg-quick up" in half["remedy"]
 
 
+@pytest.mark.long
 def test_a_cable_with_the_address_of_the_mesh_is_none(tunnelled: Tunnelled) -> None:
     """Bytes go where they are expected, and nothing is encrypted."""
     for name, address in (("first", "10.86.0.1"), ("second", "10.86.0.2")):

@@ -33,6 +33,7 @@ def limited(two_hosts: tuple[Path, Path]) -> tuple[Path, Path]:  # noqa: F811
     return hostfile, agent
 
 
+@pytest.mark.long
 def test_ranks_behind_one_cable_are_found_to_share_it(limited: tuple[Path, Path]) -> None:
     hostfile, agent = limited
     programs = ROOT / "tests" / "programs"

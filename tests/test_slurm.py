@@ -193,6 +193,7 @@ class Submitted:
 SMALL = ("--cpus-per-task=1", "--mem=0", "--gres=none")
 
 
+@pytest.mark.long
 def test_unlike_nodes_stop_at_the_limit_and_go_on_np2(lab: SlurmLab, tmp_path: Path) -> None:
     """Two components of a heterogeneous job, each with its Python; told that the time is over, requeued, resumed, finished."""
     job = Submitted(lab, tmp_path)
@@ -275,6 +276,7 @@ while true; do sleep 0.1; done
 """
 
 
+@pytest.mark.long
 def test_an_array_over_job_files(lab: SlurmLab, tmp_path: Path) -> None:
     """Each task has a file and a run directory of its own. The first is told to stop and comes back, the second one fails."""
     stub, calls = tmp_path / "python", tmp_path / "calls"

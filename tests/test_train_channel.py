@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 from tests.late_copies import LATE_S
-from tests.mpi import run_mpi
+from tests.rank_pool import run_pooled
 
 
 def test_tensors_in_pieces_whichever_end_copies_np2() -> None:
-    result = run_mpi(2, ["tests/programs/channel_pieces.py"])
+    result = run_pooled(2, "channel_pieces")
     assert result.returncode == 0, result.stdout + result.stderr
     *cases, (first_s, last_s) = map(json.loads, result.stdout.splitlines())
     kinds = ("Backend", "LateBackend")

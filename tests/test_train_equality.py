@@ -21,7 +21,8 @@ from hetero_mpi.planning.files import load_plan, load_profile, save_profile
 from hetero_mpi.planning.profile import LinkProfile
 from hetero_mpi.report.metrics import read_metrics
 from tests import training_cases
-from tests.mpi import run_mpi
+from tests.mpi import on_ranks
+from tests.rank_pool import run_pooled
 from tests.training_cases import FULL, NORMAL, STEPS, Case, Reference
 
 RANKS = (1, 2, 3, 4)
@@ -93,7 +94,7 @@ class Bench:
                 entries.append({**entry, "plan": str(other), "resume": resume, "run_dir": f"{run}-elsewhere"})
         listed = root / "cases.json"
         listed.write_text(json.dumps(entries))
-        result = run_mpi(ranks, ["tests/programs/train_cases.py", str(listed)], timeout_s=120 + 20 * len(entries))
+        result = run_pooled(ranks, "train_cases", [str(listed)], timeout_s=120 + 20 * len(entries))
         assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
         return root
 
@@ -166,22 +167,22 @@ def check_same_bits(first: Path, second: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize("case", NORMAL, ids=lambda case: case.name)
-@pytest.mark.parametrize("ranks", RANKS, ids=lambda ranks: f"np{ranks}")
+@on_ranks(*RANKS)
 def test_ranks_equal_one_plain_process(bench: Bench, ranks: int, case: Case) -> None:
     check_against_reference(bench, ranks, case)
 
 
 @pytest.mark.parametrize("case", ONE_PIPELINE, ids=lambda case: case.name)
-def test_another_split_or_schedule_gives_the_same_bits(bench: Bench, case: Case) -> None:
+@on_ranks(*RANKS[1:])
+def test_another_split_or_schedule_gives_the_same_bits(bench: Bench, ranks: int, case: Case) -> None:
     """A rank alone runs a forward and a backward in turn, and never splits its backward."""
     alone = bench.run(1, case)
-    for ranks in RANKS[1:]:
-        assert losses(bench.run(ranks, case)) == losses(alone)
-        check_same_bits(bench.run(ranks, case), alone, STEPS)
+    assert losses(bench.run(ranks, case)) == losses(alone)
+    check_same_bits(bench.run(ranks, case), alone, STEPS)
 
 
 @pytest.mark.parametrize("name", RESUMED)
-@pytest.mark.parametrize("ranks", RANKS, ids=lambda ranks: f"np{ranks}")
+@on_ranks(*RANKS)
 def test_resuming_under_another_plan_gives_the_same_bits(bench: Bench, ranks: int, name: str) -> None:
     case = next(case for case in NORMAL if case.name == name)
     straight = bench.run(ranks, case)
@@ -191,7 +192,7 @@ def test_resuming_under_another_plan_gives_the_same_bits(bench: Bench, ranks: in
 
 
 @pytest.mark.parametrize("name", AGAIN)
-@pytest.mark.parametrize("ranks", RANKS[1:], ids=lambda ranks: f"np{ranks}")
+@on_ranks(*RANKS[1:])
 def test_several_pipelines_give_the_same_bits_again(bench: Bench, ranks: int, name: str) -> None:
     case = next(case for case in NORMAL if case.name == name)
     straight = bench.run(ranks, case)
@@ -203,7 +204,7 @@ def test_several_pipelines_give_the_same_bits_again(bench: Bench, ranks: int, na
 
 
 @pytest.mark.parametrize("name", AGAIN)
-@pytest.mark.parametrize("ranks", RANKS[1:], ids=lambda ranks: f"np{ranks}")
+@on_ranks(*RANKS[1:])
 def test_resuming_with_another_number_of_pipelines(bench: Bench, ranks: int, name: str) -> None:
     case = next(case for case in NORMAL if case.name == name)
     straight = bench.run(ranks, case)
@@ -237,7 +238,7 @@ def test_the_result_loads_in_a_plain_process(bench: Bench, case: Case) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", FULL, ids=lambda case: case.name)
-@pytest.mark.parametrize("ranks", RANKS, ids=lambda ranks: f"np{ranks}")
+@on_ranks(*RANKS)
 def test_full_product(full_bench: Bench, ranks: int, case: Case) -> None:
     check_against_reference(full_bench, ranks, case)
     if case.pipelines == "one":

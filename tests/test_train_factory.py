@@ -27,7 +27,7 @@ from hetero_mpi.model.stage import MicroBatch, dropout_seed
 from hetero_mpi.planning.files import load_profile, save_plan
 from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.report.metrics import read_metrics
-from tests.mpi import ROOT, run_mpi
+from tests.mpi import ROOT, on_ranks, run_mpi
 from tests.programs import layers_model
 from tests.small_jobs import Outcome, Workshop
 
@@ -233,7 +233,7 @@ def tensors(run: Path, step: int) -> dict[tuple[str, str], np.ndarray]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("ranks", RANKS, ids=lambda ranks: f"np{ranks}")
+@on_ranks(*RANKS)
 def test_ranks_equal_a_plain_torch_loop(lab: Lab, references: dict[str, Reference], ranks: int, case: Case) -> None:
     run, reference = lab.run_dir(ranks, case), references[case.factory]
     first = 1 if case.resumed_from else 0
@@ -250,17 +250,17 @@ def test_ranks_equal_a_plain_torch_loop(lab: Lab, references: dict[str, Referenc
 
 
 @pytest.mark.parametrize("name", ["even", "views", "dropout"])
-def test_another_cut_gives_the_same_bits(lab: Lab, name: str) -> None:
+@on_ranks(*RANKS[1:])
+def test_another_cut_gives_the_same_bits(lab: Lab, ranks: int, name: str) -> None:
     case = next(case for case in CASES if case.name == name)
     alone = tensors(lab.run_dir(1, case), STEPS)
-    for ranks in RANKS[1:]:
-        assert losses(lab.run_dir(ranks, case)) == losses(lab.run_dir(1, case))
-        ours = tensors(lab.run_dir(ranks, case), STEPS)
-        assert ours.keys() == alone.keys()
-        assert all(np.array_equal(array, alone[key]) for key, array in ours.items())
+    assert losses(lab.run_dir(ranks, case)) == losses(lab.run_dir(1, case))
+    ours = tensors(lab.run_dir(ranks, case), STEPS)
+    assert ours.keys() == alone.keys()
+    assert all(np.array_equal(array, alone[key]) for key, array in ours.items())
 
 
-@pytest.mark.parametrize("ranks", RANKS, ids=lambda ranks: f"np{ranks}")
+@on_ranks(*RANKS)
 def test_the_result_is_the_state_dict_of_plain_torch(lab: Lab, references: dict[str, Reference], ranks: int) -> None:
     state = load_file(lab.run_dir(ranks, CASES[0]) / "model" / "model.safetensors")
     model = nn.Sequential(OrderedDict((name, build()) for name, build in layers_model.layers().items()))
@@ -279,7 +279,7 @@ def test_the_result_is_the_state_dict_of_plain_torch(lab: Lab, references: dict[
 
 def test_every_layer_has_its_own_costs(lab: Lab) -> None:
     """Feature maps differ from cut to cut, and so do messages; a sample counts as one token."""
-    model = load_profile(lab.run_dir(2, CASES[0]) / "profile.toml").model
+    model = load_profile(lab.run_dir(3, CASES[0]) / "profile.toml").model
     assert (model.model_type, model.dtype, model.sequence_length) == ("tests.programs.layers_model:plain", "fp32", 1)
     assert len({layer.kind for layer in model.layers}) == ITEMS
     assert [layer.boundary_bytes_per_token for layer in model.layers] == [4 * n for n in (256, 64, 64, 16, 16, 0)]
@@ -324,7 +324,7 @@ def refused(lab: Lab) -> dict[str, Outcome]:
         return {"job": job, "run_dir": str(lab.directory / f"wrong-{name}")}
 
     nowhere = entry("nowhere", model={"factory": "no_such_module:plain"})
-    resumed = str(checkpoint_path(lab.run_dir(2, CASES[-2]) / "checkpoints", 1))
+    resumed = str(checkpoint_path(lab.run_dir(3, CASES[-2]) / "checkpoints", 1))
     changed = {**entry("other_buffers"), "resume": resumed}
     return lab.run_entries(2, {**{name: entry(name) for name in WRONG}, "nowhere": nowhere, "changed": changed})
 

@@ -74,6 +74,7 @@ def test_signals_to_ranks_stop_in_order_one_start_after_the_other_np3(tmp_path: 
     assert equal_to_the_straight_run(job, steps[-1] + 2)
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_at_once_np2(tmp_path: Path) -> None:
     """Even where the step cannot end, as the other rank does not answer."""
     job, run = LongRun(tmp_path, 2), tmp_path / "run"
@@ -89,6 +90,7 @@ def test_a_second_signal_ends_at_once_np2(tmp_path: Path) -> None:
     assert not list((run / "checkpoints").glob("*.h5"))
 
 
+@pytest.mark.long
 def test_a_second_sigusr1_changes_nothing_np2(tmp_path: Path) -> None:
     """SLURM sends it before the time limit, whatever a user has sent; to the launcher and, as some sites do, to the ranks."""
     job, run = LongRun(tmp_path, 2), tmp_path / "run"
@@ -108,6 +110,7 @@ def test_a_second_sigusr1_changes_nothing_np2(tmp_path: Path) -> None:
     assert "non-zero status" not in running.text(), "the end was in order, and has been told"
 
 
+@pytest.mark.long
 def test_a_signal_while_profiling_says_what_to_do_np2(tmp_path: Path) -> None:
     job, run = LongRun(tmp_path, 2), tmp_path / "run"
     launch = [sys.executable, "-m", "hetero_mpi", "launch", "-np", "2", "--", *job.arguments(run)]

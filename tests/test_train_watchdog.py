@@ -21,7 +21,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> LongRun:
     return LongRun(tmp_path_factory.mktemp("watched"), 2)
 
 
-@pytest.mark.parametrize("way", ["goes-on", "busy", "asleep"])
+@pytest.mark.parametrize("way", ["busy", *(pytest.param(way, marks=pytest.mark.long) for way in ("goes-on", "asleep"))])
 def test_what_is_no_hang_np3(way: str) -> None:
     result = run_mpi(3, [PROGRAM, way], timeout_s=120)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -40,7 +40,8 @@ def test_a_stuck_rank_ends_the_job_and_everybody_is_named_np3() -> None:
     assert "All ranks answer" in result.stderr
 
 
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [1, 0])
 def test_a_stopped_rank_is_waited_for_then_named_np2(job: LongRun, victim: int) -> None:
     """Stopped for less than the limit, it is no failure; for good, it is. Whichever rank it is, the other one tells."""
     limit, other = 10, 1 - victim

@@ -85,18 +85,21 @@ def forward_fails_on_rank_1(world: World, entry: dict[str, Any]) -> Iterator[Non
 @contextlib.contextmanager
 def memory_is_limited_on_rank_1(world: World, entry: dict[str, Any]) -> Iterator[None]:
     """From the second step on rank 1's process may not map more memory than it has."""
-    forward = Stage.forward
+    forward, before = Stage.forward, resource.getrlimit(resource.RLIMIT_AS)
 
     def limited(
         stage: Stage, position: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None = None
     ) -> torch.Tensor:
         if world.rank == 1 and position.step == 1:
             mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (mapped, resource.getrlimit(resource.RLIMIT_AS)[1]))
+            resource.setrlimit(resource.RLIMIT_AS, (mapped, before[1]))
         return forward(stage, position, x, targets)
 
     with mock.patch.object(Stage, "forward", limited):
-        yield
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @contextlib.contextmanager

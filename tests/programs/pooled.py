@@ -1,0 +1,67 @@
+"""A rank that runs programs of this folder one after the other, as tests/rank_pool.py asks: ``pooled.py SOCKET``.
+
+A request is a line of JSON: a program's name and its arguments. The answer tells how its ``main`` ended on this rank, and what
+was printed. A rank that waits for a request waits outside MPI, where it costs no processor time.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+from hetero_mpi.comm.joining import join, run_guarded
+from hetero_mpi.comm.world import World
+
+
+@contextlib.contextmanager
+def captured(number: int, answer: dict[str, Any]) -> Iterator[None]:
+    """What Python and libraries write to a file descriptor goes into ``answer``."""
+    stream, name = (sys.stdout, "stdout") if number == 1 else (sys.stderr, "stderr")
+    kept = os.dup(number)
+    with tempfile.TemporaryFile() as file:
+        stream.flush()
+        os.dup2(file.fileno(), number)
+        try:
+            yield
+        finally:
+            stream.flush()
+            os.dup2(kept, number)
+            os.close(kept)
+            file.seek(0)
+            answer[name] = file.read().decode(errors="replace")
+
+
+def perform(program: str, *arguments: str) -> dict[str, Any]:
+    """Run ``main`` of a program in a world made anew, with communicators of its own."""
+    answer: dict[str, Any] = {"code": 1, "traceback": ""}
+    sys.argv = [program, *arguments]
+    with captured(1, answer), captured(2, answer):
+        try:
+            answer["code"] = importlib.import_module(f"tests.programs.{program}").main(join())
+        except BaseException:
+            answer["traceback"] = traceback.format_exc()
+    gc.collect()  # as if the process had ended: what one program leaves is not on the account of the next
+    return answer
+
+
+def main(world: World) -> int:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(sys.argv[1])
+        with connection.makefile("rw") as stream:
+            stream.write(json.dumps(world.rank) + "\n")
+            stream.flush()
+            for line in stream:
+                stream.write(json.dumps(perform(*json.loads(line))) + "\n")
+                stream.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded(main))

@@ -1,0 +1,151 @@
+"""MPI jobs that stay: ``run_pooled(3, "comm_world")`` runs a program of tests/programs on ranks that have started already.
+
+Starting a rank (MPI, torch) takes longer than most of what tests run on it. So each test process keeps one job per number of
+ranks, started by the real launcher; programs run there one after the other. What kills a rank, limits a process or needs an
+environment of its own belongs to ``tests.mpi.run_mpi``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import pytest
+
+from hetero_mpi.launch.launcher import build_command
+from tests.mpi import ROOT, launcher_or_skip
+
+START_S = 120.0
+AFTER_A_FAILURE_S = 3.0
+"""How long the other ranks may take to answer once one has failed: most of them wait for it forever."""
+
+
+class Pool:
+    """``np`` ranks of ``programs/pooled.py``, each connected by a socket; the ranks leave when it closes.
+
+    :raises AssertionError: the ranks did not start.
+    """
+
+    def __init__(self, np: int) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        with socket.socket(socket.AF_UNIX) as listener:
+            address = str(self.folder / "socket")
+            listener.bind(address)
+            listener.listen(np)
+            listener.settimeout(1.0)
+            command = build_command(
+                launcher_or_skip(), np, None, [sys.executable, "-m", "tests.programs.pooled", address]
+            )
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **command.environment}
+            self.output = self.folder / "launcher.txt"
+            with self.output.open("wb") as file:
+                self.process = subprocess.Popen(
+                    command.arguments,
+                    env=environment,
+                    cwd=ROOT,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,
+                )
+            try:
+                self.ranks = self._accept(listener, np)
+            except BaseException:
+                self.kill()
+                raise
+
+    def _accept(self, listener: socket.socket, np: int) -> list[tuple[socket.socket, TextIO]]:
+        deadline, found = time.monotonic() + START_S, dict[int, tuple[socket.socket, TextIO]]()
+        while len(found) < np:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.output.read_text()
+            with contextlib.suppress(TimeoutError):
+                connection, _ = listener.accept()
+                connection.setblocking(True)
+                stream = connection.makefile("rw")
+                found[json.loads(stream.readline())] = (connection, stream)
+        return [found[rank] for rank in range(np)]
+
+    def run(self, program: str, arguments: Sequence[str], timeout_s: float) -> list[dict[str, Any]]:
+        """What each rank answers: exit code, traceback ("": none), stdout, stderr. Ranks that do not answer count as failed."""
+        for _, stream in self.ranks:
+            stream.write(json.dumps([program, *arguments]) + "\n")
+            stream.flush()
+        deadline, answers = time.monotonic() + timeout_s, dict[int, dict[str, Any]]()
+        with selectors.DefaultSelector() as waiting:
+            for rank, (connection, _) in enumerate(self.ranks):
+                waiting.register(connection, selectors.EVENT_READ, rank)
+            while waiting.get_map() and (left_s := deadline - time.monotonic()) > 0:
+                for key, _ in waiting.select(left_s):
+                    connection, stream = self.ranks[key.data]
+                    waiting.unregister(connection)
+                    line = stream.readline()
+                    answers[key.data] = json.loads(line) if line else _failed("it died")
+                    if answers[key.data]["code"] != 0:
+                        deadline = min(deadline, time.monotonic() + AFTER_A_FAILURE_S)
+        return [answers.get(rank) or _failed("it gave no answer in time") for rank in range(len(self.ranks))]
+
+    def close(self) -> None:
+        """Let the ranks leave MPI by themselves."""
+        for connection, stream in self.ranks:
+            stream.close()
+            connection.close()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            print(f"ranks did not leave:\n{self.output.read_text()}", file=sys.stderr)
+        self.kill()
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        shutil.rmtree(self.folder)
+
+
+def _failed(why: str) -> dict[str, Any]:
+    return {"code": 1, "traceback": why, "stdout": "", "stderr": ""}
+
+
+_pools: dict[int, Pool] = {}
+
+
+def run_pooled(
+    np: int, program: str, arguments: Sequence[str] = (), timeout_s: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """Run ``main`` of tests/programs/PROGRAM.py on ``np`` ranks that stay; the result is like that of ``run_mpi``.
+
+    A job in which a rank failed is ended, and the next program gets a new one. At the timeout the test fails.
+    """
+    if np not in _pools:
+        _pools[np] = Pool(np)
+    begin_s = time.monotonic()
+    answers = _pools[np].run(program, arguments, timeout_s)
+    stdout, stderr = ("".join(answer[name] for answer in answers) for name in ("stdout", "stderr"))
+    for rank, answer in enumerate(answers):
+        if answer["traceback"]:
+            stderr += f"\nrank {rank}: {answer['traceback']}"
+    code = max((answer["code"] for answer in answers), key=abs)
+    if code != 0:
+        pool = _pools.pop(np)
+        stderr += pool.output.read_text()
+        pool.kill()
+    if time.monotonic() - begin_s > timeout_s:
+        pytest.fail(f"{program} did not end within {timeout_s} s\nstdout:\n{stdout}\nstderr:\n{stderr}")
+    return subprocess.CompletedProcess([program, *arguments], code, stdout, stderr)
+
+
+def close_pools() -> None:
+    while _pools:
+        _pools.popitem()[1].close()
