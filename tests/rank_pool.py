@@ -27,7 +27,7 @@ import pytest
 from hetero_mpi.launch.launcher import build_command
 from tests.mpi import ROOT, launcher_or_skip
 
-START_S = 120.0
+START_S, LEAVING_S = 120.0, 20.0
 AFTER_A_FAILURE_S = 3.0
 """How long the other ranks may take to answer once one has failed: most of them wait for it forever."""
 
@@ -96,16 +96,11 @@ class Pool:
                         deadline = min(deadline, time.monotonic() + AFTER_A_FAILURE_S)
         return [answers.get(rank) or _failed("it gave no answer in time") for rank in range(len(self.ranks))]
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Let the ranks leave MPI by themselves."""
         for connection, stream in self.ranks:
             stream.close()
             connection.close()
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            print(f"ranks did not leave:\n{self.output.read_text()}", file=sys.stderr)
-        self.kill()
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -147,5 +142,10 @@ def run_pooled(
 
 
 def close_pools() -> None:
-    while _pools:
-        _pools.popitem()[1].close()
+    for pool in _pools.values():
+        pool.release()
+    for pool in _pools.values():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            pool.process.wait(LEAVING_S)
+        pool.kill()
+    _pools.clear()
