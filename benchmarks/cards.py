@@ -3,7 +3,7 @@
     python benchmarks/cards.py [--json FILE] [--check] [--quick]
 
 *pieces*: tensors of 64 MiB pass from the first card to a rank on the processor, and back. Timed are the copies by themselves, the
-messages by themselves, and both by a channel (``training/channel.py``), in turns; *hidden* is how much of the shorter of the two
+messages by themselves, and both by a channel (``engine/channel.py``), in turns; *hidden* is how much of the shorter of the two
 the channel hides. *job*: a rank for every card and one more, on the processor, train a Llama of 29 million parameters by the
 planner's plan; the median step against the predicted one.
 
@@ -29,13 +29,13 @@ import tomli_w  # noqa: E402
 import torch  # noqa: E402
 from harness import found_by_ranks, parser_of, run_ranks  # noqa: E402
 
-from hetero_mpi.comm.joining import run_guarded  # noqa: E402
 from hetero_mpi.comm.mpi_transport import MpiTransport  # noqa: E402
-from hetero_mpi.comm.world import World  # noqa: E402
+from hetero_mpi.comm.ranks.mpi_start import run_guarded  # noqa: E402
+from hetero_mpi.comm.ranks.world import World  # noqa: E402
 from hetero_mpi.device.accelerators import every_device  # noqa: E402
 from hetero_mpi.device.backend import Backend  # noqa: E402
-from hetero_mpi.report.metrics import read_metrics  # noqa: E402
-from hetero_mpi.training.channel import Inbox, Outbox  # noqa: E402
+from hetero_mpi.engine.channel import Inbox, Outbox  # noqa: E402
+from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402
 
 NUMBERS, QUICK_NUMBERS, TENSORS, ROUNDS = 16 << 20, 2 << 20, 8, 5
 """fp32 numbers of a tensor (more than a piece), the same when quick, tensors of a stream, turns."""

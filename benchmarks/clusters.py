@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from profile_parts import Card, Shape, device, model_of, sheet_times
 
 from hetero_mpi.planning.memory import stage_memory, usable_bytes
-from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, HostLinkProfile, LayerTimes
-from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostLinkProfile, LayerTimes
+from hetero_mpi.planning.types.request import PlanRequest
 
 SEQUENCE = 2048
 SLOWEST_FLOPS = 30e12

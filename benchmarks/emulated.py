@@ -38,17 +38,17 @@ from make_profiles import LLAMA_7B, M4_MAX, RTX_3090, RTX_4090, RTX_5090, STRIX_
 from planner_scale import without_links  # noqa: E402
 from profile_parts import GIGABIT, TEN_GIGABIT, Card, Link, sheet_cluster  # noqa: E402
 
+from hetero_mpi.job.plan_request import INDIFFERENCE, micro_batch_choices  # noqa: E402
 from hetero_mpi.planning.bounds import fluid_bound_s  # noqa: E402
 from hetero_mpi.planning.durations import duration  # noqa: E402
-from hetero_mpi.planning.files import load_plan, load_profile, save_plan, save_profile  # noqa: E402
 from hetero_mpi.planning.packing.bound import packing_bound_s  # noqa: E402
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
-from hetero_mpi.planning.profile import ClusterProfile  # noqa: E402
-from hetero_mpi.planning.request import PlanRequest  # noqa: E402
 from hetero_mpi.planning.schedule import COMPUTE, schedule_of, stages  # noqa: E402
-from hetero_mpi.report.metrics import read_metrics  # noqa: E402
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
+from hetero_mpi.planning.types.profile import ClusterProfile  # noqa: E402
+from hetero_mpi.planning.types.request import PlanRequest  # noqa: E402
+from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_plan, save_profile  # noqa: E402
+from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402
 from hetero_mpi.report.summary import measured_step_s  # noqa: E402
-from hetero_mpi.training.request import INDIFFERENCE, micro_batch_choices  # noqa: E402
 
 BAR = 0.05
 ALONE = "RTX 5090 + Strix Halo"

@@ -23,19 +23,19 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import torch  # noqa: E402
 from harness import Metered, found_by_ranks, parser_of  # noqa: E402
 
-from hetero_mpi.comm.joining import run_guarded  # noqa: E402
-from hetero_mpi.comm.world import World  # noqa: E402
+from hetero_mpi.comm.ranks.mpi_start import run_guarded  # noqa: E402
+from hetero_mpi.comm.ranks.world import World  # noqa: E402
 from hetero_mpi.device.backend import Backend  # noqa: E402
+from hetero_mpi.engine.executor import Executor, StepData  # noqa: E402
+from hetero_mpi.engine.placement import Place  # noqa: E402
 from hetero_mpi.model.stage import MicroBatch, Stage  # noqa: E402
-from hetero_mpi.planning.cost import LayerCost, ModelCost  # noqa: E402
-from hetero_mpi.planning.plan import (  # noqa: E402
+from hetero_mpi.planning.schedule import WHOLE_STEP, schedule_of  # noqa: E402
+from hetero_mpi.planning.types.cost import LayerCost, ModelCost  # noqa: E402
+from hetero_mpi.planning.types.plan import (  # noqa: E402
     PipelinePlan,
     Plan,
     StagePlan,
 )
-from hetero_mpi.planning.schedule import WHOLE_STEP, schedule_of  # noqa: E402
-from hetero_mpi.training.executor import Executor, StepData  # noqa: E402
-from hetero_mpi.training.places import Place  # noqa: E402
 
 BAR_US = 100.0
 MICRO_BATCHES, LENGTH, HIDDEN, STEPS = 64, 16, 64, 30

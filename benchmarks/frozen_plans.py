@@ -35,11 +35,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from clusters import Case, generate  # noqa: E402
 
-from hetero_mpi import offline  # noqa: E402
+from hetero_mpi.commands import plan as offline  # noqa: E402
 from hetero_mpi.planning.decide import decide  # noqa: E402
 from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copies  # noqa: E402
 from hetero_mpi.planning.outline import outlined  # noqa: E402
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 
 FILE = ROOT / "benchmarks" / "data" / "frozen_plans.jsonl"
 SIZES = (3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)

@@ -20,7 +20,7 @@ if str(ROOT) not in sys.path:
 
 from hetero_mpi.comm.mpi_transport import MpiTransport  # noqa: E402
 from hetero_mpi.comm.transport import Request  # noqa: E402
-from hetero_mpi.launch.launcher import build_command, find_launcher  # noqa: E402
+from hetero_mpi.launch.launcher.launcher import build_command, find_launcher  # noqa: E402
 
 
 def parser_of(docstring: str | None) -> argparse.ArgumentParser:

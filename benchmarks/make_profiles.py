@@ -37,8 +37,8 @@ from profile_parts import (  # noqa: E402
     sheet_cluster,
 )
 
-from hetero_mpi.planning.files import save_profile  # noqa: E402
-from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes  # noqa: E402
+from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes  # noqa: E402
+from hetero_mpi.planning.types.toml_files import save_profile  # noqa: E402
 
 LLAMA_1B = Shape(2048, 16, 8192, 128256, 512)
 LLAMA_3B = Shape(3200, 26, 8640, 32000, 3200)

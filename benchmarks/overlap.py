@@ -117,10 +117,10 @@ def _rank(messages: int, rounds: int) -> int:
     """One of the two ranks; rank 0 prints a line per round with the longer of both ranks' times."""
     import torch
 
-    from hetero_mpi.comm import pages
-    from hetero_mpi.comm.joining import run_guarded
+    from hetero_mpi.comm import huge_pages
     from hetero_mpi.comm.mpi_transport import MpiTransport
-    from hetero_mpi.comm.world import World
+    from hetero_mpi.comm.ranks.mpi_start import run_guarded
+    from hetero_mpi.comm.ranks.world import World
 
     torch.set_num_threads(1)
     matrix, product = torch.randn(256, 256), torch.empty(256, 256)
@@ -131,7 +131,7 @@ def _rank(messages: int, rounds: int) -> int:
 
     def program(world: World) -> int:
         peer = 1 - world.rank
-        buffers = [pages.empty(MESSAGE_BYTES) for _ in range(messages)]
+        buffers = [huge_pages.empty(MESSAGE_BYTES) for _ in range(messages)]
 
         def timed(turns: int, moving: bool) -> tuple[float, float]:
             receives, sends = moving and world.rank == 1, moving and world.rank == 0

@@ -39,9 +39,9 @@ for place in (ROOT, ROOT / "benchmarks"):
 
 from slow_rank import slowed, why_not  # noqa: E402
 
-from hetero_mpi.launch.launcher import build_command, find_launcher  # noqa: E402
-from hetero_mpi.planning.files import load_plan  # noqa: E402
-from hetero_mpi.planning.plan import Plan  # noqa: E402
+from hetero_mpi.launch.launcher.launcher import build_command, find_launcher  # noqa: E402
+from hetero_mpi.planning.types.plan import Plan  # noqa: E402
+from hetero_mpi.planning.types.toml_files import load_plan  # noqa: E402
 
 WORKER = ROOT / "benchmarks" / "peers_worker.py"
 SCHEDULES = (

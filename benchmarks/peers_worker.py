@@ -30,9 +30,9 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from hetero_mpi.job import Job, load_job  # noqa: E402
+from hetero_mpi.job.load import Job, load_job  # noqa: E402
 from hetero_mpi.model.optimizer import LearningRate  # noqa: E402
-from hetero_mpi.training.material import Material, prepare  # noqa: E402
+from hetero_mpi.runtime.setup.material import Material, prepare  # noqa: E402
 
 SINGLE = {"Schedule1F1B": pipelining.Schedule1F1B, "ScheduleGPipe": pipelining.ScheduleGPipe}
 LOOPED = {

@@ -41,16 +41,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from clusters import TYPES, Case, generate  # noqa: E402
 
 from hetero_mpi.errors import UserError  # noqa: E402
-from hetero_mpi.planning.files import load_profile  # noqa: E402
+from hetero_mpi.planning.analysis.what_if import whole_model_s  # noqa: E402
 from hetero_mpi.planning.memory import stage_memory, usable_bytes  # noqa: E402
-from hetero_mpi.planning.offline import whole_model_s  # noqa: E402
 from hetero_mpi.planning.outline import outlined  # noqa: E402
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.planner import make_plan  # noqa: E402
-from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile  # noqa: E402
-from hetero_mpi.planning.request import PlanRequest  # noqa: E402
 from hetero_mpi.planning.single.optimum import Space  # noqa: E402
 from hetero_mpi.planning.single.search import evaluate  # noqa: E402
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
+from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile  # noqa: E402
+from hetero_mpi.planning.types.request import PlanRequest  # noqa: E402
+from hetero_mpi.planning.types.toml_files import load_profile  # noqa: E402
 
 PEAK_FLOPS = {
     **{card.name: card.peak for card in TYPES},

@@ -24,9 +24,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from hetero_mpi.launch.launcher import build_command, find_launcher  # noqa: E402
-from hetero_mpi.planning.files import load_plan  # noqa: E402
-from hetero_mpi.report.metrics import read_metrics  # noqa: E402
+from hetero_mpi.launch.launcher.launcher import build_command, find_launcher  # noqa: E402
+from hetero_mpi.planning.types.toml_files import load_plan  # noqa: E402
+from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402
 from hetero_mpi.report.summary import measured_step_s  # noqa: E402
 
 BAR = 0.15

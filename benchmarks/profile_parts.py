@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
-from hetero_mpi.planning.cost import EMBEDDING, HEAD, LayerCost, ModelCost
-from hetero_mpi.planning.profile import (
+from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost
+from hetero_mpi.planning.types.profile import (
     ANY_HOST,
     ITSELF,
     ClusterProfile,

@@ -35,13 +35,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from hetero_mpi.planning.cost import EMBEDDING, HEAD, LayerCost, ModelCost  # noqa: E402
 from hetero_mpi.planning.memory import holdings, stage_memory  # noqa: E402
-from hetero_mpi.planning.network import Network  # noqa: E402
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
-from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile  # noqa: E402
 from hetero_mpi.planning.schedule import Op, Schedule, schedule_of, stages  # noqa: E402
 from hetero_mpi.planning.simulator import simulate  # noqa: E402
+from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost  # noqa: E402
+from hetero_mpi.planning.types.network import Network  # noqa: E402
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
+from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile  # noqa: E402
 
 DATA = ROOT / "benchmarks" / "data"
 BAR = 0.08

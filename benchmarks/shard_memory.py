@@ -89,7 +89,7 @@ def _create(directory: Path) -> int:
 
 
 def _measure(ranks: int, model: Path, held: str) -> list[dict[str, Any]]:
-    from hetero_mpi.launch.launcher import build_command, find_launcher
+    from hetero_mpi.launch.launcher.launcher import build_command, find_launcher
 
     program = [sys.executable, str(Path(__file__).resolve()), "--load", str(model), "--held", held]
     command = build_command(find_launcher(), ranks, None, program)
@@ -102,21 +102,21 @@ def _measure(ranks: int, model: Path, held: str) -> list[dict[str, Any]]:
 
 def _load(directory: Path, held: str) -> int:
     """One rank: load the share, report the memory."""
-    from hetero_mpi.comm.joining import run_guarded
-    from hetero_mpi.comm.world import World
+    from hetero_mpi.comm.ranks.mpi_start import run_guarded
+    from hetero_mpi.comm.ranks.world import World
 
     def command(world: World) -> int:
         import psutil
         from transformers.utils import logging
 
         from hetero_mpi.device.backend import Backend
-        from hetero_mpi.job import Job
-        from hetero_mpi.model.chain import Chain
-        from hetero_mpi.model.families import read_config
-        from hetero_mpi.model.files import ModelFiles
+        from hetero_mpi.job.load import Job
+        from hetero_mpi.model.files.model_files import ModelFiles
         from hetero_mpi.model.stage import Stage
+        from hetero_mpi.model.transformers.chain import Chain
+        from hetero_mpi.model.transformers.families import read_config
+        from hetero_mpi.model.transformers.weights import FileStart
         from hetero_mpi.model.tuning import tuning_of
-        from hetero_mpi.model.weights import FileStart
 
         logging.disable_progress_bar()
         backend, files = Backend(), ModelFiles(directory)

@@ -41,25 +41,25 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import numpy as np  # noqa: E402
 from harness import Metered, Stopwatch, found_by_ranks, parser_of, resident_bytes  # noqa: E402
 
-from hetero_mpi.comm.joining import run_guarded  # noqa: E402
-from hetero_mpi.comm.world import World  # noqa: E402
+from hetero_mpi.comm.ranks.mpi_start import run_guarded  # noqa: E402
+from hetero_mpi.comm.ranks.world import World  # noqa: E402
 from hetero_mpi.device.backend import Backend, set_threads  # noqa: E402
-from hetero_mpi.job import Job, LoadedJob  # noqa: E402
-from hetero_mpi.model.chain import Chain  # noqa: E402
-from hetero_mpi.model.cost import model_cost  # noqa: E402
-from hetero_mpi.model.families import read_config  # noqa: E402
+from hetero_mpi.emulation.pace import emulate  # noqa: E402
+from hetero_mpi.engine.trainer import Trainer  # noqa: E402
+from hetero_mpi.job.load import Job, LoadedJob  # noqa: E402
+from hetero_mpi.model.model_cost import model_cost  # noqa: E402
 from hetero_mpi.model.stage import Stage  # noqa: E402
+from hetero_mpi.model.transformers.chain import Chain  # noqa: E402
+from hetero_mpi.model.transformers.families import read_config  # noqa: E402
+from hetero_mpi.model.transformers.weights import SeededStart  # noqa: E402
 from hetero_mpi.model.tuning import full_training  # noqa: E402
-from hetero_mpi.model.weights import SeededStart  # noqa: E402
-from hetero_mpi.planning.cost import ModelCost  # noqa: E402
 from hetero_mpi.planning.memory import stage_memory  # noqa: E402
-from hetero_mpi.planning.network import with_shared_cards  # noqa: E402
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
-from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile  # noqa: E402
 from hetero_mpi.planning.schedule import schedule_of  # noqa: E402
 from hetero_mpi.planning.simulator import simulate  # noqa: E402
-from hetero_mpi.training.emulation import emulate  # noqa: E402
-from hetero_mpi.training.trainer import Trainer  # noqa: E402
+from hetero_mpi.planning.types.cost import ModelCost  # noqa: E402
+from hetero_mpi.planning.types.network import with_shared_cards  # noqa: E402
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
+from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile  # noqa: E402
 
 SEQUENCE, VOCABULARY = 16, 256
 WARM, STEPS = 2, 8

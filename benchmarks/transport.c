@@ -16,7 +16,7 @@
 
 enum { WINDOW = 4, TRIPS = 31, DATA = 1, ANSWER = 2 };
 
-/* Large pages where there are any: our buffers have them too (comm/pages.py), and copies between processes are twice as fast. */
+/* Large pages where there are any: our buffers have them too (comm/huge_pages.py), and copies between processes are twice as fast. */
 static char *allocate(size_t bytes) {
   const size_t page = (size_t)2 << 20;
   char *memory = aligned_alloc(page, (bytes + page - 1) / page * page);

@@ -154,15 +154,15 @@ def _missed(setting: str, rows: list[dict[str, Any]]) -> list[str]:
 
 def _rank(words: list[str]) -> int:
     """One of our two ranks: does what ``transport.c`` does."""
-    from hetero_mpi.comm import pages
-    from hetero_mpi.comm.joining import run_guarded
+    from hetero_mpi.comm import huge_pages
     from hetero_mpi.comm.mpi_transport import MpiTransport
-    from hetero_mpi.comm.world import World
+    from hetero_mpi.comm.ranks.mpi_start import run_guarded
+    from hetero_mpi.comm.ranks.world import World
 
     def program(world: World) -> int:
         for word in words:
             size, count = map(int, word.split("x"))
-            buffers = [pages.empty(size) for _ in range(WINDOW)]
+            buffers = [huge_pages.empty(size) for _ in range(WINDOW)]
             for buffer in buffers:
                 buffer.fill(world.rank)
             with MpiTransport(world.comm) as transport:

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from hetero_mpi.api import simulate as simulate
     from hetero_mpi.api import train as train
     from hetero_mpi.errors import UserError as UserError
-    from hetero_mpi.model.layered import LayeredModel as LayeredModel
-    from hetero_mpi.planning.files import load_plan as load_plan
-    from hetero_mpi.planning.files import load_profile as load_profile
-    from hetero_mpi.planning.files import save_plan as save_plan
-    from hetero_mpi.planning.files import save_profile as save_profile
-    from hetero_mpi.planning.plan import Plan as Plan
-    from hetero_mpi.planning.profile import ClusterProfile as ClusterProfile
-    from hetero_mpi.training.outcome import TrainResult as TrainResult
+    from hetero_mpi.model.custom.layered import LayeredModel as LayeredModel
+    from hetero_mpi.planning.types.plan import Plan as Plan
+    from hetero_mpi.planning.types.profile import ClusterProfile as ClusterProfile
+    from hetero_mpi.planning.types.toml_files import load_plan as load_plan
+    from hetero_mpi.planning.types.toml_files import load_profile as load_profile
+    from hetero_mpi.planning.types.toml_files import save_plan as save_plan
+    from hetero_mpi.planning.types.toml_files import save_profile as save_profile
+    from hetero_mpi.runtime.result import TrainResult as TrainResult
 
 __version__ = "0.1.0"
 
@@ -39,14 +39,14 @@ _HOMES = {
     "simulate": "api",
     "train": "api",
     "UserError": "errors",
-    "LayeredModel": "model.layered",
-    "load_plan": "planning.files",
-    "load_profile": "planning.files",
-    "save_plan": "planning.files",
-    "save_profile": "planning.files",
-    "Plan": "planning.plan",
-    "ClusterProfile": "planning.profile",
-    "TrainResult": "training.outcome",
+    "LayeredModel": "model.custom.layered",
+    "load_plan": "planning.types.toml_files",
+    "load_profile": "planning.types.toml_files",
+    "save_plan": "planning.types.toml_files",
+    "save_profile": "planning.types.toml_files",
+    "Plan": "planning.types.plan",
+    "ClusterProfile": "planning.types.profile",
+    "TrainResult": "runtime.result",
 }
 """Name -> the module that has it."""
 

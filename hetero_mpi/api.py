@@ -14,11 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hetero_mpi import offline
+from hetero_mpi.commands import plan as offline
 from hetero_mpi.errors import UserError
-from hetero_mpi.job import Job as Tables
-from hetero_mpi.job import LoadedJob, job_of_tables, load_job
-from hetero_mpi.planning.files import (
+from hetero_mpi.job.load import Job as Tables
+from hetero_mpi.job.load import LoadedJob, job_of_tables, load_job
+from hetero_mpi.planning.planner import complete_plan, make_plan
+from hetero_mpi.planning.schedule import Event
+from hetero_mpi.planning.simulator import simulate as simulate_step
+from hetero_mpi.planning.types.plan import HostMemory, Plan, RankMemory
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.toml_files import (
     load_plan,
     load_profile,
     plan_from_dict,
@@ -26,15 +31,10 @@ from hetero_mpi.planning.files import (
     profile_from_dict,
     profile_to_dict,
 )
-from hetero_mpi.planning.plan import HostMemory, Plan, RankMemory
-from hetero_mpi.planning.planner import complete_plan, make_plan
-from hetero_mpi.planning.profile import ClusterProfile
-from hetero_mpi.planning.schedule import Event
-from hetero_mpi.planning.simulator import simulate as simulate_step
 
 if TYPE_CHECKING:
-    from hetero_mpi.comm.world import World
-    from hetero_mpi.training.outcome import TrainResult
+    from hetero_mpi.comm.ranks.world import World
+    from hetero_mpi.runtime.result import TrainResult
 
 T = TypeVar("T")
 
@@ -120,7 +120,7 @@ def profile(job: Job | str | Path, *, reprofile: bool = False) -> ClusterProfile
     """
 
     def work(world: World) -> ClusterProfile:
-        from hetero_mpi.training.profile_command import measure
+        from hetero_mpi.commands.profile import measure
 
         return measure(world, _named(job), reprofile)
 
@@ -194,8 +194,8 @@ def train(
     """
 
     def work(world: World) -> TrainResult:
-        from hetero_mpi.training.run import run_job
-        from hetero_mpi.training.setup import Options
+        from hetero_mpi.runtime.run import run_job
+        from hetero_mpi.runtime.setup.setup import Options
 
         shared: dict[str, Any] | None = None
         with world.led("reading plan and profile"):
@@ -231,8 +231,8 @@ def _named(job: Job | str | Path) -> Job | Path:
 
 def _collectively(work: Callable[[World], T]) -> T:
     # Imported here: these bring mpi4py, without which plans can be made.
-    from hetero_mpi.comm.script import collectively
-    from hetero_mpi.report.logs import setup_logging
+    from hetero_mpi.comm.ranks.embedded import collectively
+    from hetero_mpi.report.run_files.logs import setup_logging
 
     # bitsandbytes (through peft) warns of an optional kernel package that we never call.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -22,8 +22,8 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.text import printable
 
 if TYPE_CHECKING:
-    from hetero_mpi.comm.world import World
-    from hetero_mpi.job import LoadedJob
+    from hetero_mpi.comm.ranks.world import World
+    from hetero_mpi.job.load import LoadedJob
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,8 +72,8 @@ def _train(namespace: argparse.Namespace) -> int:
     def command(world: World) -> int:
         job = _read_early(world, namespace.job, _overrides(namespace))
         with _eager_imports():
-            from hetero_mpi.training.run import train
-            from hetero_mpi.training.setup import Options
+            from hetero_mpi.runtime.run import train
+            from hetero_mpi.runtime.setup.setup import Options
 
         options = Options(
             job=job,
@@ -92,7 +92,7 @@ def _train(namespace: argparse.Namespace) -> int:
 def _generate(namespace: argparse.Namespace) -> int:
     def command(world: World) -> int:
         with _eager_imports():
-            from hetero_mpi.training.generate import Options, generate
+            from hetero_mpi.runtime.generate.generate import Options, generate
 
         options = Options(
             source=namespace.source,
@@ -112,7 +112,7 @@ def _profile(namespace: argparse.Namespace) -> int:
     def command(world: World) -> int:
         job = _read_early(world, namespace.job, tuple(namespace.set))
         with _eager_imports():
-            from hetero_mpi.training.profile_command import Options, profile
+            from hetero_mpi.commands.profile import Options, profile
 
         return profile(world, Options(job, namespace.output, namespace.reprofile))
 
@@ -120,14 +120,14 @@ def _profile(namespace: argparse.Namespace) -> int:
 
 
 def _inspect(namespace: argparse.Namespace) -> int:
-    from hetero_mpi import offline
+    from hetero_mpi.commands import plan as offline
 
     _show("\n".join(offline.inspect(namespace.file, namespace.output, namespace.all)))
     return 0
 
 
 def _plan(namespace: argparse.Namespace) -> int:
-    from hetero_mpi import offline
+    from hetero_mpi.commands import plan as offline
 
     text = offline.plan(
         namespace.job,
@@ -143,8 +143,8 @@ def _plan(namespace: argparse.Namespace) -> int:
 
 
 def _simulate(namespace: argparse.Namespace) -> int:
-    from hetero_mpi import offline
-    from hetero_mpi.planning.network import Network
+    from hetero_mpi.commands import plan as offline
+    from hetero_mpi.planning.types.network import Network
 
     lines = offline.simulation(
         namespace.job,
@@ -159,23 +159,23 @@ def _simulate(namespace: argparse.Namespace) -> int:
 
 
 def _report(namespace: argparse.Namespace) -> int:
-    from hetero_mpi import hindsight
+    from hetero_mpi.commands import runs
 
-    _show("\n".join(hindsight.report(namespace.directory, namespace.output)))
+    _show("\n".join(runs.report(namespace.directory, namespace.output)))
     return 0
 
 
 def _compare(namespace: argparse.Namespace) -> int:
-    from hetero_mpi import hindsight
+    from hetero_mpi.commands import runs
 
-    _show("\n".join(hindsight.compare(namespace.runs)))
+    _show("\n".join(runs.compare(namespace.runs)))
     return 0
 
 
 def _baseline(namespace: argparse.Namespace) -> int:
-    from hetero_mpi import hindsight
+    from hetero_mpi.commands import runs
 
-    _show("\n".join(hindsight.baseline(namespace.job, tuple(namespace.set), namespace.profile)))
+    _show("\n".join(runs.baseline(namespace.job, tuple(namespace.set), namespace.profile)))
     return 0
 
 
@@ -186,14 +186,14 @@ def _overrides(namespace: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _add_schedule(command: argparse.ArgumentParser) -> None:
-    from hetero_mpi.planning.request import SCHEDULES
+    from hetero_mpi.planning.types.request import SCHEDULES
 
     command.add_argument("--schedule", choices=list(SCHEDULES), help="instead of [plan] schedule")
 
 
 def _read_early(world: World, path: Path, overrides: tuple[str, ...]) -> LoadedJob | Path:
     """The job, read by rank 0 before anybody imports torch: a mistake in its file is told within a second. Collective."""
-    from hetero_mpi.job import load_job
+    from hetero_mpi.job.load import load_job
 
     job: LoadedJob | Path = path
     with world.led("reading the job"):
@@ -205,7 +205,7 @@ def _read_early(world: World, path: Path, overrides: tuple[str, ...]) -> LoadedJ
 
 def _on_all_ranks(command: Callable[[World], int]) -> int:
     """Join the other ranks and run ``command``, which imports its rooms itself; any failure ends all ranks."""
-    from hetero_mpi.comm.joining import run_guarded
+    from hetero_mpi.comm.ranks.mpi_start import run_guarded
 
     # bitsandbytes (through peft) warns of an optional kernel package that we never call.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -230,8 +230,8 @@ def _launch(namespace: argparse.Namespace) -> int:
 
 
 def _doctor(namespace: argparse.Namespace) -> int:
-    from hetero_mpi.launch.doctor import doctor
-    from hetero_mpi.launch.doctor_report import Options
+    from hetero_mpi.launch.doctor.doctor_report import Options
+    from hetero_mpi.launch.doctor.examine import doctor
 
     given = tuple(shlex.split(namespace.mpirun_args))
     options = Options(namespace.hostfile, namespace.hosts, given, namespace.run_dir, namespace.json, namespace.selftest)
@@ -239,36 +239,36 @@ def _doctor(namespace: argparse.Namespace) -> int:
 
 
 def _mesh_init(namespace: argparse.Namespace) -> int:
-    from hetero_mpi.launch import mesh
+    from hetero_mpi.launch.wireguard import mesh
 
     _show("\n".join(mesh.init(namespace.hosts, namespace.output)))
     return 0
 
 
 def _mesh_verify(namespace: argparse.Namespace) -> int:
-    from hetero_mpi.comm.joining import run_guarded
-    from hetero_mpi.launch.mesh_check import verify_command
+    from hetero_mpi.comm.ranks.mpi_start import run_guarded
+    from hetero_mpi.launch.wireguard.check import verify_command
 
     return run_guarded(lambda world: verify_command(world, namespace.hosts))
 
 
 def _export(namespace: argparse.Namespace) -> int:
-    from hetero_mpi.export import export
+    from hetero_mpi.commands.export import export
 
     _show(export(namespace.source, namespace.target, namespace.merge))
     return 0
 
 
 def _init(namespace: argparse.Namespace) -> int:
-    from hetero_mpi import new_job
+    from hetero_mpi.commands import init as new_job
 
     _show("\n".join(new_job.listed() if namespace.name is None else new_job.init(namespace.name, namespace.directory)))
     return 0
 
 
 def _reference(namespace: argparse.Namespace) -> int:
-    from hetero_mpi.reference import reference_text
-    from hetero_mpi.reference_pages import commands_page, job_page
+    from hetero_mpi.commands.reference import reference_text
+    from hetero_mpi.commands.reference_pages import commands_page, job_page
 
     if namespace.commands:
         text = commands_page(parser())

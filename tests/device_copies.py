@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.training.channel import HostBuffers
+from hetero_mpi.engine.channel import HostBuffers
 
 
 def copies_there_and_back(card: Backend) -> None:

@@ -23,14 +23,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
-from hetero_mpi.job import AdapterTable
+from hetero_mpi.job.load import AdapterTable
 from hetero_mpi.model.adapter import adapter_shapes, lora_config
-from hetero_mpi.model.chain import Chain, ParameterSpec, build_on_meta, uses_dropout
-from hetero_mpi.model.files import ModelFiles
-from hetero_mpi.model.proven import PROVEN_FAMILIES, REFUSED_FAMILIES
+from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.stage import IGNORED, MicroBatch, Stage
+from hetero_mpi.model.transformers.chain import Chain, ParameterSpec, build_on_meta, uses_dropout
+from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES, REFUSED_FAMILIES
+from hetero_mpi.model.transformers.weights import FileStart, SeededStart
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.model.weights import FileStart, SeededStart
 from tests.family_configs import VOCABULARY, dropout_rates, families, tiny_keys
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "models.md"
@@ -264,7 +264,8 @@ _TEXT = """# Model families
 
 {count} of the {plans} causal-LM families for which transformers {version} has a pipeline plan are proven; everything else is
 refused by name. This page is written by `OMP_NUM_THREADS=1 python -m tests.family_trial` (two minutes);
-`tests/test_all_families.py` holds it, and the table that decides (`hetero_mpi/model/proven.py`), to what the trial sees.
+`tests/test_all_families.py` holds it, and the table that decides (`hetero_mpi/model/transformers/supported.py`), to what
+the trial sees.
 
 **Proven** means, for a tiny random model of four blocks, in fp32 on the CPU:
 

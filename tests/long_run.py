@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 
-from hetero_mpi.launch.launcher import build_command
-from hetero_mpi.planning.files import save_plan
-from hetero_mpi.planning.plan import IdleRank, PipelinePlan, Plan, StagePlan
+from hetero_mpi.launch.launcher.launcher import build_command
+from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.toml_files import save_plan
 from tests.mpi import ROOT, launcher_or_skip, run_bounded
 from tests.small_jobs import GLOBAL_BATCH, SEQUENCE, Workshop
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.launch.launcher import Launcher, build_command, find_launcher
+from hetero_mpi.launch.launcher.launcher import Launcher, build_command, find_launcher
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi import toml
-from hetero_mpi.planning.files import save_plan, save_profile
 from hetero_mpi.planning.memory import predict_memory
-from hetero_mpi.planning.plan import IdleRank, Plan
-from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.report.appending import LineFile
-from hetero_mpi.report.measured import (
+from hetero_mpi.planning.types.plan import IdleRank, Plan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.toml_files import save_plan, save_profile
+from hetero_mpi.report.past_run import describe_run, predicted_step
+from hetero_mpi.report.run_files.line_files import LineFile
+from hetero_mpi.report.run_files.measured import (
     STEPS_NAME,
     MeasuredEvent,
     RankStep,
@@ -26,8 +27,7 @@ from hetero_mpi.report.measured import (
     rank_step_line,
     rank_step_to_dict,
 )
-from hetero_mpi.report.metrics import MetricsWriter, StepMetrics
-from hetero_mpi.report.past_run import describe_run, predicted_step
+from hetero_mpi.report.run_files.metrics import MetricsWriter, StepMetrics
 from tests.planning_samples import JOB_TOML, make_model, make_plan_of, make_profile
 
 JOB: dict[str, Any] = {

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.cli import main
-from hetero_mpi.planning.files import save_profile
-from hetero_mpi.planning.profile import ClusterProfile, LayerTimes
-from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.types.profile import ClusterProfile, LayerTimes
+from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.toml_files import save_profile
 from tests.planning_samples import JOB_TOML, make_model, make_profile
 
 JOB = JOB_TOML + "[plan]\npipelines = 1\n"

@@ -7,14 +7,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hetero_mpi.planning.cost import EMBEDDING, HEAD, LayerCost, ModelCost
 from hetero_mpi.planning.dry_run import interpret
 from hetero_mpi.planning.packing.counted import Counted, Shares, classes_apart
 from hetero_mpi.planning.packing.relaxed import Facts
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes, LinkProfile
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Schedule
+from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes, LinkProfile
+from hetero_mpi.planning.types.request import PlanRequest
 
 SEQUENCE = 10
 JOB_TOML = """

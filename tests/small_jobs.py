@@ -13,7 +13,7 @@ from typing import Any
 
 import tomli_w
 
-from hetero_mpi.checkpoint.shelf import SHELF_NAME
+from hetero_mpi.checkpoint.local_shards import SHELF_NAME
 from tests import training_cases
 from tests.mpi import run_mpi
 from tests.rank_pool import run_pooled

@@ -18,10 +18,10 @@ import pytest
 
 from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
 from hetero_mpi.device.accelerators import every_device, open_backend
-from hetero_mpi.planning.files import load_profile, save_plan
-from hetero_mpi.planning.plan import IdleRank, PipelinePlan, Plan, StagePlan
-from hetero_mpi.report.metrics import Metrics, read_metrics
+from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.toml_files import load_profile, save_plan
 from hetero_mpi.report.past_run import read_run
+from hetero_mpi.report.run_files.metrics import Metrics, read_metrics
 from tests.device_copies import copies_there_and_back
 from tests.long_run import LongRun
 from tests.mpi import ROOT, run_bounded

@@ -1,4 +1,4 @@
-"""docs/models.md, the table that decides (model/proven.py) and what a trial of each family sees are the same."""
+"""docs/models.md, the table that decides (model/transformers/supported.py) and what a trial of each family sees are the same."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 import transformers
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.chain import Chain
-from hetero_mpi.model.families import read_config
-from hetero_mpi.model.proven import PROVEN_FAMILIES, REFUSED_FAMILIES
+from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES, REFUSED_FAMILIES
 from tests.family_configs import families, tiny_keys
 from tests.family_trial import DOCUMENT, Different, row, try_family
 

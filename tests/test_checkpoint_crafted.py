@@ -29,7 +29,7 @@ from hetero_mpi.checkpoint import (
     newest_good,
     verify,
 )
-from hetero_mpi.checkpoint.shelf import piece_path, pieces_on_disk
+from hetero_mpi.checkpoint.local_shards import piece_path, pieces_on_disk
 from hetero_mpi.errors import UserError
 from tests.checkpoint_samples import told, write_checkpoint
 
@@ -276,8 +276,8 @@ import json, resource, sys
 from pathlib import Path
 from hetero_mpi.checkpoint import CheckpointError, CheckpointReader, newest_good, prune
 from hetero_mpi.checkpoint.directory import _best
-from hetero_mpi.checkpoint.shelf import pieces_on_disk
-from hetero_mpi.offline import inspect
+from hetero_mpi.checkpoint.local_shards import pieces_on_disk
+from hetero_mpi.commands.plan import inspect
 from hetero_mpi.errors import UserError
 import hetero_mpi.report.checkpoints
 taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -365,9 +365,9 @@ def test_values_are_looked_at_in_every_type(dtype: str, tmp_path: Path) -> None:
 
 
 def test_resuming_takes_the_newest_that_is_whole_and_of_this_model(tmp_path: Path) -> None:
-    from hetero_mpi.model.items import ParameterSpec
+    from hetero_mpi.model.layer.interface import ParameterSpec
     from hetero_mpi.model.tuning import Tuning
-    from hetero_mpi.training.saving import LATEST, check_tensors, find_checkpoint
+    from hetero_mpi.state.checkpointing import LATEST, check_tensors, find_checkpoint
 
     good, *odd = (checkpoint_path(tmp_path / "checkpoints", step) for step in (1, 2, 3))
     for path, name in zip(odd, ("step-negative", "nan-weights"), strict=True):

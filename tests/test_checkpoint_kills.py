@@ -19,10 +19,10 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hetero_mpi.checkpoint import CheckpointReader, newest_good
-from hetero_mpi.launch.launcher import build_command
-from hetero_mpi.planning.files import save_plan
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.report.metrics import read_metrics
+from hetero_mpi.launch.launcher.launcher import build_command
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.toml_files import save_plan
+from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.mpi import ROOT, launcher_or_skip, run_bounded
 from tests.small_jobs import GLOBAL_BATCH, SEQUENCE, Workshop
 

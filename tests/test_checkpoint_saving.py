@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from hetero_mpi.comm.world import World
-from hetero_mpi.training.background import lack_of_memory
+from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.state.background_save import lack_of_memory
 from tests.rank_pool import run_pooled
 
 CASES = (

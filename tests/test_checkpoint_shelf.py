@@ -3,7 +3,7 @@
 import threading
 from pathlib import Path
 
-from hetero_mpi.checkpoint.shelf import SHELF_NAME, clear_shelf, keep_generations, piece_path
+from hetero_mpi.checkpoint.local_shards import SHELF_NAME, clear_shelf, keep_generations, piece_path
 from tests.small_jobs import newest_copy_step
 
 RANKS = 6

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.comm import interfaces
+from hetero_mpi.comm.ranks import interfaces
 from tests.mpi import ROOT, launcher_or_skip, run_bounded
 
 HEAD, OTHER = f"a{os.getpid()}", f"b{os.getpid()}"

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hetero_mpi.comm.emulated_cards import Cards
-from hetero_mpi.comm.emulated_link import EmulatedTransport
+from hetero_mpi.comm.mpi_all_reduce import GroupSums
 from hetero_mpi.comm.mpi_progress import Then
-from hetero_mpi.comm.mpi_sums import GroupSums
-from hetero_mpi.comm.sleeping import Sleeper
+from hetero_mpi.comm.precise_sleep import Sleeper
 from hetero_mpi.comm.transport import Group, Numbers, Sum, Transport
+from hetero_mpi.emulation.emulated_links import EmulatedTransport
+from hetero_mpi.emulation.emulated_nics import Cards
 from tests.loopback import LoopbackNetwork
 from tests.mpi import run_mpi
 from tests.programs.comm_conformance import CASES, HELD_CASES, PIECE_CASES, SUM_CASES

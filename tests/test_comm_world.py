@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.comm.joining import host_labels
-from hetero_mpi.comm.library import (
+from hetero_mpi.comm.links import fit_line
+from hetero_mpi.comm.pairs import rounds
+from hetero_mpi.comm.ranks.library import (
     MpiLibrary,
     foreign_launcher_problem,
     launched_as,
     parse_library_version,
     world_size_problem,
 )
-from hetero_mpi.comm.links import fit_line
-from hetero_mpi.comm.pairs import rounds
-from hetero_mpi.comm.versions import MUST_MATCH, own_source, own_versions, version_problem
-from hetero_mpi.comm.world import describe_problems
+from hetero_mpi.comm.ranks.mpi_start import host_labels
+from hetero_mpi.comm.ranks.versions import MUST_MATCH, own_source, own_versions, version_problem
+from hetero_mpi.comm.ranks.world import describe_problems
 from tests.mpi import ROOT, launcher_or_skip, run_bounded, run_mpi
 
 FAILURES = "tests/programs/comm_failures.py"
@@ -212,7 +212,7 @@ def test_another_commit_of_the_same_version_is_told_apart(tmp_path: Path) -> Non
 
 def test_mpi_is_told_that_only_host_memory_is_passed_to_it_np2() -> None:
     """By environment variables that the library reads as it starts; the user's own choice stays."""
-    program = "import os; from hetero_mpi.comm.joining import *; world = join(); " + (
+    program = "import os; from hetero_mpi.comm.ranks.mpi_start import *; world = join(); " + (
         "assert world.all_gather_json(world.rank) == [0, 1]; print(*(os.environ[name] for name in HOST_MEMORY_ONLY))"
     )
     result = run_mpi(2, ["-c", program], env={"OMPI_MCA_accelerator": ""})
@@ -223,7 +223,7 @@ def test_ranks_of_two_commits_are_refused_before_anything_else_is_exchanged_np2(
     """The second rank runs a copy that sends its JSON in another form."""
     launcher_or_skip()
     shutil.copytree(ROOT / "hetero_mpi", tmp_path / "hetero_mpi", ignore=shutil.ignore_patterns("__pycache__"))
-    collectives = tmp_path / "hetero_mpi" / "comm" / "collectives.py"
+    collectives = tmp_path / "hetero_mpi" / "comm" / "ranks" / "collectives.py"
     form = "json.dumps(value).encode()"
     text = collectives.read_text()
     assert text.count(form) == 1

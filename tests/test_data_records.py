@@ -13,8 +13,8 @@ from hetero_mpi.data.records import Message, read_records
 from hetero_mpi.data.template import render_prompt
 from hetero_mpi.data.tokenizer import save_tokenizer, train_bpe
 from hetero_mpi.errors import UserError
-from hetero_mpi.job import LoadedJob, load_job
-from hetero_mpi.training.material import prepare, prompt_template
+from hetero_mpi.job.load import LoadedJob, load_job
+from hetero_mpi.runtime.setup.material import prepare, prompt_template
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 ALPACA = {"instruction": "Say hello", "input": "", "output": "Hello"}

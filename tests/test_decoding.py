@@ -14,15 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hetero_mpi.data.tokenizer import load_tokenizer
 from hetero_mpi.device.accelerators import open_backend
-from hetero_mpi.model.chain import Chain
 from hetero_mpi.model.decoding import NOT_A_NUMBER, OWN_CACHE, Decoder, Sampling, pick
-from hetero_mpi.model.families import PROVEN_FAMILIES, read_config
-from hetero_mpi.model.files import ModelFiles
-from hetero_mpi.model.quantize import set_training
+from hetero_mpi.model.files.model_files import ModelFiles
+from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.model.stage import MicroBatch, Stage
+from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.families import PROVEN_FAMILIES, read_config
+from hetero_mpi.model.transformers.weights import FileStart
 from hetero_mpi.model.tuning import nothing_trained
-from hetero_mpi.model.weights import FileStart
-from hetero_mpi.training.writing import Spelling
+from hetero_mpi.runtime.generate.writer import Spelling
 from tests.family_configs import VOCABULARY, tiny_keys
 from tests.training_cases import Case, corpus, model_directory, tokenizer_directory
 

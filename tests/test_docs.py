@@ -18,15 +18,15 @@ import tomli
 
 from hetero_mpi import __version__
 from hetero_mpi.cli import main, parser
+from hetero_mpi.commands.reference_pages import COMMANDS_HEADER, ENVIRONMENT, UNITS
 from hetero_mpi.errors import ExitCode
-from hetero_mpi.job import TABLES, load_job
-from hetero_mpi.job_rules import broken_keys, rule_of
-from hetero_mpi.launch.hosts import Host, read_hosts
-from hetero_mpi.launch.mesh import read_mesh
-from hetero_mpi.planning.files import save_profile
+from hetero_mpi.job.load import TABLES, load_job
+from hetero_mpi.job.rules import broken_keys, rule_of
+from hetero_mpi.launch.hosts.hosts_toml import Host, read_hosts
+from hetero_mpi.launch.wireguard.mesh import read_mesh
 from hetero_mpi.planning.planner import make_plan
-from hetero_mpi.planning.request import PlanRequest
-from hetero_mpi.reference_pages import COMMANDS_HEADER, ENVIRONMENT, UNITS
+from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.toml_files import save_profile
 from tests import written_docs
 from tests.mpi import ROOT
 from tests.past_runs import WHOLE_JOB, make_run
@@ -390,7 +390,7 @@ def test_every_number_of_the_job_has_its_unit() -> None:
         for key, field in model.model_fields.items()
         if "number" in rule_of(field)
     }
-    assert numbers - plain == set(UNITS), "name its unit in hetero_mpi/reference_pages.py"
+    assert numbers - plain == set(UNITS), "name its unit in hetero_mpi/commands/reference_pages.py"
 
 
 def test_grids_and_printed_blocks_are_the_programs() -> None:

@@ -13,18 +13,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hetero_mpi.comm.emulated_cards import Cards
-from hetero_mpi.comm.emulated_link import EmulatedTransport, compare_clocks
-from hetero_mpi.comm.sleeping import Sleeper
+from hetero_mpi.comm.precise_sleep import Sleeper
+from hetero_mpi.emulation.emulated_links import EmulatedTransport, compare_clocks
+from hetero_mpi.emulation.emulated_nics import Cards
+from hetero_mpi.emulation.pace import Pace
 from hetero_mpi.planning.durations import finished_items_s
-from hetero_mpi.planning.files import load_profile, save_plan, save_profile
-from hetero_mpi.planning.network import THREADED, Network
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.report.metrics import StepMetrics, read_metrics
-from hetero_mpi.training.emulation import Pace
+from hetero_mpi.planning.types.network import THREADED, Network
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
+from hetero_mpi.planning.types.toml_files import load_profile, save_plan, save_profile
+from hetero_mpi.report.run_files.metrics import StepMetrics, read_metrics
 from tests.loopback import LoopbackNetwork, LoopbackTransport
 from tests.planning_samples import make_model, make_plan_of, make_profile
 from tests.programs.comm_conformance import CASES

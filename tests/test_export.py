@@ -13,8 +13,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hetero_mpi.checkpoint import checkpoint_path
+from hetero_mpi.commands.export import export
 from hetero_mpi.errors import UserError
-from hetero_mpi.export import export
 from tests import training_cases
 from tests.mpi import ROOT
 from tests.rank_pool import run_pooled

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.errors import ExitCode
-from hetero_mpi.launch.journal import Journal, append_event
-from hetero_mpi.report.logs import LOGGER, setup_logging
-from hetero_mpi.report.measured import keep_until
-from hetero_mpi.report.metrics import Evaluation, MetricsWriter, StepMetrics, read_metrics
-from hetero_mpi.report.run_directory import claim
+from hetero_mpi.launch.supervisor.event_log import Journal, append_event
+from hetero_mpi.report.run_files.logs import LOGGER, setup_logging
+from hetero_mpi.report.run_files.measured import keep_until
+from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, StepMetrics, read_metrics
+from hetero_mpi.report.run_files.run_directory import claim
 from tests.long_run import LongRun
 
 

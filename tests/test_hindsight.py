@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi import hindsight
 from hetero_mpi.cli import main
+from hetero_mpi.commands import runs as hindsight
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.files import save_profile
-from hetero_mpi.planning.plan import Alone
+from hetero_mpi.planning.types.plan import Alone
+from hetero_mpi.planning.types.toml_files import save_profile
 from hetero_mpi.report.comparison import job_differences, loss_after, verdict
 from hetero_mpi.report.past_run import read_run
-from hetero_mpi.report.tensorboard import TensorBoard
+from hetero_mpi.report.run_files.tensorboard import TensorBoard
 from tests.past_runs import JOB, cluster, make_run, planned
 from tests.planning_samples import JOB_TOML
 from tests.test_report import ODD_LINES
@@ -89,7 +89,7 @@ def test_the_baseline_of_a_profile_and_of_a_run(tmp_path: Path, capsys: pytest.C
 
 
 def test_looking_back_needs_neither_torch_nor_mpi() -> None:
-    program = "import sys\nfor name in ('torch', 'mpi4py', 'matplotlib'): sys.modules[name] = None\nimport hetero_mpi.hindsight"
+    program = "import sys\nfor name in ('torch', 'mpi4py', 'matplotlib'): sys.modules[name] = None\nimport hetero_mpi.commands.runs"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 
 

@@ -80,7 +80,7 @@ def test_readme_and_ci_run_the_same_tests() -> None:
 
 
 def test_families_in_the_readme_are_the_proven_ones() -> None:
-    from hetero_mpi.model.families import PROVEN_FAMILIES
+    from hetero_mpi.model.transformers.families import PROVEN_FAMILIES
 
     found = re.search(r"of \[(\d+) proven families\]\(docs/models\.md\)", (ROOT / "README.md").read_text())
     assert found is not None and int(found[1]) == len(PROVEN_FAMILIES)

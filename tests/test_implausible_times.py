@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.files import load_profile, save_profile
-from hetero_mpi.planning.plausible import doubts, profile_doubts
-from hetero_mpi.planning.profile import ClusterProfile, Curve, LayerTimes
+from hetero_mpi.planning.analysis.plausible import doubts, profile_doubts
+from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
+from hetero_mpi.planning.types.toml_files import load_profile, save_profile
 from hetero_mpi.report.tables import doubt_remarks, profile_lines
 from tests.mpi import ROOT
 from tests.planning_samples import make_model, make_profile

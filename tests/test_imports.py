@@ -15,7 +15,7 @@ def unwanted(*names):
 
 with contextlib.suppress(SystemExit):
     main(["--help"])
-found = unwanted("numpy", "pydantic", "psutil", "hetero_mpi.launch.launcher", "hetero_mpi.launch.elastic")
+found = unwanted("numpy", "pydantic", "psutil", "hetero_mpi.launch.launcher.launcher", "hetero_mpi.launch.supervisor.elastic")
 assert not found, found
 profile = "homelab-m4max-2titanx"
 assert main(["plan", "--profile", profile]) == main(["inspect", profile, "-o", sys.argv[1] + "/picture.svg"]) == 0
@@ -28,11 +28,11 @@ import sys
 from hetero_mpi.model.eager_imports import eager_imports
 
 with eager_imports():
-    import hetero_mpi.training.run
+    import hetero_mpi.runtime.run
 
 import torch
 from transformers import LlamaConfig
-from hetero_mpi.model.chain import build_on_meta
+from hetero_mpi.model.transformers.chain import build_on_meta
 
 sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
 model = build_on_meta(LlamaConfig(**sizes)).to_empty(device="cpu")
@@ -40,7 +40,7 @@ adamw = torch.optim.AdamW(model.parameters())
 model(input_ids=torch.zeros(1, 8, dtype=torch.long)).logits.sum().backward()
 adamw.step()
 unused = {"torch._dynamo.eval_frame", "torch.distributed.tensor", "torch._inductor", "peft", "bitsandbytes", "matplotlib"}
-planner = {"hetero_mpi.planning.planner", "hetero_mpi.planning.decide", "hetero_mpi.launch.elastic"}
+planner = {"hetero_mpi.planning.planner", "hetero_mpi.planning.decide", "hetero_mpi.launch.supervisor.elastic"}
 found = sorted((unused | planner) & set(sys.modules))
 assert not found, found
 

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from hetero_mpi import new_job, shipped
+from hetero_mpi import shipped
 from hetero_mpi.cli import main
-from hetero_mpi.comm.versions import own_source
+from hetero_mpi.comm.ranks.versions import own_source
+from hetero_mpi.commands import init
 from hetero_mpi.errors import UserError
-from hetero_mpi.job import load_job
-from hetero_mpi.planning.files import load_profile
+from hetero_mpi.job.load import load_job
+from hetero_mpi.planning.types.toml_files import load_profile
 from tests.environments import second_environment
 from tests.mpi import ROOT
 
@@ -54,15 +55,15 @@ def test_a_copied_job_finds_what_it_reads(name: str, tmp_path: Path, capsys: pyt
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    new_job.init("quickstart", tmp_path)
+    init.init("quickstart", tmp_path)
     own = tmp_path / "jobs" / "quickstart.toml"
     own.write_text("mine")
     with pytest.raises(UserError, match=r"quickstart\.toml: there already, and init overwrites nothing"):
-        new_job.init("quickstart", tmp_path)
-    assert any("was there, left as it is" in line for line in new_job.init("lora_nf4", tmp_path))
+        init.init("quickstart", tmp_path)
+    assert any("was there, left as it is" in line for line in init.init("lora_nf4", tmp_path))
     assert own.read_text() == "mine"
     with pytest.raises(UserError, match="cannot be written"):
-        new_job.init("cnn", own)
+        init.init("cnn", own)
 
 
 def test_names_are_listed_and_guessed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +75,7 @@ def test_names_are_listed_and_guessed(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_slurm_scripts_are_copied_with_what_they_source(tmp_path: Path) -> None:
-    new_job.init("slurm", tmp_path)
+    init.init("slurm", tmp_path)
     scripts = list((tmp_path / "jobs").glob("*.sbatch"))
     assert len(scripts) == 4 and all("source jobs/slurm.sh" in path.read_text() for path in scripts)
     assert (tmp_path / "jobs" / "slurm.sh").is_file()
@@ -87,7 +88,7 @@ def test_a_shipped_profile_is_found_by_its_name(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     expected = load_profile(ROOT / "profiles" / f"{HOMELAB}.toml")
     assert load_profile(HOMELAB) == load_profile(f"{HOMELAB}.toml") == expected
-    new_job.init("quickstart", tmp_path)
+    init.init("quickstart", tmp_path)
     assert load_job("jobs/quickstart.toml").profile_file(HOMELAB) == shipped.shipped_profiles()[HOMELAB]
     assert (
         load_job("jobs/quickstart.toml").profile_file("to-be-measured.toml")
@@ -104,7 +105,7 @@ def test_commands_take_a_profiles_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    new_job.init("llama8b_alpaca", tmp_path)
+    init.init("llama8b_alpaca", tmp_path)
     for command in ("plan", "simulate", "baseline"):
         assert main([command, "jobs/llama8b_alpaca.toml", "--profile", HOMELAB]) == 0
         assert "5090" in capsys.readouterr().out
@@ -176,7 +177,7 @@ def test_an_installation_has_jobs_and_profiles(installed: Path, tmp_path: Path) 
     assert f"{installed} -m hetero_mpi launch" in done.stdout, "the command as it can be typed here"
     done = run([program, "plan", "jobs/llama8b_alpaca.toml", "--profile", HOMELAB], tmp_path)
     assert done.returncode == 0 and "RTX 5090" in done.stdout, done.stderr
-    code = "from hetero_mpi.comm.versions import own_source; from hetero_mpi import shipped\n"
+    code = "from hetero_mpi.comm.ranks.versions import own_source; from hetero_mpi import shipped\n"
     code += "print(shipped.shipped_folder('jobs')); print(shipped.pip_argument()); print(own_source())"
     folder, argument, source = run([installed, "-c", code], tmp_path).stdout.splitlines()
     assert source == own_source(), "a wheel and the clone it was made of are the same source"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from hetero_mpi.commands.reference import EXAMPLES, reference_text
 from hetero_mpi.errors import UserError
-from hetero_mpi.job import Job, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
-from hetero_mpi.reference import EXAMPLES, reference_text
+from hetero_mpi.job.load import Job, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
 
 SMALL = """\
 [model.config]
@@ -295,7 +295,7 @@ REFERENCE = Path(__file__).parent.parent / "jobs" / "reference.toml"
 
 def test_the_reference_file_is_the_code() -> None:
     assert REFERENCE.read_text(encoding="utf-8") == reference_text(), (
-        "run: python -m hetero_mpi.reference > jobs/reference.toml"
+        "run: python -m hetero_mpi.commands.reference > jobs/reference.toml"
     )
 
 

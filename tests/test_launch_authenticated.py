@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.launch import sentry
-from hetero_mpi.launch.authenticated import AuthenticatedLines, NotAuthentic
-from hetero_mpi.launch.hostfile import HostEntry
-from hetero_mpi.launch.sentry import Orders, Sentry, as_line
-from hetero_mpi.launch.tower import Tower
+from hetero_mpi.launch.hosts.authenticated import AuthenticatedLines, NotAuthentic
+from hetero_mpi.launch.hosts.hostfile import HostEntry
+from hetero_mpi.launch.supervisor import host_agent
+from hetero_mpi.launch.supervisor.heartbeat_server import Tower
+from hetero_mpi.launch.supervisor.host_agent import Orders, Sentry, as_line
 from tests.mpi import ROOT
 
 TOKEN = "0123456789abcdef"
@@ -138,7 +138,7 @@ def test_a_call_that_was_overheard_betrays_no_token_and_cannot_be_repeated(tower
 def test_a_false_supervisor_can_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers every call as the supervisor would, to have all ranks killed; the sentry takes it for silence."""
     ended: list[str | None] = []
-    monkeypatch.setattr(sentry, "end_starts", lambda supervisor, keep=None: ended.append(keep))
+    monkeypatch.setattr(host_agent, "end_starts", lambda supervisor, keep=None: ended.append(keep))
     orders = {"sweep": 9, "keep": None, "try_lock": 0, "leave": True}
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -158,6 +158,6 @@ def test_a_false_supervisor_can_end_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_sentry_that_does_not_understand_its_orders_names_the_commits() -> None:
     line = as_line(orders_to(1)).replace(b'"timeout_s"', b'"a_name_of_tomorrow"')
     result = subprocess.run(
-        [sys.executable, "-m", "hetero_mpi.launch.sentry"], input=line, capture_output=True, cwd=ROOT
+        [sys.executable, "-m", "hetero_mpi.launch.supervisor.host_agent"], input=line, capture_output=True, cwd=ROOT
     )
     assert result.returncode == 1 and b"bring the same commit here" in result.stderr

@@ -19,17 +19,18 @@ from typing import Any
 
 import pytest
 
-from hetero_mpi.comm.versions import own_source
-from hetero_mpi.launch import checks, doctor, doctor_report, probe
-from hetero_mpi.launch.authenticated import NotAuthentic
-from hetero_mpi.launch.device_checks import check_devices, check_shares
-from hetero_mpi.launch.doctor_ranks import _interfaces_of
-from hetero_mpi.launch.findings import Finding, Verdict, lines_of, merged, would_fail
-from hetero_mpi.launch.interface import LocalAddress, network_of
-from hetero_mpi.launch.link_checks import MANY, Link, check_links
-from hetero_mpi.launch.probe import MARK, REQUIRED, Facts
-from hetero_mpi.launch.probing import Examined, Probe, ProbeError, Target
-from hetero_mpi.launch.wire import Listener, measure
+from hetero_mpi.comm.ranks.versions import own_source
+from hetero_mpi.launch.doctor import checks, doctor_report, probe
+from hetero_mpi.launch.doctor import examine as doctor
+from hetero_mpi.launch.doctor.device_checks import check_devices, check_shares
+from hetero_mpi.launch.doctor.link_checks import MANY, Link, check_links
+from hetero_mpi.launch.doctor.probe import MARK, REQUIRED, Facts
+from hetero_mpi.launch.doctor.probe_client import Examined, Probe, ProbeError, Target
+from hetero_mpi.launch.doctor.rank_checks import _interfaces_of
+from hetero_mpi.launch.doctor.tcp_probe import Listener, measure
+from hetero_mpi.launch.hosts.authenticated import NotAuthentic
+from hetero_mpi.launch.hosts.diagnostics import Finding, Verdict, lines_of, merged, would_fail
+from hetero_mpi.launch.hosts.interface import LocalAddress, network_of
 from tests.mpi import ROOT, launcher_or_skip, run_bounded, run_mpi
 from tests.rack import NETWORK, Rack
 

@@ -20,11 +20,11 @@ import pytest
 
 from hetero_mpi.cli import main
 from hetero_mpi.errors import UserError
-from hetero_mpi.launch.agent import launch_agent, remote_command
-from hetero_mpi.launch.elastic_command import without_option
-from hetero_mpi.launch.elastic_options import ElasticOptions
-from hetero_mpi.launch.sentry import RunDirectory
-from hetero_mpi.report.metrics import read_metrics
+from hetero_mpi.launch.hosts.agent import launch_agent, remote_command
+from hetero_mpi.launch.supervisor.elastic_command import without_option
+from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
+from hetero_mpi.launch.supervisor.host_agent import RunDirectory
+from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.mpi import ROOT, launcher_or_skip, run_bounded
 from tests.rack import Rack
 from tests.small_jobs import Workshop, newest_copy_step

@@ -12,24 +12,24 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.cli import main
-from hetero_mpi.comm.library import MpiLibrary
+from hetero_mpi.comm.ranks.library import MpiLibrary
 from hetero_mpi.device.choice import DEVICE_VARIABLE, Cores, Place, Wish, cores_of, device_of, wish
 from hetero_mpi.errors import UserError
-from hetero_mpi.launch import hosts_command as building
-from hetero_mpi.launch import launcher as launching
-from hetero_mpi.launch import tower
-from hetero_mpi.launch.agent import without_agent
-from hetero_mpi.launch.elastic import Supervisor
-from hetero_mpi.launch.elastic_command import Commands
-from hetero_mpi.launch.elastic_options import ElasticOptions
-from hetero_mpi.launch.hostfile import HostEntry
-from hetero_mpi.launch.hosts import Host, ranks_of, read_hosts
-from hetero_mpi.launch.hosts_command import hosts_command
-from hetero_mpi.launch.interface import LocalAddress
-from hetero_mpi.launch.launcher import Launcher
-from hetero_mpi.launch.processes import VARIABLE
-from hetero_mpi.launch.relay import relay_script, write_relay
-from hetero_mpi.report.metrics import read_metrics
+from hetero_mpi.launch.hosts.agent import without_agent
+from hetero_mpi.launch.hosts.hostfile import HostEntry
+from hetero_mpi.launch.hosts.hosts_toml import Host, ranks_of, read_hosts
+from hetero_mpi.launch.hosts.interface import LocalAddress
+from hetero_mpi.launch.hosts.processes import VARIABLE
+from hetero_mpi.launch.launcher import hosts_command as building
+from hetero_mpi.launch.launcher import launcher as launching
+from hetero_mpi.launch.launcher.hosts_command import hosts_command
+from hetero_mpi.launch.launcher.launcher import Launcher
+from hetero_mpi.launch.launcher.relay import relay_script, write_relay
+from hetero_mpi.launch.supervisor import heartbeat_server
+from hetero_mpi.launch.supervisor.elastic import Supervisor
+from hetero_mpi.launch.supervisor.elastic_command import Commands
+from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
+from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.environments import second_environment
 from tests.mpi import ROOT, launcher_or_skip, run_bounded
 from tests.rack import Rack
@@ -69,7 +69,7 @@ def network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in list(os.environ):
         if name.startswith(("OMPI_", "SLURM_", "FI_TCP", "UCX_", "HYDRA")) or name == "PYTHONPATH":
             monkeypatch.delenv(name)
-    monkeypatch.setattr(tower, "resolve", lambda name: name)
+    monkeypatch.setattr(heartbeat_server, "resolve", lambda name: name)
     for module in (building, launching):
         monkeypatch.setattr(module, "local_addresses", lambda: LOCAL)
         monkeypatch.setattr(module, "resolve", lambda name: name)

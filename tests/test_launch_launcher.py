@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.cli import parser
-from hetero_mpi.comm.library import MpiLibrary
+from hetero_mpi.comm.ranks.library import MpiLibrary
 from hetero_mpi.errors import UserError
-from hetero_mpi.launch import launcher as launching
 from hetero_mpi.launch.command import main
-from hetero_mpi.launch.error_stream import ErrorStream
-from hetero_mpi.launch.hostfile import HostEntry, check_slots, format_hostfile, host_list, read_hostfile
-from hetero_mpi.launch.interface import LocalAddress, choose_interface, resolve
-from hetero_mpi.launch.launcher import Launcher, build_command, launcher_version
+from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots, format_hostfile, host_list, read_hostfile
+from hetero_mpi.launch.hosts.interface import LocalAddress, choose_interface, resolve
+from hetero_mpi.launch.launcher import launcher as launching
+from hetero_mpi.launch.launcher.error_stream import ErrorStream
+from hetero_mpi.launch.launcher.launcher import Launcher, build_command, launcher_version
 from hetero_mpi.launch.options import add_arguments
 from tests.mpi import ROOT, launcher_or_skip, run_bounded
 

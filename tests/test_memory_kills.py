@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from hetero_mpi.device.memory_kills import memory_kills, memory_kills_text
-from hetero_mpi.report.metrics import read_metrics
+from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.long_run import LongRun
 from tests.test_train_recovery import outliving_or_skip
 

@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 
 from hetero_mpi.cli import main
-from hetero_mpi.comm.library import MPICH, OPEN_MPI, MpiLibrary
+from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI, MpiLibrary
 from hetero_mpi.errors import UserError
-from hetero_mpi.launch import hosts_command as building
-from hetero_mpi.launch.findings import Verdict
-from hetero_mpi.launch.hosts import ranks_of, read_hosts
-from hetero_mpi.launch.hosts_command import hosts_command
-from hetero_mpi.launch.interface import LocalAddress
-from hetero_mpi.launch.launcher import CommandLine, Launcher
-from hetero_mpi.launch.mesh import Mesh, check_up, configuration, init, members, read_mesh
-from hetero_mpi.launch.mesh_check import Passed, judge
+from hetero_mpi.launch.hosts.diagnostics import Verdict
+from hetero_mpi.launch.hosts.hosts_toml import ranks_of, read_hosts
+from hetero_mpi.launch.hosts.interface import LocalAddress
+from hetero_mpi.launch.launcher import hosts_command as building
+from hetero_mpi.launch.launcher.hosts_command import hosts_command
+from hetero_mpi.launch.launcher.launcher import CommandLine, Launcher
+from hetero_mpi.launch.wireguard.check import Passed, judge
+from hetero_mpi.launch.wireguard.mesh import Mesh, check_up, configuration, init, members, read_mesh
 from tests.mpi import ROOT, launcher_or_skip
 from tests.rack import Rack
 

@@ -12,16 +12,16 @@ from bitsandbytes.nn import Linear4bit
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
-from hetero_mpi.job import Job, TrainTable, load_job
+from hetero_mpi.job.load import Job, TrainTable, load_job
 from hetero_mpi.model.adapter_files import check_adapter, read_adapter, write_adapter
-from hetero_mpi.model.chain import Chain
-from hetero_mpi.model.cost import model_cost
-from hetero_mpi.model.families import read_config
+from hetero_mpi.model.layer.quantize import packed_bytes
+from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.optimizer import Optimizer
-from hetero_mpi.model.quantize import packed_bytes
 from hetero_mpi.model.stage import MicroBatch, Stage
+from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning, tuning_of
-from hetero_mpi.model.weights import SeededStart
 from tests.training_cases import Case
 
 CASE = Case("plain", "llama", True, 0.0, True, 2, "even")

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.directory import ModelDirectoryWriter
+from hetero_mpi.model.files.model_directory import ModelDirectoryWriter
 
 SMALL = {
     "hidden_size": 32,

@@ -14,13 +14,13 @@ from transformers.integrations import sdpa_attention
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
-from hetero_mpi.job import AdapterTable
-from hetero_mpi.model.chain import Chain
-from hetero_mpi.model.families import read_config
-from hetero_mpi.model.files import ModelFiles
+from hetero_mpi.job.load import AdapterTable
+from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.stage import IGNORED, MicroBatch, Stage
+from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.weights import FileStart, SeededStart, Start
 from hetero_mpi.model.tuning import adapter_tuning
-from hetero_mpi.model.weights import FileStart, SeededStart, Start
 
 BLOCKS = 4
 ITEMS = BLOCKS + 2

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.files import ModelFiles
+from hetero_mpi.model.files.model_files import ModelFiles
 
 TENSORS = {
     "model.embed_tokens.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -69,7 +69,7 @@ def test_names_need_no_torch(single: Path) -> None:
         "module = sys.modules['files'] = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n"
         "files = module.ModelFiles(sys.argv[1]); files.check(); print(len(files.names))"
     )
-    source = Path(__file__).parent.parent / "hetero_mpi" / "model" / "files.py"
+    source = Path(__file__).parent.parent / "hetero_mpi" / "model" / "files" / "model_files.py"
     command = [sys.executable, "-c", program, str(single), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) == len(TENSORS)

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hetero_mpi.model.cost import BYTES
-from hetero_mpi.model.loss import IGNORED, PIECE, piece_size, summed_loss
+from hetero_mpi.model.layer.loss import IGNORED, PIECE, piece_size, summed_loss
+from hetero_mpi.model.model_cost import BYTES
 
 
 @pytest.mark.parametrize("factor", [1.0, 65536.0])

@@ -11,14 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, get_scheduler
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.job import TrainTable
-from hetero_mpi.model.chain import Chain
-from hetero_mpi.model.families import read_config
+from hetero_mpi.job.load import TrainTable
 from hetero_mpi.model.optimizer import Judge, LearningRate, LossScale, Optimizer, _short
-from hetero_mpi.model.proven import PROVEN_FAMILIES
 from hetero_mpi.model.stage import Stage
-from hetero_mpi.model.weights import SeededStart
-from hetero_mpi.training.resuming import rate_change
+from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES
+from hetero_mpi.model.transformers.weights import SeededStart
+from hetero_mpi.runtime.resume import rate_change
 from tests.family_configs import tiny_keys
 
 

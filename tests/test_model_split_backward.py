@@ -12,13 +12,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.job import AdapterTable, TrainTable
-from hetero_mpi.model.chain import Chain
-from hetero_mpi.model.families import read_config
-from hetero_mpi.model.initial_values import materialize
+from hetero_mpi.job.load import AdapterTable, TrainTable
+from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.optimizer import Optimizer
-from hetero_mpi.model.seeds import seed_from
 from hetero_mpi.model.stage import IGNORED, MicroBatch, Stage
+from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.initial_values import materialize
 from hetero_mpi.model.tuning import Tuning, adapter_tuning
 from tests.family_configs import VOCABULARY, dropout_rates, tiny_keys
 from tests.test_all_families import UNLIKE

@@ -10,15 +10,15 @@ import pytest
 
 from hetero_mpi.cli import main
 from hetero_mpi.planning.alone import alone, best_alone
-from hetero_mpi.planning.changes import restricted, with_slowness
-from hetero_mpi.planning.files import load_plan, load_profile, save_profile
+from hetero_mpi.planning.analysis.what_if import what_ifs
 from hetero_mpi.planning.memory import predict_memory
-from hetero_mpi.planning.offline import what_ifs
-from hetero_mpi.planning.plan import Alone, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.planner import complete_plan, make_plan
-from hetero_mpi.planning.profile import ClusterProfile
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
+from hetero_mpi.planning.types.plan import Alone, PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_profile
 from hetero_mpi.report import units
 from hetero_mpi.report.tables import headline
 from tests.past_runs import WHOLE_JOB, make_run

@@ -12,10 +12,10 @@ from hetero_mpi.planning.cycles import cycle_bound_s
 from hetero_mpi.planning.decide import decide
 from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.outline import outlined
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.simulator import simulate, spans_s
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
 from tests.planning_samples import SEQUENCE, make_model, make_profile
 
 EQUAL = 1 + 1e-9

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from hetero_mpi.planning.bounds import fluid_bound_s
-from hetero_mpi.planning.changes import with_plenty_of_memory
 from hetero_mpi.planning.decide import decide
 from hetero_mpi.planning.exact.joint import Exact
 from hetero_mpi.planning.large_bound import large_bound_s
@@ -15,11 +14,12 @@ from hetero_mpi.planning.packing import counted
 from hetero_mpi.planning.packing.bound import TOLERANCE, packing_bound_s
 from hetero_mpi.planning.packing.counted import Counted, classes_apart, packed
 from hetero_mpi.planning.packing.relaxed import Facts
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile, LinkProfile
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.tables import rank_classes
+from hetero_mpi.planning.types.cluster_changes import with_plenty_of_memory
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile, LinkProfile
+from hetero_mpi.planning.types.request import PlanRequest
 from tests.planning_samples import SEQUENCE, looks_possible, make_model, make_profile, random_plan
 from tests.test_planning_exact import joint_instance
 

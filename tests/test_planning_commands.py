@@ -8,9 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from hetero_mpi.planning.analysis.what_if import losses, what_ifs
 from hetero_mpi.planning.bounds import fluid_bound_s
-from hetero_mpi.planning.changes import restricted, with_copy_of, with_faster_links, with_free_links
-from hetero_mpi.planning.files import (
+from hetero_mpi.planning.packing.bound import packing_bound_s
+from hetero_mpi.planning.planner import make_plan
+from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.types.cluster_changes import restricted, with_copy_of, with_faster_links, with_free_links
+from hetero_mpi.planning.types.profile import HostProfile
+from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.toml_files import (
     load_plan,
     load_profile,
     plan_from_dict,
@@ -19,12 +25,6 @@ from hetero_mpi.planning.files import (
     save_plan,
     save_profile,
 )
-from hetero_mpi.planning.offline import losses, what_ifs
-from hetero_mpi.planning.packing.bound import packing_bound_s
-from hetero_mpi.planning.planner import make_plan
-from hetero_mpi.planning.profile import HostProfile
-from hetero_mpi.planning.request import PlanRequest
-from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.report import units
 from tests.planning_folder import REQUEST, cluster, fill, run
 from tests.planning_samples import make_model, make_plan_of, make_profile, random_instance
@@ -224,9 +224,9 @@ def test_faster_links_are_not_planned_for_where_messages_cost_nothing(monkeypatc
     lost = losses(own, own, profile, request)
     assert lost.free_links_s == pytest.approx(own.predicted_step_s)
     searched = [answer for answer in what_ifs(own, profile, request) if "faster" in answer.change]
-    monkeypatch.setattr("hetero_mpi.planning.offline.with_copy_of", lambda profile, rank: profile)
+    monkeypatch.setattr("hetero_mpi.planning.analysis.what_if.with_copy_of", lambda profile, rank: profile)
     asked: list[object] = []
-    monkeypatch.setattr("hetero_mpi.planning.offline.decide", lambda *question: asked.append(question))
+    monkeypatch.setattr("hetero_mpi.planning.analysis.what_if.decide", lambda *question: asked.append(question))
     answers = list(what_ifs(own, profile, request, lost.free_links_s))
     known = [answer for answer in answers if "faster" in answer.change]
     assert [one.change for one in known] == [one.change for one in searched] and len(known) == 1

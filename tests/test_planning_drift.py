@@ -12,13 +12,13 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-from hetero_mpi.planning.changes import restricted, with_slowness
-from hetero_mpi.planning.drift import FEWEST, Decider, Move, Prospect, SpeedWatch, moved_items, moving_s
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.analysis.drift import FEWEST, Decider, Move, Prospect, SpeedWatch, moved_items, moving_s
+from hetero_mpi.planning.analysis.replan import Answer, Question, answer
 from hetero_mpi.planning.planner import make_plan
-from hetero_mpi.planning.replanning import Answer, Question, answer
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.request import PlanRequest
 from tests.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile
 
 PROFILE = make_profile([1.0] * 3, model=make_model(8), bytes_per_s=1e6)
@@ -204,7 +204,7 @@ def test_moved_items_and_their_seconds() -> None:
 def test_the_program_answers_as_the_function_does() -> None:
     question = Question(PROFILE, {1: 3.0}, REQUEST, make_plan(PROFILE, REQUEST), 100, 1.0)
     assert Question.from_dict(json.loads(json.dumps(question.to_dict()))) == question
-    command = [sys.executable, "-m", "hetero_mpi.planning.replanning"]
+    command = [sys.executable, "-m", "hetero_mpi.planning.analysis.replan"]
     result = subprocess.run(command, input=json.dumps(question.to_dict()), capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert Answer.from_dict(json.loads(result.stdout)) == answer(question)

@@ -16,19 +16,19 @@ import pytest
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
-from hetero_mpi.planning.cost import EMBEDDING, HEAD
 from hetero_mpi.planning.decide import decide
 from hetero_mpi.planning.durations import duration, finished_items_s, sum_s, tied_s
 from hetero_mpi.planning.exact.joint import Exact
 from hetero_mpi.planning.exact.lockstep import depths, lists_of
 from hetero_mpi.planning.memory import predict_hosts, predict_memory, usable_bytes
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.planner import make_plan
-from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes, LinkProfile
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Action, Op, held_by, stages, summed_items, tied_heads
 from hetero_mpi.planning.simulator import simulate, spans_s
 from hetero_mpi.planning.tables import rank_classes
+from hetero_mpi.planning.types.cost import EMBEDDING, HEAD
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes, LinkProfile
+from hetero_mpi.planning.types.request import PlanRequest
 from tests.planning_samples import SEQUENCE, make_device, make_model, make_profile
 
 

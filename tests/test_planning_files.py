@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.files import (
+from hetero_mpi.planning.types.plan import IdleRank, RankMemory
+from hetero_mpi.planning.types.profile import Curve
+from hetero_mpi.planning.types.toml_files import (
     load_plan,
     load_profile,
     plan_from_dict,
@@ -18,8 +20,6 @@ from hetero_mpi.planning.files import (
     save_plan,
     save_profile,
 )
-from hetero_mpi.planning.plan import IdleRank, RankMemory
-from hetero_mpi.planning.profile import Curve
 from tests.planning_samples import make_plan_of, make_profile, random_instance, with_split
 
 

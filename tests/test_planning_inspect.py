@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hetero_mpi import offline
-from hetero_mpi.planning.files import load_profile, plan_from_dict, save_plan
+from hetero_mpi.commands import plan
 from hetero_mpi.planning.planner import make_plan
-from hetero_mpi.planning.profile import LinkProfile
+from hetero_mpi.planning.types.profile import LinkProfile
+from hetero_mpi.planning.types.toml_files import load_profile, plan_from_dict, save_plan
 from hetero_mpi.report.inspection import residuals
 from tests.checkpoint_samples import told, write_checkpoint
 from tests.mpi import run_mpi
@@ -147,6 +147,6 @@ def test_offline_commands_need_neither_torch_nor_mpi(folder: Path) -> None:
 
 def test_dropout_is_seen_in_the_jobs_files(folder: Path) -> None:
     """Without the model's code, rates in its configuration and the adapter's are what can be seen."""
-    question = offline.ask(Path("job.toml"), (), Path("profile.toml"))
-    assert not offline.uses_dropout(question.loaded, {"attention_dropout": 0.0, "drop_count": 3})
-    assert offline.uses_dropout(question.loaded, {"resid_pdrop": 0.1})
+    question = plan.ask(Path("job.toml"), (), Path("profile.toml"))
+    assert not plan.uses_dropout(question.loaded, {"attention_dropout": 0.0, "drop_count": 3})
+    assert plan.uses_dropout(question.loaded, {"resid_pdrop": 0.1})

@@ -12,11 +12,11 @@ from hetero_mpi.planning.decide import decide
 from hetero_mpi.planning.exact.joint import Exact
 from hetero_mpi.planning.large_bound import TOLERANCE, Counted, Shares, hosts_of, large_bound_s
 from hetero_mpi.planning.packing.relaxed import Facts
-from hetero_mpi.planning.plan import Plan
-from hetero_mpi.planning.profile import ClusterProfile
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.tables import rank_classes
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
 from tests.planning_samples import SEQUENCE, make_model, make_profile
 from tests.test_planning_bounds import as_needed
 from tests.test_planning_exact import joint_instance

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.job import load_job
-from hetero_mpi.planning.files import profile_from_dict, profile_to_dict
+from hetero_mpi.job.load import load_job
+from hetero_mpi.job.plan_request import request_of
 from hetero_mpi.planning.memory import (
     holdings,
     predict_hosts,
@@ -18,12 +18,12 @@ from hetero_mpi.planning.memory import (
     stage_memory,
     with_copies,
 )
-from hetero_mpi.planning.plan import HostMemory
 from hetero_mpi.planning.planner import make_plan
-from hetero_mpi.planning.profile import ClusterProfile, HostProfile
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Action, Op, parse_action, schedule_of, stages
-from hetero_mpi.training.request import request_of
+from hetero_mpi.planning.types.plan import HostMemory
+from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
+from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
 from tests.planning_samples import JOB_TOML, SEQUENCE, make_model, make_plan_of, make_profile, random_plan
 
 

@@ -11,14 +11,14 @@ from itertools import permutations
 
 import pytest
 
-from hetero_mpi.comm.sum_paths import ring_of
+from hetero_mpi.comm.all_reduce_paths import ring_of
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.durations import all_reduce_s
-from hetero_mpi.planning.network import THREADED, Network, with_shared_cards
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile, HostLinkProfile, HostProfile
 from hetero_mpi.planning.schedule import Op, schedule_of
 from hetero_mpi.planning.simulator import Simulation, simulate
+from hetero_mpi.planning.types.network import THREADED, Network, with_shared_cards
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile, HostProfile
 from tests.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, random_plan
 
 SLOW = 1000.0

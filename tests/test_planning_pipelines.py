@@ -10,12 +10,8 @@ import pytest
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
-from hetero_mpi.planning.files import load_profile, save_profile
 from hetero_mpi.planning.memory import predict_hosts, predict_memory
 from hetero_mpi.planning.packing.bound import packing_bound_s
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile, HostLinkProfile, HostProfile
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.several.abreast import abreast
 from hetero_mpi.planning.several.chains import Chain, Chains
 from hetero_mpi.planning.several.columns import Columns, along_hosts, in_hosts
@@ -24,6 +20,10 @@ from hetero_mpi.planning.several.layouts import several
 from hetero_mpi.planning.several.polish import Polisher
 from hetero_mpi.planning.several.shares import Pipelines
 from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile, HostProfile
+from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.toml_files import load_profile, save_profile
 from tests.planning_samples import SEQUENCE, looks_possible, make_model, make_profile, random_instance, random_plan
 
 EQUAL = 1 + 1e-9

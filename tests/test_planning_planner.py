@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s, pipeline_bound_s
-from hetero_mpi.planning.cost import EMBEDDING
 from hetero_mpi.planning.explain import beaten
 from hetero_mpi.planning.large_bound import large_bound_s
 from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.packing.bound import packing_bound_s
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.planner import complete_plan, make_plan
-from hetero_mpi.planning.profile import ClusterProfile, Curve, LayerTimes
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.single.optimum import space_of
 from hetero_mpi.planning.single.orders import all_orders
 from hetero_mpi.planning.single.search import Effort, best_classic, deepen, evaluate
+from hetero_mpi.planning.types.cost import EMBEDDING
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
+from hetero_mpi.planning.types.request import PlanRequest
 from tests.planning_samples import SEQUENCE, make_device, make_model, make_plan_of, make_profile, random_instance
 
 EQUAL = 1 + 1e-9

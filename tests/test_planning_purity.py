@@ -21,9 +21,9 @@ for name in modules:
 assert {"planner", "simulator", "files", "bounds", "dry_run", "memory"} <= set(modules), modules
 
 from tests.planning_samples import make_profile
-from hetero_mpi.planning.files import load_plan, load_profile, save_plan, save_profile
+from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_plan, save_profile
 from hetero_mpi.planning.planner import make_plan
-from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.simulator import simulate
 
 folder = sys.argv[1]

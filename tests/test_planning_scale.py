@@ -12,15 +12,15 @@ from hetero_mpi.planning.bounds import fluid_bound_s, pipeline_bound_s
 from hetero_mpi.planning.memory import stage_memory
 from hetero_mpi.planning.noise import smoothed
 from hetero_mpi.planning.planner import make_plan
-from hetero_mpi.planning.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.remedies import is_packed, is_trained_whole, with_adapters
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.single.lines import Lines, orders_along_lines
 from hetero_mpi.planning.single.optimum import Space, optimise, space_of
 from hetero_mpi.planning.single.room import rescued
 from hetero_mpi.planning.single.search import Effort, classic, deepen, evaluate, paced
 from hetero_mpi.planning.tables import rank_classes, stage_bytes
+from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
+from hetero_mpi.planning.types.request import PlanRequest
 from tests.planning_samples import SEQUENCE, make_model, make_profile, random_instance, with_split
 
 EQUAL = 1 + 1e-9

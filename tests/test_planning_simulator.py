@@ -9,13 +9,13 @@ from itertools import pairwise
 import pytest
 
 from hetero_mpi.errors import UserError
+from hetero_mpi.planning.analysis.idle_time import Idling, busy, idling
 from hetero_mpi.planning.durations import compute_s, duration, recompute_s
-from hetero_mpi.planning.idling import Idling, busy, idling
-from hetero_mpi.planning.network import Network
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile, Curve
 from hetero_mpi.planning.schedule import Action, Event, Op, parse_action, schedule_of, stages, summed_items, tied_heads
 from hetero_mpi.planning.simulator import Simulation, simulate, spans_s
+from hetero_mpi.planning.types.network import Network
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile, Curve
 from tests.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, random_plan, with_split
 
 

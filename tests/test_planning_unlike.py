@@ -9,8 +9,6 @@ import pytest
 from hetero_mpi.planning.durations import all_reduce_s
 from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.outline import outlined
-from hetero_mpi.planning.profile import ClusterProfile, HostLinkProfile
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.several.crews import Crews
 from hetero_mpi.planning.several.cutting import Cutter
 from hetero_mpi.planning.several.fleet import Fleet
@@ -19,6 +17,8 @@ from hetero_mpi.planning.several.pace import Pace
 from hetero_mpi.planning.several.together import dealt, plan_of, sums_of, together_s
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.tables import rank_classes
+from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile
+from hetero_mpi.planning.types.request import PlanRequest
 from tests.planning_samples import SEQUENCE, make_model, make_profile, random_plan
 
 EQUAL = 1 + 1e-9

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.planning.dry_run import validate
-from hetero_mpi.planning.files import load_profile
 from hetero_mpi.planning.planner import make_plan
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import schedule_of
+from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.toml_files import load_profile
 
 ROOT = Path(__file__).resolve().parents[1]
 PROFILES = sorted((ROOT / "profiles").glob("*.toml"))
@@ -62,7 +62,7 @@ def test_hexiscales_and_hethubs_machines_are_as_many_as_published() -> None:
 
 def test_files_are_what_their_maker_writes(tmp_path: Path) -> None:
     """Nobody's edit is lost: figures change in ``benchmarks/make_profiles.py``, not in its output."""
-    from hetero_mpi.planning.files import save_profile
+    from hetero_mpi.planning.types.toml_files import save_profile
 
     for name, make in make_profiles.CLUSTERS.items():
         save_profile(make(), tmp_path / f"{name}.toml")

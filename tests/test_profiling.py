@@ -18,16 +18,16 @@ from hetero_mpi.comm.pairs import quiet_rounds, rounds
 from hetero_mpi.device import backend
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
-from hetero_mpi.job import AdapterTable, TrainTable
-from hetero_mpi.model.chain import Chain
+from hetero_mpi.job.load import AdapterTable, TrainTable
+from hetero_mpi.model.transformers.chain import Chain
 from hetero_mpi.model.tuning import full_training
-from hetero_mpi.profiling import bench, cache, device
+from hetero_mpi.profiling import bench, device, time_cache
 from hetero_mpi.profiling.bench import Bench
 from hetero_mpi.profiling.cluster import _model_cost
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
-from hetero_mpi.profiling.hosts import RankMemory, host_profiles
-from hetero_mpi.profiling.samples import Part, Samples, layer_times
+from hetero_mpi.profiling.host_profiles import RankMemory, host_profiles
 from hetero_mpi.profiling.subject import Subject, cold_by_itself, item_groups, sampled_rows
+from hetero_mpi.profiling.timings import Part, Samples, layer_times
 
 BLOCKS, HIDDEN, SEQUENCE = 5, 16, 8
 
@@ -204,7 +204,7 @@ def test_what_one_device_keeps_more_is_its_own(subject: Subject) -> None:
 
 
 def test_adapters_are_measured_without_splitting(chain: Chain, subject: Subject) -> None:
-    from hetero_mpi.job import Job
+    from hetero_mpi.job.load import Job
     from hetero_mpi.model.tuning import tuning_of
 
     job = Job.model_validate({"model": {"path": "x"}, "data": {"text": ["x"]}, "adapter": AdapterTable(method="lora")})
@@ -279,24 +279,24 @@ def kept_times() -> DeviceTimes:
 
 def test_device_tables_are_kept_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache.load_times("key") is None
-    cache.save_times("key", kept_times())
-    assert cache.load_times("key") == kept_times()
+    assert time_cache.load_times("key") is None
+    time_cache.save_times("key", kept_times())
+    assert time_cache.load_times("key") == kept_times()
     (file,) = (tmp_path / "hetero_mpi" / "profiles").iterdir()
     assert json.loads(file.read_text())["measured"] == "today"
     file.write_text(file.read_text().replace('"rows"', '"lines"'))
-    assert cache.load_times("key") is None, "a table of another layout is measured again"
+    assert time_cache.load_times("key") is None, "a table of another layout is measured again"
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
-    cache.save_times("key", kept_times())  # a file stands where the folder should: no cache, no error
+    time_cache.save_times("key", kept_times())  # a file stands where the folder should: no cache, no error
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache.cache_directory() == tmp_path / ".cache" / "hetero_mpi" / "profiles"
+    assert time_cache.cache_directory() == tmp_path / ".cache" / "hetero_mpi" / "profiles"
 
 
 def test_a_table_belongs_to_device_model_dtype_and_company(subject: Subject) -> None:
     def key(world: dict[str, Any] | None = None, repeats: int = 5, **changes: Any) -> str:
         place = {"host": "a", "local_rank": 0, "local_size": 1, "library": "Open MPI 5.0.11", **(world or {})}
-        return cache.device_key(SimpleNamespace(**place), Backend(), replace(subject, **changes), repeats)  # type: ignore[arg-type]
+        return time_cache.device_key(SimpleNamespace(**place), Backend(), replace(subject, **changes), repeats)  # type: ignore[arg-type]
 
     others = [
         key({"host": "b"}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hetero_mpi.planning.files import load_profile
+from hetero_mpi.planning.types.toml_files import load_profile
 from tests.mpi import run_mpi
 
 

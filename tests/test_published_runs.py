@@ -16,9 +16,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import published_runs as runs  # noqa: E402
 
 from hetero_mpi.planning.dry_run import validate  # noqa: E402
-from hetero_mpi.planning.network import Network  # noqa: E402
 from hetero_mpi.planning.schedule import schedule_of  # noqa: E402
 from hetero_mpi.planning.simulator import simulate  # noqa: E402
+from hetero_mpi.planning.types.network import Network  # noqa: E402
 from tests.planning_samples import make_model, make_plan_of, make_profile  # noqa: E402
 
 

@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.cost import EMBEDDING, HEAD, LayerCost, ModelCost
-from hetero_mpi.planning.plan import Alone, IdleRank, PipelinePlan, Plan, RankMemory, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
+from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost
+from hetero_mpi.planning.types.plan import Alone, IdleRank, PipelinePlan, Plan, RankMemory, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
 from hetero_mpi.report import units
-from hetero_mpi.report.logs import LOGGER, say, setup_logging
-from hetero_mpi.report.metrics import Evaluation, MetricsWriter, StepMetrics, read_metrics
-from hetero_mpi.report.run_directory import claim
+from hetero_mpi.report.run_files.logs import LOGGER, say, setup_logging
+from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, StepMetrics, read_metrics
+from hetero_mpi.report.run_files.run_directory import claim
 from hetero_mpi.report.summary import final_lines, measured_step_s, misled
 from hetero_mpi.report.tables import WIDTH, items_text, plan_lines, profile_lines
 
@@ -373,7 +373,7 @@ def test_rank_0_talks_and_every_rank_logs(
 
 HOLD = """
 import sys, time
-from hetero_mpi.report.run_directory import claim
+from hetero_mpi.report.run_files.run_directory import claim
 with claim(sys.argv[1]):
     print("held", flush=True)
     time.sleep(60)

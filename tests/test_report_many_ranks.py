@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.cli import main
-from hetero_mpi.planning.files import save_plan, save_profile
-from hetero_mpi.planning.idling import Idling
+from hetero_mpi.planning.analysis.idle_time import Idling
 from hetero_mpi.planning.memory import predict_memory
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.toml_files import save_plan, save_profile
 from hetero_mpi.report.alike import counted, least_most, mean_idling, utilisation, whole
 from hetero_mpi.report.inspection import inspection_lines, plan_inspection_lines
 from hetero_mpi.report.tables import WIDTH, plan_lines, profile_lines

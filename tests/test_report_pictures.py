@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.schedule import Action, Event, Op, parse_action
 from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report.figures.profile import profile_picture
 from hetero_mpi.report.figures.style import COLOURS, save, svg
 from hetero_mpi.report.figures.timeline import KINDS, Panel, timeline

@@ -19,16 +19,19 @@ from matplotlib.figure import Figure
 
 from hetero_mpi.cli import main
 from hetero_mpi.errors import UserError
-from hetero_mpi.launch.journal import own_event
-from hetero_mpi.planning.changes import with_slowness
-from hetero_mpi.planning.files import save_profile
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.launch.supervisor.event_log import own_event
 from hetero_mpi.planning.schedule import Action, Op, schedule_of
 from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.types.cluster_changes import with_slowness
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.toml_files import save_profile
 from hetero_mpi.report.figures.architecture import architecture
 from hetero_mpi.report.figures.charts import Series, line_chart
 from hetero_mpi.report.figures.style import COLOURS, save, svg
-from hetero_mpi.report.measured import (
+from hetero_mpi.report.page.document import report_html, write_report
+from hetero_mpi.report.page.sections import key_figures
+from hetero_mpi.report.past_run import USED_PROFILE, describe_run, read_run
+from hetero_mpi.report.run_files.measured import (
     STEPS_NAME,
     MeasuredEvent,
     RankStep,
@@ -40,11 +43,8 @@ from hetero_mpi.report.measured import (
     rank_step_to_dict,
     read_rank_steps,
 )
-from hetero_mpi.report.metrics import Metrics
-from hetero_mpi.report.page.document import report_html, write_report
-from hetero_mpi.report.page.sections import key_figures
-from hetero_mpi.report.past_run import USED_PROFILE, describe_run, read_run
-from hetero_mpi.report.set_aside import EarlierRun
+from hetero_mpi.report.run_files.metrics import Metrics
+from hetero_mpi.report.run_files.set_aside import EarlierRun
 from hetero_mpi.report.trace import run_trace, save_run_trace
 from hetero_mpi.report.traffic import traffic
 from tests.mpi import run_mpi
@@ -405,7 +405,7 @@ DIES = """
 import os, sys
 from pathlib import Path
 from typing import Any
-from hetero_mpi.report.set_aside import EarlierRun
+from hetero_mpi.report.run_files.set_aside import EarlierRun
 moves = 0
 def look(event, arguments):
     global moves

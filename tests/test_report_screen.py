@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from hetero_mpi.report import units
-from hetero_mpi.report.metrics import StepMetrics
 from hetero_mpi.report.progress import Now, Overview, Progress, RankRow
-from hetero_mpi.report.screen import Screen, write_line
+from hetero_mpi.report.run_files.metrics import StepMetrics
+from hetero_mpi.report.run_files.terminal import Screen, write_line
 
 
 def metrics(step: int, loss: float = 2.0) -> StepMetrics:

@@ -18,12 +18,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from hetero_mpi.comm.world import World
+from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.accelerators import Accelerator, CudaBackend
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.device.self_test import NF4, Result, SelfTest, self_test, text_of
-from hetero_mpi.launch.probe import devices_to_test
-from hetero_mpi.training import tested
+from hetero_mpi.device.self_test_process import NF4, Result, SelfTest, self_test, text_of
+from hetero_mpi.launch.doctor.probe import devices_to_test
+from hetero_mpi.runtime.setup import device_test
 from tests.long_run import LongRun
 from tests.mpi import run_bounded
 from tests.stand_in_gpu import build
@@ -154,8 +154,8 @@ class Alone:
         yield
 
 
-def failure(needs: tested.Needs) -> str:
-    return tested.failure(cast(World, Alone()), Card(), needs)
+def failure(needs: device_test.Needs) -> str:
+    return device_test.failure(cast(World, Alone()), Card(), needs)
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         return once(os.environ.get(FAULT))
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(tested, "self_test", counted)
+    monkeypatch.setattr(device_test, "self_test", counted)
     return asked
 
 
@@ -179,10 +179,10 @@ def count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
 def test_a_gpu_is_tested_once_for_each_build_and_need(
     gpus: pytest.MonkeyPatch, count: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fp32 = tested.Needs("fp32", False)
+    fp32 = device_test.Needs("fp32", False)
     assert failure(fp32) == "" and failure(fp32) == ""
     assert count == [["fp32"]]
-    assert failure(tested.Needs("auto", True)) == ""
+    assert failure(device_test.Needs("auto", True)) == ""
     assert count == [["fp32"], ["fp32", "bf16", NF4]]
     monkeypatch.setattr(torch, "__version__", "2.99")
     assert failure(fp32) == "" and len(count) == 3
@@ -193,9 +193,9 @@ def test_a_gpu_that_failed_is_tested_again(gpus: pytest.MonkeyPatch, count: list
     """A setting may have mended it, which no version shows."""
     gpus.setenv(FAULT, "0 aten::_fused_adamw_ crash")
     for _ in range(2):
-        assert "cuda:0 of rank 0 on box" in failure(tested.Needs("fp32", False))
-    gpus.setenv(tested.SELF_TEST_VARIABLE, "0")
-    assert failure(tested.Needs("fp32", False)) == "" and len(count) == 2
+        assert "cuda:0 of rank 0 on box" in failure(device_test.Needs("fp32", False))
+    gpus.setenv(device_test.SELF_TEST_VARIABLE, "0")
+    assert failure(device_test.Needs("fp32", False)) == "" and len(count) == 2
 
 
 @needs_gpu

@@ -16,7 +16,7 @@ from hetero_mpi.device.cgroup import cgroup_free_bytes
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch import slurm
 from hetero_mpi.launch.slurm import Component, components, entries, step_command, tasks_per_node
-from hetero_mpi.report.metrics import read_metrics
+from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.environments import second_environment
 from tests.long_run import LongRun
 from tests.mpi import ROOT, launcher_or_skip

@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hetero_mpi.checkpoint import checkpoint_path
-from hetero_mpi.planning.files import save_plan, save_profile
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.report.metrics import read_metrics
-from hetero_mpi.report.run_directory import claim
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.toml_files import save_plan, save_profile
+from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.report.run_files.run_directory import claim
 from tests.mpi import run_mpi
 from tests.planning_samples import make_model, make_profile
 from tests.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop

@@ -15,17 +15,17 @@ from transformers import PreTrainedModel
 
 from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.job import Job
-from hetero_mpi.model.chain import Chain
-from hetero_mpi.model.families import read_config
-from hetero_mpi.model.keeping import Kept
+from hetero_mpi.job.load import Job
+from hetero_mpi.model.frozen_weight_cache import Kept
 from hetero_mpi.model.stage import MicroBatch, Stage
+from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import tuning_of
-from hetero_mpi.model.weights import SeededStart
-from hetero_mpi.planning.files import save_plan, save_profile
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile, Curve, LayerTimes
-from hetero_mpi.report.metrics import read_metrics
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
+from hetero_mpi.planning.types.toml_files import save_plan, save_profile
+from hetero_mpi.report.run_files.metrics import read_metrics
 from tests import training_cases
 from tests.planning_samples import make_model, make_profile
 from tests.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop

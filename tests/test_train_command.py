@@ -23,14 +23,14 @@ from transformers import AutoModelForCausalLM
 from hetero_mpi import __version__
 from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.model.chain import Chain
-from hetero_mpi.model.families import read_config
 from hetero_mpi.model.stage import Stage
-from hetero_mpi.model.weights import SeededStart
-from hetero_mpi.planning.files import load_plan, load_profile, save_plan, save_profile
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.report.metrics import read_metrics
+from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.weights import SeededStart
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_plan, save_profile
 from hetero_mpi.report.past_run import read_run
+from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.report.tables import idle_lines
 from tests.mpi import ROOT, run_mpi
 from tests.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from hetero_mpi.checkpoint import CheckpointReader, verify
-from hetero_mpi.checkpoint.shelf import Piece, keep_generations, pieces_on_disk
-from hetero_mpi.launch.processes import VARIABLE
-from hetero_mpi.planning.files import load_plan, save_plan
-from hetero_mpi.planning.plan import PipelinePlan, StagePlan
-from hetero_mpi.report.metrics import read_metrics
-from hetero_mpi.training.offers import Offer, newest_generation
+from hetero_mpi.checkpoint.local_shards import Piece, keep_generations, pieces_on_disk
+from hetero_mpi.launch.hosts.processes import VARIABLE
+from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
+from hetero_mpi.planning.types.toml_files import load_plan, save_plan
+from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.runtime.local_offers import Offer, newest_generation
 from tests.long_run import LongRun
 from tests.small_jobs import GLOBAL_BATCH, Outcome, newest_copy_step
 from tests.test_train_recovery import newest_step, outliving_or_skip

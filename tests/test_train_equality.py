@@ -17,9 +17,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
-from hetero_mpi.planning.files import load_plan, load_profile, save_profile
-from hetero_mpi.planning.profile import LinkProfile
-from hetero_mpi.report.metrics import read_metrics
+from hetero_mpi.planning.types.profile import LinkProfile
+from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_profile
+from hetero_mpi.report.run_files.metrics import read_metrics
 from tests import training_cases
 from tests.mpi import on_ranks
 from tests.rank_pool import run_pooled

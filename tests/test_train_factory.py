@@ -20,13 +20,13 @@ from transformers import get_scheduler
 
 from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
 from hetero_mpi.data.samples import Samples
-from hetero_mpi.job import load_job
-from hetero_mpi.model.items import as_input
-from hetero_mpi.model.seeds import seed_from
+from hetero_mpi.job.load import load_job
+from hetero_mpi.model.layer.interface import as_input
+from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import MicroBatch, dropout_seed
-from hetero_mpi.planning.files import load_profile, save_plan
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.report.metrics import read_metrics
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.toml_files import load_profile, save_plan
+from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.mpi import ROOT, on_ranks, run_mpi
 from tests.programs import layers_model
 from tests.small_jobs import Outcome, Workshop

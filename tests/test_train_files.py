@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hetero_mpi.report.metrics import read_metrics
+from hetero_mpi.report.run_files.metrics import read_metrics
 from tests import training_cases
 from tests.mpi import run_mpi
 from tests.training_cases import NORMAL, Case

@@ -17,20 +17,20 @@ import torch
 
 from hetero_mpi.comm.transport import Group, Numbers, Request
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.device.shortage import is_out_of_memory
-from hetero_mpi.job import AdapterTable, TrainTable
-from hetero_mpi.model.chain import Chain
-from hetero_mpi.model.families import read_config
+from hetero_mpi.device.memory_errors import is_out_of_memory
+from hetero_mpi.engine.channel import HostBuffers, Inbox
+from hetero_mpi.engine.placement import Tokens, evaluation_shares, training_share
+from hetero_mpi.engine.trainer import Trainer
+from hetero_mpi.job.load import AdapterTable, TrainTable
 from hetero_mpi.model.optimizer import Verdict
 from hetero_mpi.model.stage import IGNORED, Stage
+from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import Tuning, adapter_tuning, full_training
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.schedule import Op
-from hetero_mpi.training.channel import HostBuffers, Inbox
-from hetero_mpi.training.places import Tokens, evaluation_shares, training_share
-from hetero_mpi.training.redistribute import parcels
-from hetero_mpi.training.saving import KINDS, align_replicas, live_state
-from hetero_mpi.training.trainer import Trainer
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.state.checkpointing import KINDS, align_replicas, live_state
+from hetero_mpi.state.redistribute import parcels
 from tests.late_copies import LateBackend
 from tests.loopback import LoopbackTransport
 from tests.threaded_training import Threads, plan_of

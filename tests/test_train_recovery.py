@@ -15,11 +15,11 @@ import pytest
 
 from hetero_mpi.checkpoint import checkpoint_path
 from hetero_mpi.cli import main
-from hetero_mpi.comm.library import MPICH, MpiLibrary
+from hetero_mpi.comm.ranks.library import MPICH, MpiLibrary
 from hetero_mpi.errors import ExitCode, UserError
-from hetero_mpi.launch.launcher import Launcher, outliving_ranks
-from hetero_mpi.report.metrics import read_metrics
-from hetero_mpi.training.copies import Costs, buddies, newest_whole, steps_between
+from hetero_mpi.launch.launcher.launcher import Launcher, outliving_ranks
+from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.state.copies import Costs, buddies, newest_whole, steps_between
 from tests.long_run import LongRun, Running
 from tests.mpi import launcher_or_skip, run_bounded, run_mpi
 from tests.test_launch_elastic import Cluster, Elastic, events

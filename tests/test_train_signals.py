@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from hetero_mpi.checkpoint import CheckpointReader
-from hetero_mpi.comm.ending import Interrupted
+from hetero_mpi.comm.ranks.leave import Interrupted
 from hetero_mpi.errors import ExitCode
-from hetero_mpi.training import signals
-from hetero_mpi.training.signals import REQUESTS, StopRequest
+from hetero_mpi.runtime import signals
+from hetero_mpi.runtime.signals import REQUESTS, StopRequest
 from tests.long_run import LongRun, Running
 from tests.mpi import ROOT
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from hetero_mpi.errors import ExitCode
-from hetero_mpi.training.watchdog import limit_s
+from hetero_mpi.runtime.watchdog import limit_s
 from tests.long_run import LongRun
 from tests.mpi import run_mpi
 

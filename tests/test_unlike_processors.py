@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from hetero_mpi.planning.files import save_plan
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.report.metrics import read_metrics
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.toml_files import save_plan
+from hetero_mpi.report.run_files.metrics import read_metrics
 from tests import arm_host
 from tests.mpi import ROOT, launcher_or_skip, run_bounded
 from tests.rack import Rack

@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hetero_mpi.comm.world import World
+from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.job import TrainTable
-from hetero_mpi.model.chain import Chain
+from hetero_mpi.engine.trainer import Trainer
+from hetero_mpi.job.load import TrainTable
+from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning, full_training
-from hetero_mpi.model.weights import SeededStart
-from hetero_mpi.planning.cost import ModelCost
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.schedule import schedule_of
-from hetero_mpi.training.trainer import Trainer
+from hetero_mpi.planning.types.cost import ModelCost
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from tests.loopback import LoopbackNetwork, LoopbackTransport
 from tests.planning_samples import make_model
 

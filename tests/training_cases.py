@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, T
 from hetero_mpi.data.sequences import IGNORED, Batch, Dataset, build_sequences
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer, train_bpe
 from hetero_mpi.model.stage import MicroBatch, dropout_seed
-from hetero_mpi.planning.files import save_plan
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.toml_files import save_plan
 from tests.family_configs import tiny_keys
 
 STEPS, GLOBAL_BATCH, SEQUENCE, BLOCKS, SEED = 3, 8, 24, 4, 7

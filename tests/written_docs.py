@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hetero_mpi.cli import main, parser
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.commands.reference import reference_text
+from hetero_mpi.commands.reference_pages import commands_page, job_page
 from hetero_mpi.planning.schedule import schedule_of
-from hetero_mpi.reference import reference_text
-from hetero_mpi.reference_pages import commands_page, job_page
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from tests.mpi import ROOT
 from tests.planning_samples import grid, make_model
 

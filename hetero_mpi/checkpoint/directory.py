@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from hetero_mpi.checkpoint.errors import CheckpointError
+from hetero_mpi.checkpoint.checkpoint_error import CheckpointError
 from hetero_mpi.checkpoint.reader import CheckpointReader, verify
 
 _NAME = re.compile(r"step-(\d{8,})\.h5")

@@ -19,7 +19,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hetero_mpi.checkpoint.errors import CheckpointError
+from hetero_mpi.checkpoint.checkpoint_error import CheckpointError
 from hetero_mpi.checkpoint.format import dtype_name
 
 MOST_MEMBERS = 1 << 18

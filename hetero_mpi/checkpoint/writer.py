@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import hetero_mpi
-from hetero_mpi.checkpoint.errors import CheckpointError
+from hetero_mpi.checkpoint.checkpoint_error import CheckpointError
 from hetero_mpi.checkpoint.format import (
     FORMAT,
     FORMAT_VERSION,

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.comm.pairs import quiet_rounds
+from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
-from hetero_mpi.comm.world import World
 
 _PING, _PONG, _HEADER, _READY = 1, 2, 3, 4
 _TINY_BYTES = 1

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hetero_mpi.comm import ulfm
-from hetero_mpi.comm.pausing import Pause
+from hetero_mpi.comm.ranks import ulfm
+from hetero_mpi.comm.ranks.back_off import Pause
 from hetero_mpi.comm.transport import (
     Message,
     Request,

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from hetero_mpi.comm import ulfm
+from hetero_mpi.comm.mpi_all_reduce import GroupSums
 from hetero_mpi.comm.mpi_progress import Progress
-from hetero_mpi.comm.mpi_sums import GroupSums
-from hetero_mpi.comm.pausing import Pause
+from hetero_mpi.comm.ranks import ulfm
+from hetero_mpi.comm.ranks.back_off import Pause
 from hetero_mpi.comm.transport import (
     Arrived,
     Buffer,

@@ -19,7 +19,7 @@ import psutil
 import torch
 from torch.nn.attention import SDPBackend
 
-from hetero_mpi.comm import pages
+from hetero_mpi.comm import huge_pages
 from hetero_mpi.device.backend import Backend, Mark, Memory, gigabytes, host_memory, processor_name
 from hetero_mpi.device.copying import Copying, StreamCopying
 from hetero_mpi.errors import UserError
@@ -124,7 +124,7 @@ class Accelerator(Backend):
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         # torch rounds pinned blocks up to a power of two and never returns them; XPU has no other way to pin.
-        if math.prod(shape) * dtype.itemsize < pages.SMALLEST_BYTES or not hasattr(self.module(), "cudart"):
+        if math.prod(shape) * dtype.itemsize < huge_pages.SMALLEST_BYTES or not hasattr(self.module(), "cudart"):
             return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
         return super().host_buffer(shape, dtype)
 

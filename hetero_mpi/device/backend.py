@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import torch
 
-from hetero_mpi.comm import pages
+from hetero_mpi.comm import huge_pages
 from hetero_mpi.device.cgroup import cgroup_free_bytes
 from hetero_mpi.device.copying import Copying
 from hetero_mpi.device.products import has_products
@@ -175,7 +175,7 @@ class Backend:
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised host memory that lasts, of the kind that is copied into fastest."""
-        memory = pages.empty(math.prod(shape) * dtype.itemsize)
+        memory = huge_pages.empty(math.prod(shape) * dtype.itemsize)
         if memory.size == 0:  # torch cannot view nothing as another type
             return torch.empty(tuple(shape), dtype=dtype)
         self._pin(memory)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch import slurm
-from hetero_mpi.launch.elastic import Supervisor
-from hetero_mpi.launch.elastic_options import ElasticOptions
-from hetero_mpi.launch.launcher import CommandLine, build_command, find_launcher, outliving_ranks, start
+from hetero_mpi.launch.launcher.launcher import CommandLine, build_command, find_launcher, outliving_ranks, start
+from hetero_mpi.launch.supervisor.elastic import Supervisor
+from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 
 
 def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argparse.Namespace]) -> int:
@@ -73,9 +73,12 @@ def _start(namespace: argparse.Namespace, command: CommandLine, program: Sequenc
 
 
 def _launch_on_hosts(namespace: argparse.Namespace, program: list[str], given: list[str]) -> int:
-    from hetero_mpi.launch.hosts import ranks_of, read_hosts  # these bring pydantic, which a plain launch does not need
-    from hetero_mpi.launch.hosts_command import hosts_command
-    from hetero_mpi.launch.mesh import read_mesh
+    from hetero_mpi.launch.hosts.hosts_toml import (  # these bring pydantic, which a plain launch does not need
+        ranks_of,
+        read_hosts,
+    )
+    from hetero_mpi.launch.launcher.hosts_command import hosts_command
+    from hetero_mpi.launch.wireguard.mesh import read_mesh
 
     shares = ranks_of(read_hosts(namespace.hosts), namespace.ranks, namespace.hosts)
     command = hosts_command(find_launcher(), shares, program, given, read_mesh(namespace.hosts))
@@ -85,7 +88,7 @@ def _launch_on_hosts(namespace: argparse.Namespace, program: list[str], given: l
 def _supervise(
     options: ElasticOptions, program: list[str], parse: Callable[[Sequence[str]], argparse.Namespace]
 ) -> int:
-    from hetero_mpi.job import load_job, run_directory  # brings pydantic, which a plain launch does not need
+    from hetero_mpi.job.load import load_job, run_directory  # brings pydantic, which a plain launch does not need
 
     if program[0] != "train":
         raise UserError(f"--elastic is for `train`, which can go on from a checkpoint; `{program[0]}` cannot.")

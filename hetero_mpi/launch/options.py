@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hetero_mpi.launch.elastic_options import ElasticOptions
+from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetero_mpi.comm.library import OPEN_MPI
+from hetero_mpi.comm.ranks.library import OPEN_MPI
 from hetero_mpi.errors import UserError
-from hetero_mpi.launch.interface import resolve
-from hetero_mpi.launch.launcher import CommandLine, Launcher
+from hetero_mpi.launch.hosts.interface import resolve
+from hetero_mpi.launch.launcher.launcher import CommandLine, Launcher
 
 if TYPE_CHECKING:
-    from hetero_mpi.launch.hosts import Host
+    from hetero_mpi.launch.hosts.hosts_toml import Host
 
 _AGENT = """#!/bin/sh
 # AGENT [OPTIONS] HOST COMMAND...: runs a launcher's command on a node of this SLURM job. Written by `hetero_mpi launch`.
@@ -100,7 +100,7 @@ def entries(found: Sequence[Component], pythons: Sequence[str]) -> tuple[Host, .
 
     ``pythons``: of each component; none: the one that runs this. Several components may be served by the last one.
     """
-    from hetero_mpi.launch.hosts import Host
+    from hetero_mpi.launch.hosts.hosts_toml import Host
 
     if len(pythons) > len(found):
         raise UserError(f"--slurm-python is given {len(pythons)} times, but the job has {len(found)} components.")
@@ -123,9 +123,9 @@ def heterogeneous_command(
         hosts: ``entries``.
         ranks: None: as many as tasks.
     """
-    from hetero_mpi.launch.hosts import ranks_of
-    from hetero_mpi.launch.hosts_command import hosts_command, prefix_of
-    from hetero_mpi.launch.relay import write_relay
+    from hetero_mpi.launch.hosts.hosts_toml import ranks_of
+    from hetero_mpi.launch.launcher.hosts_command import hosts_command, prefix_of
+    from hetero_mpi.launch.launcher.relay import write_relay
 
     agent = str(write_relay(_AGENT.format(python=sys.executable)))
     if launcher.family == OPEN_MPI:

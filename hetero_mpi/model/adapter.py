@@ -16,8 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.job import AdapterTable
-from hetero_mpi.model.seeds import seed_from
+from hetero_mpi.job.load import AdapterTable
+from hetero_mpi.model.layer.seeds import seed_from
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -10,11 +10,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.job import AdapterTable
+from hetero_mpi.job.load import AdapterTable
 from hetero_mpi.model.adapter import FILE_PREFIX, lora_config
-from hetero_mpi.model.files import read_json
+from hetero_mpi.model.files.model_files import read_json
+from hetero_mpi.model.files.whole_directory import WholeDirectory
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.model.whole import WholeDirectory
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _A = ".lora_A.weight"

@@ -16,10 +16,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hetero_mpi.device.backend import HOST
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.chain import language
-from hetero_mpi.model.quantize import set_training
-from hetero_mpi.model.seeds import seed_from
+from hetero_mpi.model.layer.quantize import set_training
+from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import Stage
+from hetero_mpi.model.transformers.chain import language
 
 NOT_A_NUMBER = -1
 """What ``pick`` gives instead of a token when the model's output is not a number."""

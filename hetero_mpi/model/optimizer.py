@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from hetero_mpi.job import TrainTable
+from hetero_mpi.job.load import TrainTable
 from hetero_mpi.model.stage import Stage
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -1,6 +1,7 @@
 """``python -m hetero_mpi.model.self_test cuda 1``: does this device compute what the CPU computes in fp64?
 
-A process of its own (``device/self_test.py`` starts it and says what the lines hold), because a driver or a kernel may end the
+A process of its own (``device/self_test_process.py`` starts it and says what the lines hold),
+because a driver or a kernel may end the
 process that meets it. What is compared is what training does: a small model forward and backward by ``Stage``, attention with and
 without a mask, NF4 layers, AdamW; and copies between host memory and the device are timed.
 """
@@ -25,12 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hetero_mpi.comm.versions import installed
+from hetero_mpi.comm.ranks.versions import installed
 from hetero_mpi.device.accelerators import BACKENDS
 from hetero_mpi.device.backend import DTYPES, HOST, Backend
 from hetero_mpi.device.copying import Copied
-from hetero_mpi.device.self_test import MARK, NF4, OPENING, Result
-from hetero_mpi.device.shortage import is_out_of_memory
+from hetero_mpi.device.memory_errors import is_out_of_memory
+from hetero_mpi.device.self_test_process import MARK, NF4, OPENING, Result
 
 ALLOWED = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 2e-2}
 """Largest difference of a tensor from the CPU's, norm by norm: several times what rounding makes of it, far less than an error."""
@@ -100,10 +101,10 @@ def _adamw(backend: Backend) -> Compared:
 
 def _model(backend: Backend, dtype: str) -> Compared:
     """Embedding, a block and a head: the loss, and the gradient of every parameter."""
-    from hetero_mpi.model.chain import Chain
-    from hetero_mpi.model.families import read_config
     from hetero_mpi.model.stage import MicroBatch, Stage
-    from hetero_mpi.model.weights import SeededStart
+    from hetero_mpi.model.transformers.chain import Chain
+    from hetero_mpi.model.transformers.families import read_config
+    from hetero_mpi.model.transformers.weights import SeededStart
 
     chain = Chain(read_config(dict(_CONFIG)))
     tokens, targets = torch.randint(0, int(_CONFIG["vocab_size"]), (2, 2, _TOKENS))  # type: ignore[call-overload]
@@ -168,7 +169,7 @@ def _nf4_weights(backend: Backend) -> Compared:
     """Packed on the host, unpacked on the device."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    from hetero_mpi.model.quantize import BLOCK
+    from hetero_mpi.model.layer.quantize import BLOCK
 
     weights = _random(512, 256).float()
     packed, state = quantize_4bit(weights, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
@@ -180,7 +181,7 @@ def _nf4_layer(backend: Backend, dtype: torch.dtype) -> Compared:
     """A layer as QLoRA holds it: forward, the gradient of its input, and forward of one row, which has a kernel of its own."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    from hetero_mpi.model.quantize import BLOCK, quantize_linears
+    from hetero_mpi.model.layer.quantize import BLOCK, quantize_linears
 
     layers = nn.Sequential(nn.Linear(256, 512, bias=False))
     weights = layers[0].weight.detach().to(dtype)

@@ -18,16 +18,16 @@ from transformers.integrations import sdpa_attention
 
 from hetero_mpi.device.backend import DTYPES, Backend, return_freed_memory
 from hetero_mpi.model.adapter import adapter_parameters, inject
-from hetero_mpi.model.deferred import WeightGradients
-from hetero_mpi.model.finishing import Beginnings, Finished, Report
-from hetero_mpi.model.items import ItemChain
-from hetero_mpi.model.items import PassThrough as PassThrough
-from hetero_mpi.model.keeping import Kept, frozen_items, take_over
-from hetero_mpi.model.loss import IGNORED as IGNORED
-from hetero_mpi.model.quantize import quantize_linears, set_training
-from hetero_mpi.model.seeds import seed_from
+from hetero_mpi.model.frozen_weight_cache import Kept, frozen_items, take_over
+from hetero_mpi.model.layer.gradient_ready import Beginnings, Finished, Report
+from hetero_mpi.model.layer.interface import ItemChain
+from hetero_mpi.model.layer.interface import PassThrough as PassThrough
+from hetero_mpi.model.layer.loss import IGNORED as IGNORED
+from hetero_mpi.model.layer.quantize import quantize_linears, set_training
+from hetero_mpi.model.layer.seeds import seed_from
+from hetero_mpi.model.layer.split_backward import WeightGradients
+from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.model.tuning import Tuning, full_training
-from hetero_mpi.model.weights import Start
 
 
 @dataclass(frozen=True)

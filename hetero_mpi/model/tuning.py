@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.job import AdapterTable, Job
+from hetero_mpi.job.load import AdapterTable, Job
 from hetero_mpi.model.adapter import adapter_shapes
-from hetero_mpi.model.chain import Chain, build_on_meta, language
-from hetero_mpi.model.items import ItemChain, ParameterSpec
+from hetero_mpi.model.layer.interface import ItemChain, ParameterSpec
+from hetero_mpi.model.transformers.chain import Chain, build_on_meta, language
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.changes import restricted
 from hetero_mpi.planning.decide import decide
 from hetero_mpi.planning.durations import compute_s, optimizer_s
 from hetero_mpi.planning.memory import with_copies
-from hetero_mpi.planning.plan import Alone
-from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LayerTimes
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.tables import rank_contents
+from hetero_mpi.planning.types.cluster_changes import restricted
+from hetero_mpi.planning.types.plan import Alone
+from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LayerTimes
+from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.words import describe_bytes
 
 

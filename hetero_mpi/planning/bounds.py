@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.planning.memory import GRADIENT_BYTES, usable_bytes
-from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LayerTimes
-from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LayerTimes
+from hetero_mpi.planning.types.request import PlanRequest
 
 PIVOTS = 2000
 """The simplex method stops here at the latest; what it has then is still a valid bound."""

@@ -13,9 +13,6 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.annealing.anneal import annealed
 from hetero_mpi.planning.exact.joint import Exact
 from hetero_mpi.planning.exact.variants import depths_of
-from hetero_mpi.planning.plan import Plan
-from hetero_mpi.planning.profile import ClusterProfile
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.several import few, layouts
 from hetero_mpi.planning.several.abreast import abreast
 from hetero_mpi.planning.several.polish import Polisher
@@ -23,6 +20,9 @@ from hetero_mpi.planning.single.natural import in_natural_order, preferred
 from hetero_mpi.planning.single.optimum import Optimum, check, optimise, space_of
 from hetero_mpi.planning.single.room import closest, few_classes, rescued, with_hosts_divided
 from hetero_mpi.planning.tables import may_split, rank_classes
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
 
 POLISH_EFFORT = 150_000
 """Simulated actions that may be spent on making a plan better as a whole."""

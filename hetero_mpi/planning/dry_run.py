@@ -11,9 +11,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.cost import ModelCost
-from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Op, Schedule, stages, summed_items
+from hetero_mpi.planning.types.cost import ModelCost
+from hetero_mpi.planning.types.plan import Plan
 
 SENDER_OF = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, +1)}
 """What a receive waits for: the operation, and the stage that does it, relative to the receiver."""

@@ -8,12 +8,12 @@ from operator import add
 
 import numpy as np
 
-from hetero_mpi.comm.sum_paths import ring_of
-from hetero_mpi.planning.cost import ModelCost
+from hetero_mpi.comm.all_reduce_paths import ring_of
 from hetero_mpi.planning.memory import GRADIENT_BYTES, stage_trainable
-from hetero_mpi.planning.plan import Plan, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LayerTimes
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by, stages, summed_items, tied_heads
+from hetero_mpi.planning.types.cost import ModelCost
+from hetero_mpi.planning.types.plan import Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LayerTimes
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a value in each compute dtype."""
@@ -94,7 +94,7 @@ def _step_s(action: Action, plan: Plan, profile: ClusterProfile) -> float:
 def all_reduce_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: float) -> float:
     """Seconds to sum ``size_bytes`` over ``ranks``, in whatever order these are given, the way the runtime does it.
 
-    ``comm.sum_paths`` says which. Around a ring from host to host: 2 (n - 1) hops of 1/n of the bytes from each rank to the
+    ``comm.all_reduce_paths`` says which. Around a ring from host to host: 2 (n - 1) hops of 1/n of the bytes from each rank to the
     next. One message leaves every host in each hop, whose card it shares with none; a hop is taken to be as long as the
     slowest link between any two of the ranks, since the ring does not choose its neighbours. By direct exchange: two hops,
     in each of which every rank sends 1/n to every other, as long as the busiest rank sends or receives; its messages

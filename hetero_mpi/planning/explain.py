@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.changes import restricted
 from hetero_mpi.planning.decide import Decision, decide, with_classic_depths
 from hetero_mpi.planning.durations import Durations, compute_s
-from hetero_mpi.planning.plan import IdleRank, PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Action, Op, stages
 from hetero_mpi.planning.several.few import dealt
 from hetero_mpi.planning.several.polish import Polisher
 from hetero_mpi.planning.simulator import Simulation
 from hetero_mpi.planning.single.optimum import Space, added
 from hetero_mpi.planning.single.search import ROUNDING, Candidate, Effort, evaluate
+from hetero_mpi.planning.types.cluster_changes import restricted
+from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.words import counted, describe_items, describe_seconds, ratio
 
 IDLE_EFFORT = 100_000

@@ -43,9 +43,9 @@ from numpy.typing import NDArray
 
 from hetero_mpi.planning.bounds import fluid_bound_s, pipeline_bound_s
 from hetero_mpi.planning.packing.relaxed import Facts, RankClass, joined
-from hetero_mpi.planning.profile import ClusterProfile
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.several.fleet import Floats
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
 
 TOLERANCE = 0.002
 """The search for the largest step time that can be shown to be too short ends within this share of it."""

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hetero_mpi.planning.cost import ModelCost
-from hetero_mpi.planning.plan import HostMemory, PipelinePlan, Plan, RankMemory, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Action, Op, schedule_of, stages
+from hetero_mpi.planning.types.cost import ModelCost
+from hetero_mpi.planning.types.plan import HostMemory, PipelinePlan, Plan, RankMemory, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
 
 STAGING_BUFFERS = 2
 """Host buffers per boundary and direction: one in transfer while the other is filled or read."""

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from hetero_mpi.planning.codec import encode
-from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
+from hetero_mpi.planning.types.codec import encode
+from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
 
 NOISE = 0.12
 """Figures that differ by no more than this share are taken to be the same: measured within 5 % either way."""

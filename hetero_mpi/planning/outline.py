@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hetero_mpi.planning.durations import Durations, finished_items_s
-from hetero_mpi.planning.plan import PipelinePlan, Plan
-from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.schedule import Action, Op, held_by
 from hetero_mpi.planning.simulator import Simulation, simulate, spans_s
 from hetero_mpi.planning.tables import shares_cards
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan
+from hetero_mpi.planning.types.profile import ClusterProfile
 
 
 def outlined(plan: Plan, profile: ClusterProfile) -> Simulation:

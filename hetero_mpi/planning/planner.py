@@ -17,13 +17,13 @@ from hetero_mpi.planning.large_bound import large_bound_s
 from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copies
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.packing.bound import packing_bound_s
-from hetero_mpi.planning.plan import IdleRank, Plan
-from hetero_mpi.planning.profile import ClusterProfile
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import schedule_of, stages
 from hetero_mpi.planning.shortage import explain_shortage
 from hetero_mpi.planning.simulator import Simulation
 from hetero_mpi.planning.single.optimum import space_of
+from hetero_mpi.planning.types.plan import IdleRank, Plan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.words import describe_bytes
 
 CLOSELY_BOUND = {False: 8, True: 12}

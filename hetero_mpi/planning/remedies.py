@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hetero_mpi.planning.changes import with_copy_of
-from hetero_mpi.planning.cost import LayerCost, ModelCost
 from hetero_mpi.planning.decide import fits
-from hetero_mpi.planning.profile import ClusterProfile
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.single.optimum import Space
+from hetero_mpi.planning.types.cluster_changes import with_copy_of
+from hetero_mpi.planning.types.cost import LayerCost, ModelCost
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
 
 MORE_RANKS = 8
 TOGETHER = "together"

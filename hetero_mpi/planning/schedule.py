@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.cost import ModelCost
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.cost import ModelCost
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 
 
 class Op(str, enum.Enum):

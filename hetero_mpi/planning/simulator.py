@@ -15,10 +15,10 @@ from itertools import pairwise
 
 from hetero_mpi.planning.dry_run import awaited, validate
 from hetero_mpi.planning.durations import Durations, finished_items_s
-from hetero_mpi.planning.network import THREADED, Network, Resource, resources
-from hetero_mpi.planning.plan import Plan
-from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Event, Op, Schedule, held_by, schedule_of
+from hetero_mpi.planning.types.network import THREADED, Network, Resource, resources
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.profile import ClusterProfile
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.planning.bounds import usable_devices
-from hetero_mpi.planning.cost import ModelCost
 from hetero_mpi.planning.durations import layer_s, repeated_s, return_s, tied_s
 from hetero_mpi.planning.memory import stage_memory, usable_bytes
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile, HostProfile
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Op
+from hetero_mpi.planning.types.cost import ModelCost
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
+from hetero_mpi.planning.types.request import PlanRequest
 
 Table = NDArray[np.float64]
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from hetero_mpi.device.backend import DTYPES, Backend
-from hetero_mpi.model.items import ItemChain
+from hetero_mpi.model.layer.interface import ItemChain
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
-from hetero_mpi.profiling.clock import ItemClock, Seconds
+from hetero_mpi.profiling.layer_clock import ItemClock, Seconds
 from hetero_mpi.profiling.subject import CACHE_BYTES, Subject
 
 _OPTIMIZER_STEPS = 4

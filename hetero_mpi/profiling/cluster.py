@@ -10,21 +10,21 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hetero_mpi.comm.links import HostFlows, LinkSamples, fit_line, measure_flows, measure_links
+from hetero_mpi.comm.ranks.versions import own_versions
+from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
-from hetero_mpi.comm.versions import own_versions
-from hetero_mpi.comm.world import World
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.job import ProfileTable
-from hetero_mpi.model.cost import model_cost
+from hetero_mpi.job.load import ProfileTable
+from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.optimizer import Judge
-from hetero_mpi.planning.codec import decode, encode
-from hetero_mpi.planning.cost import ModelCost
-from hetero_mpi.planning.plausible import doubts
-from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LinkProfile
-from hetero_mpi.profiling.cache import device_key, forget_times, key_of, load_times, save_times, subject_content
+from hetero_mpi.planning.analysis.plausible import doubts
+from hetero_mpi.planning.types.codec import decode, encode
+from hetero_mpi.planning.types.cost import ModelCost
+from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LinkProfile
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
-from hetero_mpi.profiling.hosts import RankMemory, host_profiles, measure_memory
+from hetero_mpi.profiling.host_profiles import RankMemory, host_profiles, measure_memory
 from hetero_mpi.profiling.subject import Subject, sampled_rows
+from hetero_mpi.profiling.time_cache import device_key, forget_times, key_of, load_times, save_times, subject_content
 from hetero_mpi.report import units
 
 _SMALLEST_MESSAGE = 1024

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.device.shortage import is_out_of_memory
+from hetero_mpi.device.memory_errors import is_out_of_memory
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.profile import LayerTimes
+from hetero_mpi.planning.types.profile import LayerTimes
 from hetero_mpi.profiling.bench import Bench, copy_speeds
-from hetero_mpi.profiling.clock import Seconds
-from hetero_mpi.profiling.samples import Part, Samples, layer_times
+from hetero_mpi.profiling.layer_clock import Seconds
 from hetero_mpi.profiling.subject import Subject, cold_by_itself, item_groups, sampled_rows
+from hetero_mpi.profiling.timings import Part, Samples, layer_times
 
 Pass = Callable[[Sequence[Bench], int, Samples], None]
 """Benches, sequences per micro-batch, where the times go."""

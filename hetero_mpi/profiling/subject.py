@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetero_mpi.job import TrainTable
-from hetero_mpi.model.cost import BYTES
-from hetero_mpi.model.items import ItemChain
+from hetero_mpi.job.load import TrainTable
+from hetero_mpi.model.layer.interface import ItemChain
+from hetero_mpi.model.model_cost import BYTES
 from hetero_mpi.model.tuning import Tuning
 
 CACHE_BYTES = 64 << 20

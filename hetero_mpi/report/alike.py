@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from hetero_mpi.planning.idling import Idling
-from hetero_mpi.planning.plan import PipelinePlan, Plan, RankMemory, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile
+from hetero_mpi.planning.analysis.idle_time import Idling
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, RankMemory, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
 from hetero_mpi.planning.words import counted
 from hetero_mpi.report import units
 

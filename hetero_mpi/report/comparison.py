@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hetero_mpi.planning.plan import Alone, Plan
-from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.types.plan import Alone, Plan
+from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.inspection import wrapped
-from hetero_mpi.report.metrics import StepMetrics
 from hetero_mpi.report.past_run import PastRun
+from hetero_mpi.report.run_files.metrics import StepMetrics
 from hetero_mpi.report.tables import schedule_text, table
 
 HARDLY = 1.1

@@ -7,12 +7,12 @@ import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from hetero_mpi.planning.codec import encode
-from hetero_mpi.planning.idling import Idling
-from hetero_mpi.planning.network import Network
-from hetero_mpi.planning.offline import NO_CHANGE, Losses, WhatIf
-from hetero_mpi.planning.plan import Plan, RankMemory
-from hetero_mpi.planning.profile import ANY_HOST, ClusterProfile, Curve, DeviceProfile, LinkProfile
+from hetero_mpi.planning.analysis.idle_time import Idling
+from hetero_mpi.planning.analysis.what_if import NO_CHANGE, Losses, WhatIf
+from hetero_mpi.planning.types.codec import encode
+from hetero_mpi.planning.types.network import Network
+from hetero_mpi.planning.types.plan import Plan, RankMemory
+from hetero_mpi.planning.types.profile import ANY_HOST, ClusterProfile, Curve, DeviceProfile, LinkProfile
 from hetero_mpi.planning.words import describe_items
 from hetero_mpi.report import units
 from hetero_mpi.report.alike import (

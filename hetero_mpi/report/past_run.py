@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.changes import with_slowness
-from hetero_mpi.planning.files import load_plan, load_profile
-from hetero_mpi.planning.network import THREADED, Network
-from hetero_mpi.planning.plan import Plan
-from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.simulator import Simulation, simulate
-from hetero_mpi.report.measured import STEPS_NAME, RankStep, read_rank_steps
-from hetero_mpi.report.metrics import Metrics, StepMetrics, read_metrics
+from hetero_mpi.planning.types.cluster_changes import with_slowness
+from hetero_mpi.planning.types.network import THREADED, Network
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.toml_files import load_plan, load_profile
+from hetero_mpi.report.run_files.measured import STEPS_NAME, RankStep, read_rank_steps
+from hetero_mpi.report.run_files.metrics import Metrics, StepMetrics, read_metrics
 from hetero_mpi.report.summary import warm_steps
 
 RUN_NAME = "run.json"

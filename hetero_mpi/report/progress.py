@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TextIO
 
-from hetero_mpi.planning.plan import Plan
-from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
-from hetero_mpi.report.metrics import StepMetrics
 from hetero_mpi.report.past_run import predicted_step
-from hetero_mpi.report.screen import Screen, is_terminal
+from hetero_mpi.report.run_files.metrics import StepMetrics
+from hetero_mpi.report.run_files.terminal import Screen, is_terminal
 from hetero_mpi.report.tables import items_text, schedule_text
 
 LINE_EVERY_S = 5.0

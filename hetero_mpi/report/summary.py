@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from hetero_mpi.planning.plan import Plan
-from hetero_mpi.planning.profile import ClusterProfile
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
-from hetero_mpi.report.metrics import Evaluation, StepMetrics
+from hetero_mpi.report.run_files.metrics import Evaluation, StepMetrics
 
 WARM_UP_STEPS = 2
 """First steps under a plan, left out of the measured step time: caches, allocators and links are cold."""

@@ -6,12 +6,12 @@ import statistics
 import textwrap
 from collections.abc import Sequence
 
+from hetero_mpi.planning.analysis.plausible import profile_doubts
 from hetero_mpi.planning.durations import compute_s, recompute_s
 from hetero_mpi.planning.memory import shared_parameters
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.plausible import profile_doubts
-from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LinkProfile
 from hetero_mpi.planning.schedule import Op
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LinkProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.alike import (
     EVERY_STAGE,

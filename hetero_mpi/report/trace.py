@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi.planning.schedule import Event, Op
-from hetero_mpi.report.measured import MeasuredEvent, on_one_clock, steps_under
 from hetero_mpi.report.past_run import PastRun
+from hetero_mpi.report.run_files.measured import MeasuredEvent, on_one_clock, steps_under
 
 LANES = {
     Op.RECV_F: (1, "receive activations"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.schedule import Event, Op
+from hetero_mpi.planning.types.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from collections import deque
 
 import torch
 
-from hetero_mpi.comm.joining import run_guarded
 from hetero_mpi.comm.mpi_transport import MpiTransport
-from hetero_mpi.comm.world import World
+from hetero_mpi.comm.ranks.mpi_start import run_guarded
+from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.training.channel import Inbox, Outbox
+from hetero_mpi.engine.channel import Inbox, Outbox
 from tests.late_copies import LateBackend
 
 PIECE_BYTES = 64 << 10

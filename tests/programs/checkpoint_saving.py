@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from hetero_mpi.checkpoint import PIECE_BYTES, CheckpointError, CheckpointReader, CheckpointWriter, checkpoint_path
-from hetero_mpi.comm.joining import run_guarded
-from hetero_mpi.comm.world import World
+from hetero_mpi.comm.ranks.mpi_start import run_guarded
+from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend, Memory
-from hetero_mpi.training import background
-from hetero_mpi.training.background import PIECES_HELD, Saver
+from hetero_mpi.state import background_save
+from hetero_mpi.state.background_save import PIECES_HELD, Saver
 from tests.checkpoint_samples import told
 
 KINDS = ("parameters", "moments1", "moments2")
@@ -161,7 +161,7 @@ def a_full_disk_costs_one_checkpoint(world: World, directory: Path) -> None:
 
 def other_errors_of_the_background_reach_training(world: World, directory: Path) -> None:
     case = Case(world, directory)
-    with mock.patch.object(background, "prune", side_effect=ZeroDivisionError("a defect")):
+    with mock.patch.object(background_save, "prune", side_effect=ZeroDivisionError("a defect")):
         case.save(1)
         try:
             case.saver.finish()
@@ -176,7 +176,7 @@ def without_memory_or_wish_training_waits(world: World, directory: Path) -> None
     assert world.rank != 0 or path.exists()
     case.check(1)
     case = Case(world, directory / "memory")
-    with mock.patch.object(background, "host_memory", lambda: Memory(1000, "little")):
+    with mock.patch.object(background_save, "host_memory", lambda: Memory(1000, "little")):
         path = case.save(2)
     assert world.rank != 0 or path.exists()
     case.check(2)

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from hetero_mpi.comm.joining import run_guarded
-from hetero_mpi.comm.mpi_sums import PIECE_NUMBERS
+from hetero_mpi.comm.mpi_all_reduce import PIECE_NUMBERS
+from hetero_mpi.comm.ranks.mpi_start import run_guarded
+from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Buffer, Numbers, Transport, TransportError
-from hetero_mpi.comm.world import World
 
 MakeTransport = Callable[[], Transport]
 SIZES = (0, 1, 1023, 4096, 65_537, 1 << 20, 8 << 20)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from hetero_mpi.comm.joining import run_guarded
 from hetero_mpi.comm.mpi_transport import MpiTransport
-from hetero_mpi.comm.versions import MUST_MATCH, own_versions
-from hetero_mpi.comm.world import World
+from hetero_mpi.comm.ranks.mpi_start import run_guarded
+from hetero_mpi.comm.ranks.versions import MUST_MATCH, own_versions
+from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.errors import UserError
 
 

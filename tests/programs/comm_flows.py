@@ -6,10 +6,10 @@ import json
 import sys
 from dataclasses import asdict
 
-from hetero_mpi.comm.joining import run_guarded
 from hetero_mpi.comm.links import measure_flows, measure_links
 from hetero_mpi.comm.mpi_transport import MpiTransport
-from hetero_mpi.comm.world import World
+from hetero_mpi.comm.ranks.mpi_start import run_guarded
+from hetero_mpi.comm.ranks.world import World
 
 LARGEST = 1 << 20
 

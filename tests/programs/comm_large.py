@@ -9,9 +9,9 @@ import sys
 
 import numpy as np
 
-from hetero_mpi.comm.joining import run_guarded
 from hetero_mpi.comm.mpi_transport import MpiTransport
-from hetero_mpi.comm.world import World
+from hetero_mpi.comm.ranks.mpi_start import run_guarded
+from hetero_mpi.comm.ranks.world import World
 
 SIZE_BYTES = (2 << 30) + 4096
 

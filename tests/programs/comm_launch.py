@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 
-from hetero_mpi.launch.launcher import build_command, find_launcher, run_command
+from hetero_mpi.launch.launcher.launcher import build_command, find_launcher, run_command
 
 np, hostfile, options, *program = sys.argv[1:]
 command = build_command(find_launcher(), int(np), hostfile, [sys.executable, *program], shlex.split(options))

@@ -14,12 +14,12 @@ import time
 
 import numpy as np
 
-from hetero_mpi.comm import ulfm
-from hetero_mpi.comm.heartbeat import Heartbeat
-from hetero_mpi.comm.joining import run_guarded
 from hetero_mpi.comm.mpi_transport import MpiTransport
-from hetero_mpi.comm.survivors import settled, survivors
-from hetero_mpi.comm.world import World
+from hetero_mpi.comm.ranks import ulfm
+from hetero_mpi.comm.ranks.heartbeat import Heartbeat
+from hetero_mpi.comm.ranks.mpi_start import run_guarded
+from hetero_mpi.comm.ranks.shrink import settled, survivors
+from hetero_mpi.comm.ranks.world import World
 
 
 def work(world: World, victim: int, death_s: float) -> int:

@@ -14,10 +14,10 @@ from functools import partial
 
 import numpy as np
 
-from hetero_mpi.comm.joining import run_guarded
 from hetero_mpi.comm.links import measure_links
 from hetero_mpi.comm.mpi_transport import MpiTransport
-from hetero_mpi.comm.world import CollectiveUserError, World
+from hetero_mpi.comm.ranks.mpi_start import run_guarded
+from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.errors import UserError
 
 

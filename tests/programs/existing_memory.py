@@ -14,7 +14,7 @@ from torch import nn
 
 import hetero_mpi
 from hetero_mpi.device.backend import return_freed_memory
-from hetero_mpi.training import run
+from hetero_mpi.runtime import run
 
 WIDTH, LAYERS = 1024, 10
 """40 MiB, in layers that the C library keeps when they are freed."""

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from hetero_mpi.comm.joining import run_guarded
-from hetero_mpi.comm.world import World
+from hetero_mpi.comm.ranks.mpi_start import run_guarded
+from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.errors import UserError
-from hetero_mpi.training import generate as command
-from hetero_mpi.training import run
+from hetero_mpi.runtime import run
+from hetero_mpi.runtime.generate import generate as command
 
 
 def perform(world: World, entry: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from hetero_mpi.comm.world import World
+from hetero_mpi.comm.ranks.world import World
 
 
 def main(world: World) -> int:

@@ -16,8 +16,8 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-from hetero_mpi.comm.joining import join, run_guarded
-from hetero_mpi.comm.world import World
+from hetero_mpi.comm.ranks.mpi_start import join, run_guarded
+from hetero_mpi.comm.ranks.world import World
 
 
 @contextlib.contextmanager

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from hetero_mpi.comm.joining import run_guarded
 from hetero_mpi.comm.mpi_transport import MpiTransport
-from hetero_mpi.comm.world import World
+from hetero_mpi.comm.ranks.mpi_start import run_guarded
+from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.job import ProfileTable, TrainTable
-from hetero_mpi.model.chain import Chain
+from hetero_mpi.job.load import ProfileTable, TrainTable
+from hetero_mpi.model.transformers.chain import Chain
 from hetero_mpi.model.tuning import full_training
-from hetero_mpi.planning.files import save_profile
-from hetero_mpi.planning.profile import ClusterProfile, Curve
+from hetero_mpi.planning.types.profile import ClusterProfile, Curve
+from hetero_mpi.planning.types.toml_files import save_profile
 from hetero_mpi.profiling import cluster
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
 from hetero_mpi.profiling.subject import Subject

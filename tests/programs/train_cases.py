@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from hetero_mpi.comm.joining import run_guarded
-from hetero_mpi.comm.world import World
+from hetero_mpi.comm.ranks.mpi_start import run_guarded
+from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.data.sequences import Batch, Dataset
-from hetero_mpi.training.run import train
-from hetero_mpi.training.setup import Options
+from hetero_mpi.runtime.run import train
+from hetero_mpi.runtime.setup.setup import Options
 from tests.training_cases import changed
 
 

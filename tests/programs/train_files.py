@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from hetero_mpi.comm.joining import run_guarded
 from hetero_mpi.comm.mpi_transport import MpiTransport
+from hetero_mpi.comm.ranks.mpi_start import run_guarded
+from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Buffer, Request
-from hetero_mpi.comm.world import World
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.weights import FileStart
-from hetero_mpi.training import building, files
-from hetero_mpi.training.run import train
-from hetero_mpi.training.setup import Options
+from hetero_mpi.model.transformers.weights import FileStart
+from hetero_mpi.runtime import build
+from hetero_mpi.runtime.run import train
+from hetero_mpi.runtime.setup.setup import Options
+from hetero_mpi.state import file_supply
 
 
 class Meter:
@@ -39,12 +40,12 @@ class Meter:
         post_receive, send = MpiTransport.post_receive, MpiTransport.send
 
         def counting_receive(transport: MpiTransport, source: int, tag: int, buffer: Buffer, *more: Any) -> Request:
-            self.received_bytes += buffer.size if tag == files._TENSOR else 0
+            self.received_bytes += buffer.size if tag == file_supply._TENSOR else 0
             return post_receive(transport, source, tag, buffer, *more)
 
         def counting_send(transport: MpiTransport, destination: int, tag: int, buffer: Buffer, *more: Any) -> Request:
             request = send(transport, destination, tag, buffer, *more)
-            if tag == files._TENSOR:
+            if tag == file_supply._TENSOR:
                 self._sends = [other for other in self._sends if not other.completed] + [request]
                 self.most_at_once = max(self.most_at_once, len(self._sends))
             return request
@@ -77,7 +78,7 @@ def circumstances(world: World, entry: dict[str, Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         place = entry.get("at", {}).get(str(world.rank))
         if place is not None:
-            stack.enter_context(mock.patch.object(building, "model_directory", lambda loaded: Path(place)))
+            stack.enter_context(mock.patch.object(build, "model_directory", lambda loaded: Path(place)))
         if entry.get("fails") == world.rank:
             stack.enter_context(failing_at_the_second_item())
         yield

@@ -22,21 +22,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hetero_mpi.comm.joining import run_guarded
-from hetero_mpi.comm.world import CollectiveUserError, World
+from hetero_mpi.comm.ranks.mpi_start import run_guarded
+from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.device.backend import Memory
+from hetero_mpi.engine import trainer
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.files import ModelFiles
+from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.optimizer import Judge, Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
-from hetero_mpi.planning.files import load_plan
-from hetero_mpi.planning.plan import Plan
-from hetero_mpi.planning.profile import Curve
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.profile import Curve
+from hetero_mpi.planning.types.toml_files import load_plan
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
-from hetero_mpi.training import background, building, run, trainer
-from hetero_mpi.training.changing import Share
-from hetero_mpi.training.run import train
-from hetero_mpi.training.setup import Options
+from hetero_mpi.runtime import build, run
+from hetero_mpi.runtime.reconfigure import Share
+from hetero_mpi.runtime.run import train
+from hetero_mpi.runtime.setup.setup import Options
+from hetero_mpi.state import background_save
 
 Breaking = contextlib.AbstractContextManager[None]
 
@@ -52,7 +54,7 @@ def model_is_elsewhere(world: World, entry: dict[str, Any]) -> Iterator[None]:
     if world.rank != entry["rank"]:
         yield
         return
-    with mock.patch.object(building, "model_directory", lambda loaded: Path(entry["elsewhere"])):
+    with mock.patch.object(build, "model_directory", lambda loaded: Path(entry["elsewhere"])):
         yield
 
 
@@ -193,7 +195,7 @@ def no_room_to_change(world: World, entry: dict[str, Any]) -> Iterator[None]:
     if world.rank != 1:
         yield
         return
-    with mock.patch.object(background, "host_memory", lambda: Memory(1000, "hardly any")):
+    with mock.patch.object(background_save, "host_memory", lambda: Memory(1000, "hardly any")):
         yield
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from hetero_mpi.comm.joining import run_guarded
 from hetero_mpi.comm.mpi_transport import MpiTransport
-from hetero_mpi.comm.world import World
-from hetero_mpi.training.watchdog import Lookout, Watchdog
+from hetero_mpi.comm.ranks.mpi_start import run_guarded
+from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.runtime.watchdog import Lookout, Watchdog
 
 LIMIT_S = 3.0
 

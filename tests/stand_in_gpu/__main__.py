@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # bitsandbytes' plain kernels would be compiled anew for every shape
 from hetero_mpi import cli
-from hetero_mpi.launch import launcher
+from hetero_mpi.launch.launcher import launcher
 from tests.stand_in_gpu import COUNTERS, THROUGH
 
 

@@ -18,29 +18,29 @@ import torch
 
 from hetero_mpi.comm import mpi_transport
 from hetero_mpi.comm.mpi_transport import MpiTransport
-from hetero_mpi.comm.world import World
+from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device import accelerators
 from hetero_mpi.device.accelerators import has_kernels, open_backend, usable, visible_devices
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.look import look
+from hetero_mpi.engine.gradient_all_reduce import GradientSums
+from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
-from hetero_mpi.job import AdapterTable, TrainTable
-from hetero_mpi.model import loss
-from hetero_mpi.model.chain import Chain
-from hetero_mpi.model.families import read_config
+from hetero_mpi.job.load import AdapterTable, TrainTable
+from hetero_mpi.model.layer import loss
 from hetero_mpi.model.optimizer import Optimizer, Verdict
 from hetero_mpi.model.stage import Stage
+from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning, adapter_tuning, full_training
-from hetero_mpi.model.weights import SeededStart
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.profiling.bench import Bench
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
-from hetero_mpi.profiling.hosts import measure_memory
+from hetero_mpi.profiling.host_profiles import measure_memory
 from hetero_mpi.profiling.subject import Subject
-from hetero_mpi.training.background import Snapshot
-from hetero_mpi.training.redistribute import Parcel
-from hetero_mpi.training.sums import GradientSums
-from hetero_mpi.training.trainer import Trainer
+from hetero_mpi.state.background_save import Snapshot
+from hetero_mpi.state.redistribute import Parcel
 from tests.device_copies import copies_there_and_back
 from tests.stand_in_gpu import backend, module
 from tests.stand_in_gpu.backend import StandIn

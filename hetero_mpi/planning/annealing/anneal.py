@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from hetero_mpi.planning.annealing.changes import Changes, Lines
 from hetero_mpi.planning.annealing.clock import Clock, is_plain
 from hetero_mpi.planning.annealing.lines import Costs, Fitting, Line
-from hetero_mpi.planning.plan import Plan
-from hetero_mpi.planning.profile import ClusterProfile
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.several.fleet import Fleet, in_own_order
 from hetero_mpi.planning.several.polish import WORTHWHILE, Polisher
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
 
 FAR, NEAR = (0.02, 0.0005), (0.003, 0.0005)
 """The mean share by which a step may get longer, at the beginning and at the end of a round: far from a plan, and near the

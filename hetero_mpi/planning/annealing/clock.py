@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from hetero_mpi.planning.annealing.lines import Costs, Fitting
 from hetero_mpi.planning.outline import add_sum
-from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.several.fleet import Fleet
 from hetero_mpi.planning.tables import shared_memories, shares_cards
+from hetero_mpi.planning.types.profile import ClusterProfile
 
 
 def is_plain(profile: ClusterProfile) -> bool:

@@ -10,10 +10,10 @@ from functools import cached_property
 
 from hetero_mpi.planning.cycles import cycle_bound_s
 from hetero_mpi.planning.pacing import paced_each, period_s
-from hetero_mpi.planning.plan import PipelinePlan, StagePlan
 from hetero_mpi.planning.several.fleet import Fleet
 from hetero_mpi.planning.simulator import spans_s
 from hetero_mpi.planning.tables import stage_bytes
+from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
 
 ANY_DEPTH = 10**9
 ROUNDING = 1e-9

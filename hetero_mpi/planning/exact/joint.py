@@ -30,12 +30,12 @@ from hetero_mpi.planning.exact.lockstep import Table
 from hetero_mpi.planning.exact.teams import Team, disjoint, shared_out
 from hetero_mpi.planning.exact.variants import Order, Part, Pipelines, Variants, columns_of, part_of
 from hetero_mpi.planning.memory import usable_bytes
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.single.orders import all_orders
 from hetero_mpi.planning.tables import Instance, shared_memories, shares_cards
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
 
 ROUNDING = 1e-9
 """Relative difference below which two step times are equal: sums in another order differ by less."""

@@ -14,11 +14,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_mpi.planning.cost import LayerCost, ModelCost
 from hetero_mpi.planning.dry_run import awaited
 from hetero_mpi.planning.memory import holdings
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op, schedule_of
+from hetero_mpi.planning.types.cost import LayerCost, ModelCost
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 
 Table = NDArray[np.float64]
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from hetero_mpi.planning.durations import return_s, tied_s
 from hetero_mpi.planning.exact.lockstep import Seconds, Table, depths, lists_of, run
-from hetero_mpi.planning.profile import ClusterProfile
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.tables import Instance, deferred_bytes, may_split, shared_memories, shares_cards
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
 
 Order = tuple[int, ...]
 Indices = NDArray[np.int64]

@@ -33,8 +33,8 @@ from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.large_bound import large_bound_s
 from hetero_mpi.planning.packing.counted import Counted, Shares, classes_apart
 from hetero_mpi.planning.packing.relaxed import Facts
-from hetero_mpi.planning.profile import ClusterProfile
-from hetero_mpi.planning.request import PlanRequest
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
 
 GROWTH = 3
 """Each step away from a known plan's time is so many times as large as the one before."""

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from hetero_mpi.planning.durations import layer_s, repeated_s, summed_bytes
 from hetero_mpi.planning.memory import shared_parameters
-from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile, LayerTimes
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.several.fleet import Fleet, Floats
+from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LayerTimes
+from hetero_mpi.planning.types.request import PlanRequest
 
 Way = Callable[[LayerTimes, int], float]
 """Seconds of a layer with so many tokens."""

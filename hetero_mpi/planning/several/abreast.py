@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 
 from hetero_mpi.planning.durations import Durations
 from hetero_mpi.planning.pacing import paced_together, period_s
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.several.polish import WORTHWHILE, Polisher
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile
 
 ALLOWANCES = (0.0, 0.5, 1.2)
 """Shares of a period by which a gradient may be late, for guessing depths."""

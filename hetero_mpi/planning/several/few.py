@@ -11,11 +11,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 from hetero_mpi.planning.exact.variants import depths_of
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.several.polish import Polisher
 from hetero_mpi.planning.single.optimum import Space
 from hetero_mpi.planning.single.orders import all_orders
 from hetero_mpi.planning.single.search import Order, Outlook
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 
 MOST_ORDERS = 700
 """With more orders of single pipelines than this, ranks are not few."""

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from hetero_mpi.planning.bounds import usable_devices
 from hetero_mpi.planning.durations import repeated_s, summed_bytes
 from hetero_mpi.planning.noise import NOISE
-from hetero_mpi.planning.profile import ClusterProfile, DeviceProfile
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.tables import rank_usable_bytes, stage_bytes
+from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
+from hetero_mpi.planning.types.request import PlanRequest
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -158,7 +158,7 @@ class Fleet:
         latency_s = self.latency_s[np.ix_(places, places)] * others
         per_byte_s = self.per_byte_s[np.ix_(places, places)] * others
         hosts = len(set(self.host[np.array(members)].tolist()))
-        if hosts not in (1, count):  # around a ring from host to host (``comm.sum_paths``)
+        if hosts not in (1, count):  # around a ring from host to host (``comm.all_reduce_paths``)
             slowest = [float((latency_s + per_byte_s * size).max()) for size in part.tolist()]
             return np.where(size_bytes > 0, 2 * (count - 1) * np.array(slowest), 0.0)
         busiest = np.maximum(

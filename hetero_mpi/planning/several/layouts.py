@@ -15,9 +15,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hetero_mpi.planning.memory import predict_hosts
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.several.chains import Chain, Chains, Line
 from hetero_mpi.planning.several.columns import Column, Columns, along_hosts, in_hosts, of_all
 from hetero_mpi.planning.several.fleet import FEW, Fleet, in_own_order
@@ -25,6 +22,9 @@ from hetero_mpi.planning.several.pace import Crew
 from hetero_mpi.planning.several.shares import Pipelines
 from hetero_mpi.planning.several.unlike import unlike
 from hetero_mpi.planning.tables import stage_bytes
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
 
 EVERY, RATIO = 12, 1.12
 """Up to so many pipelines every number of them is looked at; beyond, every so often."""

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from hetero_mpi.planning.memory import stage_holdings, stage_memory, usable_bytes
 from hetero_mpi.planning.outline import outlined
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.schedule import weight_lag
 from hetero_mpi.planning.tables import may_split, shared_memories
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
 
 WORTHWHILE = 1e-4
 """A change must shorten the step by more than this share."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.several.cutting import Cutter, Run
 from hetero_mpi.planning.several.fleet import Floats, Indices
 from hetero_mpi.planning.several.pace import Crew, Pace
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 
 
 def together_s(runs: Sequence[Run], cutter: Cutter) -> float:

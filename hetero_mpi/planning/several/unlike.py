@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.several.crews import Crews, Roster
 from hetero_mpi.planning.several.cutting import Cutter, Run
 from hetero_mpi.planning.several.fleet import Fleet
 from hetero_mpi.planning.several.pace import Crew, Pace
 from hetero_mpi.planning.several.together import dealt, plan_of, sums_of, together_s
+from hetero_mpi.planning.types.plan import Plan
 
 FEWEST_ITEMS = 4
 MOST_RANKS = 32

@@ -19,10 +19,10 @@ from dataclasses import replace
 
 from hetero_mpi.planning.exact.joint import Exact, Found
 from hetero_mpi.planning.noise import smoothed
-from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.single.optimum import Optimum, on_ranks
 from hetero_mpi.planning.single.search import Candidate
 from hetero_mpi.planning.tables import rank_classes
+from hetero_mpi.planning.types.plan import Plan
 
 EFFORT = 30_000
 """Effort for the plan of one order."""

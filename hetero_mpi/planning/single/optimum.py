@@ -12,8 +12,6 @@ from functools import cached_property
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.noise import smoothed
-from hetero_mpi.planning.profile import ClusterProfile
-from hetero_mpi.planning.request import PlanRequest
 from hetero_mpi.planning.single.lines import Lines, orders_along_lines
 from hetero_mpi.planning.single.orders import all_orders, found_orders
 from hetero_mpi.planning.single.search import (
@@ -28,6 +26,8 @@ from hetero_mpi.planning.single.search import (
     warm_up_of,
 )
 from hetero_mpi.planning.tables import Instance, rank_classes
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
 
 SEARCH_EFFORT = 1_500_000
 DEEPEN_EFFORT = 1_000_000

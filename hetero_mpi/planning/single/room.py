@@ -10,11 +10,11 @@ from functools import lru_cache
 import numpy as np
 
 from hetero_mpi.planning.noise import smoothed
-from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.single.optimum import Optimum, Space, on_ranks, space_of
 from hetero_mpi.planning.single.orders import all_orders, found_orders, sorted_starts
 from hetero_mpi.planning.single.search import Order, evaluate, warm_up_of
 from hetero_mpi.planning.tables import Instance, Table, shared_memories
+from hetero_mpi.planning.types.profile import ClusterProfile
 
 SHORTAGE_LOOKS = 200
 """Orders looked at besides those sorted by memory, where there are very many ranks."""

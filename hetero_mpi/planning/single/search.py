@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hetero_mpi.planning.pacing import paced_each
-from hetero_mpi.planning.plan import Plan
 from hetero_mpi.planning.simulator import spans_s
 from hetero_mpi.planning.tables import Instance, Table
+from hetero_mpi.planning.types.plan import Plan
 
 ROUNDING = 1e-9
 """Relative difference below which two step times are equal: sums in another order differ by less."""

@@ -20,9 +20,9 @@ from itertools import groupby, pairwise
 
 from matplotlib.figure import Figure
 
-from hetero_mpi.planning.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.schedule import summed_items
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.figures.style import Sheet, drawn, fitted, host_colours, width_of
 from hetero_mpi.report.tables import items_text

@@ -12,8 +12,8 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from hetero_mpi.planning.codec import encode
-from hetero_mpi.planning.profile import ClusterProfile, Curve, DeviceProfile
+from hetero_mpi.planning.types.codec import encode
+from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.figures.style import COLOURS, INK, drawn, fitted, key
 

@@ -14,9 +14,9 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.report import units
 from hetero_mpi.report.figures.style import palette_css
-from hetero_mpi.report.measured import newest_step, on_one_clock
 from hetero_mpi.report.page import sections
 from hetero_mpi.report.past_run import PastRun
+from hetero_mpi.report.run_files.measured import newest_step, on_one_clock
 
 
 def report_html(run: PastRun) -> str:

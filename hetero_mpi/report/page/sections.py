@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from hetero_mpi.planning.plan import Plan
-from hetero_mpi.planning.profile import ClusterProfile
 from hetero_mpi.planning.schedule import Event
 from hetero_mpi.planning.simulator import Simulation
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.figures.architecture import architecture
 from hetero_mpi.report.figures.charts import Series, Shares, line_chart
 from hetero_mpi.report.figures.charts import usage as usage_bars
 from hetero_mpi.report.figures.style import svg
 from hetero_mpi.report.figures.timeline import MOST_LANES, Panel, timeline
-from hetero_mpi.report.measured import last_usage
 from hetero_mpi.report.past_run import PastRun
+from hetero_mpi.report.run_files.measured import last_usage
 from hetero_mpi.report.tables import headline, idle_lines, items_text, schedule_text
 from hetero_mpi.report.traffic import sums, traffic
 

@@ -1,0 +1,140 @@
+"""Collective calls of ranks, in JSON and raw arrays. Nothing is pickled: no lower-case method of mpi4py is used.
+
+MPI's own blocking calls spin until the last rank has come, on a core that this rank may need to come sooner. So every call
+here starts MPI's non-blocking one and looks for its end politely.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_mpi.comm.ranks.back_off import LONGEST_SLEEP_S, YIELD_S, Pause
+from hetero_mpi.comm.ranks.ulfm import finish, losses
+
+PIECE_BYTES = 1 << 30
+"""Largest array piece of one collective call: MPI counts are 32 bit in most libraries."""
+DROWSY_S = 0.05
+"""How long a rank that waits for something long sleeps between two looks at most."""
+
+
+@dataclass
+class Collectives:
+    """Ranks that call together, in the same order, from their main threads, while no transport has requests in flight.
+
+    Every call raises ``RankLost`` if a rank has died and the job goes on without it (``comm.ranks.ulfm``).
+    """
+
+    comm: Any
+    """A duplicate of ``MPI.COMM_WORLD`` for the collectives below."""
+    rank: int
+    size: int
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+        _finish(self.comm.Ibarrier)
+
+    def broadcast_json(self, value: Any, root: int = 0, longest_s: float = LONGEST_SLEEP_S) -> Any:
+        """``root``'s value on every rank, as JSON gives it back (tuples become lists, keys become strings).
+
+        ``longest_s``: ``DROWSY_S`` after something that takes ``root`` long: the others look for it more and more rarely.
+        """
+        payload = encode(value) if self.rank == root else np.empty(0, np.uint8)
+        length = np.array([payload.size], np.int64)
+        _finish(self.comm.Ibcast, length, root=root, longest_s=longest_s)
+        if self.rank != root:
+            payload = np.empty(int(length[0]), np.uint8)
+        self._broadcast_bytes(payload, root)
+        return decode(payload)
+
+    def gather_json(self, value: Any) -> list[Any] | None:
+        """Every rank's value in rank order on rank 0, ``None`` elsewhere."""
+        payload = encode(value)
+        lengths, everything = self._room_for_all(payload)
+        receive = [everything, lengths] if self.rank == 0 else None
+        _finish(self.comm.Igatherv, payload, receive, root=0)
+        return split(everything, lengths) if self.rank == 0 else None
+
+    def all_gather_json(self, value: Any) -> list[Any]:
+        """Every rank's value in rank order, on every rank."""
+        payload = encode(value)
+        lengths, everything = self._room_for_all(payload)
+        _finish(self.comm.Iallgatherv, payload, [everything, lengths])
+        return split(everything, lengths)
+
+    def all_gather_bytes(self, own: NDArray[np.uint8], everyone: NDArray[np.uint8]) -> None:
+        """Fill ``everyone`` [rank, byte] with every rank's ``own``, which has the same length everywhere."""
+        _finish(self.comm.Iallgather, own, everyone)
+
+    def _room_for_all(self, payload: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+        """Lengths of all ranks' payloads, and an array that holds them one after the other."""
+        lengths = np.zeros(self.size, np.int64)
+        _finish(self.comm.Iallgather, np.array([payload.size], np.int64), lengths)
+        everything = np.empty(int(lengths.sum()), np.uint8)
+        assert everything.size < PIECE_BYTES, "gathered JSON is meant for small values"
+        return lengths, everything
+
+    def broadcast_arrays(self, arrays: Sequence[NDArray[Any]] | None, root: int = 0) -> list[NDArray[Any]]:
+        """``root``'s arrays (any shapes, plain numeric dtypes) on every rank; other ranks pass ``None``."""
+        own = [np.ascontiguousarray(array).reshape(array.shape) for array in arrays or ()]
+        assert all(array.dtype.kind in "biufc" for array in own), "root must give arrays of plain numbers"
+        header = self.broadcast_json(
+            [[array.dtype.str, array.shape] for array in own] if arrays is not None else None, root
+        )
+        if arrays is None:
+            own = [np.empty(tuple(shape), np.dtype(dtype)) for dtype, shape in header]
+        for array in own:
+            self._broadcast_bytes(array.reshape(-1).view(np.uint8), root)
+        return own
+
+    def all_reduce_sum(self, array: NDArray[Any]) -> NDArray[Any]:
+        """The element-wise sum over the ranks, with the same bits on every rank. Equal shape and dtype everywhere.
+
+        Summed on rank 0 and broadcast: MPI does not promise that ``Allreduce`` gives all ranks the same bits, and
+        decisions are taken from such sums.
+        """
+        flat = np.ascontiguousarray(array).reshape(-1)
+        total = np.empty_like(flat)
+        step = max(1, PIECE_BYTES // max(1, flat.itemsize))
+        for first in range(0, flat.size, step):
+            _finish(self.comm.Ireduce, flat[first : first + step], total[first : first + step], root=0)
+        self._broadcast_bytes(total.view(np.uint8), 0)
+        return total.reshape(array.shape)
+
+    def _broadcast_bytes(self, flat: NDArray[np.uint8], root: int) -> None:
+        for first in range(0, flat.size, PIECE_BYTES):
+            _finish(self.comm.Ibcast, flat[first : first + PIECE_BYTES], root=root)
+
+    def meet_asleep(self) -> None:
+        """``barrier`` after which ranks that share cores go on to compute: nobody looks twice without sleeping."""
+        _finish(self.comm.Ibarrier, yield_s=0.0)
+
+
+def _finish(
+    call: Callable[..., Any],
+    *arguments: Any,
+    longest_s: float = LONGEST_SLEEP_S,
+    yield_s: float = YIELD_S,
+    **options: Any,
+) -> None:
+    """Make one of MPI's non-blocking calls, and look until MPI is done with it."""
+    with losses():
+        finish(call(*arguments, **options), Pause(longest_s, yield_s))
+
+
+def encode(value: Any) -> NDArray[np.uint8]:
+    return np.frombuffer(json.dumps(value).encode(), np.uint8)
+
+
+def decode(payload: NDArray[np.uint8]) -> Any:
+    return json.loads(payload.tobytes())
+
+
+def split(everything: NDArray[np.uint8], lengths: NDArray[np.int64]) -> list[Any]:
+    ends = np.cumsum(lengths)
+    return [decode(everything[end - length : end]) for end, length in zip(ends, lengths, strict=True)]

@@ -1,0 +1,132 @@
+"""How a rank leaves the job: with all others, or, when it fails alone, taking them with it and saying why once.
+
+Several ranks often fail together. Each then waits in proportion to its rank before it speaks and calls ``MPI_Abort``:
+the lowest speaks first and its abort ends the others while they wait. Errors of MPI itself wait longest, for they are
+mostly echoes of another rank's death.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import Any, NoReturn
+
+import numpy as np
+
+from hetero_mpi.comm.ranks.back_off import Pause
+from hetero_mpi.comm.ranks.ulfm import RankLost, losses
+from hetero_mpi.comm.ranks.world import World, describe_problems
+from hetero_mpi.errors import ExitCode
+
+SETTLE_S = 1.0
+"""How long a rank that ends badly waits for the others to end too, before it counts as alone."""
+TURN_S = 0.3
+"""Delay per rank before a failing rank speaks ..."""
+LONGEST_TURN_S = 1.5
+"""... and the delay of the last rank at most."""
+ECHO_S = 1.0
+"""Further delay when the failure is an error of MPI."""
+ABORT_S = 3
+"""A rank that is still alive this long after calling ``MPI_Abort`` is ended by its alarm clock."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal that ends the job at once. ``when``: in words, with what is saved and what to do."""
+
+    def __init__(self, number: int, when: str) -> None:
+        super().__init__(number)
+        self.number, self.when = number, when
+
+
+def end_together(world: World, problem: str | None, code: int) -> str | None:
+    """What the ranks end with, in words; None: all is well. Does not return where this rank alone ends badly. Collective."""
+    try:
+        if not _all_have_come(world.guard, code):
+            end_alone(world, problem if problem is not None else f"it ended with exit code {code}", code)
+        return describe_problems(world.all_gather_json(problem), world.hosts)
+    except RankLost:  # everything had been done
+        world.bereaved = True
+        return problem
+
+
+def _all_have_come(guard: Any, code: int) -> bool:
+    """Wait for all ranks; False: this one ends badly (``code != 0``) and another has not come to its end within ``SETTLE_S``."""
+    mine, everyone = np.array([code], np.int32), np.empty(guard.Get_size(), np.int32)
+    deadline, pause = time.monotonic() + SETTLE_S, Pause(0.01)
+    with losses():
+        request = guard.Iallgather(mine, everyone)
+        while not request.Test():
+            if code != 0 and time.monotonic() > deadline:
+                return False
+            pause.rest()
+    return True
+
+
+def leave_now(code: int) -> NoReturn:
+    """End this process without a farewell to MPI, for whose end the survivors of a rank's death would wait for ever."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    logging.shutdown()
+    os._exit(code)
+
+
+def end_alone(world: World, cause: BaseException | str, code: int = ExitCode.FAILED) -> NoReturn:
+    """Print rank, host, action and cause, and end every rank of the job with ``code`` (a signal n: with 128 + n)."""
+    from mpi4py import MPI
+
+    interrupted = isinstance(cause, KeyboardInterrupt)
+    # Whoever aborts first has the launcher terminate the rest: a handler that postpones SIGTERM would let them
+    # speak too.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(_turn_s(world) + (ECHO_S if isinstance(cause, (MPI.Exception, RankLost)) else 0.0))
+    heading = f"rank {world.rank}/{world.size} on {world.host} {'was interrupted' if interrupted else 'failed'}"
+    if interrupted:
+        code = 128 + (cause.number if isinstance(cause, Interrupted) else signal.SIGINT)
+    _abort(f"\n{heading} while {world.doing}:\n{_cause_text(cause)}\n", code)
+
+
+def end_all(world: World, text: str, code: int) -> NoReturn:
+    """Print ``text`` as it is, and end every rank of the job with ``code``. From any thread."""
+    time.sleep(_turn_s(world))
+    _abort(f"\n{text}\n", code)
+
+
+def _turn_s(world: World) -> float:
+    return min(TURN_S, LONGEST_TURN_S / world.size) * world.rank
+
+
+def _abort(text: str, code: int) -> NoReturn:
+    from mpi4py import MPI
+
+    # One write, so that the launcher does not mix other ranks' output into it.
+    sys.stderr.write(text)
+    sys.stderr.flush()
+    sys.stdout.flush()
+    _set_alarm()
+    MPI.COMM_WORLD.Abort(code)
+    os._exit(code)
+
+
+def _cause_text(cause: BaseException | str) -> str:
+    if isinstance(cause, str):
+        return cause
+    if isinstance(cause, Interrupted):
+        return f"{signal.Signals(cause.number).name} {cause.when}"
+    if isinstance(cause, KeyboardInterrupt):
+        return "interrupted from the keyboard"
+    return "".join(traceback.format_exception(type(cause), cause, cause.__traceback__)).rstrip()
+
+
+def _set_alarm() -> None:
+    """The kernel ends this process should ``MPI_Abort`` not return; that needs neither thread nor interpreter lock."""
+    if not hasattr(signal, "alarm"):
+        return
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(ABORT_S)

@@ -1,0 +1,108 @@
+"""Which MPI library is loaded, and which launcher started this process: text and environment variables only.
+
+Both questions are answered without initialising MPI, because a launcher of one MPI and a library of another either
+start N separate worlds of one rank, silently, or end in the library's own abort. Here they become a message with a
+remedy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+OPEN_MPI = "Open MPI"
+MPICH = "MPICH"
+JOINED_VARIABLE = "HETERO_MPI_JOINED"
+"""Environment variable: to this file a rank writes a line when it has joined the others (``launch.launcher.early_deaths``)."""
+
+_VERSION = r"(\d+(?:\.\d+)*\w*)"
+# Order matters: MPICH's descendants also mention MPICH in their text.
+_LIBRARY_PATTERNS: tuple[tuple[str, str, str], ...] = (
+    (OPEN_MPI, OPEN_MPI, rf"Open MPI v{_VERSION}"),
+    ("Intel MPI", MPICH, rf"Intel\(R\) MPI Library (?:v|Version )?{_VERSION}"),
+    ("Cray MPICH", MPICH, rf"CRAY MPICH version {_VERSION}"),
+    ("MVAPICH", MPICH, rf"MVAPICH\d? Version\s*:\s*{_VERSION}"),
+    (MPICH, MPICH, rf"MPICH Version:\s*{_VERSION}"),
+)
+
+
+@dataclass(frozen=True)
+class MpiLibrary:
+    """An MPI library by its own words."""
+
+    name: str
+    """``Open MPI``, ``MPICH``, ``Intel MPI``, ``Cray MPICH``, ``MVAPICH`` or ``unknown MPI``."""
+    family: str
+    """Whose launcher protocol it speaks: ``Open MPI``, ``MPICH``, or the name itself."""
+    version: str
+
+    @property
+    def major(self) -> str:
+        return self.version.split(".")[0]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}".strip()
+
+
+def parse_library_version(text: str) -> MpiLibrary:
+    """The library behind the text of ``MPI_Get_library_version``."""
+    for name, family, pattern in _LIBRARY_PATTERNS:
+        found = re.search(pattern, text)
+        if found:
+            return MpiLibrary(name, family, found.group(1))
+    first_line = text.strip("\0\n ").split("\n")[0]
+    return MpiLibrary("unknown MPI", "unknown MPI", first_line[:60])
+
+
+@dataclass(frozen=True)
+class LaunchedAs:
+    launcher: str
+    """The launcher in words, for messages."""
+    family: str
+    """``Open MPI``, ``MPICH`` or ``SLURM``."""
+    size: int
+    rank: int
+
+
+def _read(environment: Mapping[str, str], launcher: str, family: str, size: str, rank: str) -> LaunchedAs | None:
+    try:
+        return LaunchedAs(launcher, family, int(environment[size]), int(environment.get(rank, "0")))
+    except (KeyError, ValueError):
+        return None
+
+
+def launched_as(environment: Mapping[str, str], library_family: str) -> LaunchedAs | None:
+    """Who started this process, from its environment; ``None``: nobody, it runs alone.
+
+    Launchers may be nested (an MPI launcher inside an srun step, for instance). The variables of the loaded library's
+    own launcher come first, then the other MPI launcher's, and SLURM's only if there is neither: inside a batch script
+    SLURM describes the job, not this process, so only the variables of a *step* count.
+    """
+    open_mpi = _read(environment, "Open MPI's mpirun", OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+    pmi = _read(environment, "MPICH's mpiexec (or another PMI launcher)", MPICH, "PMI_SIZE", "PMI_RANK")
+    slurm = _read(environment, "srun", "SLURM", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+    ordered = (pmi, open_mpi, slurm) if library_family == MPICH else (open_mpi, pmi, slurm)
+    return next((launched for launched in ordered if launched is not None), None)
+
+
+def foreign_launcher_problem(launched: LaunchedAs | None, library: MpiLibrary) -> str | None:
+    """A pairing that would die inside ``MPI_Init``: Open MPI's launcher with an MPICH library."""
+    if launched is None or launched.family != OPEN_MPI or library.family != MPICH:
+        return None
+    return _mismatch(launched, f"the loaded MPI library ({library}) belongs to another launcher")
+
+
+def world_size_problem(launched: LaunchedAs | None, library: MpiLibrary, world_size: int) -> str | None:
+    """What is wrong with a world of ``world_size`` ranks under this launcher, or ``None``."""
+    if launched is None or launched.size == world_size:
+        return None
+    return _mismatch(launched, f"the loaded MPI library ({library}) sees a world of {world_size}")
+
+
+def _mismatch(launched: LaunchedAs, but: str) -> str:
+    return (
+        f"{launched.launcher} started {launched.size} process{'es' if launched.size != 1 else ''}, but {but}: "
+        "launcher and library must belong together. Start with "
+        f"`python -m hetero_mpi launch -np {launched.size} -- ...`, which finds the launcher of this library."
+    )

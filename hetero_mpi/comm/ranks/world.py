@@ -1,0 +1,274 @@
+"""All ranks of the job: what they do together, and problems that are everybody's. (How a process joins them: ``joining``.)
+
+Only JSON and raw arrays travel. Nothing is pickled: mpi4py's lower-case methods are never used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from hetero_mpi.comm.ranks import ulfm
+from hetero_mpi.comm.ranks.collectives import DROWSY_S, Collectives, decode, encode
+from hetero_mpi.comm.ranks.versions import MPI_LIBRARY, Rule, version_problem
+from hetero_mpi.errors import UserError
+
+RELEASE_POLL_S = 0.05
+"""How often a sleeping rank looks whether it may go on."""
+_RELEASE_TAG, _ASK_TAG = 1, 2
+
+
+class CollectiveUserError(UserError):
+    """A user error that every rank raises at the same point: one rank prints it and all leave cleanly."""
+
+    def __init__(self, message: str, exit_code: int = UserError.exit_code) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+Outcome = list[Any] | None
+"""How something ended on a rank, as it travels: the problem's text and its exit code, or nothing."""
+
+
+@dataclass
+class Activity:
+    """What a rank is doing; the worlds a rank belongs to share it, as it does one thing at a time."""
+
+    text: str = "starting"
+    waits_for: str | None = None
+    """What a collective call waits for just now."""
+    marks: int = 0
+    """Counts what gets done beside the text: whoever changes it makes progress."""
+    busy: int = 0
+    """Blocks under way (on any thread) that may last long without progress that could be seen from outside."""
+
+
+@dataclass
+class World(Collectives):
+    """All ranks of the job (``MPI.COMM_WORLD``). Its methods are collective: every rank calls them in the same order,
+    from its main thread, while no transport has requests in flight.
+    """
+
+    hosts: tuple[str, ...]
+    """Host of each rank: equal where name *and* memory are shared, unique even if two machines bear one name (then ``name#2``)."""
+    library: str
+    """For example ``Open MPI 5.0.11``."""
+    thread_level: str
+    """``multiple``, ``serialized``, ``funneled`` or ``single``."""
+    activity: Activity = field(default_factory=Activity)
+    numbers: tuple[int, ...] = ()
+    """Each rank's number in the whole job, by which messages name it; empty: its own."""
+    guard: Any = None
+    """A communicator for the end of the job alone."""
+    bereaved: bool = False
+    """Ranks have died, and this is the world of those that are left (``comm.ranks.shrink``)."""
+
+    @property
+    def host(self) -> str:
+        """This rank's."""
+        return self.hosts[self.rank]
+
+    @property
+    def local_rank(self) -> int:
+        """Position among the ranks of this host, by rank."""
+        return self.hosts[: self.rank].count(self.host)
+
+    @property
+    def local_size(self) -> int:
+        """Ranks on this host."""
+        return self.hosts.count(self.host)
+
+    @property
+    def doing(self) -> str:
+        """What this rank is doing, for the message should it fail: ``world.doing = "loading weights"``."""
+        return self.activity.text
+
+    @doing.setter
+    def doing(self, text: str) -> None:
+        self.activity.text = text
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """A block that waits for other ranks in a collective call; ``what``: for the person who asks why nothing goes on."""
+        self.activity.waits_for = what
+        try:
+            yield
+        finally:
+            self.activity.waits_for = None
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """A block that may take long on this rank alone and is no hang, such as closing a large file. On any thread."""
+        self.activity.busy += 1
+        try:
+            yield
+        finally:
+            self.activity.busy -= 1
+
+    def agree(self, problem: str | None) -> None:
+        """If any rank has a problem, every rank raises it.
+
+        :raises CollectiveUserError: each distinct problem once, with the ranks and hosts that have it.
+        """
+        _raise(self._gathered([problem, UserError.exit_code] if problem is not None else None))
+
+    def _gathered(self, own: Outcome) -> Outcome:
+        """All ranks' problems as one, on every rank, with the first one's exit code."""
+        outcomes = self.all_gather_json(own)
+        text = describe_problems([each[0] if each else None for each in outcomes], self.hosts, self.numbers)
+        return None if text is None else [text, next(each[1] for each in outcomes if each)]
+
+    def share_problem(self, problem: CollectiveUserError | None) -> None:
+        """If some ranks, such as those of a subset, have come to the same error together, every rank raises it.
+
+        :raises CollectiveUserError: the first rank's that has one.
+        """
+        _raise(next(filter(None, self.all_gather_json(_outcome(problem))), None), problem)
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """A block in which a ``UserError`` of any rank becomes the same ``UserError`` on every rank at its end.
+
+        ``what`` is the current action meanwhile. Any other exception propagates at once. The block itself must not
+        communicate: the ranks that are well would wait inside it for the one that has left it.
+        """
+        return self._acting(what, self._gathered)
+
+    def led(self, what: str) -> AbstractContextManager[None]:
+        """A block in which rank 0 alone works, while the other ranks pass through it and wait, asleep, for its outcome.
+
+        A ``UserError`` of rank 0 becomes one of every rank, at the block's end. The block must not communicate.
+        """
+        return self._acting(what, self._leaders)
+
+    def _leaders(self, own: Outcome) -> Outcome:
+        """Rank 0's problem, on every rank."""
+        assert self.rank == 0 or own is None, "only rank 0 works in a led block"
+        outcome: Outcome = self.broadcast_json(own, longest_s=DROWSY_S)
+        return outcome
+
+    @contextmanager
+    def _acting(self, what: str, of_all: Callable[[Outcome], Outcome]) -> Iterator[None]:
+        """A block whose ``UserError`` is held back until ``of_all``, called by every rank, has made one outcome of the ranks'."""
+        before, self.doing = self.doing, what
+        problem: UserError | None = None
+        try:
+            yield
+        except CollectiveUserError:
+            raise
+        except UserError as error:
+            problem = error
+        _raise(of_all(_outcome(problem)), problem)
+        self.doing = before
+
+    def subset(self, ranks: Sequence[int]) -> World | None:
+        """A world of only these ranks (increasing), numbered anew, for collectives among them; None on other ranks.
+
+        Its messages still call the ranks by their numbers in the whole job. Collective over all ranks of this world.
+        """
+        from mpi4py import MPI
+
+        member = self.rank in ranks
+        comm = ulfm.made(self.comm, lambda: self.comm.Split(0 if member else MPI.UNDEFINED, self.rank))
+        if not member:
+            return None
+        hosts = tuple(self.hosts[rank] for rank in ranks)
+        numbers = tuple(self.numbers[rank] if self.numbers else rank for rank in ranks)
+        return replace(self, comm=comm, rank=comm.Get_rank(), size=comm.Get_size(), hosts=hosts, numbers=numbers)
+
+    def release(self, ranks: Sequence[int], problem: CollectiveUserError | None, word: Any = None) -> None:
+        """Wake ``ranks`` from ``sleep_until_released``, with the error that the others end with, or with a word (JSON).
+
+        Only rank 0 sends; on other ranks the call does nothing.
+        """
+        if self.rank == 0:
+            payload = encode([_outcome(problem), word])
+            with ulfm.losses():
+                for rank in ranks:
+                    self.comm.Send(payload, dest=rank, tag=_RELEASE_TAG)
+
+    def ask(self) -> None:
+        """Tell rank 0, which may look with ``asked``, that this rank has been asked to end. Not collective."""
+        with ulfm.losses():
+            self.comm.Send(np.empty(0, np.uint8), dest=0, tag=_ASK_TAG)
+
+    def asked(self) -> bool:
+        """Rank 0: has some rank called ``ask`` since the last look? A matter of a microsecond."""
+        from mpi4py import MPI
+
+        found = False
+        with ulfm.losses():
+            while self.rank == 0 and self.comm.Iprobe(source=MPI.ANY_SOURCE, tag=_ASK_TAG):
+                self.comm.Recv(np.empty(0, np.uint8), source=MPI.ANY_SOURCE, tag=_ASK_TAG)
+                found = True
+        return found
+
+    def sleep_until_released(self, ended: Callable[[], bool] = lambda: False) -> Any:
+        """Wait for rank 0's ``release`` without taking a core from ranks that compute (MPI's own waiting spins), and return
+        its word.
+
+        ``ended``: has this rank been asked to end? Rank 0 is told so, once.
+
+        :raises CollectiveUserError: what the other ranks end with.
+        """
+        from mpi4py import MPI
+
+        status, check = MPI.Status(), ulfm.Check()
+        told = False
+        with ulfm.losses():
+            while not self.comm.Iprobe(source=0, tag=_RELEASE_TAG, status=status):
+                check()
+                if not told and ended():
+                    told = True
+                    self.ask()
+                time.sleep(RELEASE_POLL_S)
+            payload = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+            self.comm.Recv(payload, source=0, tag=_RELEASE_TAG)
+        outcome, word = decode(payload)
+        _raise(outcome)
+        return word
+
+    def check_versions(self, own: Mapping[str, str], must_match: Mapping[str, Rule]) -> None:
+        """Refuse differing software. ``own``: this rank's name -> version; the MPI library's is added.
+
+        :raises CollectiveUserError: a name in ``must_match`` differs between ranks; with the values and the remedy.
+        """
+        versions = self.all_gather_json({MPI_LIBRARY: self.library, **own})
+        problem = version_problem(versions, self.hosts, must_match)
+        if problem is not None:
+            raise CollectiveUserError(problem)
+
+
+def _outcome(problem: UserError | None) -> Outcome:
+    return [str(problem), problem.exit_code] if problem is not None else None
+
+
+def _raise(outcome: Outcome, cause: UserError | None = None) -> None:
+    if outcome is not None:
+        raise CollectiveUserError(*outcome) from cause
+
+
+def describe_problems(problems: Sequence[str | None], hosts: Sequence[str], numbers: Sequence[int] = ()) -> str | None:
+    """One text for what the ranks report (``None``: nothing).
+
+    A problem that all share stands alone, others are ascribed to their ranks and hosts. ``numbers``: what the ranks are
+    called, where not by their positions.
+    """
+    distinct = list(dict.fromkeys(problem for problem in problems if problem is not None))
+    if not distinct:
+        return None
+    if len(distinct) == 1 and None not in problems:
+        return distinct[0]
+    lines = []
+    for text in distinct:
+        places = [
+            f"{numbers[rank] if numbers else rank} on {hosts[rank]}"
+            for rank, problem in enumerate(problems)
+            if problem == text
+        ]
+        lines.append(f"rank{'s' if len(places) > 1 else ''} {', '.join(places)}: {text}")
+    return "\n".join(lines)

@@ -1,0 +1,163 @@
+"""The command ``export``: a checkpoint, or the newest one of a run, becomes a Hugging Face or PEFT directory. One process, no MPI.
+
+Tensors pass one item at a time, so a model larger than memory can be exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from transformers.utils import logging as transformers_logging
+
+from hetero_mpi.checkpoint import CheckpointReader, newest_good
+from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
+from hetero_mpi.device.backend import DTYPES
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.load import Job, job_from_dict
+from hetero_mpi.model.adapter_files import adapter_directory, write_adapter
+from hetero_mpi.model.files.model_directory import ModelDirectoryWriter
+from hetero_mpi.model.files.model_files import ModelFiles
+from hetero_mpi.model.stage import PassThrough
+from hetero_mpi.model.transformers.chain import Chain, build_on_meta
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.weights import FileStart
+from hetero_mpi.model.tuning import Tuning, tuning_of
+from hetero_mpi.state.checkpointing import check_tensors
+
+_RESULTS = ("model", "adapter")
+
+
+@dataclass(frozen=True)
+class Source:
+    """An open checkpoint and what it says of itself."""
+
+    reader: CheckpointReader
+    path: Path
+    job: Job
+    chain: Chain
+    tuning: Tuning
+    base: Path | None
+    """Directory of the weights that were tuned, as the run saw it."""
+
+
+def export(source: Path, target: Path, merge: bool) -> str:
+    """Write ``target`` from a run directory or a checkpoint file; returns a sentence about what was written.
+
+    Args:
+        merge: add the adapter to its base weights and write a whole model; without it an adapter is written as such.
+
+    Raises:
+        UserError: no whole checkpoint, nothing to merge, or the base weights are not there.
+    """
+    transformers_logging.disable_progress_bar()  # one for each item would say nothing
+    path = _checkpoint(source)
+    with CheckpointReader(path) as reader:
+        opened = _open(reader, path)
+        if merge and opened.tuning.full:
+            raise UserError(f"{path} holds a whole model, no adapter: leave --merge out")
+        if merge and (opened.base is None or not opened.base.is_dir()):
+            raise UserError(f"merging needs the base weights, which are not at {opened.base}: export without --merge")
+        if opened.tuning.full:
+            what = _write_model(opened, target, _trained_items(opened), DTYPES[opened.job.train.dtype])
+        elif merge:
+            what = _write_model(opened, target, _merged_items(opened), _base_dtype(opened))
+        else:
+            what = _write_adapter(opened, target)
+    return f"{target}: {what}, from {path}"
+
+
+def _checkpoint(source: Path) -> Path:
+    if source.is_file():
+        return source
+    directory = source / "checkpoints"
+    if not directory.is_dir():
+        raise UserError(f"{source} is neither a checkpoint file nor a run directory (it has no checkpoints/)")
+    path, skipped = newest_good(directory)
+    if path is None:
+        reasons = "; ".join(f"{bad.name}: {reason}" for bad, reason in skipped) or "it is empty"
+        raise UserError(f"{directory}: no whole checkpoint ({reasons})")
+    return path
+
+
+def _open(reader: CheckpointReader, path: Path) -> Source:
+    try:
+        job = job_from_dict(reader.told("job"))
+    except ValidationError as error:
+        raise UserError(
+            f"{path}: its job is not one of this version: {error}; export with the version that wrote it"
+        ) from error
+    if job.model.factory is not None:
+        raise UserError(
+            f"{path} is of a model made of layers ({job.model.factory}), which has no Hugging Face form: its run wrote "
+            f"model/model.safetensors, and docs/checkpoint.md shows how to read the checkpoint itself"
+        )
+    chain = Chain(read_config(reader.told("model_config")))
+    base, tuning = reader.told("base_model"), tuning_of(job, chain)
+    check_tensors(reader, path, tuning)
+    return Source(reader, path, job, chain, tuning, Path(base) if base else None)
+
+
+def _write_model(source: Source, target: Path, items: Iterator[dict[str, torch.Tensor]], dtype: torch.dtype) -> str:
+    with ModelDirectoryWriter(source.chain.model, target, source.job.output.shard_bytes) as writer:
+        for state in items:
+            writer.add({name: tensor.to(dtype) for name, tensor in state.items()})
+        _copy_tokenizer(source, writer.path)
+    added = "" if source.tuning.full else f": the weights of {source.base}, not quantised, with the adapter added"
+    return f"a model in {str(dtype).removeprefix('torch.')}{added}"
+
+
+def _write_adapter(source: Source, target: Path) -> str:
+    assert source.tuning.adapter is not None
+    state = {name: _read(source, name) for name in source.tuning.trainable}
+    base = str(source.base) if source.base is not None else None
+    with adapter_directory(target) as whole:
+        write_adapter(whole.path, source.tuning.adapter, source.tuning.suffixes(), state, base)
+        _copy_tokenizer(source, whole.path)
+    return "a PEFT adapter"
+
+
+def _trained_items(source: Source) -> Iterator[dict[str, torch.Tensor]]:
+    for item in range(source.chain.items):
+        yield {spec.name: _read(source, spec.name) for spec in source.chain.specs(item, item + 1)}
+
+
+def _merged_items(source: Source) -> Iterator[dict[str, torch.Tensor]]:
+    """Base weights from their files, fp32, each adapted matrix plus its alpha / rank * B A."""
+    chain, adapter = source.chain, source.tuning.adapter
+    assert adapter is not None and source.base is not None
+    start = FileStart(ModelFiles(source.base), chain)
+    model = build_on_meta(chain.config)
+    for item in range(chain.items):
+        start.fill(chain, model, item)
+        state = {spec.name: model.get_parameter(spec.name).detach() for spec in chain.specs(item, item + 1)}
+        for module in source.tuning.modules_in(item, item + 1):
+            a, b = (_read(source, f"{module}.lora_{side}.weight") for side in "AB")
+            state[f"{module}.weight"] += adapter.alpha / adapter.rank * (b @ a)
+        yield state
+        for name in chain.module_names(item):
+            model.set_submodule(name, PassThrough())
+
+
+def _base_dtype(source: Source) -> torch.dtype:
+    """The dtype of the base weights' files."""
+    assert source.base is not None
+    config: dict[str, Any] = ModelFiles(source.base).config
+    return getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
+
+
+def _read(source: Source, name: str) -> torch.Tensor:
+    return torch.from_numpy(source.reader.read("parameters", name)[0])
+
+
+def _copy_tokenizer(source: Source, target: Path) -> None:
+    """The tokenizer of the run's own result, or of the base weights; none where neither is there."""
+    run = source.path.parent.parent
+    for directory in (*(run / name for name in _RESULTS), source.base):
+        if directory is not None and (directory / "tokenizer.json").is_file():
+            save_tokenizer(load_tokenizer(directory), target)
+            return

@@ -1,0 +1,114 @@
+"""``init``: a copy of a job that comes with the program, with all that it reads, to start one's own from."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.load import LoadedJob, load_job
+from hetero_mpi.shipped import shipped_folder
+
+SLURM = "slurm"
+REFERENCE = "reference.toml"
+"""No job to start from: ``reference`` prints it."""
+
+
+def listed() -> list[str]:
+    """What there is, a line each."""
+    width = max(map(len, _names()))
+    return [
+        "Jobs to start from (init NAME [DIR]):",
+        *(f"  {name:<{width}}  {_purpose(name)}" for name in _names()),
+        "Every key of a job: `hetero-mpi reference`.",
+    ]
+
+
+def init(name: str, directory: Path) -> list[str]:
+    """Copy the files of a job into ``directory``/jobs, where their paths lead to each other and to ``directory``/runs. A file
+    that is there already stays as it is. Returns the lines to print.
+
+    Raises:
+        UserError: no job has this name, one of it is there already, or the directory cannot be written.
+    """
+    own, others = _files(name)
+    taken = [directory / "jobs" / path for path in own if (directory / "jobs" / path).exists()]
+    if taken:
+        raise UserError(
+            f"{', '.join(map(str, taken))}: there already, and init overwrites nothing; name another directory "
+            f"(init {name} DIR), or move it away"
+        )
+    lines = []
+    for path in [*own, *others]:
+        target = directory / "jobs" / path
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.exists():
+                lines.append(f"  {target} (was there, left as it is)")
+                continue
+            content = (shipped_folder("jobs") / path).read_bytes()
+            with target.open("xb") as file:
+                file.write(content)
+        except OSError as error:
+            raise UserError(
+                f"{target}: cannot be written ({error.strerror}); name another directory: init {name} DIR"
+            ) from error
+        lines.append(f"  {target}")
+    place = [] if directory == Path() else [f"  cd {shlex.quote(str(directory))}"]
+    return [_purpose(name), "Copied:", *lines, "Then:", *place, *(f"  {line}" for line in _next(name, others))]
+
+
+def _names() -> list[str]:
+    found = sorted(path.stem for path in shipped_folder("jobs").glob("*.toml") if path.name != REFERENCE)
+    return [*sorted(found, key=lambda name: name != "quickstart"), SLURM]
+
+
+def _purpose(name: str) -> str:
+    """The first comment of a job file."""
+    if name == SLURM:
+        return "Batch scripts for SLURM: one node, several, unlike ones, many jobs (docs/slurm.md)."
+    return (
+        (shipped_folder("jobs") / f"{name}.toml")
+        .read_text(encoding="utf-8")
+        .splitlines()[0]
+        .removeprefix("# ")
+        .rstrip(":;")
+    )
+
+
+def _files(name: str) -> tuple[list[Path], list[Path]]:
+    """The files called ``name``, and those that they need, relative to ``jobs``."""
+    jobs = shipped_folder("jobs")
+    if name not in _names():
+        near = difflib.get_close_matches(name.removesuffix(".toml"), _names(), n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(f"no job called {name!r} comes with the program; {hint}There are {', '.join(_names())}")
+    if name == SLURM:
+        return [path.relative_to(jobs) for path in sorted([*jobs.glob("*.sbatch"), *jobs.glob("*.sh")])], []
+    return [Path(f"{name}.toml")], [path.relative_to(jobs) for path in _needed(load_job(jobs / f"{name}.toml"))]
+
+
+def _needed(loaded: LoadedJob) -> list[Path]:
+    """Files beside the job file that it reads: data, the module of its layers, the job whose run it continues from."""
+    jobs, model = loaded.directory, loaded.job.model
+    patterns = (*loaded.text_patterns(), *loaded.record_patterns(), *loaded.evaluation_patterns())
+    found = [Path(path) for pattern in patterns for path in sorted(glob.glob(pattern))]
+    if model.factory is not None:
+        found.append(jobs / f"{model.factory.partition(':')[0]}.py")
+    if model.path is not None and model.path.startswith("../runs/"):
+        found.append(jobs / f"{Path(model.path).parts[2]}.toml")
+    return [path for path in dict.fromkeys(found) if jobs in path.parents]
+
+
+def _next(name: str, needed: list[Path]) -> list[str]:
+    if name == SLURM:
+        return ["sbatch jobs/one_node.sbatch JOB"]
+    first = [path for path in needed if path.suffix == ".toml"]
+    own = shutil.which("hetero-mpi")
+    is_on_path = own is not None and Path(own).parent == Path(sys.executable).parent
+    program = "hetero-mpi" if is_on_path else f"{shlex.quote(sys.executable)} -m hetero_mpi"
+    return [f"{program} launch -np 3 -- train jobs/{path}" for path in [*first, Path(f"{name}.toml")]]

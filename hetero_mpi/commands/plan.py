@@ -1,0 +1,320 @@
+"""The commands that need no cluster: ``inspect``, ``plan`` and ``simulate``. Neither torch nor MPI is imported.
+
+Costs of the model come from the profile, so a laptop answers for any cluster whose profile it has.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi import toml
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.load import LoadedJob, job_of_tables, load_job, run_directory
+from hetero_mpi.job.plan_request import micro_batch_choices, request_of, with_memory
+from hetero_mpi.planning.analysis.idle_time import idling
+from hetero_mpi.planning.analysis.what_if import losses, what_ifs
+from hetero_mpi.planning.outline import outlined
+from hetero_mpi.planning.planner import complete_plan, differences, make_plan
+from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.types.codec import encode
+from hetero_mpi.planning.types.network import THREADED, Network
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.toml_files import load_plan, load_profile, plan_to_dict, save_plan
+from hetero_mpi.report import units
+from hetero_mpi.report.inspection import (
+    costed_plan_lines,
+    idling_lines,
+    inspection_lines,
+    network_lines,
+    plan_inspection_lines,
+    what_if_lines,
+    wrapped,
+)
+from hetero_mpi.report.tables import doubt_remarks, plan_lines
+from hetero_mpi.shipped import profile_file
+
+HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
+BLOCK_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""What the number of blocks is called in a ``config.json``."""
+SEQUENCES_PER_RANK = 4
+LEAST_BATCH = 32
+"""Sequences per step where no job says how many: so many for each rank, and this many at least."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A job, on the cluster of a profile."""
+
+    loaded: LoadedJob
+    profile: ClusterProfile
+    request: PlanRequest
+    remarks: tuple[str, ...]
+    """What was taken for granted, for a person."""
+
+
+def inspect(path: Path, picture: Path | None, every: bool = False) -> list[str]:
+    """Show a profile (also a shipped one, by its name), a plan or a checkpoint, told apart by content; of a profile also draws a
+    picture.
+
+    Args:
+        every: of a cluster of many ranks, a row for each of them.
+
+    Raises:
+        UserError: it is none of them, or damaged.
+    """
+    place = profile_file(path)
+    try:
+        if not stat.S_ISREG(place.stat().st_mode):  # a pipe would be waited for
+            raise UserError(f"{path}: not a regular file; give a profile, a plan or a checkpoint")
+        with place.open("rb") as file:
+            is_hdf5 = file.read(len(HDF5_MAGIC)) == HDF5_MAGIC
+        if is_hdf5:
+            from hetero_mpi.report.checkpoints import checkpoint_lines
+
+            return checkpoint_lines(path)
+        content = toml.loads(place.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path") from error
+    except (toml.TomlError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path}: neither an HDF5 nor a TOML file ({error}); give a profile, a plan or a checkpoint"
+        ) from error
+    if "pipelines" in content:
+        return plan_inspection_lines(load_plan(path), every)
+    if "devices" not in content:
+        hint = "; it looks like a job: ask with `plan` or `simulate`" if "train" in content or "data" in content else ""
+        raise UserError(f"{path}: neither a profile ([[devices]]), nor a plan ([[pipelines]]), nor a checkpoint{hint}")
+    profile = load_profile(path)
+    from hetero_mpi.report.figures.profile import profile_picture
+    from hetero_mpi.report.figures.style import save
+
+    drawn = save(profile_picture(profile), picture or path.with_suffix(".png"), f"profile {path.stem}")
+    return [*inspection_lines(profile, every), "", f"Picture: {drawn}"]
+
+
+def plan(
+    job: Path | None,
+    overrides: tuple[str, ...],
+    profile: Path,
+    given: Path | None,
+    output: Path | None,
+    explain: bool,
+    as_json: bool,
+) -> str:
+    """The text to print: the planner's plan for a job, or the given one, with everything that is known about it."""
+    question = ask(job, overrides, profile)
+    chosen = _chosen(question, given)
+    own = chosen if given is None else make_plan(question.profile, question.request)
+    result = outlined(chosen, question.profile)
+    lost = losses(chosen, own, question.profile, question.request)
+    answers = list(what_ifs(own, question.profile, question.request, lost.free_links_s)) if explain else []
+    otherwise = differences(chosen, question.request) if given is not None else []
+    if output is not None:
+        _written(output, lambda: save_plan(chosen, output))
+    if as_json:
+        tokens = chosen.global_batch * chosen.sequence_length
+        figures: dict[str, Any] = {
+            "plan": plan_to_dict(chosen),
+            "step_s": chosen.predicted_step_s,
+            "tokens_per_s": tokens / chosen.predicted_step_s if chosen.predicted_step_s > 0 else float("inf"),
+            "bound_step_s": chosen.bound_step_s,
+            "gap": chosen.predicted_step_s / chosen.bound_step_s - 1 if chosen.bound_step_s > 0 else 0.0,
+            "utilisation": {
+                rank: seconds / result.step_s for rank, seconds in result.busy_s.items() if result.step_s > 0
+            },
+            "limit": lost.limit,
+            "lost": asdict(lost),
+            "planner_step_s": own.predicted_step_s,
+            "what_if": [asdict(answer) for answer in answers],
+            "differences": otherwise,
+            "remarks": question.remarks,
+        }
+        return json.dumps(encode(figures, infinity_as_text=True), indent=1)
+    lines = costed_plan_lines(chosen, question.profile, result.busy_s, lost)
+    lines += [line for text in otherwise for line in wrapped("The given plan differs from the job: ", text)]
+    if given is not None:
+        lines.append(f"The planner's own plan: {units.seconds(own.predicted_step_s)} per step")
+        lines += [line for reason in own.reasons for line in wrapped("  ", reason)]
+    lines += [*what_if_lines(answers, own.predicted_step_s), *_said(question)]
+    if output is not None:
+        lines.append(f"Written: {output}")
+    return "\n".join(lines)
+
+
+def simulation(
+    job: Path | None,
+    overrides: tuple[str, ...],
+    profile: Path,
+    given: Path | None,
+    directory: Path | None,
+    network: Network = THREADED,
+) -> list[str]:
+    """Simulate a step; writes ``timeline.png``, ``timeline.svg`` and ``trace.json``. Returns the lines to print."""
+    from hetero_mpi.report.figures.style import save
+    from hetero_mpi.report.figures.timeline import Panel, timeline
+    from hetero_mpi.report.trace import save_trace
+
+    question = ask(job, overrides, profile)
+    chosen = _chosen(question, given)
+    result = simulate(chosen, question.profile, network=network)
+    folder = directory if directory is not None else run_directory(question.loaded) / "simulation"
+    labels = {device.rank: device.name for device in question.profile.devices}
+    used, ranks = len(result.busy_s), len(question.profile.devices)
+    title = f"predicted step: {units.seconds(result.step_s)}, {used} of {ranks} ranks, {question.loaded.name}"
+    written: list[Path] = []
+
+    def write() -> None:
+        figure = timeline([Panel(title, result.events)], labels)
+        written.extend(save(figure, folder / f"timeline.{kind}", title) for kind in ("png", "svg"))
+        written.append(save_trace(result.events, folder / "trace.json", labels))
+
+    _written(folder, write)
+    tokens = chosen.global_batch * chosen.sequence_length
+    return [
+        *plan_lines(chosen, question.profile),
+        *_said(question),
+        *network_lines(network, result.step_s, chosen.predicted_step_s),
+        f"Simulated step: {units.seconds(result.step_s)}, {len(result.events):,} events, {tokens:,} tokens",
+        *idling_lines(result.step_s, result.busy_s, idling(result.events, chosen), chosen.memory, labels),
+        "Written (trace.json opens in https://ui.perfetto.dev):",
+        *(f"  {path}" for path in written),
+    ]
+
+
+def ask(job: Path | None, overrides: tuple[str, ...], profile_path: Path) -> Question:
+    """Read a profile, and a job that it fits; None: the profile's own model is what is trained.
+
+    Raises:
+        UserError: one of them is damaged, or the profile was made for another model, dtype or sequence length.
+    """
+    if job is not None:
+        loaded, profile = load_job(job, overrides), load_profile(profile_path)
+        command = f"plan --profile {profile_path} --set train.global_batch={loaded.job.train.global_batch}"
+        own = f"To plan the profile's own model instead, leave the job out:\n  python -m hetero_mpi {command}"
+        return question(loaded, profile, str(profile_path), own)
+    profile = load_profile(profile_path)
+    loaded = _job_of(profile, profile_path.stem, overrides)
+    asked = question(loaded, profile, str(profile_path))
+    train, model = loaded.job.train, profile.model
+    taken = f"No job given: {train.global_batch} sequences of {model.sequence_length:,} tokens per step of the profile's own "
+    taken += f"model ({model.model_type}, {len(model.layers) - 2} blocks, {model.dtype}); --set train.global_batch=N changes that"
+    return replace(asked, remarks=(taken, *asked.remarks))
+
+
+def _job_of(profile: ClusterProfile, name: str, overrides: tuple[str, ...]) -> LoadedJob:
+    """A job that trains the profile's model, as far as planning asks."""
+    model, ranks = profile.model, len(profile.devices)
+    tables: dict[str, dict[str, Any]] = {
+        "model": {"config": {"model_type": model.model_type, BLOCK_KEYS[0]: len(model.layers) - 2}},
+        "adapter": {"method": "lora" if _frozen(profile) else "none"},
+        "tokenizer": {"path": "."},
+        "data": {"text": ["*.txt"], "sequence_length": model.sequence_length},
+        "train": {"global_batch": max(LEAST_BATCH, SEQUENCES_PER_RANK * ranks), "dtype": model.dtype},
+    }
+    loaded = job_of_tables(tables, name, ".", overrides=overrides)
+    return replace(loaded, path=Path("a job of its own model"))
+
+
+def question(
+    loaded: LoadedJob, profile: ClusterProfile, named: str = "the given profile", otherwise: str = ""
+) -> Question:
+    """What the planner is asked, of a job and a profile that fits it.
+
+    Args:
+        named: what the profile is called in texts.
+        otherwise: what else one may do where they do not fit.
+
+    Raises:
+        UserError: the profile was made for another model, dtype or sequence length.
+    """
+    config = _model_keys(loaded)
+    problems = _differences(loaded, config, profile)
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise UserError(
+            f"{named} was not made for {loaded.path}:\n{listed}\n"
+            f"Plan with a profile of this job (`profile JOB -o FILE`), or change the job (--set table.key=value)."
+            + (f"\n{otherwise}" if otherwise else "")
+        )
+    train = loaded.job.train
+    settled = train.model_copy(update={"dtype": profile.model.dtype})
+    loaded = replace(loaded, job=loaded.job.model_copy(update={"train": settled}))
+    if loaded.job.cluster.memory_bytes is not None:
+        profile = with_memory(profile, loaded.job.cluster.memory_bytes)
+    remarks = [f"Profile: {named} ({profile.source}, {profile.date})", *doubt_remarks(profile, named)]
+    if config is None:
+        remarks.append("The model's configuration is not here: taken to be the profile's, without dropout")
+    ranks, dropout = len(profile.devices), uses_dropout(loaded, config or {})
+    _, reason = micro_batch_choices(train.global_batch, train.micro_batch, ranks, dropout)
+    return Question(loaded, profile, request_of(loaded, ranks, dropout), (*remarks, reason))
+
+
+def _said(question: Question) -> list[str]:
+    return [line for remark in question.remarks for line in wrapped("", remark)]
+
+
+def uses_dropout(loaded: LoadedJob, config: dict[str, Any]) -> bool:
+    """Does the job draw random numbers in training, as far as its files say? (A family's own defaults are not seen.)"""
+    rates = [value for key, value in config.items() if isinstance(value, float) and ("drop" in key or "jitter" in key)]
+    return any(rate > 0 for rate in rates) or (loaded.job.adapter.method != "none" and loaded.job.adapter.dropout > 0)
+
+
+def _chosen(question: Question, given: Path | None) -> Plan:
+    """The given plan, checked and costed, or the planner's."""
+    if given is None:
+        return make_plan(question.profile, question.request)
+    return complete_plan(load_plan(given), question.profile, question.request)
+
+
+def _model_keys(loaded: LoadedJob) -> dict[str, Any] | None:
+    """Keys of the job's ``config.json``, as far as they are on this machine."""
+    model = loaded.job.model
+    if isinstance(model.config, dict):
+        return model.config
+    path = (
+        loaded.resolve(model.config) if model.config is not None else loaded.resolve(model.path or "") / "config.json"
+    )
+    try:
+        keys = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return keys if isinstance(keys, dict) else None
+
+
+def _differences(loaded: LoadedJob, config: dict[str, Any] | None, profile: ClusterProfile) -> list[str]:
+    """What the job says otherwise than the profile's model."""
+    job, model = loaded.job, profile.model
+    found = []
+    if job.data.sequence_length != model.sequence_length:
+        found.append(f"data.sequence_length = {job.data.sequence_length}: the profile has {model.sequence_length}")
+    if job.train.dtype not in ("auto", model.dtype):
+        found.append(f'train.dtype = "{job.train.dtype}": the profile has "{model.dtype}"')
+    kind = (config or {}).get("model_type")
+    if kind is not None and kind != model.model_type:
+        found.append(f'model_type = "{kind}": the profile has "{model.model_type}"')
+    blocks = next((config[key] for key in BLOCK_KEYS if config and key in config), None)
+    if blocks is not None and blocks != len(model.layers) - 2:
+        found.append(f"{blocks} blocks: the profile has {len(model.layers) - 2}")
+    if model.layers[1:-1] and _frozen(profile) != (job.adapter.method != "none"):
+        measured = "an adapter over frozen weights" if _frozen(profile) else "training of all weights"
+        found.append(f'adapter.method = "{job.adapter.method}": the profile has {measured}')
+    return found
+
+
+def _frozen(profile: ClusterProfile) -> bool:
+    """Does the profile's model train an adapter over frozen weights?"""
+    inside = profile.model.layers[1:-1]
+    return sum(layer.trainable_parameters for layer in inside) < sum(layer.parameters for layer in inside) / 2
+
+
+def _written(place: Path, write: Any) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise UserError(f"{place}: cannot be written ({error.strerror}); name another place with -o") from error

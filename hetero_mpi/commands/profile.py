@@ -1,0 +1,76 @@
+"""The command ``profile``: measures the ranks it runs on, and the links between them, and writes the profile to a file.
+
+The set-up is that of ``train``, so that what is measured is what a run would do; nothing is trained and no run directory
+is touched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers.utils import logging as transformers_logging
+
+from hetero_mpi.comm.mpi_transport import MpiTransport
+from hetero_mpi.comm.ranks.versions import MUST_MATCH, own_versions
+from hetero_mpi.comm.ranks.world import CollectiveUserError, World
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.load import LoadedJob
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.toml_files import save_profile
+from hetero_mpi.profiling.cluster import profile_cluster
+from hetero_mpi.report.run_files.logs import say, setup_logging
+from hetero_mpi.report.tables import profile_lines
+from hetero_mpi.runtime.setup import setup
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line of ``profile``."""
+
+    job: Path | LoadedJob
+    output: Path
+    reprofile: bool = False
+    """Take nothing that was measured before."""
+
+
+def measure(world: World, job: Path | LoadedJob, reprofile: bool) -> ClusterProfile:
+    """Measure. Collective; every rank gets the same profile.
+
+    Args:
+        job: what rank 0 gives counts.
+        reprofile: take nothing that was measured before.
+
+    Raises:
+        UserError: anything the user can put right, on all ranks together.
+    """
+    setup_logging(None, world.rank, world.size)
+    transformers_logging.disable_progress_bar()
+    world.check_versions(own_versions(world.library), MUST_MATCH)
+    loaded, run_dir = setup.read_job(world, setup.Options(job))
+    if loaded.job.cluster.emulate is not None:
+        raise CollectiveUserError(
+            f"[cluster] emulate = {loaded.job.cluster.emulate!r} takes all times from that profile, and nothing is measured: "
+            f'add --set cluster.emulate=""'
+        )
+    with MpiTransport(world.comm, threaded=loaded.job.cluster.communication_thread) as transport:
+        setting = setup.set_up(world, transport, loaded, run_dir)
+        subject, _ = setup.subject_of(setting)
+        measured = profile_cluster(world, transport, setting.backend, subject, setting.job.profile, say, reprofile)
+    say(*profile_lines(measured))
+    return measured
+
+
+def profile(world: World, options: Options) -> int:
+    """The command: measure and write. Collective; returns the exit code. Raises: as ``measure``."""
+    measured = measure(world, options.job, options.reprofile)
+    with world.led("writing the profile"):
+        if world.rank == 0:
+            try:
+                save_profile(measured, options.output)
+            except OSError as error:
+                raise UserError(
+                    f"{options.output}: cannot be written ({error.strerror}); name another file with -o"
+                ) from error
+            say(f"Written: {options.output}")
+    return 0

@@ -1,0 +1,98 @@
+"""The commands that look back at runs: ``report``, ``compare`` and ``baseline``. Neither torch nor MPI is imported."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from hetero_mpi.commands.plan import ask
+from hetero_mpi.commands.plan import question as fitted
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.load import job_of_tables, load_job
+from hetero_mpi.job.plan_request import micro_batch_choices, request_of
+from hetero_mpi.planning.alone import alone
+from hetero_mpi.planning.planner import make_plan
+from hetero_mpi.planning.tables import rank_classes
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.toml_files import load_profile
+from hetero_mpi.report.comparison import baseline_lines, comparison_lines
+from hetero_mpi.report.past_run import REPORT_NAME, PastRun, read_run
+
+
+def report(run: Path, output: Path | None) -> list[str]:
+    """Write a run's report, by default into its directory. Returns the lines to print."""
+    from hetero_mpi.report.page.document import write_report  # loads matplotlib
+
+    written = write_report(read_run(run), output if output is not None else run / REPORT_NAME)
+    return [f"Report: {written}"]
+
+
+def compare(runs: list[Path]) -> list[str]:
+    """Runs side by side.
+
+    Raises:
+        UserError: fewer than two, or one is no run.
+    """
+    if len(runs) < 2:
+        raise UserError(f"compare needs two runs or more (got {len(runs)}): compare RUN RUN")
+    return comparison_lines([read_run(run) for run in runs])
+
+
+def baseline(job: Path | None, overrides: tuple[str, ...], source: Path) -> list[str]:
+    """Was it worth adding the other devices? The best single device of a profile, or of a run's, against all together.
+
+    Args:
+        job: None: the run's own; of a profile, one that trains the profile's model.
+        source: a profile, or the directory of a run, whose plan and measured times are then what is compared.
+
+    Raises:
+        UserError: the job and the profile do not fit each other, or nothing can do the job.
+    """
+    run = read_run(source) if source.is_dir() else None
+    profile, request, remarks = _asked(job, overrides, source, run)
+    plan = run.plan if run is not None and run.plan is not None else make_plan(profile, request)
+    singles = [alone(profile, request, members[0]) for members in rank_classes(profile)]
+    tokens = plan.global_batch * plan.sequence_length
+    return baseline_lines(singles, plan, profile, tokens, run, [*remarks, *_sharing(profile)])
+
+
+def _asked(
+    job: Path | None, overrides: tuple[str, ...], source: Path, run: PastRun | None
+) -> tuple[ClusterProfile, PlanRequest, tuple[str, ...]]:
+    """The profile, and what the job asks, which must fit each other; a job that emulates stands in for the profile's model."""
+    if run is None:
+        question = ask(job, overrides, source)
+        return question.profile, question.request, question.remarks
+    loaded = load_job(job, overrides) if job is not None else job_of_tables(run.job, run.name, ".", overrides=overrides)
+    if run.profile is not None and run.profile.emulated:
+        train = loaded.job.train
+        ranks = len(run.profile.devices)
+        _, reason = micro_batch_choices(train.global_batch, train.micro_batch, ranks, False)
+        request = replace(request_of(loaded, ranks, False), sequence_length=run.profile.model.sequence_length)
+        _check_batch(request, run.plan, source)
+        return run.profile, request, (reason,)
+    path = source / "profile.toml"
+    question = fitted(loaded, load_profile(path), str(path))
+    _check_batch(question.request, run.plan, source)
+    return question.profile, question.request, question.remarks
+
+
+def _check_batch(request: PlanRequest, plan: Plan | None, source: Path) -> None:
+    if plan is not None and plan.global_batch != request.global_batch:
+        raise UserError(
+            f"the same tokens are compared: {source} took {plan.global_batch} sequences per step, the job says "
+            f"{request.global_batch}; add --set train.global_batch={plan.global_batch}"
+        )
+
+
+def _sharing(profile: ClusterProfile) -> list[str]:
+    hosts = [device.host for device in profile.devices if device.backend == "cpu"]
+    crowded = sorted({host for host in hosts if hosts.count(host) > 1})
+    if not crowded:
+        return []
+    return [
+        f"The CPU ranks on {', '.join(crowded)} share its cores: one process alone could use all of them, which this "
+        "prediction does not know. `launch -np 1 -- train JOB --run-dir DIR` measures it, and `compare` then tells."
+    ]

@@ -1,0 +1,179 @@
+"""Sums of the gradients of items that several ranks hold, started while the last backward still runs.
+
+Every such item has one flat fp32 buffer, whose views are its parameters' gradients. As backward finishes an item, the last
+one first, its buffer is summed where it lies (on CPU ranks) or in a copy in host memory, over exactly the ranks that hold
+it; REDUCE waits for that. All members of a group start its sums in this one order, and no start waits for another rank, so
+nothing can deadlock. Copies go and come beside what the device computes: nobody waits for one before REDUCE.
+
+The matrix of a tied model belongs to item 0. Within each pipeline the head's rank sends its share of the gradient to the
+embedding's, which adds it to its own; then item 0 is summed over the pipelines as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from hetero_mpi.comm.transport import Group, Request, Transport
+from hetero_mpi.device.backend import HOST, Backend
+from hetero_mpi.device.copying import Copied, Copying
+from hetero_mpi.emulation.pace import Pace
+from hetero_mpi.engine.placement import holders
+from hetero_mpi.engine.tied import TiedMatrix
+from hetero_mpi.model.optimizer import Optimizer
+from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.planning.schedule import Schedule
+from hetero_mpi.planning.types.plan import Plan
+
+
+def shared_items(plan: Plan, schedule: Schedule, tuning: Tuning) -> dict[int, tuple[int, ...]]:
+    """item -> the ranks that sum its gradients, increasing; the last item first. Items held by one rank are absent.
+
+    Those that the schedule REDUCEs, and whatever else is trained: an emulated model may train less than its stand-in.
+    """
+    items = {spec.item for spec in tuning.trainable.values()}
+    items |= {action.item for actions in schedule.values() for action in actions if action.item is not None}
+    found = {item: tuple(sorted(ranks)) for item, ranks in holders(plan).items() if item in items and len(ranks) > 1}
+    return dict(sorted(found.items(), reverse=True))
+
+
+class GradientSums:
+    """A rank's part in the sums of a step.
+
+    Args:
+        rank: this rank's number in the plan.
+        last_item: of the chain.
+        shared: as ``shared_items`` says, of the whole plan.
+        tied: its end of the matrix, if that is tied and trained.
+        optimizer: holds the gradients.
+        transport: of messages and sums.
+        pace: in an emulation, told which item's sum starts. A rank then sums one item at a time, as simulated.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        last_item: int,
+        shared: Mapping[int, tuple[int, ...]],
+        tied: TiedMatrix | None,
+        optimizer: Optimizer,
+        transport: Transport,
+        pace: Pace | None = None,
+    ) -> None:
+        self.last_item, self.tied = last_item, tied
+        self.transport, self.pace = transport, pace
+        groups, backend = _groups(rank, shared, transport), optimizer.stage.backend
+        out, back = backend.copying(), backend.copying()  # two: what is summed waits for no later item's backward
+        self._sums = {
+            item: _Sum(groups[ranks], optimizer.flat_gradients(item), backend, out, back)
+            for item, ranks in shared.items()
+            if rank in ranks
+        }
+
+    def begin(self) -> None:
+        """A step begins: be ready for what may come early."""
+        if self.tied is not None:
+            self.tied.begin()
+
+    def finished(self, item: int) -> None:
+        """The gradients of ``item`` are whole on this rank: what can start without waiting starts."""
+        if self.tied is not None:
+            if item == 0 and self.tied.receives:
+                return  # the head's share may still be on its way: ``reduce`` waits for it
+            if item == (self.last_item if self.tied.sends else 0):
+                self.tied.join()
+        self._start_down_to(item)
+
+    def reduce(self, item: int) -> None:
+        """Return when the gradients of ``item`` are those of all ranks that hold it."""
+        self._start_down_to(0)  # backward is over: all are whole
+        if item in self._sums:
+            self._complete(item)
+
+    def end(self) -> None:
+        """Before the optimizer's step: what needs no REDUCE, and the books."""
+        if self.tied is not None:
+            self.tied.end()
+        for item, own in self._sums.items():
+            self._complete(item)
+            own.request = None
+
+    def dissolve(self) -> None:
+        """No step follows: the transport may use the groups' numbers for others."""
+        for group in {own.group for own in self._sums.values()}:
+            self.transport.dissolve(group)
+
+    def _start_down_to(self, item: int) -> None:
+        """Start the sums of this item and of later ones, in the common order. An emulated rank sums one at a time: it starts
+        none while one of another group is under way."""
+        under_way: set[Group] = set()
+        for other, own in self._sums.items():
+            if other < item:
+                return
+            if own.request is None:
+                if self.pace is not None and under_way - {own.group}:
+                    return
+                self._start(other)
+            assert own.request is not None
+            if not own.request.completed:
+                under_way.add(own.group)
+
+    def _start(self, item: int) -> None:
+        if item == 0 and self.tied is not None:
+            self.tied.join()
+        if self.pace is not None:
+            self.pace.summed_item = item
+        self._sums[item].start(self.transport)
+
+    def _complete(self, item: int) -> None:
+        """Wait for an item's sum, once; nothing if that has been done."""
+        own = self._sums[item]
+        if own.request is None:
+            self._start(item)
+        own.wait(self.transport)
+
+
+class _Sum:
+    """The gradients of an item, and where they are summed: in place on CPU ranks, else in a copy in host memory."""
+
+    def __init__(self, group: Group, gradients: torch.Tensor, backend: Backend, out: Copying, back: Copying) -> None:
+        self.group, self._gradients, self._out, self._back = group, gradients, out, back
+        self._copies = backend.device != HOST
+        self._host = backend.host_buffer(gradients.shape, torch.float32) if self._copies else gradients
+        self.request: Request | None = None
+        self._copied: Copied | None = None
+        self._whole = False
+
+    def start(self, transport: Transport) -> None:
+        """The gradients are those of this rank: sum them as soon as they are in host memory."""
+        self._whole = False
+        ready = arrived = None
+        if self._copies:
+            self._out.after_compute()
+            ready = self._out.copy(self._host, self._gradients).done
+            arrived = self._bring_back if self._back.beside else None
+        self.request = transport.all_reduce(self.group, self._host.numpy(), ready, arrived)
+
+    def wait(self, transport: Transport) -> None:
+        """Return when they are summed; what this thread gives the device from now on sees that."""
+        if self._whole:
+            return
+        self._whole = True
+        assert self.request is not None
+        transport.wait(self.request)
+        if self._copies:
+            if not self._back.beside:
+                self._bring_back()
+            assert self._copied is not None
+            self._copied.hold_compute()
+
+    def _bring_back(self) -> None:
+        """Called by whatever thread sees the sum complete."""
+        self._copied = self._back.copy(self._gradients, self._host)
+
+
+def _groups(rank: int, shared: Mapping[int, tuple[int, ...]], transport: Transport) -> dict[tuple[int, ...], Group]:
+    """A group for each set of ranks that this rank belongs to. Numbers follow the plan, so all members agree on them."""
+    distinct = list(dict.fromkeys(shared.values()))
+    return {ranks: transport.group(ranks, number) for number, ranks in enumerate(distinct) if rank in ranks}

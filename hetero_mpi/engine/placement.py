@@ -1,0 +1,98 @@
+"""Where a rank stands in a plan, and which rows of a batch it computes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_mpi.model.stage import IGNORED
+from hetero_mpi.planning.schedule import held_by, stages
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan
+
+Tokens = NDArray[Any]
+"""Rows of a batch: token ids or targets, int32 (B, T); or samples or their targets, (B, ...)."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands in a plan."""
+
+    index: int
+    """Number of its stage among all stages."""
+    pipeline: int
+    position: int
+    """Index of the stage within its pipeline."""
+
+
+def place_of(rank: int, plan: Plan) -> Place | None:
+    """The rank's place, or None where the plan leaves it idle."""
+    for index, (_, pipeline, stage) in enumerate(stages(plan)):
+        if rank in stage.ranks:
+            return Place(index, pipeline, plan.pipelines[pipeline].stages.index(stage))
+    return None
+
+
+def active_ranks(plan: Plan) -> list[int]:
+    """Ranks that take part in every step: those with a stage, and rank 0, which reads the data and leads."""
+    return sorted({0, *(rank for pipeline in plan.pipelines for stage in pipeline.stages for rank in stage.ranks)})
+
+
+def holders(plan: Plan) -> dict[int, tuple[int, ...]]:
+    """item -> the ranks that hold it, one per pipeline, in plan order. The first speaks for all of them."""
+    return {item: held_by(plan, item) for item in range(plan.items)}
+
+
+@dataclass(frozen=True)
+class Share:
+    """One pipeline's rows of a batch, cut into micro-batches.
+
+    ``sizes``: rows of each micro-batch, which follow one another in the arrays; ``first_samples``: where each begins in the
+    whole batch.
+    """
+
+    tokens: Tokens
+    targets: Tokens
+    sizes: tuple[int, ...]
+    first_samples: tuple[int, ...]
+
+
+def training_share(plan: Plan, pipeline: int, tokens: Tokens, targets: Tokens) -> Share:
+    """The rows of a step's batch that a pipeline learns from.
+
+    Rows are dealt in plan order. A batch of fewer rows than ``plan.global_batch`` leaves the last micro-batches short; one
+    that would be empty gets a row of ignored targets, so that the same actions run in every step.
+    """
+    own = plan.pipelines[pipeline]
+    first = sum(earlier.sequences for earlier in plan.pipelines[:pipeline])
+    rows = tokens[first : first + own.sequences], targets[first : first + own.sequences]
+    sizes = [max(0, min(own.size(m), len(rows[0]) - m * own.micro_batch)) for m in range(own.micro_batches)]
+    empty = sizes.count(0)
+    if empty:
+        filler = np.repeat(tokens[:1], empty, axis=0), np.full_like(targets, IGNORED, shape=(empty, *targets.shape[1:]))
+        rows = np.concatenate([rows[0], filler[0]]), np.concatenate([rows[1], filler[1]])
+    starts = tuple(first + m * own.micro_batch for m in range(own.micro_batches))
+    return Share(*rows, tuple(size or 1 for size in sizes), starts)
+
+
+def evaluation_shares(plan: Plan, rows: int) -> list[tuple[int, tuple[int, ...]]]:
+    """(first row, rows of each batch) of every pipeline, for ``rows`` held-out sequences dealt by the pipelines' shares."""
+    ends = [round(rows * total / plan.global_batch) for total in accumulate(p.sequences for p in plan.pipelines)]
+    found = []
+    for begin, end, pipeline in zip([0, *ends[:-1]], ends, plan.pipelines, strict=True):
+        found.append((begin, _cut(end - begin, pipeline)))
+    return found
+
+
+def _cut(rows: int, pipeline: PipelinePlan) -> tuple[int, ...]:
+    full, left = divmod(rows, pipeline.micro_batch)
+    return (*[pipeline.micro_batch] * full, *([left] if left else []))
+
+
+def slots(counts: Sequence[int]) -> list[int]:
+    """Where each pipeline's losses begin in a vector that holds ``counts[p]`` of pipeline p, in plan order."""
+    return [0, *accumulate(counts)][:-1]

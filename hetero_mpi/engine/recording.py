@@ -1,0 +1,118 @@
+"""What the ranks measured of a few steps, gathered at rank 0: events on one clock, and what became of the time.
+
+Between recorded steps every rank only adds up its own events; nothing is sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.comm.transport import Transport
+from hetero_mpi.emulation.emulated_links import compare_clocks
+from hetero_mpi.engine.trainer import Trainer
+from hetero_mpi.planning.schedule import Event
+from hetero_mpi.report.run_files.line_files import LineFile
+from hetero_mpi.report.run_files.measured import (
+    STEPS_NAME,
+    MeasuredEvent,
+    RankStep,
+    Usage,
+    keep_until,
+    rank_step_line,
+    rank_step_to_dict,
+)
+from hetero_mpi.report.run_files.metrics import StepMetrics
+
+_WARM = 3
+"""The first recorded step: caches and links are warm by then."""
+_PARTS = 4
+"""The end of each of so many parts of the run is recorded too."""
+_MOST_EVENTS = 20_000
+"""Ranks with more events in a step write down only so many of them, and their times of all."""
+
+
+def recorded_steps(first: int, last: int) -> frozenset[int]:
+    """The steps that are recorded of a run from after ``first`` to ``last``: few, whatever its length."""
+    parts = (first + (last - first) * part // _PARTS for part in range(1, _PARTS + 1))
+    return frozenset(step for step in (min(first + _WARM, last), *parts) if step > first)
+
+
+class Recorder:
+    """Adds up what this rank does, and writes recorded steps to ``steps.jsonl`` on rank 0.
+
+    The constructor, and a call with a step that is recorded, are collective over the active ranks.
+
+    Args:
+        trainer: whose events they are.
+        world: the active ranks.
+        transport: of all ranks; no message is under way.
+        directory: the run's.
+        first, last: steps done before this plan's first, and at the end of the run.
+    """
+
+    def __init__(
+        self, trainer: Trainer, world: World, transport: Transport, directory: Path, first: int, last: int
+    ) -> None:
+        self._trainer, self._world = trainer, world
+        self._file = LineFile(directory / STEPS_NAME) if world.rank == 0 else None
+        self._steps = recorded_steps(first, last)
+        self._usage = Usage()
+        self._clock_s = clock_offset_s(world, transport)
+        if self._file is not None:
+            keep_until(self._file.path, first)
+
+    def __call__(self, line: StepMetrics) -> None:
+        """A step is done."""
+        events = self._events()
+        self._usage = self._usage.and_step(events, line.step_s)
+        if line.step not in self._steps:
+            return
+        usage = replace(self._usage, peak_bytes=self._trainer.backend.peak_bytes())
+        executor = self._trainer.executor
+        own = None
+        if executor is not None:
+            begin_s = (executor.began_s - self._clock_s) / self._scale
+            kept = tuple(_told(replace(event, step=line.step), 1.0) for event in events[:_MOST_EVENTS])
+            own = rank_step_to_dict(RankStep(self._trainer.rank, line.step, begin_s, kept, usage))
+        gathered = self._world.gather_json(own)
+        if gathered is not None and self._file is not None:
+            self._file.write(*(rank_step_line(record) for record in gathered if record is not None))
+
+    @property
+    def _scale(self) -> float:
+        """Seconds of wall clock per second that is told."""
+        return self._trainer.emulation.time_scale if self._trainer.emulation is not None else 1.0
+
+    def _events(self) -> list[Event]:
+        scale = self._scale
+        return self._trainer.events if scale == 1.0 else [_told(event, scale) for event in self._trainer.events]
+
+
+def clock_offset_s(world: World, transport: Transport) -> float:
+    """This rank's clock minus that of the first rank of ``world``: 0 on its host, elsewhere by ping-pong. Collective."""
+    numbers = list(world.numbers or range(world.size))
+    own = 0.0
+    for index in range(1, world.size):
+        if world.hosts[index] == world.hosts[0]:
+            continue
+        if world.rank == 0:
+            compare_clocks(transport, numbers[index], "leads")
+        elif world.rank == index:
+            own = compare_clocks(transport, numbers[0], "follows")
+    return own
+
+
+def _told(event: Event, scale: float) -> MeasuredEvent:
+    copied, arrived = (event.copied_s, event.arrived_s) if isinstance(event, MeasuredEvent) else (0.0, None)
+    return MeasuredEvent(
+        event.rank,
+        event.step,
+        event.action,
+        event.start_s / scale,
+        event.end_s / scale,
+        event.bytes,
+        copied / scale,
+        None if arrived is None else arrived / scale,
+    )

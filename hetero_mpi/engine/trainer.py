@@ -1,0 +1,297 @@
+"""One rank's training state and the steps it takes: actions, sums of gradients, the common verdict, the optimizer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.comm.transport import Transport
+from hetero_mpi.device.backend import DTYPES, Backend
+from hetero_mpi.emulation.pace import Emulation
+from hetero_mpi.engine.executor import Executor, StepData
+from hetero_mpi.engine.gradient_all_reduce import GradientSums, shared_items
+from hetero_mpi.engine.out_of_memory import memory_explained
+from hetero_mpi.engine.placement import Tokens, evaluation_shares, holders, place_of, slots, training_share
+from hetero_mpi.engine.tied import TiedEnds, TiedMatrix
+from hetero_mpi.job.load import TrainTable
+from hetero_mpi.model.frozen_weight_cache import Kept
+from hetero_mpi.model.layer.interface import ItemChain, as_input
+from hetero_mpi.model.optimizer import Judge, LossScale, Optimizer, Verdict, added
+from hetero_mpi.model.stage import Stage
+from hetero_mpi.model.transformers.weights import Start
+from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.planning.schedule import Action, Event, Op, Schedule
+from hetero_mpi.planning.types.plan import Plan
+
+
+class Trainer:
+    """A rank's share of a run. Ranks without a stage (rank 0 may be one) have no ``stage`` and only follow the collectives.
+
+    Attributes:
+        stage, optimizer: this rank's share of the model; None without a stage.
+        events: what took place in the last step.
+        heard: what all ranks said ``along`` with the last step's verdict, added up.
+        speaks_for: items of which this rank is the first holder: it alone counts and saves them.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: World,
+        transport: Transport,
+        chain: ItemChain,
+        tuning: Tuning,
+        plan: Plan,
+        schedule: Schedule,
+        backend: Backend,
+        train: TrainTable,
+        start: Start | None,
+        emulation: Emulation | None = None,
+        kept: Kept | None = None,
+    ) -> None:
+        """Build this rank's stage. Local: ranks need not come here together.
+
+        Args:
+            rank: this rank's number in the plan.
+            world: the active ranks (``active_ranks``), for collective calls.
+            start: where weights come from; None: left to be filled from a checkpoint.
+            emulation: makes steps last as on other devices.
+            kept: frozen weights that this rank has already.
+
+        Raises:
+            UserError: the model's files do not fit, or the memory does not suffice.
+        """
+        self.rank, self.world, self.transport = rank, world, transport
+        self.emulation = emulation
+        self.end_transport = emulation.end_transport if emulation is not None else transport
+        self.chain, self.tuning, self.plan, self.backend = chain, tuning, plan, backend
+        micro_batches = [pipeline.micro_batches for pipeline in plan.pipelines]
+        self.judge = Judge(list(tuning.trainable), train.clip_norm, sum(micro_batches))
+        self.place = place_of(rank, plan)
+        self.dtype = DTYPES[train.dtype]
+        self.loss_scale = LossScale.of(self.dtype)
+        self.speaks_for = {item for item, ranks in holders(plan).items() if ranks[0] == rank}
+        self.events: list[Event] = []
+        self.length = plan.sequence_length
+        """Tokens per sequence in the step that ``events`` are of."""
+        self.asked: Callable[[], bool] = lambda: False
+        """Has this rank been asked to end the run? The verdict of the step tells all ranks."""
+        self.along: Callable[[], NDArray[np.float64]] = lambda: np.zeros(0)
+        """Numbers that travel with the verdict, as many on every active rank, so that they cost no message."""
+        self.heard: NDArray[np.float64] = np.zeros(0)
+        self.stage: Stage | None = None
+        self.optimizer: Optimizer | None = None
+        self.executor: Executor | None = None
+        self.tied: TiedMatrix | None = None
+        self._loss_slots = slots(micro_batches)
+        self._verdict_of_step: Verdict | None = None
+        self._step = 0
+        if self.place is not None:
+            with memory_explained(rank, lambda: "loading its stage", plan, backend):
+                self._build(schedule, train, start, kept)
+
+    def _build(self, schedule: Schedule, train: TrainTable, start: Start | None, kept: Kept | None) -> None:
+        assert self.place is not None
+        pipeline = self.plan.pipelines[self.place.pipeline]
+        own = pipeline.stages[self.place.position]
+        self.stage = Stage(
+            self.chain,
+            own.first,
+            own.last,
+            self.backend,
+            train.dtype,
+            start,
+            train.seed,
+            self.tuning,
+            own.recompute,
+            pipeline.split_backward and self.place.position > 0,
+            kept,
+        )
+        shared = shared_items(self.plan, schedule, self.tuning)
+        self.optimizer = Optimizer(
+            self.stage, train, flat_items=[item for item, ranks in shared.items() if self.rank in ranks]
+        )
+        ends = pipeline.stages[0].ranks[0], pipeline.stages[-1].ranks[0]
+        pace = self.emulation.pace if self.emulation is not None else None
+        if self.chain.tied is not None and self.tuning.full and self.rank in ends:
+            tied = TiedEnds(*ends, self.chain.tied[1])
+            self.tied = TiedMatrix(self.rank, tied, self.optimizer, self.end_transport, pace is not None)
+        self.sums = GradientSums(
+            self.rank, self.plan.items - 1, shared, self.tied, self.optimizer, self.end_transport, pace
+        )
+        self.executor = Executor(
+            self.stage,
+            self.place,
+            pipeline,
+            schedule[self.rank],
+            self.transport,
+            {Op.REDUCE: self._reduce, Op.STEP: self._finish_step},
+            self.sums.finished,
+            self.emulation,
+        )
+        self.backend.begin_peak()
+
+    def step(self, step: int, tokens: Tokens, targets: Tokens, target_tokens: int) -> Verdict:
+        """One optimizer step, or, when loss or gradients are not finite, none on any rank. Collective.
+
+        Args:
+            step: number of the step, from 0.
+            tokens, targets: the global batch, int32 (B, T): at most ``plan.global_batch`` rows of at most
+                ``plan.sequence_length`` tokens; or samples and their targets (B, ...).
+            target_tokens: targets that count in it (``ItemChain.counted``).
+
+        Raises:
+            UserError: this rank (alone) ran out of memory.
+        """
+        self._fits(tokens)
+        if self.executor is None or self.optimizer is None or self.place is None:
+            return self._verdict({}, {})
+        self._step = step
+        if self.emulation is not None:
+            self.emulation.pace.step = step
+        share = training_share(self.plan, self.place.pipeline, tokens, targets)
+        self.optimizer.zero()
+        self.sums.begin()
+        data = self._data(step, share.tokens, share.targets, share.sizes, share.first_samples, target_tokens)
+        with memory_explained(self.rank, self._action, self.plan, self.backend):
+            self.events, self.length = self.executor.run(data), data.length
+        assert self.transport.pending() == 0, "the step left requests pending"
+        assert self._verdict_of_step is not None
+        return self._verdict_of_step
+
+    def evaluate(self, tokens: Tokens, targets: Tokens) -> float:
+        """Sum of the losses of all targets of held-out sequences, int32 (N, T), or samples (N, ...). Collective.
+
+        Every pipeline takes its share of the rows; losses are added in fp64 in the order of the rows.
+        """
+        shares = evaluation_shares(self.plan, len(tokens))
+        starts = slots([len(sizes) for _, sizes in shares])
+        losses = np.zeros(sum(len(sizes) for _, sizes in shares))
+        if self.executor is not None and self.place is not None:
+            first, sizes = shares[self.place.pipeline]
+            rows = slice(first, first + sum(sizes))
+            data = self._data(0, tokens[rows], targets[rows], sizes, (0,) * len(sizes), 1)
+            with memory_explained(self.rank, lambda: "evaluation", self.plan, self.backend):
+                own = self.executor.evaluate(data)
+            begin = starts[self.place.pipeline]
+            losses[begin : begin + len(own)] = own
+        return added(self.world.all_reduce_sum(losses))
+
+    def close(self) -> None:
+        """No step follows: another trainer may use the transport. Called by every active rank."""
+        if self.executor is not None:
+            self.sums.dissolve()
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """The fp32 value of a parameter or constant of this rank, in host memory."""
+        assert self.optimizer is not None
+        if name in self.tuning.constants:
+            return self._constant(name)
+        return self.backend.to_host(self.optimizer.targets[name])
+
+    def compute_parameter(self, name: str) -> torch.Tensor:
+        """A parameter of this rank in the compute dtype, or a constant in fp32, in host memory."""
+        assert self.stage is not None
+        if name in self.tuning.constants:
+            return self._constant(name)
+        return self.backend.to_host(self.stage.parameters[name].to(self.dtype))
+
+    def set_parameter(self, name: str, value: torch.Tensor) -> None:
+        """Overwrite a parameter (and what it is rounded to) or a constant from an fp32 host tensor."""
+        assert self.optimizer is not None and self.stage is not None
+        with torch.no_grad():
+            if name in self.tuning.constants:
+                self.stage.model.get_parameter(name).copy_(value)
+                return
+            self.optimizer.targets[name].copy_(value)
+            self.stage.parameters[name].copy_(self.optimizer.targets[name])
+
+    def share_tied_weight(self) -> None:
+        """Bring the embedding's values to the head's copy of a tied matrix, within each pipeline. Called by every active rank."""
+        if self.tied is not None:
+            self.tied.share_weight()
+
+    def _constant(self, name: str) -> torch.Tensor:
+        assert self.stage is not None
+        return self.backend.to_host(self.stage.model.get_parameter(name).float())
+
+    def _fits(self, tokens: Tokens) -> None:
+        rows, length = len(tokens), self.chain.length(tokens)
+        assert 0 < rows <= self.plan.global_batch and 0 < length <= self.plan.sequence_length, (
+            f"a batch has at most {self.plan.global_batch} rows of {self.plan.sequence_length} tokens, not {rows} x {length}"
+        )
+
+    def _data(
+        self,
+        step: int,
+        tokens: Tokens,
+        targets: Tokens,
+        sizes: tuple[int, ...],
+        first_samples: tuple[int, ...],
+        target_tokens: int,
+    ) -> StepData:
+        assert self.stage is not None
+
+        def place(array: Tokens) -> torch.Tensor:
+            return as_input(array).to(self.backend.device)
+
+        return StepData(
+            step,
+            sizes,
+            first_samples,
+            self.chain.length(tokens),
+            place(tokens) if self.stage.is_first else None,
+            place(targets) if self.stage.is_last else None,
+            target_tokens,
+            self.loss_scale.value,
+        )
+
+    def _action(self) -> str:
+        """What the executor does just now, in words."""
+        assert self.executor is not None
+        return f"{self.executor.current} (step {self._step + 1})"
+
+    def _reduce(self, action: Action) -> None:
+        assert action.item is not None
+        self.sums.reduce(action.item)
+
+    def _finish_step(self, action: Action) -> None:
+        assert self.executor is not None and self.optimizer is not None and self.place is not None
+        self.sums.end()
+        self.executor.flush()
+        first = self._loss_slots[self.place.pipeline]
+        shares = torch.stack(self.executor.losses).tolist() if self.executor.losses else []
+        losses = {first + index: loss for index, loss in enumerate(shares)}
+        verdict = self._verdict(self._squared_norms(), losses)
+        self.executor.waited_until_s = begin = time.perf_counter()
+        if verdict.finite:
+            self.optimizer.step(self._step, verdict.scale)
+        if self.emulation is not None:
+            self.emulation.pace.hold(action, begin)
+        if verdict.finite:
+            self.share_tied_weight()
+        self._verdict_of_step = verdict
+
+    def _squared_norms(self) -> dict[str, float]:
+        """Of the gradients that this rank speaks for: every parameter counts once."""
+        assert self.optimizer is not None
+        specs = self.tuning.trainable
+        norms = self.optimizer.squared_norms()
+        return {name: value for name, value in norms.items() if specs[name].item in self.speaks_for}
+
+    def _verdict(self, squared_norms: dict[str, float], losses: dict[int, float]) -> Verdict:
+        """The common verdict. ``losses``: of this rank's micro-batches, by their place among all of the plan."""
+        if self.emulation is not None:
+            self.world.meet_asleep()  # ranks that are ahead take no core from those that emulate with it
+        with self.world.waiting("all ranks' part of the verdict on the step"):
+            own = self.judge.fill(squared_norms, losses, self.asked())
+            summed = self.world.all_reduce_sum(np.concatenate([own, self.along()]))
+        self.heard = summed[len(own) :]
+        verdict = self.judge.decide(summed[: len(own)], self.loss_scale.value)
+        self.loss_scale.update(verdict.finite)
+        return verdict

@@ -1,0 +1,205 @@
+"""The user's intent: ``job.toml``, or tables given by a Python program -> ``Job``, validated. Never derived values.
+
+What a job may say is in ``job/schema.py``; here it is read, from a file or not, and all its problems are told at once.
+"""
+
+from __future__ import annotations
+
+import glob
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.contradictions import Known, contradictions
+from hetero_mpi.job.overrides import apply_override, apply_setting, as_values, read_toml
+from hetero_mpi.job.rules import as_toml, broken_keys, may_be_empty, unknown_table
+from hetero_mpi.job.schema import TABLES, AdapterTable, CheckpointTable, ClusterTable, Job, ProfileTable, TrainTable
+from hetero_mpi.shipped import profile_file
+
+__all__ = [
+    "TABLES",
+    "AdapterTable",
+    "CheckpointTable",
+    "ClusterTable",
+    "Job",
+    "LoadedJob",
+    "ProfileTable",
+    "TrainTable",
+    "job_from_dict",
+    "job_of_tables",
+    "job_to_dict",
+    "load_job",
+    "run_directory",
+]
+
+
+@dataclass(frozen=True)
+class LoadedJob:
+    """A job and where it came from."""
+
+    job: Job
+    path: Path
+    """The job file; of a job that was built in Python, words that say so."""
+    name: str
+    """The job file's name without ``.toml``."""
+    directory: Path
+    """Absolute directory of the job file: where relative paths of the job start."""
+
+    def resolve(self, path_text: str) -> Path:
+        """A path of the job file as an absolute path: ``{stdlib}`` and ``~`` expanded, relative to the job file."""
+        return self.directory / Path(path_text.replace("{stdlib}", _stdlib())).expanduser()
+
+    def profile_file(self, text: str) -> Path:
+        """A profile that the job file names: by its path, as ``resolve``, or by the name of a shipped one."""
+        return profile_file(text, self.resolve(text))
+
+    def text_patterns(self) -> tuple[str, ...]:
+        """``data.text`` as absolute glob patterns; the job file's own directory is escaped, as it is no pattern."""
+        return self._patterns(self.job.data.text)
+
+    def record_patterns(self) -> tuple[str, ...]:
+        """``data.records``, likewise."""
+        return self._patterns(self.job.data.records)
+
+    def evaluation_patterns(self) -> tuple[str, ...]:
+        """``data.evaluation``, likewise; none when the evaluation data is a share of the training data."""
+        return self._patterns(self.job.data.evaluation)
+
+    def _patterns(self, texts: Sequence[str] | None) -> tuple[str, ...]:
+        return tuple(self._pattern(text) for text in texts or ())
+
+    def _pattern(self, text: str) -> str:
+        expanded = Path(text.removeprefix("!").replace("{stdlib}", glob.escape(_stdlib()))).expanduser()
+        return ("!" if text.startswith("!") else "") + str(Path(glob.escape(str(self.directory))) / expanded)
+
+
+def job_to_dict(job: Job) -> dict[str, Any]:
+    """The job as JSON-able values, to be broadcast or stored in a checkpoint."""
+    return job.model_dump(mode="json")
+
+
+def job_from_dict(values: Mapping[str, Any]) -> Job:
+    """The inverse of :func:`job_to_dict`."""
+    return Job.model_validate(dict(values))
+
+
+def run_directory(loaded: LoadedJob, override: str | Path | None = None) -> Path:
+    """The run directory, absolute: ``override`` (``--run-dir``) or the job's ``output.run_dir``; ``{name}`` filled in.
+
+    A relative ``output.run_dir`` that leads out of the working directory is refused by :func:`load_job`: a job file
+    from somebody else should not write just anywhere. Absolute paths, and ``--run-dir``, are meant as they are.
+    """
+    text = loaded.job.output.run_dir if override is None else str(override)
+    if not text.strip():
+        raise UserError("--run-dir must name a directory; it is empty")
+    return Path.cwd() / Path(text.replace("{name}", loaded.name)).expanduser()
+
+
+def load_job(path: str | Path, overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None) -> LoadedJob:
+    """Read and validate a job file, with changes applied to it first.
+
+    Args:
+        overrides: ``table.key=value`` each, of ``--set``: the value is TOML, a bare word is a string.
+        settings: the same from a Python program, ``{"train.steps": 6}``; None empties a key.
+
+    Raises:
+        UserError: with *all* problems, one per line: ``file: [table] key = value: rule``.
+    """
+    path = Path(path)
+    draft = _Draft(read_toml(path), str(path))
+    draft.settle(settings or {}, overrides)
+    return LoadedJob(draft.validated(path.stem), path, path.stem, path.absolute().parent)
+
+
+def job_of_tables(
+    tables: Mapping[str, Mapping[str, Any]],
+    name: str,
+    directory: str | Path,
+    settings: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+) -> LoadedJob:
+    """A job from values instead of a file: table name -> key -> value, as a TOML file has them; None empties a key.
+
+    Args:
+        name: what the job is called, a file's name without ``.toml``.
+        directory: where relative paths of the job start.
+        settings, overrides: as for ``load_job``.
+
+    Raises:
+        UserError: as ``load_job``.
+    """
+    if not name or name != Path(name).name:
+        raise UserError(f"a job's name names its run directory: it is one word without slashes, not {name!r}")
+    draft = _Draft(as_values(tables), f"job {name!r}")
+    draft.settle(settings or {}, overrides)
+    return LoadedJob(
+        draft.validated(name), Path(f"{name} (built in Python)"), name, Path(directory).expanduser().absolute()
+    )
+
+
+class _Draft:
+    """The values of a job in the making, and what is wrong with them."""
+
+    def __init__(self, values: dict[str, Any], source: str) -> None:
+        self.values, self.source = values, source
+        self.problems: list[str] = []
+        self._changed: dict[tuple[str, ...], str] = {}
+        """(table, key) -> who has laid another value over the source's."""
+        self._broken: set[tuple[str, str]] = set()
+
+    def note(self, dotted: tuple[str, ...] | None, by: str) -> None:
+        """A value was laid over the source's."""
+        if dotted is not None:
+            self._changed[dotted[:2]] = by
+
+    def settle(self, settings: Mapping[str, Any], overrides: Sequence[str]) -> None:
+        """Lay the values of ``--set`` over the source's, and those of a Python program."""
+        for text in overrides:
+            self.note(apply_override(self.values, text, self.problems), "--set")
+        for dotted, value in settings.items():
+            self.note(apply_setting(self.values, dotted, as_values(value), self.problems, "set"), "set")
+
+    def validated(self, name: str) -> Job:
+        """The job called ``name``. Raises: ``UserError``, as ``load_job``."""
+        values = self.values
+        for unknown in [table for table in values if table not in TABLES]:
+            self.problems.append(
+                f"{self.source}: {unknown} = {as_toml(values.pop(unknown))}: {unknown_table(unknown, TABLES)}"
+            )
+        for table in TABLES:
+            self._check_table(table)
+        for (table, key), rule in contradictions(Known(values, self._broken, TABLES), name):
+            self._report(table, key, rule)
+        if self.problems:
+            raise UserError("\n".join(self.problems))
+        if values["model"].get("factory") is not None:  # a sample counts as one token, and layers are fp32
+            values["data"]["sequence_length"], values["train"]["dtype"] = 1, "fp32"
+        return Job.model_validate(values)
+
+    def _check_table(self, name: str) -> None:
+        table, model = self.values.setdefault(name, {}), TABLES[name]
+        if not isinstance(table, dict):
+            self.problems.append(
+                f"{self.source}: {name} = {as_toml(table)}: must be a table; write [{name}] and its keys below it"
+            )
+            self.values[name] = {}
+            self._broken.update((name, key) for key in model.model_fields)
+            return
+        for key, field in model.model_fields.items():
+            if table.get(key) == "" and may_be_empty(field):
+                table[key] = None
+        for key, rule in broken_keys(name, model, table, TABLES).items():
+            self._report(name, key, rule)
+
+    def _report(self, table: str, key: str, rule: str) -> None:
+        source = self._changed.get((table, key), self.source)
+        shown = f" = {as_toml(self.values[table][key])}" if key in self.values.get(table, {}) else ""
+        self.problems.append(f"{source}: [{table}] {key}{shown}: {rule}")
+        self._broken.add((table, key))
+
+
+def _stdlib() -> str:
+    return sysconfig.get_path("stdlib")

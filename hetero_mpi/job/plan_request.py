@@ -1,0 +1,82 @@
+"""A job as planning sees it. Needs neither torch nor MPI: the offline commands ask the planner as a run does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from hetero_mpi.job.load import LoadedJob
+from hetero_mpi.job.rules import LARGEST_AUTO, MOST_MICRO_BATCHES
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import MEMORY_GIVEN, PlanRequest
+
+INDIFFERENCE = 0.005
+"""Measured times are not exact to half a per cent: no plan is preferred for less."""
+
+
+def micro_batch_choices(global_batch: int, wanted: int | str, ranks: int, dropout: bool) -> tuple[tuple[int, ...], str]:
+    """Sequences per micro-batch the planner may choose from, and why in words.
+
+    With dropout the masks depend on the composition of the micro-batches, so the machines may not decide it.
+    """
+    if isinstance(wanted, int):
+        return (wanted,), f"micro-batch {wanted}: as the job says"
+    divisors = [
+        d for d in range(1, global_batch + 1) if global_batch % d == 0 and global_batch // d <= MOST_MICRO_BATCHES
+    ]
+    if dropout:
+        chosen = max([d for d in divisors if 4 * d <= global_batch], default=1)
+        return (chosen,), f"micro-batch {chosen}: fixed, since dropout masks depend on it"
+    limit = min(LARGEST_AUTO, max(1, global_batch // ranks))
+    choices = tuple(d for d in divisors if d <= limit)
+    return choices, f"micro-batch: the planner's choice among {', '.join(map(str, choices))}"
+
+
+COPY_BYTES = 12
+"""Of the trained state in host memory, per trained parameter: itself and AdamW's two moments, fp32."""
+
+
+def request_of(loaded: LoadedJob, ranks: int, dropout: bool, generations: int = 0) -> PlanRequest:
+    """The job as planning sees it.
+
+    Args:
+        ranks, dropout: of which the choice of micro-batches depends.
+        generations: how many copies of its own state a rank keeps for itself and, as many, for others (``state.peer_replicas``).
+    """
+    job = loaded.job
+    snapshots = 1 if job.checkpoint.background and job.checkpoint.every else 0
+    trains_all = job.adapter.method == "none"
+    wanted = job.train.global_batch if job.plan.pipelines == "auto" else job.plan.pipelines
+    choices, alone = (
+        micro_batch_choices(job.train.global_batch, job.train.micro_batch, count, dropout)[0] for count in (ranks, 1)
+    )
+    return PlanRequest(
+        global_batch=job.train.global_batch,
+        sequence_length=job.data.sequence_length,
+        micro_batch_choices=choices,
+        alone_micro_batch_choices=alone,
+        max_pipelines=wanted,
+        split_choices=(False, True) if trains_all else (False,),
+        schedule=job.plan.schedule,
+        recompute_choices=(False, True) if job.train.recompute == "auto" else (job.train.recompute,),
+        allow_idle=job.plan.allow_idle,
+        thorough=job.plan.thorough,
+        memory_reserve=job.plan.memory_reserve,
+        indifference=INDIFFERENCE,
+        copy_bytes_per_trainable_parameter=COPY_BYTES * (snapshots + 2 * generations),
+    )
+
+
+def with_memory(profile: ClusterProfile, usable_bytes: int) -> ClusterProfile:
+    """The job's ``[cluster] memory_bytes`` holds whatever the profile says, also of hosts whose memory several ranks share."""
+    devices = tuple(
+        replace(device, memory_bytes=usable_bytes, memory_reason=MEMORY_GIVEN) for device in profile.devices
+    )
+    sharing = Counter(device.host for device in devices if device.shares_host_memory)
+    hosts = tuple(
+        replace(host, memory_bytes=usable_bytes * sharing[host.name], memory_reason=MEMORY_GIVEN)
+        if sharing[host.name]
+        else host
+        for host in profile.hosts
+    )
+    return replace(profile, devices=devices, hosts=hosts)

@@ -1,0 +1,307 @@
+"""The tables of a job file: every key is a field here, with its unit and meaning below it.
+
+``jobs/reference.toml`` shows them all with their defaults. An optional key is empty when it is left out or set to ``""``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from hetero_mpi.job.contradictions import speed_change
+
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Patterns = Annotated[list[str], Field(min_length=1)]
+"""Files, as glob patterns."""
+
+
+class Table(BaseModel):
+    """A table of the job file: unknown keys are refused, values are not coerced silently."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        strict=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # ``model.config`` may hold any values, and all ranks must see the same
+    )
+
+
+class ModelTable(Table):
+    """Which model. Exactly one of ``path``, ``config`` and ``factory``."""
+
+    path: str | None = None
+    """Hugging Face model directory (config.json, *.safetensors) to start from, or the name of a model of the hub, "org/name",
+    which is looked up in the local Hugging Face cache. Only rank 0 needs it."""
+    download: bool = True
+    """May rank 0 fetch a model of the hub that is not in its Hugging Face cache?"""
+    shard_cache: str | None = None
+    """Where ranks without the model directory keep the tensors that rank 0 sends them, for the next start (checked by hash);
+    may be deleted at any time. Empty: nowhere."""
+    config: str | dict[str, Any] | None = None
+    """A ``config.json`` file, or its keys inline as ``[model.config]`` with ``model_type``: weights start from
+    ``train.seed``."""
+    factory: str | None = None
+    """A model of your own, made of layers: "package.module:function", Python that is imported on every rank, from the job file's
+    folder or the Python path, and run with your rights. The function returns a ``hetero_mpi.LayeredModel`` with layers, loss and
+    data; what concerns text and language models is then left out, "sequences" are samples, and ``train.dtype`` is fp32."""
+    quantization: Literal["none", "nf4"] = "none"
+    """"nf4" holds the linear layers of blocks in 4 bits (needs an adapter); embedding, norms and head stay in the compute dtype."""
+    double_quantization: bool = True
+    """Quantise the scales of NF4 weights too: 0.516 instead of 0.5625 bytes per weight."""
+
+
+class AdapterTable(Table):
+    """LoRA: small trained tensors beside frozen weights."""
+
+    method: Literal["none", "lora"] = "none"
+    """"none" trains the model's own weights; "lora" trains adapters and writes a PEFT adapter directory."""
+    path: str | None = None
+    """PEFT adapter directory to start from, with the same rank and targets; empty: a new adapter."""
+    rank: Positive = 16
+    """Width of the adapters (r)."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Scale of the adapters: their output counts alpha / rank."""
+    dropout: Fraction = 0.0
+    """Dropout before the adapters."""
+    targets: Literal["all-linear"] | list[str] = "all-linear"
+    """Linear layers inside the blocks that get an adapter, by name such as ["q_proj", "v_proj"], or "all-linear"."""
+
+
+class TokenizerTable(Table):
+    """Which tokenizer. Both empty: the one in ``model.path``."""
+
+    path: str | None = None
+    """Directory with ``tokenizer.json`` / ``tokenizer_config.json``."""
+    train_vocab_size: Annotated[int, Field(ge=257)] | None = None
+    """Train a byte-level BPE tokenizer of this many entries on the corpus and save it with the model. 257 hold the 256
+    bytes and the end token."""
+
+
+class DataTable(Table):
+    """What to learn from: text, or instruction records. Exactly one of ``text`` and ``records``. Only rank 0 needs these
+    files."""
+
+    text: Patterns | None = None
+    """Text files (UTF-8), as glob patterns; ``{stdlib}`` is the running Python's standard library, relative paths start
+    at the job file. A pattern that begins with ``!`` takes files away again: ``!{stdlib}/site-packages/**``."""
+    records: Patterns | None = None
+    """Instruction records, as glob patterns of files with JSON lines or one JSON array. A record is recognised by its
+    keys: ``instruction``, ``input``, ``output`` (alpaca), ``messages`` or ``conversations`` (chat), or ``prompt`` and
+    ``completion``."""
+    evaluation: Patterns | None = None
+    """Files of the same kind that measure the evaluation loss and are never trained on; then ``held_out`` does not
+    apply."""
+    documents: Literal["file", "line"] = "file"
+    """Text: what one document is: a whole file, or a non-empty line."""
+    template: Literal["auto", "chat", "plain"] = "auto"
+    """Records: how they become text. "chat": by the tokenizer's chat template; "plain": under the headings
+    ``## Task`` and ``## Answer``; "auto": by the chat template where there is one, else plain (chat records always
+    need the user's word for "plain")."""
+    train_on_prompt: bool = False
+    """Records: true learns the prompts too; false learns the answers only."""
+    packing: bool = True
+    """true: documents are joined (an end token between them) and cut to full sequences, records are joined whole;
+    what stands in one sequence sees what stands before it. false: one document or record per sequence, cut or
+    padded."""
+    pad: Literal["full", "longest"] = "full"
+    """How far shorter sequences are padded: "full": to ``sequence_length``; "longest": each step to the longest sequence of
+    its batch, rounded up to 8 tokens, which computes less and learns the same. Packed text has nothing to pad."""
+    sequence_length: Positive = 256
+    """Tokens per sequence."""
+    held_out: Fraction = 0.02
+    """Share of the sequences that is never trained on and measures the evaluation loss."""
+    max_bytes: Positive | None = None
+    """Text: read at most this many bytes (files in sorted order); empty: everything."""
+
+
+class TrainTable(Table):
+    """How to learn."""
+
+    steps: Positive = 100
+    """Optimizer steps."""
+    global_batch: Positive = 8
+    """Sequences per optimizer step, over all ranks; at most 8192 micro-batches."""
+    micro_batch: Positive | Literal["auto"] = "auto"
+    """Sequences per micro-batch; must divide ``global_batch``. "auto": the planner chooses."""
+    seed: Seed = 0
+    """Seed of initial weights, order of samples and dropout."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Compute dtype of the whole job; "auto": the best all ranks can do. Narrow ones keep fp32 masters, gradients, moments."""
+    recompute: bool | Literal["auto"] = "auto"
+    """Compute a block's forward again in backward instead of keeping its activations; "auto": only where memory is short."""
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-4
+    """Peak learning rate of AdamW."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Learning rate after warm-up."""
+    warmup_steps: NotNegative = 0
+    """Optimizer steps of linear warm-up from 0."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled weight decay; applied to the parameters that transformers' Trainer decays, which are neither biases nor norms; in
+    a model of your own to those of two dimensions and more that are not called a bias."""
+    beta1: Fraction = 0.9
+    """AdamW: decay of the first moment."""
+    beta2: Fraction = 0.95
+    """AdamW: decay of the second moment."""
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW: added to the denominator."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Gradients are scaled down to this global norm; empty: never."""
+    evaluate_every: NotNegative = 0
+    """Steps between evaluations on the held-out share; 0: at the end only."""
+    evaluate_sequences: Positive = 64
+    """Held-out sequences per evaluation, at most."""
+
+
+class CheckpointTable(Table):
+    """When to save."""
+
+    every: NotNegative = 0
+    """Steps between checkpoints; 0: at the end only."""
+    keep: Positive = 3
+    """Newest checkpoints to keep."""
+    keep_best: NotNegative = 1
+    """Checkpoints to keep beside these: those with the lowest held-out loss. Only checkpoints of steps after which it was
+    measured (``train.evaluate_every``) take part."""
+    background: bool = True
+    """Write while training goes on, from a copy in host memory (as much as a rank's trained parameters and moments);
+    false: training waits."""
+    buddy_every: NotNegative | Literal["auto"] = "auto"
+    """Steps between copies of the trained state in the memory of other ranks, from which the survivors of a rank's death go on
+    (``launch --recover``), and on the disks of other hosts, from which a lost machine's work goes on (``launch --elastic``);
+    "auto": as few as cost at most 2 % of the time, by measured times; 0: never."""
+    allow_other_data: bool = False
+    """May a run be resumed with other data than it was written with? The order of samples then starts afresh at that step."""
+
+
+class OutputTable(Table):
+    """Where results go."""
+
+    run_dir: str = "runs/{name}"
+    """Run directory, relative to the working directory; ``{name}`` is the job file's name without ``.toml``."""
+    shard_bytes: Positive = 1_000_000_000
+    """Largest safetensors file of the model directory, in bytes; also bounds rank 0's memory while it is written."""
+
+
+class SampleTable(Table):
+    """A text that the trained model writes at the end of a run, to be looked at; also kept in the run directory."""
+
+    prompt: str | None = None
+    """What it begins with (for a job with records: what is asked). Empty: no sample."""
+    max_new_tokens: Positive = 64
+    """Tokens to write at most."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0 always takes the most likely token; 1 draws by the model's own probabilities, seeded by ``train.seed``."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the fewest tokens that together have this probability."""
+
+
+class PlanTable(Table):
+    """What the planner may decide."""
+
+    allow_idle: bool = True
+    """May ranks be left out when that is faster?"""
+    thorough: bool = False
+    """Look longer for the fastest plan before the first step: seconds to minutes instead of a second or so, for steps that are
+    mostly less than 1 % shorter. Plans for which ranks wait in the middle of a run, after a death that the others outlive or a
+    change of speed, are found quickly all the same."""
+    memory_reserve: Fraction = 0.05
+    """Share of every rank's usable memory to keep free."""
+    schedule: Literal["auto", "gpipe", "1f1b", "split"] = "auto"
+    """Order of forwards and backwards. "gpipe": all forwards, then all backwards; "1f1b": in turn, after as many forwards as
+    stages follow; "split": 1f1b with the gradients of the weights put off (needs training of all weights); "auto": depths and
+    splitting as the planner finds best."""
+    pipelines: Positive | Literal["auto"] = "auto"
+    """Pipelines that may hold the model side by side, at most, and share the global batch; "auto": as many as help."""
+    rebalance: bool = True
+    """Move layers between ranks while the run goes on, when ranks run faster or slower than profiled and a step would become
+    shorter by 5 % at least; micro-batches and pipelines stay as they are. Not with ``--plan``."""
+
+
+class ProfileTable(Table):
+    """How the machines are measured."""
+
+    path: str | None = None
+    """Use this profile, a file or the name of a shipped one, instead of measuring (as ``--profile``)."""
+    reuse: bool = True
+    """Reuse the profile in the run directory when its key matches; ``--reprofile`` measures again all the same."""
+    cache: bool = True
+    """Keep what each device was measured to do in ``~/.cache/hetero_mpi/profiles`` of its host (or ``$XDG_CACHE_HOME``), so that
+    only new ranks are measured when the cluster changes. Links and free memory are always measured."""
+    repeats: Positive = 5
+    """Timed repetitions of each measurement (the median counts)."""
+    largest_message_bytes: Annotated[int, Field(ge=1024)] = 16_777_216
+    """Links are measured with messages of 1 KiB up to this, each four times as large as the one before."""
+
+
+class ClusterTable(Table):
+    """The ranks."""
+
+    emulate: str | None = None
+    """Profile (a file, or the name of a shipped one) whose devices and links the ranks imitate, a rank each: the job's model,
+    with as many blocks, stands in for the profile's, and every action and message lasts as long as the profile says. Empty: the
+    ranks are themselves."""
+    time_scale: Annotated[float, Field(gt=0)] = 1.0
+    """Emulation: seconds that a second of the emulated cluster takes here; above 1 where the stand-in is too slow."""
+    emulate_first: bool = False
+    """Emulation: may fewer ranks than the profile has imitate its first ones?"""
+    emulate_changes: list[str] = []
+    """Emulation: devices that change their speed, such as "rank 1 runs at 0.34 from step 20" (of the profile's speed; the first
+    step is 1) and "rank 1 runs at 1 from step 60"."""
+    device: Literal["auto", "cpu", "cuda", "rocm", "xpu", "mps"] = "auto"
+    """Device of every rank; "auto": the local rank's accelerator where there is one, else the CPU."""
+    threads: Positive | Literal["auto"] = "auto"
+    """CPU threads per rank; "auto": the host's cores divided by its ranks, of which those with a GPU leave all but two to those
+    without."""
+    memory_bytes: Positive | None = None
+    """Usable memory per rank, instead of the measured one."""
+    watchdog_s: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
+    """Seconds in which no rank gets any further, after which the job ends and says where each rank stands; "auto": 20 predicted
+    steps and at least 60 s; 0: never. Needs ``communication_thread``."""
+    communication_thread: bool = True
+    """Move messages from a thread of their own, so that they overlap with computing; false: single-threaded, for
+    debugging."""
+
+    def speed_changes(self) -> list[tuple[int, int, float]]:
+        """``emulate_changes`` as (rank, number of the step from 0, share of the profile's speed)."""
+        return [change for text in self.emulate_changes if (change := speed_change(text)) is not None]
+
+
+class ReportTable(Table):
+    """What a run leaves to be looked at."""
+
+    write: bool = True
+    """Write ``architecture.png`` and ``.svg`` before the first step, ``report.html`` and ``trace.json`` after the last one. The
+    command ``report`` writes the report of any run."""
+    tensorboard: bool = False
+    """Write TensorBoard event files into ``tensorboard/`` of the run directory too; needs the package ``tensorboard``."""
+
+
+class Job(Table):
+    """A whole job file."""
+
+    model: ModelTable
+    adapter: AdapterTable = AdapterTable()
+    tokenizer: TokenizerTable = TokenizerTable()
+    data: DataTable
+    train: TrainTable = TrainTable()
+    checkpoint: CheckpointTable = CheckpointTable()
+    output: OutputTable = OutputTable()
+    sample: SampleTable = SampleTable()
+    plan: PlanTable = PlanTable()
+    profile: ProfileTable = ProfileTable()
+    cluster: ClusterTable = ClusterTable()
+    report: ReportTable = ReportTable()
+
+
+TABLES: dict[str, type[Table]] = {
+    name: field.annotation
+    for name, field in Job.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Table)
+}
+"""Table name -> its model, in the order of the job file."""

@@ -1,0 +1,1 @@
+"""The command ``doctor``: what the hosts have and lack, and what to do about it."""

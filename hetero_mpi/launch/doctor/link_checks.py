@@ -1,0 +1,90 @@
+"""The network between hosts, for ``doctor``: which connections fail, and how fast the others are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hetero_mpi.launch.hosts.diagnostics import Finding, Verdict
+from hetero_mpi.report import units
+
+SLOW_BYTES_PER_S = 40e6
+"""Between 100 Mbit/s and 1 Gbit/s: a cable of today that gives less is a bad one, or Wi-Fi."""
+LONG_S = 2e-3
+"""Latency above which a network is no local one, or Wi-Fi."""
+ASYMMETRY = 3.0
+MANY = 12
+"""More links than this are not listed one by one."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A directed pair of hosts or ranks, by their titles."""
+
+    source: str
+    destination: str
+    latency_s: float = 0.0
+    bytes_per_s: float = 0.0
+    error: str = ""
+    """Why there is no connection; "": there is one."""
+    network: str = ""
+    """Where there is no connection: the network in which the source's address lies, as ``10.77.0.0/24``."""
+    same_host: bool = False
+    """Two ranks of one host: messages pass through its memory."""
+
+
+def check_links(links: Sequence[Link], how: str) -> Iterator[Finding]:
+    """Connections and their speed. ``how``: what was measured, in words."""
+    if not links:
+        return
+    for link in links:
+        if link.error:
+            yield _refused(link, any(other.source == link.destination and not other.error for other in links))
+    open_links = [link for link in links if not link.error]
+    if len(open_links) == len(links):
+        yield Finding("connections", Verdict.FINE, f"possible both ways between all ({how})")
+    by_pair = {(link.source, link.destination): link for link in open_links}
+    speeds = {link: _speed(link, how, by_pair) for link in open_links}
+    if len(open_links) > MANY:
+        slowest = min(open_links, key=lambda link: link.bytes_per_s)
+        speeds = {link: found for link, found in speeds.items() if found.verdict is Verdict.SLOW or link is slowest}
+        yield Finding(
+            "links", Verdict.FINE, f"{len(open_links)} measured; listed: the slowest, and those that are too slow"
+        )
+    yield from speeds.values()
+
+
+def _refused(link: Link, other_way_works: bool) -> Finding:
+    text = f"{link.source} cannot open a TCP connection to {link.destination}: {link.error}"
+    text += "; the other way round it works, so a firewall there is likely" if other_way_works else ""
+    if "refused" in link.error:
+        remedy = f"something on {link.destination} or between answers for its ports: look for a firewall that rejects, or a proxy"
+    else:
+        remedy = f"check the address and the cable: on {link.source}, `ping` {link.destination}"
+    remedy += (
+        f"\nlet the firewall of {link.destination} pass the other hosts: `sudo ufw allow from {link.network}`, or "
+        f"`sudo firewall-cmd --zone=trusted --add-source={link.network}`; MPI uses any port above 1023"
+    )
+    return Finding("connections", Verdict.FAILS, text, remedy)
+
+
+def _speed(link: Link, how: str, by_pair: Mapping[tuple[str, str], Link]) -> Finding:
+    speed = f"{units.bandwidth(link.bytes_per_s)} ({link.bytes_per_s * 8 / 1e9:.2g} Gbit/s)"
+    text = f"{link.source} -> {link.destination}: {speed}, {units.seconds(link.latency_s)} ({how})"
+    if link.same_host:
+        if link.bytes_per_s >= SLOW_BYTES_PER_S:
+            return Finding("links", Verdict.FINE, text)
+        text += ": slow, for ranks that share a host's memory"
+        return Finding("links", Verdict.NOTE, text, "look for other programs that take this host's cores")
+    back = by_pair.get((link.destination, link.source))
+    if link.bytes_per_s < SLOW_BYTES_PER_S:
+        remedy = "use a cable of 1 Gbit/s or more instead of Wi-Fi; the planner takes the link as it is measured"
+        return Finding("links", Verdict.SLOW, text, remedy)
+    if back is not None and link.bytes_per_s * ASYMMETRY < back.bytes_per_s:
+        slower = back.bytes_per_s / link.bytes_per_s
+        remedy = f"that is {slower:.1f} times slower than back: look at cable, duplex setting and other traffic"
+        return Finding("links", Verdict.SLOW, text, remedy)
+    if link.latency_s > LONG_S:
+        remedy = "fine for training with large micro-batches; a wired local network would have well under 1 ms"
+        return Finding("links", Verdict.NOTE, text, remedy)
+    return Finding("links", Verdict.FINE, text)

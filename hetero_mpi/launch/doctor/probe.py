@@ -1,0 +1,321 @@
+"""What one host has and lacks, for ``doctor``: ``python -m hetero_mpi.launch.doctor.probe`` there answers over stdin and stdout.
+
+Only the standard library is imported here (psutil where it is there): what may be broken is tried in processes of its own, so that
+a host with a broken torch or MPI is reported and does not take the doctor down. A request and an answer are one JSON line each::
+
+    {"ask": "facts", "directory": "runs", ...}  {"host": "rtx", "python": ...}      see ``gather`` and ``Facts``
+    {"ask": "self_tests", "torch": ...}         {"found": [...]}                        see ``self_tests``
+    {"ask": "clock"}                            {"unix_s": 1760000000.0}
+    {"ask": "listen"}                           {"port": 40000, "token": "..."}
+    {"ask": "connect", "address": ...}          {"latency_s": ..., "bytes_per_s": ...} or {"error": "timed out"}
+
+Every answer begins with ``MARK``: a login shell may print things of its own before.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi.comm.ranks.versions import PACKAGE, own_source, own_versions
+from hetero_mpi.device.self_test_process import self_test
+from hetero_mpi.launch.doctor.tcp_probe import Listener, measure
+from hetero_mpi.launch.hosts.authenticated import NotAuthentic
+
+MARK = "hetero_mpi probe: "
+REQUIRED = (
+    "torch", "mpi4py", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "peft", "bitsandbytes", "h5py",
+    "tomli", "tomli_w", "pydantic", "psutil", "matplotlib",
+)  # fmt: skip
+"""Modules that a run imports; a test compares them with pyproject.toml."""
+LAUNCHER_PARTS = ("prted", "orted", "hydra_pmi_proxy")
+"""What launchers start on other hosts: Open MPI 5's, 4's, MPICH's."""
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "LD_LIBRARY_PATH", "PYTHONPATH",
+    "OMP_NUM_THREADS", "HETERO_MPI_DEVICE", "OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE", "UCX_NET_DEVICES",
+)  # fmt: skip
+_PATIENCE_S = 180.0
+"""Importing torch from a cold network disk takes long."""
+_ASK_MPI = """
+import json, mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+found = {"library": MPI.Get_library_version(), "threads": ""}
+print("\\n" + json.dumps(found), flush=True)
+MPI.Init_thread(MPI.THREAD_MULTIPLE)
+levels = {MPI.THREAD_MULTIPLE: "multiple", MPI.THREAD_SERIALIZED: "serialized", MPI.THREAD_FUNNELED: "funneled"}
+found["threads"] = levels.get(MPI.Query_thread(), "single")
+print("\\n" + json.dumps(found), flush=True)
+MPI.Finalize()
+"""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a host says of itself. JSON-able."""
+
+    host: str
+    python: str
+    prefix: str
+    system: str
+    cores: int
+    memory_bytes: int
+    """Free now, for all."""
+    addresses: tuple[tuple[str, str, str], ...]
+    """(interface, IPv4 address, netmask)."""
+    versions: dict[str, str]
+    """Package -> version or ``absent``."""
+    missing: tuple[str, ...]
+    """Of ``REQUIRED``, modules that are not there."""
+    path: str
+    """PATH, as a command that is not a login gets it."""
+    tools: dict[str, str]
+    """Of ``LAUNCHER_PARTS``, ``python3`` and others: where they are found, beside this Python or on PATH."""
+    variables: dict[str, str]
+    drivers: dict[str, str]
+    """``nvidia``, ``amdgpu``, ``intel``: version of the kernel driver, or "yes"; only those that are loaded."""
+    kfd: str
+    """The door to AMD's compute driver: ``open``, ``closed`` (no permission) or ``absent``."""
+    directories: dict[str, Any]
+    """``run``, ``cache`` and ``work``: {"path", "free_bytes", "problem"}."""
+    mpi: dict[str, Any] = field(default_factory=dict)
+    """``library`` (its own text), ``threads``, ``fault_tolerance`` (None: not known), ``error``."""
+    torch: dict[str, Any] = field(default_factory=dict)
+    """As ``device.look`` tells it, or {"error": ...}."""
+    self_tests: tuple[dict[str, Any], ...] = ()
+    """Of its GPUs, or of its processor where there is none (``SelfTest.to_dict``); where they were asked for."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Facts:
+        """The inverse of ``to_dict``, JSON in between."""
+        plain = {**values, "addresses": tuple((a, b, c) for a, b, c in values["addresses"])}
+        return cls(**{**plain, "missing": tuple(values["missing"])})
+
+
+def gather(directory: str, deeply: bool = True, prefix: str = "", work: str = "") -> Facts:
+    """Facts of this host and this Python.
+
+    Args:
+        deeply: try MPI and torch too, each in a process of its own (seconds).
+        prefix: where MPI is expected; looked at before this environment and PATH. "": nowhere else.
+        work: directory in which ranks are to start; "": anywhere.
+    """
+    return Facts(
+        host=socket.gethostname(),
+        python=sys.executable,
+        prefix=sys.prefix,
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes=_free_memory_bytes(),
+        addresses=_addresses(),
+        versions={**own_versions("absent"), PACKAGE: own_source()},
+        missing=tuple(name for name in REQUIRED if not _is_there(name)),
+        path=os.environ.get("PATH", ""),
+        tools=_tools(prefix),
+        variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        drivers=drivers(),
+        kfd="absent"
+        if not Path("/dev/kfd").exists()
+        else "open"
+        if os.access("/dev/kfd", os.R_OK | os.W_OK)
+        else "closed",
+        directories={"run": _room(Path(directory)), "cache": _room(_cache()), "work": _work(work)},
+        mpi=try_mpi() if deeply else {},
+        torch=try_torch() if deeply else {},
+    )
+
+
+def try_mpi() -> dict[str, Any]:
+    """The library that mpi4py loads, and the threads that it allows when started without a launcher."""
+    # A rank that asks would else pass on to its child who it is, and MPI takes no rank twice.
+    launcher = ("PMIX_", "PMI_", "SLURM_", "HYDRA_", "OMPI_COMM_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    found = _json_of([sys.executable, "-c", _ASK_MPI], {**clean, **root}, 60.0)
+    return {**found, "fault_tolerance": fault_tolerance()}
+
+
+def fault_tolerance() -> bool | None:
+    """Was the Open MPI of this environment built with ULFM? None: nobody to ask (another MPI, or no ``ompi_info``)."""
+    tool = _tool("ompi_info")
+    if not tool:
+        return None
+    try:
+        answer = subprocess.run([tool, "--parsable"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return "ft_mpi_support:yes" in answer.stdout if "ft_mpi_support:" in answer.stdout else None
+
+
+def try_torch() -> dict[str, Any]:
+    """What ``device.look`` says, from a process of its own; {"error": why} if it ends badly."""
+    return _json_of([sys.executable, "-m", "hetero_mpi.device.look"], dict(os.environ), _PATIENCE_S)
+
+
+def devices_to_test(torch: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """(backend, index) of every GPU that ``try_torch`` found, of the processor if there is none; nothing without torch."""
+    devices = [(device["backend"], device["index"]) for device in torch.get("devices", ())]
+    return [device for device in devices if device[0] != "cpu"] or devices
+
+
+def self_tests(torch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of those, one after the other, each in a process of its own."""
+    return [self_test(backend, index).to_dict() for backend, index in devices_to_test(torch)]
+
+
+def _json_of(command: list[str], environment: dict[str, str], patience_s: float) -> dict[str, Any]:
+    """The last JSON line that a command prints, with ``error`` added if it ended badly."""
+    error, printed, complained = "", "", ""
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=patience_s, env=environment, stdin=subprocess.DEVNULL, errors="replace"
+        )  # fmt: skip
+        printed, complained = answer.stdout, answer.stderr
+        if answer.returncode != 0:
+            error = _last_words(complained) or f"it ended with exit code {answer.returncode}"
+    except subprocess.TimeoutExpired as late:
+        printed = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""
+        error = f"no end within {patience_s:g} s"
+    except OSError as failure:
+        error = str(failure)
+    found: dict[str, Any] = {}
+    for line in printed.splitlines():
+        if line.startswith("{"):
+            found = json.loads(line)
+    return {**found, "error": error} if error else found
+
+
+def _last_words(text: str) -> str:
+    """The line of an error output that says most: an exception's, or the last."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [
+        line for line in lines if line.split(":")[0].endswith(("Error", "Exception")) and " " not in line.split(":")[0]
+    ]
+    return ((named or lines or [""])[-1])[:400]
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _addresses() -> tuple[tuple[str, str, str], ...]:
+    if not _is_there("psutil"):
+        return ()
+    from hetero_mpi.launch.hosts.interface import local_addresses
+
+    return tuple((item.interface, item.address, item.netmask) for item in local_addresses())
+
+
+def _free_memory_bytes() -> int:
+    if not _is_there("psutil"):
+        return 0
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def _tools(prefix: str) -> dict[str, str]:
+    names = (*LAUNCHER_PARTS, "mpirun", "mpiexec", "python3", "ssh")
+    return {name: found for name in names if (found := _tool(name, prefix))}
+
+
+def _tool(name: str, prefix: str = "") -> str:
+    homes = [Path(prefix)] if prefix else []
+    for home in (*homes, Path(sys.prefix)):
+        if found := shutil.which(name, path=str(home / "bin")):
+            return found
+    return shutil.which(name) or ""
+
+
+_WSL_CUDA = Path("/usr/lib/wsl/lib/libcuda.so.1")
+"""Windows puts it into WSL where its driver of NVIDIA is installed; ``/dev/dxg`` is there for every vendor's GPU."""
+
+
+def drivers() -> dict[str, str]:
+    """See ``Facts.drivers``."""
+    found = {}
+    for name, file in (("nvidia", "/sys/module/nvidia/version"), ("amdgpu", "/sys/module/amdgpu/version")):
+        try:
+            found[name] = Path(file).read_text().strip()
+        except OSError:
+            if Path(file).parent.is_dir():
+                found[name] = "yes"
+    if any(Path("/sys/module", name).is_dir() for name in ("xe", "i915")) and Path("/dev/dri").is_dir():
+        found["intel"] = "yes"
+    if "nvidia" not in found and _WSL_CUDA.exists():
+        found["nvidia"] = "of WSL"
+    return found
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def _room(path: Path) -> dict[str, Any]:
+    """Free bytes where ``path`` is or would be made, and what stands against writing there ("": nothing)."""
+    there = path.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    problem = "" if os.access(there, os.W_OK | os.X_OK) else f"this user may not write to {there}"
+    return {"path": str(path.absolute()), "free_bytes": shutil.disk_usage(there).free, "problem": problem}
+
+
+def _work(path: str) -> dict[str, Any]:
+    return {
+        "path": path,
+        "free_bytes": 0,
+        "problem": "" if not path or Path(path).is_dir() else "there is no such directory",
+    }
+
+
+class Server:
+    """Answers requests. Listeners live as long as it does."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Listener] = []
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """One answer; what goes wrong is one too."""
+        ask = request["ask"]
+        if ask == "facts":
+            return gather(request["directory"], prefix=request["prefix"], work=request["work"]).to_dict()
+        if ask == "self_tests":
+            return {"found": self_tests(request["torch"])}
+        if ask == "clock":
+            return {"unix_s": time.time()}
+        if ask == "listen":
+            self._listeners.append(Listener())
+            return {"port": self._listeners[-1].port, "token": self._listeners[-1].token}
+        try:
+            speed = measure(request["address"], request["port"], request["token"], request["patience_s"])
+        except (OSError, EOFError, NotAuthentic) as error:
+            return {"error": (getattr(error, "strerror", None) or str(error) or "the connection broke").lower()}
+        return asdict(speed)
+
+
+def main() -> int:
+    server = Server()
+    for line in sys.stdin:
+        print(MARK + json.dumps(server.answer(json.loads(line))), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""The doctor's side of the probes: starts one on a host through the launch agent, and asks it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hetero_mpi.launch.doctor.probe import MARK, Facts
+from hetero_mpi.launch.hosts.agent import Helper
+
+if TYPE_CHECKING:
+    from hetero_mpi.launch.wireguard.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Target:
+    """A host, an entry of a hosts file, or a rank, to be looked at."""
+
+    title: str
+    address: str
+    """IPv4; "": it has none."""
+    name: str
+    """What the launch agent is given."""
+    local: bool
+    python: str = sys.executable
+    prefix: str = ""
+    """Where the launcher will look for MPI there; "": not asked."""
+    directory: str = ""
+    """In which its ranks are to start; "": the path of the one here, if it is there."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    ranks: int = 0
+    """Ranks it is to hold; 0: not known."""
+    device: str = "auto"
+    """For its ranks, as a hosts file says it."""
+    mesh: Mesh | None = None
+    """Of the hosts file, if its address lies in it."""
+
+
+@dataclass(frozen=True)
+class Examined(Target):
+    """The same, and what it says of itself."""
+
+    facts: Facts | None = None
+    complaint: str = ""
+    """Without facts: what the launch agent, or Python there, said last."""
+
+
+class ProbeError(RuntimeError):
+    """A probe did not answer; the text says what was heard instead."""
+
+
+class Probe:
+    """A probe at work. Raises ``ProbeError`` from ``ask`` if it ends or stays silent."""
+
+    def __init__(self, target: Target, agent: Sequence[str]) -> None:
+        self._helper = Helper(
+            agent,
+            target.name,
+            target.local,
+            target.python,
+            "hetero_mpi.launch.doctor.probe",
+            target.directory,
+            target.variables,
+            subprocess.PIPE,
+        )
+        self._lines: queue.Queue[bytes | None] = queue.Queue()
+        threading.Thread(target=self._read, name="probe", daemon=True).start()
+
+    def __enter__(self) -> Probe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._helper.close()
+
+    def ask(self, what: str, timeout_s: float, **values: Any) -> dict[str, Any]:
+        """One answer. Raises ProbeError."""
+        self._helper.write(json.dumps({"ask": what, **values}).encode() + b"\n")
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise ProbeError(self._helper.complaint(f"no answer within {timeout_s:g} s")) from None
+            if line is None:
+                self._lines.put(None)
+                raise ProbeError(self._helper.complaint("it ended without an answer"))
+            if line.startswith(MARK.encode()):
+                return dict(json.loads(line.decode(errors="replace").removeprefix(MARK)))
+
+    def _read(self) -> None:
+        process = self._helper.process
+        if process is not None and process.stdout is not None:
+            with contextlib.suppress(ValueError, OSError):  # closed meanwhile
+                for line in process.stdout:
+                    self._lines.put(line)
+            process.wait()
+        self._lines.put(None)

@@ -1,0 +1,118 @@
+"""Can two hosts open TCP connections to each other, and how fast are these? Plain sockets on ephemeral ports, as MPI uses.
+
+The listening end answers only to whoever proves that it knows its token (``authenticated``), and counts bytes without keeping them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from statistics import median
+
+from hetero_mpi.launch.hosts.authenticated import AuthenticatedLines, NotAuthentic
+
+_TRIPS = 8
+_FIRST_BYTES, _MOST_BYTES = 1 << 18, 1 << 26
+_AIM_S = 0.25
+"""The message that tells the bandwidth takes about so long."""
+_PIECE = bytes(1 << 16)
+_SIZE = struct.Struct("<q")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of a connection, in the direction in which it was opened."""
+
+    latency_s: float
+    """Half a round trip of eight bytes."""
+    bytes_per_s: float
+
+
+class Listener:
+    """Listens on an ephemeral port of all addresses until closed."""
+
+    def __init__(self) -> None:
+        self.token = secrets.token_hex(16)
+        self._socket = socket.create_server(("", 0), backlog=16)
+        self.port = int(self._socket.getsockname()[1])
+        threading.Thread(target=self._serve, name="listener", daemon=True).start()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, EOFError, NotAuthentic):
+            _prepare(connection, 20.0)
+            lines = AuthenticatedLines(connection, self.token, "listener")
+            lines.write(lines.read())
+            while True:
+                (size,) = _SIZE.unpack(_read(connection, _SIZE.size))
+                _skip(connection, size)
+                connection.sendall(b"!")
+
+
+def measure(address: str, port: int, token: str, timeout_s: float) -> Speed:
+    """Connect to a ``Listener`` and time messages.
+
+    :raises OSError: no connection within ``timeout_s``, or it broke.
+    :raises NotAuthentic: the other end is not that listener.
+    """
+    with socket.create_connection((address, port), timeout_s) as connection:
+        _prepare(connection, timeout_s)
+        lines = AuthenticatedLines(connection, token, "caller")
+        lines.write("measure")
+        lines.read()  # so that nothing of what follows is read with it
+        trip_s = median([_trip_s(connection, 0) for _ in range(_TRIPS + 1)][1:])
+        size = _FIRST_BYTES
+        while True:
+            took_s = max(_trip_s(connection, size) - trip_s, 1e-9)
+            if took_s >= _AIM_S / 2 or size >= _MOST_BYTES:
+                return Speed(trip_s / 2, size / took_s)
+            size = min(_MOST_BYTES, max(2 * size, int(size * _AIM_S / took_s)))
+
+
+def _trip_s(connection: socket.socket, size: int) -> float:
+    start = time.perf_counter()
+    connection.sendall(_SIZE.pack(size))
+    left = size
+    while left > 0:
+        connection.sendall(_PIECE[:left])
+        left -= len(_PIECE)
+    _read(connection, 1)
+    return time.perf_counter() - start
+
+
+def _prepare(connection: socket.socket, timeout_s: float) -> None:
+    connection.settimeout(timeout_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    read = b""
+    while len(read) < size:
+        piece = connection.recv(size - len(read))
+        if not piece:
+            raise EOFError
+        read += piece
+    return read
+
+
+def _skip(connection: socket.socket, size: int) -> None:
+    while size > 0:
+        piece = connection.recv(min(size, 1 << 20))
+        if not piece:
+            raise EOFError
+        size -= len(piece)

@@ -1,0 +1,141 @@
+"""The launch agent: the program that runs a command on another machine, ssh unless the user says otherwise.
+
+The supervisor reaches hosts through the one that the launcher uses, so that whoever can start a job can supervise it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from hetero_mpi.comm.ranks.library import OPEN_MPI
+
+_SSH = ("ssh", "-o", "BatchMode=yes")
+_PARAMETERS = ("plm_rsh_agent", "plm_ssh_agent")
+_PARAMETER_OPTIONS = ("--mca", "-mca", "--prtemca", "-prtemca", "--gmca", "-gmca")
+_HYDRA_OPTIONS = ("-launcher-exec", "--launcher-exec", "-bootstrap-exec", "--bootstrap-exec")
+_COMPLAINT_BYTES = 20_000
+_HYDRA_KINDS = ("-launcher", "--launcher", "-bootstrap", "--bootstrap")
+
+
+def launch_agent(family: str, given: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The agent that the launcher of this MPI family will use: from its options, its environment variables, or ssh.
+
+    ``given``: the user's options for the launcher.
+    """
+    named = _open_mpi(given, environment) if family == OPEN_MPI else _mpich(given, environment)
+    if named is None or named.split(":")[0].strip() in ("ssh", "ssh -x"):
+        return _SSH
+    # Open MPI takes alternatives, separated by colons, and uses the first that is there.
+    return tuple(shlex.split(named.split(":")[0]))
+
+
+def _open_mpi(given: Sequence[str], environment: Mapping[str, str]) -> str | None:
+    for option, parameter, value in zip(given, given[1:], given[2:], strict=False):
+        if option in _PARAMETER_OPTIONS and parameter in _PARAMETERS:
+            return value
+    names = [f"{prefix}_MCA_{parameter}" for prefix in ("PRTE", "OMPI") for parameter in _PARAMETERS]
+    return next((environment[name] for name in names if name in environment), None)
+
+
+def _mpich(given: Sequence[str], environment: Mapping[str, str]) -> str | None:
+    for option, value in pairwise(given):
+        if option in _HYDRA_OPTIONS:
+            return value
+    return environment.get("HYDRA_LAUNCHER_EXEC")
+
+
+def remote_command(
+    agent: Sequence[str], host: str, directory: str, variables: Mapping[str, str], *words: str
+) -> list[str]:
+    """The words that run a command on ``host``, in ``directory`` where it is there, with ``variables`` set."""
+    assignments = [f"{name}={value}" for name, value in variables.items()]
+    inner = f"cd {shlex.quote(directory)} 2>/dev/null; exec {shlex.join(['env', *assignments, *words])}"
+    # The login shell there may be any; sh is everywhere.
+    return [*agent, host, shlex.join(["sh", "-c", inner])]
+
+
+class Helper:
+    """A Python module of this project at work on a host, here or behind the launch agent, with a pipe to its stdin.
+
+    Args:
+        name: of the host, as the agent takes it.
+        directory: to start in, if it is there; "": the path of the one here.
+        variables: environment variables beside ``PYTHONPATH``, which it has from here.
+        stdout: as ``subprocess.Popen`` takes it.
+    """
+
+    def __init__(
+        self,
+        agent: Sequence[str],
+        name: str,
+        local: bool,
+        python: str,
+        module: str,
+        directory: str = "",
+        variables: Mapping[str, str] | None = None,
+        stdout: int = subprocess.DEVNULL,
+    ) -> None:
+        words, directory = [python, "-m", module], directory or os.getcwd()
+        own = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ} | dict(variables or {})
+        if not local:
+            words = remote_command(agent, name, directory, own, *words)
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the process)
+        self.process: subprocess.Popen[bytes] | None = None
+        """None: it could not be started here, and the complaint says why."""
+        try:
+            self.process = subprocess.Popen(
+                words,
+                stdin=subprocess.PIPE,
+                stdout=stdout,
+                stderr=self._complaints,
+                env={**os.environ, **own},
+                cwd=directory if local and os.path.isdir(directory) else None,
+                start_new_session=True,  # Ctrl-C at the terminal is for this process alone
+            )
+        except OSError as error:
+            self._complaints.write(f"{words[0]}: {error.strerror}".encode())
+
+    def write(self, line: bytes) -> None:
+        """To its stdin; nothing happens where it has ended."""
+        if self.process is not None and self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.write(line)
+                self.process.stdin.flush()
+
+    def ended(self) -> bool:
+        return self.process is None or self.process.poll() is not None
+
+    def complaint(self, otherwise: str) -> str:
+        """The last line that the agent or the process has written to stderr."""
+        self._complaints.seek(0)
+        text = self._complaints.read(_COMPLAINT_BYTES).decode(errors="replace")
+        last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), otherwise)
+        return "".join(letter for letter in last if letter.isprintable())[:300]
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            for stream in filter(None, (self.process.stdin, self.process.stdout)):
+                with contextlib.suppress(OSError):
+                    stream.close()
+        self._complaints.close()
+
+
+def without_agent(family: str, given: Sequence[str]) -> list[str]:
+    """The user's options for the launcher, less those that name a launch agent."""
+    kept, rest = [], list(given)
+    while rest:
+        if family == OPEN_MPI and rest[0] in _PARAMETER_OPTIONS and rest[1:2] and rest[1] in _PARAMETERS:
+            rest = rest[3:]
+        elif family != OPEN_MPI and rest[0] in (*_HYDRA_OPTIONS, *_HYDRA_KINDS):
+            rest = rest[2:]
+        else:
+            kept.append(rest.pop(0))
+    return kept

@@ -1,0 +1,175 @@
+"""``hosts.toml``: machines that differ in more than their names, one ``[[host]]`` entry each.
+
+    [[host]]
+    address = "10.0.0.11"
+    slots = 1
+    python = "/home/me/cuda/bin/python"
+
+An NVIDIA and an AMD card in one box are two entries with one address and two Pythons: an installed torch sees one vendor
+only. ``read_hosts`` tells all problems of a file at once; ``docs/devices.md`` documents the keys.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from hetero_mpi import toml
+from hetero_mpi.device.choice import DEVICE, DEVICE_RULE, DEVICE_VARIABLE
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.rules import as_toml, broken_keys, may_be_empty
+from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots
+
+_ADDRESS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")  # no leading "-": a launch agent would take it for an option
+_ENDPOINT = re.compile(r"none|[A-Za-z0-9_][A-Za-z0-9_.\-]*:\d{1,5}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class Host(BaseModel):
+    """An entry of the file: ranks of one Python on one machine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True)
+
+    address: str
+    """Name or IPv4 address by which every other host reaches this one. Several entries may share one."""
+    slots: Annotated[int, Field(ge=1)] = 1
+    """Ranks of this entry."""
+    name: str | None = None
+    """What messages call the entry; empty: its address."""
+    python: str | None = None
+    """The Python of this entry on its host, an absolute path; empty: the path of the one that runs ``launch``."""
+    prefix: str | None = None
+    """Where MPI is installed there: the directory above ``bin``. Empty: the environment of ``python`` where MPI came with the
+    environment here, else the same directory as here."""
+    device: str = "auto"
+    """"auto", "cpu", "cuda", "rocm", "xpu", "mps", or one card of them: "cuda:1". Rank i of an entry takes card i."""
+    directory: str | None = None
+    """Working directory there, an absolute path; empty: the path of the one here."""
+    environment: dict[str, str] = {}
+    """Environment variables of this entry's ranks. They show in the host's list of processes: no place for secrets."""
+    mesh_address: str | None = None
+    """For ``mesh init``: this machine's IPv4 address inside the mesh; empty: the next free one."""
+    endpoint: str | None = None
+    """For ``mesh init``: ADDRESS:PORT at which the others call its WireGuard, where that is not ``address`` and the mesh's port
+    (behind a router that forwards one, say); "none": nobody can call it, it calls the others."""
+
+    @property
+    def title(self) -> str:
+        """What messages call the entry."""
+        return self.name or self.address
+
+    @property
+    def executable(self) -> str:
+        return self.python or sys.executable
+
+    def variables(self) -> dict[str, str]:
+        """Environment of its ranks, the device's variable included."""
+        device = {} if self.device == "auto" else {DEVICE_VARIABLE: self.device}
+        return {**device, **self.environment}
+
+
+_TABLES: dict[str, type[BaseModel]] = {"host": Host}
+
+
+def read_hosts(path: str | Path) -> tuple[Host, ...]:
+    """The entries of a ``hosts.toml``, in its order.
+
+    :raises UserError: no such file, no TOML, or broken rules: all of them, one per line, with entry, key and value.
+    """
+    values = tables_of(Path(path))
+    problems = [
+        f"{path}: {name} = {as_toml(value)}: unknown; a hosts file has [[host]] entries, and one [mesh] perhaps"
+        for name, value in values.items()
+        if name not in ("host", "mesh")
+    ]
+    entries = values.get("host", [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        problems.append(f"{path}: host must be a list of tables: write [[host]], in double brackets, above each")
+        entries = []
+    elif not entries and not problems:
+        problems.append(f'{path}: names no host; write [[host]] and below it address = "10.0.0.11" for each')
+    found: list[Host] = []
+    for number, entry in enumerate(entries, start=1):
+        kept = {key: value for key, value in entry.items() if not _is_left_empty(key, value)}
+        rules = dict(_rules(kept))
+        for key, rule in rules.items():
+            shown = f" = {as_toml(kept[key])}" if key in kept else ""
+            problems.append(f"{path}: [[host]] {number}: {key}{shown}: {rule}")
+        if not rules:
+            found.append(Host.model_validate(kept))
+    if problems:
+        raise UserError("\n".join(problems))
+    return tuple(found)
+
+
+def tables_of(path: Path) -> dict[str, Any]:
+    """What stands in a hosts file, unchecked.
+
+    :raises UserError: no such file, or no TOML.
+    """
+    try:
+        return toml.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UserError(f"The hosts file {path} cannot be read ({error.strerror}): check `--hosts`.") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: a hosts file must be TOML in UTF-8; this one is not UTF-8") from None
+    except toml.TomlError as error:
+        hint = "" if path.suffix == ".toml" else " (`name slots=2` lines are for --hostfile)"
+        raise UserError(f"{path}: a hosts file must be TOML: {error}{hint}") from None
+
+
+def _is_left_empty(key: str, value: Any) -> bool:
+    field = Host.model_fields.get(key)
+    return value == "" and field is not None and may_be_empty(field)
+
+
+def _rules(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(key, broken rule) of an entry."""
+    broken = broken_keys("host", Host, entry, _TABLES)
+    if isinstance(entry.get("environment"), dict) and "environment" in broken:
+        broken["environment"] = 'must hold texts in quotes, such as { OMP_NUM_THREADS = "8" }'
+    yield from broken.items()
+    known = {key: value for key, value in entry.items() if key not in broken}
+    address, device, slots = known.get("address"), known.get("device", "auto"), known.get("slots", 1)
+    if address is not None and not _ADDRESS.fullmatch(address):
+        yield "address", "must be a host name or an IPv4 address"
+    if not DEVICE.fullmatch(device):
+        yield "device", f"must be {DEVICE_RULE}"
+    elif ":" in device and slots > 1:
+        yield (
+            "device",
+            f'names one card for {slots} ranks: write slots = 1, or "{device.partition(":")[0]}" for a card each',
+        )
+    if not _ENDPOINT.fullmatch(known.get("endpoint", "none")):
+        yield "endpoint", 'must be ADDRESS:PORT, or "none" where nobody can call this machine'
+    for key in ("python", "prefix", "directory"):
+        if key in known and not known[key].startswith("/"):
+            yield key, "must be an absolute path on that host (it has its own home, and ~ is not looked up there)"
+    bad = [name for name in known.get("environment", {}) if not _VARIABLE.fullmatch(name)]
+    if bad:
+        yield "environment", f"{bad[0]!r} cannot be the name of an environment variable"
+    elif DEVICE_VARIABLE in known.get("environment", {}):
+        yield "environment", f'{DEVICE_VARIABLE} is set by device = "..."'
+
+
+def ranks_of(hosts: Sequence[Host], ranks: int | None, path: str | Path) -> list[tuple[Host, int]]:
+    """(entry, its ranks), entries filled in order; ``ranks`` None: all slots. Entries without ranks are left out.
+
+    :raises UserError: more ranks than slots, or fewer than one.
+    """
+    if ranks is not None and ranks < 1:
+        raise UserError(f"-np must be at least 1, not {ranks}.")
+    left = sum(host.slots for host in hosts) if ranks is None else ranks
+    check_slots([HostEntry(host.address, host.slots) for host in hosts], left, path)
+    shares = []
+    for host in hosts:
+        share = min(host.slots, left)
+        left -= share
+        if share:
+            shares.append((host, share))
+    return shares

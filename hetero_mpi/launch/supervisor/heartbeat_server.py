@@ -1,0 +1,247 @@
+"""The supervisor's side of the sentries: who is there, who has fallen silent, and orders for those who listen.
+
+The judgement of a machine is its silence alone. A cable that is out for twelve seconds and a machine without power look
+alike until the cable is back, so nobody is given up sooner than ``timeout_s``.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socketserver
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetero_mpi.launch.hosts.agent import Helper
+from hetero_mpi.launch.hosts.authenticated import AuthenticatedLines
+from hetero_mpi.launch.hosts.hostfile import HostEntry
+from hetero_mpi.launch.hosts.interface import local_addresses, resolve, source_address
+from hetero_mpi.launch.supervisor.host_agent import CALL_S, RUN_STATE, Orders, as_line
+
+if TYPE_CHECKING:
+    from hetero_mpi.launch.hosts.hosts_toml import Host
+
+_POLL_S = 0.02
+_AGAIN_S = 5.0
+"""Between attempts to replace a sentry that has ended while its host takes part."""
+_MUTE_S = 2.0
+"""A host that has said nothing for so long is not waited for where nothing depends on it."""
+_CALLER_S = 2.0
+"""How long a caller may leave us waiting for its next byte."""
+_OWN_PAUSE_S = 2.0
+"""Longer than this between two looks, and the supervisor was not running itself."""
+
+
+@dataclass
+class Post:
+    """A host, and what its sentry last said. Times are of ``time.monotonic``."""
+
+    number: int
+    entry: HostEntry
+    address: str
+    local: bool
+    sentry: int = 0
+    """Which of its sentries counts; earlier ones are told to leave."""
+    helper: Helper | None = None
+    started_s: float = 0.0
+    heard_s: float = 0.0
+    """When the present sentry last called; 0.0: never."""
+    swept: int = 0
+    tried: int = 0
+    locked: bool = False
+    run: dict[str, int] = field(default_factory=dict)
+    memory_kills: int = 0
+    """Processes that the host's kernel had killed for lack of memory by the last call."""
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    def complaint(self) -> str:
+        """The last line that the launch agent, or the sentry, has written to stderr; "no answer" without any."""
+        return self.helper.complaint("no answer") if self.helper is not None else "no answer"
+
+    def ended(self) -> bool:
+        """Has the sentry ended, or what reaches it?"""
+        return self.helper is None or self.helper.ended()
+
+    def close(self) -> None:
+        """End this side of the connection over which the sentry was started; the sentry itself does not need it."""
+        if self.helper is not None:
+            self.helper.close()
+            self.helper = None
+
+
+class Tower:
+    """Listens to the sentries of all hosts. A context manager; on leaving, the sentries are told to leave.
+
+    Args:
+        timeout_s: silence after which a host counts as dead.
+        homes: of hosts, by name, on which it is not as here.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[HostEntry],
+        agent: Sequence[str],
+        supervisor: str,
+        timeout_s: float,
+        run_dir: Path,
+        homes: Mapping[str, Host] | None = None,
+    ) -> None:
+        own = {item.address for item in local_addresses()}
+        self.posts = []
+        for number, entry in enumerate(hosts):
+            address = resolve(entry.name)
+            self.posts.append(Post(number, entry, address, address in own or address.startswith("127.")))
+        self.timeout_s = timeout_s
+        self._agent, self._supervisor, self._run_dir = tuple(agent), supervisor, run_dir
+        self._homes = homes or {}
+        self._token = secrets.token_hex(16)
+        self._lock = threading.Lock()
+        self._sweep, self._keep, self._try_lock, self._leave = 0, "", 0, False
+        self._looked_s = time.monotonic()
+        # Callers without the token get no answer, so the port may be open to networks that hosts are yet to come from.
+        self._server = _Server(("127.0.0.1" if all(post.local for post in self.posts) else "", 0), _Handler)
+        self._server.answer, self._server.token = self._answer, self._token
+
+    def __enter__(self) -> Tower:
+        threading.Thread(target=self._server.serve_forever, args=(0.1,), name="tower", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the sentries a moment to hear that they may leave."""
+        self._leave = True
+        deadline = time.monotonic() + 2 * CALL_S
+        while not all(post.ended() for post in self.posts) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        for post in self.posts:
+            post.close()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def probe(self, given_up: Iterable[int], patience_s: float) -> list[Post]:
+        """The hosts that answer now, in the order of the list. Sentries are started where none is known to listen.
+
+        Returns as soon as all have answered or their launch agent has ended without, at the latest after ``patience_s``.
+        Hosts ``given_up`` (numbers) are asked too, but nobody waits for them.
+        """
+        began, abandoned = time.monotonic(), set(given_up)
+        for post in self.posts:
+            if post.number in abandoned or not self._listening(post):
+                self._start_sentry(post)
+        while True:
+            answered = [post for post in self.posts if post.heard_s > began]
+            waited_for = [p for p in self.posts if p not in answered and p.number not in abandoned and not p.ended()]
+            if not waited_for or time.monotonic() > began + patience_s:
+                return answered
+            time.sleep(_POLL_S)
+
+    def silent(self, posts: Sequence[Post]) -> list[Post]:
+        """Those not heard of for ``timeout_s``; to be asked often. Sentries that have ended are replaced in passing."""
+        now = time.monotonic()
+        pause_s, self._looked_s = now - self._looked_s, now
+        if pause_s > _OWN_PAUSE_S:  # this process was stopped, or its machine asleep: nobody could be heard
+            for post in posts:
+                post.heard_s += pause_s
+        for post in posts:
+            if post.ended() and now > max(post.started_s, post.heard_s) + _AGAIN_S:
+                heard = post.heard_s
+                self._start_sentry(post)
+                post.heard_s = heard
+        return [post for post in posts if now - post.heard_s > self.timeout_s]
+
+    def sweep(self, posts: Sequence[Post], patience_s: float) -> list[Post]:
+        """End the job's processes on all of ``posts``; returns those that did not confirm it.
+
+        Nobody waits for a host that says nothing at all; its sentry ends them when it hears of this, or on its own.
+        """
+        with self._lock:
+            self._sweep += 1
+            self._keep = ""
+        deadline = time.monotonic() + patience_s
+        while True:
+            now = time.monotonic()
+            left = [post for post in posts if post.swept < self._sweep]
+            if now > deadline or not any(now - post.heard_s < _MUTE_S for post in left):
+                return left
+            time.sleep(_POLL_S)
+
+    def locked(self, post: Post) -> bool:
+        """Does a run hold the run directory, as this host sees it? To be asked while no start is under way."""
+        with self._lock:
+            self._try_lock += 1
+        deadline = time.monotonic() + _MUTE_S
+        while post.tried < self._try_lock and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return post.locked
+
+    def keep(self, start: str) -> None:
+        """From now on, sweeping spares this start: a host that comes back ends all others and leaves this one alone."""
+        with self._lock:
+            self._keep = start
+
+    def _listening(self, post: Post) -> bool:
+        return not post.ended() and time.monotonic() - post.heard_s < _MUTE_S
+
+    def _start_sentry(self, post: Post) -> None:
+        post.close()
+        with self._lock:
+            post.sentry, post.heard_s, post.swept, post.tried = post.sentry + 1, 0.0, 0, 0
+            post.started_s = time.monotonic()
+        home = self._homes.get(post.name)
+        python, directory = (home.executable, home.directory or "") if home is not None else (sys.executable, "")
+        post.helper = Helper(
+            self._agent, post.name, post.local, python, "hetero_mpi.launch.supervisor.host_agent", directory
+        )
+        post.helper.write(as_line(self._orders(post)))
+
+    def _orders(self, post: Post) -> Orders:
+        return Orders(
+            token=self._token,
+            address=("127.0.0.1" if post.local else source_address(post.address)) or "127.0.0.1",
+            port=int(self._server.server_address[1]),
+            host=post.number,
+            number=post.sentry,
+            supervisor=self._supervisor,
+            timeout_s=self.timeout_s,
+            run_dir=str(self._run_dir),
+        )
+
+    def _answer(self, report: dict[str, Any]) -> dict[str, Any]:
+        """What to say to a caller that has the token."""
+        with self._lock:
+            post = self.posts[int(report["host"])]
+            if int(report["number"]) != post.sentry:
+                # Of a host that was given up: it may still have to end what runs there.
+                return self._orders_now(leave=True)
+            post.heard_s = time.monotonic()
+            post.swept, post.tried, post.locked = int(report["swept"]), int(report["tried"]), bool(report["locked"])
+            post.run = {key: int(report["run"][key]) for key in RUN_STATE}
+            post.memory_kills = int(report["memory_kills"])
+            return self._orders_now(self._leave)
+
+    def _orders_now(self, leave: bool) -> dict[str, Any]:
+        return {"sweep": self._sweep, "keep": self._keep or None, "try_lock": self._try_lock, "leave": leave}
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 64
+    answer: Any
+    token: str
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A caller that breaks off, or talks nonsense, is its own problem."""
+
+
+class _Handler(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        self.request.settimeout(_CALLER_S)
+        lines = AuthenticatedLines(self.request, self.server.token, "listener")  # type: ignore[attr-defined]
+        lines.write(self.server.answer(lines.read()))  # type: ignore[attr-defined]

@@ -1,0 +1,211 @@
+"""The sentry: a small process that the supervisor of ``launch --elastic`` keeps on every host of a job.
+
+It calls the supervisor several times a second, over a new TCP connection each time, and does what the answer says::
+
+    sentry      {"host": 1, "number": 3, "swept": 4, "tried": 2, "locked": false, "memory_kills": 0,
+                 "run": {"step": 17, "base": 8, "file": 9321, "checkpoint": 15, "copies": 16}}
+    supervisor  {"sweep": 5, "keep": null, "try_lock": 2, "leave": false}
+
+* Both prove that they know the token, and every line is authenticated (``authenticated``); nothing is encrypted.
+* New connections, because an old one that has lost packets waits ever longer between its attempts: after an outage of
+  12 s it may stay silent for 25 s, and a host that is back would pass for dead.
+* ``sweep``: a number that grows when processes are to be ended: those of all starts of this supervisor but ``keep``.
+  The sentry tells in ``swept`` the last number it has done.
+* ``try_lock``: a number that grows when the supervisor wants to know whether some run holds the run directory.
+* ``leave``: the sentry ends.
+* ``run``: what the run directory on this host holds, for the supervisor may be on a host without it.
+
+A sentry that hears nothing for longer than the supervisor waits (or finds its port closed) ends the job's processes on
+this host, as the job goes on without them, and leaves.
+
+Run as ``python -m hetero_mpi.launch.supervisor.host_agent``; what it needs to know comes as one JSON line on stdin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import socket
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi.comm.ranks.versions import own_source
+from hetero_mpi.device.memory_kills import memory_kills
+from hetero_mpi.launch.hosts.authenticated import AuthenticatedLines
+from hetero_mpi.launch.hosts.processes import end_starts
+from hetero_mpi.report.run_files.run_directory import LOCK_NAME
+
+INTERVAL_S = 0.25
+"""Between calls."""
+CALL_S = 0.5
+"""How long a call may take."""
+FENCE_S = 1.0
+"""How much longer than the supervisor a sentry waits before it ends the job's processes on its host."""
+REFUSED_S = 3.0
+"""How long the supervisor's port may be closed: its process has gone, though its machine is there."""
+_CHECKPOINT = re.compile(r"step-(\d{8,})\.h5")
+_COPY = re.compile(r"step-(\d{8,})\.[0-9a-f]{8}\.h5")
+_TAIL_BYTES = 4096
+RUN_STATE = ("step", "base", "file", "checkpoint", "copies")
+"""What a sentry says of the run directory on its host; whole numbers."""
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a sentry is started with. ``host`` and ``number`` say who is calling: which host, its how-manieth sentry."""
+
+    token: str
+    address: str
+    """The supervisor's."""
+    port: int
+    host: int
+    number: int
+    supervisor: str
+    """Its name in the job's environment."""
+    timeout_s: float
+    """Silence after which the supervisor takes a host for dead."""
+    run_dir: str
+
+
+class Sentry:
+    """Calls until told to leave, or until the supervisor has been away for too long."""
+
+    def __init__(self, orders: Orders) -> None:
+        self.orders = orders
+        self.swept = self.tried = 0
+        self.locked = False
+        self._run = RunDirectory(Path(orders.run_dir))
+
+    def watch(self) -> str:
+        """Run to the end; returns why it came."""
+        heard = closed_since = time.monotonic()
+        while True:
+            began = time.monotonic()
+            try:
+                answer = self._call()
+            except (OSError, ValueError) as error:
+                closed_since = closed_since if isinstance(error, ConnectionRefusedError) else began
+                gone = began - closed_since > REFUSED_S
+                if gone or began - heard > self.orders.timeout_s + FENCE_S:
+                    end_starts(self.orders.supervisor)
+                    return "the supervisor has gone" if gone else "the supervisor was not heard of for too long"
+                # A closed port answers at once; silence has taken its time already.
+                time.sleep(max(0.0, INTERVAL_S - (time.monotonic() - began)))
+                continue
+            heard = closed_since = time.monotonic()
+            if answer["sweep"] > self.swept:
+                end_starts(self.orders.supervisor, answer["keep"])
+                self.swept = int(answer["sweep"])
+                continue
+            if answer["try_lock"] > self.tried:
+                self.locked, self.tried = self._run.locked(), int(answer["try_lock"])
+                continue
+            if answer["leave"]:
+                return "told to leave"
+            time.sleep(INTERVAL_S)
+
+    def _call(self) -> dict[str, Any]:
+        orders = self.orders
+        report = {"host": orders.host, "number": orders.number, "run": self._run.state()}
+        report |= {"swept": self.swept, "tried": self.tried, "locked": self.locked, "memory_kills": memory_kills()}
+        with socket.create_connection((orders.address, orders.port), CALL_S) as connection:
+            lines = AuthenticatedLines(connection, orders.token, "caller")
+            lines.write(report)
+            answer: dict[str, Any] = lines.read()
+        return answer
+
+
+class RunDirectory:
+    """What the supervisor wants to know of a run directory, read again only where a file has changed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._seen: tuple[int, int] = (0, 0)
+        self._step = self._base = 0
+
+    def state(self) -> dict[str, int]:
+        """``step``: of the last line of metrics.jsonl; ``file``: its inode (a resumed run begins a new file); ``base``: the step
+        that the run went on from when it began that file; ``checkpoint``, ``copies``: step of the newest one. 0: none."""
+        step = self._last_step()
+        checkpoint, copies = _newest(self.directory / "checkpoints", _CHECKPOINT), 0
+        with contextlib.suppress(OSError):
+            copies = max((_newest(folder, _COPY) for folder in (self.directory / "copies").iterdir()), default=0)
+        return dict(zip(RUN_STATE, (step, self._base, self._seen[0], checkpoint, copies), strict=True))
+
+    def locked(self) -> bool:
+        """Does a run hold the directory, here or, where it is shared, elsewhere? To be asked while nobody wants to claim it."""
+        path = self.directory / LOCK_NAME
+        if path.is_symlink() or not path.exists():  # a run refuses links, and its files alone are opened
+            return False
+        try:
+            with path.open("a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        return False
+
+    def _last_step(self) -> int:
+        try:
+            with (self.directory / "metrics.jsonl").open("rb") as file:
+                size = file.seek(0, 2)
+                now = (os.fstat(file.fileno()).st_ino, size)
+                if now[0] != self._seen[0]:
+                    self._base = self._started_from()
+                if now != self._seen:
+                    file.seek(max(0, size - _TAIL_BYTES))
+                    self._seen, self._step = now, last_step(file.read())
+        except OSError:
+            self._seen, self._step = (0, 0), 0
+        return self._step
+
+    def _started_from(self) -> int:
+        """The step that the run went on from; it says so before it begins its metrics."""
+        try:
+            return int(json.loads((self.directory / "run.json").read_text(encoding="utf-8"))["starts"][-1]["step"])
+        except (OSError, ValueError, KeyError, IndexError, TypeError):
+            return 0
+
+
+def _newest(directory: Path, pattern: re.Pattern[str]) -> int:
+    """The largest step in the names of a directory; 0: there is none."""
+    try:
+        names = [path.name for path in directory.iterdir()]
+    except OSError:
+        return 0
+    return max((int(found[1]) for name in names if (found := pattern.fullmatch(name))), default=0)
+
+
+def last_step(tail: bytes) -> int:
+    """The step of the last whole line of a metrics file that has one; 0 without."""
+    for line in reversed(tail.split(b"\n")[:-1]):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue  # the first line of the tail is cut
+    return 0
+
+
+def as_line(orders: Orders) -> bytes:
+    """What the sentry reads from its stdin."""
+    return json.dumps({"source": own_source(), **asdict(orders)}).encode() + b"\n"
+
+
+def main() -> int:
+    values = json.loads(sys.stdin.buffer.readline())
+    source = values.pop("source", "of another commit")
+    try:
+        orders = Orders(**values)
+    except TypeError:
+        sys.exit(f"this host has hetero_mpi {own_source()}, the supervisor {source}: bring the same commit here")
+    print(f"sentry: {Sentry(orders).watch()}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

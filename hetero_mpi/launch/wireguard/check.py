@@ -1,0 +1,176 @@
+"""Do MPI's messages go through the private mesh? Messages are sent between each two hosts while interfaces count their bytes.
+
+What an MPI library was told is no proof: it may fall back to another network without a word. So every interface is looked at, and
+the answer is no wherever fewer bytes passed the mesh than were sent. Nor is an address: what has it must be a tunnel.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hetero_mpi.comm.mpi_transport import MpiTransport
+from hetero_mpi.comm.pairs import quiet_rounds
+from hetero_mpi.comm.ranks.world import CollectiveUserError, World
+from hetero_mpi.comm.transport import Transport
+from hetero_mpi.errors import ExitCode
+from hetero_mpi.launch.hosts.diagnostics import Finding, Verdict, lines_of, would_fail
+from hetero_mpi.launch.hosts.interface import local_addresses
+from hetero_mpi.launch.wireguard.mesh import Mesh, read_mesh
+
+MESSAGE_BYTES = 1 << 22
+"""Sent each way between each two hosts: far more than whatever else happens to pass in these moments."""
+_THERE, _BACK = 101, 102
+_NO_LINK_LAYER = 0xFFFE
+"""ARPHRD_NONE, Linux's type of WireGuard's interfaces and of those that a program makes (tun)."""
+_SUBJECT = "mesh"
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What one end of a pair saw while ``MESSAGE_BYTES`` went each way: bytes (sent, received) by interface."""
+
+    host: str
+    other: str
+    interface: str
+    """The mesh's, there."""
+    counted: dict[str, tuple[int, int]]
+
+
+def verify(world: World, transport: Transport, mesh: Mesh) -> list[Finding]:
+    """Findings on every rank: of hosts without the mesh, and of pairs whose messages do not go through it. Collective.
+
+    ``transport`` must be idle.
+    """
+    own = mesh.own(local_addresses())
+    ends = world.all_gather_json([own.interface, is_tunnel(own.interface)] if own is not None else [None, False])
+    interfaces = [interface for interface, _ in ends]
+    hosts = tuple(dict.fromkeys(world.hosts))
+    without = [host for host in hosts if interfaces[world.hosts.index(host)] is None]
+    if without:
+        text = f"no interface has an address in {mesh.network}: whatever is sent from here does not go through the mesh"
+        return [Finding(_SUBJECT, Verdict.FAILS, text, f"there: sudo wg-quick up {mesh.interface}", tuple(without))]
+    bare = [host for host in hosts if not ends[world.hosts.index(host)][1]]
+    if bare:
+        names = ", ".join(dict.fromkeys(interfaces[world.hosts.index(host)] for host in bare))
+        text = f"{names} has the address in {mesh.network} and is no tunnel: nothing is encrypted there"
+        remedy = f"give [mesh] a network that nothing else uses, and start it there: sudo wg-quick up {mesh.interface}"
+        return [Finding(_SUBJECT, Verdict.FAILS, text, remedy, tuple(bare))]
+    if len(hosts) == 1:
+        return [Finding(_SUBJECT, Verdict.NOTE, "all ranks are on one host: no message needs the mesh")]
+    leaders = [world.hosts.index(host) for host in hosts]
+    seen: list[Passed] = []
+    for pairs in quiet_rounds(hosts):
+        partner = {leaders[a]: leaders[b] for a, b in pairs} | {leaders[b]: leaders[a] for a, b in pairs}
+        before = _counters()
+        world.meet_asleep()
+        if world.rank in partner:
+            _exchange(transport, world.rank, partner[world.rank])
+        world.meet_asleep()  # what was sent has arrived everywhere
+        if world.rank in partner:
+            counted = {
+                name: (after[0] - before[name][0], after[1] - before[name][1])
+                for name, after in _counters().items()
+                if name in before
+            }
+            other = world.hosts[partner[world.rank]]
+            seen.append(Passed(world.host, other, interfaces[world.rank], counted))
+        world.meet_asleep()  # nobody begins the next round before all have read their counters
+    gathered = world.all_gather_json([[own.host, own.other, own.interface, own.counted] for own in seen])
+    return judge([_from_json(values) for ranks_own in gathered for values in ranks_own], mesh)
+
+
+def is_tunnel(interface: str) -> bool:
+    """Can an interface be WireGuard's, of the kernel or in user space? It has no link layer then, as a cable or Wi-Fi has."""
+    if sys.platform == "darwin":
+        return interface.startswith("utun")
+    try:
+        return int(Path("/sys/class/net", interface, "type").read_text()) == _NO_LINK_LAYER
+    except OSError:
+        return True  # not to be known here
+
+
+def judge(passed: Sequence[Passed], mesh: Mesh, message_bytes: int = MESSAGE_BYTES) -> list[Finding]:
+    """What the counters say, one finding for each way on which the mesh was passed by, or one for all that is well."""
+    findings = []
+    for one in passed:
+        sent, received = one.counted.get(one.interface, (0, 0))
+        if min(sent, received) < message_bytes:
+            rest = {name: max(both) for name, both in one.counted.items() if name != one.interface}
+            busiest = max(rest, key=lambda name: rest[name], default=None)
+            text = f"with {one.other}: of {_megabytes(message_bytes)} each way, {_megabytes(sent)} left and {_megabytes(received)} "
+            text += f"came through {one.interface}"
+            text += f"; {_megabytes(rest[busiest])} passed {busiest}" if busiest is not None else ""
+            remedy = (
+                "MPI is not bound to the mesh: start with `launch --hosts` and the hosts.toml that `mesh init` wrote"
+            )
+            findings.append(Finding(_SUBJECT, Verdict.FAILS, text, remedy, (one.host,)))
+    if findings:
+        return findings
+    hosts = len({one.host for one in passed})
+    text = f"{_megabytes(message_bytes)} each way between each two of {hosts} hosts passed WireGuard's interfaces ({mesh.network})"
+    return [Finding(_SUBJECT, Verdict.FINE, text)]
+
+
+def mesh_of(world: World, path: str | Path) -> Mesh | None:
+    """``[mesh]`` of a hosts file that rank 0 has; the other hosts need not. Collective.
+
+    :raises UserError: as ``read_mesh`` does.
+    """
+    values = None
+    with world.led("reading the hosts file"):
+        if world.rank == 0:
+            mesh = read_mesh(path)
+            values = mesh.model_dump() if mesh is not None else None
+    values = world.broadcast_json(values)
+    return Mesh.model_validate(values) if values is not None else None
+
+
+def verify_command(world: World, path: Path) -> int:
+    """``mesh verify`` under a launcher: print the findings; the exit code. Collective.
+
+    :raises UserError: the hosts file cannot be read, or has no mesh.
+    """
+    mesh = mesh_of(world, path)
+    if mesh is None:
+        raise CollectiveUserError(f"{path} has no [mesh]: verify the hosts.toml that `mesh init` wrote.")
+    world.doing = "sending messages through the mesh"
+    threaded = world.thread_level in ("multiple", "serialized")
+    with MpiTransport(world.comm, threaded=threaded) as transport:
+        findings = verify(world, transport, mesh)
+    if world.rank == 0:
+        print("\n".join(lines_of(findings)))
+    return int(ExitCode.FAILED if would_fail(findings) else ExitCode.DONE)
+
+
+def _exchange(transport: Transport, rank: int, peer: int) -> None:
+    """A message there and, when it has arrived, one back; the lower rank begins."""
+    message = np.zeros(MESSAGE_BYTES, np.uint8)
+    if rank < peer:
+        back = transport.post_receive(peer, _BACK, np.empty_like(message))
+        transport.wait(transport.send(peer, _THERE, message))
+        transport.wait(back)
+    else:
+        transport.wait(transport.post_receive(peer, _THERE, np.empty_like(message)))
+        transport.wait(transport.send(peer, _BACK, message))
+
+
+def _counters() -> dict[str, tuple[int, int]]:
+    """Bytes (sent, received) of every interface since this machine started."""
+    import psutil
+
+    return {name: (item.bytes_sent, item.bytes_recv) for name, item in psutil.net_io_counters(pernic=True).items()}
+
+
+def _from_json(values: list[Any]) -> Passed:
+    host, other, interface, counted = values
+    return Passed(host, other, interface, {name: (int(both[0]), int(both[1])) for name, both in counted.items()})
+
+
+def _megabytes(number: int) -> str:
+    return f"{number / 1e6:.1f} MB"

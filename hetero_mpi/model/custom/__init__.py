@@ -1,0 +1,1 @@
+"""Models of the user's own: a list of layers, with its loss and its data."""

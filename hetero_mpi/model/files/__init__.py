@@ -1,0 +1,1 @@
+"""Model directories of Hugging Face: read, fetched, cached and written, a tensor at a time."""

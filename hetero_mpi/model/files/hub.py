@@ -1,0 +1,113 @@
+"""Models by their Hugging Face name: ``[model] path = "org/name"`` is found in the local Hugging Face cache, or fetched into it.
+
+What lies in the cache is taken as it is: no revision is looked up, so that a job means the same tomorrow, and with a
+complete copy nothing is asked of the network.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub import constants, errors
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.model.files.model_files import ModelFiles
+
+WANTED = (
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+"""Configuration, tokenizer and weights; never code, never pickles."""
+UNWANTED = ("*/*", "consolidated*")
+"""Copies of the weights in other layouts."""
+_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+
+
+def is_hub_id(text: str, path: Path) -> bool:
+    """Is ``text`` the name of a model on the hub, rather than the path of a directory?
+
+    Args:
+        text: as in the job.
+        path: what it is as a path. Where that exists, or the directory it would lie in, a path is meant.
+    """
+    return _ID.fullmatch(text) is not None and not path.exists() and not path.parent.exists()
+
+
+def cached(name: str) -> Path | None:
+    """Directory of the model in this machine's Hugging Face cache, perhaps incomplete; None when there is nothing of it."""
+    try:
+        return Path(huggingface_hub.snapshot_download(name, local_files_only=True, allow_patterns=["config.json"]))
+    except (OSError, ValueError):  # what huggingface_hub raises is one of these
+        return None
+
+
+def obtain(name: str, path: Path, download: bool, tell: Callable[[str], None]) -> Path:
+    """Directory of a whole model, downloaded if need be and allowed. ``path``: what it would be as a path, for the message.
+
+    :raises UserError: it is not here and cannot be fetched; with where was looked and what to do.
+    """
+    directory = cached(name)
+    reason = "nothing of it is there" if directory is None else _damage(directory)
+    if directory is not None and reason is None:
+        return directory
+    if not download or constants.HF_HUB_OFFLINE:
+        rule = "[model] download = false" if not download else "HF_HUB_OFFLINE is set, so nothing is fetched"
+        raise UserError(_not_here(name, path, f"{reason}; {rule}"))
+    tell(f"fetching {name} from {constants.ENDPOINT} into {constants.HF_HUB_CACHE}")
+    try:
+        directory = _fetch(name)
+    except Exception as error:  # network libraries raise many kinds; none of them is a defect of this program
+        raise UserError(_not_here(name, path, f"{reason}; {_why_not(name, error)}")) from None
+    damage = _damage(directory)  # without a network, what is there may come back as it was
+    if damage is not None:
+        raise UserError(_not_here(name, path, f"{damage}; nothing better came from {constants.ENDPOINT}"))
+    return directory
+
+
+def _fetch(name: str) -> Path:
+    return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED)))
+
+
+def _damage(directory: Path) -> str | None:
+    try:
+        ModelFiles(directory).check()
+    except UserError as error:
+        return str(error).rstrip(".")
+    return None
+
+
+def _not_here(name: str, path: Path, reason: str) -> str:
+    return (
+        f'[model] path = "{name}" is neither a directory ({path}) nor a whole model in the Hugging Face cache '
+        f"{constants.HF_HUB_CACHE}: {reason}. Correct the path; or, on a machine with a network, run `hf download {name}`, "
+        f"copy the directory that it prints to rank 0's machine, and give that directory as model.path"
+    )
+
+
+def _why_not(name: str, error: Exception) -> str:
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"{name} is a gated model, and this user may not read it: accept its terms at {constants.ENDPOINT}/{name}, "
+            f"then run `hf auth login` (formerly `huggingface-cli login`) on rank 0's machine, or set HF_TOKEN"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"{constants.ENDPOINT} has no model {name}, or it is private: correct model.path; for a private model run "
+            f"`hf auth login` (formerly `huggingface-cli login`) on rank 0's machine, or set HF_TOKEN"
+        )
+    first_line = (str(error) or type(error).__name__).strip().splitlines()[0]
+    return f"{name} could not be fetched from {constants.ENDPOINT} ({first_line})"

@@ -1,0 +1,1 @@
+"""Models of transformers: a chain of layers, their start values, and the families that are supported."""

@@ -1,0 +1,245 @@
+"""A language model as a chain of items: embedding, block 0 .. block L-1, head (final norm and output projection).
+
+``base_model_pp_plan`` of transformers' configurations says which modules come before and after the blocks. Everything here is
+on torch's meta device: names and shapes, no memory.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.model.files.model_directory import ModelDirectoryWriter
+from hetero_mpi.model.layer.interface import Example, ItemChain
+from hetero_mpi.model.layer.interface import ParameterSpec as ParameterSpec
+from hetero_mpi.model.layer.loss import IGNORED, summed_loss
+from hetero_mpi.model.transformers.initial_values import initialise, materialize, restore_buffers
+from hetero_mpi.planning.types.cost import EMBEDDING, HEAD
+
+_NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    """transformers' own model class, whole, fp32, without memory. Its constants are parameters without a gradient."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _constants_to_parameters(model)
+    return model
+
+
+def _constants_to_parameters(model: PreTrainedModel) -> None:
+    """Buffers that are in a model's files (a router's correction, a layer's scale) become frozen parameters.
+
+    So one mechanism reads, places, keeps and writes whatever is in the files.
+    """
+    in_files = model.state_dict().keys()
+    for prefix, module in model.named_modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if f"{prefix}.{name}" in in_files:
+                delattr(module, name)
+                module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
+
+
+def uses_dropout(model: nn.Module) -> bool:
+    """Does any layer draw random numbers in training: a dropout module, or a rate (``hidden_dropout``, a router's jitter)?"""
+    return any(
+        (isinstance(module, nn.Dropout) and module.p > 0)
+        or any(
+            isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name)
+            for name, value in vars(module).items()
+        )
+        for module in model.modules()
+    )
+
+
+class Chain(ItemChain):
+    """A causal language model of transformers; ``model`` is all of it, on the meta device. Blocks with equal shapes and attention
+    type are of one kind."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.config = config
+        self.name, self.logits = config.model_type, config.vocab_size
+        self._fp32_names: dict[torch.dtype, set[str]] = {}
+        self.model = build_on_meta(config)
+        plan = self.model._pp_plan or {}
+        base = self.model.base_model_prefix
+        inner = [name for name in plan if name.startswith(f"{base}.")]
+        outer = [name for name in plan if not name.startswith(f"{base}.")]
+        lists = [
+            name for name, module in self.model.named_modules() if name in inner and isinstance(module, nn.ModuleList)
+        ]
+        if len(lists) != 1 or not outer:
+            raise UserError(
+                f"the {config.model_type} family declares no pipeline plan in transformers that hetero_mpi can follow"
+            )
+        norms = (name for name, module in self.model.named_modules() if isinstance(module, nn.LayerNorm))
+        self._layer_norms = tuple(f"{name}." for name in norms)
+        self.blocks_name = lists[0]
+        position = inner.index(self.blocks_name)
+        self.before_names = tuple(inner[:position])
+        self.after_names = tuple(inner[position + 1 :] + outer)
+        self.blocks = len(self.model.get_submodule(self.blocks_name))
+        self.items = self.blocks + 2
+        self.tied = self._tied_pair()
+        held = {
+            name: (ParameterSpec(name, self.item_of(name), tuple(parameter.shape)), parameter.requires_grad)
+            for name, parameter in self.model.named_parameters()
+            if self.tied is None or name != self.tied[0]
+        }
+        self.parameters = {name: spec for name, (spec, trained) in held.items() if trained}
+        self.constants = {name: spec for name, (spec, trained) in held.items() if not trained}
+        self._refuse_strays()
+        self.kinds = self._kinds()
+
+    def module_names(self, item: int) -> tuple[str, ...]:
+        """Qualified names of the modules that make up an item."""
+        if item == 0:
+            return self.before_names
+        if item == self.items - 1:
+            return self.after_names
+        return (f"{self.blocks_name}.{item - 1}",)
+
+    def item_of(self, name: str) -> int:
+        """Index of the item that holds the parameter or module ``name``."""
+        if name.startswith(f"{self.blocks_name}."):
+            return int(name[len(self.blocks_name) + 1 :].split(".", 1)[0]) + 1
+        if any(name == prefix or name.startswith(f"{prefix}.") for prefix in self.before_names):
+            return 0
+        return self.items - 1
+
+    def dtype_of(self, name: str, compute: torch.dtype) -> torch.dtype:
+        """The dtype a tensor has where ``compute`` is the model's: some families keep routers and decays in fp32."""
+        if compute == torch.float32:
+            return compute
+        if compute not in self._fp32_names:
+            with torch.device("meta"):
+                narrow = AutoModelForCausalLM.from_config(self.config, dtype=compute)
+            patterns = [pattern.replace("*", ".*") for pattern in narrow._get_dtype_plan(compute)]
+            self._fp32_names[compute] = {
+                name
+                for name, tensor in narrow.state_dict().items()
+                if tensor.dtype == torch.float32 or any(re.search(pattern, name) for pattern in patterns)
+            }
+        return torch.float32 if name in self._fp32_names[compute] else compute
+
+    def decays(self, name: str) -> bool:
+        """By names, as transformers' ``Trainer.get_decay_parameter_names`` decides it: neither biases nor norms."""
+        return _NOT_DECAYED.search(name.lower()) is None and not name.startswith(self._layer_norms)
+
+    def summary(self) -> str:
+        return f"{self.name}, {self.blocks} blocks"
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.config.to_dict())
+
+    def draws(self) -> bool:
+        return uses_dropout(self.model)
+
+    def frame(self) -> PreTrainedModel:
+        return build_on_meta(self.config)
+
+    def vacate(self, model: nn.Module, item: int) -> None:
+        for name in self.module_names(item):
+            for module in model.get_submodule(name).modules():
+                materialize(module)
+
+    def initialise(self, model: nn.Module, item: int, seed: int) -> None:
+        initialise(self, model, item, seed)
+
+    def restore_buffers(self, model: nn.Module, device: torch.device) -> None:
+        restore_buffers(model, device)
+
+    def recompute(self, model: nn.Module, enabled: bool) -> None:
+        """By transformers' own checkpointing, of blocks; later versions call it that of activations. States of random numbers are
+        kept only where some are drawn."""
+        kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+        if enabled:
+            getattr(model, f"{kind}_checkpointing_enable")(
+                {"use_reentrant": False, "preserve_rng_state": uses_dropout(model)}
+            )
+        else:
+            getattr(model, f"{kind}_checkpointing_disable")()
+
+    def run(self, model: nn.Module, first: int, last: int, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
+        """Token ids (B, T) or hidden states (B, T, D) to hidden states, on the last stage to logits (B, T, V)."""
+        inputs = {"input_ids": x} if first == 0 else {"inputs_embeds": x}
+        keywords.setdefault("use_cache", False)
+        if last < self.items:
+            return model.base_model(**inputs, **keywords).last_hidden_state
+        return model(**inputs, **keywords).logits
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy of logits (B, T, V) and targets (B, T) that are not ``IGNORED``."""
+        return summed_loss(outputs, targets)
+
+    def boundary(self, item: int, rows: int, length: int) -> tuple[int, ...]:
+        return rows, length, self.config.hidden_size
+
+    def example(self, first: int, last: int, rows: int, length: int, dtype: torch.dtype) -> Example:
+        tokens = torch.arange(math.prod((rows, length))).view(rows, length) % self.config.vocab_size
+        hidden = torch.full(self.boundary(first, rows, length), 0.01, dtype=dtype)
+        hidden += torch.linspace(0, 1, hidden.shape[-1], dtype=dtype)
+        ends = last == self.items
+        return (
+            tokens if first == 0 else hidden,
+            tokens if ends else None,
+            None if ends else torch.full_like(hidden, 1e-3),
+        )
+
+    def length(self, inputs: NDArray[Any]) -> int:
+        return int(inputs.shape[1])
+
+    def counted(self, targets: NDArray[Any]) -> int:
+        return int(np.count_nonzero(targets != IGNORED))
+
+    def writer(self, directory: Path, shard_bytes: int) -> ModelDirectoryWriter:
+        return ModelDirectoryWriter(self.model, directory, shard_bytes)
+
+    def _tied_pair(self) -> tuple[str, str] | None:
+        pairs = dict(self.model.all_tied_weights_keys)
+        if not pairs:
+            return None
+        if len(pairs) > 1:
+            raise UserError(
+                f"hetero_mpi can tie the output projection to the embedding, but this {self.config.model_type} model ties "
+                f"{len(pairs)} pairs: {pairs}"
+            )
+        return next(iter(pairs.items()))
+
+    def _refuse_strays(self) -> None:
+        """Parameters outside every item would be trained by nobody."""
+        known = tuple(f"{name}." for name in (*self.before_names, self.blocks_name, *self.after_names))
+        strays = [name for name in (*self.parameters, *self.constants) if not name.startswith(known)]
+        if strays:
+            raise UserError(
+                f"parameters outside the pipeline plan of {self.config.model_type}: {', '.join(strays[:5])}"
+            )
+
+    def _kinds(self) -> tuple[str, ...]:
+        layer_types = getattr(self.config, "layer_types", None) or ["block"] * self.blocks
+        signatures: dict[tuple, str] = {}  # type: ignore[type-arg]
+        kinds = []
+        for index in range(self.blocks):
+            prefix = f"{self.blocks_name}.{index}."
+            shapes = tuple((n[len(prefix) :], s.shape) for n, s in self.parameters.items() if n.startswith(prefix))
+            signature = (layer_types[index], shapes)
+            if signature not in signatures:
+                same_type = sum(known[0] == layer_types[index] for known in signatures)
+                signatures[signature] = layer_types[index] + (f"_{same_type + 1}" if same_type else "")
+            kinds.append(signatures[signature])
+        return (EMBEDDING, *kinds, HEAD)
+
+
+def language(chain: ItemChain) -> Chain:
+    """The chain of what only language models can do: adapters, emulation, writing text. Jobs ask for it of no other."""
+    assert isinstance(chain, Chain), f"{chain.name} is no language model"
+    return chain

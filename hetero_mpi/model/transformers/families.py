@@ -1,0 +1,101 @@
+"""Which model families may be trained, and why others are refused.
+
+A family is taken only when its split run was shown to equal the whole model (``model/transformers/supported.py``, docs/models.md):
+a family that is not proven is refused by name, not run on hope. So are the settings under which a proven family would differ.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.model.files.model_files import read_json
+from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES, REFUSED_FAMILIES
+
+_WELL_KNOWN = (
+    "deepseek_v3",
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "llama",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "qwen2",
+    "qwen3",
+)
+
+
+def read_config(source: dict[str, Any] | str | Path) -> PreTrainedConfig:
+    """The configuration of a causal language model. ``source``: the keys of a ``config.json``, or the path of one.
+
+    :raises UserError: no such file, not JSON, no or unknown ``model_type``, a value transformers refuses, a family not proven,
+        a setting that splitting cannot keep.
+    """
+    remedy = "Give a config.json or its keys inline as [model.config]."
+    keys = source if isinstance(source, dict) else read_json(Path(source), remedy)
+    family = keys.get("model_type")
+    if not isinstance(family, str):
+        raise UserError(
+            f"a model configuration names its family in `model_type`; found {family!r}; proven are: {_names()}"
+        )
+    require_proven(family)
+    arguments = {name: value for name, value in keys.items() if name not in ("model_type", "transformers_version")}
+    try:
+        config = AutoConfig.for_model(family, **arguments)
+    except Exception as error:  # transformers raises many kinds, all of them about the values given
+        raise UserError(
+            f"transformers refuses this {family} configuration: {error}; correct the value it names"
+        ) from error
+    _refuse_settings(config)
+    config.use_cache = False
+    return config
+
+
+def require_proven(family: str) -> None:
+    """Raise ``UserError`` unless the family is in ``PROVEN_FAMILIES``."""
+    if family in PROVEN_FAMILIES:
+        return
+    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        near = difflib.get_close_matches(family, PROVEN_FAMILIES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise UserError(
+            f"model_type {family!r} is no causal language model that transformers knows{hint} Proven are: {_names()}"
+        )
+    reason = (
+        f"it {REFUSED_FAMILIES[family]}" if family in REFUSED_FAMILIES else "transformers has no pipeline plan for it"
+    )
+    raise UserError(
+        f"model_type {family!r} has not been shown to give the same numbers when split over ranks, so it is refused ({reason}); "
+        f"proven are: {_names()}"
+    )
+
+
+def _refuse_settings(config: PreTrainedConfig) -> None:
+    quantized = getattr(config, "quantization_config", None)
+    if quantized is not None:
+        scheme = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise UserError(
+            f"the model's weights are stored quantised ({scheme}); hetero_mpi packs plain weights itself, the same bits for every "
+            f'device: give the unquantised model, and [model] quantization = "nf4" for 4 bits'
+        )
+    if getattr(config, "output_router_logits", False):
+        raise UserError(
+            "output_router_logits = true adds an auxiliary loss of the routers, which is not a sum over micro-batches and would "
+            "depend on the plan; set it to false"
+        )
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    if shared > 0:
+        raise UserError(
+            f"num_kv_shared_layers = {shared}: the last {shared} blocks use keys and values of earlier ones, which other ranks may "
+            f"hold; only {config.model_type} models without shared keys and values can be split"
+        )
+
+
+def _names() -> str:
+    return f"{len(PROVEN_FAMILIES)} families (docs/models.md), among them {', '.join(_WELL_KNOWN)}"

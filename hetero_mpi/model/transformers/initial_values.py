@@ -1,0 +1,84 @@
+"""First values of modules that were on the meta device: a family's own rules, seeded by name, and an error where it has none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.model.layer.interface import ItemChain
+from hetero_mpi.model.layer.seeds import seed_from
+
+
+def initialise(chain: ItemChain, model: PreTrainedModel, item: int, seed: int) -> None:
+    """Give the meta parameters of ``item`` of a language model their start values (fp32, host): every module is initialised by
+    its family's own rule from a generator seeded by (seed, module name).
+    """
+    for root in chain.module_names(item):
+        for name, module in model.get_submodule(root).named_modules(prefix=root):
+            own = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
+            if not own or (chain.tied is not None and own == [chain.tied[0]]):
+                continue  # a tied head takes the embedding's values
+            materialize(module)
+            _forget(module.named_parameters(recurse=False))
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.default_generator.manual_seed(seed_from(seed, name))
+                model._init_weights(module)
+            _require_values(model, name, module.named_parameters(recurse=False))
+
+
+def materialize(module: nn.Module) -> None:
+    """Replace the meta parameters directly in ``module`` by uninitialised host tensors, fp32 unless they are integers."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if parameter.device.type == "meta":
+            dtype = torch.float32 if parameter.is_floating_point() else parameter.dtype
+            setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype), parameter.requires_grad))
+
+
+def _forget(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Fill with NaN, so that what nothing initialises is seen."""
+    for _, tensor in tensors:
+        if tensor.is_floating_point():
+            tensor.detach().fill_(math.nan)
+
+
+def _require_values(model: PreTrainedModel, module: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and math.isnan(tensor.detach().sum().item()):
+            raise UserError(
+                f"{module}.{name}: transformers gives the {model.config.model_type} family no rule that initialises it; start "
+                f"from a model directory instead ([model] path; transformers' from_config and save_pretrained write one)"
+            )
+
+
+def restore_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Compute the buffers that are in no file (rotary frequencies, embedding scale) by the family's own rule."""
+    for module in model.modules():
+        buffers = [
+            (name, b) for name, b in module.named_buffers(recurse=False) if b is not None and b.device.type == "meta"
+        ]
+        if not buffers:
+            continue
+        for name, buffer in buffers:
+            module.register_buffer(name, torch.empty(buffer.shape, dtype=buffer.dtype), persistent=False)
+        _forget(module.named_buffers(recurse=False))
+        # Parameters of this module hold their start already: transformers' initialisers leave flagged tensors alone.
+        flagged = list(module.parameters(recurse=False))
+        for parameter in flagged:
+            parameter._is_hf_initialized = True
+        with torch.no_grad():
+            model._init_weights(module)
+        for name, _ in buffers:
+            _require_buffer(model, name, getattr(module, name))
+            module.register_buffer(name, getattr(module, name).to(device), persistent=False)
+
+
+def _require_buffer(model: PreTrainedModel, name: str, buffer: torch.Tensor) -> None:
+    if buffer.is_floating_point() and math.isnan(buffer.sum().item()):
+        raise UserError(
+            f"transformers gives the {model.config.model_type} family no rule that computes its buffer {name}"
+        )

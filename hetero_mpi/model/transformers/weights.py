@@ -1,0 +1,118 @@
+"""Start weights of a few items: initialised from seed and name, or read from the files of a language model.
+
+Both fill real fp32 host tensors for modules that were on the meta device, one item at a time, so that a rank's peak host
+memory is its own shard plus one item.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.model.layer.interface import ItemChain
+from hetero_mpi.model.transformers.chain import Chain
+
+
+class SeededStart:
+    """Start values are functions of the seed and of names, by the model's own rules.
+
+    So the start does not depend on which rank initialises which layer.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def fill(self, chain: ItemChain, model: nn.Module, item: int) -> None:
+        chain.initialise(model, item, self.seed)
+
+
+class TensorSource(Protocol):
+    """The tensors of a Hugging Face directory, under their names in its files, wherever they are: on this rank's disk
+    (``ModelFiles``), or with rank 0.
+    """
+
+    directory: Path
+    """For messages."""
+
+    @property
+    def names(self) -> Mapping[str, Any]:
+        """All tensors, in the same order on every rank."""
+        ...
+
+    def read_item(self, item: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """The tensors of one item of the chain, in their own dtype, in host memory. Items are asked for in increasing order."""
+        ...
+
+
+class FileStart:
+    """Start weights from a Hugging Face directory, through transformers' own name conversion.
+
+    The names in the files are not always the module's names (Mixtral keeps one fused tensor for all experts); the unit of
+    loading is one item, which holds whole conversion groups.
+
+    :raises UserError: tensors are missing from the files or have another shape than the configuration says.
+    """
+
+    def __init__(self, files: TensorSource, chain: Chain) -> None:
+        self.files = files
+        self.mapping = get_model_conversion_mapping(chain.model)
+        self.keys_of_item = self._assign(chain)
+
+    def fill(self, chain: Chain, model: PreTrainedModel, item: int) -> None:
+        state = self.files.read_item(item, self.keys_of_item[item])
+        info, _ = convert_and_load_state_dict_in_model(
+            model, state, LoadStateDictConfig(weight_mapping=self.mapping, dtype=torch.float32), None
+        )
+        if info.mismatched_keys:
+            name, found, wanted = sorted(info.mismatched_keys)[0]
+            raise UserError(
+                f"{self.files.directory}: {name} has shape {tuple(found)} in the files but {tuple(wanted)} by config.json; "
+                f"the directory mixes two models"
+            )
+        if info.conversion_errors or info.error_msgs:
+            raise UserError(
+                f"{self.files.directory}: {next(iter([*info.conversion_errors.values(), *info.error_msgs]))}"
+            )
+        missing = [
+            spec.name
+            for spec in (*chain.specs(item, item + 1), *chain.constant_specs(item, item + 1))
+            if model.get_parameter_or_buffer(spec.name).device.type == "meta"
+        ]
+        if missing:
+            raise UserError(f"{self.files.directory}: the files lack {', '.join(missing[:5])} ({len(missing)} in all)")
+
+    def _assign(self, chain: Chain) -> Mapping[int, list[str]]:
+        renamings = [entry for entry in self.mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in self.mapping if isinstance(entry, WeightConverter)]
+        names = chain.model.state_dict()
+        keys: defaultdict[int, list[str]] = defaultdict(list)
+        for key in self.files.names:
+            name, _ = rename_source_key(key, renamings, converters, chain.model.base_model_prefix, names)
+            name = name if name in names else key
+            # Anything else (a tied copy, a rotary buffer of old files) is not a weight of ours.
+            if name in chain.parameters or name in chain.constants:
+                keys[chain.item_of(name)].append(key)
+        return keys
+
+
+class Start(Protocol):
+    """Where start weights come from."""
+
+    def fill(self, chain: Any, model: Any, item: int) -> None:
+        """Give an item of a chain's frame its values, fp32 in host memory. Some starts know one kind of chain only."""
+        ...

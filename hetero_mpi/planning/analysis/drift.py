@@ -1,0 +1,253 @@
+"""Decides from measured times when machines have changed their speed, and when moving layers for it pays. Pure.
+
+Every step each rank says how its computing lasted, against its profile (2: twice as long). Two questions, asked apart:
+
+* ``SpeedWatch``: has a rank's speed left the band around the speed that the plan was made with? By the median of the last
+  steps, with a band that widens with the noise, for several steps in a row: one slow step, or many that merely scatter, is no
+  change of speed.
+* ``Prospect``: is the plan for the new speeds enough faster? Nobody knows how long the new speed will last, so the layers move
+  once the steps since the change have lost as much as moving costs. Whatever the machine does next, little more than twice
+  the time is lost that somebody who knew the future would lose (the ski-rental argument; Karlin, Manasse, Rudolph, Sleator 1988,
+  "Competitive snoopy caching").
+
+``Decider`` puts both together.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hetero_mpi.planning.schedule import held_by
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.profile import ClusterProfile
+
+BAND = 0.15
+"""A rank is as fast as it was while its ratio stays within this share of the one that was planned with ..."""
+SPREADS = 4.0
+"""... or within so many standard errors of the median, where steps scatter more."""
+WINDOW = 8
+"""Steps of which the median counts."""
+FEWEST = 5
+"""Steps after which there is a median at all."""
+PATIENCE = 3
+"""Medians in a row outside the band, on one side, that make a change."""
+LEAST_GAIN = 0.05
+"""A step must become shorter by this share, or nothing moves: predictions are not better than that."""
+MARGIN = 2.0
+"""What the remaining steps gain must be so many times what moving costs."""
+_STATE_BYTES = 12
+"""Of a trained parameter on its way: itself and two moments in fp32."""
+
+
+@dataclass
+class _Record:
+    """What is known of one rank."""
+
+    planned: float = 1.0
+    """The ratio that the plan was made with."""
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    jumps: deque[float] = field(default_factory=lambda: deque(maxlen=4 * WINDOW))
+    """Between neighbouring steps, as logarithms: a change of speed is one of them, noise is all of them."""
+    side: int = 0
+    """1: the newest medians were over the band, -1: under it."""
+    medians: int = 0
+    """So many in a row."""
+    steps: int = 0
+    """Steps since the speed went to that side."""
+
+
+class SpeedWatch:
+    """The ranks' speeds, as ratios: measured over profiled seconds of computing."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._records = {rank: _Record() for rank in ranks}
+
+    def observe(self, ratios: Mapping[int, float]) -> None:
+        """One step: the ratios of the ranks that computed in it."""
+        for rank, ratio in ratios.items():
+            _take(self._records[rank], ratio)
+
+    def changed(self) -> dict[int, int]:
+        """rank -> for how many steps now, of those whose speed has left its band for good enough reasons."""
+        return {rank: record.steps for rank, record in self._records.items() if record.medians >= PATIENCE}
+
+    def ratios(self) -> dict[int, float]:
+        """Every rank's ratio as far as is known: the median of its last steps, else what was planned with."""
+        return {rank: _median(record) for rank, record in self._records.items()}
+
+    def far_from(self, ratios: Mapping[int, float]) -> bool:
+        """Have speeds moved on by more than the band from these, which a plan is being made with?"""
+        return any(abs(math.log(ratio / ratios[rank])) > math.log1p(BAND) for rank, ratio in self.ratios().items())
+
+    def look_again(self) -> None:
+        """What seemed changed must show itself ``PATIENCE`` times once more."""
+        for record in self._records.values():
+            record.medians = 0
+
+    def settle(self, ratios: Mapping[int, float], moved: bool) -> None:
+        """These ratios have been planned with: bands are around them from now on.
+
+        Args:
+            moved: layers have moved: what was measured before says nothing of the steps to come.
+        """
+        for rank, record in self._records.items():
+            record.planned = ratios[rank]
+            record.side = record.medians = record.steps = 0
+            if moved:
+                record.recent.clear()
+
+
+def _take(record: _Record, ratio: float) -> None:
+    if record.recent:
+        record.jumps.append(abs(math.log(ratio / record.recent[-1])))
+    record.recent.append(ratio)
+    if len(record.recent) < FEWEST:
+        return
+    # Of normal values the median jump is 0.954 sigma, and the median of n of them scatters by 1.25 sigma / sqrt(n).
+    error = 1.25 / 0.954 * statistics.median(record.jumps) / math.sqrt(len(record.recent))
+    away = math.log(_median(record) / record.planned)
+    side = 0 if abs(away) <= max(math.log1p(BAND), SPREADS * error) else int(math.copysign(1, away))
+    if side and side == record.side:
+        record.medians, record.steps = record.medians + 1, record.steps + 1
+    else:
+        record.medians, record.steps = abs(side), _newest_beyond(record, side)
+    record.side = side
+
+
+def _newest_beyond(record: _Record, side: int) -> int:
+    """So many of the newest steps, one after the other, were themselves outside ``BAND`` on this side."""
+    beyond = [side * math.log(value / record.planned) > math.log1p(BAND) for value in reversed(record.recent)]
+    return beyond.index(False) if False in beyond else len(beyond)
+
+
+def _median(record: _Record) -> float:
+    return statistics.median(record.recent) if len(record.recent) >= FEWEST else record.planned
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """What a change of plans would bring."""
+
+    now_s: float
+    """A step under the plan as it is, at the new speeds."""
+    then_s: float
+    """A step under the new plan."""
+    cost_s: float
+    """What moving costs."""
+
+    @property
+    def gain_s(self) -> float:
+        """Per step."""
+        return self.now_s - self.then_s
+
+    def hopeless(self, remaining_steps: int) -> bool:
+        """Whatever comes: the gain is too small, or the run too short."""
+        return self.gain_s < LEAST_GAIN * self.now_s or self.gain_s * remaining_steps < MARGIN * self.cost_s
+
+    def pays(self, steps_since: int, remaining_steps: int) -> bool:
+        """Should layers move now, ``steps_since`` steps after the speeds have changed?"""
+        return not self.hopeless(remaining_steps) and self.gain_s * steps_since >= self.cost_s
+
+
+class Move(enum.Enum):
+    """What to do after a step."""
+
+    STAY = "stay"
+    ASK = "ask"
+    """Ask for a plan for ``Decider.asked``."""
+    GO = "go"
+    """Change to the plan that was found."""
+
+
+class Decider:
+    """Watches, asks, waits and says when to go. After every step comes ``observe``, then ``decide``; in between, once, ``answered``
+    when the plan that was asked for is there.
+
+    Attributes:
+        asked: the ratios that a plan was asked for; None: no question is open.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.asked: dict[int, float] | None = None
+        self._watch = SpeedWatch(ranks)
+        self._prospect: Prospect | None = None
+        self._answered = True
+
+    def observe(self, ratios: Mapping[int, float]) -> None:
+        """One step: the ratios of the ranks that computed in it."""
+        self._watch.observe(ratios)
+
+    def answered(self, prospect: Prospect | None) -> None:
+        """A plan was found that would bring this; None: none was, and the same question would have the same fate."""
+        assert self.asked is not None
+        self._prospect, self._answered = prospect, True
+        if prospect is None:
+            self._settle(moved=False)
+
+    def decide(self, remaining_steps: int) -> Move:
+        """What to do now, with so many steps to come."""
+        changed = self._watch.changed()
+        if self.asked is not None:
+            if not self._answered:
+                return Move.STAY
+            assert self._prospect is not None
+            if changed and not self._watch.far_from(self.asked):
+                if self._prospect.hopeless(remaining_steps):
+                    self._settle(moved=False)
+                elif self._prospect.pays(max(changed.values()), remaining_steps):
+                    return Move.GO
+                return Move.STAY
+            # What was found is for speeds that are over. Where they never rest, planning need not either.
+            self.asked = self._prospect = None
+            self._watch.look_again()
+            return Move.STAY
+        if not changed or remaining_steps == 0:
+            return Move.STAY
+        self.asked, self._answered = self._watch.ratios(), False
+        return Move.ASK
+
+    def moved(self) -> None:
+        """Layers have moved, after ``Move.GO``."""
+        self._settle(moved=True)
+
+    def sentence(self, hosts: Sequence[str]) -> str:
+        """Whose speed has changed, for a person. ``hosts``: of the ranks."""
+        ratios = self._watch.ratios()
+        return ", ".join(
+            f"rank {rank} ({hosts[rank]}) runs at {1 / ratios[rank]:.2f} of its profiled speed for {steps} steps"
+            for rank, steps in self._watch.changed().items()
+        )
+
+    def _settle(self, moved: bool) -> None:
+        assert self.asked is not None
+        self._watch.settle(self.asked, moved)
+        self.asked = self._prospect = None
+
+
+def moved_items(old: Plan, new: Plan) -> dict[tuple[int, int], list[int]]:
+    """(from rank, to rank) -> items that the second did not hold and gets from the first."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for item in range(new.items):
+        before = held_by(old, item)
+        for rank in held_by(new, item):
+            if rank not in before:
+                found.setdefault((before[0], rank), []).append(item)
+    return found
+
+
+def moving_s(profile: ClusterProfile, old: Plan, new: Plan) -> float:
+    """Seconds until every rank has the trained state of the items that are new to it: each rank receives and sends one thing
+    at a time."""
+    busy: dict[tuple[str, int], float] = {}
+    for (source, destination), items in moved_items(old, new).items():
+        for item in items:
+            size = _STATE_BYTES * profile.model.layers[item].trainable_parameters
+            seconds = profile.transfer_s(source, destination, size)
+            for end in (("send", source), ("receive", destination)):
+                busy[end] = busy.get(end, 0.0) + seconds
+    return max(busy.values(), default=0.0)

@@ -1,0 +1,186 @@
+"""A better plan for machines that have changed their speed while a run goes on, from which nothing of the numbers changes.
+
+The number of pipelines, their shares of the batch and their micro-batches stay. With one pipeline everything else is open;
+with several every pipeline keeps its ranks.
+
+As a program (``python -m hetero_mpi.planning.analysis.replan``) it reads a question and writes an answer, as JSON: a run asks a
+process of its own, since a thread that plans would take the interpreter from the one that trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning.analysis.drift import Prospect, moving_s
+from hetero_mpi.planning.decide import POLISH_EFFORT, decide
+from hetero_mpi.planning.planner import complete_plan
+from hetero_mpi.planning.several.polish import Polisher
+from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
+from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.toml_files import plan_from_dict, plan_to_dict, profile_from_dict, profile_to_dict
+
+_MADE = "made while the run went on, for the speeds measured then"
+_LEFT_OUT = "too slow by the speeds measured while the run went on"
+IDLE_GAIN = 0.2
+"""A rank that computes is left out only for so much more than keeping it gains: a rank that sleeps cannot show that it has
+become fast again."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be planned for."""
+
+    profile: ClusterProfile
+    """As measured before the run."""
+    ratios: dict[int, float]
+    """rank -> by how much longer than profiled its computing lasts now."""
+    request: PlanRequest
+    plan: Plan
+    """What runs."""
+    remaining_steps: int
+    rebuild_s: float
+    """Part of the cost of a change that does not depend on what moves."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able values."""
+        request = asdict(self.request)
+        plain = (self.remaining_steps, self.rebuild_s)
+        ratios = sorted(self.ratios.items())
+        return {
+            "profile": profile_to_dict(self.profile),
+            "plan": plan_to_dict(self.plan),
+            "request": request,
+            "ratios": ratios,
+            "plain": plain,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Question:
+        request: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in values["request"].items()
+        }
+        profile, plan = profile_from_dict(values["profile"]), plan_from_dict(values["plan"])
+        return cls(profile, dict(map(tuple, values["ratios"])), PlanRequest(**request), plan, *values["plain"])
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The best plan found, and what it would bring; the plan that runs where nothing is better."""
+
+    plan: Plan
+    prospect: Prospect
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able values."""
+        return {"plan": plan_to_dict(self.plan), "prospect": asdict(self.prospect)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Answer:
+        return cls(plan_from_dict(values["plan"]), Prospect(**values["prospect"]))
+
+
+def answer(question: Question) -> Answer:
+    """The plan with which the remaining steps and the change to it take the least time. Deterministic."""
+    profile = with_slowness(question.profile, question.ratios)
+
+    def step_s(plan: Plan) -> float:
+        return simulate(plan, profile).step_s
+
+    def cost_s(plan: Plan) -> float:
+        return question.rebuild_s + moving_s(profile, question.plan, plan)
+
+    now_s = step_s(question.plan)
+    best, least_s = question.plan, question.remaining_steps * now_s
+    for plan in _candidates(question, profile):
+        seconds = question.remaining_steps * step_s(plan) + cost_s(plan)
+        if seconds < least_s:
+            best, least_s = plan, seconds
+    if best is not question.plan:
+        with contextlib.suppress(UserError):  # pipelines that share a host's memory are looked at together only here
+            completed = complete_plan(best, profile, question.request)
+            known = {idle.rank: idle for idle in question.plan.idle}
+            idle = tuple(known.get(one.rank, IdleRank(one.rank, _LEFT_OUT)) for one in completed.idle)
+            reasons = (_MADE, *completed.reasons[1:])
+            return Answer(replace(completed, idle=idle, reasons=reasons), Prospect(now_s, step_s(best), cost_s(best)))
+    return Answer(question.plan, Prospect(now_s, now_s, 0.0))
+
+
+def _candidates(question: Question, profile: ClusterProfile) -> Iterator[Plan]:
+    plan = question.plan
+    pipelines = tuple(_polished(pipeline, plan, profile, question.request) for pipeline in plan.pipelines)
+    yield replace(plan, pipelines=pipelines)
+    if len(plan.pipelines) > 1:
+        return
+    (pipeline,) = plan.pipelines
+    request = replace(question.request, thorough=False, max_pipelines=1, micro_batch_choices=(pipeline.micro_batch,))
+    active = sorted(stage.ranks[0] for stage in pipeline.stages)
+    staying = _decided(restricted(profile, active), replace(request, allow_idle=False))
+    if staying is not None:
+        staying = _renumbered(staying, active)
+        yield staying
+    free = _decided(profile, request)
+    if free is None:
+        return
+    if set(active) <= {stage.ranks[0] for stage in free.pipelines[0].stages}:
+        yield free
+        return
+    kept_s = min(simulate(one, profile).step_s for one in (plan, staying) if one is not None)
+    if simulate(free, profile).step_s < (1 - IDLE_GAIN) * kept_s:
+        yield free
+
+
+def _polished(pipeline: PipelinePlan, plan: Plan, profile: ClusterProfile, request: PlanRequest) -> PipelinePlan:
+    """One pipeline with other cuts, orders of ranks (one pipeline only) and depths, if that helps; as it is otherwise."""
+    alone = replace(plan, pipelines=(pipeline,), global_batch=pipeline.sequences)
+    request = replace(
+        request,
+        global_batch=pipeline.sequences,
+        micro_batch_choices=(pipeline.micro_batch,),
+        max_pipelines=1,
+        indifference=max(request.indifference, 1e-4),
+    )
+    polisher = Polisher(profile, request, POLISH_EFFORT)
+    fitting = polisher.fitted(alone)
+    return polisher.polished(fitting)[0].pipelines[0] if fitting is not None else pipeline
+
+
+def _decided(profile: ClusterProfile, request: PlanRequest) -> Plan | None:
+    try:
+        decision = decide(profile, request)
+    except UserError:  # such as a micro-batch, given by hand, that does not divide the batch
+        return None
+    return decision.plan if decision is not None else None
+
+
+def _renumbered(plan: Plan, ranks: list[int]) -> Plan:
+    """A plan of a restricted cluster in the numbers of the whole one."""
+    pipelines = tuple(
+        replace(
+            pipeline,
+            stages=tuple(replace(stage, ranks=tuple(ranks[rank] for rank in stage.ranks)) for stage in pipeline.stages),
+        )
+        for pipeline in plan.pipelines
+    )
+    return replace(plan, pipelines=pipelines)
+
+
+def main() -> int:
+    """Question on stdin, answer on stdout. Stands back behind whatever else the machine computes."""
+    os.nice(10)
+    question = Question.from_dict(json.load(sys.stdin))
+    json.dump(answer(question).to_dict(), sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What planning reads and writes: frozen dataclasses of a cluster, a model, a request and a plan, and their TOML files."""

@@ -1,0 +1,147 @@
+"""Clusters a little different from the one that was measured: fewer ranks, more, other links, more memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from hetero_mpi.planning.types.profile import (
+    ANY_HOST,
+    ITSELF,
+    ClusterProfile,
+    Curve,
+    DeviceProfile,
+    HostLinkProfile,
+    LayerTimes,
+    LinkProfile,
+)
+
+AnyLink = TypeVar("AnyLink", LinkProfile, HostLinkProfile)
+
+PLENTY_BYTES = 2**50
+"""More memory than any model needs."""
+
+
+def with_faster_links(
+    profile: ClusterProfile,
+    pairs: Collection[tuple[int, int]] | None = None,
+    times: float = 10,
+    latency: bool = True,
+    where: Callable[[LinkProfile | HostLinkProfile], bool] = lambda link: True,
+) -> ClusterProfile:
+    """Both directions of ``pairs`` (all by default) with ``times`` the bandwidth and, if ``latency``, 1 / ``times`` of that.
+
+    ``where``: only links of which this is true.
+    """
+
+    def faster(link: AnyLink) -> AnyLink:
+        if not where(link):
+            return link
+        shorter = link.latency_s / times if latency else link.latency_s
+        return replace(link, latency_s=shorter, bytes_per_s=link.bytes_per_s * times)
+
+    if pairs is None:
+        between = tuple(faster(link) for link in profile.host_links)
+        return replace(profile, links=tuple(faster(link) for link in profile.links), host_links=between)
+    # Pairs of a host's ranks that are told by their hosts get a link of their own.
+    listed = {(link.source, link.destination): link for link in profile.links}
+    for pair in ((a, b) for one in pairs for a, b in (one, one[::-1])):
+        listed[pair] = faster(profile.link(*pair))
+    return replace(profile, links=tuple(listed.values()))
+
+
+def with_free_links(profile: ClusterProfile) -> ClusterProfile:
+    """Messages take no time: neither on links nor on cards nor between devices and their hosts."""
+    devices = tuple(
+        replace(
+            device,
+            copy_latency_s=0.0,
+            device_to_host_bytes_per_s=float("inf"),
+            host_to_device_bytes_per_s=float("inf"),
+        )
+        for device in profile.devices
+    )
+    links = tuple(_free(link) for link in profile.links)
+    between = tuple(_free(link) for link in profile.host_links)
+    hosts = tuple(replace(host, shared_nic=False) for host in profile.hosts)
+    return replace(profile, devices=devices, links=links, host_links=between, hosts=hosts)
+
+
+def _free(link: AnyLink) -> AnyLink:
+    return replace(link, latency_s=0.0, bytes_per_s=float("inf"))
+
+
+def with_plenty_of_memory(profile: ClusterProfile) -> ClusterProfile:
+    """Nothing is short of memory."""
+    devices = tuple(replace(device, memory_bytes=PLENTY_BYTES) for device in profile.devices)
+    hosts = tuple(replace(host, memory_bytes=PLENTY_BYTES) for host in profile.hosts)
+    return replace(profile, devices=devices, hosts=hosts)
+
+
+def restricted(profile: ClusterProfile, ranks: Sequence[int]) -> ClusterProfile:
+    """The cluster of ``ranks`` alone, numbered anew in this order."""
+    new = {rank: number for number, rank in enumerate(ranks)}
+    devices = tuple(replace(profile.devices[rank], rank=new[rank]) for rank in ranks)
+    links = tuple(
+        replace(link, source=new[link.source], destination=new[link.destination])
+        for link in profile.links
+        if link.source in new and link.destination in new
+    )
+    there = {device.host for device in devices}
+    hosts = tuple(host for host in profile.hosts if host.name in there)
+    known = there | {ANY_HOST, ITSELF}
+    between = tuple(one for one in profile.host_links if one.source in known and one.destination in known)
+    return replace(profile, devices=devices, links=links, host_links=between, hosts=hosts)
+
+
+def with_copy_of(profile: ClusterProfile, rank: int) -> ClusterProfile:
+    """One more rank like ``rank``, linked to the others as that one is, and to that one by its fastest link."""
+    new, host = len(profile.devices), profile.devices[rank].host
+    more = replace(profile, devices=(*profile.devices, replace(profile.devices[rank], rank=new)))
+    others = [other for other in range(new) if other != rank]
+    fastest = max(
+        (profile.link(rank, other) for other in others), key=lambda k: (k.bytes_per_s, -k.latency_s), default=None
+    )
+    speed = (0.0, float("inf")) if fastest is None else (fastest.latency_s, fastest.bytes_per_s)
+    if not profile.links:  # all but what the host's own ranks have among themselves is told by the hosts
+        own = () if profile.host_link(host, host) else (HostLinkProfile(host, host, *speed),)
+        return replace(more, host_links=(*profile.host_links, *own))
+    links = [*profile.links, LinkProfile(new, rank, *speed, True), LinkProfile(rank, new, *speed, True)]
+    for other in others:
+        links.append(replace(profile.link(rank, other), source=new))
+        links.append(replace(profile.link(other, rank), destination=new))
+    return replace(more, links=tuple(links))
+
+
+def with_slowness(profile: ClusterProfile, ratios: Mapping[int, float]) -> ClusterProfile:
+    """Ranks whose computing lasts ``ratios[rank]`` times as long as profiled; ranks that are not named stay as they are."""
+
+    def slower(device: DeviceProfile) -> DeviceProfile:
+        ratio = ratios.get(device.rank, 1.0)
+        return replace(
+            device,
+            layers={kind: _slower(times, ratio) for kind, times in device.layers.items()},
+            alone={kind: _slower(times, ratio) for kind, times in device.alone.items()},
+            optimizer_fixed_s=device.optimizer_fixed_s * ratio,
+            optimizer_s_per_parameter=device.optimizer_s_per_parameter * ratio,
+            forward_overhead_s=device.forward_overhead_s * ratio,
+            backward_overhead_s=device.backward_overhead_s * ratio,
+        )
+
+    return replace(profile, devices=tuple(slower(device) for device in profile.devices))
+
+
+def _slower(times: LayerTimes, ratio: float) -> LayerTimes:
+    def scaled(curve: Curve) -> Curve:
+        return replace(curve, seconds=tuple(seconds * ratio for seconds in curve.seconds))
+
+    optional = {
+        name: scaled(curve) if curve is not None else None
+        for name, curve in (
+            ("recompute_s", times.recompute_s),
+            ("input_s", times.input_s),
+            ("weight_s", times.weight_s),
+        )
+    }
+    return LayerTimes(scaled(times.forward_s), scaled(times.backward_s), **optional)

@@ -1,0 +1,282 @@
+"""What was measured of a cluster: devices, links, and the model they were measured with."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning.types.cost import ModelCost
+
+SCHEMA_VERSION = 2
+EMULATED = "emulated"
+"""How the ``source`` of a profile begins whose devices and links ranks only imitate."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds over token counts: piecewise linear between samples, extended by the nearest segment's line outside them.
+
+    ``tokens`` is strictly increasing. With one sample the line runs through the origin. Outside the samples noise must not make
+    work free: more tokens take no less than the last sample, fewer no less than their share of the first.
+    """
+
+    tokens: tuple[int, ...]
+    seconds: tuple[float, ...]
+    spread: tuple[float, ...] = ()
+    """Relative spread of each sample, (p75 - p25) / median; empty when unknown."""
+
+    def __post_init__(self) -> None:
+        if not self.tokens or len(self.tokens) != len(self.seconds):
+            raise UserError(
+                f"a curve needs at least one sample and as many seconds as tokens "
+                f"(tokens: {list(self.tokens)}, seconds: {list(self.seconds)})"
+            )
+        if any(low >= high for low, high in zip((0, *self.tokens), self.tokens, strict=False)):
+            raise UserError(f"the tokens of a curve are positive and strictly increasing (tokens: {list(self.tokens)})")
+
+    def at(self, tokens: float) -> float:
+        """Seconds for a micro-batch of ``tokens`` tokens; a sample's own to the last bit."""
+        place = bisect.bisect_left(self.tokens, tokens)
+        if place < len(self.tokens) and self.tokens[place] == tokens:
+            return self.seconds[place]
+        if len(self.tokens) == 1:
+            return self.seconds[0] * tokens / self.tokens[0]
+        right = min(max(place, 1), len(self.tokens) - 1)
+        x0, x1 = self.tokens[right - 1], self.tokens[right]
+        y0, y1 = self.seconds[right - 1], self.seconds[right]
+        line = y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
+        if place == len(self.tokens):
+            return max(line, y1)
+        return max(line, y0 * tokens / x0) if place == 0 else line
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of one layer kind on one device, per micro-batch of a given number of tokens."""
+
+    forward_s: Curve
+    backward_s: Curve
+    recompute_s: Curve | None = None
+    """Backward that first repeats the forward, in all; None: not measured, the sum of both stands for it."""
+    input_s: Curve | None = None
+    """First part of a split backward: the gradient of the input (and of what is not a matrix). None: not measured, so
+    that splitting is not offered."""
+    weight_s: Curve | None = None
+    """Second part: the gradients of the matrices."""
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """One rank as measured."""
+
+    rank: int
+    host: str
+    backend: str
+    """``cuda``, ``rocm``, ``mps``, ``xpu`` or ``cpu``."""
+    name: str
+    memory_bytes: int
+    """Usable memory for this rank (weights, state, activations, buffers)."""
+    memory_reason: str
+    """How ``memory_bytes`` came about, in words."""
+    dtypes: tuple[str, ...]
+    """Compute dtypes this device can use: ``fp32``, ``bf16``, ``fp16``."""
+    layers: dict[str, LayerTimes]
+    """Layer kind -> times; what planning uses. Measured on all ranks at once where ranks share a host."""
+    optimizer_fixed_s: float
+    optimizer_s_per_parameter: float
+    """Seconds of one optimizer step = fixed + this * trainable parameters."""
+    copy_latency_s: float = 0.0
+    """Seconds of the smallest copy between device and host (0 on CPU ranks, which copy nothing)."""
+    device_to_host_bytes_per_s: float = float("inf")
+    host_to_device_bytes_per_s: float = float("inf")
+    cores: float = 1.0
+    """CPU cores this rank can count on (host cores / ranks on the host); under 1 the ranks share cores."""
+    forward_overhead_s: float = 0.0
+    """Seconds every forward of a micro-batch costs a stage besides its layers (masks, rotary tables, calls)."""
+    backward_overhead_s: float = 0.0
+    alone: dict[str, LayerTimes] = field(default_factory=dict)
+    """The same times while every other rank was still, where that was measured too."""
+    shares_host_memory: bool = False
+    """``memory_bytes`` are the host's own (CPU ranks, integrated GPUs): ranks that share it fit together or not at all."""
+    activation_ratio: float = 1.0
+    """A block keeps so many times the model's activation bytes here: more than 1 where attention has no fused kernel."""
+
+
+@dataclass(frozen=True)
+class HostProfile:
+    """What the ranks of one host have in common."""
+
+    name: str
+    memory_bytes: int
+    """Usable memory of the host itself, for all its ranks together."""
+    memory_reason: str
+    shared_nic: bool = False
+    """All messages to and from other hosts pass through one card: they queue for it. Found by sending all at once."""
+    flows_bytes_per_s: float = float("inf")
+    """All flows that leave the host, at once, together."""
+
+
+@dataclass(frozen=True)
+class LinkProfile:
+    """One directed pair of ranks: ``seconds(bytes) = latency_s + bytes / bytes_per_s``, host buffer to host buffer."""
+
+    source: int
+    destination: int
+    latency_s: float
+    bytes_per_s: float
+    same_host: bool
+    sample_bytes: tuple[int, ...] = ()
+    sample_s: tuple[float, ...] = ()
+
+
+ANY_HOST = "*"
+ITSELF = "itself"
+
+
+@dataclass(frozen=True)
+class HostLinkProfile:
+    """Every link from a rank of one host to another rank of another host, or of the same: for clusters of hundreds of ranks,
+    whose hosts have thousands of pairs and whose ranks have a million."""
+
+    source: str
+    """A host, or ``ANY_HOST`` for all pairs that are not told otherwise."""
+    destination: str
+    """A host, or beside ``ANY_HOST`` again ``ANY_HOST`` (two hosts) or ``ITSELF`` (two ranks of one host)."""
+    latency_s: float
+    bytes_per_s: float
+
+    @property
+    def same_host(self) -> bool:
+        return self.destination in (self.source, ITSELF) and self.destination != ANY_HOST
+
+
+_Floats = NDArray[np.float64]
+_Pairs = tuple[NDArray[np.int64], _Floats, _Floats, _Floats, _Floats]
+
+
+@dataclass(frozen=True)
+class ClusterProfile:
+    """Everything planning knows. A TOML file in ``profiles/`` or the run directory that a person can read and edit."""
+
+    source: str
+    """Where the figures come from: ``measured``, ``derived from ...``, ``emulated``."""
+    date: str
+    key: str
+    """Equal keys mean: measured with the same devices, dtype, model shape, sequence length and versions."""
+    mpi_library: str
+    versions: dict[str, str]
+    model: ModelCost
+    devices: tuple[DeviceProfile, ...]
+    """In rank order: ``devices[i].rank == i``."""
+    links: tuple[LinkProfile, ...]
+    schema_version: int = SCHEMA_VERSION
+    hosts: tuple[HostProfile, ...] = ()
+    """Hosts with a limit or a card that their ranks share; a host that is not listed has neither."""
+    host_links: tuple[HostLinkProfile, ...] = ()
+    """Pairs of hosts whose ranks' links are all alike. A pair of ranks in ``links`` counts for itself."""
+    notes: tuple[str, ...] = field(default=())
+    """Remarks for a reader, such as "3 ranks share 2 cores: timed all at once"."""
+
+    @property
+    def emulated(self) -> bool:
+        """Do ranks only imitate these devices and links?"""
+        return self.source.startswith(EMULATED)
+
+    def model_on(self, rank: int) -> ModelCost:
+        """What the model costs on ``rank``."""
+        return self.model.keeping(self.devices[rank].activation_ratio)
+
+    def link(self, source: int, destination: int) -> LinkProfile:
+        """The directed link from rank ``source`` to rank ``destination``."""
+        found = self._link_of.get((source, destination))
+        if found is not None:
+            return found
+        hosts = self.devices[source].host, self.devices[destination].host
+        between = self.host_link(*hosts)
+        if between is None or source == destination:
+            raise UserError(
+                f"every directed pair of ranks needs a link (missing: {source} -> {destination}); "
+                f"add a [[links]] table or measure the cluster again"
+            )
+        return LinkProfile(source, destination, between.latency_s, between.bytes_per_s, hosts[0] == hosts[1])
+
+    @cached_property
+    def _link_of(self) -> dict[tuple[int, int], LinkProfile]:
+        """(source, destination) -> link: thousands of links are looked up thousands of times."""
+        return {(link.source, link.destination): link for link in reversed(self.links)}
+
+    def host_link(self, source: str, destination: str) -> HostLinkProfile | None:
+        """What is told of all links from a host to another, or to itself."""
+        known, any_other = self._host_link_of, ITSELF if source == destination else ANY_HOST
+        return known.get((source, destination)) or known.get((ANY_HOST, any_other))
+
+    def told_links(self) -> tuple[LinkProfile, ...]:
+        """``links``, or where there are none, one link for every pair of hosts: enough for a table or the least of all."""
+        if self.links:
+            return self.links
+        ranks: dict[str, list[int]] = {}
+        for device in self.devices:
+            ranks.setdefault(device.host, []).append(device.rank)
+        ends = ((a[0], b[-1]) for a in ranks.values() for b in ranks.values())
+        return tuple(self.link(a, b) for a, b in ends if a != b)
+
+    @cached_property
+    def _host_link_of(self) -> dict[tuple[str, str], HostLinkProfile]:
+        return {(link.source, link.destination): link for link in reversed(self.host_links)}
+
+    def host(self, rank: int) -> HostProfile | None:
+        """What is known of the host of ``rank``."""
+        return self._host_of.get(self.devices[rank].host)
+
+    @cached_property
+    def _host_of(self) -> dict[str, HostProfile]:
+        return {host.name: host for host in self.hosts}
+
+    def transfer_s(self, source: int, destination: int, message_bytes: float) -> float:
+        """Seconds of one message from device to device: copy to the host, link, copy to the device."""
+        out, into = self.devices[source], self.devices[destination]
+        link = self.link(source, destination)
+        return (
+            (out.copy_latency_s + message_bytes / out.device_to_host_bytes_per_s)
+            + (link.latency_s + message_bytes / link.bytes_per_s)
+            + (into.copy_latency_s + message_bytes / into.host_to_device_bytes_per_s)
+        )
+
+    def messages_s(self, ranks: Sequence[int], message_bytes: float) -> _Floats:
+        """Seconds [source, destination] of a message between any two of ``ranks``, as ``transfer_s`` says; 0 to oneself."""
+        places, latency_s, per_byte_s, out, into = self._pairs
+        at = np.array(ranks)
+        pairs = np.ix_(places[at], places[at])
+        copied = out[at][:, None, :] + into[at][None, :, :]
+        seconds = (latency_s[pairs] + copied[:, :, 0]) + message_bytes * (per_byte_s[pairs] + copied[:, :, 1])
+        np.fill_diagonal(seconds, 0.0)
+        for a, b in np.argwhere(np.isnan(seconds)):
+            self.link(ranks[a], ranks[b])  # says what is missing
+        return np.asarray(seconds)
+
+    @cached_property
+    def _pairs(self) -> _Pairs:
+        """(place of each rank; latency, seconds per byte of the link from place to place, NaN where there is none; latency and
+        seconds per byte [rank, 2] of copies out of and into its device). A place is a rank, or a host where only hosts have
+        links: of pairs of ranks there may be a million."""
+        names = [device.host for device in self.devices]
+        hosts = list(dict.fromkeys(names))
+        by_host = not self.links
+        places = np.array([hosts.index(name) if by_host else rank for rank, name in enumerate(names)])
+        count = len(hosts) if by_host else len(names)
+        latency_s, per_byte_s = np.full((count, count), np.nan), np.full((count, count), np.nan)
+        for a in range(count):
+            for b in range(count):
+                pair = (hosts[a], hosts[b]) if by_host else (names[a], names[b])
+                link = (None if by_host else self._link_of.get((a, b))) or self.host_link(*pair)
+                if link is not None:
+                    latency_s[a, b], per_byte_s[a, b] = link.latency_s, 1 / link.bytes_per_s
+        out = np.array([(d.copy_latency_s, 1 / d.device_to_host_bytes_per_s) for d in self.devices])
+        into = np.array([(d.copy_latency_s, 1 / d.host_to_device_bytes_per_s) for d in self.devices])
+        return places, latency_s, per_byte_s, out, into

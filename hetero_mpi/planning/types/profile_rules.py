@@ -1,0 +1,182 @@
+"""What makes a profile's values a cluster: the rules that types cannot say.
+
+Profiles are edited by hand, so every problem is told, and by its key.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+from hetero_mpi.planning.types.cost import EMBEDDING, HEAD
+from hetero_mpi.planning.types.profile import ANY_HOST, ITSELF, ClusterProfile, Curve, DeviceProfile, LayerTimes
+
+DTYPES = ("fp32", "bf16", "fp16")
+LONGEST_S = 1e6
+"""Seconds of a micro-batch in one layer (eleven days): what takes longer is a slip of the pen."""
+BACKENDS = ("cpu", "cuda", "rocm", "xpu", "mps")
+
+
+def profile_problems(profile: ClusterProfile) -> list[str]:
+    """Ranks in order, a link for every pair, times for every kind, hosts that exist. All problems, each with its key."""
+    problems = [*_rank_problems(profile), *_link_problems(profile), *_model_problems(profile)]
+    trained: dict[str, int] = {}
+    for layer in profile.model.layers:
+        trained[layer.kind] = trained.get(layer.kind, 0) + layer.trainable_parameters
+    told = set()
+    for device in profile.devices:
+        content = repr(replace(device, rank=0, host=""))
+        if content not in told:  # devices like an earlier one have its problems
+            problems += _device_problems(device, trained, f"devices[{device.rank}]")
+        told.add(content)
+    return [*problems, *_host_problems(profile)]
+
+
+def number_problems(value: Any, path: str = "") -> list[str]:
+    """Of plain values: no figure is negative or without end but speeds, which are above zero."""
+    if isinstance(value, dict):
+        return [p for key, item in value.items() for p in number_problems(item, f"{path}.{key}" if path else key)]
+    if isinstance(value, list):
+        return [p for i, item in enumerate(value) for p in number_problems(item, f"{path}[{i}]")]
+    number = math.inf if value == "inf" else value
+    if isinstance(number, (int, float)) and not isinstance(number, bool):
+        if path.endswith("bytes_per_s"):
+            return [f"{path} = {value}: a speed is above zero"] if number <= 0 else []
+        if number < 0:
+            return [f"{path} = {value}: must not be negative"]
+        if math.isinf(number):
+            return [f"{path} = {value}: must be finite (only speeds may be inf)"]
+    return []
+
+
+def _rank_problems(profile: ClusterProfile) -> Iterator[str]:
+    ranks = [device.rank for device in profile.devices]
+    if ranks != list(range(len(ranks))) or not ranks:
+        yield f"devices.rank = {ranks}: devices are listed in rank order 0, 1, 2, ..."
+
+
+def _link_problems(profile: ClusterProfile) -> Iterator[str]:
+    hosts = {device.rank: device.host for device in profile.devices}
+    pairs = Counter((link.source, link.destination) for link in profile.links)
+    yield from _host_link_problems(profile, set(hosts.values()))
+    names = set(hosts.values())
+    # Of pairs of ranks there may be a million.
+    unlinked = {(a, b) for a in names for b in names if profile.host_link(a, b) is None}
+    if unlinked:
+        for a, b in itertools.permutations(sorted(hosts), 2):
+            if (hosts[a], hosts[b]) in unlinked and (a, b) not in pairs:
+                yield f"links: missing the link {a} -> {b}"
+    for a, b in sorted(pairs):
+        if a not in hosts or b not in hosts or a == b:
+            yield f"links: no such pair of ranks: {a} -> {b}"
+    for (a, b), times in sorted(pairs.items()):
+        if times > 1:
+            yield f"links: {a} -> {b} given twice"
+    for place, link in enumerate(profile.links):
+        path = f"links[{place}] ({link.source} -> {link.destination})"
+        if len(link.sample_bytes) != len(link.sample_s):
+            counts = f"{len(link.sample_bytes)} and {len(link.sample_s)}"
+            yield f"{path}: sample_bytes and sample_s must be as many (there are {counts}); both may be left out"
+        ends = hosts.get(link.source), hosts.get(link.destination)
+        if None not in ends and link.same_host != (ends[0] == ends[1]):
+            yield f"{path}.same_host = {str(link.same_host).lower()}: the ranks are on {ends[0]} and {ends[1]}"
+
+
+def _host_link_problems(profile: ClusterProfile, hosts: set[str]) -> Iterator[str]:
+    for link in profile.host_links:
+        ends = link.source, link.destination
+        if ends not in ((ANY_HOST, ANY_HOST), (ANY_HOST, ITSELF)):
+            for host in sorted({*ends} - hosts):
+                yield f"host_links: no such host: {host}"
+    for ends, times in Counter((link.source, link.destination) for link in profile.host_links).items():
+        if times > 1:
+            yield f"host_links: {' -> '.join(ends)} given {times} times"
+
+
+def _model_problems(profile: ClusterProfile) -> Iterator[str]:
+    model = profile.model
+    if model.dtype not in DTYPES:
+        yield f"model.dtype = {model.dtype!r}: must be {_either(DTYPES)}"
+    if model.sequence_length < 1:
+        yield f"model.sequence_length = {model.sequence_length}: must be at least 1"
+    if len(model.layers) < 2:
+        yield "model.layers: the chain has at least an embedding and a head"
+    for place, layer in enumerate(model.layers):
+        ends = {0: EMBEDDING, len(model.layers) - 1: HEAD}
+        if place in ends and layer.kind != ends[place]:
+            yield f"model.layers[{place}].kind = {layer.kind!r}: must be {ends[place]!r}, which begins or ends the chain"
+        if layer.trainable_parameters > layer.parameters:
+            yield (
+                f"model.layers[{place}].trainable_parameters = {layer.trainable_parameters}: "
+                f"more than its parameters = {layer.parameters}"
+            )
+
+
+def _device_problems(device: DeviceProfile, trained: dict[str, int], path: str) -> Iterator[str]:
+    """``trained``: of every kind of layer the model has, how many parameters are trained."""
+    if device.backend not in BACKENDS:
+        yield f"{path}.backend = {device.backend!r}: must be {_either(BACKENDS)}"
+    for dtype in device.dtypes:
+        if dtype not in DTYPES:
+            yield f"{path}.dtypes: {dtype!r} is not known; {_either(DTYPES)} are"
+    if device.cores <= 0:
+        yield f"{path}.cores = {device.cores}: must be above zero"
+    if not device.activation_ratio >= 1:
+        yield (
+            f"{path}.activation_ratio = {device.activation_ratio}: must be at least 1, as the model's activation bytes are "
+            f"those of the device that keeps the fewest"
+        )
+    for name, table in (("layers", device.layers), ("alone", device.alone)):
+        missing = [kind for kind in trained if kind not in table]
+        if missing and (table or name == "layers"):
+            yield f"{path}.{name}: no times for {', '.join(missing)}"
+        for kind in table:
+            if kind not in trained:
+                yield f"{path}.{name}.{kind}: the model has no such layer; it has {', '.join(trained)}"
+            yield from _times_problems(table[kind], trained.get(kind, 0) > 0, f"{path}.{name}.{kind}")
+
+
+def _times_problems(times: LayerTimes, trained: bool, path: str) -> Iterator[str]:
+    """A curve is above zero throughout, or zero throughout where there is nothing to do: no gradient reaches frozen layers before
+    the first trained one, and a layer without matrices has no weight part."""
+    if (times.input_s is None) != (times.weight_s is None):
+        yield f"{path}: input_s and weight_s are the two parts of one backward: give both or neither"
+    for field in fields(times):
+        curve: Curve | None = getattr(times, field.name)
+        if curve is not None and len(curve.spread) not in (0, len(curve.tokens)):
+            yield (
+                f"{path}.{field.name}.spread: as many as tokens, or none "
+                f"(tokens: {len(curve.tokens)}, spread: {len(curve.spread)})"
+            )
+        nothing = field.name == "weight_s" or (field.name in ("backward_s", "input_s") and not trained)
+        if curve is not None and min(curve.seconds) == 0 and not (nothing and max(curve.seconds) == 0):
+            yield (
+                f"{path}.{field.name} = {list(curve.seconds)}: a layer takes some time: every sample is above zero seconds; "
+                f"correct it, or measure again"
+            )
+        if curve is not None and max(curve.seconds) > LONGEST_S:
+            yield f"{path}.{field.name} = {list(curve.seconds)}: no layer takes more than {LONGEST_S:,.0f} s; correct it"
+
+
+def _host_problems(profile: ClusterProfile) -> Iterator[str]:
+    used = list(dict.fromkeys(device.host for device in profile.devices))
+    for name, times in Counter(host.name for host in profile.hosts).items():
+        if times > 1:
+            yield f"hosts.name = {name!r}: given {times} times"
+        if name not in used:
+            yield f"hosts.name = {name!r}: no device is on it; devices are on {', '.join(used)}"
+    listed = {host.name for host in profile.hosts}
+    for device in profile.devices:
+        if device.shares_host_memory and device.host not in listed:
+            yield (
+                f"devices[{device.rank}].shares_host_memory = true: there is no [[hosts]] table with name = {device.host!r} "
+                f"that says how much memory the host has"
+            )
+
+
+def _either(names: tuple[str, ...]) -> str:
+    return " or ".join([", ".join(names[:-1]), names[-1]])

@@ -1,0 +1,92 @@
+"""Files that grow line by line while a run goes on, on a disk that may be full: training goes on, and so do the files when there
+is room again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from hetero_mpi.report.run_files.logs import say
+
+_LOG = logging.getLogger(__name__)
+_MOST_LINES = 100_000
+"""So many lines wait for room at most; the oldest go first."""
+
+
+class LineFile:
+    """Lines at the end of a file. Those that find no room wait, and come with the next one.
+
+    Args:
+        path: opened for every write: it may be moved away meanwhile, and several processes may write to it.
+        warn: is told once when the disk is full, and once when lines are written again.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], object] = _LOG.warning) -> None:
+        self.path, self._warn = path, warn
+        self._waiting: deque[bytes] = deque(maxlen=_MOST_LINES)
+
+    def write(self, *lines: str) -> None:
+        """Add lines, without their ends."""
+        self.add(*(f"{line}\n".encode() for line in lines))
+
+    def add(self, *records: bytes) -> None:
+        """Add what is no text, too."""
+        late = bool(self._waiting)
+        self._waiting.extend(records)
+        try:
+            _append(self.path, b"".join(self._waiting))
+        except OSError as error:
+            if not late:
+                self._warn(
+                    f"{self.path} cannot be written ({error.strerror}): its lines wait until it can, and training goes on"
+                )
+            return
+        if late:
+            self._warn(f"{self.path} is written again, with the {len(self._waiting)} lines that had waited")
+        self._waiting.clear()
+
+
+def _append(path: Path, data: bytes) -> None:
+    """All of it, or nothing. :raises OSError: nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(file.fileno(), rest) :]
+        except OSError:
+            if file.tell() > end:  # a torn line would hide all that come after it
+                os.ftruncate(file.fileno(), end)
+            raise
+
+
+def rewrite(path: Path, lines: Iterable[str]) -> None:
+    """Replace a file by its first ``lines``, with their ends: by a new file, or, on a full disk, by cutting the old one."""
+    kept = "".join(lines).encode()
+    draft = path.with_name(path.name + ".partial")
+    try:
+        with draft.open("wb") as file:
+            file.write(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if path.read_bytes().startswith(kept):
+                os.truncate(path, len(kept))
+
+
+@contextlib.contextmanager
+def unharmed(what: str) -> Iterator[None]:
+    """A block that writes ``what``. Training must not fail for it: a disk that is full is told."""
+    try:
+        yield
+    except OSError as error:
+        _LOG.warning("%s could not be written: %s", what, error)
+        say(f"{what} could not be written ({error.strerror}); the run is not affected")

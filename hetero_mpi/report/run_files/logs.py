@@ -1,0 +1,68 @@
+"""Who says what where: rank 0 talks on stdout, every rank writes everything to a log file of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+
+from hetero_mpi.report.run_files.terminal import write_line
+from hetero_mpi.text import printable
+
+LOGGER = "hetero_mpi"
+SPEECH = "hetero_mpi.say"
+
+
+def setup_logging(run_dir: str | Path | None, rank: int, size: int) -> Path | None:
+    """Log this process to ``run_dir/logs/rank-0003.log`` (appended to), each line with time and rank/size.
+
+    The file holds the package's INFO and everybody else's warnings, Python's ``warnings`` included. Without a
+    ``run_dir`` there is no file. Calling again replaces the earlier set-up. Returns the log file's path.
+    """
+    root = logging.getLogger()
+    for logger in (root, logging.getLogger(SPEECH)):
+        for handler in [handler for handler in logger.handlers if handler.get_name() == LOGGER]:
+            logger.removeHandler(handler)
+            handler.close()
+    logging.getLogger(LOGGER).setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    if rank == 0:
+        _add(logging.getLogger(SPEECH), _Speech(), "%(message)s")
+    path = None
+    if run_dir is not None:
+        path = Path(run_dir) / "logs" / f"rank-{rank:04}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        width = len(str(size))
+        prefix = f"%(asctime)s {rank:>{width}}/{size} %(levelname)s %(name)s: %(message)s"
+        _add(root, _LogFile(path, encoding="utf-8"), prefix)
+    return path
+
+
+def say(*lines: str) -> None:
+    """Tell the person who runs the job: on rank 0 to stdout, on every rank to the log file."""
+    for line in lines:
+        logging.getLogger(SPEECH).info("%s", printable(line))
+
+
+class _LogFile(logging.FileHandler):
+    """A log on a disk that may be full: lines wait in its buffer until there is room."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Nobody is helped by a traceback for every line; other files on this disk are missed more, and tell."""
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+
+class _Speech(logging.Handler):
+    """stdout as it is when something is said; the screen on it is moved out of the way."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        write_line(self.format(record))
+
+
+def _add(logger: logging.Logger, handler: logging.Handler, form: str) -> None:
+    handler.set_name(LOGGER)
+    handler.setFormatter(logging.Formatter(form))
+    logger.addHandler(handler)

@@ -1,0 +1,229 @@
+"""What the ranks measured of some steps, kept in ``steps.jsonl`` of the run directory: one JSON object per rank and recorded step.
+
+A line holds the rank's actions of that step, where its clock stood against rank 0's, and what the rank has done with its
+time since training began. Reports and traces are made from these lines and from the simulator's events by the same code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning.schedule import COMPUTE, Action, Event, Op, parse_action
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.report.run_files.line_files import rewrite
+
+STEPS_NAME = "steps.jsonl"
+_DIGITS = 7
+"""Times are kept to a tenth of a microsecond."""
+
+
+@dataclass(frozen=True)
+class MeasuredEvent(Event):
+    """An action that took place. Of a receive the time is waiting, then copying; of a send copying, then handing over."""
+
+    copied_s: float = 0.0
+    """Seconds of it that went into the copy between device and host memory: the first of a send, the last of a receive."""
+    arrived_s: float | None = None
+    """Of a receive: when the message was seen to be in host memory, on the same clock as ``start_s``; None: unknown."""
+    begun_s: float | None = None
+    """Of a send that has been brought ``on_one_clock``: when the rank began it; it may then have waited for its link."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a rank has done with its time since training began, in seconds; and its memory and messages, in bytes."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    computing_s: float = 0.0
+    """Forward, backward and optimizer."""
+    activations_s: float = 0.0
+    """Waiting for activations."""
+    gradients_s: float = 0.0
+    """Waiting for gradients."""
+    copies_s: float = 0.0
+    """Copying between device and host memory."""
+    sums_s: float = 0.0
+    """Waiting for sums of gradients."""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    peak_bytes: int = 0
+    """Highest memory so far: allocated on the device; the whole process for CPU ranks."""
+
+    @property
+    def end_s(self) -> float:
+        """All other seconds: waiting for the batch, for the verdict on the step, and for the others."""
+        known = self.computing_s + self.activations_s + self.gradients_s + self.copies_s + self.sums_s
+        return max(0.0, self.seconds - known)
+
+    def and_step(self, events: Iterable[Event], seconds: float) -> Usage:
+        """This and one more step, which lasted so long."""
+        spent = dict.fromkeys(("computing_s", "activations_s", "gradients_s", "copies_s", "sums_s"), 0.0)
+        sent = received = 0
+        for event in events:
+            lasted, op = event.end_s - event.start_s, event.action.op
+            copied = event.copied_s if isinstance(event, MeasuredEvent) else 0.0
+            spent["copies_s"] += copied
+            if op in COMPUTE or op is Op.STEP:
+                spent["computing_s"] += lasted
+            elif op in (Op.RECV_F, Op.RECV_B):
+                spent["activations_s" if op is Op.RECV_F else "gradients_s"] += lasted - copied
+                received += event.bytes
+            elif op is Op.REDUCE:
+                spent["sums_s"] += lasted
+            else:
+                sent += event.bytes
+        grown: dict[str, Any] = {name: getattr(self, name) + more for name, more in spent.items()}
+        return replace(
+            self,
+            steps=self.steps + 1,
+            seconds=self.seconds + seconds,
+            sent_bytes=self.sent_bytes + sent,
+            received_bytes=self.received_bytes + received,
+            **grown,
+        )
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """One rank's part of a recorded step."""
+
+    rank: int
+    step: int
+    """Steps done, this one included, as in ``metrics.jsonl``."""
+    begin_s: float
+    """When the rank's actions began, on rank 0's clock."""
+    events: tuple[MeasuredEvent, ...]
+    """Times are seconds since ``begin_s``."""
+    usage: Usage
+
+
+def rank_step_to_dict(record: RankStep) -> dict[str, Any]:
+    """As JSON values; an event is ``[action, start_s, end_s, bytes, copied_s, arrived_s]``."""
+    return {
+        "step": record.step,
+        "rank": record.rank,
+        "begin_s": round(record.begin_s, _DIGITS),
+        "usage": {name: _rounded(value) for name, value in asdict(record.usage).items()},
+        "events": [
+            [str(e.action), *map(_rounded, (e.start_s, e.end_s)), e.bytes, _rounded(e.copied_s), _rounded(e.arrived_s)]
+            for e in record.events
+        ],
+    }
+
+
+def rank_step_from_dict(values: Mapping[str, Any]) -> RankStep:
+    """The inverse of :func:`rank_step_to_dict`. Keys of ``usage`` that a later version added are left out."""
+    rank, step = int(values["rank"]), int(values["step"])
+    known = {field.name for field in fields(Usage)}
+    usage = Usage(**{name: value for name, value in values["usage"].items() if name in known})
+    events = tuple(
+        MeasuredEvent(rank, step, parse_action(text), start, end, size, copied, arrived)
+        for text, start, end, size, copied, arrived in values["events"]
+    )
+    return RankStep(rank, step, float(values["begin_s"]), events, usage)
+
+
+def rank_step_line(record: Mapping[str, Any]) -> str:
+    """A line, without its end, of a file of recorded steps; ``record``: as JSON values."""
+    return json.dumps(record, separators=(",", ":"), allow_nan=False)
+
+
+def read_rank_steps(path: Path) -> tuple[RankStep, ...]:
+    """All whole lines of a file of recorded steps, in its order; nothing where there is no file."""
+    found = []
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return ()
+    for line in lines:
+        try:
+            found.append(rank_step_from_dict(json.loads(line)))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError, AttributeError, UserError):
+            continue  # torn by a crash, or of another version
+    return tuple(found)
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drop what was recorded after ``step``: a run that is resumed there does these steps again."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    rewrite(path, [line for line in lines if _is_until(line, step)])
+
+
+def _is_until(line: str, step: int) -> bool:
+    try:
+        return int(json.loads(line)["step"]) <= step
+    except (ValueError, KeyError, TypeError):
+        return False  # torn by a crash
+
+
+def steps_under(records: Sequence[RankStep], plan: Plan) -> list[tuple[RankStep, ...]]:
+    """The recorded steps that were run under ``plan`` and that every rank of it left a record of, in their order."""
+    held = {(number, rank) for number, _, stage in plan.numbered for rank in stage.ranks}
+    found = []
+    for step in sorted({record.step for record in records}):
+        own = {record.rank: record for record in records if record.step == step and record.events}
+        told = {(event.action.stage, rank) for rank, record in own.items() for event in record.events}
+        if told == held:
+            found.append(tuple(own[rank] for rank in sorted(own)))
+    return found
+
+
+def newest_step(records: Sequence[RankStep], plan: Plan) -> tuple[RankStep, ...]:
+    """The latest step of ``steps_under``; empty: there is none."""
+    found = steps_under(records, plan)
+    return found[-1] if found else ()
+
+
+def on_one_clock(records: Sequence[RankStep]) -> tuple[Event, ...]:
+    """The events of one recorded step, in seconds since its first rank began. A send lasts until its message has arrived, and
+    begins when the one before it has.
+
+    So they look like the simulator's: there too a send's event spans its time on the link.
+    """
+    if not records:
+        return ()
+    first_s = min(record.begin_s for record in records)
+    arrivals: dict[Action, float] = {}
+    shifted: list[MeasuredEvent] = []
+    for record in records:
+        later = record.begin_s - first_s
+        for event in record.events:
+            arrived = None if event.arrived_s is None else event.arrived_s + later
+            moved = replace(event, start_s=event.start_s + later, end_s=event.end_s + later, arrived_s=arrived)
+            shifted.append(moved)
+            if arrived is not None:
+                arrivals[_sent(event.action)] = arrived
+    result: list[Event] = []
+    free: dict[tuple[int, Op], float] = {}
+    for event in sorted(shifted, key=lambda event: event.start_s):
+        link = event.rank, event.action.op
+        if event.action.op in (Op.SEND_F, Op.SEND_B):
+            free[link], before = max(event.end_s, arrivals.get(event.action, event.end_s)), free.get(link, 0.0)
+            start = min(max(event.start_s, before), free[link])
+            event = replace(event, start_s=start, end_s=free[link], begun_s=event.start_s)
+        result.append(event)
+    return tuple(sorted(result, key=lambda event: (event.start_s, event.rank)))
+
+
+def _sent(receive: Action) -> Action:
+    """The send of the message that ``receive`` takes."""
+    if receive.op is Op.RECV_F:
+        return Action(Op.SEND_F, receive.stage - 1, receive.micro_batch)
+    return Action(Op.SEND_B, receive.stage + 1, receive.micro_batch)
+
+
+def last_usage(records: Sequence[RankStep]) -> dict[int, Usage]:
+    """Rank -> its usage at its latest recorded step."""
+    return {record.rank: record.usage for record in sorted(records, key=lambda record: record.step)}
+
+
+def _rounded(value: Any) -> Any:
+    return round(value, _DIGITS) if isinstance(value, float) else value

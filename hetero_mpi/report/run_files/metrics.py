@@ -1,0 +1,150 @@
+"""``metrics.jsonl``: one JSON object per step and per evaluation, readable while the run goes on and after a crash."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from hetero_mpi.report.run_files.line_files import LineFile, rewrite
+from hetero_mpi.report.run_files.logs import say
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step. ``step`` counts from 1: the number of steps done, this one included."""
+
+    step: int
+    loss: float
+    """Mean cross-entropy per target token of the step's batch, nats."""
+    grad_norm: float
+    """Global norm before clipping."""
+    lr: float
+    tokens: int
+    """Target tokens of the step."""
+    tokens_per_s: float
+    step_s: float
+    predicted_step_s: float
+    emulated: bool = False
+    """``step_s`` and ``tokens_per_s`` are those of devices that ranks imitate."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The held-out loss after ``step`` steps, nats per token."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The contents of a metrics file, in its order."""
+
+    steps: tuple[StepMetrics, ...]
+    evaluations: tuple[Evaluation, ...]
+
+
+class Board(Protocol):
+    """Somebody else who wants to know (TensorBoard)."""
+
+    def step(self, line: StepMetrics) -> None: ...
+
+    def evaluation(self, step: int, loss: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsWriter:
+    """Appends to a metrics file, line by line; on a full disk the lines wait until there is room. A context manager.
+
+    ``resume_step``: steps done when this run begins (0: none). Lines of later steps are left over from a run that went
+    further than its last checkpoint; they are dropped, by an atomic replacement of the file.
+    ``board``: is told everything too, and closed at the end.
+    """
+
+    def __init__(self, path: str | Path, resume_step: int = 0, board: Board | None = None) -> None:
+        self.path = Path(path)
+        self._board = board
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            rewrite(self.path, [line for line, values in _lines(self.path) if values["step"] <= resume_step])
+        self._file = LineFile(self.path, say)
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Write one step."""
+        values = asdict(metrics)
+        if not metrics.emulated:
+            del values["emulated"]
+        self._write(values)
+        if self._board is not None:
+            self._board.step(metrics)
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """Write the held-out loss after ``step`` steps."""
+        self._write({"step": step, "evaluation_loss": loss})
+        if self._board is not None:
+            self._board.evaluation(step, loss)
+
+    def close(self) -> None:
+        self._file.add()  # what has waited for room until now
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self, values: dict[str, Any]) -> None:
+        # JSON has no NaN: a line with one would make the whole file unreadable to strict parsers.
+        bad = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
+        line = {**values, **dict.fromkeys(bad), **({"non_finite": True} if bad else {})}
+        self._file.write(json.dumps(line, allow_nan=False))
+
+
+def read_metrics(path: str | Path) -> Metrics:
+    """Read a metrics file. A ``null`` becomes NaN; left out are lines torn by a crash, those of no known kind, and keys of a
+    newer version."""
+    steps: list[StepMetrics] = []
+    evaluations: list[Evaluation] = []
+    for _, values in _lines(Path(path)):
+        if "evaluation_loss" in values:
+            known = _numbers({"step": values["step"], "loss": values["evaluation_loss"]}, Evaluation)
+            evaluations += [Evaluation(**known)] if known is not None else []
+        else:
+            known = _numbers(values, StepMetrics)
+            steps += [StepMetrics(**known)] if known is not None else []
+    return Metrics(tuple(steps), tuple(evaluations))
+
+
+def _numbers(values: Mapping[str, Any], kind: type[StepMetrics] | type[Evaluation]) -> dict[str, Any] | None:
+    """What ``kind`` is made of; None where something is missing or no number."""
+    found: dict[str, Any] = {}
+    for field in fields(kind):
+        value = values.get(field.name, field.default)
+        value = math.nan if value is None and field.type == "float" else value
+        allowed = {"float": (int, float), "int": (int,), "bool": (bool,)}[str(field.type)]
+        if type(value) not in allowed or (type(value) is int and abs(value) >= 2**63):
+            return None
+        found[field.name] = value
+    return found
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(line, values) of every whole line that says which step it is of."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                values = json.loads(line)
+            except (ValueError, RecursionError):
+                continue  # torn by a crash, or no metrics
+            if isinstance(values, dict) and type(values.get("step")) is int:
+                yield line, values

@@ -1,0 +1,182 @@
+"""Does the stand-in's own arithmetic fit into the times that it is to last? Tried before the first step.
+
+Two things are needed: that each action fits by itself, which the ranks try one after the other; and that the ranks of a host
+together leave its cores free often enough that an action which has to wait for a core still ends in time.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.emulation.pace import Emulation
+from hetero_mpi.engine.trainer import Trainer
+from hetero_mpi.model.optimizer import Optimizer
+from hetero_mpi.model.stage import MicroBatch, Stage
+from hetero_mpi.planning.schedule import Action, Op
+from hetero_mpi.report import units
+
+_REPEATS = 5
+OVERRUN = 0.01
+"""Share of the predicted step by which the arithmetic of a rank may exceed what it is to last, in a whole step."""
+BUSY = 0.5
+"""Share of a host's cores that its ranks may take with arithmetic."""
+_RULE = "the stand-in's own arithmetic must fit into the emulated times"
+_NAMES = {
+    Op.F: "a forward",
+    Op.B: "a backward",
+    Op.I: "a backward's input part",
+    Op.W: "a backward's weight part",
+    Op.STEP: "an optimizer step",
+}
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What a rank found out about itself."""
+
+    rank: int
+    host: str
+    cores: float
+    work_s: float
+    """Of a whole step."""
+    late_s: float
+    """Per step, over what its actions are to last."""
+    scale: float
+    """The least ``time_scale`` (in steps of a tenth) at which it is not late by more than ``OVERRUN``."""
+    late: str
+    """What is late, in words."""
+
+
+def rehearse(trainer: Trainer, world: World, emulation: Emulation) -> None:
+    """Time each rank's forward, backward and optimizer on made-up data. Collective; changes no state.
+
+    Raises:
+        UserError: they take too long; with the excess and the ``time_scale`` that would do.
+    """
+    own: dict[Op, float] = {}
+    for turn in range(world.size):
+        if turn == world.rank and trainer.stage is not None and trainer.optimizer is not None:
+            own = _compute_s(trainer.stage, emulation, trainer)
+            own[Op.STEP] = _optimizer_s(trainer.stage, trainer.optimizer)
+        world.meet_asleep()
+    trial = _trial(own, trainer, world.host, emulation)
+    trials = [_Trial(**fields) for fields in world.all_gather_json(asdict(trial))]
+    step_s = emulation.time_scale * emulation.plan.predicted_step_s
+    world.agree(_too_slow(trials, emulation, step_s) or _too_crowded(trials, emulation, step_s))
+
+
+def _compute_s(stage: Stage, emulation: Emulation, trainer: Trainer) -> dict[Op, float]:
+    """Median seconds of a forward and a backward, or its two parts, of one micro-batch, after a first one."""
+    plan = emulation.stand_in_plan
+    assert trainer.place is not None and trainer.optimizer is not None
+    pipeline = plan.pipelines[trainer.place.pipeline]
+    shape = (pipeline.micro_batch, plan.sequence_length)
+    device = stage.backend.device
+    tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+    x = (
+        tokens
+        if stage.is_first
+        else torch.zeros(trainer.chain.boundary(stage.first - 1, *shape), dtype=stage.dtype, device=device)
+    )
+    backward = (Op.I, Op.W) if pipeline.split_backward and not stage.is_first else (Op.B,)
+    times: dict[Op, list[float]] = {op: [] for op in (Op.F, *backward)}
+    for _ in range(_REPEATS + 1):
+        begin = time.perf_counter()
+        y = stage.forward(MicroBatch(0, 0, 0, tokens.numel()), x, tokens if stage.is_last else None)
+        dy = None if stage.is_last else torch.zeros_like(y)
+        times[Op.F].append(time.perf_counter() - begin)
+        for op in backward:
+            times[op].append(_seconds(lambda op=op, dy=dy: _run(stage, op, dy)))  # type: ignore[misc]
+    trainer.optimizer.zero()
+    return {op: statistics.median(seconds[1:]) for op, seconds in times.items()}
+
+
+def _run(stage: Stage, op: Op, dy: torch.Tensor | None) -> None:
+    if op is Op.W:
+        stage.backward_weights(0)
+    elif op is Op.I:
+        stage.backward_input(0, dy)
+    else:
+        stage.backward(0, dy)
+
+
+def _optimizer_s(stage: Stage, optimizer: Optimizer) -> float:
+    """Seconds of an AdamW step on copies of what this rank trains."""
+    copies = [target.detach().clone().requires_grad_(True) for target in optimizer.targets.values()]
+    if not copies:
+        return 0.0
+    for copy in copies:
+        copy.grad = torch.zeros_like(copy)
+    adamw = torch.optim.AdamW(copies, fused=stage.backend.fused_optimizer())
+    return statistics.median([_seconds(adamw.step) for _ in range(_REPEATS + 1)][1:])
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def _trial(own: Mapping[Op, float], trainer: Trainer, host: str, emulation: Emulation) -> _Trial:
+    if not own:
+        return _Trial(trainer.rank, host, emulation.cores, 0.0, 0.0, 0.0, "")
+    assert trainer.place is not None
+    step_s = emulation.time_scale * emulation.plan.predicted_step_s
+    index = trainer.place.index
+    lasts_s = {op: emulation.pace.lasts_s(Action(op, index, None if op is Op.STEP else 0)) for op in own}
+    times = emulation.plan.pipelines[trainer.place.pipeline].micro_batches
+
+    def in_step(seconds: Mapping[Op, float]) -> float:
+        return sum(value * (1 if op is Op.STEP else times) for op, value in seconds.items())
+
+    def late_s(longer: float) -> float:
+        return in_step({op: max(0.0, seconds - longer * lasts_s[op]) for op, seconds in own.items()})
+
+    longer = 1.0
+    while late_s(longer) > OVERRUN * longer * step_s:
+        longer *= 1.1
+    parts = [
+        f"{_NAMES[op]} takes {units.seconds(seconds)} here and is to last {units.seconds(lasts_s[op])}, "
+        f"{units.seconds(seconds - lasts_s[op])} less"
+        for op, seconds in own.items()
+        if seconds > lasts_s[op]
+    ]
+    scale = longer * emulation.time_scale
+    return _Trial(trainer.rank, host, emulation.cores, in_step(own), late_s(1.0), scale, "; ".join(parts))
+
+
+def _too_slow(trials: Sequence[_Trial], emulation: Emulation, step_s: float) -> str | None:
+    """The text for the rank that is latest, if that is too late."""
+    latest = max(trials, key=lambda trial: trial.late_s)
+    if latest.late_s <= OVERRUN * step_s:
+        return None
+    scale = max(trial.scale for trial in trials)
+    return f"{_RULE}: on rank {latest.rank} {latest.late}. {_remedy(scale, emulation)}"
+
+
+def _too_crowded(trials: Sequence[_Trial], emulation: Emulation, step_s: float) -> str | None:
+    """The text for the host whose cores are busiest, if they are too busy."""
+    shares = {}
+    for host in dict.fromkeys(trial.host for trial in trials):
+        here = [trial for trial in trials if trial.host == host]
+        shares[host] = sum(trial.work_s for trial in here) / (step_s * sum(trial.cores for trial in here))
+    host = max(shares, key=lambda name: shares[name])
+    if shares[host] <= BUSY:
+        return None
+    scale = emulation.time_scale * shares[host] / BUSY
+    return (
+        f"{_RULE}, with cores to spare: the ranks of {host} together compute {units.percent(shares[host])} of the time of its "
+        f"cores, at most {units.percent(BUSY)} will do. {_remedy(scale, emulation)}"
+    )
+
+
+def _remedy(scale: float, emulation: Emulation) -> str:
+    """What to do, with some room for a busy moment."""
+    now = f"now {emulation.time_scale:g}"
+    return f"Set [cluster] time_scale = {1.1 * scale:.2g} ({now}), or make the model or its sequences smaller"

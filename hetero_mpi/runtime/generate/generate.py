@@ -1,0 +1,323 @@
+"""The command ``generate``: a prompt is continued by a model that may be larger than any rank's memory.
+
+Every rank loads only its own items of the chain; see ``runtime/generate/writer.py`` for how tokens come about.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from hetero_mpi.comm.mpi_transport import MpiTransport
+from hetero_mpi.comm.ranks.versions import MUST_MATCH, own_versions
+from hetero_mpi.comm.ranks.world import CollectiveUserError, World
+from hetero_mpi.comm.transport import Transport
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.engine.placement import active_ranks
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.load import AdapterTable, ClusterTable
+from hetero_mpi.model.adapter_files import read_adapter
+from hetero_mpi.model.decoding import Sampling
+from hetero_mpi.model.model_cost import model_cost
+from hetero_mpi.model.stage import Stage
+from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.weights import SeededStart, Start
+from hetero_mpi.model.tuning import Tuning, adapter_tuning, nothing_trained
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, RankMemory, StagePlan
+from hetero_mpi.profiling.host_profiles import sharing_ranks
+from hetero_mpi.report import units
+from hetero_mpi.report.run_files.logs import say, setup_logging
+from hetero_mpi.runtime.generate.source import Opened, Source, open_source, stop_tokens
+from hetero_mpi.runtime.generate.writer import Spelling, Writer
+from hetero_mpi.runtime.setup.device_test import Needs
+from hetero_mpi.runtime.setup.setup import default_threads, open_device, settle_products, share_of_cores
+from hetero_mpi.state.file_supply import open_files
+from hetero_mpi.state.redistribute import Parcel, distribute, parcels
+
+DEFAULT_TOKENS = 128
+"""New tokens when the user names no number; fewer where the model's positions end before."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line of ``generate``."""
+
+    source: Path
+    prompt: str
+    max_new_tokens: int | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    raw: bool = False
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be written, the same on every rank."""
+
+    source: Source
+    prompt: list[int]
+    stops: list[int]
+    limit: int
+    sampling: Sampling
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Task:
+        return cls(**{**values, "source": Source(**values["source"]), "sampling": Sampling(**values["sampling"])})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that loading and writing need on a rank."""
+
+    world: World
+    transport: Transport
+    backend: Backend
+    chain: Chain
+    tuning: Tuning
+    plan: Plan
+    task: Task
+    opened: Opened | None
+    """On rank 0 only."""
+
+
+def generate(world: World, options: Options) -> int:
+    """Continue a prompt and print the text as it comes. Collective; returns the exit code.
+
+    Raises:
+        UserError: anything the user can put right, on all ranks together.
+    """
+    setup_logging(None, world.rank, world.size)
+    transformers_logging.disable_progress_bar()
+    world.check_versions(own_versions(world.library), MUST_MATCH)
+    opened: Opened | None = None
+    task: Task | None = None
+    with world.led("reading the model's directory"):
+        if world.rank == 0:
+            check_options(options)
+            opened = open_source(options.source)
+            task = task_of(opened, options)
+    task = Task.from_dict(world.broadcast_json(asdict(task) if task is not None else None))
+    cluster = ClusterTable(**task.source.cluster)
+    backend = open_device(world, cluster.device, Needs(task.source.dtype, task.source.nf4))
+    cores = share_of_cores(world, backend)
+    torch.set_num_threads(cluster.threads if isinstance(cluster.threads, int) else default_threads(cores))
+    settle_products(world, backend, task.source.dtype)
+    with world.together("reading the model's configuration"):
+        chain = Chain(read_config(task.source.config))
+        tuning = _tuning(task.source, chain)
+    plan = _plan(world, backend, chain, tuning, task, cluster.memory_bytes)
+    if opened is not None:
+        _say_task(opened, options, task, chain, plan, world.size)
+    with MpiTransport(world.comm, threaded=cluster.communication_thread) as transport:
+        run_task(Setting(world, transport, backend, chain, tuning, plan, task, opened))
+    return 0
+
+
+def check_options(options: Options) -> None:
+    """Refuse numbers that mean nothing.
+
+    Raises:
+        UserError: which, and what is accepted.
+    """
+    rules = (
+        ("--max-new-tokens", options.max_new_tokens, options.max_new_tokens is None or options.max_new_tokens >= 1, "1 or more"),
+        ("--temperature", options.temperature, 0 <= options.temperature < math.inf, "0 (greedy) or more"),
+        ("--top-p", options.top_p, 0 < options.top_p <= 1, "more than 0, at most 1"),
+        ("--seed", options.seed, 0 <= options.seed < 2**63, "0 or more, below 2**63"),
+    )  # fmt: skip
+    for name, value, good, rule in rules:
+        if not good:
+            raise UserError(f"{name} {value}: must be {rule}")
+
+
+def task_of(opened: Opened, options: Options) -> Task:
+    """The prompt as tokens, checked against the model's positions.
+
+    Raises:
+        UserError: an empty prompt, or one that leaves too little room.
+    """
+    prompt = opened.prompt_tokens(options.prompt, options.raw)
+    positions = getattr(read_config(opened.source.config), "max_position_embeddings", None)
+    room = positions - len(prompt) if positions is not None else sys.maxsize
+    wanted = options.max_new_tokens if options.max_new_tokens is not None else min(DEFAULT_TOKENS, max(1, room))
+    if wanted > room:
+        raise UserError(
+            f"the model has positions for {positions} tokens (max_position_embeddings); the prompt has {len(prompt)}, and "
+            f"{wanted} new ones are asked for: shorten the prompt, or give --max-new-tokens {max(room, 0)} or less"
+        )
+    source = opened.source
+    directory = Path(source.base) if source.base is not None else None
+    stops = stop_tokens(source.config, directory, opened.tokenizer)
+    return Task(source, prompt, stops, wanted, Sampling(options.temperature, options.top_p, options.seed))
+
+
+def share_out(item_bytes: Sequence[int], memory_bytes: Sequence[int]) -> list[tuple[int, int]]:
+    """Items ``[first, last)`` of each rank, in the order of the ranks; ``first == last``: it idles.
+
+    The fullest rank (its items' bytes over its memory) is as little full as can be, and of such divisions the one with the
+    fewest stages is taken: the ranks compute one after the other, so a rank more is only a message more.
+
+    Args:
+        item_bytes: of each item of the chain.
+        memory_bytes: usable memory of each rank; 0: it can take nothing.
+    """
+    total = [0, *accumulate(item_bytes)]
+    items = len(item_bytes)
+    # best[last]: (how full the fullest rank is, stages, cuts) of the items before ``last`` on the ranks so far
+    best: dict[int, tuple[float, int, tuple[int, ...]]] = {0: (0.0, 0, (0,))}
+    for memory in memory_bytes:
+        found = {last: (full, stages, (*cuts, last)) for last, (full, stages, cuts) in best.items()}
+        for first, (full, stages, cuts) in best.items():
+            for last in range(first + 1, items + 1):
+                share = (total[last] - total[first]) / memory if memory > 0 else math.inf
+                option = (max(full, share), stages + 1, (*cuts, last))
+                if last not in found or option[:2] < found[last][:2]:
+                    found[last] = option
+        best = found
+    cuts = best[items][2]
+    return list(pairwise(cuts))
+
+
+def run_task(setting: Setting) -> list[int]:
+    """Load and write; ranks that the plan leaves idle sleep. Collective; the new tokens, on active ranks."""
+    world, plan, task = setting.world, setting.plan, setting.task
+    active = active_ranks(plan)
+    members = world.subset(active)
+    if members is None:
+        world.doing = "idle: other ranks hold the model"
+        world.sleep_until_released()
+        return []
+    problem: CollectiveUserError | None = None
+    tokens: list[int] = []
+    try:
+        stage = _load(setting, members)
+        world.doing = "generating"
+        ranks = [stage.ranks[0] for stage in plan.pipelines[0].stages]
+        writer = Writer(world.rank, ranks, active, setting.transport, setting.chain, stage)
+        coming = writer.tokens(task.prompt, task.sampling, task.stops, task.limit)
+        tokens = list(coming if setting.opened is None else _told(coming, setting.opened, task))
+    except CollectiveUserError as error:
+        problem = error
+    world.release([rank for rank in range(world.size) if rank not in active], problem)
+    if problem is not None:
+        raise problem
+    return tokens
+
+
+def _tuning(source: Source, chain: Chain) -> Tuning:
+    if source.adapter is None:
+        return nothing_trained()
+    return adapter_tuning(chain, AdapterTable(**source.adapter), source.nf4, source.double)
+
+
+def _plan(world: World, backend: Backend, chain: Chain, tuning: Tuning, task: Task, memory_bytes: int | None) -> Plan:
+    """One stage for each rank that takes part; the KV cache, which is small beside the parameters, is not counted. Collective.
+
+    Raises:
+        UserError: the model does not fit.
+    """
+    sharing = sharing_ranks(world, backend)
+    memory = memory_bytes if memory_bytes is not None else backend.memory(sharing).usable_bytes
+    dtype = task.source.dtype
+    usable = [int(bytes_) for bytes_ in world.all_gather_json(memory if dtype in backend.dtypes() else 0)]
+    cost = model_cost(chain, tuning, dtype, 1, dict.fromkeys(chain.kinds, 0.0))
+    sizes = [layer.parameter_bytes for layer in cost.layers]
+    shares = share_out(sizes, usable)
+    held = [sum(sizes[first:last]) for first, last in shares]
+    if any(bytes_ > limit for bytes_, limit in zip(held, usable, strict=True)):
+        has = ", ".join(f"rank {rank} {units.size(limit)}" for rank, limit in enumerate(usable))
+        raise CollectiveUserError(
+            f"the model's parameters need {units.size(sum(sizes))} in {dtype}, and do not fit the usable memory ({has}; 0 B: "
+            f"cannot compute in {dtype}): start more ranks"
+        )
+    stages = tuple(StagePlan((rank,), first, last, 0) for rank, (first, last) in enumerate(shares) if first < last)
+    fill = tuple(RankMemory(stage.ranks[0], held[stage.ranks[0]], usable[stage.ranks[0]]) for stage in stages)
+    return Plan((PipelinePlan(stages, 1, 1),), 1, len(task.prompt) + task.limit, chain.items, memory=fill)
+
+
+def _say_task(opened: Opened, options: Options, task: Task, chain: Chain, plan: Plan, ranks: int) -> None:
+    say(f"model: {chain.config.model_type}, {chain.blocks} blocks, {task.source.dtype}" + ", NF4" * task.source.nf4)
+    stages = plan.pipelines[0].stages
+    for stage, memory in zip(stages, plan.memory, strict=True):
+        of = f"{units.size(memory.peak_bytes)} of parameters, {units.size(memory.usable_bytes)} of memory"
+        say(f"  rank {memory.rank}: items {stage.first}-{stage.last - 1} of {chain.items}, {of}")
+    idle = ranks - len(stages)
+    if ranks > 1:
+        others = f"; {idle} rank{'s' if idle > 1 else ''} idle" if idle else ""
+        say(f"  parameters follow memory, so that the fullest rank is as little full as can be{others}")
+    reason = "continued as it is: --raw" if options.raw else opened.reason
+    say(f"prompt: {len(task.prompt)} tokens, {reason}", "")
+
+
+def _load(setting: Setting, members: World) -> Stage | None:
+    """This rank's items, with their adapters. ``members``: the active ranks."""
+    source, rank = setting.task.source, setting.world.rank
+    if source.base is None:
+        stage = _stage(setting, SeededStart(source.seed))
+    else:
+        supply = open_files(
+            members, rank, setting.transport, setting.chain, setting.plan, Path(source.base), cache_root=None
+        )
+        members.doing = "sending the model's files to ranks without them"
+        supply.serve()
+        with members.together("loading weights"), supply:
+            stage = _stage(setting, supply.start)
+    if source.adapter is not None:
+        _load_adapter(setting, stage)
+    return stage
+
+
+def _stage(setting: Setting, start: Start) -> Stage | None:
+    source, rank = setting.task.source, setting.world.rank
+    for own in setting.plan.pipelines[0].stages:
+        if rank in own.ranks:
+            backend, tuning = setting.backend, setting.tuning
+            return Stage(setting.chain, own.first, own.last, backend, source.dtype, start, source.seed, tuning)
+    return None
+
+
+def _load_adapter(setting: Setting, stage: Stage | None) -> None:
+    """Bring the adapter's tensors from rank 0 to the ranks that need them. Collective."""
+    directory = setting.opened.adapter if setting.opened is not None else None
+    stored = read_adapter(directory, setting.tuning) if directory is not None else {}
+
+    def keep(parcel: Parcel, value: torch.Tensor) -> None:
+        assert stage is not None
+        stage.parameters[parcel.name].data.copy_(value)
+
+    listed = parcels(setting.tuning, setting.plan, ("parameters",))
+    distribute(setting.world.rank, setting.transport, listed, lambda parcel: stored[parcel.name], keep)
+
+
+def _told(coming: Iterator[int], opened: Opened, task: Task) -> Iterator[int]:
+    """The tokens, printed as they come; how fast they came at the end."""
+    spelling = Spelling(opened.tokenizer, task.prompt)
+    begin = first = time.perf_counter()
+    count = 0
+    for token in coming:
+        count += 1
+        first = time.perf_counter() if count == 1 else first
+        _print(spelling.add(token))
+        yield token
+    _print(spelling.end() + "\n")
+    end = time.perf_counter()
+    rate = f", then {(count - 1) / (end - first):.1f} tokens/s" if count > 1 else ""
+    say("", f"{count} tokens in {units.seconds(end - begin)}: the first after {units.seconds(first - begin)}{rate}")
+
+
+def _print(text: str) -> None:
+    """To stdout at once; characters that its encoding lacks become question marks."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()

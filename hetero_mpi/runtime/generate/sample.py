@@ -1,0 +1,80 @@
+"""The sample at the end of a run: the job's prompt, continued by the stages that have just been trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from hetero_mpi.comm.ranks.world import CollectiveUserError
+from hetero_mpi.data.template import render_prompt
+from hetero_mpi.engine.placement import active_ranks
+from hetero_mpi.engine.trainer import Trainer
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.load import LoadedJob
+from hetero_mpi.model.decoding import Sampling, require_decodable
+from hetero_mpi.model.transformers.chain import language
+from hetero_mpi.report.run_files.line_files import unharmed
+from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.runtime.generate.source import stop_tokens
+from hetero_mpi.runtime.generate.writer import Spelling, Writer
+from hetero_mpi.runtime.setup.material import model_directory, prompt_template
+
+FILE = "sample.txt"
+
+
+def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast | None, run_dir: Path) -> None:
+    """Print the continuation of ``[sample] prompt`` and store it in the run directory; nothing without a prompt. Collective.
+
+    Parameters, optimizer and random generators are left as they are. A prompt that cannot be used is said, and is no error:
+    the run is over.
+
+    Args:
+        trainer: this rank's share of the run.
+        tokenizer: on rank 0, else None.
+    """
+    table = loaded.job.sample
+    if table.prompt is None:
+        return
+    trainer.world.doing = "writing a sample"
+    task = trainer.world.broadcast_json(_task(trainer, loaded, tokenizer) if tokenizer is not None else None)
+    if task is None:
+        return
+    ranks = [stage.ranks[0] for stage in trainer.plan.pipelines[0].stages]
+    active = active_ranks(trainer.plan)
+    stage = trainer.stage if trainer.rank in ranks else None
+    writer = Writer(trainer.rank, ranks, active, trainer.transport, language(trainer.chain), stage)
+    sampling = Sampling(table.temperature, table.top_p, loaded.job.train.seed)
+    try:
+        tokens = list(writer.tokens(task["prompt"], sampling, task["stops"], task["limit"]))
+    except CollectiveUserError as error:
+        say(f"No sample: {error}")
+        return
+    if tokenizer is not None:
+        spelling = Spelling(tokenizer, task["prompt"])
+        text = "".join([*map(spelling.add, tokens), spelling.end()])
+        way = "greedy" if table.temperature == 0 else f"temperature {table.temperature:g}, top_p {table.top_p:g}"
+        lines = [f"## Prompt ({way})", table.prompt, "", "## Continuation", text]
+        with unharmed(FILE):
+            (run_dir / FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        say(f"Sample ({run_dir / FILE}):", *lines)
+
+
+def _task(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any] | None:
+    """Prompt, stop tokens and number of new ones; None, and a reason said, where the prompt cannot be continued."""
+    table, config = loaded.job.sample, language(trainer.chain).config
+    assert table.prompt is not None
+    try:
+        require_decodable(config)
+        prompt = render_prompt(tokenizer, table.prompt, prompt_template(loaded.job))
+        stops = stop_tokens(config.to_dict(), model_directory(loaded), tokenizer)
+    except UserError as error:
+        say(f"No sample: {error}")
+        return None
+    positions = getattr(config, "max_position_embeddings", None)
+    limit = min(table.max_new_tokens, positions - len(prompt) if positions is not None else table.max_new_tokens)
+    if limit < 1:
+        say(f"No sample: [sample] prompt has {len(prompt)} tokens, the model positions for {positions}; shorten it")
+        return None
+    return {"prompt": prompt, "stops": stops, "limit": limit}

@@ -1,0 +1,232 @@
+"""What ``generate RUN_OR_DIR`` is given, and how its model expects a prompt. Rank 0 alone reads it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from transformers import PreTrainedTokenizerFast
+
+from hetero_mpi.checkpoint import CheckpointError, CheckpointReader
+from hetero_mpi.data.template import Template, has_template, render_prompt
+from hetero_mpi.data.tokenizer import check_vocabulary, encoded, load_tokenizer, own_tokens_only
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.load import ClusterTable, Job, job_from_dict
+from hetero_mpi.model.adapter_files import adapter_of, check_adapter
+from hetero_mpi.model.decoding import require_decodable
+from hetero_mpi.model.files import hub
+from hetero_mpi.model.files.model_files import ModelFiles
+from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.tuning import adapter_tuning
+from hetero_mpi.runtime.setup.material import prompt_template
+
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+_KINDS = (
+    "a run directory (with model/ or adapter/), a Hugging Face model directory (config.json, *.safetensors), or a PEFT adapter "
+    "directory (adapter_config.json)"
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Which model writes, and how it is held. Plain values, to be broadcast."""
+
+    config: dict[str, Any]
+    """Keys of the model's ``config.json``."""
+    base: str | None
+    """Directory of the weights, on rank 0's machine at least; None: they are initialised from the seed."""
+    dtype: str
+    adapter: dict[str, Any] | None = None
+    """The keys of a job's ``[adapter]``."""
+    nf4: bool = False
+    double: bool = True
+    seed: int = 0
+    """Seed of weights that are in no file."""
+    cluster: dict[str, Any] = field(default_factory=lambda: ClusterTable().model_dump())
+    """The keys of a job's ``[cluster]``."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A source, and what only rank 0 needs of it."""
+
+    source: Source
+    tokenizer: PreTrainedTokenizerFast
+    adapter: Path | None
+    template: Template | None
+    """How a prompt is wrapped; None: it is continued as it is."""
+    reason: str
+    """Why, for a person."""
+    learnt_text: bool = False
+    """The model was trained here on text: a document begins without special tokens."""
+
+    def prompt_tokens(self, prompt: str, raw: bool) -> list[int]:
+        """Token ids of the prompt as the model expects it.
+
+        Raises:
+            UserError: nothing is left of it, or the chat template refuses it.
+        """
+        if not prompt.strip():
+            raise UserError("the prompt is empty: give --prompt some text")
+        if raw or self.template is None:
+            if self.learnt_text:
+                return render_prompt(self.tokenizer, prompt, None)
+            return encoded(own_tokens_only(self.tokenizer), [prompt], special=True)[0]
+        return render_prompt(self.tokenizer, prompt, self.template)
+
+
+def open_source(path: Path) -> Opened:
+    """Look at what is at ``path``; no weights are read.
+
+    Raises:
+        UserError: it is none of the three kinds, not complete, or of a family that is not proven.
+    """
+    path = path.expanduser()
+    if not path.exists():
+        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, siblings, n=3)]
+        hint = f"; near it: {', '.join(near)}" if near else ""
+        raise UserError(f"{path} does not exist{hint}. Give {_KINDS}")
+    if (path / "config.json").is_file():
+        return _bare(_model(path), path, None)
+    if (path / "adapter_config.json").is_file():
+        return _bare(*_adapter(path))
+    if any((path / name).is_dir() for name in ("model", "adapter", "checkpoints")):
+        return _run(path)
+    raise UserError(f"{path} is not something that can generate. Give {_KINDS}")
+
+
+def stop_tokens(config: dict[str, Any], directory: Path | None, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Tokens that end a text: those of ``generation_config.json``, else of ``config.json``, and the tokenizer's own."""
+    found = config.get("eos_token_id")
+    path = directory / "generation_config.json" if directory is not None else None
+    if path is not None and path.is_file():
+        try:
+            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id", found)
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            raise UserError(f"{path} cannot be read as JSON ({error}); remove it or save it again") from None
+    stops: Sequence[Any] = found if isinstance(found, list) else [found]
+    return sorted({int(token) for token in (*stops, tokenizer.eos_token_id) if token is not None})
+
+
+def _model(path: Path) -> Source:
+    files = ModelFiles(path)
+    files.check()
+    require_decodable(read_config(files.config))
+    stored = files.config.get("dtype") or files.config.get("torch_dtype")
+    if stored is None:
+        stored = next((t.dtype for t in files.names.values() if t.dtype in _DTYPES), "float32")
+    return Source(files.config, str(path.absolute()), _DTYPES.get(str(stored), "fp32"))
+
+
+def _adapter(path: Path) -> tuple[Source, Path, Path]:
+    """An adapter directory as it is: over its base model in that one's own dtype."""
+    table, name = adapter_of(path)
+    base = Path(name) if name else None
+    if name is not None and base is not None and hub.is_hub_id(name, base):
+        base = hub.cached(name) or base
+    if base is None or not base.is_dir():
+        raise UserError(
+            f"{path / 'adapter_config.json'}: the base model {name!r} (base_model_name_or_path) is not a directory here; "
+            f"put the model there, or correct the path"
+        )
+    source = _model(base)
+    source = replace(source, adapter=table.model_dump())
+    chain = Chain(read_config(source.config))
+    modules = dict(chain.model.named_modules())
+    foreign = [target for target in table.targets if target not in modules]
+    if foreign:
+        raise UserError(
+            f"{path}: the adapter is of another model: {base} has no {foreign[0]}; correct base_model_name_or_path"
+        )
+    check_adapter(path, adapter_tuning(chain, table, False, True))
+    return source, path, path
+
+
+def _bare(source: Source, path: Path, adapter: Path | None) -> Opened:
+    """A directory that no job of ours speaks for."""
+    tokenizer = _tokenizer(source, adapter or path)
+    if has_template(tokenizer):
+        return Opened(source, tokenizer, adapter, "auto", "wrapped by the tokenizer's chat template")
+    return Opened(source, tokenizer, adapter, None, "continued as it is: the tokenizer has no chat template")
+
+
+def _run(path: Path) -> Opened:
+    """The result of a run, held as its job held it."""
+    known = _newest_metadata(path / "checkpoints")
+    if known is None:
+        result = path / ("model" if (path / "model").is_dir() else "adapter")
+        if not result.is_dir():
+            raise UserError(f"{path}: neither a result (model/, adapter/) nor a whole checkpoint; run the job again")
+        return open_source(result)
+    job, metadata = known
+    result = path / ("model" if job.adapter.method == "none" else "adapter")
+    if not result.is_dir():
+        raise UserError(
+            f"{path}: the run has not written {result.name}/ yet; --resume it to its end, or make a directory of its newest "
+            f"checkpoint: python -m hetero_mpi export {path} OUT"
+        )
+    if job.adapter.method == "none":
+        adapter, source = None, replace(_model(result), dtype=job.train.dtype, cluster=job.cluster.model_dump())
+    else:
+        adapter, source = result, _adapted(job, metadata, result)
+    tokenizer, template = _tokenizer(source, result), prompt_template(job)
+    if template is None:
+        return Opened(source, tokenizer, adapter, None, "continued as it is: the run learnt text", learnt_text=True)
+    return Opened(source, tokenizer, adapter, template, "wrapped as the run's records were")
+
+
+def _adapted(job: Job, metadata: dict[str, Any], result: Path) -> Source:
+    """An adapter of a run over the base model that its job tuned, quantised as there."""
+    base = adapter_of(result)[1] or metadata.get("base_model")
+    config = metadata["model_config"]
+    if base is not None:
+        config = _model(Path(base)).config
+    require_decodable(read_config(config))
+    source = Source(
+        config,
+        str(base) if base is not None else None,
+        job.train.dtype,
+        job.adapter.model_dump(),
+        job.model.quantization == "nf4",
+        job.model.double_quantization,
+        job.train.seed,
+        job.cluster.model_dump(),
+    )
+    check_adapter(
+        result, adapter_tuning(Chain(read_config(config)), job.adapter, source.nf4, job.model.double_quantization)
+    )
+    return source
+
+
+def _newest_metadata(directory: Path) -> tuple[Job, dict[str, Any]] | None:
+    """(job, all metadata) of the newest checkpoint that can be opened. Tensors are not read."""
+    for path in sorted(directory.glob("step-*.h5"), reverse=True):
+        try:
+            with CheckpointReader(path) as reader:
+                reader.told("model_config")
+                return job_from_dict(reader.told("job")), reader.metadata
+        except (CheckpointError, ValidationError):
+            continue  # damaged, or of a program with other keys
+    return None
+
+
+def _tokenizer(source: Source, directory: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer beside the result, else beside the base model."""
+    places = [directory, *([Path(source.base)] if source.base is not None else [])]
+    for place in places:
+        if any((place / name).is_file() for name in _TOKENIZERS):
+            tokenizer = load_tokenizer(place)
+            check_vocabulary(tokenizer, read_config(source.config).vocab_size)
+            return tokenizer
+    raise UserError(
+        f"{' and '.join(map(str, dict.fromkeys(places)))}: no tokenizer (tokenizer.json) beside the model; copy the one "
+        f"it was trained with into the directory"
+    )

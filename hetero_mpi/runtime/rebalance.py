@@ -1,0 +1,211 @@
+"""Moves layers when machines change their speed while a run goes on: a laptop throttles, somebody else uses a card.
+
+Every rank compares what its computing took in a step with its profile, and says so along with the verdict on the next step: no
+message is sent for it. Rank 0 watches (``planning.analysis.drift``), asks for another plan in a process of its own
+(``runtime.replanner``), and when it pays says so along with its own verdict, so that all ranks change after the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_mpi.engine.trainer import Trainer
+from hetero_mpi.launch.supervisor.event_log import append_event
+from hetero_mpi.planning.analysis.drift import Decider, Move, moved_items
+from hetero_mpi.planning.durations import Durations
+from hetero_mpi.planning.schedule import COMPUTE, Action, schedule_of
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.report import units
+from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.runtime.reconfigure import Share, lack_of_room
+from hetero_mpi.runtime.replanner import Replanner
+from hetero_mpi.runtime.setup.setup import Setting, planning_request
+from hetero_mpi.state.background_save import MEMORY_SHARE
+
+if TYPE_CHECKING:
+    from hetero_mpi.planning.analysis.replan import Answer
+
+_LOG = logging.getLogger(__name__)
+
+
+class Rebalancer:
+    """What a rank does about changed speeds, over all plans of a run. A ``Steering``; ``begin`` comes before the steps of a plan.
+
+    Args:
+        profile: as measured before the run, or as emulated.
+    """
+
+    def __init__(self, setting: Setting, profile: ClusterProfile) -> None:
+        self._setting, self._profile = setting, profile
+        cluster = setting.job.cluster
+        self._scale = cluster.time_scale if cluster.emulate is not None else 1.0
+        self._hosts = [device.host for device in profile.devices]
+        self._decider, self._replanner = Decider(range(len(profile.devices))), Replanner()
+        self._asked = False
+        """Is a question being answered?"""
+        self._ratios: dict[int, float] = {}
+        """The latest that were asked about."""
+        self._answer: Answer | None = None
+        self._rebuild_s: float | None = None
+        self._ready, self._room = False, True
+        self._share: Share | None = None
+        self._own: _OwnWork | None = None
+        self._because = ""
+
+    def begin(self, share: Share) -> None:
+        """The steps of this plan follow. Collective over the active ranks."""
+        assert share.trainer is not None
+        self._share, self._ready = share, False
+        self._own = _OwnWork(share, self._profile, self._scale)
+        if self._rebuild_s is None or share.seconds:
+            seconds = share.seconds
+            self._rebuild_s = (seconds.get("keep", 0.0) + seconds.get("build", 0.0)) / self._scale
+        lack = lack_of_room(share)
+        if lack is not None and self._room:
+            say(
+                f"Layers stay where they are, however fast the ranks are: what is trained may take {units.percent(MEMORY_SHARE)} "
+                f"of the free host memory while layers move; {lack}"
+            )
+        self._room = lack is None
+
+    def end(self) -> None:
+        """No step follows under this plan: its trainer is let go."""
+        self._share = self._own = None
+
+    def close(self) -> None:
+        """The run is over."""
+        self.end()
+        self._replanner.close()
+
+    def word(self) -> NDArray[np.float64]:
+        """As ``Steering``: [rank 0: go, ratio of each stage]."""
+        assert self._share is not None and self._own is not None
+        word = np.zeros(1 + len(self._share.plan.numbered))
+        word[0] = self._ready and self._setting.world.rank == 0
+        if self._own.stage is not None:
+            word[1 + self._own.stage] = self._own.ratio()
+        return word
+
+    def due(self, step: int, heard: NDArray[np.float64]) -> bool:
+        """As ``Steering``."""
+        assert self._share is not None
+        if self._setting.world.rank == 0 and self._room and not self._ready:
+            ranks = [stage.ranks[0] for _, _, stage in self._share.plan.numbered]
+            ratios = {rank: float(ratio) for rank, ratio in zip(ranks, heard[1:], strict=True) if ratio > 0}
+            self._decider.observe(ratios)
+            self._consider(self._setting.job.train.steps - step - 1)
+        return bool(heard[0] > 0)
+
+    def chosen(self) -> Plan | None:
+        """As ``Steering``."""
+        return self._answer.plan if self._answer is not None else None
+
+    def changed(self, step: int, old: Plan, new: Plan, stall_s: float) -> None:
+        """Layers have moved, and training stood still for ``stall_s`` (wall clock). Tells the person, on rank 0."""
+        assert self._answer is not None
+        prospect, moves = self._answer.prospect, moved_items(old, new)
+        self._decider.moved()
+        before, after = units.seconds(prospect.now_s), units.seconds(prospect.then_s)
+        moved = _moves_text(moves, new.items) or "no layer moves, but warm-up depths change"
+        text = (
+            f"{self._because}: {moved}; a step {before} -> {after}; training stood still for {units.seconds(stall_s)}"
+        )
+        say(f"step {step}: {text}")
+        append_event(
+            self._setting.run_dir,
+            "rebalanced",
+            text,
+            step=step,
+            speeds={str(rank): round(1 / ratio, 4) for rank, ratio in self._ratios.items()},
+            moved=[{"from": a, "to": b, "items": items} for (a, b), items in moves.items()],
+            step_s_before=prospect.now_s,
+            step_s_after=prospect.then_s,
+            predicted_cost_s=prospect.cost_s,
+            stall_s=stall_s,
+        )
+
+    def _consider(self, remaining: int) -> None:
+        """After every step, on rank 0."""
+        if self._decider.asked is not None and self._asked and not self._replanner.busy:
+            self._asked, self._answer = False, self._replanner.take()
+            self._decider.answered(self._answer.prospect if self._answer is not None else None)
+            _LOG.info("planned anew: %s", self._answer.prospect if self._answer is not None else "nothing was found")
+        move = self._decider.decide(remaining)
+        if move is Move.ASK:
+            self._ask(remaining)
+        elif move is Move.GO:
+            self._ready, self._because = True, self._decider.sentence(self._hosts)
+
+    def _ask(self, remaining: int) -> None:
+        from hetero_mpi.planning.analysis.replan import Question  # brings the planner, which few runs need again
+
+        assert self._share is not None and self._rebuild_s is not None and self._decider.asked is not None
+        self._asked, self._ratios = True, self._decider.asked
+        _LOG.info("%s: planning anew", self._decider.sentence(self._hosts))
+        self._replanner.ask(
+            Question(self._profile, self._ratios, self._request, self._share.plan, remaining, self._rebuild_s)
+        )
+
+    @cached_property
+    def _request(self) -> PlanRequest:
+        return planning_request(self._setting, self._profile)
+
+
+class _OwnWork:
+    """What this rank's computing should take in a step by the profile, and took."""
+
+    def __init__(self, share: Share, profile: ClusterProfile, scale: float) -> None:
+        assert share.trainer is not None
+        self._trainer: Trainer = share.trainer
+        self._plan, self._profile, self._scale = share.plan, profile, scale
+        self._emulated = share.emulation is not None
+        place = share.trainer.place
+        self.stage = place.index if place is not None else None
+        actions = schedule_of(share.plan, profile.model).get(share.trainer.rank, ())
+        self._actions: list[Action] = [action for action in actions if action.op in COMPUTE]
+        self._expected = lru_cache(maxsize=256)(self._expected_s)
+
+    def ratio(self) -> float:
+        """Measured over profiled seconds of the last step's forwards and backwards; 0 where there was no step."""
+        trainer = self._trainer
+        measured_s = sum(event.end_s - event.start_s for event in trainer.events if event.action.op in COMPUTE)
+        length = self._plan.sequence_length if self._emulated else trainer.length
+        expected_s = self._scale * self._expected(length)
+        return measured_s / expected_s if expected_s > 0 else 0.0
+
+    def _expected_s(self, length: int) -> float:
+        plan = self._plan if length == self._plan.sequence_length else replace(self._plan, sequence_length=length)
+        durations = Durations(plan, self._profile)
+        return sum(durations.of(action)[0] for action in self._actions)
+
+
+def rebalancer_of(setting: Setting, profile: ClusterProfile, plan_given: bool) -> Rebalancer | None:
+    """What moves layers in this run; None: nothing does, since the job or the person who gave the plan wants it so."""
+    alone = len(profile.devices) == 1
+    return None if alone or plan_given or not setting.job.plan.rebalance else Rebalancer(setting, profile)
+
+
+def _moves_text(moves: dict[tuple[int, int], list[int]], items: int) -> str:
+    """Such as ``layers 9-11 move from rank 1 to rank 0``; layers count from 0 as in the model's parameter names."""
+    return ", ".join(
+        f"{_items_text(moved, items)} from rank {a} to rank {b}" for (a, b), moved in sorted(moves.items())
+    )
+
+
+def _items_text(moved: list[int], items: int) -> str:
+    names = ["the embedding"] if 0 in moved else []
+    blocks = [item - 1 for item in moved if 0 < item < items - 1]
+    for _, run in groupby(enumerate(blocks), key=lambda pair: pair[1] - pair[0]):
+        numbers = [number for _, number in run]
+        names.append(f"layers {numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"layer {numbers[0]}")
+    names += ["the head"] if items - 1 in moved else []
+    return f"{' and '.join(names)} {'moves' if len(moved) == 1 else 'move'}"

@@ -1,0 +1,192 @@
+"""From one plan to another inside the running processes, between two steps.
+
+    before      rank 0: items 0-3      rank 1: items 4-8       rank 2: idle
+    keep        copies what it trains  copies what it trains                   in host memory; stages are given up
+    build       items 0-2              items 3-5               items 6-8       frozen weights that are new here: own files, or sent
+    move                item 3 -> 1    items 6-8 -> 2                          parameters and moments; the rest stays where it is
+    after       the loop goes on with the next step: the same data, the same numbers
+
+A change has three parts that others may put together in another way (after a death what is to be moved comes from copies that
+other ranks keep): ``keep`` says what this rank brings along, ``build_share`` makes ranks and stages ready for a plan, and
+``hand_over`` moves the trained state by a list of deliveries. Only one stage is in memory at any time.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hetero_mpi.comm.ranks.world import CollectiveUserError, World
+from hetero_mpi.emulation.pace import Emulation, emulate
+from hetero_mpi.engine.placement import active_ranks, holders
+from hetero_mpi.engine.trainer import Trainer
+from hetero_mpi.model.frozen_weight_cache import Kept
+from hetero_mpi.model.transformers.chain import language
+from hetero_mpi.planning.schedule import schedule_of
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.runtime.build import build
+from hetero_mpi.runtime.loop import Books
+from hetero_mpi.runtime.setup.setup import Setting
+from hetero_mpi.state.background_save import Snapshot, lack_of_memory, numbers
+from hetero_mpi.state.checkpointing import KINDS, live_state, take_over
+from hetero_mpi.state.redistribute import Delivery, Parcel, deliveries, held_under, move, parcels
+
+_LOG = logging.getLogger(__name__)
+MEMORY_SHARE = 0.5
+"""What a rank brings along may take this share of the host memory that is free while it trains."""
+Own = Callable[[Parcel], torch.Tensor]
+"""Gives a parcel that this rank has, as a contiguous host tensor."""
+
+
+@dataclass
+class Share:
+    """A rank's part of the run while one plan lasts."""
+
+    plan: Plan
+    """As planned; ``own_plan`` is of the job's own sequences."""
+    emulation: Emulation | None
+    members: World | None
+    """The active ranks; None on an idle one."""
+    trainer: Trainer | None = None
+    """None on an idle rank, and once the plan has been given up."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """What the change to this plan took on this rank, by part: ``keep``, ``build``, ``move``; at the start only ``build``."""
+
+    @property
+    def own_plan(self) -> Plan:
+        return self.emulation.stand_in_plan if self.emulation is not None else self.plan
+
+
+def deliveries_between(setting: Setting, old: Plan, new: Plan) -> list[Delivery]:
+    """What a change of plans moves, when every rank that held something under ``old`` is still there."""
+    listed = parcels(setting.tuning, new, KINDS)
+    return deliveries(listed, held_under(setting.tuning, old))
+
+
+def lack_of_room(share: Share) -> str | None:
+    """Which hosts have not the memory for what ``keep`` copies, in words. Collective over the active ranks."""
+    assert share.members is not None and share.trainer is not None
+    members, trainer = share.members, share.trainer
+    held = [parcel for parcel in parcels(trainer.tuning, trainer.plan, KINDS) if trainer.rank in _holders_of(parcel)]
+    return lack_of_memory(members, 4 * numbers(held))
+
+
+def _holders_of(parcel: Parcel) -> tuple[int, ...]:
+    return parcel.owner, *parcel.others
+
+
+def keep(trainer: Trainer, listed: Sequence[Delivery]) -> Snapshot:
+    """Copies, in host memory, of what this rank is the source or a keeper of. Local."""
+    rank = trainer.rank
+    own = [one.parcel for one in listed if rank in one.keepers or (rank == one.source and one.destinations)]
+    snapshot = Snapshot(own, trainer.backend)
+    snapshot.take(live_state(trainer))
+    return snapshot
+
+
+def join(setting: Setting, profile: ClusterProfile, plan: Plan) -> Share:
+    """Which ranks take part in ``plan``, without stages yet. Collective over all ranks of the job.
+
+    Args:
+        profile: what an emulation imitates; of no meaning without one.
+    """
+    emulation = None
+    if setting.job.cluster.emulate is not None:
+        emulation = emulate(
+            setting.world, setting.transport, setting.loaded, language(setting.chain), profile, plan, setting.cores
+        )
+    return Share(plan, emulation, setting.world.subset(active_ranks(plan)))
+
+
+def build_share(setting: Setting, profile: ClusterProfile, plan: Plan, kept: Kept | None = None) -> Share:
+    """This rank's part under ``plan``, whose trained state is still to be brought. Collective over all ranks of the job, idle
+    ones too; no rank may be asleep.
+
+    Args:
+        profile: as for ``join``.
+        kept: frozen weights that this rank has already.
+
+    Raises:
+        CollectiveUserError: on all of them, if an active rank cannot build its stage.
+    """
+    share = join(setting, profile, plan)
+    problem: CollectiveUserError | None = None
+    if share.members is not None:
+        schedule = schedule_of(plan, profile.model)
+        try:
+            share.trainer = build(setting, share.members, share.own_plan, schedule, share.emulation, True, kept)
+        except CollectiveUserError as error:
+            problem = error
+    setting.world.share_problem(problem)
+    return share
+
+
+def hand_over(setting: Setting, share: Share, listed: Sequence[Delivery], own: Own | None, books: Books) -> int:
+    """Bring trained parameters and moments to the ranks that hold them now. Collective over all ranks of the job.
+
+    Args:
+        listed: who gives what to whom, the same on all ranks; of the plan of ``share``.
+        own: gives what this rank is the source or a keeper of; None where it is neither.
+
+    Returns:
+        The bytes that this rank received.
+    """
+    own = own or _nothing
+    if share.trainer is None:
+        return move(setting.world.rank, setting.transport, listed, own, _refuse)
+    return take_over(share.trainer, listed, own, books.state)
+
+
+def change(setting: Setting, profile: ClusterProfile, before: Share, plan: Plan, books: Books) -> Share:
+    """Go over to ``plan``. Collective over all ranks of the job, idle ones too; no rank may be asleep. Nobody else may hold the
+    trainer of ``before``: its memory is needed.
+
+    Args:
+        profile: as for ``join``.
+        books: of this rank.
+
+    Raises:
+        CollectiveUserError: on all ranks, if one cannot build its new stage.
+    """
+    world, rank = setting.world, setting.world.rank
+    world.doing = "changing to another plan"
+    begin = time.perf_counter()
+    listed = deliveries_between(setting, before.plan, plan)
+    brought: Snapshot | None = None
+    kept: Kept = {}
+    if before.trainer is not None:
+        brought = keep(before.trainer, listed)
+        if before.trainer.stage is not None:
+            kept = before.trainer.stage.frozen_items(_items_of(world.rank, plan))
+        before.trainer.close()
+        before.trainer = None
+        setting.backend.free_unused()
+        gc.freeze()  # what lives on is not looked through again by the next change
+    copied = time.perf_counter()
+    share = build_share(setting, profile, plan, kept)
+    if share.emulation is not None and before.emulation is not None:
+        share.emulation.pace.go_on_from(before.emulation.pace)
+    built = time.perf_counter()
+    received = hand_over(setting, share, listed, brought, books)
+    moved = time.perf_counter()
+    share.seconds = {"keep": copied - begin, "build": built - copied, "move": moved - built}
+    _LOG.info("rank %d: %d bytes received; seconds of the change: %s", rank, received, share.seconds)
+    return share
+
+
+def _items_of(rank: int, plan: Plan) -> list[int]:
+    return [item for item, ranks in holders(plan).items() if rank in ranks]
+
+
+def _nothing(parcel: Parcel) -> torch.Tensor:
+    raise AssertionError(f"this rank does not have {parcel.name}")
+
+
+def _refuse(parcel: Parcel, tensor: torch.Tensor) -> None:
+    raise AssertionError(f"an idle rank was given {parcel.name}")

@@ -1,0 +1,82 @@
+"""Planning beside the training: a question is answered by a process of its own, at low priority, while steps go on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hetero_mpi.planning.analysis.replan import Answer, Question
+
+LIMIT_S = 300.0
+"""An answer that takes longer is given up."""
+_PACKAGES = Path(__file__).resolve().parents[2]
+_LOG = logging.getLogger(__name__)
+
+
+class Replanner:
+    """Answers a question at a time. What goes wrong is written into the log, and there is no answer: a run never ends for want
+    of a better plan."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._thread: threading.Thread | None = None
+        self._answer: Answer | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Is a question being answered?"""
+        return self._thread is not None and self._thread.is_alive()
+
+    def ask(self, question: Question) -> None:
+        """Begin to answer. Returns at once."""
+        assert not self.busy
+        self._answer = None
+        self._thread = threading.Thread(target=self._run, args=(question,), name="replanning", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Answer | None:
+        """The answer, once; None where there is none."""
+        found, self._answer = self._answer, None
+        return found
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.kill()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, question: Question) -> None:
+        from hetero_mpi.planning.analysis.replan import Answer  # brings the planner, which few runs need again
+
+        paths = [str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "hetero_mpi.planning.analysis.replan"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
+                text=True,
+            )
+            answer, complaint = self._process.communicate(json.dumps(question.to_dict()), LIMIT_S)
+            if self._process.returncode == 0:
+                self._answer = Answer.from_dict(json.loads(answer))
+            else:
+                _LOG.warning("planning anew ended with exit code %d: %s", self._process.returncode, complaint)
+        except subprocess.TimeoutExpired:
+            assert self._process is not None
+            self._process.kill()
+            self._process.communicate()
+            _LOG.warning("planning anew took more than %.0f s and was given up", LIMIT_S)
+        except OSError as error:
+            _LOG.warning("planning anew could not begin: %s", error)

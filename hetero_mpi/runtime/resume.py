@@ -1,0 +1,164 @@
+"""The checkpoint that a run goes on from: found, compared with the job and its data, and opened on rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi.checkpoint import CheckpointReader, newest_good, set_aside
+from hetero_mpi.checkpoint.local_shards import new_lineage
+from hetero_mpi.checkpoint.opening import damage_named
+from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.load import TrainTable
+from hetero_mpi.job.rules import as_toml
+from hetero_mpi.launch.supervisor.event_log import own_event
+from hetero_mpi.model.optimizer import LearningRate
+from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.report.run_files.set_aside import EarlierRun
+from hetero_mpi.runtime.setup.setup import Options, Setting
+from hetero_mpi.state.checkpointing import ANY, LATEST, RunState, check_data, check_fits, find_checkpoint
+
+_RATE = ("steps", "learning_rate", "schedule", "warmup_steps")
+"""Keys of ``[train]`` that the learning rate of a step depends on."""
+
+
+def open_checkpoint(
+    setting: Setting, world: World, options: Options, stack: contextlib.ExitStack
+) -> tuple[Path | None, CheckpointReader | None, RunState]:
+    """(path, open file on rank 0, where the run stands) of the checkpoint to resume from; nothing when starting anew."""
+    checkpoints = setting.run_dir / "checkpoints"
+    reader, shared = None, None
+    with world.led("opening the checkpoint"):
+        if world.rank == 0 and options.resume is not None and _nothing_there(checkpoints, options.resume):
+            _set_aside(setting, EarlierRun.found(setting.run_dir, _read(setting, options)))
+        elif world.rank == 0 and options.resume is not None:
+            path, remarks = find_checkpoint(setting.run_dir, options.resume)
+            say(*remarks)
+            reader = stack.enter_context(CheckpointReader(path))
+            job = setting.job
+            check_fits(reader, path, setting.chain, setting.tuning, job.train, job.data.sequence_length)
+            assert setting.material is not None
+            fingerprint = setting.material.dataset.fingerprint()
+            then, allowed = reader.metadata.get("data_fingerprint"), setting.job.checkpoint.allow_other_data
+            say(*filter(None, [check_data(then, path, fingerprint, allowed)]))
+            step, losses = reader.metadata["step"], [float(loss) for loss in reader.metadata["losses"]]
+            if step > setting.job.train.steps:
+                raise UserError(
+                    f"{path} was written after step {step}, and the job ends at [train] steps = {setting.job.train.steps}: "
+                    f"raise it, or resume from an earlier checkpoint"
+                )
+            say(f"Resuming from {path}, after step {step}")
+            with damage_named(path, "metadata/job"):
+                warning = rate_change(reader.metadata["job"]["train"], job.train, step)
+            say(*filter(None, [warning]))
+            tell_set_aside(checkpoints, step)
+            shared = {"path": str(path), "step": step, "losses": losses, "updates": reader.metadata["updates"]}
+            shared["loss_scale"] = reader.metadata["loss_scale"]
+    shared = world.broadcast_json(shared)
+    if shared is None:
+        return None, None, RunState(0, [], 0)
+    return (
+        Path(shared["path"]),
+        reader,
+        RunState(
+            shared["step"],
+            list(shared["losses"]),
+            shared["updates"],
+            (shared["loss_scale"][0], shared["loss_scale"][1]),
+        ),
+    )
+
+
+def earlier_run(setting: Setting, options: Options) -> EarlierRun | None:
+    """The run in the directory that is to be set aside, on rank 0, unless this one goes on from it. Collective.
+
+    Raises:
+        CollectiveUserError: this run reads its files.
+    """
+    resume = options.resume
+    named = Path(resume) if resume not in (None, LATEST, ANY) else None
+    goes_on = resume is not None and (named is None or named.resolve().is_relative_to(setting.run_dir.resolve()))
+    found = None
+    with setting.world.led("looking at the run directory"):
+        if setting.world.rank == 0 and not goes_on:
+            found = EarlierRun.found(setting.run_dir, _read(setting, options))
+    return found
+
+
+def make_room(setting: Setting, members: World, earlier: EarlierRun | None) -> None:
+    """Set the earlier run aside, known on rank 0. Collective over ``members``.
+
+    Raises:
+        CollectiveUserError: it cannot be moved.
+    """
+    with members.led("setting the earlier run aside"):
+        _set_aside(setting, earlier)
+
+
+def _read(setting: Setting, options: Options) -> list[Path]:
+    """What this run reads."""
+    job = setting.job
+    named = [
+        setting.loaded.resolve(text)
+        for text in (job.model.path, job.adapter.path, job.tokenizer.path)
+        if text is not None
+    ]
+    return named + [path for path in (options.plan, options.profile) if isinstance(path, Path)]
+
+
+def _set_aside(setting: Setting, earlier: EarlierRun | None) -> None:
+    if earlier is not None:
+        say(f"The earlier run in {setting.run_dir} is in {earlier.set_aside(own_event)} now, whole")
+
+
+def lineage(reader: CheckpointReader | None, options: Options) -> str:
+    """Which run this is: that of the checkpoint, where it goes on from the newest; from one that was named, it is a new one."""
+    found = reader.metadata.get("begun") if reader is not None and options.resume in (LATEST, ANY) else None
+    return found or new_lineage()
+
+
+def rate_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | None:
+    """A warning if the learning rate of the next step is another one than it would have been; None if it is the same.
+
+    Args:
+        then: ``[train]`` as it was when the state after ``step`` steps was written.
+        train: as it is now.
+    """
+    before, now = LearningRate(train.model_copy(update={key: then[key] for key in _RATE})), LearningRate(train)
+    old, new = before.at(step), now.at(step)
+    if step >= train.steps or math.isclose(old, new, rel_tol=1e-9):
+        return None
+    changed = [f"{key} is {as_toml(getattr(train, key))}, was {as_toml(then[key])}" for key in _RATE]
+    changed = [text for text, key in zip(changed, _RATE, strict=True) if getattr(train, key) != then[key]]
+    kept = ", ".join(f"{key} = {as_toml(then[key])}" for key in _RATE if getattr(train, key) != then[key])
+    remedy = f"set {kept} again to go on as before"
+    share = new / now.peak
+    if share > 0:
+        remedy += f", or learning_rate = {old / share:.4g} to begin this schedule at the old value"
+    return (
+        f"Warning: the learning rate jumps from {old:.4g} to {new:.4g} at step {step + 1}, since [train] {', '.join(changed)}: "
+        f"it is a function of the step and of these; {remedy}"
+    )
+
+
+def tell_set_aside(checkpoints: Path, step: int) -> None:
+    """Move checkpoints of later steps out of the way, with what was measured of these steps. On rank 0."""
+    aside = set_aside(checkpoints, step)
+    if aside is not None:
+        for name in ("metrics.jsonl", "steps.jsonl"):
+            with contextlib.suppress(OSError):  # not there, or no room for a copy
+                shutil.copy2(checkpoints.parent / name, aside / name)
+        say(f"Checkpoints of an earlier run from after step {step} are in {aside} now")
+
+
+def _nothing_there(checkpoints: Path, wanted: str) -> bool:
+    """Was any state asked for, and there is none?"""
+    if wanted != ANY or newest_good(checkpoints)[0] is not None:
+        return False
+    say("There is no checkpoint, and no whole copy of the trained state: beginning anew")
+    return True

@@ -1,0 +1,151 @@
+"""What a run shows and leaves behind on rank 0: the screen, ``run.json``, ``architecture.png``, ``trace.json`` and ``report.html``.
+
+Nothing here may end a run: what cannot be drawn or written is said, and training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from hetero_mpi.comm.ranks.versions import own_versions
+from hetero_mpi.comm.ranks.world import CollectiveUserError
+from hetero_mpi.errors import ExitCode, UserError
+from hetero_mpi.job.load import job_to_dict
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.toml_files import load_profile, save_profile
+from hetero_mpi.report import units
+from hetero_mpi.report.past_run import REPORT_NAME, USED_PROFILE, describe_run, predicted_step, read_run
+from hetero_mpi.report.progress import Now, Progress, overview
+from hetero_mpi.report.run_files.line_files import unharmed
+from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.report.run_files.metrics import MetricsWriter
+from hetero_mpi.report.run_files.tensorboard import REMEDY, TensorBoard, available
+from hetero_mpi.report.trace import save_run_trace
+from hetero_mpi.runtime.setup.setup import Setting
+from hetero_mpi.runtime.watchdog import Standing, Watchdog
+
+_LOG = logging.getLogger(__name__)
+TRACE_NAME = "trace.json"
+_COMPUTING = re.compile(r"\d+[FBIW]\d+")
+_LONG_S = 10.0
+"""A rank that has stood at one place for so long is shown with how long."""
+
+
+def draw_plan(setting: Setting, profile: ClusterProfile, plan: Plan) -> None:
+    """``architecture.png`` and ``.svg`` of the plan. On rank 0, before training."""
+    if setting.world.rank != 0 or not setting.job.report.write:
+        return
+    with _told("architecture.png"):
+        from hetero_mpi.report.figures.architecture import architecture  # loads matplotlib
+        from hetero_mpi.report.figures.style import save
+
+        simulation = predicted_step(plan, profile)
+        busy = {
+            rank: seconds / simulation.step_s for rank, seconds in simulation.busy_s.items() if simulation.step_s > 0
+        }
+        figure = architecture(plan, profile, setting.loaded.name, busy)
+        for kind in ("png", "svg"):
+            save(figure, setting.run_dir / f"architecture.{kind}", f"architecture: {setting.loaded.name}")
+
+
+def keep_profile(setting: Setting, profile: ClusterProfile) -> None:
+    """Keep the profile that the run's plans are made for, where it is not the one in ``profile.toml``. On rank 0.
+
+    It may have been given by name, or lack ranks that have died. Under its own name no later run takes it for its own.
+    """
+    if setting.world.rank != 0:
+        return
+    used, measured = setting.run_dir / USED_PROFILE, None
+    with contextlib.suppress(UserError):
+        measured = load_profile(setting.run_dir / "profile.toml")
+    with unharmed(used.name):
+        if measured == profile:
+            used.unlink(missing_ok=True)
+        else:
+            save_profile(profile, used)
+
+
+def open_metrics(setting: Setting, step: int) -> MetricsWriter:
+    """Where steps are written, and what the run is about, as training starts after ``step`` steps."""
+    loaded = setting.loaded
+    with unharmed("run.json"):
+        describe_run(
+            setting.run_dir,
+            loaded.name,
+            str(loaded.path),
+            job_to_dict(loaded.job),
+            own_versions(setting.world.library),
+            setting.world.size,
+            step,
+        )
+    board = None
+    if loaded.job.report.tensorboard and available():
+        board = TensorBoard(setting.run_dir / "tensorboard")
+    elif loaded.job.report.tensorboard:
+        say(f"TensorBoard files are not written, since the package tensorboard is not installed: {REMEDY}")
+    return MetricsWriter(setting.run_dir / "metrics.jsonl", step, board)
+
+
+def show_plan(
+    display: Progress | None, setting: Setting, profile: ClusterProfile, plan: Plan, watchdog: object
+) -> None:
+    """Put a plan that is about to be run on the screen, and what its ranks say of themselves (where a watchdog hears them)."""
+    if display is None:
+        return
+    display.overview = overview(plan, profile, setting.loaded.name)
+    display.standings = (lambda: _now(watchdog.standings())) if isinstance(watchdog, Watchdog) else dict
+
+
+@contextlib.contextmanager
+def reported(setting: Setting) -> Iterator[None]:
+    """A block after which the run is over: well, or as a signal asked for. Then ``report.html`` and ``trace.json`` are written."""
+    try:
+        yield
+    except CollectiveUserError as error:
+        if error.exit_code == ExitCode.STOPPED:
+            write_files(setting)
+        raise
+    write_files(setting)
+
+
+def write_files(setting: Setting) -> None:
+    """``report.html`` and ``trace.json``, on rank 0."""
+    if setting.world.rank == 0 and setting.job.report.write:
+        with _told("the report"):
+            from hetero_mpi.report.page.document import write_report  # loads matplotlib
+
+            run = read_run(setting.run_dir)
+            write_report(run, setting.run_dir / REPORT_NAME)
+            save_run_trace(run, setting.run_dir / TRACE_NAME)
+
+
+def files_of(setting: Setting) -> dict[str, Path]:
+    """What there is to be looked at: what -> where."""
+    files = {"report": REPORT_NAME, "trace": TRACE_NAME} if setting.job.report.write else {}
+    return {what: setting.run_dir / name for what, name in files.items() if (setting.run_dir / name).exists()}
+
+
+def _now(standings: dict[int, Standing]) -> dict[int, Now]:
+    return {rank: Now(_words(standing), standing.computed) for rank, standing in standings.items()}
+
+
+def _words(standing: Standing) -> str:
+    place = standing.at.rsplit(", ", 1)[-1]
+    text = f"computes {place}" if _COMPUTING.fullmatch(place) else place
+    text = f"waits for {standing.waits_for}" if standing.waits_for else text
+    return f"{text}, for {units.seconds(standing.still_s)}" if standing.still_s >= _LONG_S else text
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Training must not fail for a picture."""
+    try:
+        yield
+    except Exception as error:
+        _LOG.exception("%s could not be written", what)
+        say(f"{what} could not be written ({error}); the run is not affected")

@@ -1,0 +1,1 @@
+"""What happens before the first step: devices, data, the model's shape, the profile and the plan."""

@@ -1,0 +1,197 @@
+"""What rank 0 prepares before any rank builds a layer: the model's configuration, the tokenizer and the sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerFast
+
+from hetero_mpi.data.documents import read_documents
+from hetero_mpi.data.instructions import build_record_sequences
+from hetero_mpi.data.records import read_records
+from hetero_mpi.data.samples import Source
+from hetero_mpi.data.sequences import build_sequences
+from hetero_mpi.data.template import Template, choose_form, plain_texts
+from hetero_mpi.data.tokenizer import check_vocabulary, load_tokenizer, train_bpe, vocabulary_note
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.load import Job, LoadedJob
+from hetero_mpi.model.files import hub
+from hetero_mpi.model.files.model_files import ModelFiles
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.runtime.setup.custom_model import read_factory
+
+
+@dataclass(frozen=True)
+class Material:
+    """Model configuration, tokenizer and data of a job. Only rank 0 has it."""
+
+    config: dict[str, Any]
+    """Keys of the model's ``config.json``, or what is known of a factory's layers; to be broadcast."""
+    tokenizer: PreTrainedTokenizerFast | None
+    """None: the model reads no text."""
+    dataset: Source
+    notes: tuple[str, ...]
+    """Remarks for a person."""
+    template: Literal["chat", "plain"] | None = None
+    """What turned records into text; None: the job has text."""
+
+
+def prompt_template(job: Job) -> Template | None:
+    """How the job's model expects a prompt: the last argument of ``data.template.render_prompt``."""
+    return None if job.data.records is None else job.data.template
+
+
+def prepare(loaded: LoadedJob) -> Material:
+    """Read the job's files: the data first, since a model of the hub may take an hour to fetch.
+
+    Raises:
+        UserError: anything missing, damaged or contradictory.
+    """
+    if loaded.job.model.factory is not None:
+        keys, samples = read_factory(loaded)
+        return Material(keys, None, samples, samples.notes)
+    return _from_text(loaded) if loaded.job.data.records is None else _from_records(loaded)
+
+
+def _from_text(loaded: LoadedJob) -> Material:
+    data = loaded.job.data
+    corpus = read_documents(loaded.text_patterns(), data.documents, data.max_bytes)
+    evaluation = None
+    if data.evaluation is not None:
+        evaluation = read_documents(loaded.evaluation_patterns(), data.documents, key="data.evaluation")
+    for read in (corpus, evaluation):
+        next(iter(read or ("",)))  # there is some text
+    config = _model_keys(loaded)
+    tokenizer, notes = _tokenizer(loaded, config, corpus)
+    dataset = build_sequences(
+        corpus, tokenizer, data.sequence_length, data.packing, data.held_out, loaded.job.train.seed, evaluation
+    )
+    for name, read in (("corpus", corpus), ("evaluation", evaluation)):
+        if read is not None:
+            notes.append(f"{name}: {read.report.files:,} files, {read.report.bytes / 1e6:.1f} MB of text")
+    notes.extend(dataset.notes)
+    return Material(config, tokenizer, dataset, tuple(notes))
+
+
+def _from_records(loaded: LoadedJob) -> Material:
+    data = loaded.job.data
+    records = read_records(loaded.record_patterns())
+    evaluation = read_records(loaded.evaluation_patterns(), "data.evaluation") if data.evaluation is not None else None
+    config = _model_keys(loaded)
+    tokenizer, notes = _tokenizer(loaded, config, plain_texts(records.records))
+    form = choose_form(tokenizer, data.template, (*records.records, *(evaluation.records if evaluation else ())))
+    notes.extend(records.lines())
+    notes.extend(f"evaluation: {line}" for line in (evaluation.lines() if evaluation else ()))
+    notes.append("records become text by " + _FORMS[form.kind])
+    dataset = build_record_sequences(
+        records.records,
+        tokenizer,
+        form,
+        data.sequence_length,
+        data.packing,
+        data.held_out,
+        loaded.job.train.seed,
+        data.train_on_prompt,
+        None if evaluation is None else evaluation.records,
+    )
+    if form.kind == "plain":
+        # So that whoever loads the result can ask it in the words it was taught in.
+        tokenizer.chat_template = form.source
+    return Material(config, tokenizer, dataset, (*notes, *dataset.notes), form.kind)
+
+
+_FORMS = {
+    "chat": "the tokenizer's chat template",
+    "plain": "the plain form (## Task, ## Answer), which is saved as the tokenizer's chat template",
+}
+
+
+def _tokenizer(
+    loaded: LoadedJob, config: dict[str, Any], texts: Iterable[str]
+) -> tuple[PreTrainedTokenizerFast, list[str]]:
+    """The job's tokenizer, trained on the texts or loaded, and remarks; completes the configuration from it."""
+    job, notes = loaded.job, []
+    if job.tokenizer.train_vocab_size is not None:
+        tokenizer = train_bpe(texts, job.tokenizer.train_vocab_size, job.data.sequence_length)
+        note = vocabulary_note(tokenizer, job.tokenizer.train_vocab_size)
+        notes.extend([note] if note else [])
+    else:
+        tokenizer = load_tokenizer(_tokenizer_directory(loaded))
+    if job.model.path is None:
+        notes.extend(_complete(config, tokenizer))
+    check_vocabulary(tokenizer, read_config(config).vocab_size)
+    return tokenizer, notes
+
+
+def _model_keys(loaded: LoadedJob) -> dict[str, Any]:
+    """Keys of the model's configuration, which a model of the hub is fetched for."""
+    config = _read_keys(loaded)
+    _check_model(loaded, config)
+    return config
+
+
+def _read_keys(loaded: LoadedJob) -> dict[str, Any]:
+    model = loaded.job.model
+    if model.path is not None:
+        files = ModelFiles(_obtain(loaded, model.path))
+        files.check()
+        return dict(files.config)
+    if isinstance(model.config, dict):
+        return dict(model.config)
+    assert model.config is not None
+    return read_config(loaded.resolve(model.config)).to_dict()
+
+
+def _check_model(loaded: LoadedJob, config: dict[str, Any]) -> None:
+    """Refuse what cannot be trained before a long corpus becomes tokens."""
+    positions = getattr(read_config(config), "max_position_embeddings", None)
+    length = loaded.job.data.sequence_length
+    if positions is not None and length > positions:
+        raise UserError(
+            f"{loaded.path}: [data] sequence_length = {length}: the model has positions for {positions} tokens "
+            f"(max_position_embeddings); shorten the sequences"
+        )
+
+
+def _complete(config: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Take from the tokenizer what a configuration written by hand need not repeat."""
+    notes = []
+    if "vocab_size" not in config:
+        config["vocab_size"] = len(tokenizer)
+        notes.append(f"vocab_size {len(tokenizer):,}: the tokenizer's")
+    for key in ("bos_token_id", "eos_token_id"):
+        config.setdefault(key, getattr(tokenizer, key))
+    # The embedding of a padding token is zero and learns nothing: no good for a token that also ends documents.
+    pads_with_end = tokenizer.pad_token_id == tokenizer.eos_token_id
+    config.setdefault("pad_token_id", None if pads_with_end else tokenizer.pad_token_id)
+    return notes
+
+
+def model_directory(loaded: LoadedJob) -> Path | None:
+    """The directory start weights come from on this machine (it may not be there), or None when they are initialised from
+    the seed. Asks no network.
+    """
+    text = loaded.job.model.path
+    if text is None:
+        return None
+    path = loaded.resolve(text)
+    return (hub.cached(text) if hub.is_hub_id(text, path) else None) or path
+
+
+def _obtain(loaded: LoadedJob, text: str) -> Path:
+    """The model's directory on rank 0; a model of the hub is fetched if need be."""
+    path = loaded.resolve(text)
+    if hub.is_hub_id(text, path):
+        return hub.obtain(text, path, loaded.job.model.download, say)
+    return path
+
+
+def _tokenizer_directory(loaded: LoadedJob) -> Path:
+    own = loaded.job.tokenizer.path
+    directory = loaded.resolve(own) if own is not None else model_directory(loaded)
+    assert directory is not None  # the job has one or the other
+    return directory

@@ -1,0 +1,278 @@
+"""What happens before a run is planned, and the plan: job, devices, data, the model's shape, the profile.
+
+``train`` and ``profile`` both begin here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hetero_mpi
+from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.comm.transport import Transport
+from hetero_mpi.data.samples import Samples
+from hetero_mpi.device.accelerators import BACKENDS, open_backend, visible_devices
+from hetero_mpi.device.backend import Backend, best_dtype, own_cores
+from hetero_mpi.device.choice import Cores, Place, cores_of, device_of, wish
+from hetero_mpi.device.products import widen_products
+from hetero_mpi.emulation.pace import emulated_profile
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.load import Job, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
+from hetero_mpi.job.plan_request import micro_batch_choices, request_of
+from hetero_mpi.model.layer.interface import ItemChain
+from hetero_mpi.model.model_cost import fused_experts
+from hetero_mpi.model.transformers.chain import Chain, language
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.tuning import Tuning, tuning_of
+from hetero_mpi.planning.schedule import Schedule
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.toml_files import save_profile
+from hetero_mpi.profiling.subject import Subject
+from hetero_mpi.report.run_files.line_files import unharmed
+from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.report.run_files.run_directory import claim, refuse_links
+from hetero_mpi.report.tables import plan_lines, profile_lines
+from hetero_mpi.runtime.setup.custom_model import layer_chain
+from hetero_mpi.runtime.setup.device_test import SELF_TEST_VARIABLE, Needs, failure
+from hetero_mpi.runtime.setup.material import Material, prepare
+from hetero_mpi.runtime.setup.profile_and_plan import Given, obtain_plan, obtain_profile
+from hetero_mpi.state.local_checkpoint import generations_in_memory
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line of ``train``, or what a Python program asks of it."""
+
+    job: Path | LoadedJob
+    overrides: tuple[str, ...] = ()
+    run_dir: str | None = None
+    resume: str | None = None
+    plan: Path | Plan | None = None
+    profile: Path | ClusterProfile | None = None
+    dry_run: bool = False
+    reprofile: bool = False
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every rank knows before planning."""
+
+    world: World
+    transport: Transport
+    loaded: LoadedJob
+    run_dir: Path
+    material: Material | None
+    """On rank 0 only."""
+    chain: ItemChain
+    tuning: Tuning
+    backend: Backend
+    cores: float
+    """CPU cores this rank can count on; under 1 ranks share cores."""
+    threads: int
+
+    @property
+    def job(self) -> Job:
+        return self.loaded.job
+
+
+def read_job(world: World, options: Options) -> tuple[LoadedJob, Path]:
+    """Rank 0 reads the job file; everybody gets the job. Only rank 0 need have the file."""
+    shared: dict[str, Any] | None = None
+    with world.led("reading the job"):
+        if world.rank == 0:
+            job = options.job
+            loaded = job if isinstance(job, LoadedJob) else load_job(job, options.overrides)
+            shared = {
+                "job": job_to_dict(loaded.job),
+                "path": str(loaded.path),
+                "name": loaded.name,
+                "directory": str(loaded.directory),
+                "run_dir": str(run_directory(loaded, options.run_dir)),
+            }
+    shared = world.broadcast_json(shared)
+    loaded = LoadedJob(job_from_dict(shared["job"]), Path(shared["path"]), shared["name"], Path(shared["directory"]))
+    return loaded, Path(shared["run_dir"])
+
+
+@contextlib.contextmanager
+def claimed(world: World, run_dir: Path) -> Iterator[None]:
+    """Hold the run directory (rank 0); every rank is refused together while another run has it."""
+    with contextlib.ExitStack() as stack:
+        with world.led("claiming the run directory"):
+            if world.rank == 0:
+                stack.enter_context(claim(run_dir))
+        with world.together("looking at the run directory"):
+            refuse_links(run_dir)
+        yield
+
+
+def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path) -> Setting:
+    """Devices, data (rank 0) and the model's shape."""
+    job, material = loaded.job, None
+    backend = open_device(world, job.cluster.device, Needs(job.train.dtype, job.model.quantization == "nf4"))
+    cores = share_of_cores(world, backend)
+    threads = job.cluster.threads if isinstance(job.cluster.threads, int) else default_threads(cores)
+    torch.set_num_threads(threads)  # the bits of a matrix product may depend on their number
+    _say_ranks(world, backend, threads)
+    loaded = _with_dtype(world, loaded, backend)
+    job = loaded.job
+    with world.led("preparing the data"):
+        if world.rank == 0:
+            material = prepare(loaded)
+    keys = world.broadcast_json(material.config if material is not None else None)
+    chain: ItemChain
+    if job.model.factory is not None:
+        own = material.dataset if material is not None else None
+        chain = layer_chain(world, loaded, keys, own if isinstance(own, Samples) else None)
+        rows = "samples"
+    else:
+        with world.together("reading the model's configuration"):
+            chain = Chain(read_config(keys))
+        rows = f"sequences of {job.data.sequence_length} tokens"
+    with world.together("reading the model's configuration"):
+        tuning = tuning_of(job, chain)
+    if material is not None:
+        dataset = material.dataset
+        say(*material.notes)
+        say(f"data: {len(dataset.train):,} training and {len(dataset.held_out):,} held-out {rows}")
+    parameters = sum(spec.count for spec in chain.parameters.values())
+    say(f"model: {chain.summary()}, {parameters:,} parameters, {job.train.dtype}")
+    if tuning.nf4 and (experts := fused_experts(language(chain))):
+        say(
+            f"NF4 packs linear layers only: {experts:,} parameters of fused experts stay in {job.train.dtype} and are counted so"
+        )
+    return Setting(world, transport, loaded, run_dir, material, chain, tuning, backend, cores, threads)
+
+
+def _with_dtype(world: World, loaded: LoadedJob, backend: Backend) -> LoadedJob:
+    """The job with its compute dtype settled, which must be one value for all ranks."""
+    ranks = [(name, dtypes) for name, dtypes in world.all_gather_json([backend.name, list(backend.dtypes())])]
+    wanted: str = loaded.job.train.dtype
+    if wanted == "auto":
+        wanted, reason = best_dtype(ranks)
+        say(f"dtype {wanted}: {reason}")
+    lacking = [f"rank {rank} ({name})" for rank, (name, dtypes) in enumerate(ranks) if wanted not in dtypes]
+    if lacking:
+        say(f"{', '.join(lacking)} cannot compute in {wanted} and will idle")
+    settle_products(world, backend, wanted)
+    table = loaded.job.train.model_copy(update={"dtype": wanted})
+    return replace(loaded, job=loaded.job.model_copy(update={"train": table}))
+
+
+def settle_products(world: World, backend: Backend, dtype: str) -> None:
+    """Multiply in ``dtype``, the job's, or in fp32 where the processor has no units for it; rank 0 says who does. Collective."""
+    products = backend.products(dtype)
+    if products != dtype:
+        widen_products(dtype)
+    others = [str(rank) for rank, used in enumerate(world.all_gather_json(products)) if used != dtype]
+    if others:
+        say(f"rank {', '.join(others)}: products are computed in fp32, since the processor has none in {dtype}")
+
+
+def open_device(world: World, job_device: str, needs: Needs) -> Backend:
+    """This rank's device, each rank of a host another card; a GPU that fails its self-test is refused, or, where it was not asked
+    for, left alone. Collective.
+
+    Args:
+        job_device: ``[cluster] device``.
+        needs: what the devices will do.
+    """
+    with world.together("looking for the device"):
+        wanted = wish(job_device, os.environ)
+        name, devices = visible_devices(wanted.name)
+        refused = BACKENDS[name].unusable()
+    seen = world.all_gather_json([world.host, name, list(devices.items()), wanted.card])
+    places = [
+        Place(host, backend, tuple((index, identity) for index, identity in devices), card)
+        for host, backend, devices, card in seen
+    ]
+    for host, reasons in dict(world.all_gather_json([world.host, list(refused.values())])).items():
+        say(*(f"{host}: {reason}" for reason in reasons))
+    index = device_of(world.rank, places)
+    # Tested before it is opened: a device may be set to serve one process at a time.
+    usable = index is not None and index < BACKENDS[name].count() and index not in refused
+    problem = failure(world, BACKENDS[name](index or 0) if usable else None, needs)
+    for other in filter(None, world.all_gather_json(problem if wanted.name == "auto" else "")):
+        say(f"{other}; the rank computes on the CPU instead")
+    with world.together("opening the device"):
+        if problem and wanted.name != "auto":
+            way_out = f'device = "cpu" or "auto" leaves it alone; {SELF_TEST_VARIABLE}=0 uses it untested'
+            raise UserError(f"{problem}; {way_out}")
+        backend = open_backend(wanted.name, index if not problem else None)
+        backend.free_unused()  # an earlier run of this process may have left its stage there
+        return backend
+
+
+def share_of_cores(world: World, backend: Backend) -> float:
+    """Cores this rank can count on, of those that it may run on. Collective."""
+    everyone = world.all_gather_json([world.host, own_cores(), backend.name == "cpu"])
+    return cores_of(world.rank, [Cores(host, tuple(cores), computes) for host, cores, computes in everyone])
+
+
+def default_threads(cores: float) -> int:
+    """Threads under "auto": what the user's environment says, else one for each whole core."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return int(wanted) if wanted.isdigit() and int(wanted) > 0 else max(1, int(cores))
+
+
+def _say_ranks(world: World, backend: Backend, threads: int) -> None:
+    rows = world.all_gather_json([world.host, backend.name, backend.description(), threads])
+    say(f"hetero_mpi {hetero_mpi.__version__}, {world.library}, {world.size} rank{'s' if world.size > 1 else ''}")
+    for rank, (host, name, description, count) in enumerate(rows):
+        say(f"  rank {rank}: {host}, {name} ({description}), {count} thread{'s' if count > 1 else ''}")
+
+
+def subject_of(setting: Setting) -> tuple[Subject, str]:
+    """What is profiled, and why the planner may choose among just these micro-batches, in words."""
+    job = setting.job
+    choices, reason = micro_batch_choices(
+        job.train.global_batch, job.train.micro_batch, setting.world.size, setting.tuning.uses_dropout(setting.chain)
+    )
+    subject = Subject(
+        setting.chain,
+        setting.tuning,
+        job.train,
+        job.data.sequence_length,
+        choices,
+        setting.cores,
+        setting.threads,
+        job.cluster.memory_bytes,
+    )
+    return subject, reason
+
+
+def planning_request(setting: Setting, profile: ClusterProfile) -> PlanRequest:
+    """What the planner is asked. Local."""
+    generations = generations_in_memory(setting.job.checkpoint.buddy_every)
+    request = request_of(setting.loaded, setting.world.size, setting.tuning.uses_dropout(setting.chain), generations)
+    return replace(request, sequence_length=profile.model.sequence_length)
+
+
+def plan_run(setting: Setting, given: Given) -> tuple[ClusterProfile, Plan, Schedule]:
+    """Profile and plan, both shown; the schedule has passed a dry run. Collective."""
+    world = setting.world
+    subject, reason = subject_of(setting)
+    if setting.job.cluster.emulate is not None:
+        other = Path("--profile") if given.profile is not None else None
+        profile = emulated_profile(world, setting.loaded, language(setting.chain), setting.tuning, other)
+        if world.rank == 0:
+            with unharmed("profile.toml"):
+                save_profile(profile, setting.run_dir / "profile.toml")
+    else:
+        profile = obtain_profile(
+            world, setting.transport, setting.backend, setting.loaded, subject, setting.run_dir, given, say
+        )
+    say(*profile_lines(profile))
+    request = planning_request(setting, profile)
+    plan, schedule = obtain_plan(world, profile, request, setting.run_dir, given)
+    say(*plan_lines(plan, profile), reason)
+    return profile, plan, schedule

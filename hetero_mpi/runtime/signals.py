@@ -1,0 +1,80 @@
+"""Signals that ask a run to end: SIGINT (Ctrl-C), SIGTERM and SIGUSR1.
+
+While steps are taken, the first one is only noted; the verdict of the next step carries it to all ranks, which then write a
+checkpoint and end with ``ExitCode.STOPPED``. Before that there is nothing to save, and the job ends at once. A second
+SIGINT or SIGTERM ends the process at once, by that signal, so that no code of ours can stand in its way. A further SIGUSR1 asks
+for nothing new: SLURM sends it before the time limit, whatever a user has sent before.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from hetero_mpi.comm.ranks.leave import Interrupted
+from hetero_mpi.launch.launcher.launcher import AT_ONCE
+
+ECHO_S = 1.0
+"""A signal within this time of the first is the same request, on another way: from the terminal to every process of its
+group and from the launcher as well, or from SLURM to a step and to its tasks."""
+_BEFORE = (
+    "before the first step, so nothing of this start is saved. Under SLURM: raise --time, which must hold the start (imports, "
+    "profile, plan, weights), some steps, and the seconds of --signal"
+)
+_AFTER = "after the last step: `train --resume` goes on from its checkpoint, and writes the result"
+REQUESTS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+
+
+class StopRequest:
+    """Whether this process has been asked to end. A context manager, used on the main thread: it handles the signals.
+
+    Attributes:
+        asked_by: the first signal that was noted; None: none yet.
+    """
+
+    def __init__(self) -> None:
+        self.asked_by: signal.Signals | None = None
+        self._noting = False
+        self._saved = _BEFORE
+        self._first_s = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __call__(self) -> bool:
+        """Has the process been asked to end?"""
+        return self.asked_by is not None
+
+    def __enter__(self) -> StopRequest:
+        self._before = {number: signal.signal(number, self._handle) for number in REQUESTS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """A block in which the first signal is noted instead of ending the process."""
+        self._noting = True
+        try:
+            yield
+        finally:
+            self._noting, self._saved = False, _AFTER
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.asked_by is None:
+            self.asked_by, self._first_s = signal.Signals(number), now
+            if not self._noting:
+                raise Interrupted(number, self._saved)
+        elif number in AT_ONCE and now - self._first_s > ECHO_S:
+            name = signal.Signals(number).name
+            os.write(
+                2, f"{name} after {self.asked_by.name}: ending at once, without waiting for a checkpoint\n".encode()
+            )
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

@@ -1,0 +1,242 @@
+"""Notices that a run does not go on, says where every rank stands and whom it waits for, and ends the job.
+
+A thread on every rank looks twice a second where its rank is (step, action, messages so far) and since when. Ranks tell each
+other so (``comm.ranks.heartbeat``), and a hang is what all of them agree on: no rank has moved for the limit. So nobody is blamed
+for waiting while another rank works. Rank 0 decides; where rank 0 itself is not heard of, the others do.
+
+* A rank that was stopped (a laptop's lid, SIGSTOP) sees it by the gap between two looks of its own thread. Such gaps do not
+  count as time; when all ranks have stood still for less than the limit because of it, the run goes on.
+* What one rank does alone for long, such as closing a large checkpoint, is marked with ``World.busy`` and counts as progress.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from hetero_mpi.comm.mpi_transport import MpiTransport
+from hetero_mpi.comm.ranks.heartbeat import Heartbeat
+from hetero_mpi.comm.ranks.leave import end_all
+from hetero_mpi.comm.ranks.ulfm import RankLost
+from hetero_mpi.comm.ranks.world import CollectiveUserError, World
+from hetero_mpi.comm.transport import Message, Sum
+from hetero_mpi.errors import ExitCode
+from hetero_mpi.planning.analysis.idle_time import busy
+from hetero_mpi.report import units
+
+if TYPE_CHECKING:
+    from hetero_mpi.engine.trainer import Trainer
+
+SHORTEST_S = 60.0
+STEPS = 20
+"""The limit is so many predicted steps, unless the job says otherwise, and not under ``SHORTEST_S``."""
+_LOOK_S = 0.5
+_ASLEEP_S = 2.0
+"""A look that comes so much later than it should: the process, or its machine, has been stopped."""
+_GRACE_S = 1.0
+"""Between noticing a hang and ending the job: every rank writes down where it is stuck."""
+_LOG = logging.getLogger(__name__)
+
+
+def limit_s(wanted: float | str, predicted_step_s: float) -> float:
+    """Seconds without progress that are a hang; 0: never.
+
+    Args:
+        wanted: [cluster] watchdog_s: "auto" or seconds.
+        predicted_step_s: as steps last on this machine.
+    """
+    return max(SHORTEST_S, STEPS * predicted_step_s) if isinstance(wanted, str) else float(wanted)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a rank stands, in its own words."""
+
+    at: str
+    """Such as ``training step 18, 1RECV_F2``."""
+    still_s: float
+    """For how long it has been there."""
+    waits_for: str | None
+    busy: bool
+    """It works alone, for long, and says so."""
+    computed: float | None = None
+    """Share of its last step in which it computed."""
+
+    def line(self) -> str:
+        """For a person."""
+        waits = f", waits for {self.waits_for}" if self.waits_for else ""
+        return f"{self.at}, {'at work' if self.busy else 'there'} for {units.seconds(self.still_s)}{waits}"
+
+
+class Lookout:
+    """This rank's standing, looked up from outside: the ranks' own work is not slowed by it."""
+
+    def __init__(self, world: World, trainer: Trainer, transport: MpiTransport) -> None:
+        self._world, self._trainer, self._transport = world, trainer, transport
+        self._seen: Any = None
+        self._since_s = time.monotonic()
+
+    def look(self) -> Standing:
+        """The standing now; ``still_s`` counts from the look that first saw it."""
+        now, activity, executor = time.monotonic(), self._world.activity, self._trainer.executor
+        current = executor.current if executor is not None else None
+        action = str(current) if current is not None else None
+        evaluated = executor.evaluated if executor is not None else 0
+        seen = activity.text, activity.marks, activity.busy, action, evaluated, self._transport.moved
+        if seen != self._seen:
+            self._seen, self._since_s = seen, now
+        at = f"{activity.text}, {action}" if action else activity.text
+        return Standing(at, round(now - self._since_s, 1), self._waits_for(), activity.busy > 0, self._computed())
+
+    def forgive(self, pause_s: float) -> None:
+        """This process was stopped for so long."""
+        self._since_s += pause_s
+
+    def _computed(self) -> float | None:
+        events = self._trainer.events
+        if not events or events[-1].end_s <= 0:
+            return None
+        return round(sum(busy(events).values()) / events[-1].end_s, 3)
+
+    def _waits_for(self) -> str | None:
+        waiting = list(self._transport.waiting)
+        if not waiting:
+            return self._world.activity.waits_for
+        request = waiting[0]
+        if isinstance(request, Message):
+            return f"rank {request.peer} to {'send' if request.kind == 'receive' else 'take a message'}"
+        if isinstance(request, Sum):
+            return f"ranks {', '.join(str(rank) for rank in request.group.ranks)} to sum gradients"
+        return None
+
+
+class Watchdog:
+    """Watches the block that it is a context manager of. Entering and leaving (well, or all ranks by the same error) are
+    collective over ``world``.
+
+    Args:
+        world: the active ranks.
+        limit_s: seconds without progress of any rank that are a hang.
+        look: tells this rank's standing.
+        forgive: is told how long this process was stopped.
+    """
+
+    def __init__(
+        self, world: World, limit_s: float, look: Callable[[], Standing], forgive: Callable[[float], None]
+    ) -> None:
+        self.world, self.limit_s = world, limit_s
+        self._look, self._forgive = look, forgive
+        self._heartbeat = Heartbeat(world)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._main = threading.main_thread().ident
+        self._noted = False
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._stop.set()
+        if error is None or isinstance(error, (CollectiveUserError, RankLost)):
+            self._thread.join()
+            del self._look, self._forgive  # they know the trainer, whose memory is needed
+        if error is None or isinstance(error, CollectiveUserError):
+            self._heartbeat.close()
+
+    def standings(self) -> dict[int, Standing]:
+        """The ranks' newest words, by their numbers in the job; on rank 0."""
+        numbers = self.world.numbers or range(self.world.size)
+        return {numbers[index]: Standing(**word) for index, word in list(self._heartbeat.words.items())}
+
+    def _run(self) -> None:
+        # The main thread hears of a death too, and whoever survives it begins with another watchdog.
+        with contextlib.suppress(RankLost):
+            self._watch()
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while not self._stop.wait(_LOOK_S):
+            now = time.monotonic()
+            pause_s, last = now - last - _LOOK_S, now
+            if pause_s > _ASLEEP_S:
+                self._forgive(pause_s)
+                self._heartbeat.forgive(pause_s)
+                _LOG.warning("this process, or its machine, stood still for %.1f s", pause_s)
+            own = self._look()
+            self._heartbeat.beat(asdict(own))
+            if own.still_s > self.limit_s and not self._noted:
+                self._note_where()
+            if self._hangs(own):
+                self._end()
+
+    def _hangs(self, own: Standing) -> bool:
+        if own.busy or own.still_s <= self.limit_s:
+            return False
+        return all(self._still_s(peer) > self.limit_s for peer in self._heartbeat.heard_s)
+
+    def _still_s(self, peer: int) -> float:
+        """For how long ``peer`` has not moved, as far as it is known; on other ranks than 0: has not been heard of."""
+        silent_s = self._heartbeat.silent_s(peer)
+        word = self._heartbeat.words.get(peer)
+        if self.world.rank != 0 or word is None or word["busy"]:
+            return silent_s
+        return silent_s + float(word["still_s"])
+
+    def _note_where(self) -> None:
+        """Into this rank's log: the Python lines at which its main thread is stuck."""
+        self._noted = True
+        frame = sys._current_frames().get(self._main or 0)
+        lines = "".join(traceback.format_stack(frame)) if frame is not None else "unknown"
+        _LOG.error("no progress for %.0f s; the main thread is at:\n%s", self.limit_s, lines)
+
+    def _end(self) -> None:
+        time.sleep(_GRACE_S)
+        if self._look().still_s <= self.limit_s:
+            return  # just in time
+        text = report(self.world, self.limit_s, self._heartbeat)
+        _LOG.error("%s", text)
+        end_all(self.world, text, ExitCode.HUNG)
+
+
+def report(world: World, limit: float, heartbeat: Heartbeat) -> str:
+    """Every rank's position, and whom it waits for."""
+    lines = []
+    unheard = []
+    for rank in range(world.size):
+        silent_s = heartbeat.silent_s(rank) if rank in (*heartbeat.heard_s, heartbeat.rank) else 0.0
+        word = heartbeat.words.get(rank)
+        line = Standing(**word).line() if word is not None else "no word yet"
+        if silent_s > min(limit, 2 * _LOOK_S + _ASLEEP_S):
+            unheard.append(rank)
+            line = f"not heard of for {units.seconds(silent_s)}; before that: {line}"
+        lines.append(f"  {_name(world, rank)}: {line}")
+    lines.append(_verdict(world, unheard))
+    return "\n".join(
+        [
+            f"No rank has made progress for {units.seconds(limit)} ([cluster] watchdog_s): the watchdog ends the job with "
+            f"exit code {ExitCode.HUNG}. Where the ranks stand:",
+            *lines,
+        ]
+    )
+
+
+def _verdict(world: World, unheard: Sequence[int]) -> str:
+    if unheard:
+        names = ", ".join(_name(world, rank) for rank in unheard)
+        return f"Stopped, or cut off from the others: {names}. Look at it, then go on with --resume."
+    return (
+        "All ranks answer, so a device, a driver or a disk is stuck, or the program waits for itself: the ranks' logs show where. "
+        "Then go on with --resume."
+    )
+
+
+def _name(world: World, rank: int) -> str:
+    return f"rank {world.numbers[rank] if world.numbers else rank} on {world.hosts[rank]}"

@@ -1,0 +1,1 @@
+"""The state of a run: moved between ranks, written to checkpoints, kept as replicas."""

@@ -1,0 +1,347 @@
+"""Checkpoints written beside the training: a snapshot in host memory, a thread that brings it to rank 0, and rank 0's file.
+
+    training     step 9 | copy | step 10 | step 11 | ...
+    background               send piece by piece ......      on every rank that holds something
+                             receive, write, fsync, rename   on rank 0
+
+At the end of a step every rank copies what it holds into host buffers that are made once; this copy is all that training
+waits for, and the file holds exactly that moment. Pieces of at most 8 MiB travel through a transport of the saver's own,
+whose requests are all made by the background thread: they mingle with nobody else's messages, and rank 0 needs memory for
+four pieces, however large the model.
+
+A thread does as well as a process would: h5py lets go of the interpreter's lock while it writes, and so do CRC-32 and fsync
+(measured: another thread never waited longer than the interpreter's own turn of 5 ms; docs/checkpoint.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hetero_mpi.checkpoint import (
+    PIECE_BYTES,
+    CheckpointError,
+    CheckpointWriter,
+    checkpoint_path,
+    piece_count,
+    pieces,
+    prune,
+)
+from hetero_mpi.comm.mpi_transport import MpiTransport
+from hetero_mpi.comm.ranks.ulfm import RankLost
+from hetero_mpi.comm.ranks.world import CollectiveUserError
+from hetero_mpi.comm.transport import Request, Transport
+from hetero_mpi.device.backend import Backend, host_memory
+from hetero_mpi.report import units
+from hetero_mpi.report.run_files.logs import say
+
+if TYPE_CHECKING:
+    from hetero_mpi.comm.ranks.world import World
+    from hetero_mpi.job.load import CheckpointTable
+    from hetero_mpi.state.redistribute import Parcel
+
+_LOG = logging.getLogger(__name__)
+_TAG = 1
+_SENDS_AHEAD = 2
+PIECES_HELD = 4
+"""Pieces of other ranks that rank 0 has in memory at most: enough to keep links busy while one is being written."""
+_LONG_WAIT_S = 0.5
+MEMORY_SHARE = 0.5
+"""What the ranks of a host keep in its memory besides what they train with may take this share of what is free."""
+
+Live = Callable[["Parcel"], torch.Tensor]
+
+
+class Snapshot:
+    """This rank's tensors (fp32) at one moment, in one block of host memory.
+
+    Attributes:
+        flat: the block.
+        views: (kind, name) -> a tensor in it.
+    """
+
+    def __init__(self, own: Iterable[Parcel], backend: Backend) -> None:
+        self._own, self._backend = list(own), backend
+        self.flat = backend.host_buffer((numbers(self._own),), torch.float32)
+        self.views = views(self.flat, self._own)
+
+    @torch.no_grad()
+    def take(self, live: Live) -> None:
+        """Copy everything, into the buffers of the last time."""
+        for parcel in self._own:
+            self.views[parcel.kind, parcel.name].copy_(live(parcel), non_blocking=True)
+        self._backend.synchronize()
+
+    def __call__(self, parcel: Parcel) -> torch.Tensor:
+        return self.views[parcel.kind, parcel.name]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One checkpoint: everything that the background needs, fixed at the step's end."""
+
+    path: Path
+    metadata: dict[str, Any]
+    values: Live
+    """Gives a parcel of this rank, in host memory."""
+    began_s: float
+
+
+class Saver:
+    """Writes the checkpoints of a run. Every method is collective over the active ranks, at the end of a step.
+
+    A context manager: a block that ends well, or with the same error on all ranks, waits for the last checkpoint.
+
+    Args:
+        world: the active ranks.
+        backend: this rank's device.
+        listed: all tensors of a checkpoint, in the order of the file, the same list on every rank.
+        live: gives a parcel that this rank owns, where it lies on the device.
+        directory: where checkpoints go (rank 0).
+        table: the job's wishes.
+        threaded: may MPI be called by several threads? If not, training stands still while a checkpoint is written.
+
+    Attributes:
+        newest: the newest checkpoint that is on disk, on rank 0.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        backend: Backend,
+        listed: Iterable[Parcel],
+        live: Live,
+        directory: Path,
+        table: CheckpointTable,
+        threaded: bool,
+    ) -> None:
+        self.world, self.backend, self.live, self.directory, self.table = world, backend, live, directory, table
+        self.newest: Path | None = None
+        # The transport is of the active ranks only, which are numbered anew there.
+        active = list(world.numbers or range(world.size))
+        self._listed = [replace(parcel, owner=active.index(parcel.owner)) for parcel in listed]
+        self._transport: Transport = MpiTransport(world.comm, threaded=False)
+        self._buffers: list[NDArray[np.uint8]] = []
+        self._snapshot: Snapshot | None = None
+        self._may_thread = table.background and threaded and world.thread_level == "multiple"
+        self._decided = not self._may_thread
+        self._thread: threading.Thread | None = None
+        self._problem: BaseException | None = None
+
+    def save(self, metadata: dict[str, Any]) -> Path:
+        """Begin a checkpoint of this moment; a former one that is still under way is waited for.
+
+        Args:
+            metadata: what it holds besides tensors, ``step`` among it; all of it counts on rank 0 only.
+
+        Returns:
+            Where the checkpoint will be (rank 0 tells the person if it cannot be written, and training goes on).
+        """
+        begin, step = time.perf_counter(), int(metadata["step"])
+        busy_s = self.finish()
+        if busy_s > _LONG_WAIT_S:
+            say(
+                f"step {step}: the previous checkpoint was still being written, and training waited "
+                f"{units.seconds(busy_s)} for it; a larger [checkpoint] every takes less time"
+            )
+        if not self._decided:
+            self._decide()
+        path = checkpoint_path(self.directory, step)
+        if not self._may_thread:
+            self._work(_Task(path, metadata, lambda parcel: self.backend.to_host(self.live(parcel)), begin))
+            self._raise_problem()
+            return path
+        if self._snapshot is None:
+            self._snapshot = Snapshot((p for p in self._listed if p.owner == self.world.rank), self.backend)
+        copying = time.perf_counter()
+        self._snapshot.take(self.live)
+        copied_s = time.perf_counter() - copying
+        task = _Task(path, metadata, self._snapshot, begin)
+        self._thread = threading.Thread(target=self._work, args=(task,), name="checkpoint", daemon=True)
+        self._thread.start()
+        _LOG.info("step %d: snapshot of %d bytes in %.6f s", step, self._snapshot.flat.nbytes, copied_s)
+        return path
+
+    def finish(self) -> float:
+        """Wait for the checkpoint under way, if there is one; returns the seconds that took.
+
+        Raises:
+            Exception: what went wrong in the background, other than a file that could not be written.
+        """
+        begin = time.perf_counter()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._raise_problem()
+        return time.perf_counter() - begin
+
+    def abandon(self) -> None:
+        """Give up the checkpoint under way, as some rank will not answer any more. Of no use afterwards. Not collective."""
+        self._transport.close()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After a death the survivors go on with another one. With any other error the other ranks may never come here, and this
+        # process is about to end all of them.
+        if error is None or isinstance(error, CollectiveUserError):
+            self.finish()
+        elif isinstance(error, RankLost):
+            self.abandon()
+
+    def _decide(self) -> None:
+        """Is there memory for snapshots? Decided by all ranks at the first checkpoint, when everything else is there."""
+        self._decided = True
+        needed = 4 * numbers(parcel for parcel in self._listed if parcel.owner == self.world.rank)
+        lacking = lack_of_memory(self.world, needed)
+        if lacking is not None:
+            self._may_thread = False
+            say(
+                f"Checkpoints are written while training waits: snapshots may take {units.percent(MEMORY_SHARE)} of the free "
+                f"host memory; {lacking}"
+            )
+
+    def _work(self, task: _Task) -> None:
+        """Everything after the snapshot. Runs in the background, or in place."""
+        try:
+            if self.world.rank == 0:
+                self._write(task)
+            else:
+                self._send(task.values)
+        except BaseException as error:  # raised again where training waits for the checkpoint
+            self._problem = error
+
+    def _raise_problem(self) -> None:
+        if self._problem is not None:
+            problem, self._problem = self._problem, None
+            raise problem
+
+    def _write(self, task: _Task) -> None:
+        arriving = self._arriving()
+        try:
+            with contextlib.ExitStack() as alone:
+                with CheckpointWriter(task.path, task.metadata) as writer:
+                    for parcel in self._listed:
+                        writer.write_pieces(
+                            parcel.kind, parcel.name, parcel.shape, "float32", self._coming(parcel, task, arriving)
+                        )
+                    alone.enter_context(self.world.busy())  # nobody sees how far a slow disk is
+                self.newest = task.path
+                prune(self.directory, self.table.keep, self.table.keep_best, task.path)
+            seconds = time.perf_counter() - task.began_s
+            _LOG.info("step %d: checkpoint %s, whole after %.1f s", task.metadata["step"], task.path, seconds)
+        except (CheckpointError, OSError) as error:
+            say(f"Training goes on, but {error}")
+            for _ in arriving:  # the others are still sending
+                pass
+
+    def _coming(
+        self, parcel: Parcel, task: _Task, arriving: Iterator[NDArray[np.uint8]]
+    ) -> Iterator[NDArray[np.float32]]:
+        if parcel.owner == 0:
+            coming: Iterator[NDArray[np.float32]] = flat_pieces(parcel, task.values)
+        else:
+            coming = (next(arriving).view(np.float32) for _ in pieces(parcel.shape, parcel.dtype.itemsize))
+        for piece in coming:
+            self.world.activity.marks += 1
+            yield piece
+
+    def _arriving(self) -> Iterator[NDArray[np.uint8]]:
+        """Rank 0: the pieces of other ranks, in the order of the list; each is valid until the next one is asked for."""
+        coming: deque[tuple[NDArray[np.uint8], Request]] = deque()
+        sizes = (
+            (parcel.owner, piece_count(piece) * parcel.dtype.itemsize)
+            for parcel in self._listed
+            if parcel.owner != 0
+            for piece in pieces(parcel.shape, parcel.dtype.itemsize)
+        )
+        if not self._buffers and self.world.size > 1:
+            self._buffers = [np.empty(PIECE_BYTES, np.uint8) for _ in range(PIECES_HELD)]
+        free = deque(self._buffers)
+        while True:
+            while free:
+                following = next(sizes, None)
+                if following is None:
+                    break
+                owner, size = following
+                buffer = free.popleft()
+                coming.append((buffer, self._transport.post_receive(owner, _TAG, buffer[:size])))
+            if not coming:
+                return
+            buffer, request = coming.popleft()
+            self._transport.wait(request)
+            yield request.buffer
+            free.append(buffer)
+
+    def _send(self, values: Live) -> None:
+        """Other ranks: what they hold, in the order of the list."""
+        under_way: deque[Request] = deque()
+        for parcel in self._listed:
+            if parcel.owner != self.world.rank:
+                continue
+            for piece in flat_pieces(parcel, values):
+                if len(under_way) == _SENDS_AHEAD:
+                    self._transport.wait(under_way.popleft())
+                under_way.append(self._transport.send(0, _TAG, piece.view(np.uint8)))
+                self.world.activity.marks += 1
+        while under_way:
+            self._transport.wait(under_way.popleft())
+
+
+def lack_of_memory(world: World, needed_bytes: int) -> str | None:
+    """Which hosts have no room for what their ranks would keep, in words. Collective.
+
+    Ranks of a host need unlike amounts: a GPU's trains most of the model.
+    """
+    rows = world.all_gather_json([needed_bytes, host_memory().usable_bytes])
+    lacking = []
+    for host in dict.fromkeys(world.hosts):
+        own = [row for row, name in zip(rows, world.hosts, strict=True) if name == host]
+        needs, has = sum(needs for needs, _ in own), min(has for _, has in own)
+        if needs > MEMORY_SHARE * has:
+            lacking.append(f"{host} would need {units.size(needs)} and has {units.size(has)} free")
+    return ", ".join(lacking) or None
+
+
+def numbers(listed: Iterable[Parcel]) -> int:
+    """How many the parcels hold together."""
+    return sum(math.prod(parcel.shape) for parcel in listed)
+
+
+def views(flat: torch.Tensor, listed: Iterable[Parcel]) -> dict[tuple[str, str], torch.Tensor]:
+    """(kind, name) -> where a parcel's numbers lie in a block that holds one after the other."""
+    found, begin = {}, 0
+    for parcel in listed:
+        end = begin + math.prod(parcel.shape)
+        found[parcel.kind, parcel.name] = flat[begin:end].view(parcel.shape)
+        begin = end
+    return found
+
+
+def flat_pieces(parcel: Parcel, values: Live) -> Iterator[NDArray[np.float32]]:
+    """The pieces of a parcel that this rank has in host memory, in the order of a file, as views of it."""
+    flat: NDArray[np.float32] = values(parcel).detach().reshape(-1).numpy()
+    begin = 0
+    for piece in pieces(parcel.shape, parcel.dtype.itemsize):
+        end = begin + piece_count(piece)
+        yield flat[begin:end]
+        begin = end

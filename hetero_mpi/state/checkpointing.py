@@ -1,0 +1,343 @@
+"""Checkpoints and the model directory: what leaves the ranks through rank 0, tensor by tensor, and how it comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from hetero_mpi.checkpoint import CheckpointReader, newest_good, verify
+from hetero_mpi.checkpoint.opening import damage_named
+from hetero_mpi.data.tokenizer import save_tokenizer
+from hetero_mpi.engine.trainer import Trainer
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.load import Job, TrainTable
+from hetero_mpi.model.adapter_files import adapter_directory, read_adapter, write_adapter
+from hetero_mpi.model.layer.interface import ItemChain, ParameterSpec
+from hetero_mpi.model.optimizer import MOMENTS
+from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.state.background_save import Saver
+from hetero_mpi.state.redistribute import Delivery, Parcel, align, collect, deliveries, distribute, move, parcels
+
+KINDS = ("parameters", "moments1", "moments2")
+LATEST = "latest"
+"""``--resume latest``: from the newest state of the run directory."""
+ANY = "any"
+"""The same, or from the beginning where there is none: what a supervisor asks for."""
+_MOMENT_OF = dict(zip(KINDS[1:], MOMENTS, strict=True))
+
+
+@dataclass
+class RunState:
+    """What a checkpoint knows of the run besides tensors."""
+
+    step: int
+    """Optimizer steps taken; the next one has this number, and the data position follows from it."""
+    losses: list[float]
+    """Loss of every step so far, nats per token."""
+    updates: int
+    """Steps of the optimizer: fewer than ``step`` when some were skipped."""
+    loss_scale: tuple[float, int] | None = None
+    """(factor, good steps since its last change) of fp16's loss scaling, as a checkpoint has it; None: its start."""
+
+
+def described(
+    trainer: Trainer, state: RunState, metadata: dict[str, Any], held_out_loss: float | None
+) -> dict[str, Any]:
+    """What a checkpoint of this moment carries besides tensors."""
+    scale = trainer.loss_scale
+    return {
+        **metadata,
+        "step": state.step,
+        "updates": state.updates,
+        "losses": np.array(state.losses, dtype=np.float64),
+        "loss_scale": [scale.value, scale.good_steps],
+        **({} if held_out_loss is None else {"held_out_loss": held_out_loss}),
+    }
+
+
+def open_saver(trainer: Trainer, directory: Path, job: Job) -> Saver:
+    """What writes the run's checkpoints to ``directory``. Collective over the active ranks."""
+    listed = parcels(trainer.tuning, trainer.plan, KINDS)
+    threaded = job.cluster.communication_thread
+    return Saver(trainer.world, trainer.backend, listed, live_state(trainer), directory, job.checkpoint, threaded)
+
+
+def live_state(trainer: Trainer) -> Callable[[Parcel], torch.Tensor]:
+    """Gives the fp32 tensor of a parcel that this rank holds, where it lies on the device."""
+
+    def own(parcel: Parcel) -> torch.Tensor:
+        assert trainer.optimizer is not None and trainer.stage is not None
+        if parcel.name in trainer.tuning.constants:
+            return trainer.stage.model.get_parameter(parcel.name).detach().float()
+        if parcel.kind == "parameters":
+            return trainer.optimizer.targets[parcel.name].detach()
+        return trainer.optimizer.state(parcel.name)[_MOMENT_OF[parcel.kind]]
+
+    return own
+
+
+def find_checkpoint(run_dir: Path, wanted: str) -> tuple[Path, list[str]]:
+    """The checkpoint to resume from, and remarks about damaged ones that were passed over.
+
+    Args:
+        wanted: ``LATEST`` (or ``ANY``), or the path of a checkpoint file.
+
+    Raises:
+        UserError: there is none that is whole.
+    """
+    if wanted not in (LATEST, ANY):
+        path = Path(wanted)
+        if not path.exists():
+            raise UserError(f"{path}: no such checkpoint; `--resume latest` takes the newest one of the run directory")
+        damage = verify(path)
+        if damage is not None:
+            raise UserError(damage)
+        return path, []
+    directory = run_dir / "checkpoints"
+    path_or_none, skipped = newest_good(directory)
+    remarks = [f"passed over {path}: {reason}" for path, reason in skipped]
+    if path_or_none is None:
+        detail = "; ".join(remarks) if remarks else "it holds none"
+        raise UserError(f"{directory}: no whole checkpoint to resume from ({detail}); start without --resume")
+    return path_or_none, remarks
+
+
+def check_fits(
+    reader: CheckpointReader, path: Path, chain: ItemChain, tuning: Tuning, train: TrainTable, sequence_length: int
+) -> None:
+    """Refuse a checkpoint of another model or of a run whose steps would not continue in this one.
+
+    Raises:
+        UserError: with the first difference.
+    """
+    if "generation" in reader.metadata:
+        raise UserError(f"{path} is one rank's copy, not a checkpoint; `--resume` alone looks for those on all hosts")
+    check_tensors(reader, path, tuning)
+    check_settings(reader, path, chain, train, sequence_length)
+
+
+def check_tensors(reader: CheckpointReader, path: Path, tuning: Tuning) -> None:
+    """Refuse a checkpoint of another model, before any of its tensors is read.
+
+    Raises:
+        UserError: with the first difference.
+    """
+    names = set(reader.names("parameters"))
+    specs = {**tuning.trainable, **tuning.constants}
+    own = set(specs)
+    if names != own:
+        extra, lacking = sorted(names - own), sorted(own - names)
+        detail = f"it holds {extra[0]!r}, which this model does not have" if extra else f"it lacks {lacking[0]!r}"
+        raise UserError(f"{path} is a checkpoint of another model: {detail}; resume with the job that wrote it")
+    for name, spec in specs.items():
+        check_shapes(reader, path, name, spec, KINDS if name in tuning.trainable else KINDS[:1])
+
+
+def check_shapes(reader: CheckpointReader, path: Path, name: str, spec: ParameterSpec, kinds: Sequence[str]) -> None:
+    """Refuse a tensor of a checkpoint, or of a rank's copy, that is not this model's. Raises UserError."""
+    for kind in kinds:
+        found = reader.shape(kind, name), reader.dtype(kind, name)
+        if found != (tuple(spec.shape), "float32"):
+            raise UserError(
+                f"{path} is a checkpoint of another model: {kind}/{name} has shape {found[0]} of {found[1]} there and "
+                f"{tuple(spec.shape)} of float32 here"
+            )
+
+
+def check_settings(
+    reader: CheckpointReader, path: Path, chain: ItemChain, train: TrainTable, sequence_length: int
+) -> None:
+    """Refuse a checkpoint, or a rank's copy, of a run whose steps would not continue in this one.
+
+    Raises:
+        UserError: with the first difference.
+    """
+    then = reader.metadata["job"]
+    now = {"seed": train.seed, "global_batch": train.global_batch, "dtype": train.dtype}
+    for key, value in now.items():
+        if then["train"].get(key) != value:
+            raise UserError(
+                f"{path} was written with [train] {key} = {then['train'].get(key)!r}, this job says {value!r}: the run would not "
+                f"continue where it stopped; set it back, or start without --resume"
+            )
+    length = then["data"].get("sequence_length")
+    if length != sequence_length:
+        raise UserError(
+            f"{path} was written with [data] sequence_length = {length}, this job says "
+            f"{sequence_length}: the order of samples would differ; set it back, or start without --resume"
+        )
+    described = reader.told("model_config")
+    with damage_named(path, "metadata/model_config"):
+        changed = chain.changed_since(described)
+    if changed is not None:
+        raise UserError(
+            f"{path} was written when {changed} had other values, which are in no checkpoint: the run would not continue where it "
+            f"stopped; give it the same values as then, or start without --resume"
+        )
+
+
+def check_data(then: str | None, path: Path, fingerprint: str, allowed: bool) -> str | None:
+    """A remark if the run would go on with other data than the checkpoint's; None if with the same.
+
+    Args:
+        then: the fingerprint that the checkpoint bears.
+        fingerprint: of the data now (``Dataset.fingerprint``).
+        allowed: the user has said that this may be.
+
+    Raises:
+        UserError: it would, and the user has not said so.
+    """
+    if then is None or then == fingerprint:
+        return None
+    if not allowed:
+        raise UserError(
+            f"{path} was written with other data: its files, tokenizer or shares have changed since, so the run would not "
+            "continue where it stopped; restore the data, start without --resume, or go on with the new data: "
+            "--set checkpoint.allow_other_data=true"
+        )
+    return "The data has changed since the checkpoint was written; the run goes on with the new data, as the job allows"
+
+
+def restore(trainer: Trainer, reader: CheckpointReader | None, state: RunState) -> None:
+    """Bring parameters and moments from rank 0's checkpoint to the ranks that hold them now. Collective.
+
+    Args:
+        reader: the open checkpoint on rank 0, else None.
+        state: what the checkpoint says of the run.
+    """
+
+    def produce(parcel: Parcel) -> torch.Tensor:
+        assert reader is not None
+        array, _ = reader.read(parcel.kind, parcel.name)
+        return torch.from_numpy(np.ascontiguousarray(array))
+
+    listed = parcels(trainer.tuning, trainer.plan, KINDS)
+    take_over(trainer, deliveries(listed, lambda parcel: (0,)), produce, state)
+
+
+def take_over(
+    trainer: Trainer, listed: Sequence[Delivery], own: Callable[[Parcel], torch.Tensor], state: RunState
+) -> int:
+    """Bring parameters and moments of all ``KINDS`` from the ranks that have them to those that hold them now. Collective over
+    the trainers; ranks that only give call ``redistribute.move`` with the same list.
+
+    Args:
+        listed: who gives what to whom.
+        own: gives what this rank has, as a contiguous host tensor.
+        state: where the run stands.
+
+    Returns:
+        The bytes that this rank received.
+    """
+    if state.loss_scale is not None:
+        trainer.loss_scale.value, trainer.loss_scale.good_steps = state.loss_scale
+    received = move(trainer.rank, trainer.transport, listed, own, _keeper(trainer, state.updates))
+    trainer.share_tied_weight()
+    return received
+
+
+def replicas_differ(trainer: Trainer) -> bool:
+    """May ranks that hold the same items round differently, since they compute on unlike devices? Collective."""
+    own = None
+    if trainer.stage is not None:
+        backend = trainer.backend
+        capability = torch.backends.cpu.get_cpu_capability()
+        own = [backend.name, backend.description(), torch.__version__, capability, torch.get_num_threads()]
+    kinds = [kind for kind in trainer.world.all_gather_json(own) if kind is not None]
+    return len(trainer.plan.pipelines) > 1 and any(kind != kinds[0] for kind in kinds)
+
+
+def align_replicas(trainer: Trainer, updates: int) -> None:
+    """Bring parameters and moments of the first holder to the others: unlike devices round the same update differently,
+    and a run that is resumed starts from the first holder's. Collective.
+
+    Args:
+        updates: steps of the optimizer so far.
+    """
+    listed = parcels(trainer.tuning, trainer.plan, KINDS)
+    live = live_state(trainer)
+
+    def own(parcel: Parcel) -> torch.Tensor:
+        return trainer.backend.to_host(live(parcel))
+
+    align(trainer.rank, trainer.transport, listed, own, _keeper(trainer, updates))
+    trainer.share_tied_weight()
+
+
+def _keeper(trainer: Trainer, updates: int) -> Callable[[Parcel, torch.Tensor], None]:
+    """Puts arriving parameters and moments where they belong."""
+    waiting: dict[str, dict[str, torch.Tensor]] = {}
+
+    def keep(parcel: Parcel, tensor: torch.Tensor) -> None:
+        if parcel.kind == "parameters":
+            trainer.set_parameter(parcel.name, tensor)
+            return
+        moments = waiting.setdefault(parcel.name, {})
+        moments[_MOMENT_OF[parcel.kind]] = tensor
+        if len(moments) == len(MOMENTS):
+            assert trainer.optimizer is not None
+            trainer.optimizer.restore(parcel.name, waiting.pop(parcel.name), updates)
+
+    return keep
+
+
+def save_model(trainer: Trainer, directory: Path, shard_bytes: int, tokenizer: PreTrainedTokenizerFast | None) -> None:
+    """Write the model on rank 0, item by item: a Hugging Face directory with its tokenizer, or what else the chain writes.
+
+    Collective."""
+    listed = parcels(trainer.tuning, trainer.plan, ("parameters",), trainer.dtype)
+    coming = collect(trainer.rank, trainer.transport, listed, lambda parcel: trainer.compute_parameter(parcel.name))
+    if trainer.rank != 0:
+        for _ in coming:
+            pass
+        return
+    with trainer.chain.writer(directory, shard_bytes) as writer:
+        for state in _by_item(trainer.chain, coming):
+            writer.add(state)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, writer.path)
+
+
+def save_adapter(
+    trainer: Trainer, directory: Path, base: str | None, tokenizer: PreTrainedTokenizerFast | None
+) -> None:
+    """Write the adapter as a PEFT directory on rank 0, with the tokenizer. Collective. ``base``: what it was trained on."""
+    listed = parcels(trainer.tuning, trainer.plan, ("parameters",))
+    coming = collect(trainer.rank, trainer.transport, listed, lambda parcel: trainer.parameter(parcel.name))
+    state = {parcel.name: tensor.clone() for parcel, tensor in coming}
+    if trainer.rank == 0:
+        assert trainer.tuning.adapter is not None
+        with adapter_directory(directory) as whole:
+            write_adapter(whole.path, trainer.tuning.adapter, trainer.tuning.suffixes(), state, base)
+            if tokenizer is not None:
+                save_tokenizer(tokenizer, whole.path)
+
+
+def load_adapter(trainer: Trainer, directory: Path | None) -> None:
+    """Start from a PEFT directory that rank 0 has (``directory``, None elsewhere). Collective."""
+    stored = read_adapter(directory, trainer.tuning) if directory is not None else {}
+    listed = parcels(trainer.tuning, trainer.plan, ("parameters",))
+    distribute(
+        trainer.rank,
+        trainer.transport,
+        listed,
+        lambda parcel: stored[parcel.name],
+        lambda parcel, tensor: trainer.set_parameter(parcel.name, tensor),
+    )
+
+
+def _by_item(chain: ItemChain, coming: Iterator[tuple[Parcel, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    item = 0
+    state: dict[str, torch.Tensor] = {}
+    for parcel, tensor in coming:
+        if chain.item_of(parcel.name) != item:
+            yield state
+            item, state = chain.item_of(parcel.name), {}
+        state[parcel.name] = tensor
+    yield state

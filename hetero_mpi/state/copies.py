@@ -1,0 +1,145 @@
+"""Copies of the trained state in host memory: what a process has of which moment, who keeps whose, and how often."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hetero_mpi.state.redistribute import Parcel
+
+COST_SHARE = 0.02
+"""Copies may take this share of the time."""
+
+
+@dataclass
+class Generation:
+    """What this process has of one moment of the run."""
+
+    step: int
+    books: dict[str, Any]
+    """Where the run stood, as ``Books.to_dict`` says it."""
+    tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    """(kind, name) -> fp32 host tensor."""
+    items: set[int] = field(default_factory=set)
+    """Items of which every tensor is here."""
+
+
+class Copies:
+    """The generations that this process has, oldest first. They outlive plans, transports and other ranks."""
+
+    def __init__(self) -> None:
+        self.generations: list[Generation] = []
+
+    def inventory(self) -> list[tuple[int, list[int]]]:
+        """(step, items that are here) of every generation, JSON-able."""
+        return [(generation.step, sorted(generation.items)) for generation in self.generations]
+
+    def tensor(self, step: int, parcel: Parcel) -> torch.Tensor:
+        """A parcel as it was after ``step`` steps."""
+        key = parcel.kind, parcel.name
+        return next(one.tensors[key] for one in self.generations if one.step == step and key in one.tensors)
+
+    def books(self, step: int) -> dict[str, Any]:
+        """Where the run stood after ``step`` steps."""
+        return next(one.books for one in self.generations if one.step == step)
+
+
+def newest_whole(
+    inventories: Sequence[Sequence[tuple[int, Sequence[int]]]], needed: set[int]
+) -> tuple[int, dict[int, tuple[int, ...]]] | None:
+    """The newest step of which the ranks together have all ``needed`` items, and item -> the ranks that have it then.
+
+    Args:
+        inventories: every rank's.
+    """
+    steps = sorted({step for inventory in inventories for step, _ in inventory}, reverse=True)
+    for step in steps:
+        having: dict[int, tuple[int, ...]] = {}
+        for rank, inventory in enumerate(inventories):
+            for item in {item for at, items in inventory if at == step for item in items}:
+                having[item] = (*having.get(item, ()), rank)
+        if needed <= having.keys():
+            return step, having
+    return None
+
+
+def buddies(sizes: Sequence[int], hosts: Sequence[str]) -> dict[int, int]:
+    """rank -> the rank that keeps its copy: on another host where there is one, and of these the one with the least to hold.
+
+    Args:
+        sizes: bytes that each rank has to give; ranks with none need no buddy.
+    """
+    held, found = list(sizes), {}
+    count = len(sizes)
+    for rank in sorted(range(count), key=lambda rank: (-sizes[rank], rank)):
+        others = [other for other in range(count) if other != rank]
+        elsewhere = [other for other in others if hosts[other] != hosts[rank]] or others
+        if sizes[rank] and elsewhere:
+            found[rank] = min(elsewhere, key=lambda other: (held[other], (other - rank) % count))
+            held[found[rank]] += sizes[rank]
+    return dict(sorted(found.items()))
+
+
+def steps_between(cost_s: float, step_s: float) -> int:
+    """How often is often enough: the fewest steps of ``step_s`` between two copies of ``cost_s`` each within ``COST_SHARE``."""
+    return max(1, math.ceil(cost_s / (COST_SHARE * step_s)))
+
+
+class Costs:
+    """What copies cost this rank: the time that training stands still, and what the transfer takes from the steps beside it."""
+
+    def __init__(self) -> None:
+        self.stall_s = 0.0
+        self.processor_s = 0.0
+        """Of the thread that transfers: at worst it computes on a core that training needs."""
+        self._alone: deque[float] = deque(maxlen=50)
+        self._beside: list[float] = []
+        self._earlier: deque[tuple[float, float, float]] = deque(maxlen=10)
+        self._last_s = time.perf_counter()
+
+    def begin(self, stall_s: float) -> None:
+        """A copy has been taken, and its transfer begins."""
+        if self.stall_s:
+            self._earlier.append(self._parts())
+        self.stall_s, self.processor_s = stall_s, 0.0
+        self._beside.clear()
+        self._last_s = time.perf_counter()
+
+    def step(self, beside: bool) -> None:
+        """A step has been taken. ``beside``: with a transfer beside it, for a part of it at least."""
+        now = time.perf_counter()
+        (self._beside if beside else self._alone).append(now - self._last_s)
+        self._last_s = now
+
+    def pause_ended(self) -> None:
+        """What has passed since the last step was no part of one."""
+        self._last_s = time.perf_counter()
+
+    @property
+    def steps_alone(self) -> int:
+        return len(self._alone)
+
+    @property
+    def step_s(self) -> float:
+        """A step without any transfer (seconds); 0: none was timed."""
+        return statistics.median(self._alone) if self._alone else 0.0
+
+    @property
+    def cost_s(self) -> float:
+        """Of one generation, seconds: the mean of the last ones, since steps differ by chance as well."""
+        stalls, processors, longer = zip(*self._earlier, self._parts(), strict=True)
+        return float(statistics.mean(stalls) + max(statistics.mean(processors), statistics.mean(longer)))
+
+    def _parts(self) -> tuple[float, float, float]:
+        """Of the newest generation: stall, processor time, and what the steps beside its transfer took longer (or less)."""
+        longer_s = 0.0
+        if self._beside and self._alone:
+            longer_s = len(self._beside) * (statistics.median(self._beside) - self.step_s)
+        return self.stall_s, self.processor_s, longer_s

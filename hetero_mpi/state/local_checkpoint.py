@@ -1,0 +1,152 @@
+"""Generations on disk: what each rank leaves on its host while a supervisor may have to start the run again.
+
+A rank writes one piece per generation (``checkpoint.local_shards``): its own part, and the parts it keeps as a buddy. So when a
+machine is lost with its disk, the checkpoints perhaps among what was there, its ranks' parts are on the disks of their buddies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hetero_mpi.checkpoint import CheckpointWriter
+from hetero_mpi.checkpoint.local_shards import keep_generations, piece_path
+from hetero_mpi.comm.ranks import ulfm
+from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.errors import UserError
+from hetero_mpi.launch.hosts.processes import VARIABLE
+from hetero_mpi.report import units
+from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.state.background_save import flat_pieces
+from hetero_mpi.state.redistribute import Parcel
+
+_LOG = logging.getLogger(__name__)
+GENERATIONS = 2
+"""In memory, where ranks may outlive others: the newest that is whole, and one that is on its way. Else one is enough."""
+DISK_SHARE = 0.5
+"""Copies may take this share of what is free on a host's disk when training begins."""
+GENERATIONS_ON_DISK = 2
+"""One that is whole everywhere, and one that is being written."""
+SAID = ("job", "plan", "model_config", "base_model", "seed", "versions", "data_fingerprint", "run", "begun")
+"""What a piece carries of a checkpoint's metadata."""
+
+
+def supervised() -> bool:
+    """Does a supervisor (``launch --elastic``) stand by to start this run again?"""
+    return VARIABLE in os.environ
+
+
+def generations_in_memory(every: int | str) -> int:
+    """How many generations of copies a rank of this run holds in memory (``state.peer_replicas``).
+
+    Args:
+        every: ``[checkpoint] buddy_every``.
+    """
+    if every == 0:
+        return 0
+    return GENERATIONS if ulfm.active() else int(supervised())
+
+
+class Shelf:
+    """Where this rank's pieces go.
+
+    Args:
+        world: the active ranks.
+        run_dir: on this host's own disk, or on one that hosts share.
+        described: what every checkpoint of the run carries besides tensors (``SAID``), on every rank.
+        parcels: all tensors of a piece.
+        kept: id of the generation on disk that the run goes on from, if any: it stays until a new one is whole.
+    """
+
+    def __init__(
+        self, world: World, run_dir: Path, described: Mapping[str, Any], parcels: Sequence[Parcel], kept: str | None
+    ) -> None:
+        self._world, self._run_dir, self._parcels = world, run_dir, parcels
+        self._described = {key: described[key] for key in SAID if key in described}
+        self._kept = kept
+        self._newest: str | None = None
+        self.trouble: str | None = None
+        """Why this rank's newest piece could not be written."""
+        self._told = False
+
+    def write(
+        self,
+        generation: str,
+        books: Mapping[str, Any],
+        items: Sequence[int],
+        tensors: Mapping[tuple[str, str], torch.Tensor],
+    ) -> None:
+        """Write this rank's piece. What fails is kept in ``trouble``, as training goes on without. Runs in the background.
+
+        Args:
+            generation: the id that all ranks' pieces bear.
+            books: where the run stood, as ``Books.to_dict`` says it.
+            items: those of which ``tensors`` holds everything.
+            tensors: (kind, name) -> fp32 host tensor.
+        """
+        self._newest, self.trouble = generation, None
+        keep_generations(self._run_dir, [one for one in (self._kept, generation) if one is not None])
+        if not self._parcels:
+            return
+        said = dict(books)
+        losses = np.array(said.pop("losses"), dtype=np.float64)
+        metadata = {**self._described, "step": said["step"], "updates": said["updates"], "losses": losses}
+        metadata |= {"loss_scale": said["loss_scale"], "books": said, "generation": generation}
+        metadata |= {"rank": self._world.rank, "items": sorted(items)}
+        path = piece_path(self._run_dir, self._world.rank, said["step"], generation)
+        try:
+            with contextlib.ExitStack() as alone, CheckpointWriter(path, metadata) as writer:
+                for parcel in self._parcels:
+                    coming = flat_pieces(parcel, lambda one: tensors[one.kind, one.name])
+                    writer.write_pieces(parcel.kind, parcel.name, parcel.shape, "float32", coming)
+                    self._world.activity.marks += 1
+                alone.enter_context(self._world.busy())  # nobody sees how far a slow disk is
+        except (UserError, OSError) as error:
+            _LOG.warning("step %d: no copy on disk: %s", said["step"], error)
+            self.trouble = str(error)
+
+    def settle(self, troubles: Sequence[str | None]) -> None:
+        """All ranks have said how the newest generation went: if it is whole, older ones have done their duty. Local.
+
+        Args:
+            troubles: every rank's ``trouble``.
+        """
+        if self._newest is None:
+            return
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(troubles) if text is not None]
+        if not failed:
+            self._kept = self._newest
+        elif not self._told:
+            say(f"Training goes on, but copies on disk are not renewed, and those of before stay: {failed[0]}")
+        self._told = bool(failed)
+        self._newest = None
+
+
+def lack_of_disk(world: World, run_dir: Path, own_bytes: int) -> str | None:
+    """Which hosts have not the room for their ranks' pieces, in words. Collective.
+
+    Args:
+        own_bytes: of one piece of this rank.
+    """
+    existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
+    free: int | None
+    try:
+        free = shutil.disk_usage(existing).free
+    except OSError:
+        free = None
+    rows = world.all_gather_json([world.host, own_bytes, free])
+    lacking = []
+    for host in dict.fromkeys(row[0] for row in rows):
+        needs = GENERATIONS_ON_DISK * sum(row[1] for row in rows if row[0] == host)
+        has = min((row[2] for row in rows if row[0] == host and row[2] is not None), default=0)
+        if needs > DISK_SHARE * has:
+            lacking.append(f"{host} would need {units.size(needs)} and has {units.size(has)} free")
+    return ", ".join(lacking) or None

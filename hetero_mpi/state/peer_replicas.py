@@ -1,0 +1,307 @@
+"""Copies of the trained state on other ranks, so that the death of a rank, or of a machine with its disk, costs a few steps.
+
+    rank 0   step 20 | copy | step 21 | ...        own copy of step 20, and rank 1's
+    rank 1   step 20 | copy | step 21 | ...        own copy of step 20, and rank 0's
+    background        each sends its copy to its *buddy*, on another host where there is one
+                      and writes what it has then to its own disk, where a supervisor stands by (``shelf``)
+
+A *generation* is all ranks' trained parameters and moments after one step. Every rank keeps its own part, as its device has
+moved on when somebody dies, and its buddy's wards keep theirs with it. A generation takes the place of the one before the last
+when the last one has arrived everywhere, on which all ranks agree first: so at any moment there is one that is whole, and survivors
+never go on from different steps. (Checkpoints in memory with a buddy: Zheng, Shi, Kale 2004, FTC-Charm++.) Copies in memory
+serve ranks that outlive others; without such ranks one generation in memory is enough, as it only passes through to the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hetero_mpi.checkpoint import PIECE_BYTES
+from hetero_mpi.checkpoint.local_shards import new_generation
+from hetero_mpi.comm.mpi_transport import MpiTransport
+from hetero_mpi.comm.ranks import ulfm
+from hetero_mpi.comm.ranks.ulfm import RankLost
+from hetero_mpi.comm.ranks.world import CollectiveUserError
+from hetero_mpi.comm.transport import Request
+from hetero_mpi.device.backend import Backend, host_bytes
+from hetero_mpi.report import units
+from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.state.background_save import MEMORY_SHARE, Snapshot, lack_of_memory, numbers, views
+from hetero_mpi.state.checkpointing import KINDS, live_state
+from hetero_mpi.state.copies import Copies, Costs, Generation, buddies, steps_between
+from hetero_mpi.state.local_checkpoint import DISK_SHARE, GENERATIONS, Shelf, lack_of_disk
+from hetero_mpi.state.redistribute import Parcel, parcels
+
+if TYPE_CHECKING:
+    from hetero_mpi.engine.trainer import Trainer
+    from hetero_mpi.runtime.loop import Books
+
+_TAG = 1
+_SENDS_AHEAD = 2
+_FIRST_LOOK = 4
+"""Steps before the first decision how often; the first few of a run are slower than the rest."""
+_STEPS_ALONE = 3
+"""Steps without a transfer beside them that must have been timed before that."""
+
+
+class _Slot:
+    """Host memory for one generation, made once: the own part in one piece, and those of the wards."""
+
+    def __init__(self, own: Sequence[Parcel], wards: dict[int, list[Parcel]], backend: Backend) -> None:
+        self.own = Snapshot(own, backend)
+        self.wards = {rank: torch.empty(numbers(listed), dtype=torch.float32) for rank, listed in wards.items()}
+        self.ward_views = {
+            key: view for rank, listed in wards.items() for key, view in views(self.wards[rank], listed).items()
+        }
+
+
+class Buddies:
+    """Takes generations while one plan lasts. Every method is collective over the active ranks, between two steps.
+
+    A context manager: leaving the block ends the transfer under way, or gives it up after a death.
+
+    Args:
+        trainer: this rank's share.
+        copies: where generations are kept; older ones, of other plans too, stay until the first new one is whole.
+        every: steps between generations; None: as few as ``COST_SHARE`` allows, by measured times.
+        threaded: may MPI be called by several threads? If not, training stands still while copies are sent and written.
+        shelf: makes what writes pieces to disk, of the tensors it is given, for this run; None: nothing is written.
+        run_dir: where pieces go.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        copies: Copies,
+        every: int | None,
+        threaded: bool = True,
+        shelf: Callable[[Sequence[Parcel]], Shelf] | None = None,
+        run_dir: Path | None = None,
+    ) -> None:
+        world = trainer.world
+        self._threaded = threaded
+        self._in_memory = ulfm.active()
+        self._generations = GENERATIONS if self._in_memory else 1
+        self.world, self.trainer, self.copies, self._fixed = world, trainer, copies, every
+        self.every: int | None = every
+        active = list(world.numbers or range(world.size))
+        listed = [
+            replace(parcel, owner=active.index(parcel.owner)) for parcel in parcels(trainer.tuning, trainer.plan, KINDS)
+        ]
+        sizes = [4 * numbers(p for p in listed if p.owner == rank) for rank in range(world.size)]
+        self.buddy_of = buddies(sizes, world.hosts)
+        self._own = [parcel for parcel in listed if parcel.owner == world.rank]
+        self._wards = {
+            ward: [parcel for parcel in listed if parcel.owner == ward]
+            for ward, buddy in self.buddy_of.items()
+            if buddy == world.rank
+        }
+        specs = (*trainer.tuning.trainable.values(), *trainer.tuning.constants.values())
+        self._item = {spec.name: spec.item for spec in specs}
+        self.enabled = (world.size > 1 or shelf is not None) and self._there_is_room(sizes)
+        self._shelf: Shelf | None = None
+        if self.enabled and shelf is not None and run_dir is not None and self._there_is_disk(sizes, run_dir):
+            self._shelf = shelf([*self._own, *(parcel for listed in self._wards.values() for parcel in listed)])
+        self.enabled = self.enabled and (self._shelf is not None or (self._in_memory and world.size > 1))
+        self._transport = MpiTransport(world.comm, threaded=False) if self.enabled else None
+        self._slots = deque([self._slot() for _ in range(self._generations)]) if self.enabled else deque()
+        self._thread: threading.Thread | None = None
+        self._problem: BaseException | None = None
+        self._costs = Costs()
+        self._said = math.inf
+        """The number of steps that a person was told last."""
+        self._since = self._taken = self._next = 0
+        self._new: list[Generation] = []
+
+    def begin(self, books: Books) -> None:
+        """Before the first step: a generation of this moment."""
+        self._since = books.state.step
+        if self.enabled:
+            self._take(books, time.perf_counter(), self.world.broadcast_json(new_generation()))
+            self._next = self._since + (self._fixed or _FIRST_LOOK)
+
+    def after(self, books: Books) -> None:
+        """After a step: a generation of it, when one is due."""
+        if not self.enabled:
+            return
+        step = books.state.step
+        self._costs.step(beside=self._under_way())
+        if step >= self._next:
+            self._meet(books)
+            self._costs.pause_ended()
+
+    def finish(self) -> None:
+        """Wait for the transfer under way.
+
+        Raises:
+            Exception: what went wrong with it.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._problem is not None:
+            problem, self._problem = self._problem, None
+            raise problem
+
+    def __enter__(self) -> Buddies:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, CollectiveUserError):
+            self.finish()
+        elif isinstance(error, RankLost) and self._transport is not None:
+            self._transport.close()
+            with contextlib.suppress(Exception):
+                self.finish()
+
+    def _under_way(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _meet(self, books: Books) -> None:
+        """All ranks: has the last generation arrived everywhere, what did it cost, is the next one due?"""
+        begin, step = time.perf_counter(), books.state.step
+        if self._fixed is not None or not self._under_way():
+            self.finish()  # with a number given by the user, whatever it costs
+        costs = self._costs
+        trouble = self._shelf.trouble if self._shelf is not None else None
+        own = [self._thread is None, costs.steps_alone, costs.step_s, costs.cost_s, trouble, new_generation()]
+        words = self.world.all_gather_json(own)
+        if not all(word[0] for word in words):
+            self._next = step + max(1, (step - self._taken) // 2)
+            return
+        self._forget()
+        if self._shelf is not None:
+            self._shelf.settle([word[4] for word in words])
+        if self._fixed is None:
+            if min(word[1] for word in words) < _STEPS_ALONE:
+                self._next = step + _STEPS_ALONE
+                return
+            self._decide(max(word[2] for word in words), max(word[3] for word in words))
+        assert self.every is not None
+        if step >= self._taken + self.every:
+            self._take(books, begin, words[0][5])
+        self._next = self._taken + self.every
+
+    def _decide(self, step_s: float, cost_s: float) -> None:
+        self.every = steps_between(cost_s, step_s)
+        if not 0.5 < self.every / self._said < 2.0:
+            self._said = self.every
+            share = cost_s / (self.every * step_s)
+            memory, disk = self._in_memory, self._shelf is not None
+            where = ["in other ranks' memory"] * memory + ["on hosts' disks"] * disk
+            say(
+                f"Copies of the trained state {' and '.join(where)}: every {self.every} "
+                f"step{'s' if self.every > 1 else ''}, as each costs {units.seconds(cost_s)} and a step takes "
+                f"{units.seconds(step_s)} ({units.percent(share)} of the time)"
+            )
+
+    def _take(self, books: Books, begin_s: float, number: str) -> None:
+        """Copy this rank's part, and begin to send it.
+
+        Args:
+            begin_s: since when training has stood still for it.
+            number: of the generation, the same on all ranks and never used before.
+        """
+        slot = self._slots[0]
+        self._slots.rotate(-1)
+        slot.own.take(live_state(self.trainer))
+        scale = self.trainer.loss_scale
+        said = {**books.to_dict(), "loss_scale": [scale.value, scale.good_steps]}
+        generation = Generation(books.state.step, said, dict(slot.own.views), self._items(self._own))
+        self._new.append(generation)
+        self.copies.generations.append(generation)
+        self._taken = generation.step
+        if not self._threaded:
+            self._exchange(slot, generation, number)
+        self._costs.begin(time.perf_counter() - begin_s)
+        if self._threaded:
+            arguments = (slot, generation, number)
+            self._thread = threading.Thread(target=self._exchange, args=arguments, name="buddy", daemon=True)
+            self._thread.start()
+
+    def _forget(self) -> None:
+        """The newest generation is whole on all ranks: older ones have done their duty."""
+        self.copies.generations[:] = self._new = self._new[-1:]
+
+    def _exchange(self, slot: _Slot, generation: Generation, number: str) -> None:
+        """Send the own part, receive those of the wards, and write them all where that is asked for. Runs in the background."""
+        begin_s = time.thread_time()
+        try:
+            self._transfer(slot)
+            generation.tensors |= slot.ward_views
+            generation.items |= self._items([parcel for listed in self._wards.values() for parcel in listed])
+            if self._shelf is not None:
+                self._shelf.write(number, generation.books, sorted(generation.items), generation.tensors)
+        except BaseException as error:  # raised again where training looks after the transfer
+            self._problem = error
+        if self._threaded:  # else it is a part of what training stood still
+            self._costs.processor_s = time.thread_time() - begin_s
+
+    def _transfer(self, slot: _Slot) -> None:
+        assert self._transport is not None
+        # All receives at once: no two ranks can wait for each other's, whoever keeps whose copies.
+        coming = [
+            self._transport.post_receive(ward, _TAG, piece) for ward, flat in slot.wards.items() for piece in _cut(flat)
+        ]
+        leaving: deque[Request] = deque()
+        buddy = self.buddy_of.get(self.world.rank)
+        for piece in _cut(slot.own.flat) if buddy is not None else ():
+            if len(leaving) == _SENDS_AHEAD:
+                self._transport.wait(leaving.popleft())
+            leaving.append(self._transport.send(buddy, _TAG, piece))  # type: ignore[arg-type]
+            self.world.activity.marks += 1
+        for request in (*leaving, *coming):
+            self._transport.wait(request)
+            self.world.activity.marks += 1
+
+    def _slot(self) -> _Slot:
+        return _Slot(self._own, self._wards, self.trainer.backend)
+
+    def _items(self, listed: Sequence[Parcel]) -> set[int]:
+        return {self._item[parcel.name] for parcel in listed}
+
+    def _there_is_room(self, sizes: Sequence[int]) -> bool:
+        """Is there memory for all of it, on every host?"""
+        lacking = lack_of_memory(self.world, self._generations * self._held(sizes)[self.world.rank])
+        if lacking is not None:
+            say(
+                "No copies of the trained state are kept by other ranks, so a death costs the steps since the newest "
+                f"checkpoint: they may take {units.percent(MEMORY_SHARE)} of the free host memory; {lacking}"
+            )
+        return lacking is None
+
+    def _there_is_disk(self, sizes: Sequence[int], run_dir: Path) -> bool:
+        """Is there room for pieces, on every host?"""
+        lacking = lack_of_disk(self.world, run_dir, self._held(sizes)[self.world.rank])
+        if lacking is not None:
+            say(
+                "No copies of the trained state are kept on hosts' disks, so a lost machine costs the steps since the newest "
+                f"checkpoint: they may take {units.percent(DISK_SHARE)} of what is free; {lacking}"
+            )
+        return lacking is None
+
+    def _held(self, sizes: Sequence[int]) -> list[int]:
+        """Bytes of one generation on each rank: its own part and those of its wards."""
+        return [size + sum(sizes[w] for w, b in self.buddy_of.items() if b == r) for r, size in enumerate(sizes)]
+
+
+def _cut(flat: torch.Tensor) -> Iterator[NDArray[np.uint8]]:
+    """The bytes of a tensor, in pieces."""
+    everything = host_bytes(flat)
+    for first in range(0, everything.size, PIECE_BYTES):
+        yield everything[first : first + PIECE_BYTES]

@@ -1,0 +1,212 @@
+"""Moves named tensors from ranks that have them to ranks that need them, a few at a time.
+
+One mechanism serves saving, restoring under another plan (from a checkpoint, from the ranks that held the layers before, or
+from copies that other ranks keep), and writing the model: who has and who needs a tensor is a function of the plans, so the
+same list, walked by all ranks in the same order, needs no negotiation.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hetero_mpi.comm.transport import Request, Transport
+from hetero_mpi.device.backend import host_bytes
+from hetero_mpi.engine.placement import holders
+from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.planning.types.plan import Plan
+
+_TAG = 1 << 14
+_AHEAD = 2
+"""Tensors under way at once: enough to keep the link busy, few enough to bound memory."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A named tensor and the ranks that hold it."""
+
+    kind: str
+    """``parameters``, ``moments1`` or ``moments2``."""
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    owner: int
+    """The first of its holders, which speaks for all: where it is taken from."""
+    others: tuple[int, ...] = ()
+    """Its further holders, in plan order: they are given the same."""
+
+
+def parcels(tuning: Tuning, plan: Plan, kinds: Iterable[str], dtype: torch.dtype = torch.float32) -> list[Parcel]:
+    """All tensors of the given kinds, in the model's order, item by item. Constants are parameters in fp32, without moments."""
+    held, kinds = holders(plan), tuple(kinds)
+    tensors = [(spec, kind, dtype) for spec in tuning.trainable.values() for kind in kinds]
+    if "parameters" in kinds:
+        tensors += [(spec, "parameters", torch.float32) for spec in tuning.constants.values()]
+    tensors.sort(key=lambda tensor: tensor[0].item)  # stable: the model's order within an item
+    return [
+        Parcel(kind, spec.name, spec.shape, own, held[spec.item][0], held[spec.item][1:]) for spec, kind, own in tensors
+    ]
+
+
+def collect(
+    rank: int, transport: Transport, listed: Iterable[Parcel], own: Callable[[Parcel], torch.Tensor]
+) -> Iterator[tuple[Parcel, torch.Tensor]]:
+    """Bring every parcel to rank 0. Collective: every rank must exhaust the iterator.
+
+    Args:
+        own: gives a parcel this rank holds, as a contiguous host tensor.
+
+    Yields:
+        on rank 0 each parcel with its host tensor, valid until the next one is asked for; nothing on other ranks.
+    """
+    if rank != 0:
+        _send_all((parcel for parcel in listed if parcel.owner == rank), transport, own)
+        return
+    coming: deque[tuple[Parcel, torch.Tensor | None, Request | None]] = deque()
+    queue = deque(listed)
+    while queue or coming:
+        while queue and len(coming) < _AHEAD:
+            parcel = queue.popleft()
+            if parcel.owner == 0:
+                coming.append((parcel, None, None))
+            else:
+                buffer = torch.empty(parcel.shape, dtype=parcel.dtype)
+                coming.append((parcel, buffer, transport.post_receive(parcel.owner, _TAG, host_bytes(buffer))))
+        parcel, tensor, request = coming.popleft()
+        if request is None:
+            tensor = own(parcel)
+        else:
+            transport.wait(request)
+        assert tensor is not None
+        yield parcel, tensor
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """Who gives a parcel to whom."""
+
+    parcel: Parcel
+    source: int
+    destinations: tuple[int, ...]
+    """Ranks that need it and lack it."""
+    keepers: tuple[int, ...] = ()
+    """Ranks that need it and have it themselves: nothing is sent to them."""
+
+
+def deliveries(listed: Iterable[Parcel], having: Callable[[Parcel], Sequence[int]]) -> list[Delivery]:
+    """What brings every parcel to all its holders. A function of its arguments: every rank makes the same list.
+
+    Args:
+        listed: as ``parcels`` gives it, of the plan that is to be.
+        having: the ranks that have a parcel, at least one; the first of them sends it.
+    """
+    found = []
+    for parcel in listed:
+        has, needs = having(parcel), (parcel.owner, *parcel.others)
+        assert has, f"nobody has {parcel.kind} of {parcel.name}"
+        lacking, keepers = tuple(r for r in needs if r not in has), tuple(r for r in needs if r in has)
+        found.append(Delivery(parcel, has[0], lacking, keepers))
+    return found
+
+
+def held_under(tuning: Tuning, plan: Plan) -> Callable[[Parcel], tuple[int, ...]]:
+    """Gives the ranks that hold a parcel under ``plan``, the one that speaks for it first."""
+    held = holders(plan)
+    items = {spec.name: spec.item for spec in (*tuning.trainable.values(), *tuning.constants.values())}
+    return lambda parcel: held[items[parcel.name]]
+
+
+def distribute(
+    rank: int,
+    transport: Transport,
+    listed: Iterable[Parcel],
+    produce: Callable[[Parcel], torch.Tensor],
+    keep: Callable[[Parcel, torch.Tensor], None],
+) -> None:
+    """Bring every parcel from rank 0 to all its holders. Collective.
+
+    Args:
+        produce: gives a parcel on rank 0, as a contiguous host tensor.
+        keep: takes a parcel this rank holds.
+    """
+    move(rank, transport, deliveries(listed, lambda parcel: (0,)), produce, keep)
+
+
+def align(
+    rank: int,
+    transport: Transport,
+    listed: Iterable[Parcel],
+    own: Callable[[Parcel], torch.Tensor],
+    keep: Callable[[Parcel, torch.Tensor], None],
+) -> None:
+    """Bring every parcel from its first holder to the others. Collective.
+
+    Args:
+        own: gives a parcel this rank speaks for, as a contiguous host tensor.
+        keep: takes a parcel this rank holds too.
+    """
+    move(rank, transport, (Delivery(parcel, parcel.owner, parcel.others) for parcel in listed), own, keep)
+
+
+def move(
+    rank: int,
+    transport: Transport,
+    listed: Iterable[Delivery],
+    own: Callable[[Parcel], torch.Tensor],
+    put: Callable[[Parcel, torch.Tensor], None],
+) -> int:
+    """Make every delivery, in order. Called by all sources, destinations and keepers with the same list.
+
+    No two ranks wait for each other: whoever waits, waits for its oldest delivery under way, and the oldest of all is
+    waited for by both its ends.
+
+    Args:
+        own: gives a parcel of which this rank is the source or a keeper, as a contiguous host tensor.
+        put: takes a parcel of which this rank is a destination or a keeper; what a keeper is given is its own tensor again.
+
+    Returns:
+        The bytes that this rank received.
+    """
+    under_way: deque[tuple[Parcel, torch.Tensor, list[Request], bool]] = deque()
+    received = 0
+
+    def finish() -> None:
+        parcel, tensor, requests, arrives = under_way.popleft()
+        for request in requests:
+            transport.wait(request)
+        if arrives:
+            put(parcel, tensor)
+
+    for one in listed:
+        parcel = one.parcel
+        if (rank == one.source and one.destinations) or rank in one.keepers:
+            tensor = own(parcel)
+            if rank in one.keepers:
+                put(parcel, tensor)
+            if rank == one.source:
+                sends = [transport.send(other, _TAG, host_bytes(tensor)) for other in one.destinations]
+                under_way.append((parcel, tensor, sends, False))
+        elif rank in one.destinations:
+            tensor = torch.empty(parcel.shape, dtype=parcel.dtype)
+            received += tensor.nbytes
+            request = transport.post_receive(one.source, _TAG, host_bytes(tensor))
+            under_way.append((parcel, tensor, [request], True))
+        while len(under_way) > _AHEAD:
+            finish()
+    while under_way:
+        finish()
+    return received
+
+
+def _send_all(listed: Iterable[Parcel], transport: Transport, own: Callable[[Parcel], torch.Tensor]) -> None:
+    under_way: deque[tuple[torch.Tensor, Request]] = deque()
+    for parcel in listed:
+        if len(under_way) == _AHEAD:
+            transport.wait(under_way.popleft()[1])
+        tensor = own(parcel)
+        under_way.append((tensor, transport.send(0, _TAG, host_bytes(tensor))))
+    while under_way:
+        transport.wait(under_way.popleft()[1])
