@@ -27,7 +27,7 @@ from hetero_mpi.comm.ranks.mpi_start import run_guarded  # noqa: E402
 from hetero_mpi.comm.ranks.world import World  # noqa: E402
 from hetero_mpi.device.backend import Backend  # noqa: E402
 from hetero_mpi.engine.executor import Executor, StepData  # noqa: E402
-from hetero_mpi.engine.placement import Place  # noqa: E402
+from hetero_mpi.engine.placement import Placement  # noqa: E402
 from hetero_mpi.model.stage import MicroBatch, Stage  # noqa: E402
 from hetero_mpi.planning.schedule import WHOLE_STEP, schedule_of  # noqa: E402
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost  # noqa: E402
@@ -70,7 +70,7 @@ def plan_of_two() -> tuple[Plan, ModelCost]:
 def work(world: World) -> int:
     """One rank; rank 0 writes what all found."""
     plan, model = plan_of_two()
-    place = Place(world.rank, 0, world.rank)
+    place = Placement(world.rank, 0, world.rank)
     transport = Metered(world.comm)
     with transport:
         stage = cast(Stage, EmptyStage(world.rank == 0, world.rank == 1))

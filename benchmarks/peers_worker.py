@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from hetero_mpi.job.load import Job, load_job  # noqa: E402
+from hetero_mpi.job.load import JobConfig, load_job  # noqa: E402
 from hetero_mpi.model.optimizer import LearningRate  # noqa: E402
 from hetero_mpi.runtime.setup.material import Material, prepare  # noqa: E402
 
@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def stepped(
-    material: Material, job: Job, steps: int, named: list[tuple[str, nn.Parameter]], gradients: Gradients
+    material: Material, job: JobConfig, steps: int, named: list[tuple[str, nn.Parameter]], gradients: Gradients
 ) -> dict[str, list[float]]:
     """Seconds and loss of every step, each from a barrier to a barrier where there are several ranks."""
     optimizer, rate = optimizer_of(named, job), LearningRate(job.train)
@@ -114,7 +114,7 @@ def together() -> None:
         dist.barrier()
 
 
-def optimizer_of(parameters: list[tuple[str, nn.Parameter]], job: Job) -> torch.optim.AdamW:
+def optimizer_of(parameters: list[tuple[str, nn.Parameter]], job: JobConfig) -> torch.optim.AdamW:
     """The job's AdamW, fused as ours is. Of a Llama, matrices decay and norms do not."""
     train = job.train
     groups = [
@@ -126,7 +126,7 @@ def optimizer_of(parameters: list[tuple[str, nn.Parameter]], job: Job) -> torch.
     )
 
 
-def replicated(model: Any, job: Job) -> tuple[list[tuple[str, nn.Parameter]], Gradients]:
+def replicated(model: Any, job: JobConfig) -> tuple[list[tuple[str, nn.Parameter]], Gradients]:
     """The whole model, with gradient accumulation over the micro-batches: in one process, or on ranks with equal shares of the
     batch, whose gradients DistributedDataParallel sums beside the last backward."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -150,7 +150,7 @@ def replicated(model: Any, job: Job) -> tuple[list[tuple[str, nn.Parameter]], Gr
     return named, gradients
 
 
-def pipelined(model: Any, job: Job, contender: str) -> tuple[list[tuple[str, nn.Parameter]], Gradients]:
+def pipelined(model: Any, job: JobConfig, contender: str) -> tuple[list[tuple[str, nn.Parameter]], Gradients]:
     """This rank's part of a schedule of torch's; the rank with the head has the losses."""
     rank, size = dist.get_rank(), dist.get_world_size()
     count = size if contender in SINGLE else 2 * size

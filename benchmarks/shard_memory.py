@@ -110,20 +110,22 @@ def _load(directory: Path, held: str) -> int:
         from transformers.utils import logging
 
         from hetero_mpi.device.backend import Backend
-        from hetero_mpi.job.load import Job
+        from hetero_mpi.job.load import JobConfig
         from hetero_mpi.model.files.model_files import ModelFiles
         from hetero_mpi.model.stage import Stage
-        from hetero_mpi.model.transformers.chain import Chain
+        from hetero_mpi.model.transformers.chain import TransformersChain
         from hetero_mpi.model.transformers.families import read_config
         from hetero_mpi.model.transformers.weights import FileStart
         from hetero_mpi.model.tuning import tuning_of
 
         logging.disable_progress_bar()
         backend, files = Backend(), ModelFiles(directory)
-        chain = Chain(read_config(files.config))
+        chain = TransformersChain(read_config(files.config))
         model = {"path": str(directory), "quantization": "nf4" if held == "nf4" else "none"}
         adapter = {"method": "none" if held == "full" else "lora"}
-        tuning = tuning_of(Job.model_validate({"model": model, "adapter": adapter, "data": {"text": ["-"]}}), chain)
+        tuning = tuning_of(
+            JobConfig.model_validate({"model": model, "adapter": adapter, "data": {"text": ["-"]}}), chain
+        )
         sizes = [sum(spec.count for spec in chain.specs(item, item + 1)) * 4 for item in range(chain.items)]
         first, last = (_cut(sizes, part / world.size) for part in (world.rank, world.rank + 1))
         process = psutil.Process()

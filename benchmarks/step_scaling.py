@@ -46,10 +46,10 @@ from hetero_mpi.comm.ranks.world import World  # noqa: E402
 from hetero_mpi.device.backend import Backend, set_threads  # noqa: E402
 from hetero_mpi.emulation.pace import emulate  # noqa: E402
 from hetero_mpi.engine.trainer import Trainer  # noqa: E402
-from hetero_mpi.job.load import Job, LoadedJob  # noqa: E402
+from hetero_mpi.job.load import JobConfig, LoadedJob  # noqa: E402
 from hetero_mpi.model.model_cost import model_cost  # noqa: E402
 from hetero_mpi.model.stage import Stage  # noqa: E402
-from hetero_mpi.model.transformers.chain import Chain  # noqa: E402
+from hetero_mpi.model.transformers.chain import TransformersChain  # noqa: E402
 from hetero_mpi.model.transformers.families import read_config  # noqa: E402
 from hetero_mpi.model.transformers.weights import SeededStart  # noqa: E402
 from hetero_mpi.model.tuning import full_training  # noqa: E402
@@ -241,7 +241,10 @@ def work(world: World) -> int:
 
 
 def _measure(world: World, case: Case) -> Rank:
-    chain, tuning = Chain(read_config(case.config())), full_training(Chain(read_config(case.config())))
+    chain, tuning = (
+        TransformersChain(read_config(case.config())),
+        full_training(TransformersChain(read_config(case.config()))),
+    )
     cost = model_cost(chain, tuning, "fp32", SEQUENCE, dict.fromkeys(chain.kinds, 0.0))
     plan, loaded = case.plan(), _job(case)
     before, transport = resident_bytes(), Metered(world.comm)
@@ -331,7 +334,7 @@ def _step(trainer: Trainer, step: int, case: Case) -> None:
 
 def _job(case: Case) -> LoadedJob:
     keys = {key: value for key, value in case.config().items() if value is not None}
-    job = Job.model_validate(
+    job = JobConfig.model_validate(
         {
             "model": {"config": keys},
             "data": {"text": ["-"], "sequence_length": SEQUENCE},

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hetero_mpi.commands import plan as offline
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import Job as Tables
+from hetero_mpi.job.load import JobConfig as Tables
 from hetero_mpi.job.load import LoadedJob, job_of_tables, load_job
 from hetero_mpi.planning.planner import complete_plan, make_plan
 from hetero_mpi.planning.schedule import Event
@@ -195,7 +195,7 @@ def train(
 
     def work(world: World) -> TrainResult:
         from hetero_mpi.runtime.run import run_job
-        from hetero_mpi.runtime.setup.setup import Options
+        from hetero_mpi.runtime.setup.setup import TrainOptions
 
         shared: dict[str, Any] | None = None
         with world.led("reading plan and profile"):
@@ -210,7 +210,7 @@ def train(
                     "reprofile": reprofile,
                 }
         shared = world.broadcast_json(shared)
-        options = Options(
+        options = TrainOptions(
             job=_named(job),
             run_dir=shared["run_dir"],
             resume=shared["resume"],
@@ -245,7 +245,7 @@ def _collectively(work: Callable[[World], T]) -> T:
         logging.captureWarnings(False)
 
 
-def _question(job: Job | str | Path, profile: ClusterProfile | str | Path) -> offline.Question:
+def _question(job: Job | str | Path, profile: ClusterProfile | str | Path) -> offline.PlanQuestion:
     """A job and a profile that fits it, as the planner is asked. As ``offline.ask``, of values."""
     loaded = job if isinstance(job, Job) else Job.load(job)
     named = "the given profile" if isinstance(profile, ClusterProfile) else str(profile)

@@ -73,9 +73,9 @@ def _train(namespace: argparse.Namespace) -> int:
         job = _read_early(world, namespace.job, _overrides(namespace))
         with _eager_imports():
             from hetero_mpi.runtime.run import train
-            from hetero_mpi.runtime.setup.setup import Options
+            from hetero_mpi.runtime.setup.setup import TrainOptions
 
-        options = Options(
+        options = TrainOptions(
             job=job,
             run_dir=namespace.run_dir,
             resume=namespace.resume,
@@ -92,9 +92,9 @@ def _train(namespace: argparse.Namespace) -> int:
 def _generate(namespace: argparse.Namespace) -> int:
     def command(world: World) -> int:
         with _eager_imports():
-            from hetero_mpi.runtime.generate.generate import Options, generate
+            from hetero_mpi.runtime.generate.generate import GenerateOptions, generate
 
-        options = Options(
+        options = GenerateOptions(
             source=namespace.source,
             prompt=namespace.prompt,
             max_new_tokens=namespace.max_new_tokens,
@@ -112,9 +112,9 @@ def _profile(namespace: argparse.Namespace) -> int:
     def command(world: World) -> int:
         job = _read_early(world, namespace.job, tuple(namespace.set))
         with _eager_imports():
-            from hetero_mpi.commands.profile import Options, profile
+            from hetero_mpi.commands.profile import ProfileOptions, profile
 
-        return profile(world, Options(job, namespace.output, namespace.reprofile))
+        return profile(world, ProfileOptions(job, namespace.output, namespace.reprofile))
 
     return _on_all_ranks(command)
 
@@ -230,11 +230,13 @@ def _launch(namespace: argparse.Namespace) -> int:
 
 
 def _doctor(namespace: argparse.Namespace) -> int:
-    from hetero_mpi.launch.doctor.doctor_report import Options
+    from hetero_mpi.launch.doctor.doctor_report import DoctorOptions
     from hetero_mpi.launch.doctor.examine import doctor
 
     given = tuple(shlex.split(namespace.mpirun_args))
-    options = Options(namespace.hostfile, namespace.hosts, given, namespace.run_dir, namespace.json, namespace.selftest)
+    options = DoctorOptions(
+        namespace.hostfile, namespace.hosts, given, namespace.run_dir, namespace.json, namespace.selftest
+    )
     return doctor(options)
 
 

@@ -27,7 +27,7 @@ from hetero_mpi.job.load import AdapterTable
 from hetero_mpi.model.adapter import adapter_shapes, lora_config
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.stage import IGNORED, MicroBatch, Stage
-from hetero_mpi.model.transformers.chain import Chain, ParameterSpec, build_on_meta, uses_dropout
+from hetero_mpi.model.transformers.chain import ParameterSpec, TransformersChain, build_on_meta, uses_dropout
 from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES, REFUSED_FAMILIES
 from hetero_mpi.model.transformers.weights import FileStart, SeededStart
 from hetero_mpi.model.tuning import Tuning
@@ -67,7 +67,7 @@ def try_family(family: str) -> Trial:
     tied = set()
     for wanted in (False, True):
         config = _config({**tiny_keys(family), "tie_word_embeddings": wanted})
-        chain = Chain(config)
+        chain = TransformersChain(config)
         with tempfile.TemporaryDirectory() as directory:
             whole = _whole_model(config, directory)
             start = FileStart(ModelFiles(directory), chain)
@@ -126,12 +126,12 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, targets
 
 
-def _stages(chain: Chain, start: FileStart, *cuts: int, tuning: Tuning | None = None) -> list[Stage]:
+def _stages(chain: TransformersChain, start: FileStart, *cuts: int, tuning: Tuning | None = None) -> list[Stage]:
     bounds = zip((0, *cuts), (*cuts, chain.items), strict=True)
     return [Stage(chain, first, last, Backend(), "fp32", start, tuning=tuning) for first, last in bounds]
 
 
-def _run(chain: Chain, stages: list[Stage]) -> tuple[float, dict[str, torch.Tensor]]:
+def _run(chain: TransformersChain, stages: list[Stage]) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss (mean over the targets) and gradients, the two shares of a tied matrix added as the trainer does."""
     x, targets = _batch()
     position = MicroBatch(0, 0, 0, int((targets != IGNORED).sum()))
@@ -146,7 +146,7 @@ def _run(chain: Chain, stages: list[Stage]) -> tuple[float, dict[str, torch.Tens
     return float(x), found
 
 
-def _compare(chain: Chain, whole: PreTrainedModel, start: FileStart) -> None:
+def _compare(chain: TransformersChain, whole: PreTrainedModel, start: FileStart) -> None:
     stages = _stages(chain, start, 2, 4)
     values = whole.state_dict()
     for stage in stages:
@@ -168,7 +168,7 @@ def _run_whole(whole: torch.nn.Module) -> float:
     return float(loss)
 
 
-def _adapter(chain: Chain) -> AdapterTable:
+def _adapter(chain: TransformersChain) -> AdapterTable:
     """LoRA on all linear layers of the blocks that peft adapts as such."""
     everything = AdapterTable(method="lora", rank=4)
     try:
@@ -188,7 +188,9 @@ def _adapter(chain: Chain) -> AdapterTable:
     return AdapterTable(method="lora", rank=4, targets=targets)
 
 
-def _compare_adapter(chain: Chain, whole: PreTrainedModel, start: FileStart, adapter: AdapterTable) -> list[str]:
+def _compare_adapter(
+    chain: TransformersChain, whole: PreTrainedModel, start: FileStart, adapter: AdapterTable
+) -> list[str]:
     """Three stages with LoRA against plain peft, from a random B; ``whole`` is changed. Returns the adapted modules."""
     modules, shapes = adapter_shapes(build_on_meta(chain.config), adapter)
     trainable = {name: ParameterSpec(name, chain.item_of(name), shape) for name, shape in shapes.items()}
@@ -213,7 +215,7 @@ def _compare_dropout(family: str, start: FileStart) -> None:
     """With dropout everywhere: one stage and four stages draw the same masks."""
     rates = dropout_rates(family)
     config = _config({**tiny_keys(family), "tie_word_embeddings": False, **rates})
-    chain = Chain(config)
+    chain = TransformersChain(config)
     if bool(rates) is not uses_dropout(chain.model):
         raise Different(f"{sorted(rates)} are not seen as dropout")
     _require_equal(*_interleaved(_run(chain, _stages(chain, start)), _run(chain, _stages(chain, start, 1, 3, 5))))
@@ -239,7 +241,7 @@ def _require_equal(
             raise Different(f"gradient of {name} differs by {(found[name] - gradient).norm() / gradient.norm():.1e}")
 
 
-def _can_start_from_scratch(chain: Chain) -> bool:
+def _can_start_from_scratch(chain: TransformersChain) -> bool:
     try:
         Stage(chain, 0, chain.items, Backend(), "fp32", SeededStart(1))
     except UserError:

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES, REFUSED_FAMILIES
 from tests.family_configs import families, tiny_keys
@@ -81,4 +81,4 @@ def test_settings_that_splitting_cannot_keep_are_refused() -> None:
     with pytest.raises(UserError, match="num_kv_shared_layers = 2"):
         read_config({**tiny_keys("gemma4_text"), "num_kv_shared_layers": 2})
     with pytest.raises(UserError, match="outside the pipeline plan"):
-        Chain(read_config({**tiny_keys("gemma4_text"), "hidden_size_per_layer_input": 8}))
+        TransformersChain(read_config({**tiny_keys("gemma4_text"), "hidden_size_per_layer_input": 8}))

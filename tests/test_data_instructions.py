@@ -16,7 +16,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hetero_mpi.data.instructions import build_record_sequences, pack
-from hetero_mpi.data.records import Message, Record, read_records
+from hetero_mpi.data.records import ChatMessage, Record, read_records
 from hetero_mpi.data.sequences import IGNORED, Dataset
 from hetero_mpi.data.template import choose_form, plain_texts, render_prompt, tokenize_records
 from hetero_mpi.data.tokenizer import END_TOKEN, save_tokenizer, train_bpe
@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
 def record(*turns: str, shape: str = "chat") -> Record:
     """``record("s: Be brief", "u: Hi", "a: Hello")``."""
     roles = {"s": "system", "u": "user", "a": "assistant"}
-    messages = tuple(Message(roles[turn[0]], turn[3:]) for turn in turns)  # type: ignore[arg-type]
+    messages = tuple(ChatMessage(roles[turn[0]], turn[3:]) for turn in turns)  # type: ignore[arg-type]
     return Record(messages, shape, f"file, line {len(turns)}")  # type: ignore[arg-type]
 
 

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.data.records import Message, Record
+from hetero_mpi.data.records import ChatMessage, Record
 from hetero_mpi.data.template import PLAIN_FORM, choose_form, tokenize_records
 
 
@@ -166,7 +166,7 @@ RECORDS = (
 
 def record(*said: str) -> Record:
     roles = {"s": "system", "u": "user", "a": "assistant"}
-    messages = tuple(Message(roles[turn[0]], turn[3:]) for turn in said)  # type: ignore[arg-type]
+    messages = tuple(ChatMessage(roles[turn[0]], turn[3:]) for turn in said)  # type: ignore[arg-type]
     return Record(messages, "chat", "here")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hetero_mpi.data.records import Message, read_records
+from hetero_mpi.data.records import ChatMessage, read_records
 from hetero_mpi.data.template import render_prompt
 from hetero_mpi.data.tokenizer import save_tokenizer, train_bpe
 from hetero_mpi.errors import UserError
@@ -26,8 +26,8 @@ def write(directory: Path, values: list[Any], name: str = "a.jsonl") -> str:
     return str(path)
 
 
-def turns(*pairs: tuple[str, str]) -> tuple[Message, ...]:
-    return tuple(Message(role, content) for role, content in pairs)  # type: ignore[arg-type]
+def turns(*pairs: tuple[str, str]) -> tuple[ChatMessage, ...]:
+    return tuple(ChatMessage(role, content) for role, content in pairs)  # type: ignore[arg-type]
 
 
 # Shapes
@@ -57,7 +57,7 @@ def turns(*pairs: tuple[str, str]) -> tuple[Message, ...]:
         ),
     ],
 )  # fmt: skip
-def test_shapes(tmp_path: Path, value: dict[str, Any], shape: str, messages: tuple[Message, ...]) -> None:
+def test_shapes(tmp_path: Path, value: dict[str, Any], shape: str, messages: tuple[ChatMessage, ...]) -> None:
     for name, values in (("a.jsonl", [value]), ("a.json", [[value]])):
         (record,) = read_records([write(tmp_path, values, name)]).records
         assert (record.shape, record.messages) == (shape, messages)

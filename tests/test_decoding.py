@@ -18,7 +18,7 @@ from hetero_mpi.model.decoding import NOT_A_NUMBER, OWN_CACHE, Decoder, Sampling
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.model.stage import MicroBatch, Stage
-from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import PROVEN_FAMILIES, read_config
 from hetero_mpi.model.transformers.weights import FileStart
 from hetero_mpi.model.tuning import nothing_trained
@@ -59,7 +59,7 @@ def test_decoding_leaves_a_stage_in_training_as_it_was(tmp_path: Path) -> None:
     path = model_directory(tmp_path, case)
 
     def losses(sample: bool) -> tuple[list[float], torch.Tensor]:
-        chain = Chain(read_config(ModelFiles(path).config))
+        chain = TransformersChain(read_config(ModelFiles(path).config))
         stage = Stage(
             chain, 0, chain.items, open_backend("cpu", 0), "fp32", FileStart(ModelFiles(path), chain), recompute=True
         )
@@ -81,7 +81,7 @@ def test_decoding_leaves_a_stage_in_training_as_it_was(tmp_path: Path) -> None:
 
 
 def stages_of(path: Path, cuts: tuple[int, ...]) -> list[Stage]:
-    chain = Chain(read_config(ModelFiles(path).config))
+    chain = TransformersChain(read_config(ModelFiles(path).config))
     edges = [0, *cuts, chain.items]
     backend = open_backend("cpu", 0)
     return [

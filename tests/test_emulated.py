@@ -16,7 +16,7 @@ import pytest
 from hetero_mpi.comm.precise_sleep import Sleeper
 from hetero_mpi.emulation.emulated_links import EmulatedTransport, compare_clocks
 from hetero_mpi.emulation.emulated_nics import Cards
-from hetero_mpi.emulation.pace import Pace
+from hetero_mpi.emulation.pace import ActionPacer
 from hetero_mpi.planning.durations import finished_items_s
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.simulator import simulate
@@ -98,7 +98,7 @@ class NotingSleeper(Sleeper):
 def test_items_of_the_last_backward_count_as_finished_while_it_runs() -> None:
     """Not all at its end: their sums are to start one after the other."""
     profile, plan, sleeper = three_ranks(), pipelines_of(TOKENS), NotingSleeper(spare_core=False)
-    pace, told = Pace(plan, profile, 1.0, sleeper), []
+    pace, told = ActionPacer(plan, profile, 1.0, sleeper), []
     last = Action(Op.B, 2, 1)  # of the pipeline that is one rank
     begin = time.perf_counter()
     pace.hold(last, begin, lambda item: told.append((item, sleeper.moments[-1] - begin, time.perf_counter() - begin)))

@@ -10,7 +10,7 @@ import pytest
 
 from hetero_mpi.commands.reference import EXAMPLES, reference_text
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import Job, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
+from hetero_mpi.job.load import JobConfig, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
 
 SMALL = """\
 [model.config]
@@ -287,7 +287,7 @@ def test_a_job_survives_json(tmp_path: Path) -> None:
     ).job
     again = job_from_dict(json.loads(json.dumps(job_to_dict(job))))
     assert again == job
-    assert isinstance(again, Job)
+    assert isinstance(again, JobConfig)
 
 
 REFERENCE = Path(__file__).parent.parent / "jobs" / "reference.toml"
@@ -302,7 +302,7 @@ def test_the_reference_file_is_the_code() -> None:
 def test_the_reference_file_loads_when_completed() -> None:
     needed = [f"model.config={EXAMPLES['model', 'config']}", "tokenizer.train_vocab_size=512", "data.text=['a.txt']"]
     completed = load_job(REFERENCE, needed).job
-    minimal = Job.model_validate(
+    minimal = JobConfig.model_validate(
         {"model": completed.model, "tokenizer": completed.tokenizer, "data": {"text": ["a.txt"]}}, strict=False
     )
     assert completed == minimal, "every value in the file is the default"

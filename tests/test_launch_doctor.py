@@ -24,12 +24,12 @@ from hetero_mpi.launch.doctor import checks, doctor_report, probe
 from hetero_mpi.launch.doctor import examine as doctor
 from hetero_mpi.launch.doctor.device_checks import check_devices, check_shares
 from hetero_mpi.launch.doctor.link_checks import MANY, Link, check_links
-from hetero_mpi.launch.doctor.probe import MARK, REQUIRED, Facts
+from hetero_mpi.launch.doctor.probe import MARK, REQUIRED, HostFacts
 from hetero_mpi.launch.doctor.probe_client import Examined, Probe, ProbeError, Target
 from hetero_mpi.launch.doctor.rank_checks import _interfaces_of
 from hetero_mpi.launch.doctor.tcp_probe import Listener, measure
 from hetero_mpi.launch.hosts.authenticated import NotAuthentic
-from hetero_mpi.launch.hosts.diagnostics import Finding, Verdict, lines_of, merged, would_fail
+from hetero_mpi.launch.hosts.diagnostics import Finding, Severity, lines_of, merged, would_fail
 from hetero_mpi.launch.hosts.interface import LocalAddress, network_of
 from tests.mpi import ROOT, launcher_or_skip, run_bounded, run_mpi
 from tests.rack import NETWORK, Rack
@@ -54,7 +54,7 @@ def torch(builds: list[str], *cards: str, **errors: str) -> dict[str, Any]:
     return {"version": "2.13.0", "builds": builds, "devices": [*devices, CPU], "errors": errors}
 
 
-FACTS = Facts(
+FACTS = HostFacts(
     host="rtx",
     python="/e/bin/python",
     prefix="/e",
@@ -101,7 +101,7 @@ def test_two_good_hosts_pass_every_check() -> None:
     findings = [finding for check in doctor_report.CHECKS for finding in check(places)]
     findings += [*check_links([Link("rtx", "mac", 1e-4, 1e8), Link("mac", "rtx", 1e-4, 1.1e8)], "TCP")]
     findings += checks.check_clocks({"rtx": 0.0, "mac": 0.01})
-    assert {finding.verdict for finding in findings} == {Verdict.FINE}
+    assert {finding.verdict for finding in findings} == {Severity.FINE}
     assert lines_of(merged(findings))[-1] == "All is well."
     subjects = list(dict.fromkeys(finding.subject for finding in findings))
     assert subjects == [
@@ -213,7 +213,7 @@ def test_interfaces() -> None:
 
 def test_clocks_and_disks() -> None:
     (late,) = checks.check_clocks({"rtx": 0.0, "mac": -90.0, "pi": 0.2})
-    assert (late.verdict, late.where) == (Verdict.SLOW, ("mac",)) and "90.0 s behind" in late.text
+    assert (late.verdict, late.where) == (Severity.SLOW, ("mac",)) and "90.0 s behind" in late.text
     work = FACTS.directories["work"]
     full = {"path": "/w/runs", "free_bytes": 10**9, "problem": ""}
     last = {**full, "free_bytes": 4 * 10**6}
@@ -237,24 +237,24 @@ def test_clocks_and_disks() -> None:
 def test_links() -> None:
     lost = Link("a", "b", error="timed out", network="10.77.0.0/24")
     found = list(check_links([lost, Link("b", "a", 1e-4, 1e8)], "TCP"))
-    assert found[0].verdict is Verdict.FAILS and "the other way round it works, so a firewall" in found[0].text
+    assert found[0].verdict is Severity.FAILS and "the other way round it works, so a firewall" in found[0].text
     assert "ufw allow from 10.77.0.0/24`" in found[0].remedy and "--add-source=10.77.0.0/24`" in found[0].remedy
     assert [
         finding.verdict for finding in check_links([Link("a", "b", 1e-4, 1e7), Link("b", "a", 1e-4, 1e8)], "TCP")
     ] == [
-        Verdict.FINE,
-        Verdict.SLOW,
-        Verdict.FINE,
+        Severity.FINE,
+        Severity.SLOW,
+        Severity.FINE,
     ]
     (_, uneven, _) = check_links([Link("a", "b", 1e-4, 1e8), Link("b", "a", 1e-4, 1e9)], "TCP")
     assert "10.0 times slower than back" in uneven.remedy
     assert [finding.verdict for finding in check_links([Link("a", "b", 9e-3, 1e8)], "TCP")] == [
-        Verdict.FINE,
-        Verdict.NOTE,
+        Severity.FINE,
+        Severity.NOTE,
     ]
     assert [finding.verdict for finding in check_links([Link("a", "b", 1e-4, 1e6, same_host=True)], "MPI")] == [
-        Verdict.FINE,
-        Verdict.NOTE,
+        Severity.FINE,
+        Severity.NOTE,
     ]
     many = [Link("a", str(number), 1e-4, 1e8 + number) for number in range(MANY + 1)]
     assert len(list(check_links(many, "MPI"))) == 3
@@ -309,9 +309,9 @@ def test_ranks_against_cards(ranks: int, device: str, verdict: list[str]) -> Non
 
 def test_lines_for_people() -> None:
     findings = [
-        Finding("torch", Verdict.FINE, "2.13.0", where=("a",)),
-        Finding("torch", Verdict.FINE, "2.13.0", where=("b",)),
-        Finding("disk", Verdict.FAILS, "full", "make room\nor go elsewhere"),
+        Finding("torch", Severity.FINE, "2.13.0", where=("a",)),
+        Finding("torch", Severity.FINE, "2.13.0", where=("b",)),
+        Finding("disk", Severity.FAILS, "full", "make room\nor go elsewhere"),
     ]
     assert lines_of(merged(findings)) == [
         "ok    torch         a, b: 2.13.0",

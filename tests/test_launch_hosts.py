@@ -13,7 +13,7 @@ import pytest
 
 from hetero_mpi.cli import main
 from hetero_mpi.comm.ranks.library import MpiLibrary
-from hetero_mpi.device.choice import DEVICE_VARIABLE, Cores, Place, Wish, cores_of, device_of, wish
+from hetero_mpi.device.choice import DEVICE_VARIABLE, Cores, VisibleDevices, Wish, cores_of, device_of, wish
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch.hosts.agent import without_agent
 from hetero_mpi.launch.hosts.hostfile import HostEntry
@@ -220,10 +220,12 @@ def test_options_of_the_launch_agent_are_taken_out() -> None:
 
 def test_ranks_that_see_the_same_cards_take_different_ones() -> None:
     both = ((0, "n0"), (1, "n1"))
-    nvidia, amd = Place("box", "cuda", both, None), Place("box", "rocm", ((0, "a0"),), None)
-    told = Place("box", "cuda", both, 1)
-    bound = [Place("node", "cuda", ((0, card),), None) for card in ("u0", "u1")]  # as SLURM gives each task its own
-    everyone = [nvidia, amd, nvidia, told, *bound, Place("other", "cuda", both, None), nvidia]
+    nvidia, amd = VisibleDevices("box", "cuda", both, None), VisibleDevices("box", "rocm", ((0, "a0"),), None)
+    told = VisibleDevices("box", "cuda", both, 1)
+    bound = [
+        VisibleDevices("node", "cuda", ((0, card),), None) for card in ("u0", "u1")
+    ]  # as SLURM gives each task its own
+    everyone = [nvidia, amd, nvidia, told, *bound, VisibleDevices("other", "cuda", both, None), nvidia]
     assert [device_of(rank, everyone) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 0, None]
 
 

@@ -18,7 +18,7 @@ import pytest
 from hetero_mpi.cli import main
 from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI, MpiLibrary
 from hetero_mpi.errors import UserError
-from hetero_mpi.launch.hosts.diagnostics import Verdict
+from hetero_mpi.launch.hosts.diagnostics import Severity
 from hetero_mpi.launch.hosts.hosts_toml import ranks_of, read_hosts
 from hetero_mpi.launch.hosts.interface import LocalAddress
 from hetero_mpi.launch.launcher import hosts_command as building
@@ -225,26 +225,26 @@ def test_launch_refuses_to_go_around_the_mesh(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("counted", "verdict", "told"),
     [
-        ({"wg": (100, 100), "eth0": (110, 110)}, Verdict.FINE, "0.0 MB each way between each two of 2 hosts"),
-        ({"wg": (5, 100), "eth0": (110, 110)}, Verdict.FAILS, "eth0"),
-        ({"wg": (100, 5), "eth0": (0, 0)}, Verdict.FAILS, "with b: of 0.0 MB each way"),
-        ({"eth0": (100, 100)}, Verdict.FAILS, "passed eth0"),
+        ({"wg": (100, 100), "eth0": (110, 110)}, Severity.FINE, "0.0 MB each way between each two of 2 hosts"),
+        ({"wg": (5, 100), "eth0": (110, 110)}, Severity.FAILS, "eth0"),
+        ({"wg": (100, 5), "eth0": (0, 0)}, Severity.FAILS, "with b: of 0.0 MB each way"),
+        ({"eth0": (100, 100)}, Severity.FAILS, "passed eth0"),
     ],
 )
-def test_what_the_counters_say(counted: dict[str, tuple[int, int]], verdict: Verdict, told: str) -> None:
+def test_what_the_counters_say(counted: dict[str, tuple[int, int]], verdict: Severity, told: str) -> None:
     whole = Passed("b", "a", "wg", {"wg": (100, 100)})
     findings = judge([Passed("a", "b", "wg", counted), whole], Mesh(), message_bytes=100)
     assert [finding.verdict for finding in findings] == [verdict] and told in findings[0].text
-    assert findings[0].where == (() if verdict is Verdict.FINE else ("a",)) and bool(findings[0].remedy) == bool(
+    assert findings[0].where == (() if verdict is Severity.FINE else ("a",)) and bool(findings[0].remedy) == bool(
         findings[0].where
     )
 
 
 def test_what_the_doctor_says_of_a_mesh_without_ranks() -> None:
     up = {"a": ["127.0.0.1", "10.86.0.1"], "b": ["10.86.0.2"]}
-    assert check_up(Mesh(), up, "mesh/hosts.toml").verdict is Verdict.NOTE
+    assert check_up(Mesh(), up, "mesh/hosts.toml").verdict is Severity.NOTE
     down = check_up(Mesh(), {**up, "c": ["192.168.1.12"]}, "mesh/hosts.toml")
-    assert (down.verdict, down.where) == (Verdict.FAILS, ("c",))
+    assert (down.verdict, down.where) == (Severity.FAILS, ("c",))
 
 
 class Tunnelled:

@@ -12,13 +12,13 @@ from bitsandbytes.nn import Linear4bit
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import Job, TrainTable, load_job
+from hetero_mpi.job.load import JobConfig, TrainTable, load_job
 from hetero_mpi.model.adapter_files import check_adapter, read_adapter, write_adapter
 from hetero_mpi.model.layer.quantize import packed_bytes
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
-from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning, tuning_of
@@ -27,13 +27,13 @@ from tests.training_cases import Case
 CASE = Case("plain", "llama", True, 0.0, True, 2, "even")
 
 
-def chain() -> Chain:
-    return Chain(read_config({**CASE.config, "hidden_size": 64, "intermediate_size": 128}))
+def chain() -> TransformersChain:
+    return TransformersChain(read_config({**CASE.config, "hidden_size": 64, "intermediate_size": 128}))
 
 
-def job(quantization: str = "none", **adapter: object) -> Job:
+def job(quantization: str = "none", **adapter: object) -> JobConfig:
     tables = {"model": {"path": "x", "quantization": quantization}, "data": {"text": ["x"]}}
-    return Job.model_validate({**tables, "adapter": {"method": "lora", "rank": 4, "alpha": 8.0, **adapter}})
+    return JobConfig.model_validate({**tables, "adapter": {"method": "lora", "rank": 4, "alpha": 8.0, **adapter}})
 
 
 def stage(tuning: Tuning, first: int, last: int, dtype: str = "fp32") -> Stage:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files import hub
-from hetero_mpi.model.files.model_files import Contents, ModelFiles
+from hetero_mpi.model.files.model_files import DirectoryContents, ModelFiles
 from hetero_mpi.model.files.shard_cache import ShardCache
 
 TENSORS = {
@@ -27,7 +27,7 @@ TENSORS = {
 CONFIG = {"model_type": "llama", "hidden_size": 200, "transformers_version": "5.20.0", "rope_scaling": None}
 
 
-def write(directory: Path, config: dict[str, object] = CONFIG, **changed: torch.Tensor) -> Contents:
+def write(directory: Path, config: dict[str, object] = CONFIG, **changed: torch.Tensor) -> DirectoryContents:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     tensors = {**TENSORS, **{name.replace("_", "."): tensor for name, tensor in changed.items()}}
@@ -36,17 +36,17 @@ def write(directory: Path, config: dict[str, object] = CONFIG, **changed: torch.
 
 
 @pytest.fixture
-def contents(tmp_path: Path) -> Contents:
+def contents(tmp_path: Path) -> DirectoryContents:
     return write(tmp_path / "llama")
 
 
-def test_contents_travel_as_json(contents: Contents) -> None:
-    again = Contents.from_dict(json.loads(json.dumps(contents.to_dict())))
+def test_contents_travel_as_json(contents: DirectoryContents) -> None:
+    again = DirectoryContents.from_dict(json.loads(json.dumps(contents.to_dict())))
     assert again.identity == contents.identity and list(again.tensors) == list(contents.tensors)
     assert {name: tensor.bytes for name, tensor in again.tensors.items()} == {n: t.nbytes for n, t in TENSORS.items()}
 
 
-def test_a_copy_in_other_files_is_the_same_model(contents: Contents, tmp_path: Path) -> None:
+def test_a_copy_in_other_files_is_the_same_model(contents: DirectoryContents, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     copy.mkdir()
     (copy / "config.json").write_text(json.dumps({**CONFIG, "transformers_version": "5.23.0"}))
@@ -59,7 +59,7 @@ def test_a_copy_in_other_files_is_the_same_model(contents: Contents, tmp_path: P
     assert contents.difference(ModelFiles(copy).contents()) is None
 
 
-def test_another_model_is_told_apart_by_name(contents: Contents, tmp_path: Path) -> None:
+def test_another_model_is_told_apart_by_name(contents: DirectoryContents, tmp_path: Path) -> None:
     rows = TENSORS["model.embed_tokens.weight"].clone()
     rows[-1, -1] += 1  # new tokens are the last rows
     without = {key: value for key, value in CONFIG.items() if key != "rope_scaling"}
@@ -77,7 +77,7 @@ def test_another_model_is_told_apart_by_name(contents: Contents, tmp_path: Path)
     assert found == "model.embed_tokens.weight has other values"
 
 
-def test_an_entry_comes_back_to_the_bit(contents: Contents, tmp_path: Path) -> None:
+def test_an_entry_comes_back_to_the_bit(contents: DirectoryContents, tmp_path: Path) -> None:
     cache = ShardCache(tmp_path / "cache", contents.identity)
     assert not cache.holds(3, contents.tensors)
     cache.prepare(1000)
@@ -148,20 +148,20 @@ def test_an_entry_that_does_not_match_is_named_and_removed(contents, tmp_path, s
     assert again.holds(3, contents.tensors)
 
 
-def test_an_entry_of_other_tensors_does_not_match(contents: Contents, tmp_path: Path) -> None:
+def test_an_entry_of_other_tensors_does_not_match(contents: DirectoryContents, tmp_path: Path) -> None:
     cache = ShardCache(tmp_path / "cache", contents.identity)
     cache.keep(3, {"model.norm.weight": TENSORS["model.norm.weight"]})
     assert not cache.holds(3, contents.tensors)
     assert "it holds other tensors than are needed now" in cache.remarks[0]
 
 
-def test_what_a_crash_left_behind_is_no_entry(contents: Contents, tmp_path: Path) -> None:
+def test_what_a_crash_left_behind_is_no_entry(contents: DirectoryContents, tmp_path: Path) -> None:
     cache = ShardCache(tmp_path / "cache", contents.identity)
     save_file({"x": torch.ones(3)}, cache.directory / "item-00003.safetensors")
     assert not cache.holds(3, contents.tensors) and cache.remarks == []
 
 
-def test_a_cache_that_cannot_be_used_is_a_clear_error(contents: Contents, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_used_is_a_clear_error(contents: DirectoryContents, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
         UserError, match=r"\[model\] shard_cache must be a directory .*file cannot be used.*leave it empty"

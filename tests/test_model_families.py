@@ -17,7 +17,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import AdapterTable
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.stage import IGNORED, MicroBatch, Stage
-from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import FileStart, SeededStart, Start
 from hetero_mpi.model.tuning import adapter_tuning
@@ -62,12 +62,12 @@ def whole_model(family: str, tied: bool) -> PreTrainedModel:
     return model.train()
 
 
-def cut(chain: Chain, start: Start, cuts: tuple[int, ...] = CUTS) -> list[Stage]:
+def cut(chain: TransformersChain, start: Start, cuts: tuple[int, ...] = CUTS) -> list[Stage]:
     return [Stage(chain, first, last, Backend(), "fp32", start) for first, last in pairwise(cuts)]
 
 
-def chain_of(family: str, tied: bool) -> Chain:
-    return Chain(read_config(keys(family, tied)))
+def chain_of(family: str, tied: bool) -> TransformersChain:
+    return TransformersChain(read_config(keys(family, tied)))
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,7 +93,7 @@ def run_stages(stages: list[Stage]) -> float:
     return float(x)
 
 
-def gradients(stages: list[Stage], chain: Chain) -> dict[str, torch.Tensor]:
+def gradients(stages: list[Stage], chain: TransformersChain) -> dict[str, torch.Tensor]:
     """name -> gradient, the head's share of a tied matrix added to the embedding's as the trainer does."""
     found = {name: p.grad for stage in stages for name, p in stage.parameters.items() if p.grad is not None}
     if chain.tied is not None:
@@ -182,7 +182,7 @@ def test_keys_are_repeated_where_attention_would_else_keep_all_scores(
 def test_recomputing_keeps_states_of_random_numbers_only_where_some_are_drawn(
     monkeypatch: pytest.MonkeyPatch, dropout: float, adapter_dropout: float | None
 ) -> None:
-    chain = Chain(read_config({**keys("llama", False), "attention_dropout": dropout}))
+    chain = TransformersChain(read_config({**keys("llama", False), "attention_dropout": dropout}))
     tuning = None
     if adapter_dropout is not None:
         tuning = adapter_tuning(chain, AdapterTable(method="lora", rank=2, dropout=adapter_dropout), False, False)

@@ -14,7 +14,7 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.load import TrainTable
 from hetero_mpi.model.optimizer import Judge, LearningRate, LossScale, Optimizer, _short
 from hetero_mpi.model.stage import Stage
-from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES
 from hetero_mpi.model.transformers.weights import SeededStart
@@ -125,7 +125,7 @@ def decayed_by_trainer(family: str) -> set[str]:
 
 def test_what_decays_is_what_transformers_decays_in_every_family() -> None:
     for family in PROVEN_FAMILIES:
-        chain = Chain(read_config(tiny_keys(family)))
+        chain = TransformersChain(read_config(tiny_keys(family)))
         ours = {name for name in chain.parameters if chain.decays(name)}
         assert ours == decayed_by_trainer(family) & set(chain.parameters), family
         assert ours
@@ -133,7 +133,7 @@ def test_what_decays_is_what_transformers_decays_in_every_family() -> None:
 
 def test_the_optimizer_decays_neither_wide_biases_nor_spares_what_is_narrow() -> None:
     """The experts of gpt-oss have biases of two dimensions, its attention sinks have one."""
-    chain = Chain(read_config(tiny_keys("gpt_oss")))
+    chain = TransformersChain(read_config(tiny_keys("gpt_oss")))
     stage = Stage(chain, 0, chain.items, Backend(), "fp32", SeededStart(1))
     optimizer = Optimizer(stage, TrainTable(weight_decay=0.25))
     decays = {id(p): group["weight_decay"] for group in optimizer.adamw.param_groups for p in group["params"]}

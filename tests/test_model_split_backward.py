@@ -16,7 +16,7 @@ from hetero_mpi.job.load import AdapterTable, TrainTable
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import IGNORED, MicroBatch, Stage
-from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.initial_values import materialize
 from hetero_mpi.model.tuning import Tuning, adapter_tuning
@@ -31,7 +31,7 @@ TOKENS = 24
 class NormalStart:
     """Random values for every family, each matrix drawn from its own name."""
 
-    def fill(self, chain: Chain, model: PreTrainedModel, item: int) -> None:
+    def fill(self, chain: TransformersChain, model: PreTrainedModel, item: int) -> None:
         for root in chain.module_names(item):
             for name, module in model.get_submodule(root).named_modules(prefix=root):
                 materialize(module)
@@ -48,11 +48,13 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def chain_of(family: str, **changes: Any) -> Chain:
-    return Chain(read_config({**tiny_keys(family), **changes}))
+def chain_of(family: str, **changes: Any) -> TransformersChain:
+    return TransformersChain(read_config({**tiny_keys(family), **changes}))
 
 
-def build(chain: Chain, dtype: str = "fp32", cut: int = 3, tuning: Tuning | None = None, **options: Any) -> list[Stage]:
+def build(
+    chain: TransformersChain, dtype: str = "fp32", cut: int = 3, tuning: Tuning | None = None, **options: Any
+) -> list[Stage]:
     bounds = ((0, cut), (cut, chain.items))
     return [Stage(chain, a, b, Backend(), dtype, NormalStart(), 7, tuning, **options) for a, b in bounds]
 
@@ -98,7 +100,7 @@ def step(stages: list[Stage], split: bool, optimizers: list[Optimizer] | None = 
     return found
 
 
-def require_same_bits(chain: Chain, **options: Any) -> None:
+def require_same_bits(chain: TransformersChain, **options: Any) -> None:
     whole = step(build(chain, **options), split=False)
     parts = step(build(chain, split_backward=True, **options), split=True)
     assert any(tensor.norm() > 0 for name, tensor in whole.items() if "loss" not in name)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hetero_mpi.planning.analysis.drift import FEWEST, Decider, Move, Prospect, SpeedWatch, moved_items, moving_s
-from hetero_mpi.planning.analysis.replan import Answer, Question, answer
+from hetero_mpi.planning.analysis.replan import ReplanAnswer, ReplanQuestion, answer
 from hetero_mpi.planning.planner import make_plan
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
@@ -69,8 +69,8 @@ def play(told: Speeds, true: Speeds, steps: int = 100, cost_s: float = 5.0, reba
     steps."""
     plan = make_plan(PROFILE, REQUEST)
     decider, story = Decider(range(3)), Story([plan])
-    under_way: tuple[int, Answer] | None = None
-    reply: Answer | None = None
+    under_way: tuple[int, ReplanAnswer] | None = None
+    reply: ReplanAnswer | None = None
     for step in range(steps):
         story.seconds += step_s(plan, tuple(sorted(true(step).items())))
         decider.observe(told(step))
@@ -82,7 +82,7 @@ def play(told: Speeds, true: Speeds, steps: int = 100, cost_s: float = 5.0, reba
         if move is Move.ASK:
             assert decider.asked is not None
             story.questions += 1
-            under_way = step + 2, answer(Question(PROFILE, decider.asked, REQUEST, plan, remaining, cost_s))
+            under_way = step + 2, answer(ReplanQuestion(PROFILE, decider.asked, REQUEST, plan, remaining, cost_s))
         elif move is Move.GO:
             assert reply is not None
             plan = reply.plan
@@ -176,7 +176,7 @@ def two_pipelines() -> Plan:
 
 
 def test_several_pipelines_keep_their_ranks_shares_and_micro_batches() -> None:
-    reply = answer(Question(PROFILE, {1: 3.0}, REQUEST, two_pipelines(), 1000, 1.0))
+    reply = answer(ReplanQuestion(PROFILE, {1: 3.0}, REQUEST, two_pipelines(), 1000, 1.0))
     assert reply.prospect.gain_s > 0 and loads(reply.plan)[1] < 5
     for old, new in zip(two_pipelines().pipelines, reply.plan.pipelines, strict=True):
         assert (old.micro_batch, old.sequences) == (new.micro_batch, new.sequences)
@@ -187,9 +187,9 @@ def test_an_idle_rank_is_called_and_a_hopeless_one_is_left() -> None:
     profile = make_profile([1.0, 1.0, 1.6], model=make_model(4), bytes_per_s=1e9)
     request = replace(REQUEST, max_pipelines=1)
     plan = make_plan(restricted(profile, [0, 1]), request)
-    called = answer(Question(profile, {1: 1.6}, request, plan, 1000, 1.0)).plan
+    called = answer(ReplanQuestion(profile, {1: 1.6}, request, plan, 1000, 1.0)).plan
     assert set(loads(called)) == {0, 1, 2}
-    left = answer(Question(profile, {1: 50.0}, request, plan, 1000, 1.0)).plan
+    left = answer(ReplanQuestion(profile, {1: 50.0}, request, plan, 1000, 1.0)).plan
     assert set(loads(left)) == {0, 2} and [idle.rank for idle in left.idle] == [1]
 
 
@@ -202,9 +202,9 @@ def test_moved_items_and_their_seconds() -> None:
 
 
 def test_the_program_answers_as_the_function_does() -> None:
-    question = Question(PROFILE, {1: 3.0}, REQUEST, make_plan(PROFILE, REQUEST), 100, 1.0)
-    assert Question.from_dict(json.loads(json.dumps(question.to_dict()))) == question
+    question = ReplanQuestion(PROFILE, {1: 3.0}, REQUEST, make_plan(PROFILE, REQUEST), 100, 1.0)
+    assert ReplanQuestion.from_dict(json.loads(json.dumps(question.to_dict()))) == question
     command = [sys.executable, "-m", "hetero_mpi.planning.analysis.replan"]
     result = subprocess.run(command, input=json.dumps(question.to_dict()), capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    assert Answer.from_dict(json.loads(result.stdout)) == answer(question)
+    assert ReplanAnswer.from_dict(json.loads(result.stdout)) == answer(question)

@@ -15,7 +15,7 @@ from hetero_mpi.comm.all_reduce_paths import ring_of
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.durations import all_reduce_s
 from hetero_mpi.planning.schedule import Op, schedule_of
-from hetero_mpi.planning.simulator import Simulation, simulate
+from hetero_mpi.planning.simulator import SimulatedStep, simulate
 from hetero_mpi.planning.types.network import THREADED, Network, with_shared_cards
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile, HostProfile
@@ -54,7 +54,7 @@ def on_one_host(profile: ClusterProfile, *groups: tuple[int, ...]) -> ClusterPro
     return replace(profile, devices=devices)
 
 
-def spans(result: Simulation, op: Op) -> dict[str, tuple[float, float]]:
+def spans(result: SimulatedStep, op: Op) -> dict[str, tuple[float, float]]:
     """Action -> when it began and ended, in tenths of a microsecond."""
     return {str(e.action): (round(e.start_s, 7), round(e.end_s, 7)) for e in result.events if e.action.op is op}
 

@@ -12,7 +12,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.idle_time import Idling, busy, idling
 from hetero_mpi.planning.durations import compute_s, duration, recompute_s
 from hetero_mpi.planning.schedule import Action, Event, Op, parse_action, schedule_of, stages, summed_items, tied_heads
-from hetero_mpi.planning.simulator import Simulation, simulate, spans_s
+from hetero_mpi.planning.simulator import SimulatedStep, simulate, spans_s
 from hetero_mpi.planning.types.network import Network
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve
@@ -23,7 +23,7 @@ def actions(text: str) -> tuple[Action, ...]:
     return tuple(parse_action(word) for word in text.split())
 
 
-def drawn(result: Simulation, *ops: Op) -> dict[int, str]:
+def drawn(result: SimulatedStep, *ops: Op) -> dict[int, str]:
     """Rank -> its actions with the moments at which they begin and end: ``0F0 0-1.1``."""
     rows: dict[int, list[str]] = {}
     for event in result.events:
@@ -290,7 +290,7 @@ def test_no_bound_is_over_the_simulation(seed: int) -> None:
     assert all(found <= step_s for found in design_bounds_s(plan, profile))
 
 
-def by_item(result: Simulation) -> dict[int, dict[int, Event]]:
+def by_item(result: SimulatedStep) -> dict[int, dict[int, Event]]:
     """item -> rank -> its REDUCE."""
     found: dict[int, dict[int, Event]] = {}
     for event in result.events:

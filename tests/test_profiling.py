@@ -19,30 +19,30 @@ from hetero_mpi.device import backend
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import AdapterTable, TrainTable
-from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.tuning import full_training
 from hetero_mpi.profiling import bench, device, time_cache
 from hetero_mpi.profiling.bench import Bench
 from hetero_mpi.profiling.cluster import _model_cost
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
-from hetero_mpi.profiling.host_profiles import RankMemory, host_profiles
+from hetero_mpi.profiling.host_profiles import MeasuredMemory, host_profiles
 from hetero_mpi.profiling.subject import Subject, cold_by_itself, item_groups, sampled_rows
-from hetero_mpi.profiling.timings import Part, Samples, layer_times
+from hetero_mpi.profiling.timings import TimedPart, TimingSamples, layer_times
 
 BLOCKS, HIDDEN, SEQUENCE = 5, 16, 8
 
 
 @pytest.fixture(scope="module")
-def chain() -> Chain:
+def chain() -> TransformersChain:
     config = AutoConfig.for_model(
         "llama", hidden_size=HIDDEN, intermediate_size=32, num_hidden_layers=BLOCKS, num_attention_heads=2,
         num_key_value_heads=2, vocab_size=64, max_position_embeddings=64, tie_word_embeddings=False,
     )  # fmt: skip
-    return Chain(config)
+    return TransformersChain(config)
 
 
 @pytest.fixture
-def subject(chain: Chain) -> Subject:
+def subject(chain: TransformersChain) -> Subject:
     train = TrainTable(dtype="fp32", steps=3)
     return Subject(chain, full_training(chain), train, SEQUENCE, (1, 2, 4), 1.0, 1, None)
 
@@ -85,7 +85,7 @@ def test_stages_that_are_timed_show_every_kind(
 
 def test_blocks_larger_than_caches_are_timed_one_by_one(subject: Subject) -> None:
     assert not cold_by_itself(subject)
-    wide = Chain(
+    wide = TransformersChain(
         AutoConfig.for_model(
             "llama", hidden_size=2048, intermediate_size=8192, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
         )
@@ -122,13 +122,13 @@ def test_a_card_is_shared_when_all_flows_are_hardly_faster_than_one(
 
 
 def test_memory_of_a_host_counts_once() -> None:
-    cpu, gpu = RankMemory(50, "free", True, 50, "free"), RankMemory(24, "on the card", False, 49, "free")
-    alone = RankMemory(8, "free", True, 8, "free")
+    cpu, gpu = MeasuredMemory(50, "free", True, 50, "free"), MeasuredMemory(24, "on the card", False, 49, "free")
+    alone = MeasuredMemory(8, "free", True, 8, "free")
     shared = HostFlows("a", (10.0, 10.0), (11.0, 12.0))
     first, second = host_profiles(("a", "a", "b", "a"), (cpu, gpu, alone, cpu), [shared])
     assert (first.name, first.memory_bytes, first.shared_nic, first.flows_bytes_per_s) == ("a", 49, True, 11.0)
     assert (second.name, second.memory_bytes, second.shared_nic) == ("b", 8, False)
-    given = RankMemory(5, "given as [cluster] memory_bytes", True, 5, "given as [cluster] memory_bytes")
+    given = MeasuredMemory(5, "given as [cluster] memory_bytes", True, 5, "given as [cluster] memory_bytes")
     (host,) = host_profiles(("a", "a"), (given, given), [])
     assert (host.memory_bytes, host.memory_reason) == (10, "given as [cluster] memory_bytes to each of 2")
 
@@ -203,11 +203,13 @@ def test_what_one_device_keeps_more_is_its_own(subject: Subject) -> None:
     assert cost.layers[1].activation_bytes_per_token == times.activation_bytes[block]
 
 
-def test_adapters_are_measured_without_splitting(chain: Chain, subject: Subject) -> None:
-    from hetero_mpi.job.load import Job
+def test_adapters_are_measured_without_splitting(chain: TransformersChain, subject: Subject) -> None:
+    from hetero_mpi.job.load import JobConfig
     from hetero_mpi.model.tuning import tuning_of
 
-    job = Job.model_validate({"model": {"path": "x"}, "data": {"text": ["x"]}, "adapter": AdapterTable(method="lora")})
+    job = JobConfig.model_validate(
+        {"model": {"path": "x"}, "data": {"text": ["x"]}, "adapter": AdapterTable(method="lora")}
+    )
     adapted = replace(subject, tuning=tuning_of(job, chain), micro_batches=(1,))
     times = DeviceBenchmark(adapted, Backend(), 1).run("today")
     assert all(layer.input_s is None and layer.weight_s is None for layer in times.layers.values())
@@ -261,8 +263,8 @@ def test_times_of_ranks_that_share_cores_are_stretched_by_their_waiting(monkeypa
     crowded, apart = device._Crowd(True), device._Crowd(False)
     clocks.update(wall=30.0, core=20.0)
     assert (crowded.stretch(), apart.stretch()) == (1.5, 1.0)
-    samples = Samples()
-    for part in (Part.FORWARD, Part.BACKWARD):
+    samples = TimingSamples()
+    for part in (TimedPart.FORWARD, TimedPart.BACKWARD):
         for seconds in (1.0, 2.0, 9.0):
             samples.add(part, "a", 2, seconds)
     curve = layer_times(samples, "a", 8, 1.5).forward_s
@@ -270,8 +272,8 @@ def test_times_of_ranks_that_share_cores_are_stretched_by_their_waiting(monkeypa
 
 
 def kept_times() -> DeviceTimes:
-    samples = Samples()
-    for part in (Part.FORWARD, Part.BACKWARD, Part.INPUT):
+    samples = TimingSamples()
+    for part in (TimedPart.FORWARD, TimedPart.BACKWARD, TimedPart.INPUT):
         samples.add(part, "a", 1, 0.5)
     layers = {"a": layer_times(samples, "a", 8, 1.0)}
     return DeviceTimes("today", (1,), layers, {}, 0.1, 0.2, {"a": 1.0}, {"a": 0.0}, 1e-9, 0.0, float("inf"), 1e9)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hetero_mpi.report import units
-from hetero_mpi.report.progress import Now, Overview, Progress, RankRow
+from hetero_mpi.report.progress import Now, Overview, ProgressDisplay, RankRow
 from hetero_mpi.report.run_files.metrics import StepMetrics
 from hetero_mpi.report.run_files.terminal import Screen, write_line
 
@@ -40,7 +40,7 @@ class Clock:
 )
 def test_plain_lines_at_a_sensible_rate(step_s: float, first_step: int, expected: list[int]) -> None:
     stream, clock = io.StringIO(), Clock()
-    with Progress(40, first_step, stream, clock) as progress:
+    with ProgressDisplay(40, first_step, stream, clock) as progress:
         for step in range(first_step + 1, 41):
             clock.s += step_s
             progress.update(replace(metrics(step, loss=2.5), tokens_per_s=1234.0))
@@ -69,7 +69,7 @@ rank  holds                  computes          predicted  now
 def test_a_calm_screen_on_a_terminal() -> None:
     """What a person sees: drawn in place, and left standing at the end; more ranks than lines are counted."""
     stream, clock = Terminal(), Clock()
-    with Progress(40, 2, stream, clock, OVERVIEW) as progress:
+    with ProgressDisplay(40, 2, stream, clock, OVERVIEW) as progress:
         progress.standings = lambda: {0: Now("computes 1F3", 0.75), 1: Now("waits for rank 0 to send")}
         clock.s += 5.0
         progress.update(metrics(3, loss=2.5))
@@ -91,7 +91,7 @@ def test_what_is_said_goes_above_the_screen(capsys: pytest.CaptureFixture[str]) 
 
 def test_no_escape_codes_where_nobody_watches() -> None:
     stream = io.StringIO()
-    with Progress(2, 0, stream, Clock(), OVERVIEW) as progress:
+    with ProgressDisplay(2, 0, stream, Clock(), OVERVIEW) as progress:
         progress.update(metrics(1))
         progress.update(metrics(2))
     assert stream.getvalue().count("\n") == 2 and "\x1b" not in stream.getvalue()

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.job.load import Job
+from hetero_mpi.job.load import JobConfig
 from hetero_mpi.model.frozen_weight_cache import Kept
 from hetero_mpi.model.stage import MicroBatch, Stage
-from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import tuning_of
@@ -187,13 +187,13 @@ def test_changing_plans_gives_the_same_bits(runs: Runs, kind: str) -> None:
 def test_frozen_weights_that_stay_are_not_loaded_again(quantization: str, tied: bool) -> None:
     """A stage of items [1, 6) takes what one of [0, 5) held; only what is new is asked for, and it computes the same bits."""
     case = replace(training_cases.NORMAL[0], tied=tied)
-    chain = Chain(read_config(dict(case.config)))
+    chain = TransformersChain(read_config(dict(case.config)))
     tables = {"model": {"path": "x", "quantization": quantization}, "data": {"text": ["x"]}}
-    tuning = tuning_of(Job.model_validate({**tables, "adapter": {"method": "lora", "rank": 4}}), chain)
+    tuning = tuning_of(JobConfig.model_validate({**tables, "adapter": {"method": "lora", "rank": 4}}), chain)
     asked: list[int] = []
 
     class Asked(SeededStart):
-        def fill(self, chain: Chain, model: PreTrainedModel, item: int) -> None:
+        def fill(self, chain: TransformersChain, model: PreTrainedModel, item: int) -> None:
             asked.append(item)
             super().fill(chain, model, item)
 
@@ -214,5 +214,5 @@ def test_frozen_weights_that_stay_are_not_loaded_again(quantization: str, tied: 
 
 
 def test_nothing_is_kept_where_all_weights_are_trained() -> None:
-    chain = Chain(read_config(dict(training_cases.NORMAL[0].config)))
+    chain = TransformersChain(read_config(dict(training_cases.NORMAL[0].config)))
     assert Stage(chain, 0, 3, Backend(), "fp32", SeededStart(1)).frozen_items(range(6)) == {}

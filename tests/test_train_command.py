@@ -24,7 +24,7 @@ from hetero_mpi import __version__
 from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.model.stage import Stage
-from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
@@ -250,7 +250,7 @@ def test_bf16_np3(outcomes: dict[str, Outcome], three: Three) -> None:
 
 def test_start_weights_depend_on_seed_and_names_alone_np3(outcomes: dict[str, Outcome], three: Three) -> None:
     # No padding token although the tokenizer names one: it is the end token, whose embedding has to learn.
-    chain = Chain(read_config({**CONFIG, "pad_token_id": None}))
+    chain = TransformersChain(read_config({**CONFIG, "pad_token_id": None}))
     expected = Stage(chain, 0, chain.items, Backend(), "fp32", SeededStart(7)).parameters
     for name in ("seeded", "seeded-alone"):
         found = {key: array for (kind, key), array in tensors(three.run(name), 1).items() if kind == "parameters"}

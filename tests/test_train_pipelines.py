@@ -24,7 +24,7 @@ from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.load import AdapterTable, TrainTable
 from hetero_mpi.model.optimizer import Verdict
 from hetero_mpi.model.stage import IGNORED, Stage
-from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import Tuning, adapter_tuning, full_training
 from hetero_mpi.planning.schedule import Op
@@ -51,7 +51,7 @@ BY_ITSELF = {f"alone, micro-batches of {size}": [([0], [0, 5], size, 8)] for siz
 TRAIN = TrainTable(steps=3, global_batch=BATCH, learning_rate=3e-3, schedule="constant", dtype="fp32", clip_norm=0.5)
 
 
-def chain_of(tied: bool = False, family: str = "llama") -> Chain:
+def chain_of(tied: bool = False, family: str = "llama") -> TransformersChain:
     keys = {
         "model_type": family,
         "vocab_size": VOCABULARY,
@@ -66,7 +66,7 @@ def chain_of(tied: bool = False, family: str = "llama") -> Chain:
         "initializer_range": 0.2,
         "pad_token_id": None,
     }
-    return Chain(read_config(keys))
+    return TransformersChain(read_config(keys))
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def check_same_bits(found: Outcome, expected: Outcome) -> None:
 
 def trained_once(
     layout: str,
-    chain: Chain,
+    chain: TransformersChain,
     schedule: str = "1f1b",
     recompute: bool = False,
     tuning: Tuning | None = None,

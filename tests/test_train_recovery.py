@@ -19,7 +19,7 @@ from hetero_mpi.comm.ranks.library import MPICH, MpiLibrary
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.launch.launcher.launcher import Launcher, outliving_ranks
 from hetero_mpi.report.run_files.metrics import read_metrics
-from hetero_mpi.state.copies import Costs, buddies, newest_whole, steps_between
+from hetero_mpi.state.copies import CopyCosts, buddies, newest_whole, steps_between
 from tests.long_run import LongRun, Running
 from tests.mpi import launcher_or_skip, run_bounded, run_mpi
 from tests.test_launch_elastic import Cluster, Elastic, events
@@ -60,7 +60,7 @@ def test_copies_take_at_most_two_per_cent_of_the_time() -> None:
         every = steps_between(cost_s, step_s)
         assert cost_s / (every * step_s) <= 0.02 + 1e-12
         assert every == 1 or cost_s / ((every - 1) * step_s) > 0.02, "no rarer than that"
-    costs = Costs()
+    costs = CopyCosts()
     costs.begin(0.0)
     for beside in (False, False, False, True, True):
         time.sleep(0.05 if beside else 0.01)

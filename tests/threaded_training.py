@@ -19,7 +19,7 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.load import TrainTable
-from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning, full_training
 from hetero_mpi.planning.schedule import schedule_of
@@ -67,7 +67,7 @@ class Threads:
 
     def __init__(
         self,
-        chain: Chain,
+        chain: TransformersChain,
         plan: Plan,
         train: TrainTable,
         tuning: Tuning | None = None,
@@ -121,7 +121,7 @@ class Threads:
         return found
 
 
-def cost_of(chain: Chain, tuning: Tuning) -> ModelCost:
+def cost_of(chain: TransformersChain, tuning: Tuning) -> ModelCost:
     """As much of a model's cost as schedules depend on."""
     model = make_model(chain.blocks, chain.tied is not None and tuning.full)
     trained = [sum(spec.count for spec in tuning.specs(item, item + 1)) for item in range(chain.items)]
@@ -130,7 +130,7 @@ def cost_of(chain: Chain, tuning: Tuning) -> ModelCost:
 
 
 def plan_of(
-    chain: Chain,
+    chain: TransformersChain,
     pipelines: Sequence[tuple[Sequence[int], Sequence[int], int, int]],
     length: int,
     schedule: str = "1f1b",

@@ -33,7 +33,7 @@ from hetero_mpi.checkpoint.opening import TEXT, Stored, damage_named
 
 
 @dataclass(frozen=True)
-class Contents:
+class CheckpointContents:
     """What was found in a file that is whole."""
 
     tensors: int
@@ -146,7 +146,7 @@ class CheckpointReader:
             self._compare(kind, name, stored, _summary_of(stored))
             return stored
 
-    def check_all(self) -> Contents:
+    def check_all(self) -> CheckpointContents:
         """Read everything once. Raises CheckpointError unless a run can go on from it."""
         names = {kind: self.names(kind) for kind in KINDS}
         with damage_named(self.path):
@@ -167,7 +167,7 @@ class CheckpointReader:
             self.check(kind, name)
         numbers = sum(math.prod(stored.shape) for (kind, _), stored in found.items() if kind == "parameters")
         dtypes = frozenset(stored.dtype for stored in found.values())
-        return Contents(len(found), len(names["parameters"]), numbers, dtypes)
+        return CheckpointContents(len(found), len(names["parameters"]), numbers, dtypes)
 
     def _tensor(self, kind: str, name: str) -> Stored:
         try:

@@ -34,7 +34,7 @@ import numpy as np
 
 from hetero_mpi.comm import huge_pages
 from hetero_mpi.comm.all_reduce_paths import ring_of
-from hetero_mpi.comm.mpi_progress import Progress
+from hetero_mpi.comm.mpi_progress import MpiProgress
 from hetero_mpi.comm.transport import Group, Numbers, Sum
 
 PIECE_NUMBERS = 1 << 20
@@ -51,7 +51,7 @@ _ALIGNMENT = 16
 class GroupSums:
     """The sums of one group, first started first. ``comm`` is used by sums alone; ``hosts``: of the group's ranks."""
 
-    def __init__(self, progress: Progress, comm: Any, rank: int, group: Group, hosts: Sequence[str]) -> None:
+    def __init__(self, progress: MpiProgress, comm: Any, rank: int, group: Group, hosts: Sequence[str]) -> None:
         assert 0 <= group.number < MOST_GROUPS, f"group numbers go up to {MOST_GROUPS - 1}"
         self.progress, self.comm = progress, comm
         ring = ring_of(group.ranks, hosts)

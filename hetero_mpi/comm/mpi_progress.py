@@ -36,7 +36,7 @@ class _Part:
     """What follows; None: the request is complete with the last of its parts."""
 
 
-class Progress:
+class MpiProgress:
     """Everything that MPI is working on for one transport."""
 
     def __init__(self, mpi: Any) -> None:

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from hetero_mpi.comm.mpi_all_reduce import GroupSums
-from hetero_mpi.comm.mpi_progress import Progress
+from hetero_mpi.comm.mpi_progress import MpiProgress
 from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.back_off import Pause
 from hetero_mpi.comm.transport import (
@@ -73,7 +73,7 @@ class MpiTransport(Transport):
         self._messages, self._summing = ulfm.duplicate(comm), ulfm.duplicate(comm)
         self._piece_bytes = piece_bytes
         self._hosts = tuple(hosts) or ("",) * comm.Get_size()
-        self._progress = Progress(MPI)
+        self._progress = MpiProgress(MPI)
         self._groups: dict[int, Group] = {}
         self._sums: dict[Group, GroupSums] = {}
         self._own_mpi = threading.Lock()

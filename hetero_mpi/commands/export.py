@@ -18,12 +18,12 @@ from hetero_mpi.checkpoint import CheckpointReader, newest_good
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
 from hetero_mpi.device.backend import DTYPES
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import Job, job_from_dict
+from hetero_mpi.job.load import JobConfig, job_from_dict
 from hetero_mpi.model.adapter_files import adapter_directory, write_adapter
 from hetero_mpi.model.files.model_directory import ModelDirectoryWriter
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.stage import PassThrough
-from hetero_mpi.model.transformers.chain import Chain, build_on_meta
+from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import FileStart
 from hetero_mpi.model.tuning import Tuning, tuning_of
@@ -33,13 +33,13 @@ _RESULTS = ("model", "adapter")
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     """An open checkpoint and what it says of itself."""
 
     reader: CheckpointReader
     path: Path
-    job: Job
-    chain: Chain
+    job: JobConfig
+    chain: TransformersChain
     tuning: Tuning
     base: Path | None
     """Directory of the weights that were tuned, as the run saw it."""
@@ -84,7 +84,7 @@ def _checkpoint(source: Path) -> Path:
     return path
 
 
-def _open(reader: CheckpointReader, path: Path) -> Source:
+def _open(reader: CheckpointReader, path: Path) -> ExportSource:
     try:
         job = job_from_dict(reader.told("job"))
     except ValidationError as error:
@@ -96,13 +96,15 @@ def _open(reader: CheckpointReader, path: Path) -> Source:
             f"{path} is of a model made of layers ({job.model.factory}), which has no Hugging Face form: its run wrote "
             f"model/model.safetensors, and docs/checkpoint.md shows how to read the checkpoint itself"
         )
-    chain = Chain(read_config(reader.told("model_config")))
+    chain = TransformersChain(read_config(reader.told("model_config")))
     base, tuning = reader.told("base_model"), tuning_of(job, chain)
     check_tensors(reader, path, tuning)
-    return Source(reader, path, job, chain, tuning, Path(base) if base else None)
+    return ExportSource(reader, path, job, chain, tuning, Path(base) if base else None)
 
 
-def _write_model(source: Source, target: Path, items: Iterator[dict[str, torch.Tensor]], dtype: torch.dtype) -> str:
+def _write_model(
+    source: ExportSource, target: Path, items: Iterator[dict[str, torch.Tensor]], dtype: torch.dtype
+) -> str:
     with ModelDirectoryWriter(source.chain.model, target, source.job.output.shard_bytes) as writer:
         for state in items:
             writer.add({name: tensor.to(dtype) for name, tensor in state.items()})
@@ -111,7 +113,7 @@ def _write_model(source: Source, target: Path, items: Iterator[dict[str, torch.T
     return f"a model in {str(dtype).removeprefix('torch.')}{added}"
 
 
-def _write_adapter(source: Source, target: Path) -> str:
+def _write_adapter(source: ExportSource, target: Path) -> str:
     assert source.tuning.adapter is not None
     state = {name: _read(source, name) for name in source.tuning.trainable}
     base = str(source.base) if source.base is not None else None
@@ -121,12 +123,12 @@ def _write_adapter(source: Source, target: Path) -> str:
     return "a PEFT adapter"
 
 
-def _trained_items(source: Source) -> Iterator[dict[str, torch.Tensor]]:
+def _trained_items(source: ExportSource) -> Iterator[dict[str, torch.Tensor]]:
     for item in range(source.chain.items):
         yield {spec.name: _read(source, spec.name) for spec in source.chain.specs(item, item + 1)}
 
 
-def _merged_items(source: Source) -> Iterator[dict[str, torch.Tensor]]:
+def _merged_items(source: ExportSource) -> Iterator[dict[str, torch.Tensor]]:
     """Base weights from their files, fp32, each adapted matrix plus its alpha / rank * B A."""
     chain, adapter = source.chain, source.tuning.adapter
     assert adapter is not None and source.base is not None
@@ -143,18 +145,18 @@ def _merged_items(source: Source) -> Iterator[dict[str, torch.Tensor]]:
             model.set_submodule(name, PassThrough())
 
 
-def _base_dtype(source: Source) -> torch.dtype:
+def _base_dtype(source: ExportSource) -> torch.dtype:
     """The dtype of the base weights' files."""
     assert source.base is not None
     config: dict[str, Any] = ModelFiles(source.base).config
     return getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
 
 
-def _read(source: Source, name: str) -> torch.Tensor:
+def _read(source: ExportSource, name: str) -> torch.Tensor:
     return torch.from_numpy(source.reader.read("parameters", name)[0])
 
 
-def _copy_tokenizer(source: Source, target: Path) -> None:
+def _copy_tokenizer(source: ExportSource, target: Path) -> None:
     """The tokenizer of the run's own result, or of the base weights; none where neither is there."""
     run = source.path.parent.parent
     for directory in (*(run / name for name in _RESULTS), source.base):

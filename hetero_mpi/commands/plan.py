@@ -48,7 +48,7 @@ LEAST_BATCH = 32
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanQuestion:
     """A job, on the cluster of a profile."""
 
     loaded: LoadedJob
@@ -187,7 +187,7 @@ def simulation(
     ]
 
 
-def ask(job: Path | None, overrides: tuple[str, ...], profile_path: Path) -> Question:
+def ask(job: Path | None, overrides: tuple[str, ...], profile_path: Path) -> PlanQuestion:
     """Read a profile, and a job that it fits; None: the profile's own model is what is trained.
 
     Raises:
@@ -223,7 +223,7 @@ def _job_of(profile: ClusterProfile, name: str, overrides: tuple[str, ...]) -> L
 
 def question(
     loaded: LoadedJob, profile: ClusterProfile, named: str = "the given profile", otherwise: str = ""
-) -> Question:
+) -> PlanQuestion:
     """What the planner is asked, of a job and a profile that fits it.
 
     Args:
@@ -252,10 +252,10 @@ def question(
         remarks.append("The model's configuration is not here: taken to be the profile's, without dropout")
     ranks, dropout = len(profile.devices), uses_dropout(loaded, config or {})
     _, reason = micro_batch_choices(train.global_batch, train.micro_batch, ranks, dropout)
-    return Question(loaded, profile, request_of(loaded, ranks, dropout), (*remarks, reason))
+    return PlanQuestion(loaded, profile, request_of(loaded, ranks, dropout), (*remarks, reason))
 
 
-def _said(question: Question) -> list[str]:
+def _said(question: PlanQuestion) -> list[str]:
     return [line for remark in question.remarks for line in wrapped("", remark)]
 
 
@@ -265,7 +265,7 @@ def uses_dropout(loaded: LoadedJob, config: dict[str, Any]) -> bool:
     return any(rate > 0 for rate in rates) or (loaded.job.adapter.method != "none" and loaded.job.adapter.dropout > 0)
 
 
-def _chosen(question: Question, given: Path | None) -> Plan:
+def _chosen(question: PlanQuestion, given: Path | None) -> Plan:
     """The given plan, checked and costed, or the planner's."""
     if given is None:
         return make_plan(question.profile, question.request)

@@ -25,7 +25,7 @@ from hetero_mpi.runtime.setup import setup
 
 
 @dataclass(frozen=True)
-class Options:
+class ProfileOptions:
     """The command line of ``profile``."""
 
     job: Path | LoadedJob
@@ -47,7 +47,7 @@ def measure(world: World, job: Path | LoadedJob, reprofile: bool) -> ClusterProf
     setup_logging(None, world.rank, world.size)
     transformers_logging.disable_progress_bar()
     world.check_versions(own_versions(world.library), MUST_MATCH)
-    loaded, run_dir = setup.read_job(world, setup.Options(job))
+    loaded, run_dir = setup.read_job(world, setup.TrainOptions(job))
     if loaded.job.cluster.emulate is not None:
         raise CollectiveUserError(
             f"[cluster] emulate = {loaded.job.cluster.emulate!r} takes all times from that profile, and nothing is measured: "
@@ -61,7 +61,7 @@ def measure(world: World, job: Path | LoadedJob, reprofile: bool) -> ClusterProf
     return measured
 
 
-def profile(world: World, options: Options) -> int:
+def profile(world: World, options: ProfileOptions) -> int:
     """The command: measure and write. Collective; returns the exit code. Raises: as ``measure``."""
     measured = measure(world, options.job, options.reprofile)
     with world.led("writing the profile"):

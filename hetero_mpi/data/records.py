@@ -40,7 +40,7 @@ A file holds JSON lines, or one JSON array, of records in these shapes:
   prompt/completion  {"prompt": "...", "completion": "..."}"""
 
 ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
-"""Role in a file -> role in a :class:`Message`."""
+"""Role in a file -> role in a :class:`ChatMessage`."""
 
 SPELLINGS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 PAIRS: dict[Shape, tuple[str, str]] = {
@@ -50,7 +50,7 @@ PAIRS: dict[Shape, tuple[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ChatMessage:
     role: Literal["system", "user", "assistant"]
     content: str
 
@@ -59,7 +59,7 @@ class Message:
 class Record:
     """One conversation; its last message is an answer (the assistant's)."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
     shape: Shape
     source: str
     """Where it stands, for messages to a person: ``data/a.jsonl, line 7``."""
@@ -196,7 +196,7 @@ def _pair(value: Mapping[str, Any], shape: Shape, question: str, answer: str, so
     content = _text(value.get(answer, ""), answer)
     if not content.strip():
         return None
-    return Record((Message("user", prompt), Message("assistant", content)), shape, source)
+    return Record((ChatMessage("user", prompt), ChatMessage("assistant", content)), shape, source)
 
 
 def _chat(turns: Any, key: str, spelling: tuple[str, str], source: str) -> Record | None:
@@ -216,7 +216,7 @@ def _chat(turns: Any, key: str, spelling: tuple[str, str], source: str) -> Recor
     return Record(tuple(messages), "chat", source)
 
 
-def _message(turn: Any, where: str, spelling: tuple[str, str]) -> Message:
+def _message(turn: Any, where: str, spelling: tuple[str, str]) -> ChatMessage:
     if not isinstance(turn, dict):
         raise _BadRecord(f"{where} must be an object with {spelling[0]!r} and {spelling[1]!r}; it is {_kind(turn)}")
     for name in spelling:
@@ -227,7 +227,7 @@ def _message(turn: Any, where: str, spelling: tuple[str, str]) -> Message:
     if not isinstance(role, str) or role not in ROLES:
         raise _BadRecord(f"{where} has the role {role!r}; accepted are {', '.join(ROLES)}")
     content = "" if turn[spelling[1]] is None else _text(turn[spelling[1]], f"{where}.{spelling[1]}")
-    return Message(ROLES[role], content)  # type: ignore[arg-type]
+    return ChatMessage(ROLES[role], content)  # type: ignore[arg-type]
 
 
 def _text(value: Any, name: str) -> str:

@@ -17,7 +17,7 @@ _LOOKED_AT = 64
 """Samples whose content tells whether a resumed run goes on with the same data."""
 
 
-class Source(Protocol):
+class DataSource(Protocol):
     """The data of a job, in batches. Only rank 0 has it."""
 
     @property

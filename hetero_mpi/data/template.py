@@ -22,7 +22,7 @@ import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.data.records import Message, Record
+from hetero_mpi.data.records import ChatMessage, Record
 from hetero_mpi.data.tokenizer import BATCH_CHARACTERS, encoded, end_token, faults_named, own_tokens_only
 from hetero_mpi.errors import UserError
 
@@ -122,7 +122,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str, template: Tem
     if template is None:
         return encoded(backend, [prompt])[0] or [end_token(tokenizer)]
     form = choose_form(tokenizer, template)
-    text = _render(tokenizer, form, (Message("user", prompt),), "the prompt", asking=True)
+    text = _render(tokenizer, form, (ChatMessage("user", prompt),), "the prompt", asking=True)
     return encoded(backend, [text])[0]
 
 
@@ -218,7 +218,7 @@ def _without_spaces(text: str, first: int, last: int, content: str) -> int:
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerFast, form: Form, messages: Sequence[Message], source: str, asking: bool = False
+    tokenizer: PreTrainedTokenizerFast, form: Form, messages: Sequence[ChatMessage], source: str, asking: bool = False
 ) -> str:
     """The messages as text; ``asking``: up to where the next answer begins."""
     conversation = [{"role": message.role, "content": message.content} for message in messages]

@@ -33,7 +33,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Place:
+class VisibleDevices:
     """What a rank sees before it takes a GPU."""
 
     host: str
@@ -56,7 +56,7 @@ def wish(job_device: str, environment: Mapping[str, str]) -> Wish:
     return Wish(name, int(card) if card else None)
 
 
-def device_of(rank: int, places: Sequence[Place]) -> int | None:
+def device_of(rank: int, places: Sequence[VisibleDevices]) -> int | None:
     """The number of the GPU that ``rank`` takes, given what all ranks see; None where lower ranks take all of them.
 
     >>> two_vendors = [Place("box", "cuda", ((0, "a"),), None), Place("box", "rocm", ((0, "b"),), None)]

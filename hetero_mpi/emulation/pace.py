@@ -24,7 +24,7 @@ from hetero_mpi.emulation.emulated_nics import Cards, shared_cards
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.job.plan_request import with_memory
-from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.durations import (
     Durations,
@@ -48,7 +48,7 @@ NETWORK = Network(shared_nic=True)
 _PACED = (*COMPUTE, Op.STEP)
 
 
-class Pace:
+class ActionPacer:
     """Makes this rank's actions last.
 
     Attributes:
@@ -93,7 +93,7 @@ class Pace:
             speed = share if changed == rank and first_step <= self.step else speed
         return self._scale / speed
 
-    def go_on_from(self, before: Pace) -> None:
+    def go_on_from(self, before: ActionPacer) -> None:
         """Count on, after a change of plans."""
         self.actions, self.late, self.late_s = before.actions, before.late, before.late_s
 
@@ -144,7 +144,7 @@ class Emulation:
     end_transport: Transport
     """Carries the gradient and the values of a tied matrix between the two ends, and sums gradients. As simulated, these share
     cards among themselves; the few messages between stages that still pass beside them are not slowed down by them."""
-    pace: Pace
+    pace: ActionPacer
     stand_in_sequence: int
     """Tokens per sequence of the job."""
     cores: float
@@ -164,7 +164,7 @@ class Emulation:
 
 
 def emulated_profile(
-    world: World, loaded: LoadedJob, chain: Chain, tuning: Tuning, other: Path | None
+    world: World, loaded: LoadedJob, chain: TransformersChain, tuning: Tuning, other: Path | None
 ) -> ClusterProfile:
     """The profile that the job names, for this many ranks, labelled as emulated. Collective; rank 0 reads the file.
 
@@ -202,7 +202,7 @@ def _first_ranks(profile: ClusterProfile, ranks: int, fewer: bool, path: str) ->
     return restricted(profile, range(ranks))
 
 
-def _check_model(profile: ClusterProfile, chain: Chain, tied: bool, path: str) -> None:
+def _check_model(profile: ClusterProfile, chain: TransformersChain, tied: bool, path: str) -> None:
     blocks = len(profile.model.layers) - 2
     if chain.blocks != blocks:
         raise UserError(
@@ -220,7 +220,7 @@ def _check_model(profile: ClusterProfile, chain: Chain, tied: bool, path: str) -
         )
 
 
-def _notes(profile: ClusterProfile, chain: Chain, loaded: LoadedJob) -> tuple[str, ...]:
+def _notes(profile: ClusterProfile, chain: TransformersChain, loaded: LoadedJob) -> tuple[str, ...]:
     parameters = sum(spec.count for spec in chain.parameters.values())
     cluster, own = loaded.job.cluster, profile.model
     scale = "" if cluster.time_scale == 1 else f" One second of it takes {cluster.time_scale:g} s here."
@@ -235,7 +235,7 @@ def emulate(
     world: World,
     transport: Transport,
     loaded: LoadedJob,
-    chain: Chain,
+    chain: TransformersChain,
     profile: ClusterProfile,
     plan: Plan,
     cores: float,
@@ -251,7 +251,7 @@ def emulate(
     hosts = [device.host for device in profile.devices]
     cards, end_cards = shared_cards(world, hosts), shared_cards(world, hosts)
     offsets_s = clock_offsets_s(world, transport)
-    pace = Pace(plan, profile, scale, sleeper, loaded.job.cluster.speed_changes())
+    pace = ActionPacer(plan, profile, scale, sleeper, loaded.job.cluster.speed_changes())
     own = loaded.job.data.sequence_length
     row_bytes = own * chain.config.hidden_size * DTYPES[loaded.job.train.dtype].itemsize
 

@@ -13,7 +13,7 @@ from hetero_mpi.comm.transport import Transport
 from hetero_mpi.device.backend import HOST, Mark
 from hetero_mpi.emulation.pace import Emulation
 from hetero_mpi.engine.channel import PIECE_BYTES, Inbox, Outbox
-from hetero_mpi.engine.placement import Place
+from hetero_mpi.engine.placement import Placement
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Event, Op
 from hetero_mpi.planning.types.plan import PipelinePlan
@@ -76,7 +76,7 @@ class Executor:
     def __init__(
         self,
         stage: Stage,
-        place: Place,
+        place: Placement,
         pipeline: PipelinePlan,
         actions: Sequence[Action],
         transport: Transport,

@@ -18,7 +18,7 @@ import torch
 from hetero_mpi.comm.transport import Group, Request, Transport
 from hetero_mpi.device.backend import HOST, Backend
 from hetero_mpi.device.copying import Copied, Copying
-from hetero_mpi.emulation.pace import Pace
+from hetero_mpi.emulation.pace import ActionPacer
 from hetero_mpi.engine.placement import holders
 from hetero_mpi.engine.tied import TiedMatrix
 from hetero_mpi.model.optimizer import Optimizer
@@ -59,7 +59,7 @@ class GradientSums:
         tied: TiedMatrix | None,
         optimizer: Optimizer,
         transport: Transport,
-        pace: Pace | None = None,
+        pace: ActionPacer | None = None,
     ) -> None:
         self.last_item, self.tied = last_item, tied
         self.transport, self.pace = transport, pace

@@ -19,7 +19,7 @@ Tokens = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Place:
+class Placement:
     """Where a rank stands in a plan."""
 
     index: int
@@ -29,11 +29,11 @@ class Place:
     """Index of the stage within its pipeline."""
 
 
-def place_of(rank: int, plan: Plan) -> Place | None:
+def place_of(rank: int, plan: Plan) -> Placement | None:
     """The rank's place, or None where the plan leaves it idle."""
     for index, (_, pipeline, stage) in enumerate(stages(plan)):
         if rank in stage.ranks:
-            return Place(index, pipeline, plan.pipelines[pipeline].stages.index(stage))
+            return Placement(index, pipeline, plan.pipelines[pipeline].stages.index(stage))
     return None
 
 
@@ -48,7 +48,7 @@ def holders(plan: Plan) -> dict[int, tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchShare:
     """One pipeline's rows of a batch, cut into micro-batches.
 
     ``sizes``: rows of each micro-batch, which follow one another in the arrays; ``first_samples``: where each begins in the
@@ -61,7 +61,7 @@ class Share:
     first_samples: tuple[int, ...]
 
 
-def training_share(plan: Plan, pipeline: int, tokens: Tokens, targets: Tokens) -> Share:
+def training_share(plan: Plan, pipeline: int, tokens: Tokens, targets: Tokens) -> BatchShare:
     """The rows of a step's batch that a pipeline learns from.
 
     Rows are dealt in plan order. A batch of fewer rows than ``plan.global_batch`` leaves the last micro-batches short; one
@@ -76,7 +76,7 @@ def training_share(plan: Plan, pipeline: int, tokens: Tokens, targets: Tokens) -
         filler = np.repeat(tokens[:1], empty, axis=0), np.full_like(targets, IGNORED, shape=(empty, *targets.shape[1:]))
         rows = np.concatenate([rows[0], filler[0]]), np.concatenate([rows[1], filler[1]])
     starts = tuple(first + m * own.micro_batch for m in range(own.micro_batches))
-    return Share(*rows, tuple(size or 1 for size in sizes), starts)
+    return BatchShare(*rows, tuple(size or 1 for size in sizes), starts)
 
 
 def evaluation_shares(plan: Plan, rows: int) -> list[tuple[int, tuple[int, ...]]]:

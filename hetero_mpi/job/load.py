@@ -1,4 +1,4 @@
-"""The user's intent: ``job.toml``, or tables given by a Python program -> ``Job``, validated. Never derived values.
+"""The user's intent: ``job.toml``, or tables given by a Python program -> ``JobConfig``, validated. Never derived values.
 
 What a job may say is in ``job/schema.py``; here it is read, from a file or not, and all its problems are told at once.
 """
@@ -16,7 +16,15 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.contradictions import Known, contradictions
 from hetero_mpi.job.overrides import apply_override, apply_setting, as_values, read_toml
 from hetero_mpi.job.rules import as_toml, broken_keys, may_be_empty, unknown_table
-from hetero_mpi.job.schema import TABLES, AdapterTable, CheckpointTable, ClusterTable, Job, ProfileTable, TrainTable
+from hetero_mpi.job.schema import (
+    TABLES,
+    AdapterTable,
+    CheckpointTable,
+    ClusterTable,
+    JobConfig,
+    ProfileTable,
+    TrainTable,
+)
 from hetero_mpi.shipped import profile_file
 
 __all__ = [
@@ -24,7 +32,7 @@ __all__ = [
     "AdapterTable",
     "CheckpointTable",
     "ClusterTable",
-    "Job",
+    "JobConfig",
     "LoadedJob",
     "ProfileTable",
     "TrainTable",
@@ -40,7 +48,7 @@ __all__ = [
 class LoadedJob:
     """A job and where it came from."""
 
-    job: Job
+    job: JobConfig
     path: Path
     """The job file; of a job that was built in Python, words that say so."""
     name: str
@@ -76,14 +84,14 @@ class LoadedJob:
         return ("!" if text.startswith("!") else "") + str(Path(glob.escape(str(self.directory))) / expanded)
 
 
-def job_to_dict(job: Job) -> dict[str, Any]:
+def job_to_dict(job: JobConfig) -> dict[str, Any]:
     """The job as JSON-able values, to be broadcast or stored in a checkpoint."""
     return job.model_dump(mode="json")
 
 
-def job_from_dict(values: Mapping[str, Any]) -> Job:
+def job_from_dict(values: Mapping[str, Any]) -> JobConfig:
     """The inverse of :func:`job_to_dict`."""
-    return Job.model_validate(dict(values))
+    return JobConfig.model_validate(dict(values))
 
 
 def run_directory(loaded: LoadedJob, override: str | Path | None = None) -> Path:
@@ -162,7 +170,7 @@ class _Draft:
         for dotted, value in settings.items():
             self.note(apply_setting(self.values, dotted, as_values(value), self.problems, "set"), "set")
 
-    def validated(self, name: str) -> Job:
+    def validated(self, name: str) -> JobConfig:
         """The job called ``name``. Raises: ``UserError``, as ``load_job``."""
         values = self.values
         for unknown in [table for table in values if table not in TABLES]:
@@ -177,7 +185,7 @@ class _Draft:
             raise UserError("\n".join(self.problems))
         if values["model"].get("factory") is not None:  # a sample counts as one token, and layers are fp32
             values["data"]["sequence_length"], values["train"]["dtype"] = 1, "fp32"
-        return Job.model_validate(values)
+        return JobConfig.model_validate(values)
 
     def _check_table(self, name: str) -> None:
         table, model = self.values.setdefault(name, {}), TABLES[name]

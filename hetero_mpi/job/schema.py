@@ -19,7 +19,7 @@ Patterns = Annotated[list[str], Field(min_length=1)]
 """Files, as glob patterns."""
 
 
-class Table(BaseModel):
+class JobTable(BaseModel):
     """A table of the job file: unknown keys are refused, values are not coerced silently."""
 
     model_config = ConfigDict(
@@ -32,7 +32,7 @@ class Table(BaseModel):
     )
 
 
-class ModelTable(Table):
+class ModelTable(JobTable):
     """Which model. Exactly one of ``path``, ``config`` and ``factory``."""
 
     path: str | None = None
@@ -56,7 +56,7 @@ class ModelTable(Table):
     """Quantise the scales of NF4 weights too: 0.516 instead of 0.5625 bytes per weight."""
 
 
-class AdapterTable(Table):
+class AdapterTable(JobTable):
     """LoRA: small trained tensors beside frozen weights."""
 
     method: Literal["none", "lora"] = "none"
@@ -73,7 +73,7 @@ class AdapterTable(Table):
     """Linear layers inside the blocks that get an adapter, by name such as ["q_proj", "v_proj"], or "all-linear"."""
 
 
-class TokenizerTable(Table):
+class TokenizerTable(JobTable):
     """Which tokenizer. Both empty: the one in ``model.path``."""
 
     path: str | None = None
@@ -83,7 +83,7 @@ class TokenizerTable(Table):
     bytes and the end token."""
 
 
-class DataTable(Table):
+class DataTable(JobTable):
     """What to learn from: text, or instruction records. Exactly one of ``text`` and ``records``. Only rank 0 needs these
     files."""
 
@@ -120,7 +120,7 @@ class DataTable(Table):
     """Text: read at most this many bytes (files in sorted order); empty: everything."""
 
 
-class TrainTable(Table):
+class TrainTable(JobTable):
     """How to learn."""
 
     steps: Positive = 100
@@ -158,7 +158,7 @@ class TrainTable(Table):
     """Held-out sequences per evaluation, at most."""
 
 
-class CheckpointTable(Table):
+class CheckpointTable(JobTable):
     """When to save."""
 
     every: NotNegative = 0
@@ -179,7 +179,7 @@ class CheckpointTable(Table):
     """May a run be resumed with other data than it was written with? The order of samples then starts afresh at that step."""
 
 
-class OutputTable(Table):
+class OutputTable(JobTable):
     """Where results go."""
 
     run_dir: str = "runs/{name}"
@@ -188,7 +188,7 @@ class OutputTable(Table):
     """Largest safetensors file of the model directory, in bytes; also bounds rank 0's memory while it is written."""
 
 
-class SampleTable(Table):
+class SampleTable(JobTable):
     """A text that the trained model writes at the end of a run, to be looked at; also kept in the run directory."""
 
     prompt: str | None = None
@@ -201,7 +201,7 @@ class SampleTable(Table):
     """Draw from the fewest tokens that together have this probability."""
 
 
-class PlanTable(Table):
+class PlanTable(JobTable):
     """What the planner may decide."""
 
     allow_idle: bool = True
@@ -223,7 +223,7 @@ class PlanTable(Table):
     shorter by 5 % at least; micro-batches and pipelines stay as they are. Not with ``--plan``."""
 
 
-class ProfileTable(Table):
+class ProfileTable(JobTable):
     """How the machines are measured."""
 
     path: str | None = None
@@ -239,7 +239,7 @@ class ProfileTable(Table):
     """Links are measured with messages of 1 KiB up to this, each four times as large as the one before."""
 
 
-class ClusterTable(Table):
+class ClusterTable(JobTable):
     """The ranks."""
 
     emulate: str | None = None
@@ -272,7 +272,7 @@ class ClusterTable(Table):
         return [change for text in self.emulate_changes if (change := speed_change(text)) is not None]
 
 
-class ReportTable(Table):
+class ReportTable(JobTable):
     """What a run leaves to be looked at."""
 
     write: bool = True
@@ -282,7 +282,7 @@ class ReportTable(Table):
     """Write TensorBoard event files into ``tensorboard/`` of the run directory too; needs the package ``tensorboard``."""
 
 
-class Job(Table):
+class JobConfig(JobTable):
     """A whole job file."""
 
     model: ModelTable
@@ -299,9 +299,9 @@ class Job(Table):
     report: ReportTable = ReportTable()
 
 
-TABLES: dict[str, type[Table]] = {
+TABLES: dict[str, type[JobTable]] = {
     name: field.annotation
-    for name, field in Job.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, Table)
+    for name, field in JobConfig.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, JobTable)
 }
 """Table name -> its model, in the order of the job file."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from hetero_mpi.model.layer.interface import ItemChain
 from hetero_mpi.model.layer.quantize import packed_bytes
-from hetero_mpi.model.transformers.chain import Chain, language
+from hetero_mpi.model.transformers.chain import TransformersChain, language
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost
 
@@ -66,12 +66,12 @@ def _layer_cost(
     )
 
 
-def fused_experts(chain: Chain) -> int:
+def fused_experts(chain: TransformersChain) -> int:
     """Parameters of experts held as one tensor of three dimensions, which bitsandbytes does not pack."""
     return sum(spec.count for spec in chain.specs(1, chain.items - 1) if len(spec.shape) == 3)
 
 
-def _packed(chain: Chain, item: int) -> tuple[int, int]:
+def _packed(chain: TransformersChain, item: int) -> tuple[int, int]:
     """(weights that NF4 packs, weights of the largest matrix, which is unpacked to compute) of a block."""
     weights = [
         module.weight.numel()

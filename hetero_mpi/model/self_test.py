@@ -102,11 +102,11 @@ def _adamw(backend: Backend) -> Compared:
 def _model(backend: Backend, dtype: str) -> Compared:
     """Embedding, a block and a head: the loss, and the gradient of every parameter."""
     from hetero_mpi.model.stage import MicroBatch, Stage
-    from hetero_mpi.model.transformers.chain import Chain
+    from hetero_mpi.model.transformers.chain import TransformersChain
     from hetero_mpi.model.transformers.families import read_config
     from hetero_mpi.model.transformers.weights import SeededStart
 
-    chain = Chain(read_config(dict(_CONFIG)))
+    chain = TransformersChain(read_config(dict(_CONFIG)))
     tokens, targets = torch.randint(0, int(_CONFIG["vocab_size"]), (2, 2, _TOKENS))  # type: ignore[call-overload]
     losses, stages = [], []
     for side, own in ((backend, dtype), (Backend(), "fp32")):

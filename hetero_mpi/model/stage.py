@@ -19,7 +19,7 @@ from transformers.integrations import sdpa_attention
 from hetero_mpi.device.backend import DTYPES, Backend, return_freed_memory
 from hetero_mpi.model.adapter import adapter_parameters, inject
 from hetero_mpi.model.frozen_weight_cache import Kept, frozen_items, take_over
-from hetero_mpi.model.layer.gradient_ready import Beginnings, Finished, Report
+from hetero_mpi.model.layer.gradient_ready import Beginnings, Finished, GradientReadyHooks
 from hetero_mpi.model.layer.interface import ItemChain
 from hetero_mpi.model.layer.interface import PassThrough as PassThrough
 from hetero_mpi.model.layer.loss import IGNORED as IGNORED
@@ -175,7 +175,7 @@ class Stage:
 
     def backward_weights(self, index: int, finished: Finished | None = None) -> None:
         """The rest of the backward of a micro-batch; ``finished`` as in ``backward``."""
-        report = Report(self._trained_items, finished) if finished is not None else None
+        report = GradientReadyHooks(self._trained_items, finished) if finished is not None else None
         if self.deferred is not None:
             self.deferred.compute(index, report.down_to if report is not None else None)
         if report is not None:
@@ -189,7 +189,7 @@ class Stage:
         self._position, self._input = kept.position, kept.x
         if self.deferred is not None:
             self.deferred.begin(index)
-        report = Report(self._trained_items, finished) if finished is not None else None
+        report = GradientReadyHooks(self._trained_items, finished) if finished is not None else None
         if report is not None:
             report.follow(kept.beginnings)
         if kept.y.requires_grad:  # not where a first stage holds nothing that is trained

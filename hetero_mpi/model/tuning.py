@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import AdapterTable, Job
+from hetero_mpi.job.load import AdapterTable, JobConfig
 from hetero_mpi.model.adapter import adapter_shapes
 from hetero_mpi.model.layer.interface import ItemChain, ParameterSpec
-from hetero_mpi.model.transformers.chain import Chain, build_on_meta, language
+from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta, language
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def nothing_trained() -> Tuning:
     return Tuning({}, frozen=True)
 
 
-def tuning_of(job: Job, chain: ItemChain) -> Tuning:
+def tuning_of(job: JobConfig, chain: ItemChain) -> Tuning:
     """The job's tuning of a model.
 
     :raises UserError: as ``adapter_tuning``.
@@ -67,7 +67,7 @@ def tuning_of(job: Job, chain: ItemChain) -> Tuning:
     return adapter_tuning(language(chain), job.adapter, job.model.quantization == "nf4", job.model.double_quantization)
 
 
-def adapter_tuning(chain: Chain, adapter: AdapterTable, nf4: bool, double: bool) -> Tuning:
+def adapter_tuning(chain: TransformersChain, adapter: AdapterTable, nf4: bool, double: bool) -> Tuning:
     """An adapter over frozen weights.
 
     :raises UserError: the adapter's targets match nothing, or lie outside the blocks.

@@ -32,7 +32,7 @@ def awaited(action: Action) -> Action | None:
 
 
 @dataclass
-class Progress:
+class DryRunProgress:
     """How far the ranks came, each forward and (part of a) backward taking one clock and everything else none."""
 
     position: dict[int, int]
@@ -42,9 +42,9 @@ class Progress:
     stuck: tuple[int, ...] = ()
 
 
-def interpret(schedule: Schedule) -> Progress:
+def interpret(schedule: Schedule) -> DryRunProgress:
     """Runs all lists as far as they go."""
-    progress = Progress(dict.fromkeys(schedule, 0), {rank: [] for rank in schedule})
+    progress = DryRunProgress(dict.fromkeys(schedule, 0), {rank: [] for rank in schedule})
     clock = dict.fromkeys(schedule, 0)
     sent: dict[Action, int] = {}
     meeting: dict[tuple[Op, int | None], set[int]] = {}

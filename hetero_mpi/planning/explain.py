@@ -11,7 +11,7 @@ from hetero_mpi.planning.durations import Durations, compute_s
 from hetero_mpi.planning.schedule import Action, Op, stages
 from hetero_mpi.planning.several.few import dealt
 from hetero_mpi.planning.several.polish import Polisher
-from hetero_mpi.planning.simulator import Simulation
+from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.single.optimum import Space, added
 from hetero_mpi.planning.single.search import ROUNDING, Candidate, Effort, evaluate
 from hetero_mpi.planning.types.cluster_changes import restricted
@@ -47,7 +47,7 @@ class Beaten:
 
 
 def reasons(
-    decision: Decision, plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: Simulation
+    decision: Decision, plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: SimulatedStep
 ) -> tuple[str, ...]:
     """Why ``plan``, the decision with figures, is the plan."""
     lines = [_counts(plan, profile)]
@@ -60,7 +60,7 @@ def reasons(
     )
 
 
-def _least(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: Simulation) -> Iterator[str]:
+def _least(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: SimulatedStep) -> Iterator[str]:
     """What the rank that computes least is there for, where the cluster is small: the best plan without it. (Of two ranks, how
     fast the other is by itself is what ``Plan.alone`` says.)"""
     used = sorted(simulation.busy_s)
@@ -161,7 +161,7 @@ def _other_pipelines(plan: Plan, profile: ClusterProfile, request: PlanRequest) 
         yield Beaten(f"one pipeline instead of {count}", one.step_s if one is not None else None)
 
 
-def busiest(plan: Plan, profile: ClusterProfile, simulation: Simulation) -> str:
+def busiest(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep) -> str:
     """The rank that computes most, or the link that is busier still."""
     numbered = stages(plan)
     rank = max(sorted(simulation.busy_s), key=lambda r: simulation.busy_s[r])

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 from hetero_mpi.planning.durations import Durations, finished_items_s
 from hetero_mpi.planning.schedule import Action, Op, held_by
-from hetero_mpi.planning.simulator import Simulation, simulate, spans_s
+from hetero_mpi.planning.simulator import SimulatedStep, simulate, spans_s
 from hetero_mpi.planning.tables import shares_cards
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 
 
-def outlined(plan: Plan, profile: ClusterProfile) -> Simulation:
+def outlined(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
     """A simulation of ``plan``; without events where that is possible: no shared cards, no short micro-batches."""
     if shares_cards(profile) or any(pipeline.sequences % pipeline.micro_batch for pipeline in plan.pipelines):
         return simulate(plan, profile)
@@ -91,11 +91,11 @@ class _Outline:
         for rank, end in free.items():
             self.clock[rank] = max(self.clock[rank], end)
 
-    def summary(self) -> Simulation:
+    def summary(self) -> SimulatedStep:
         together = max(self.clock.values())
         steps = {
             stage.ranks[0]: self.costs.of(Action(Op.STEP, number))[0] for number, stage in enumerate(self.costs.stages)
         }
         step_s = max(together + seconds for seconds in steps.values())
         busy = {rank: self.busy[rank] + steps[rank] for rank in sorted(self.busy)}
-        return Simulation(step_s, (), busy)
+        return SimulatedStep(step_s, (), busy)

@@ -19,7 +19,7 @@ from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.packing.bound import packing_bound_s
 from hetero_mpi.planning.schedule import schedule_of, stages
 from hetero_mpi.planning.shortage import explain_shortage
-from hetero_mpi.planning.simulator import Simulation
+from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.single.optimum import space_of
 from hetero_mpi.planning.types.plan import IdleRank, Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -120,7 +120,7 @@ def differences(plan: Plan, request: PlanRequest) -> list[str]:
     return found
 
 
-def _with_figures(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: Simulation) -> Plan:
+def _with_figures(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: SimulatedStep) -> Plan:
     return replace(
         plan,
         predicted_step_s=simulation.step_s,

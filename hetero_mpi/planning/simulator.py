@@ -22,7 +22,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 
 
 @dataclass(frozen=True)
-class Simulation:
+class SimulatedStep:
     """A predicted step."""
 
     step_s: float
@@ -51,7 +51,7 @@ class _State:
 
 def simulate(
     plan: Plan, profile: ClusterProfile, schedule: Schedule | None = None, network: Network = THREADED
-) -> Simulation:
+) -> SimulatedStep:
     """One step of ``plan``; ``schedule`` is what ``schedule_of`` gives by default. Deterministic.
 
     Raises ``UserError`` when the schedule deadlocks or does not run the plan.
@@ -197,7 +197,7 @@ def _steps(state: _State) -> None:
         state.events.append(Event(rank, 0, action, together, state.clock[rank]))
 
 
-def _summary(state: _State) -> Simulation:
+def _summary(state: _State) -> SimulatedStep:
     step_s = max(state.clock.values())
     busy = dict.fromkeys(state.clock, 0.0)
     for event in state.events:
@@ -205,7 +205,7 @@ def _summary(state: _State) -> Simulation:
             busy[event.rank] += event.end_s - event.start_s
     # Stable: events that start together on one rank stay in the order of its list.
     ordered = sorted(state.events, key=lambda event: (event.start_s, event.rank))
-    return Simulation(step_s, tuple(ordered), busy)
+    return SimulatedStep(step_s, tuple(ordered), busy)
 
 
 @dataclass(slots=True)

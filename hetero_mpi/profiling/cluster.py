@@ -22,7 +22,7 @@ from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LinkProfile
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
-from hetero_mpi.profiling.host_profiles import RankMemory, host_profiles, measure_memory
+from hetero_mpi.profiling.host_profiles import MeasuredMemory, host_profiles, measure_memory
 from hetero_mpi.profiling.subject import Subject, sampled_rows
 from hetero_mpi.profiling.time_cache import device_key, forget_times, key_of, load_times, save_times, subject_content
 from hetero_mpi.report import units
@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Table:
+class RankTimes:
     """One rank's times, and whether they were kept from an earlier run."""
 
     times: DeviceTimes
@@ -70,7 +70,7 @@ def profile_cluster(
     samples, flows = _messages(world, transport, settings, say)
     own = _device_profile(world, backend, subject, table.times, memories[world.rank], verdict_s)
     gathered = world.all_gather_json([encode(own, infinity_as_text=True), encode(table, infinity_as_text=True)])
-    tables = [decode(Table, known, "profile") for _, known in gathered]
+    tables = [decode(RankTimes, known, "profile") for _, known in gathered]
     model, ratios = _model_cost(subject, [table.times for table in tables])
     devices = tuple(
         replace(decode(DeviceProfile, device, "profile"), activation_ratio=ratio)
@@ -97,7 +97,7 @@ def _now() -> str:
 
 def _device_times(
     world: World, backend: Backend, subject: Subject, settings: ProfileTable, say: Say, use_cache: bool
-) -> Table:
+) -> RankTimes:
     """This rank's times: kept ones, or measured together with the other ranks of its host. Collective.
 
     Ranks of one host are timed all at once and then each while the others are still, so they are measured anew together. What
@@ -117,21 +117,21 @@ def _device_times(
         say(f"Device times of {_ranks(kept)} were measured before (--reprofile measures again)")
     if not ranks:
         assert known is not None
-        return Table(known, True)
+        return RankTimes(known, True)
     measuring = world.subset(ranks)
     counts = ", ".join(map(str, sampled_rows(subject.micro_batches)))
     say(f"Profiling {_ranks(len(ranks))}: layers with {counts} sequences, all ranks at once ...")
     if measuring is None:
         assert known is not None
         world.meet_asleep()
-        return Table(known, True)
+        return RankTimes(known, True)
     times, steady = _measured(measuring, subject, backend, settings.repeats, say)
     if not steady:
         forget_times(key)
     elif settings.cache:
         save_times(key, times)
     world.meet_asleep()
-    return Table(times, False)
+    return RankTimes(times, False)
 
 
 def _measured(world: World, subject: Subject, backend: Backend, repeats: int, say: Say) -> tuple[DeviceTimes, bool]:
@@ -212,7 +212,7 @@ def _messages(
 
 
 def _device_profile(
-    world: World, backend: Backend, subject: Subject, times: DeviceTimes, memory: RankMemory, verdict_s: float
+    world: World, backend: Backend, subject: Subject, times: DeviceTimes, memory: MeasuredMemory, verdict_s: float
 ) -> DeviceProfile:
     return DeviceProfile(
         rank=world.rank,
@@ -262,7 +262,7 @@ def _ranks(number: int) -> str:
     return f"{number} rank{'s' if number > 1 else ''}"
 
 
-def _notes(devices: Sequence[DeviceProfile], tables: Sequence[Table], subject: Subject) -> tuple[str, ...]:
+def _notes(devices: Sequence[DeviceProfile], tables: Sequence[RankTimes], subject: Subject) -> tuple[str, ...]:
     """How the figures came about, for a reader."""
     rows = sorted({count for table in tables for count in table.times.rows})
     notes = [f"layers were timed with {', '.join(map(str, rows))} sequences of {subject.sequence_length} tokens"]

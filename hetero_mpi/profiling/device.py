@@ -20,9 +20,9 @@ from hetero_mpi.planning.types.profile import LayerTimes
 from hetero_mpi.profiling.bench import Bench, copy_speeds
 from hetero_mpi.profiling.layer_clock import Seconds
 from hetero_mpi.profiling.subject import Subject, cold_by_itself, item_groups, sampled_rows
-from hetero_mpi.profiling.timings import Part, Samples, layer_times
+from hetero_mpi.profiling.timings import TimedPart, TimingSamples, layer_times
 
-Pass = Callable[[Sequence[Bench], int, Samples], None]
+Pass = Callable[[Sequence[Bench], int, TimingSamples], None]
 """Benches, sequences per micro-batch, where the times go."""
 _FEW = 2
 """Repetitions of what planning uses less often: backward with recompute and in two parts, and each rank alone."""
@@ -75,7 +75,7 @@ class DeviceBenchmark:
 
         :raises UserError: the device has no memory for a layer with the smallest micro-batch.
         """
-        samples, crowd = Samples(), _Crowd(self.crowded)
+        samples, crowd = TimingSamples(), _Crowd(self.crowded)
         steps = []
         with self._shortage_explained():
             for group in self.groups:
@@ -93,8 +93,8 @@ class DeviceBenchmark:
             rows=tuple(rows for rows in self.rows if samples.has(rows)),
             layers=self._layer_times(samples, stretch),
             alone={},
-            forward_overhead_s=samples.overhead_s(Part.FORWARD, stretch),
-            backward_overhead_s=samples.overhead_s(Part.BACKWARD, stretch),
+            forward_overhead_s=samples.overhead_s(TimedPart.FORWARD, stretch),
+            backward_overhead_s=samples.overhead_s(TimedPart.BACKWARD, stretch),
             activation_bytes=self._activations,
             deferred_bytes={kind: self._deferred.get(kind, 0.0) for kind in self._activations},
             optimizer_s_per_parameter=stretch * sum(seconds for _, seconds in steps) / max(1, parameters),
@@ -107,7 +107,7 @@ class DeviceBenchmark:
     def run_alone(self) -> dict[str, LayerTimes]:
         """Forward and backward once more, for when the other ranks of this host are still; nothing of a slow device. Raises: as
         ``run``."""
-        samples = Samples()
+        samples = TimingSamples()
         if self._slow_s:
             return {}
         with self._shortage_explained():
@@ -132,7 +132,9 @@ class DeviceBenchmark:
                 f"this rank out"
             ) from error
 
-    def _measure(self, group: Sequence[tuple[int, int]], samples: Samples) -> tuple[list[tuple[int, float]], bool]:
+    def _measure(
+        self, group: Sequence[tuple[int, int]], samples: TimingSamples
+    ) -> tuple[list[tuple[int, float]], bool]:
         """Fill ``samples``; returns (parameters, seconds of an optimizer step) of each stage, and whether a pass takes too long."""
         benches = [Bench(self.subject, self.backend, *items) for items in group]
         first, first_s = self._first_pass(benches)
@@ -147,14 +149,14 @@ class DeviceBenchmark:
             self._count_by_count(self.repeats, samples, benches, self._pass)
             for bench in benches:
                 bench.recompute(True)
-            self._count_by_count(self.few, samples, benches, partial(self._pass, part=Part.RECOMPUTE))
+            self._count_by_count(self.few, samples, benches, partial(self._pass, part=TimedPart.RECOMPUTE))
             for bench in benches:
                 bench.recompute(False)
         return [bench.optimizer_step(self.rows[0], once=slow) for bench in benches], slow
 
-    def _first_pass(self, benches: Sequence[Bench]) -> tuple[Samples, float]:
+    def _first_pass(self, benches: Sequence[Bench]) -> tuple[TimingSamples, float]:
         """The smallest micro-batch once, its activations noted: its times, and the seconds of all."""
-        first, begin = Samples(), time.perf_counter()
+        first, begin = TimingSamples(), time.perf_counter()
         for bench in benches:
             self._note(self._activations, bench.activation_bytes(partial(self._pass, [bench], self.rows[0], first)))
         return first, time.perf_counter() - begin
@@ -162,16 +164,16 @@ class DeviceBenchmark:
     def _warm_up(self, benches: Sequence[Bench]) -> None:
         begin = time.perf_counter()
         while self.backend.name != "cpu" and time.perf_counter() - begin < _WARM_UP_S:
-            self._pass(benches, self.rows[0], Samples())
+            self._pass(benches, self.rows[0], TimingSamples())
 
-    def _measure_split(self, group: Sequence[tuple[int, int]], samples: Samples) -> None:
+    def _measure_split(self, group: Sequence[tuple[int, int]], samples: TimingSamples) -> None:
         """The same for backward in two parts, which every stage of a pipeline but the first may do."""
         benches = [Bench(self.subject, self.backend, *items, split=True) for items in group if items[0] > 0]
         self._count_by_count(self.few, samples, benches, self._split_pass)
         for bench in benches:
             self._note(self._deferred, bench.deferred_bytes(self.rows[0]))
 
-    def _count_by_count(self, repeats: int, samples: Samples, benches: Sequence[Bench], run: Pass) -> None:
+    def _count_by_count(self, repeats: int, samples: TimingSamples, benches: Sequence[Bench], run: Pass) -> None:
         """``run`` the benches at every token count: once to warm up, then ``repeats`` times that count, unless it takes long.
 
         A count for which the device has no memory is left out, and all larger ones.
@@ -182,7 +184,7 @@ class DeviceBenchmark:
                 return
             try:
                 begin = time.perf_counter()
-                run(benches, rows, Samples())
+                run(benches, rows, TimingSamples())
                 warm_s = time.perf_counter() - begin
                 for repetition in range(repeats):
                     if repetition and time.perf_counter() - begin > _LONG_ENOUGH_S:
@@ -198,31 +200,33 @@ class DeviceBenchmark:
                 self.backend.free_unused()
                 return
 
-    def _pass(self, benches: Sequence[Bench], rows: int, samples: Samples, part: Part = Part.BACKWARD) -> None:
+    def _pass(
+        self, benches: Sequence[Bench], rows: int, samples: TimingSamples, part: TimedPart = TimedPart.BACKWARD
+    ) -> None:
         """A micro-batch through all stages and back, as through a pipeline."""
         for bench in benches:
             items, outside = bench.forward(rows)
-            if part is Part.BACKWARD:
-                self._add(samples, Part.FORWARD, rows, items)
-                samples.add_overhead(Part.FORWARD, bench.stage.first, rows, outside)
+            if part is TimedPart.BACKWARD:
+                self._add(samples, TimedPart.FORWARD, rows, items)
+                samples.add_overhead(TimedPart.FORWARD, bench.stage.first, rows, outside)
         for bench in reversed(benches):
             items, outside = bench.backward(rows)
-            if part is Part.RECOMPUTE:  # of blocks only
+            if part is TimedPart.RECOMPUTE:  # of blocks only
                 items = {item: seconds for item, seconds in items.items() if 0 < item < self.chain.items - 1}
             self._add(samples, part, rows, items)
             samples.add_overhead(part, bench.stage.first, rows, outside)
 
-    def _split_pass(self, benches: Sequence[Bench], rows: int, samples: Samples) -> None:
+    def _split_pass(self, benches: Sequence[Bench], rows: int, samples: TimingSamples) -> None:
         """Two micro-batches in the order of a pipeline: F0 I0 F1 I1 W0 W1."""
         for bench in benches:
             for index in (0, 1):
                 bench.forward(rows, index)
                 items, _ = bench.backward_input(rows, index)
-                self._add(samples, Part.INPUT, rows, items)
+                self._add(samples, TimedPart.INPUT, rows, items)
             for index in (0, 1):
-                self._add(samples, Part.WEIGHT, rows, bench.backward_weights(index))
+                self._add(samples, TimedPart.WEIGHT, rows, bench.backward_weights(index))
 
-    def _add(self, samples: Samples, part: Part, rows: int, items: Seconds) -> None:
+    def _add(self, samples: TimingSamples, part: TimedPart, rows: int, items: Seconds) -> None:
         for item, seconds in items.items():
             samples.add(part, self.chain.kinds[item], rows, seconds)
 
@@ -232,7 +236,7 @@ class DeviceBenchmark:
             kind = self.chain.kinds[item]
             largest[kind] = max(largest.get(kind, 0.0), size / (self.rows[0] * self.subject.sequence_length))
 
-    def _layer_times(self, samples: Samples, stretch: float) -> dict[str, LayerTimes]:
+    def _layer_times(self, samples: TimingSamples, stretch: float) -> dict[str, LayerTimes]:
         kinds = dict.fromkeys(self.chain.kinds)
         return {kind: layer_times(samples, kind, self.subject.sequence_length, stretch) for kind in kinds}
 

@@ -13,7 +13,7 @@ from hetero_mpi.planning.types.request import MEMORY_GIVEN
 
 
 @dataclass(frozen=True)
-class RankMemory:
+class MeasuredMemory:
     """What a rank may use, and what its host has."""
 
     usable_bytes: int
@@ -23,7 +23,7 @@ class RankMemory:
     host_reason: str
 
 
-def measure_memory(world: World, backend: Backend, given_bytes: int | None) -> list[RankMemory]:
+def measure_memory(world: World, backend: Backend, given_bytes: int | None) -> list[MeasuredMemory]:
     """Memory of every rank, before any of them has taken some. Collective.
 
     A CPU rank may use all of its host's memory, as every other one there may: that they fit together is for the host's own limit.
@@ -37,7 +37,7 @@ def measure_memory(world: World, backend: Backend, given_bytes: int | None) -> l
         row = [given_bytes, MEMORY_GIVEN, shares, given_bytes, MEMORY_GIVEN]
     else:
         row = [own.usable_bytes, own.reason, shares, host.usable_bytes, host.reason]
-    return [RankMemory(*values) for values in world.all_gather_json(row)]
+    return [MeasuredMemory(*values) for values in world.all_gather_json(row)]
 
 
 def sharing_ranks(world: World, backend: Backend) -> int:
@@ -47,7 +47,7 @@ def sharing_ranks(world: World, backend: Backend) -> int:
 
 
 def host_profiles(
-    hosts: Sequence[str], memories: Sequence[RankMemory], flows: Sequence[HostFlows]
+    hosts: Sequence[str], memories: Sequence[MeasuredMemory], flows: Sequence[HostFlows]
 ) -> tuple[HostProfile, ...]:
     """Every host, in the order of its first rank. ``hosts`` and ``memories``: of every rank."""
     by_host = {flow.host: flow for flow in flows}

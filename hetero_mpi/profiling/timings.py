@@ -10,7 +10,7 @@ from enum import Enum
 from hetero_mpi.planning.types.profile import Curve, LayerTimes
 
 
-class Part(Enum):
+class TimedPart(Enum):
     """What of a micro-batch was timed."""
 
     FORWARD = "forward"
@@ -20,21 +20,21 @@ class Part(Enum):
     WEIGHT = "weight part"
 
 
-class Samples:
+class TimingSamples:
     """Seconds by part, layer kind and sequences per micro-batch."""
 
     def __init__(self) -> None:
-        self._items: dict[tuple[Part, str, int], list[float]] = defaultdict(list)
-        self._overheads: dict[tuple[Part, int, int], list[float]] = defaultdict(list)
+        self._items: dict[tuple[TimedPart, str, int], list[float]] = defaultdict(list)
+        self._overheads: dict[tuple[TimedPart, int, int], list[float]] = defaultdict(list)
 
-    def add(self, part: Part, kind: str, rows: int, seconds: float) -> None:
+    def add(self, part: TimedPart, kind: str, rows: int, seconds: float) -> None:
         self._items[part, kind, rows].append(seconds)
 
-    def add_overhead(self, part: Part, stage: int, rows: int, seconds: float) -> None:
+    def add_overhead(self, part: TimedPart, stage: int, rows: int, seconds: float) -> None:
         """A stage (by its first item) spent so long outside of its items."""
         self._overheads[part, stage, rows].append(seconds)
 
-    def update(self, others: Samples) -> None:
+    def update(self, others: TimingSamples) -> None:
         for key, seconds in others._items.items():
             self._items[key] += seconds
         for stage, seconds in others._overheads.items():
@@ -43,7 +43,7 @@ class Samples:
     def has(self, rows: int) -> bool:
         return any(known == rows for _, _, known in self._items)
 
-    def curve(self, part: Part, kind: str, sequence_length: int, stretch: float) -> Curve | None:
+    def curve(self, part: TimedPart, kind: str, sequence_length: int, stretch: float) -> Curve | None:
         """Median seconds over tokens, times ``stretch``, with their spread; None where nothing was timed."""
         rows = sorted(known for found, of, known in self._items if (found, of) == (part, kind))
         if not rows:
@@ -55,22 +55,22 @@ class Samples:
             tuple(spread(times) for times in lists),
         )
 
-    def overhead_s(self, part: Part, stretch: float) -> float:
+    def overhead_s(self, part: TimedPart, stretch: float) -> float:
         """What a stage spends besides its items with the fewest sequences: it hardly depends on their number."""
         rows = min((known for found, _, known in self._overheads if found is part), default=0)
         stages = [times for (found, _, known), times in self._overheads.items() if (found, known) == (part, rows)]
         return stretch * statistics.fmean(map(statistics.median, stages)) if stages else 0.0
 
 
-def layer_times(samples: Samples, kind: str, sequence_length: int, stretch: float) -> LayerTimes:
+def layer_times(samples: TimingSamples, kind: str, sequence_length: int, stretch: float) -> LayerTimes:
     """The curves of one kind, times ``stretch``. Parts of a split backward come together or not at all."""
-    curves = {part: samples.curve(part, kind, sequence_length, stretch) for part in Part}
-    forward, backward, input_part = curves[Part.FORWARD], curves[Part.BACKWARD], curves[Part.INPUT]
+    curves = {part: samples.curve(part, kind, sequence_length, stretch) for part in TimedPart}
+    forward, backward, input_part = curves[TimedPart.FORWARD], curves[TimedPart.BACKWARD], curves[TimedPart.INPUT]
     assert forward is not None and backward is not None, f"{kind} was not timed"
-    weight_part = curves[Part.WEIGHT]
+    weight_part = curves[TimedPart.WEIGHT]
     if input_part is not None and weight_part is None:  # a kind without matrices puts nothing off
         weight_part = Curve(input_part.tokens, (0.0,) * len(input_part.tokens))
-    return LayerTimes(forward, backward, curves[Part.RECOMPUTE], input_part, weight_part)
+    return LayerTimes(forward, backward, curves[TimedPart.RECOMPUTE], input_part, weight_part)
 
 
 def spread(seconds: Sequence[float]) -> float:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.simulator import Simulation, simulate
+from hetero_mpi.planning.simulator import SimulatedStep, simulate
 from hetero_mpi.planning.types.cluster_changes import with_slowness
 from hetero_mpi.planning.types.network import THREADED, Network
 from hetero_mpi.planning.types.plan import Plan
@@ -95,7 +95,7 @@ class PastRun:
     def median_tokens_per_s(self) -> float | None:
         return statistics.median(step.tokens_per_s for step in self.warm_steps) if self.warm_steps else None
 
-    def predicted(self) -> Simulation | None:
+    def predicted(self) -> SimulatedStep | None:
         """The newest plan's step as simulated, at the speeds for which it was made; None without plan or profile."""
         if self.plan is None or self.profile is None:
             return None
@@ -147,7 +147,7 @@ def describe_run(
     os.replace(temporary, path)
 
 
-def predicted_step(plan: Plan, profile: ClusterProfile) -> Simulation:
+def predicted_step(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
     """The simulated step, with the cards of hosts shared where ranks were emulated so."""
     return simulate(plan, profile, network=Network(shared_nic=True) if profile.emulated else THREADED)
 

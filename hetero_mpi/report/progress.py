@@ -86,7 +86,7 @@ def overview(plan: Plan, profile: ClusterProfile, name: str) -> Overview:
     return Overview(title, tuple(sorted(rows, key=lambda row: row.rank)))
 
 
-class Progress:
+class ProgressDisplay:
     """Shows steps as they are done. A context manager; ``update`` once per step, which only stores what is to be shown.
 
     ``first_step``: steps done before this run (0 unless resumed). On a terminal a screen. Otherwise a line for the first
@@ -136,7 +136,7 @@ class Progress:
             lines += ["", *self._rank_lines(room)]
         return lines
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressDisplay:
         if self._screen is not None:
             self._screen.__enter__()
         return self

@@ -13,15 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.comm.ranks.world import CollectiveUserError
-from hetero_mpi.data.samples import Source
+from hetero_mpi.data.samples import DataSource
 from hetero_mpi.data.sequences import Batch
 from hetero_mpi.engine.placement import Tokens, holders
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import ExitCode
-from hetero_mpi.job.load import Job
+from hetero_mpi.job.load import JobConfig
 from hetero_mpi.model.optimizer import LearningRate, Verdict
 from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.report.progress import Progress
+from hetero_mpi.report.progress import ProgressDisplay
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, StepMetrics
 from hetero_mpi.state.checkpointing import RunState, align_replicas, described, open_saver, replicas_differ
@@ -111,9 +111,9 @@ class Loop:
     def __init__(
         self,
         trainer: Trainer,
-        job: Job,
+        job: JobConfig,
         plan: Plan,
-        dataset: Source | None,
+        dataset: DataSource | None,
         directory: Path,
         metadata: dict[str, Any],
         books: Books,
@@ -137,7 +137,7 @@ class Loop:
         self._held_out = self._broadcast_held_out()
         self._align = replicas_differ(trainer)
 
-    def run(self, metrics: MetricsWriter | None, display: Progress | None) -> bool:
+    def run(self, metrics: MetricsWriter | None, display: ProgressDisplay | None) -> bool:
         """Train until the last step, or until the plan is to be changed, and until the last checkpoint is on disk.
 
         Args:
@@ -158,7 +158,7 @@ class Loop:
         self.state.loss_scale = scale.value, scale.good_steps
         return done
 
-    def _run(self, metrics: MetricsWriter | None, display: Progress | None) -> bool:
+    def _run(self, metrics: MetricsWriter | None, display: ProgressDisplay | None) -> bool:
         train, every = self.job.train, self.job.checkpoint.every
         for step in range(self.state.step, train.steps):
             self.world.doing = f"training step {step + 1}"

@@ -25,7 +25,7 @@ from hetero_mpi.runtime.loop import Books
 from hetero_mpi.runtime.reconfigure import Share, build_share, hand_over
 from hetero_mpi.runtime.recovery import Past
 from hetero_mpi.runtime.resume import rate_change, tell_set_aside
-from hetero_mpi.runtime.setup.setup import Options, Setting
+from hetero_mpi.runtime.setup.setup import Setting, TrainOptions
 from hetero_mpi.state.checkpointing import ANY, KINDS, LATEST, check_data
 from hetero_mpi.state.copies import newest_whole
 from hetero_mpi.state.local_checkpoint import supervised
@@ -59,7 +59,7 @@ class Origin:
     """Instead of copies."""
 
 
-def origin(setting: Setting, past: Past, options: Options) -> Origin | None:
+def origin(setting: Setting, past: Past, options: TrainOptions) -> Origin | None:
     """The newest state of the run that is left; None: as the command line says, be that a checkpoint or the beginning.
 
     Collective over all ranks.

@@ -18,7 +18,7 @@ from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.toml_files import plan_from_dict, plan_to_dict, save_plan
 from hetero_mpi.report import units
-from hetero_mpi.report.progress import Progress
+from hetero_mpi.report.progress import ProgressDisplay
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.metrics import MetricsWriter
 from hetero_mpi.runtime.loop import Books, Loop
@@ -30,7 +30,7 @@ from hetero_mpi.runtime.setup.setup import Setting
 from hetero_mpi.runtime.signals import StopRequest
 from hetero_mpi.runtime.watchdog import Lookout, Watchdog, limit_s
 
-Shown = tuple[MetricsWriter | None, Progress | None]
+Shown = tuple[MetricsWriter | None, ProgressDisplay | None]
 
 
 class Steps:
@@ -153,7 +153,7 @@ def open_display(setting: Setting, books: Books, stack: contextlib.ExitStack) ->
     if setting.world.rank != 0:
         return None, None
     metrics = stack.enter_context(open_metrics(setting, books.state.step))
-    display = stack.enter_context(Progress(setting.job.train.steps, books.state.step))
+    display = stack.enter_context(ProgressDisplay(setting.job.train.steps, books.state.step))
     display.unit = units.unit_of(setting.job.data.sequence_length)
     return metrics, display
 

@@ -32,7 +32,7 @@ from hetero_mpi.runtime.setup.setup import Setting, planning_request
 from hetero_mpi.state.background_save import MEMORY_SHARE
 
 if TYPE_CHECKING:
-    from hetero_mpi.planning.analysis.replan import Answer
+    from hetero_mpi.planning.analysis.replan import ReplanAnswer
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Rebalancer:
         """Is a question being answered?"""
         self._ratios: dict[int, float] = {}
         """The latest that were asked about."""
-        self._answer: Answer | None = None
+        self._answer: ReplanAnswer | None = None
         self._rebuild_s: float | None = None
         self._ready, self._room = False, True
         self._share: Share | None = None
@@ -146,13 +146,13 @@ class Rebalancer:
             self._ready, self._because = True, self._decider.sentence(self._hosts)
 
     def _ask(self, remaining: int) -> None:
-        from hetero_mpi.planning.analysis.replan import Question  # brings the planner, which few runs need again
+        from hetero_mpi.planning.analysis.replan import ReplanQuestion  # brings the planner, which few runs need again
 
         assert self._share is not None and self._rebuild_s is not None and self._decider.asked is not None
         self._asked, self._ratios = True, self._decider.asked
         _LOG.info("%s: planning anew", self._decider.sentence(self._hosts))
         self._replanner.ask(
-            Question(self._profile, self._ratios, self._request, self._share.plan, remaining, self._rebuild_s)
+            ReplanQuestion(self._profile, self._ratios, self._request, self._share.plan, remaining, self._rebuild_s)
         )
 
     @cached_property

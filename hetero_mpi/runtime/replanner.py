@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hetero_mpi.planning.analysis.replan import Answer, Question
+    from hetero_mpi.planning.analysis.replan import ReplanAnswer, ReplanQuestion
 
 LIMIT_S = 300.0
 """An answer that takes longer is given up."""
@@ -27,21 +27,21 @@ class Replanner:
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._thread: threading.Thread | None = None
-        self._answer: Answer | None = None
+        self._answer: ReplanAnswer | None = None
 
     @property
     def busy(self) -> bool:
         """Is a question being answered?"""
         return self._thread is not None and self._thread.is_alive()
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: ReplanQuestion) -> None:
         """Begin to answer. Returns at once."""
         assert not self.busy
         self._answer = None
         self._thread = threading.Thread(target=self._run, args=(question,), name="replanning", daemon=True)
         self._thread.start()
 
-    def take(self) -> Answer | None:
+    def take(self) -> ReplanAnswer | None:
         """The answer, once; None where there is none."""
         found, self._answer = self._answer, None
         return found
@@ -54,8 +54,8 @@ class Replanner:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, question: Question) -> None:
-        from hetero_mpi.planning.analysis.replan import Answer  # brings the planner, which few runs need again
+    def _run(self, question: ReplanQuestion) -> None:
+        from hetero_mpi.planning.analysis.replan import ReplanAnswer  # brings the planner, which few runs need again
 
         paths = [str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
@@ -70,7 +70,7 @@ class Replanner:
             )
             answer, complaint = self._process.communicate(json.dumps(question.to_dict()), LIMIT_S)
             if self._process.returncode == 0:
-                self._answer = Answer.from_dict(json.loads(answer))
+                self._answer = ReplanAnswer.from_dict(json.loads(answer))
             else:
                 _LOG.warning("planning anew ended with exit code %d: %s", self._process.returncode, complaint)
         except subprocess.TimeoutExpired:

@@ -20,7 +20,7 @@ from hetero_mpi.launch.supervisor.event_log import own_event
 from hetero_mpi.model.optimizer import LearningRate
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.set_aside import EarlierRun
-from hetero_mpi.runtime.setup.setup import Options, Setting
+from hetero_mpi.runtime.setup.setup import Setting, TrainOptions
 from hetero_mpi.state.checkpointing import ANY, LATEST, RunState, check_data, check_fits, find_checkpoint
 
 _RATE = ("steps", "learning_rate", "schedule", "warmup_steps")
@@ -28,7 +28,7 @@ _RATE = ("steps", "learning_rate", "schedule", "warmup_steps")
 
 
 def open_checkpoint(
-    setting: Setting, world: World, options: Options, stack: contextlib.ExitStack
+    setting: Setting, world: World, options: TrainOptions, stack: contextlib.ExitStack
 ) -> tuple[Path | None, CheckpointReader | None, RunState]:
     """(path, open file on rank 0, where the run stands) of the checkpoint to resume from; nothing when starting anew."""
     checkpoints = setting.run_dir / "checkpoints"
@@ -74,7 +74,7 @@ def open_checkpoint(
     )
 
 
-def earlier_run(setting: Setting, options: Options) -> EarlierRun | None:
+def earlier_run(setting: Setting, options: TrainOptions) -> EarlierRun | None:
     """The run in the directory that is to be set aside, on rank 0, unless this one goes on from it. Collective.
 
     Raises:
@@ -100,7 +100,7 @@ def make_room(setting: Setting, members: World, earlier: EarlierRun | None) -> N
         _set_aside(setting, earlier)
 
 
-def _read(setting: Setting, options: Options) -> list[Path]:
+def _read(setting: Setting, options: TrainOptions) -> list[Path]:
     """What this run reads."""
     job = setting.job
     named = [
@@ -116,7 +116,7 @@ def _set_aside(setting: Setting, earlier: EarlierRun | None) -> None:
         say(f"The earlier run in {setting.run_dir} is in {earlier.set_aside(own_event)} now, whole")
 
 
-def lineage(reader: CheckpointReader | None, options: Options) -> str:
+def lineage(reader: CheckpointReader | None, options: TrainOptions) -> str:
     """Which run this is: that of the checkpoint, where it goes on from the newest; from one that was named, it is a new one."""
     found = reader.metadata.get("begun") if reader is not None and options.resume in (LATEST, ANY) else None
     return found or new_lineage()

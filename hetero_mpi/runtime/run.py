@@ -40,20 +40,20 @@ from hetero_mpi.runtime.resume import earlier_run, lineage, make_room, open_chec
 from hetero_mpi.runtime.run_report import draw_plan, keep_profile, reported
 from hetero_mpi.runtime.setup.material import model_directory
 from hetero_mpi.runtime.setup.profile_and_plan import Given
-from hetero_mpi.runtime.setup.setup import Options, Setting, claimed, plan_run, read_job, set_up
+from hetero_mpi.runtime.setup.setup import Setting, TrainOptions, claimed, plan_run, read_job, set_up
 from hetero_mpi.runtime.signals import StopRequest
 from hetero_mpi.state.checkpointing import ANY, LATEST, RunState, restore
 
 _LOG = logging.getLogger(__name__)
 
 
-def train(world: World, options: Options) -> int:
+def train(world: World, options: TrainOptions) -> int:
     """The command: run a job. Collective; returns the exit code. Raises: as ``run_job``."""
     run_job(world, options)
     return ExitCode.DONE
 
 
-def run_job(world: World, options: Options) -> TrainResult | None:
+def run_job(world: World, options: TrainOptions) -> TrainResult | None:
     """Run a job. Collective; returns what it has come to, on every rank (None: a dry run).
 
     Raises:
@@ -63,7 +63,7 @@ def run_job(world: World, options: Options) -> TrainResult | None:
         return outlive(world, lambda past: _attempt(world, options, stop, past))
 
 
-def _attempt(world: World, options: Options, stop: StopRequest, past: Past) -> TrainResult | None:
+def _attempt(world: World, options: TrainOptions, stop: StopRequest, past: Past) -> TrainResult | None:
     """The whole run, from what is left of earlier attempts on."""
     if not past.shared(world, past.job):
         past.job = read_job(world, options)
@@ -85,7 +85,7 @@ def _attempt(world: World, options: Options, stop: StopRequest, past: Past) -> T
             return _train(setting, options, stop, past)
 
 
-def _train(setting: Setting, options: Options, stop: StopRequest, past: Past) -> TrainResult | None:
+def _train(setting: Setting, options: TrainOptions, stop: StopRequest, past: Past) -> TrainResult | None:
     world = setting.world
     anew = not options.dry_run and not past.shared(world, past.books)
     earlier = earlier_run(setting, options) if anew else None
@@ -132,7 +132,12 @@ def _train(setting: Setting, options: Options, stop: StopRequest, past: Past) ->
 
 
 def _start(
-    setting: Setting, past: Past, profile: ClusterProfile, share: Share, options: Options, earlier: EarlierRun | None
+    setting: Setting,
+    past: Past,
+    profile: ClusterProfile,
+    share: Share,
+    options: TrainOptions,
+    earlier: EarlierRun | None,
 ) -> Books:
     """Build the active ranks' shares: anew, from an adapter or from a checkpoint. Collective over them.
 

@@ -20,7 +20,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
 from hetero_mpi.report import units
 from hetero_mpi.report.past_run import REPORT_NAME, USED_PROFILE, describe_run, predicted_step, read_run
-from hetero_mpi.report.progress import Now, Progress, overview
+from hetero_mpi.report.progress import Now, ProgressDisplay, overview
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.metrics import MetricsWriter
@@ -92,7 +92,7 @@ def open_metrics(setting: Setting, step: int) -> MetricsWriter:
 
 
 def show_plan(
-    display: Progress | None, setting: Setting, profile: ClusterProfile, plan: Plan, watchdog: object
+    display: ProgressDisplay | None, setting: Setting, profile: ClusterProfile, plan: Plan, watchdog: object
 ) -> None:
     """Put a plan that is about to be run on the screen, and what its ranks say of themselves (where a watchdog hears them)."""
     if display is None:

@@ -16,7 +16,7 @@ from hetero_mpi.checkpoint.opening import damage_named
 from hetero_mpi.data.tokenizer import save_tokenizer
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import Job, TrainTable
+from hetero_mpi.job.load import JobConfig, TrainTable
 from hetero_mpi.model.adapter_files import adapter_directory, read_adapter, write_adapter
 from hetero_mpi.model.layer.interface import ItemChain, ParameterSpec
 from hetero_mpi.model.optimizer import MOMENTS
@@ -61,7 +61,7 @@ def described(
     }
 
 
-def open_saver(trainer: Trainer, directory: Path, job: Job) -> Saver:
+def open_saver(trainer: Trainer, directory: Path, job: JobConfig) -> Saver:
     """What writes the run's checkpoints to ``directory``. Collective over the active ranks."""
     listed = parcels(trainer.tuning, trainer.plan, KINDS)
     threaded = job.cluster.communication_thread

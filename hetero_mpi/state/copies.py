@@ -92,7 +92,7 @@ def steps_between(cost_s: float, step_s: float) -> int:
     return max(1, math.ceil(cost_s / (COST_SHARE * step_s)))
 
 
-class Costs:
+class CopyCosts:
     """What copies cost this rank: the time that training stands still, and what the transfer takes from the steps beside it."""
 
     def __init__(self) -> None:

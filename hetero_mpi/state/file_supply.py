@@ -28,9 +28,9 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Request, Transport
 from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.files.model_files import Contents, ListedTensor, ModelFiles
+from hetero_mpi.model.files.model_files import DirectoryContents, ListedTensor, ModelFiles
 from hetero_mpi.model.files.shard_cache import ShardCache
-from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.weights import FileStart, TensorSource
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.report import units
@@ -44,7 +44,7 @@ _LINE_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
-class Report:
+class FilesReport:
     """What a rank says of its files, after looking."""
 
     lack: str | None = None
@@ -60,7 +60,7 @@ class Report:
         return [self.lack, self.missing, self.cached, self.remarks]
 
     @classmethod
-    def from_list(cls, values: Sequence[Any]) -> Report:
+    def from_list(cls, values: Sequence[Any]) -> FilesReport:
         lack, missing, cached, remarks = values
         return cls(lack, tuple(missing), cached, tuple(remarks))
 
@@ -98,7 +98,7 @@ def open_files(
     world: World,
     rank: int,
     transport: Transport,
-    chain: Chain,
+    chain: TransformersChain,
     plan: Plan,
     directory: Path,
     cache_root: Path | None,
@@ -126,9 +126,9 @@ def open_files(
     if world.size == 1:
         assert files is not None
         return FileSupply(FileStart(files, chain))
-    contents = Contents.from_dict(world.broadcast_json(listed))
+    contents = DirectoryContents.from_dict(world.broadcast_json(listed))
     incoming: Incoming | None = None
-    report = Report()
+    report = FilesReport()
     with world.together("looking for the model's files"):
         source: TensorSource | None = files
         lack: str | None = None
@@ -145,12 +145,12 @@ def open_files(
     rows = world.all_gather_json(report.to_list())
     if files is None or rank != 0:
         return FileSupply(start, incoming=incoming)
-    reports = dict(zip(world.numbers or range(world.size), map(Report.from_list, rows), strict=True))
+    reports = dict(zip(world.numbers or range(world.size), map(FilesReport.from_list, rows), strict=True))
     hosts = dict(zip(reports, world.hosts, strict=True))
     return FileSupply(start, Outgoing(transport, files, contents, start.keys_of_item, reports, hosts))
 
 
-def needed_items(chain: Chain, plan: Plan, rank: int) -> list[int]:
+def needed_items(chain: TransformersChain, plan: Plan, rank: int) -> list[int]:
     """Items whose tensors a rank loads, in order: its own, and the embedding where its head is tied to it."""
     items: set[int] = set()
     for pipeline in plan.pipelines:
@@ -165,7 +165,9 @@ def needed_items(chain: Chain, plan: Plan, rank: int) -> list[int]:
 class Incoming:
     """A ``TensorSource`` on a rank without the files: its shard cache, and rank 0 for the rest."""
 
-    def __init__(self, transport: Transport, contents: Contents, directory: Path, cache: ShardCache | None) -> None:
+    def __init__(
+        self, transport: Transport, contents: DirectoryContents, directory: Path, cache: ShardCache | None
+    ) -> None:
         self.directory = directory
         self._transport, self._contents, self._cache = transport, contents, cache
         self._missing: deque[int] = deque()
@@ -174,7 +176,7 @@ class Incoming:
     def names(self) -> Mapping[str, ListedTensor]:
         return self._contents.tensors
 
-    def look(self, lack: str, needed: Sequence[int], keys_of_item: Mapping[int, Sequence[str]]) -> Report:
+    def look(self, lack: str, needed: Sequence[int], keys_of_item: Mapping[int, Sequence[str]]) -> FilesReport:
         """Check what the cache holds of the needed items, and that the rest can be kept. Local."""
         remarks: Sequence[str] = ()
         missing = list(needed)
@@ -185,7 +187,7 @@ class Incoming:
                 coming = (tensor for item in missing for tensor in self._listed(keys_of_item[item]).values())
                 self._cache.prepare(sum(tensor.bytes for tensor in coming))
         self._missing = deque(missing)
-        return Report(lack, tuple(missing), len(needed) - len(missing), tuple(remarks))
+        return FilesReport(lack, tuple(missing), len(needed) - len(missing), tuple(remarks))
 
     def read_item(self, item: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """As ``TensorSource.read_item``; receives what is not in the cache, and keeps it there."""
@@ -225,9 +227,9 @@ class Outgoing:
         self,
         transport: Transport,
         files: ModelFiles,
-        contents: Contents,
+        contents: DirectoryContents,
         keys_of_item: Mapping[int, Sequence[str]],
-        reports: Mapping[int, Report],
+        reports: Mapping[int, FilesReport],
         hosts: Mapping[int, str],
     ) -> None:
         """
@@ -276,7 +278,7 @@ class Outgoing:
         self._transport.wait(self._transport.post_receive(rank, _WORD, word))
         return int(word[0])
 
-    def _lines(self, rank: int, report: Report) -> list[str]:
+    def _lines(self, rank: int, report: FilesReport) -> list[str]:
         who = f"rank {rank} ({self._hosts[rank]})"
         lines = [f"{who}: {remark}" for remark in report.remarks]
         sources = []
@@ -310,7 +312,7 @@ class _Progress:
         return units.bandwidth(self.sent_bytes / max(time.monotonic() - self._started_s, 1e-9))
 
 
-def _own_files(directory: Path, contents: Contents) -> tuple[ModelFiles | None, str | None]:
+def _own_files(directory: Path, contents: DirectoryContents) -> tuple[ModelFiles | None, str | None]:
     """The model on this rank's disk; or None and why rank 0's is used instead."""
     if not directory.is_dir():
         return None, f"no {directory}"

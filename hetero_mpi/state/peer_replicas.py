@@ -41,7 +41,7 @@ from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.state.background_save import MEMORY_SHARE, Snapshot, lack_of_memory, numbers, views
 from hetero_mpi.state.checkpointing import KINDS, live_state
-from hetero_mpi.state.copies import Copies, Costs, Generation, buddies, steps_between
+from hetero_mpi.state.copies import Copies, CopyCosts, Generation, buddies, steps_between
 from hetero_mpi.state.local_checkpoint import DISK_SHARE, GENERATIONS, Shelf, lack_of_disk
 from hetero_mpi.state.redistribute import Parcel, parcels
 
@@ -120,7 +120,7 @@ class Buddies:
         self._slots = deque([self._slot() for _ in range(self._generations)]) if self.enabled else deque()
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
-        self._costs = Costs()
+        self._costs = CopyCosts()
         self._said = math.inf
         """The number of steps that a person was told last."""
         self._since = self._taken = self._next = 0

@@ -24,7 +24,7 @@ def perform(world: World, entry: dict[str, Any]) -> None:
         run.train(world, run.Options(Path(entry["job"]), run_dir=entry["run_dir"]))
         return
     chosen = {key: value for key, value in entry.items() if key != "shares"}
-    command.generate(world, command.Options(**{**chosen, "source": Path(entry["source"])}))
+    command.generate(world, command.GenerateOptions(**{**chosen, "source": Path(entry["source"])}))
 
 
 def outcome_of(world: World, entry: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.load import ProfileTable, TrainTable
-from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.tuning import full_training
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve
 from hetero_mpi.planning.types.toml_files import save_profile
@@ -53,7 +53,7 @@ def unsteady(times: DeviceTimes) -> DeviceTimes:
 
 def main(world: World) -> int:
     torch.set_num_threads(1)
-    chain = Chain(AutoConfig.for_model("llama", **CONFIG))
+    chain = TransformersChain(AutoConfig.for_model("llama", **CONFIG))
     subject = Subject(chain, full_training(chain), TrainTable(dtype="fp32", steps=1), 8, (1,), 1.0, 1, None)
     measured: list[str] = []
     run, alone = DeviceBenchmark.run, DeviceBenchmark.run_alone

@@ -15,7 +15,7 @@ from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.data.sequences import Batch, Dataset
 from hetero_mpi.runtime.run import train
-from hetero_mpi.runtime.setup.setup import Options
+from hetero_mpi.runtime.setup.setup import TrainOptions
 from tests.training_cases import changed
 
 
@@ -23,7 +23,7 @@ def main(world: World) -> int:
     for entry in json.loads(Path(sys.argv[1]).read_text()):
         paths = {key: Path(entry[key]) for key in ("job", "plan", "profile") if entry.get(key)}
         with changing_batches() if entry.get("changing") else contextlib.nullcontext():
-            train(world, Options(**paths, run_dir=entry["run_dir"], resume=entry.get("resume")))
+            train(world, TrainOptions(**paths, run_dir=entry["run_dir"], resume=entry.get("resume")))
     return 0
 
 

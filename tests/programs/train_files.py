@@ -24,7 +24,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.model.transformers.weights import FileStart
 from hetero_mpi.runtime import build
 from hetero_mpi.runtime.run import train
-from hetero_mpi.runtime.setup.setup import Options
+from hetero_mpi.runtime.setup.setup import TrainOptions
 from hetero_mpi.state import file_supply
 
 
@@ -99,7 +99,7 @@ def outcome_of(world: World, entry: dict[str, Any]) -> dict[str, Any]:
     world.barrier()
     raised, text, printed, meter = "", "", io.StringIO(), Meter()
     paths = {key: Path(entry[key]) for key in ("job", "plan", "profile") if entry.get(key)}
-    options = Options(**paths, overrides=tuple(entry.get("set", ())), run_dir=entry["run_dir"])
+    options = TrainOptions(**paths, overrides=tuple(entry.get("set", ())), run_dir=entry["run_dir"])
     with contextlib.redirect_stdout(printed), meter.measuring(), circumstances(world, entry):
         try:
             train(world, options)

@@ -37,7 +37,7 @@ from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
 from hetero_mpi.runtime import build, run
 from hetero_mpi.runtime.reconfigure import Share
 from hetero_mpi.runtime.run import train
-from hetero_mpi.runtime.setup.setup import Options
+from hetero_mpi.runtime.setup.setup import TrainOptions
 from hetero_mpi.state import background_save
 
 Breaking = contextlib.AbstractContextManager[None]
@@ -255,9 +255,9 @@ def damage(path: Path) -> None:
     path.write_bytes(content)
 
 
-def options_of(entry: dict[str, Any]) -> Options:
+def options_of(entry: dict[str, Any]) -> TrainOptions:
     paths = {key: Path(entry[key]) for key in ("job", "plan", "profile") if entry.get(key)}
-    return Options(
+    return TrainOptions(
         **paths,
         overrides=tuple(entry.get("set", ())),
         run_dir=entry.get("run_dir"),

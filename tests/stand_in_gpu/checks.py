@@ -30,7 +30,7 @@ from hetero_mpi.job.load import AdapterTable, TrainTable
 from hetero_mpi.model.layer import loss
 from hetero_mpi.model.optimizer import Optimizer, Verdict
 from hetero_mpi.model.stage import Stage
-from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning, adapter_tuning, full_training
@@ -75,8 +75,8 @@ def gpu(standin: Any) -> Iterator[Backend]:
     standin.set_limit(1, 1 << 60, "")
 
 
-def chain(**changes: Any) -> Chain:
-    return Chain(read_config({**CHAIN, **changes}))
+def chain(**changes: Any) -> TransformersChain:
+    return TransformersChain(read_config({**CHAIN, **changes}))
 
 
 def subject(micro_batches: tuple[int, ...] = (1, 2)) -> Subject:
@@ -160,12 +160,12 @@ print(module.device.contexts(), module.seeded, there.sum().item())
     assert result.stdout.split("\n")[0] == "[False, True] [(1, 5)] 192.0", result.stdout + result.stderr
 
 
-def lora(model: Chain) -> Tuning:
+def lora(model: TransformersChain) -> Tuning:
     return adapter_tuning(model, AdapterTable(method="lora", rank=2), False, False)
 
 
 def test_frozen_weights_reach_the_device_in_the_compute_dtype_only(standin: Any, gpu: Backend) -> None:
-    model = Chain(read_config({**CHAIN, "vocab_size": 8192}))  # beside which nothing else counts
+    model = TransformersChain(read_config({**CHAIN, "vocab_size": 8192}))  # beside which nothing else counts
     gc.collect()
     standin.reset_peak(1)
     before = standin.used(1)

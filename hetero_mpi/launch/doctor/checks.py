@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI, parse_library_version
 from hetero_mpi.comm.ranks.versions import MPI_LIBRARY, MUST_MATCH, version_problem
-from hetero_mpi.launch.doctor.probe import Facts
+from hetero_mpi.launch.doctor.probe import HostFacts
 from hetero_mpi.launch.doctor.probe_client import Examined
-from hetero_mpi.launch.hosts.diagnostics import Finding, Verdict
+from hetero_mpi.launch.hosts.diagnostics import Finding, Severity
 from hetero_mpi.launch.hosts.interface import LocalAddress, choose_interface
 from hetero_mpi.report import units
 from hetero_mpi.shipped import pip_argument
 
-FINE, NOTE, SLOW, FAILS = Verdict.FINE, Verdict.NOTE, Verdict.SLOW, Verdict.FAILS
+FINE, NOTE, SLOW, FAILS = Severity.FINE, Severity.NOTE, Severity.SLOW, Severity.FAILS
 LEAST_RUN_BYTES = 500_000_000
 """Free space under which a run fails: there is no room for the checkpoints of as few as 8 M trained parameters."""
 LEAST_DISK_BYTES = 5_000_000_000
@@ -31,7 +31,7 @@ LATE_S = 0.5
 Check = Callable[[Sequence[Examined]], Iterator[Finding]]
 
 
-def answered(places: Sequence[Examined]) -> list[tuple[Examined, Facts]]:
+def answered(places: Sequence[Examined]) -> list[tuple[Examined, HostFacts]]:
     return [(place, place.facts) for place in places if place.facts is not None]
 
 
@@ -103,7 +103,7 @@ def check_versions(places: Sequence[Examined]) -> Iterator[Finding]:
             yield Finding(name, FINE, text)
 
 
-def version_of(facts: Facts, name: str) -> str:
+def version_of(facts: HostFacts, name: str) -> str:
     """Of a package, Python or the MPI library; "" where it is absent, which is another check's matter."""
     version = library_of(facts) if name == MPI_LIBRARY else facts.versions.get(name, "absent")
     return "" if version in ("absent", NO_LIBRARY) else version
@@ -118,7 +118,7 @@ def _by_version(found: Sequence[tuple[str, str]]) -> str:
     return "; ".join(f"{version} on {', '.join(titles)}" for version, titles in places.items())
 
 
-def library_of(facts: Facts) -> str:
+def library_of(facts: HostFacts) -> str:
     """The MPI library as ``World`` names it; ``NO_LIBRARY`` where it cannot be loaded."""
     text = facts.mpi.get("library", "")
     return str(parse_library_version(text)) if text else NO_LIBRARY
@@ -151,7 +151,7 @@ def _threads(threads: str, where: tuple[str, ...]) -> Finding:
     return Finding("threads", FAILS, f"this MPI library allows one thread only ({threads})", remedy, where)
 
 
-def _daemon(place: Examined, facts: Facts) -> Iterator[Finding]:
+def _daemon(place: Examined, facts: HostFacts) -> Iterator[Finding]:
     if place.local or not place.prefix:
         return
     family = parse_library_version(facts.mpi.get("library", "")).family
@@ -204,7 +204,7 @@ def check_hosts_differ(places: Sequence[Examined]) -> Iterator[Finding]:
                 break
 
 
-def _own_addresses(facts: Facts) -> set[str]:
+def _own_addresses(facts: HostFacts) -> set[str]:
     """Addresses that no other machine has: not those of loopback and of Docker's bridge."""
     return {address for interface, address, _ in facts.addresses if not interface.startswith(INSIDE)}
 

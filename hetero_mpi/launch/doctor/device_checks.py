@@ -8,9 +8,9 @@ from typing import Any
 from hetero_mpi import __version__
 from hetero_mpi.device.self_test_process import SelfTest, text_of
 from hetero_mpi.launch.doctor.checks import answered
-from hetero_mpi.launch.doctor.probe import Facts
+from hetero_mpi.launch.doctor.probe import HostFacts
 from hetero_mpi.launch.doctor.probe_client import Examined
-from hetero_mpi.launch.hosts.diagnostics import Finding, Verdict
+from hetero_mpi.launch.hosts.diagnostics import Finding, Severity
 from hetero_mpi.report import units
 
 INSTALL = "choose the build at https://pytorch.org/get-started/locally and install it into {python}'s environment"
@@ -30,13 +30,13 @@ def check_devices(places: Sequence[Examined]) -> Iterator[Finding]:
             if "torch" not in facts.missing:
                 remedy = f"install torch anew there: {INSTALL.format(python=facts.python)}"
                 text = f"torch cannot be imported: {facts.torch.get('error', 'no answer')}"
-                yield Finding("torch", Verdict.FAILS, text, remedy, (place.title,))
+                yield Finding("torch", Severity.FAILS, text, remedy, (place.title,))
             continue
         yield _offered(place, facts)
         for device, reason in facts.torch["errors"].items():
             if ":" in device:
                 remedy = "end what else uses it, or leave it out" if "memory" in reason else ""
-                yield Finding("devices", Verdict.SLOW, f"{device} is not used: {reason}", remedy, (place.title,))
+                yield Finding("devices", Severity.SLOW, f"{device} is not used: {reason}", remedy, (place.title,))
         offered = {device["backend"] for device in facts.torch["devices"]}
         for driver, backend, vendor in _VENDORS:
             if backend not in offered:
@@ -55,10 +55,10 @@ def check_self_tests(places: Sequence[Examined]) -> Iterator[Finding]:
             )
             if problems:
                 text = f"{name}: {len(problems)} of {of} checks failed, {problems[0]}"
-                yield Finding("self-test", Verdict.FAILS, text, test.remedy(), (place.title,))
+                yield Finding("self-test", Severity.FAILS, text, test.remedy(), (place.title,))
             else:
                 text = f"{name}: in {of} checks it computed what the CPU does in fp64"
-                yield Finding("self-test", Verdict.FINE, text, where=(place.title,))
+                yield Finding("self-test", Severity.FINE, text, where=(place.title,))
 
 
 def self_test_lines(places: Sequence[Examined]) -> list[str]:
@@ -86,19 +86,19 @@ def check_shares(places: Sequence[Examined]) -> Iterator[Finding]:
             offered = ", ".join(map(_label, devices))
             text = f"device {place.device!r} is asked for, and torch {facts.torch['version']} offers {offered}"
             remedy = f'name one of these, or "auto"; for another vendor: {INSTALL.format(python=facts.python)}'
-            yield Finding("devices", Verdict.FAILS, text, remedy, where)
+            yield Finding("devices", Severity.FAILS, text, remedy, where)
         elif kind == "cpu" or card or not place.ranks or cards == place.ranks:
             continue
         elif place.ranks > cards and name == "auto":
             text = f"{place.ranks} ranks for {cards} of {kind}: those beyond compute on the CPU"
-            yield Finding("devices", Verdict.NOTE, text, f"slots = {cards} would leave them out", where)
+            yield Finding("devices", Severity.NOTE, text, f"slots = {cards} would leave them out", where)
         elif place.ranks > cards:
             text = f"{place.ranks} ranks for {cards} of {kind}: those beyond have no device"
-            yield Finding("devices", Verdict.FAILS, text, f"write slots = {cards}", where)
+            yield Finding("devices", Severity.FAILS, text, f"write slots = {cards}", where)
         else:
             text = f"{place.ranks} of {cards} cards ({kind}) have a rank"
             yield Finding(
-                "devices", Verdict.NOTE, text, f"slots = {cards} would use all: one rank drives one card", where
+                "devices", Severity.NOTE, text, f"slots = {cards} would use all: one rank drives one card", where
             )
 
 
@@ -106,16 +106,16 @@ def _label(device: dict[str, Any]) -> str:
     return SelfTest(device["backend"], device["index"]).label
 
 
-def _offered(place: Examined, facts: Facts) -> Finding:
+def _offered(place: Examined, facts: HostFacts) -> Finding:
     cards = [device for device in facts.torch["devices"] if device["backend"] != "cpu"]
     used = cards or facts.torch["devices"]
     text = "; ".join(f"{_label(device)} {device['name']}, {device['memory']}" for device in used)
     if not cards:
         text += f", {facts.cores} core{'' if facts.cores == 1 else 's'}"
-    return Finding("devices", Verdict.FINE, text, where=(place.title,))
+    return Finding("devices", Severity.FINE, text, where=(place.title,))
 
 
-def _not_used(place: Examined, facts: Facts, driver: str, backend: str, vendor: str) -> Iterator[Finding]:
+def _not_used(place: Examined, facts: HostFacts, driver: str, backend: str, vendor: str) -> Iterator[Finding]:
     """Why a vendor's cards are not offered; nothing where there is neither a driver nor a torch build for them."""
     loaded, built = facts.drivers.get(driver), backend in facts.torch["builds"]
     said = facts.torch["errors"].get(backend, "")
@@ -125,14 +125,14 @@ def _not_used(place: Examined, facts: Facts, driver: str, backend: str, vendor: 
     if not loaded:
         text = f"torch {version} is built for {vendor} cards, but no driver of {vendor} is loaded: the CPU computes"
         remedy = f"nothing, if there is no such card; else install {vendor}'s driver" + _container_hint(facts)
-        yield Finding("devices", Verdict.NOTE, text, remedy, where)
+        yield Finding("devices", Severity.NOTE, text, remedy, where)
         return
     intro = f"{vendor}'s driver ({loaded}) is loaded, but "
     if not built:
         builds = ", ".join(facts.torch["builds"]) or "the CPU"
         remedy = f"to use the card: {INSTALL.format(python=facts.python)}"
         remedy += "\ntwo vendors in one box: an environment for each (docs/devices.md)"
-        yield Finding("devices", Verdict.NOTE, intro + f"torch {version} is built for {builds}", remedy, where)
+        yield Finding("devices", Severity.NOTE, intro + f"torch {version} is built for {builds}", remedy, where)
         return
     hiding = [f"{name}={facts.variables[name]!r}" for name in _HIDING[backend] if name in facts.variables]
     if backend == "rocm" and facts.kfd == "closed":
@@ -150,23 +150,23 @@ def _not_used(place: Examined, facts: Facts, driver: str, backend: str, vendor: 
         remedy = "restart the machine if the driver was updated; then compare driver and torch build" + _container_hint(
             facts
         )
-    yield Finding("devices", Verdict.SLOW, intro + text, remedy, where)
+    yield Finding("devices", Severity.SLOW, intro + text, remedy, where)
 
 
-def _container_hint(facts: Facts) -> str:
+def _container_hint(facts: HostFacts) -> str:
     if not facts.system.startswith("Linux"):
         return ""
     return "; in a container, pass the device through (--gpus all, or --device /dev/kfd --device /dev/dri)"
 
 
-def _apple(place: Examined, facts: Facts, offered: set[str]) -> Iterator[Finding]:
+def _apple(place: Examined, facts: HostFacts, offered: set[str]) -> Iterator[Finding]:
     if facts.system.startswith("Darwin") and facts.system.endswith("arm64") and "mps" not in offered:
         built = "mps" in facts.torch["builds"]
         text = "the GPU of this Mac is not offered: " + (
             "macOS is too old for it" if built else "torch was built without Metal"
         )
         remedy = "update macOS to 14 or later" if built else INSTALL.format(python=facts.python)
-        yield Finding("devices", Verdict.SLOW, text, remedy, (place.title,))
+        yield Finding("devices", Severity.SLOW, text, remedy, (place.title,))
 
 
 def _old(place: Examined, devices: Sequence[dict[str, Any]]) -> Iterator[Finding]:
@@ -174,7 +174,7 @@ def _old(place: Examined, devices: Sequence[dict[str, Any]]) -> Iterator[Finding
         if device["backend"] != "cpu" and "bf16" not in device["dtypes"]:
             text = f"{_label(device)} {device['name']} does not compute in bf16"
             remedy = 'with dtype = "auto" the whole job then computes in fp16 with loss scaling; leave the card out to keep bf16'
-            yield Finding("devices", Verdict.NOTE, text, remedy, (place.title,))
+            yield Finding("devices", Severity.NOTE, text, remedy, (place.title,))
         if device["memory_bytes"] < 1_000_000_000:
             text = f"{_label(device)} has {units.size(device['memory_bytes'])} of memory free"
-            yield Finding("devices", Verdict.SLOW, text, "end what else uses it", (place.title,))
+            yield Finding("devices", Severity.SLOW, text, "end what else uses it", (place.title,))

@@ -31,7 +31,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 @dataclass(frozen=True)
-class Options:
+class DoctorOptions:
     """The command line of ``doctor``."""
 
     hostfile: str | None = None
@@ -44,7 +44,7 @@ class Options:
     """Let every device compute what the CPU does, and compare."""
 
 
-def report(options: Options, findings: Sequence[Finding], places: Sequence[Examined]) -> int:
+def report(options: DoctorOptions, findings: Sequence[Finding], places: Sequence[Examined]) -> int:
     """Print the findings as the options say; returns the exit code."""
     fails = would_fail(findings)
     if options.json:

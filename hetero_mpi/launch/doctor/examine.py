@@ -22,12 +22,12 @@ from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI, launched_as
 from hetero_mpi.comm.ranks.versions import PACKAGE, own_source
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch.doctor import checks
-from hetero_mpi.launch.doctor.doctor_report import CHECKS, Options, report
+from hetero_mpi.launch.doctor.doctor_report import CHECKS, DoctorOptions, report
 from hetero_mpi.launch.doctor.link_checks import SLOW_BYTES_PER_S, Link, check_links
-from hetero_mpi.launch.doctor.probe import Facts, devices_to_test
+from hetero_mpi.launch.doctor.probe import HostFacts, devices_to_test
 from hetero_mpi.launch.doctor.probe_client import Examined, Probe, ProbeError, Target
 from hetero_mpi.launch.hosts.agent import launch_agent
-from hetero_mpi.launch.hosts.diagnostics import Finding, Verdict, merged
+from hetero_mpi.launch.hosts.diagnostics import Finding, Severity, merged
 from hetero_mpi.launch.hosts.hostfile import read_hostfile
 from hetero_mpi.launch.hosts.interface import LocalAddress, local_addresses, network_of, resolve, source_address
 from hetero_mpi.launch.launcher.launcher import Launcher, find_launcher
@@ -42,7 +42,7 @@ _CONNECT_S = 5.0
 """How long a connection between two hosts may take."""
 
 
-def doctor(options: Options) -> int:
+def doctor(options: DoctorOptions) -> int:
     """Examine what the options name, or the ranks under mpirun; print it; returns the exit code.
 
     :raises UserError: a host file that cannot be read.
@@ -55,7 +55,7 @@ def doctor(options: Options) -> int:
     return run_guarded(lambda world: examine_together(world, options))
 
 
-def examine_hosts(options: Options) -> tuple[list[Finding], list[Examined]]:
+def examine_hosts(options: DoctorOptions) -> tuple[list[Finding], list[Examined]]:
     """Findings about the hosts of the options' file (this machine without one), and what they said."""
     launcher, findings = _launcher()
     try:
@@ -102,16 +102,16 @@ def _launcher() -> tuple[Launcher | None, list[Finding]]:
     try:
         launcher = find_launcher()
     except UserError as error:
-        return None, [Finding("launcher", Verdict.FAILS, str(error))]
+        return None, [Finding("launcher", Severity.FAILS, str(error))]
     if launcher.family not in (OPEN_MPI, MPICH):
         text = f"{launcher.path} of {launcher.library}: `launch` knows Open MPI and MPICH only"
         remedy = "start with that launcher itself: MPIEXEC -n 3 python -m hetero_mpi ..."
-        return launcher, [Finding("launcher", Verdict.NOTE, text, remedy)]
+        return launcher, [Finding("launcher", Severity.NOTE, text, remedy)]
     text = f"{launcher.path} belongs to the loaded library, {launcher.library}"
-    return launcher, [Finding("launcher", Verdict.FINE, text)]
+    return launcher, [Finding("launcher", Severity.FINE, text)]
 
 
-def targets_of(options: Options, launcher: Launcher | None) -> tuple[list[Target], list[Examined]]:
+def targets_of(options: DoctorOptions, launcher: Launcher | None) -> tuple[list[Target], list[Examined]]:
     """Whom to ask, in the order of the file, and those without an address.
 
     :raises UserError: the file cannot be read, or breaks rules.
@@ -173,7 +173,7 @@ def _ask_facts(target: Target, probe: Probe, run_dir: str) -> Examined:
         # A host that is off need not be waited for as long as one that imports torch.
         probe.ask("clock", _start_s(target))
         answer = probe.ask("facts", _FACTS_S, directory=run_dir, prefix=target.prefix, work=target.directory)
-        facts = Facts.from_dict(answer)
+        facts = HostFacts.from_dict(answer)
     except ProbeError as error:
         complaint = str(error)
     except (KeyError, TypeError):
@@ -224,7 +224,7 @@ def _own_side(stack: contextlib.ExitStack, alive: Sequence[tuple[Target, Probe]]
     return [(target, stack.enter_context(Probe(target, ())))]
 
 
-def _connect(alive: Sequence[tuple[Target, Probe]], facts: Sequence[Facts] = ()) -> list[Link]:
+def _connect(alive: Sequence[tuple[Target, Probe]], facts: Sequence[HostFacts] = ()) -> list[Link]:
     """TCP between each two machines: pairs that share no machine at once, the two directions of a pair one after the other.
 
     Pairs may share more than machines (Wi-Fi, the line between two sites): what is slow then is measured again, alone.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hetero_mpi.launch.hosts.diagnostics import Finding, Verdict
+from hetero_mpi.launch.hosts.diagnostics import Finding, Severity
 from hetero_mpi.report import units
 
 SLOW_BYTES_PER_S = 40e6
@@ -42,14 +42,14 @@ def check_links(links: Sequence[Link], how: str) -> Iterator[Finding]:
             yield _refused(link, any(other.source == link.destination and not other.error for other in links))
     open_links = [link for link in links if not link.error]
     if len(open_links) == len(links):
-        yield Finding("connections", Verdict.FINE, f"possible both ways between all ({how})")
+        yield Finding("connections", Severity.FINE, f"possible both ways between all ({how})")
     by_pair = {(link.source, link.destination): link for link in open_links}
     speeds = {link: _speed(link, how, by_pair) for link in open_links}
     if len(open_links) > MANY:
         slowest = min(open_links, key=lambda link: link.bytes_per_s)
-        speeds = {link: found for link, found in speeds.items() if found.verdict is Verdict.SLOW or link is slowest}
+        speeds = {link: found for link, found in speeds.items() if found.verdict is Severity.SLOW or link is slowest}
         yield Finding(
-            "links", Verdict.FINE, f"{len(open_links)} measured; listed: the slowest, and those that are too slow"
+            "links", Severity.FINE, f"{len(open_links)} measured; listed: the slowest, and those that are too slow"
         )
     yield from speeds.values()
 
@@ -65,7 +65,7 @@ def _refused(link: Link, other_way_works: bool) -> Finding:
         f"\nlet the firewall of {link.destination} pass the other hosts: `sudo ufw allow from {link.network}`, or "
         f"`sudo firewall-cmd --zone=trusted --add-source={link.network}`; MPI uses any port above 1023"
     )
-    return Finding("connections", Verdict.FAILS, text, remedy)
+    return Finding("connections", Severity.FAILS, text, remedy)
 
 
 def _speed(link: Link, how: str, by_pair: Mapping[tuple[str, str], Link]) -> Finding:
@@ -73,18 +73,18 @@ def _speed(link: Link, how: str, by_pair: Mapping[tuple[str, str], Link]) -> Fin
     text = f"{link.source} -> {link.destination}: {speed}, {units.seconds(link.latency_s)} ({how})"
     if link.same_host:
         if link.bytes_per_s >= SLOW_BYTES_PER_S:
-            return Finding("links", Verdict.FINE, text)
+            return Finding("links", Severity.FINE, text)
         text += ": slow, for ranks that share a host's memory"
-        return Finding("links", Verdict.NOTE, text, "look for other programs that take this host's cores")
+        return Finding("links", Severity.NOTE, text, "look for other programs that take this host's cores")
     back = by_pair.get((link.destination, link.source))
     if link.bytes_per_s < SLOW_BYTES_PER_S:
         remedy = "use a cable of 1 Gbit/s or more instead of Wi-Fi; the planner takes the link as it is measured"
-        return Finding("links", Verdict.SLOW, text, remedy)
+        return Finding("links", Severity.SLOW, text, remedy)
     if back is not None and link.bytes_per_s * ASYMMETRY < back.bytes_per_s:
         slower = back.bytes_per_s / link.bytes_per_s
         remedy = f"that is {slower:.1f} times slower than back: look at cable, duplex setting and other traffic"
-        return Finding("links", Verdict.SLOW, text, remedy)
+        return Finding("links", Severity.SLOW, text, remedy)
     if link.latency_s > LONG_S:
         remedy = "fine for training with large micro-batches; a wired local network would have well under 1 ms"
-        return Finding("links", Verdict.NOTE, text, remedy)
-    return Finding("links", Verdict.FINE, text)
+        return Finding("links", Severity.NOTE, text, remedy)
+    return Finding("links", Severity.FINE, text)

@@ -3,7 +3,7 @@
 Only the standard library is imported here (psutil where it is there): what may be broken is tried in processes of its own, so that
 a host with a broken torch or MPI is reported and does not take the doctor down. A request and an answer are one JSON line each::
 
-    {"ask": "facts", "directory": "runs", ...}  {"host": "rtx", "python": ...}      see ``gather`` and ``Facts``
+    {"ask": "facts", "directory": "runs", ...}  {"host": "rtx", "python": ...}      see ``gather`` and ``HostFacts``
     {"ask": "self_tests", "torch": ...}         {"found": [...]}                        see ``self_tests``
     {"ask": "clock"}                            {"unix_s": 1760000000.0}
     {"ask": "listen"}                           {"port": 40000, "token": "..."}
@@ -62,7 +62,7 @@ MPI.Finalize()
 
 
 @dataclass(frozen=True)
-class Facts:
+class HostFacts:
     """What a host says of itself. JSON-able."""
 
     host: str
@@ -100,13 +100,13 @@ class Facts:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Facts:
+    def from_dict(cls, values: Mapping[str, Any]) -> HostFacts:
         """The inverse of ``to_dict``, JSON in between."""
         plain = {**values, "addresses": tuple((a, b, c) for a, b, c in values["addresses"])}
         return cls(**{**plain, "missing": tuple(values["missing"])})
 
 
-def gather(directory: str, deeply: bool = True, prefix: str = "", work: str = "") -> Facts:
+def gather(directory: str, deeply: bool = True, prefix: str = "", work: str = "") -> HostFacts:
     """Facts of this host and this Python.
 
     Args:
@@ -114,7 +114,7 @@ def gather(directory: str, deeply: bool = True, prefix: str = "", work: str = ""
         prefix: where MPI is expected; looked at before this environment and PATH. "": nowhere else.
         work: directory in which ranks are to start; "": anywhere.
     """
-    return Facts(
+    return HostFacts(
         host=socket.gethostname(),
         python=sys.executable,
         prefix=sys.prefix,
@@ -249,7 +249,7 @@ _WSL_CUDA = Path("/usr/lib/wsl/lib/libcuda.so.1")
 
 
 def drivers() -> dict[str, str]:
-    """See ``Facts.drivers``."""
+    """See ``HostFacts.drivers``."""
     found = {}
     for name, file in (("nvidia", "/sys/module/nvidia/version"), ("amdgpu", "/sys/module/amdgpu/version")):
         try:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hetero_mpi.launch.doctor.probe import MARK, Facts
+from hetero_mpi.launch.doctor.probe import MARK, HostFacts
 from hetero_mpi.launch.hosts.agent import Helper
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Target:
 class Examined(Target):
     """The same, and what it says of itself."""
 
-    facts: Facts | None = None
+    facts: HostFacts | None = None
     complaint: str = ""
     """Without facts: what the launch agent, or Python there, said last."""
 

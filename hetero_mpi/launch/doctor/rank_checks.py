@@ -14,18 +14,18 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.launch.doctor import checks
-from hetero_mpi.launch.doctor.doctor_report import CHECKS, Options, report
+from hetero_mpi.launch.doctor.doctor_report import CHECKS, DoctorOptions, report
 from hetero_mpi.launch.doctor.link_checks import Link, check_links
-from hetero_mpi.launch.doctor.probe import Facts, fault_tolerance, gather, self_tests, try_torch
+from hetero_mpi.launch.doctor.probe import HostFacts, fault_tolerance, gather, self_tests, try_torch
 from hetero_mpi.launch.doctor.probe_client import Examined
-from hetero_mpi.launch.hosts.diagnostics import Finding, Verdict, merged, would_fail
+from hetero_mpi.launch.hosts.diagnostics import Finding, Severity, merged, would_fail
 from hetero_mpi.launch.hosts.interface import LocalAddress
 
 _MESSAGES_BYTES = (1024, 65_536, 4_194_304)
 _REPEATS = 3
 
 
-def examine_together(world: World, options: Options) -> int:
+def examine_together(world: World, options: DoctorOptions) -> int:
     """Examine, print on rank 0, and return the exit code. Collective."""
     findings, places = examine_ranks(world, options)
     fails = world.broadcast_json(would_fail(findings) if world.rank == 0 else None)
@@ -34,7 +34,7 @@ def examine_together(world: World, options: Options) -> int:
     return int(ExitCode.FAILED if fails else ExitCode.DONE)
 
 
-def examine_ranks(world: World, options: Options) -> tuple[list[Finding], list[Examined]]:
+def examine_ranks(world: World, options: DoctorOptions) -> tuple[list[Finding], list[Examined]]:
     """Findings about the ranks of this job; complete on rank 0. Collective."""
     places = _gather_places(world, options)
     world.barrier()
@@ -45,7 +45,7 @@ def examine_ranks(world: World, options: Options) -> tuple[list[Finding], list[E
         samples = measure_links(world, transport, _MESSAGES_BYTES, _REPEATS)
         through_mesh = _verify_mesh(world, transport, options)
     links = [_link(world, own) for own in samples]
-    findings = [Finding("launcher", Verdict.FINE, f"{world.library} started {world.size} ranks that see each other")]
+    findings = [Finding("launcher", Severity.FINE, f"{world.library} started {world.size} ranks that see each other")]
     findings += [finding for check in CHECKS if check is not checks.check_interfaces for finding in check(places)]
     findings += _interfaces_of(places)
     findings += through_mesh
@@ -54,7 +54,7 @@ def examine_ranks(world: World, options: Options) -> tuple[list[Finding], list[E
     return merged([*findings, *checks.check_clocks(offsets_s)]), places
 
 
-def _verify_mesh(world: World, transport: Transport, options: Options) -> list[Finding]:
+def _verify_mesh(world: World, transport: Transport, options: DoctorOptions) -> list[Finding]:
     """Do messages go through the mesh of the hosts file, if it has one? Collective."""
     if options.hosts is None:
         return []
@@ -64,7 +64,7 @@ def _verify_mesh(world: World, transport: Transport, options: Options) -> list[F
     return verify(world, transport, mesh) if mesh is not None else []
 
 
-def _gather_places(world: World, options: Options) -> list[Examined]:
+def _gather_places(world: World, options: DoctorOptions) -> list[Examined]:
     """Every Python of every host once. The first of its ranks looks at torch, so that it is imported once."""
     from mpi4py import MPI
 
@@ -84,7 +84,7 @@ def _gather_places(world: World, options: Options) -> list[Examined]:
             several = len({other for name, other in homes if name == host}) > 1
             title = f"{host} ({prefix})" if several else host
             values, device = everyone[rank]
-            place = Examined(title, "", host, host == homes[0][0], values["python"], facts=Facts.from_dict(values))
+            place = Examined(title, "", host, host == homes[0][0], values["python"], facts=HostFacts.from_dict(values))
             places.append(replace(place, ranks=homes.count([host, prefix]), device=device))
     return places
 
@@ -110,7 +110,7 @@ def _interfaces_of(places: Sequence[Examined]) -> Iterator[Finding]:
     names = sorted({interface for interface, _, _ in facts.addresses if interface != "lo"})
     if told:
         text = ", ".join(f"{name}={value}" for name, value in told.items())
-        yield Finding("interfaces", Verdict.FINE, f"MPI keeps to what it was told: {text}")
+        yield Finding("interfaces", Severity.FINE, f"MPI keeps to what it was told: {text}")
     elif len(names) > 1:
         text = f"MPI chooses among {', '.join(names)} by itself, and may choose wrongly or hang"
         known = [LocalAddress(*item) for place in places if place.facts for item in place.facts.addresses]
@@ -119,4 +119,4 @@ def _interfaces_of(places: Sequence[Examined]) -> Iterator[Finding]:
             "`launch --hostfile` derives the interface from the hosts' addresses; by hand: --mca btl_tcp_if_include "
         )
         remedy += ",".join(network for network, count in counts.items() if count == max(counts.values()))
-        yield Finding("interfaces", Verdict.NOTE, text, remedy, (places[0].title,))
+        yield Finding("interfaces", Severity.NOTE, text, remedy, (places[0].title,))

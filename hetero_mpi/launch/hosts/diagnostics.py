@@ -12,7 +12,7 @@ WIDTH = 132
 _INDENT = 20
 
 
-class Verdict(str, Enum):
+class Severity(str, Enum):
     """How bad it is."""
 
     FINE = "ok"
@@ -27,7 +27,7 @@ class Verdict(str, Enum):
 @dataclass(frozen=True)
 class Finding:
     subject: str
-    verdict: Verdict
+    verdict: Severity
     text: str
     remedy: str = ""
     where: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def would_fail(findings: Iterable[Finding]) -> bool:
-    return any(finding.verdict is Verdict.FAILS for finding in findings)
+    return any(finding.verdict is Severity.FAILS for finding in findings)
 
 
 def lines_of(findings: Sequence[Finding]) -> list[str]:
@@ -56,11 +56,11 @@ def lines_of(findings: Sequence[Finding]) -> list[str]:
         lines += _paragraph(f"{start:<{_INDENT}}", places + finding.text)
         for remedy in finding.remedy.splitlines():
             lines += _paragraph(" " * (_INDENT - 3) + "-> ", remedy)
-    counts = {verdict: sum(finding.verdict is verdict for finding in findings) for verdict in Verdict}
-    if counts[Verdict.FAILS]:
-        lines.append(f"A run would fail: {_number(counts[Verdict.FAILS], 'finding')} marked FAIL.")
-    elif counts[Verdict.SLOW]:
-        lines.append(f"A run would work; {_number(counts[Verdict.SLOW], 'warning')}.")
+    counts = {verdict: sum(finding.verdict is verdict for finding in findings) for verdict in Severity}
+    if counts[Severity.FAILS]:
+        lines.append(f"A run would fail: {_number(counts[Severity.FAILS], 'finding')} marked FAIL.")
+    elif counts[Severity.SLOW]:
+        lines.append(f"A run would work; {_number(counts[Severity.SLOW], 'warning')}.")
     else:
         lines.append("All is well.")
     return lines

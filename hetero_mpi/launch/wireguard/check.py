@@ -19,7 +19,7 @@ from hetero_mpi.comm.pairs import quiet_rounds
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.errors import ExitCode
-from hetero_mpi.launch.hosts.diagnostics import Finding, Verdict, lines_of, would_fail
+from hetero_mpi.launch.hosts.diagnostics import Finding, Severity, lines_of, would_fail
 from hetero_mpi.launch.hosts.interface import local_addresses
 from hetero_mpi.launch.wireguard.mesh import Mesh, read_mesh
 
@@ -54,15 +54,15 @@ def verify(world: World, transport: Transport, mesh: Mesh) -> list[Finding]:
     without = [host for host in hosts if interfaces[world.hosts.index(host)] is None]
     if without:
         text = f"no interface has an address in {mesh.network}: whatever is sent from here does not go through the mesh"
-        return [Finding(_SUBJECT, Verdict.FAILS, text, f"there: sudo wg-quick up {mesh.interface}", tuple(without))]
+        return [Finding(_SUBJECT, Severity.FAILS, text, f"there: sudo wg-quick up {mesh.interface}", tuple(without))]
     bare = [host for host in hosts if not ends[world.hosts.index(host)][1]]
     if bare:
         names = ", ".join(dict.fromkeys(interfaces[world.hosts.index(host)] for host in bare))
         text = f"{names} has the address in {mesh.network} and is no tunnel: nothing is encrypted there"
         remedy = f"give [mesh] a network that nothing else uses, and start it there: sudo wg-quick up {mesh.interface}"
-        return [Finding(_SUBJECT, Verdict.FAILS, text, remedy, tuple(bare))]
+        return [Finding(_SUBJECT, Severity.FAILS, text, remedy, tuple(bare))]
     if len(hosts) == 1:
-        return [Finding(_SUBJECT, Verdict.NOTE, "all ranks are on one host: no message needs the mesh")]
+        return [Finding(_SUBJECT, Severity.NOTE, "all ranks are on one host: no message needs the mesh")]
     leaders = [world.hosts.index(host) for host in hosts]
     seen: list[Passed] = []
     for pairs in quiet_rounds(hosts):
@@ -109,12 +109,12 @@ def judge(passed: Sequence[Passed], mesh: Mesh, message_bytes: int = MESSAGE_BYT
             remedy = (
                 "MPI is not bound to the mesh: start with `launch --hosts` and the hosts.toml that `mesh init` wrote"
             )
-            findings.append(Finding(_SUBJECT, Verdict.FAILS, text, remedy, (one.host,)))
+            findings.append(Finding(_SUBJECT, Severity.FAILS, text, remedy, (one.host,)))
     if findings:
         return findings
     hosts = len({one.host for one in passed})
     text = f"{_megabytes(message_bytes)} each way between each two of {hosts} hosts passed WireGuard's interfaces ({mesh.network})"
-    return [Finding(_SUBJECT, Verdict.FINE, text)]
+    return [Finding(_SUBJECT, Severity.FINE, text)]
 
 
 def mesh_of(world: World, path: str | Path) -> Mesh | None:

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from hetero_mpi.comm.ranks.library import OPEN_MPI
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml, broken_keys
-from hetero_mpi.launch.hosts.diagnostics import Finding, Verdict
+from hetero_mpi.launch.hosts.diagnostics import Finding, Severity
 from hetero_mpi.launch.hosts.hosts_toml import Host, read_hosts, tables_of
 from hetero_mpi.launch.hosts.interface import LocalAddress
 
@@ -58,7 +58,7 @@ class Mesh(BaseModel):
 
 
 @dataclass(frozen=True)
-class Member:
+class MeshHost:
     """One machine of the mesh. Several entries of the hosts file with one address are one machine."""
 
     name: str
@@ -101,7 +101,7 @@ def _broken(values: Mapping[str, Any]) -> dict[str, str]:
     return broken
 
 
-def members(hosts: Sequence[Host], mesh: Mesh, path: str | Path) -> tuple[Member, ...]:
+def members(hosts: Sequence[Host], mesh: Mesh, path: str | Path) -> tuple[MeshHost, ...]:
     """The machines of a hosts file, each with its address in the mesh: its ``mesh_address``, or the next free one.
 
     :raises UserError: all problems with addresses and endpoints, one per line.
@@ -113,7 +113,7 @@ def members(hosts: Sequence[Host], mesh: Mesh, path: str | Path) -> tuple[Member
     network = ipaddress.IPv4Network(mesh.network)
     taken = {host.mesh_address for host in machines.values()}
     free = (str(address) for address in network.hosts() if str(address) not in taken)
-    found: list[Member] = []
+    found: list[MeshHost] = []
     for host in machines.values():
         address = host.mesh_address or next(free, None)
         if address is None:
@@ -121,7 +121,7 @@ def members(hosts: Sequence[Host], mesh: Mesh, path: str | Path) -> tuple[Member
             break
         endpoint = host.endpoint or f"{host.address}:{mesh.port}"
         name = _file_name(host.title, [member.name for member in found])
-        found.append(Member(name, host.address, address, None if endpoint == UNREACHABLE else endpoint))
+        found.append(MeshHost(name, host.address, address, None if endpoint == UNREACHABLE else endpoint))
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
     return tuple(found)
@@ -179,7 +179,7 @@ def init(path: Path, directory: Path) -> list[str]:
     return _next_steps(found, mesh, directory)
 
 
-def configuration(member: Member, key: str, public: Mapping[Member, str], mesh: Mesh) -> str:
+def configuration(member: MeshHost, key: str, public: Mapping[MeshHost, str], mesh: Mesh) -> str:
     """WireGuard's configuration file of one machine. ``public``: the public keys of all."""
     length = ipaddress.IPv4Network(mesh.network).prefixlen
     lines = [
@@ -198,7 +198,7 @@ def configuration(member: Member, key: str, public: Mapping[Member, str], mesh: 
     return "\n".join(lines) + "\n"
 
 
-def hosts_inside(hosts: Sequence[Host], found: Sequence[Member], mesh: Mesh, path: Path) -> str:
+def hosts_inside(hosts: Sequence[Host], found: Sequence[MeshHost], mesh: Mesh, path: Path) -> str:
     """The hosts file for ``launch`` with the addresses inside the mesh."""
     import tomli_w  # for this alone: `launch` reads this module too
 
@@ -258,9 +258,9 @@ def check_up(mesh: Mesh, addresses: Mapping[str, Iterable[str]], path: str | Pat
     without = [host for host, own in addresses.items() if not any(mesh.holds(address) for address in own)]
     if without:
         text = f"the hosts file has a [mesh], and no interface there has an address in {mesh.network}"
-        return Finding("mesh", Verdict.FAILS, text, f"there: sudo wg-quick up {mesh.interface}", tuple(without))
+        return Finding("mesh", Severity.FAILS, text, f"there: sudo wg-quick up {mesh.interface}", tuple(without))
     text = f"every host has an address in {mesh.network}; whether messages go through it is seen when ranks send some"
-    return Finding("mesh", Verdict.NOTE, text, f"python -m hetero_mpi launch --hosts {path} -- mesh verify {path}")
+    return Finding("mesh", Severity.NOTE, text, f"python -m hetero_mpi launch --hosts {path} -- mesh verify {path}")
 
 
 def _options_text(mesh: Mesh) -> str:
@@ -273,7 +273,7 @@ def _options_text(mesh: Mesh) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _next_steps(found: Sequence[Member], mesh: Mesh, directory: Path) -> list[str]:
+def _next_steps(found: Sequence[MeshHost], mesh: Mesh, directory: Path) -> list[str]:
     lines = [
         f"Wrote {directory}: WireGuard configurations of {len(found)} machines, readable by you alone. Nothing was sent."
     ]

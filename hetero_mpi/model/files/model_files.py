@@ -63,7 +63,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class ListedTensor:
-    """A tensor as ``Contents`` lists it; ``sample`` is a hash of some of its bytes."""
+    """A tensor as ``DirectoryContents`` lists it; ``sample`` is a hash of some of its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -75,7 +75,7 @@ class ListedTensor:
 
 
 @dataclass(frozen=True)
-class Contents:
+class DirectoryContents:
     """What a model directory holds, without its tensors: so little that it can be sent, enough to tell two models apart.
 
     Sizes and times of files say nothing (the next fine-tuning of a model has files of the same size, and a copy may be cut into
@@ -92,7 +92,7 @@ class Contents:
         canonical = {"config": _telling(self.config), "tensors": self.to_dict()["tensors"]}
         return hashlib.sha256(json.dumps(canonical, sort_keys=True).encode()).hexdigest()
 
-    def difference(self, other: Contents) -> str | None:
+    def difference(self, other: DirectoryContents) -> str | None:
         """The first thing in which ``other`` differs, in words; None where both are of the same model."""
         if self.identity == other.identity:
             return None
@@ -117,7 +117,7 @@ class Contents:
         return {"config": dict(self.config), "tensors": tensors}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Contents:
+    def from_dict(cls, values: Mapping[str, Any]) -> DirectoryContents:
         """The inverse of ``to_dict``."""
         listed = values["tensors"].items()
         tensors = {name: ListedTensor(dtype, tuple(shape), sample) for name, (dtype, shape, sample) in listed}
@@ -202,12 +202,12 @@ class ModelFiles:
         """The tensors of one item of the chain (see ``TensorSource`` in weights.py)."""
         return {name: self.read(name) for name in names}
 
-    def contents(self) -> Contents:
+    def contents(self) -> DirectoryContents:
         """What is here, known from headers and a few blocks of every tensor."""
         tensors = {}
         for name, stored in self.names.items():
             tensors[name] = ListedTensor(stored.dtype, stored.shape, _sample(stored))
-        return Contents(self.config, tensors)
+        return DirectoryContents(self.config, tensors)
 
     def _no_weights(self) -> str:
         if any(self.directory.glob("pytorch_model*.bin*")):

@@ -50,7 +50,7 @@ class Beginnings:
             self._nodes[item] = x.grad_fn
 
 
-class Report:
+class GradientReadyHooks:
     """Reports each of ``items`` once, the last first."""
 
     def __init__(self, items: Iterable[int], finished: Finished) -> None:

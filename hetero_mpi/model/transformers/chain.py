@@ -61,7 +61,7 @@ def uses_dropout(model: nn.Module) -> bool:
     )
 
 
-class Chain(ItemChain):
+class TransformersChain(ItemChain):
     """A causal language model of transformers; ``model`` is all of it, on the meta device. Blocks with equal shapes and attention
     type are of one kind."""
 
@@ -239,7 +239,7 @@ class Chain(ItemChain):
         return (EMBEDDING, *kinds, HEAD)
 
 
-def language(chain: ItemChain) -> Chain:
+def language(chain: ItemChain) -> TransformersChain:
     """The chain of what only language models can do: adapters, emulation, writing text. Jobs ask for it of no other."""
-    assert isinstance(chain, Chain), f"{chain.name} is no language model"
+    assert isinstance(chain, TransformersChain), f"{chain.name} is no language model"
     return chain

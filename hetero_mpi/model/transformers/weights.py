@@ -25,7 +25,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.layer.interface import ItemChain
-from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.chain import TransformersChain
 
 
 class SeededStart:
@@ -68,12 +68,12 @@ class FileStart:
     :raises UserError: tensors are missing from the files or have another shape than the configuration says.
     """
 
-    def __init__(self, files: TensorSource, chain: Chain) -> None:
+    def __init__(self, files: TensorSource, chain: TransformersChain) -> None:
         self.files = files
         self.mapping = get_model_conversion_mapping(chain.model)
         self.keys_of_item = self._assign(chain)
 
-    def fill(self, chain: Chain, model: PreTrainedModel, item: int) -> None:
+    def fill(self, chain: TransformersChain, model: PreTrainedModel, item: int) -> None:
         state = self.files.read_item(item, self.keys_of_item[item])
         info, _ = convert_and_load_state_dict_in_model(
             model, state, LoadStateDictConfig(weight_mapping=self.mapping, dtype=torch.float32), None
@@ -96,7 +96,7 @@ class FileStart:
         if missing:
             raise UserError(f"{self.files.directory}: the files lack {', '.join(missing[:5])} ({len(missing)} in all)")
 
-    def _assign(self, chain: Chain) -> Mapping[int, list[str]]:
+    def _assign(self, chain: TransformersChain) -> Mapping[int, list[str]]:
         renamings = [entry for entry in self.mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self.mapping if isinstance(entry, WeightConverter)]
         names = chain.model.state_dict()

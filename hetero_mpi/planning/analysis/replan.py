@@ -37,7 +37,7 @@ become fast again."""
 
 
 @dataclass(frozen=True)
-class Question:
+class ReplanQuestion:
     """What is to be planned for."""
 
     profile: ClusterProfile
@@ -65,7 +65,7 @@ class Question:
         }
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Question:
+    def from_dict(cls, values: dict[str, Any]) -> ReplanQuestion:
         request: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in values["request"].items()
         }
@@ -74,7 +74,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ReplanAnswer:
     """The best plan found, and what it would bring; the plan that runs where nothing is better."""
 
     plan: Plan
@@ -85,11 +85,11 @@ class Answer:
         return {"plan": plan_to_dict(self.plan), "prospect": asdict(self.prospect)}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Answer:
+    def from_dict(cls, values: dict[str, Any]) -> ReplanAnswer:
         return cls(plan_from_dict(values["plan"]), Prospect(**values["prospect"]))
 
 
-def answer(question: Question) -> Answer:
+def answer(question: ReplanQuestion) -> ReplanAnswer:
     """The plan with which the remaining steps and the change to it take the least time. Deterministic."""
     profile = with_slowness(question.profile, question.ratios)
 
@@ -111,11 +111,13 @@ def answer(question: Question) -> Answer:
             known = {idle.rank: idle for idle in question.plan.idle}
             idle = tuple(known.get(one.rank, IdleRank(one.rank, _LEFT_OUT)) for one in completed.idle)
             reasons = (_MADE, *completed.reasons[1:])
-            return Answer(replace(completed, idle=idle, reasons=reasons), Prospect(now_s, step_s(best), cost_s(best)))
-    return Answer(question.plan, Prospect(now_s, now_s, 0.0))
+            return ReplanAnswer(
+                replace(completed, idle=idle, reasons=reasons), Prospect(now_s, step_s(best), cost_s(best))
+            )
+    return ReplanAnswer(question.plan, Prospect(now_s, now_s, 0.0))
 
 
-def _candidates(question: Question, profile: ClusterProfile) -> Iterator[Plan]:
+def _candidates(question: ReplanQuestion, profile: ClusterProfile) -> Iterator[Plan]:
     plan = question.plan
     pipelines = tuple(_polished(pipeline, plan, profile, question.request) for pipeline in plan.pipelines)
     yield replace(plan, pipelines=pipelines)
@@ -177,7 +179,7 @@ def _renumbered(plan: Plan, ranks: list[int]) -> Plan:
 def main() -> int:
     """Question on stdin, answer on stdout. Stands back behind whatever else the machine computes."""
     os.nice(10)
-    question = Question.from_dict(json.load(sys.stdin))
+    question = ReplanQuestion.from_dict(json.load(sys.stdin))
     json.dump(answer(question).to_dict(), sys.stdout)
     return 0
 

@@ -83,7 +83,7 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Shares:
+class RankUsage:
     """A rank's time: (what, share of 1, role of its colour), and the predicted share of computing."""
 
     name: str
@@ -93,7 +93,7 @@ class Shares:
 
 
 @drawn
-def usage(ranks: Sequence[Shares]) -> Figure:
+def usage(ranks: Sequence[RankUsage]) -> Figure:
     """A bar for every rank, cut by what it spent its time on; below it a thin one for the predicted share of computing."""
     figure = new_figure(1080, 34 + _ROW * len(ranks))
     axes = panel(figure, 176, 30, 4, 4)

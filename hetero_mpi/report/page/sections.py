@@ -11,12 +11,12 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from hetero_mpi.planning.schedule import Event
-from hetero_mpi.planning.simulator import Simulation
+from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.figures.architecture import architecture
-from hetero_mpi.report.figures.charts import Series, Shares, line_chart
+from hetero_mpi.report.figures.charts import RankUsage, Series, line_chart
 from hetero_mpi.report.figures.charts import usage as usage_bars
 from hetero_mpi.report.figures.style import svg
 from hetero_mpi.report.figures.timeline import MOST_LANES, Panel, timeline
@@ -154,12 +154,12 @@ def speed(run: PastRun) -> Section:
     return Section("Speed", times=True, charts=[chart for chart in charts if chart])
 
 
-def usage(run: PastRun, predicted: Simulation | None) -> Section:
+def usage(run: PastRun, predicted: SimulatedStep | None) -> Section:
     """Per rank: what it spent its time on, and the predicted share of computing."""
     measured = {rank: used for rank, used in last_usage(run.rank_steps).items() if used.seconds > 0}
     busy = _busy(predicted)
     ranks = [
-        Shares(
+        RankUsage(
             f"rank {rank}",
             _place(run.profile, rank),
             tuple(
@@ -175,7 +175,7 @@ def usage(run: PastRun, predicted: Simulation | None) -> Section:
     return Section("What the ranks do", USAGE_NOTE, times=True, picture=_picture(drawn, "what the ranks do"))
 
 
-def _busy(predicted: Simulation | None) -> dict[int, float]:
+def _busy(predicted: SimulatedStep | None) -> dict[int, float]:
     """Rank -> predicted share of the step in which it computes."""
     if predicted is None or predicted.step_s <= 0:
         return {}
@@ -203,7 +203,7 @@ def memory(run: PastRun) -> Section:
     return Section("Memory", MEMORY_NOTE, times=True, table=Table.of(headers, rows, right=(0, 2, 3, 4)))
 
 
-def step(run: PastRun, predicted: Simulation | None, measured: Sequence[Event], number: int) -> Section:
+def step(run: PastRun, predicted: SimulatedStep | None, measured: Sequence[Event], number: int) -> Section:
     """The timeline, predicted above measured."""
     panels = []
     if predicted is not None:
@@ -218,7 +218,7 @@ def step(run: PastRun, predicted: Simulation | None, measured: Sequence[Event], 
     return Section("A step", STEP_NOTE, times=True, picture=_picture(drawn, label), remarks=remarks)
 
 
-def links(run: PastRun, predicted: Simulation | None, measured: Sequence[Event]) -> Section:
+def links(run: PastRun, predicted: SimulatedStep | None, measured: Sequence[Event]) -> Section:
     """Per directed pair of ranks: bytes of a step, and speeds."""
     section = Section("Links", LINKS_NOTE, times=True)
     if run.plan is None or run.profile is None or predicted is None:
@@ -267,7 +267,7 @@ def _all_reduce_text(expected: Mapping[int, float], seen: Mapping[int, float]) -
     return [f"Gradient all-reduce: {len(expected)} ranks, up to {longest} of a step predicted{waited}."]
 
 
-def topology(run: PastRun, predicted: Simulation | None) -> Section:
+def topology(run: PastRun, predicted: SimulatedStep | None) -> Section:
     """The architecture."""
     drawn = None
     if run.plan is not None and run.profile is not None:

@@ -29,7 +29,7 @@ from hetero_mpi.model.adapter_files import read_adapter
 from hetero_mpi.model.decoding import Sampling
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.stage import Stage
-from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart, Start
 from hetero_mpi.model.tuning import Tuning, adapter_tuning, nothing_trained
@@ -37,7 +37,7 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, RankMemory, Stage
 from hetero_mpi.profiling.host_profiles import sharing_ranks
 from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say, setup_logging
-from hetero_mpi.runtime.generate.source import Opened, Source, open_source, stop_tokens
+from hetero_mpi.runtime.generate.source import GenerateSource, Opened, open_source, stop_tokens
 from hetero_mpi.runtime.generate.writer import Spelling, Writer
 from hetero_mpi.runtime.setup.device_test import Needs
 from hetero_mpi.runtime.setup.setup import default_threads, open_device, settle_products, share_of_cores
@@ -49,7 +49,7 @@ DEFAULT_TOKENS = 128
 
 
 @dataclass(frozen=True)
-class Options:
+class GenerateOptions:
     """The command line of ``generate``."""
 
     source: Path
@@ -65,7 +65,7 @@ class Options:
 class Task:
     """What is to be written, the same on every rank."""
 
-    source: Source
+    source: GenerateSource
     prompt: list[int]
     stops: list[int]
     limit: int
@@ -73,17 +73,19 @@ class Task:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Task:
-        return cls(**{**values, "source": Source(**values["source"]), "sampling": Sampling(**values["sampling"])})
+        return cls(
+            **{**values, "source": GenerateSource(**values["source"]), "sampling": Sampling(**values["sampling"])}
+        )
 
 
 @dataclass(frozen=True)
-class Setting:
+class GenerateSetup:
     """Everything that loading and writing need on a rank."""
 
     world: World
     transport: Transport
     backend: Backend
-    chain: Chain
+    chain: TransformersChain
     tuning: Tuning
     plan: Plan
     task: Task
@@ -91,7 +93,7 @@ class Setting:
     """On rank 0 only."""
 
 
-def generate(world: World, options: Options) -> int:
+def generate(world: World, options: GenerateOptions) -> int:
     """Continue a prompt and print the text as it comes. Collective; returns the exit code.
 
     Raises:
@@ -114,17 +116,17 @@ def generate(world: World, options: Options) -> int:
     torch.set_num_threads(cluster.threads if isinstance(cluster.threads, int) else default_threads(cores))
     settle_products(world, backend, task.source.dtype)
     with world.together("reading the model's configuration"):
-        chain = Chain(read_config(task.source.config))
+        chain = TransformersChain(read_config(task.source.config))
         tuning = _tuning(task.source, chain)
     plan = _plan(world, backend, chain, tuning, task, cluster.memory_bytes)
     if opened is not None:
         _say_task(opened, options, task, chain, plan, world.size)
     with MpiTransport(world.comm, threaded=cluster.communication_thread) as transport:
-        run_task(Setting(world, transport, backend, chain, tuning, plan, task, opened))
+        run_task(GenerateSetup(world, transport, backend, chain, tuning, plan, task, opened))
     return 0
 
 
-def check_options(options: Options) -> None:
+def check_options(options: GenerateOptions) -> None:
     """Refuse numbers that mean nothing.
 
     Raises:
@@ -141,7 +143,7 @@ def check_options(options: Options) -> None:
             raise UserError(f"{name} {value}: must be {rule}")
 
 
-def task_of(opened: Opened, options: Options) -> Task:
+def task_of(opened: Opened, options: GenerateOptions) -> Task:
     """The prompt as tokens, checked against the model's positions.
 
     Raises:
@@ -189,7 +191,7 @@ def share_out(item_bytes: Sequence[int], memory_bytes: Sequence[int]) -> list[tu
     return list(pairwise(cuts))
 
 
-def run_task(setting: Setting) -> list[int]:
+def run_task(setting: GenerateSetup) -> list[int]:
     """Load and write; ranks that the plan leaves idle sleep. Collective; the new tokens, on active ranks."""
     world, plan, task = setting.world, setting.plan, setting.task
     active = active_ranks(plan)
@@ -215,13 +217,15 @@ def run_task(setting: Setting) -> list[int]:
     return tokens
 
 
-def _tuning(source: Source, chain: Chain) -> Tuning:
+def _tuning(source: GenerateSource, chain: TransformersChain) -> Tuning:
     if source.adapter is None:
         return nothing_trained()
     return adapter_tuning(chain, AdapterTable(**source.adapter), source.nf4, source.double)
 
 
-def _plan(world: World, backend: Backend, chain: Chain, tuning: Tuning, task: Task, memory_bytes: int | None) -> Plan:
+def _plan(
+    world: World, backend: Backend, chain: TransformersChain, tuning: Tuning, task: Task, memory_bytes: int | None
+) -> Plan:
     """One stage for each rank that takes part; the KV cache, which is small beside the parameters, is not counted. Collective.
 
     Raises:
@@ -246,7 +250,9 @@ def _plan(world: World, backend: Backend, chain: Chain, tuning: Tuning, task: Ta
     return Plan((PipelinePlan(stages, 1, 1),), 1, len(task.prompt) + task.limit, chain.items, memory=fill)
 
 
-def _say_task(opened: Opened, options: Options, task: Task, chain: Chain, plan: Plan, ranks: int) -> None:
+def _say_task(
+    opened: Opened, options: GenerateOptions, task: Task, chain: TransformersChain, plan: Plan, ranks: int
+) -> None:
     say(f"model: {chain.config.model_type}, {chain.blocks} blocks, {task.source.dtype}" + ", NF4" * task.source.nf4)
     stages = plan.pipelines[0].stages
     for stage, memory in zip(stages, plan.memory, strict=True):
@@ -260,7 +266,7 @@ def _say_task(opened: Opened, options: Options, task: Task, chain: Chain, plan: 
     say(f"prompt: {len(task.prompt)} tokens, {reason}", "")
 
 
-def _load(setting: Setting, members: World) -> Stage | None:
+def _load(setting: GenerateSetup, members: World) -> Stage | None:
     """This rank's items, with their adapters. ``members``: the active ranks."""
     source, rank = setting.task.source, setting.world.rank
     if source.base is None:
@@ -278,7 +284,7 @@ def _load(setting: Setting, members: World) -> Stage | None:
     return stage
 
 
-def _stage(setting: Setting, start: Start) -> Stage | None:
+def _stage(setting: GenerateSetup, start: Start) -> Stage | None:
     source, rank = setting.task.source, setting.world.rank
     for own in setting.plan.pipelines[0].stages:
         if rank in own.ranks:
@@ -287,7 +293,7 @@ def _stage(setting: Setting, start: Start) -> Stage | None:
     return None
 
 
-def _load_adapter(setting: Setting, stage: Stage | None) -> None:
+def _load_adapter(setting: GenerateSetup, stage: Stage | None) -> None:
     """Bring the adapter's tensors from rank 0 to the ranks that need them. Collective."""
     directory = setting.opened.adapter if setting.opened is not None else None
     stored = read_adapter(directory, setting.tuning) if directory is not None else {}

@@ -16,12 +16,12 @@ from hetero_mpi.checkpoint import CheckpointError, CheckpointReader
 from hetero_mpi.data.template import Template, has_template, render_prompt
 from hetero_mpi.data.tokenizer import check_vocabulary, encoded, load_tokenizer, own_tokens_only
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import ClusterTable, Job, job_from_dict
+from hetero_mpi.job.load import ClusterTable, JobConfig, job_from_dict
 from hetero_mpi.model.adapter_files import adapter_of, check_adapter
 from hetero_mpi.model.decoding import require_decodable
 from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_files import ModelFiles
-from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import adapter_tuning
 from hetero_mpi.runtime.setup.material import prompt_template
@@ -35,7 +35,7 @@ _KINDS = (
 
 
 @dataclass(frozen=True)
-class Source:
+class GenerateSource:
     """Which model writes, and how it is held. Plain values, to be broadcast."""
 
     config: dict[str, Any]
@@ -57,7 +57,7 @@ class Source:
 class Opened:
     """A source, and what only rank 0 needs of it."""
 
-    source: Source
+    source: GenerateSource
     tokenizer: PreTrainedTokenizerFast
     adapter: Path | None
     template: Template | None
@@ -116,17 +116,17 @@ def stop_tokens(config: dict[str, Any], directory: Path | None, tokenizer: PreTr
     return sorted({int(token) for token in (*stops, tokenizer.eos_token_id) if token is not None})
 
 
-def _model(path: Path) -> Source:
+def _model(path: Path) -> GenerateSource:
     files = ModelFiles(path)
     files.check()
     require_decodable(read_config(files.config))
     stored = files.config.get("dtype") or files.config.get("torch_dtype")
     if stored is None:
         stored = next((t.dtype for t in files.names.values() if t.dtype in _DTYPES), "float32")
-    return Source(files.config, str(path.absolute()), _DTYPES.get(str(stored), "fp32"))
+    return GenerateSource(files.config, str(path.absolute()), _DTYPES.get(str(stored), "fp32"))
 
 
-def _adapter(path: Path) -> tuple[Source, Path, Path]:
+def _adapter(path: Path) -> tuple[GenerateSource, Path, Path]:
     """An adapter directory as it is: over its base model in that one's own dtype."""
     table, name = adapter_of(path)
     base = Path(name) if name else None
@@ -139,7 +139,7 @@ def _adapter(path: Path) -> tuple[Source, Path, Path]:
         )
     source = _model(base)
     source = replace(source, adapter=table.model_dump())
-    chain = Chain(read_config(source.config))
+    chain = TransformersChain(read_config(source.config))
     modules = dict(chain.model.named_modules())
     foreign = [target for target in table.targets if target not in modules]
     if foreign:
@@ -150,7 +150,7 @@ def _adapter(path: Path) -> tuple[Source, Path, Path]:
     return source, path, path
 
 
-def _bare(source: Source, path: Path, adapter: Path | None) -> Opened:
+def _bare(source: GenerateSource, path: Path, adapter: Path | None) -> Opened:
     """A directory that no job of ours speaks for."""
     tokenizer = _tokenizer(source, adapter or path)
     if has_template(tokenizer):
@@ -183,14 +183,14 @@ def _run(path: Path) -> Opened:
     return Opened(source, tokenizer, adapter, template, "wrapped as the run's records were")
 
 
-def _adapted(job: Job, metadata: dict[str, Any], result: Path) -> Source:
+def _adapted(job: JobConfig, metadata: dict[str, Any], result: Path) -> GenerateSource:
     """An adapter of a run over the base model that its job tuned, quantised as there."""
     base = adapter_of(result)[1] or metadata.get("base_model")
     config = metadata["model_config"]
     if base is not None:
         config = _model(Path(base)).config
     require_decodable(read_config(config))
-    source = Source(
+    source = GenerateSource(
         config,
         str(base) if base is not None else None,
         job.train.dtype,
@@ -201,12 +201,13 @@ def _adapted(job: Job, metadata: dict[str, Any], result: Path) -> Source:
         job.cluster.model_dump(),
     )
     check_adapter(
-        result, adapter_tuning(Chain(read_config(config)), job.adapter, source.nf4, job.model.double_quantization)
+        result,
+        adapter_tuning(TransformersChain(read_config(config)), job.adapter, source.nf4, job.model.double_quantization),
     )
     return source
 
 
-def _newest_metadata(directory: Path) -> tuple[Job, dict[str, Any]] | None:
+def _newest_metadata(directory: Path) -> tuple[JobConfig, dict[str, Any]] | None:
     """(job, all metadata) of the newest checkpoint that can be opened. Tensors are not read."""
     for path in sorted(directory.glob("step-*.h5"), reverse=True):
         try:
@@ -218,7 +219,7 @@ def _newest_metadata(directory: Path) -> tuple[Job, dict[str, Any]] | None:
     return None
 
 
-def _tokenizer(source: Source, directory: Path) -> PreTrainedTokenizerFast:
+def _tokenizer(source: GenerateSource, directory: Path) -> PreTrainedTokenizerFast:
     """The tokenizer beside the result, else beside the base model."""
     places = [directory, *([Path(source.base)] if source.base is not None else [])]
     for place in places:

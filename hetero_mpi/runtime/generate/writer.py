@@ -17,7 +17,7 @@ from hetero_mpi.comm.transport import Request, Transport
 from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.model.decoding import NOT_A_NUMBER, Decoder, Sampling, begins_anew_at, pick
 from hetero_mpi.model.stage import Stage
-from hetero_mpi.model.transformers.chain import Chain
+from hetero_mpi.model.transformers.chain import TransformersChain
 
 _HIDDEN, _TOKEN = (1 << 13) + 16, (1 << 13) + 17
 _CONTEXT = 6
@@ -40,7 +40,7 @@ class Writer:
         stage_ranks: Sequence[int],
         active: Sequence[int],
         transport: Transport,
-        chain: Chain,
+        chain: TransformersChain,
         stage: Stage | None,
     ) -> None:
         self.rank, self.transport, self.chain, self.stage = rank, transport, chain, stage

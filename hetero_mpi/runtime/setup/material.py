@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerFast
 from hetero_mpi.data.documents import read_documents
 from hetero_mpi.data.instructions import build_record_sequences
 from hetero_mpi.data.records import read_records
-from hetero_mpi.data.samples import Source
+from hetero_mpi.data.samples import DataSource
 from hetero_mpi.data.sequences import build_sequences
 from hetero_mpi.data.template import Template, choose_form, plain_texts
 from hetero_mpi.data.tokenizer import check_vocabulary, load_tokenizer, train_bpe, vocabulary_note
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import Job, LoadedJob
+from hetero_mpi.job.load import JobConfig, LoadedJob
 from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.transformers.families import read_config
@@ -33,14 +33,14 @@ class Material:
     """Keys of the model's ``config.json``, or what is known of a factory's layers; to be broadcast."""
     tokenizer: PreTrainedTokenizerFast | None
     """None: the model reads no text."""
-    dataset: Source
+    dataset: DataSource
     notes: tuple[str, ...]
     """Remarks for a person."""
     template: Literal["chat", "plain"] | None = None
     """What turned records into text; None: the job has text."""
 
 
-def prompt_template(job: Job) -> Template | None:
+def prompt_template(job: JobConfig) -> Template | None:
     """How the job's model expects a prompt: the last argument of ``data.template.render_prompt``."""
     return None if job.data.records is None else job.data.template
 

@@ -20,15 +20,15 @@ from hetero_mpi.comm.transport import Transport
 from hetero_mpi.data.samples import Samples
 from hetero_mpi.device.accelerators import BACKENDS, open_backend, visible_devices
 from hetero_mpi.device.backend import Backend, best_dtype, own_cores
-from hetero_mpi.device.choice import Cores, Place, cores_of, device_of, wish
+from hetero_mpi.device.choice import Cores, VisibleDevices, cores_of, device_of, wish
 from hetero_mpi.device.products import widen_products
 from hetero_mpi.emulation.pace import emulated_profile
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import Job, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
+from hetero_mpi.job.load import JobConfig, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
 from hetero_mpi.job.plan_request import micro_batch_choices, request_of
 from hetero_mpi.model.layer.interface import ItemChain
 from hetero_mpi.model.model_cost import fused_experts
-from hetero_mpi.model.transformers.chain import Chain, language
+from hetero_mpi.model.transformers.chain import TransformersChain, language
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import Tuning, tuning_of
 from hetero_mpi.planning.schedule import Schedule
@@ -49,7 +49,7 @@ from hetero_mpi.state.local_checkpoint import generations_in_memory
 
 
 @dataclass(frozen=True)
-class Options:
+class TrainOptions:
     """The command line of ``train``, or what a Python program asks of it."""
 
     job: Path | LoadedJob
@@ -80,11 +80,11 @@ class Setting:
     threads: int
 
     @property
-    def job(self) -> Job:
+    def job(self) -> JobConfig:
         return self.loaded.job
 
 
-def read_job(world: World, options: Options) -> tuple[LoadedJob, Path]:
+def read_job(world: World, options: TrainOptions) -> tuple[LoadedJob, Path]:
     """Rank 0 reads the job file; everybody gets the job. Only rank 0 need have the file."""
     shared: dict[str, Any] | None = None
     with world.led("reading the job"):
@@ -136,7 +136,7 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
         rows = "samples"
     else:
         with world.together("reading the model's configuration"):
-            chain = Chain(read_config(keys))
+            chain = TransformersChain(read_config(keys))
         rows = f"sequences of {job.data.sequence_length} tokens"
     with world.together("reading the model's configuration"):
         tuning = tuning_of(job, chain)
@@ -192,7 +192,7 @@ def open_device(world: World, job_device: str, needs: Needs) -> Backend:
         refused = BACKENDS[name].unusable()
     seen = world.all_gather_json([world.host, name, list(devices.items()), wanted.card])
     places = [
-        Place(host, backend, tuple((index, identity) for index, identity in devices), card)
+        VisibleDevices(host, backend, tuple((index, identity) for index, identity in devices), card)
         for host, backend, devices, card in seen
     ]
     for host, reasons in dict(world.all_gather_json([world.host, list(refused.values())])).items():
