@@ -1,4 +1,4 @@
-"""The command line: one sub-command, one short function, which imports its rooms itself.
+"""The command line: one sub-command, one short function, which imports its modules itself.
 
 ``python -m hetero_mpi COMMAND`` and ``hetero-mpi COMMAND`` are the same.
 """
@@ -204,7 +204,7 @@ def _read_early(world: World, path: Path, overrides: tuple[str, ...]) -> LoadedJ
 
 
 def _on_all_ranks(command: Callable[[World], int]) -> int:
-    """Join the other ranks and run ``command``, which imports its rooms itself; any failure ends all ranks."""
+    """Join the other ranks and run ``command``, which imports its modules itself; any failure ends all ranks."""
     from hetero_mpi.comm.ranks.mpi_start import run_guarded
 
     # bitsandbytes (through peft) warns of an optional kernel package that we never call.

@@ -1,31 +1,42 @@
-"""The house rules that a reader relies on: which room imports from which, and what the README says (more: test_docs.py)."""
+"""The house rules that a reader relies on: which package imports from which, how large a package may be, that a class has a name
+of its own, and what the README says (more: test_docs.py).
+"""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hetero_mpi"
-ROOMS = [
+BASE = {"errors", "shipped", "text", "toml"}
+"""Modules beside the packages that everybody may import."""
+PACKAGES = [
+    "comm/ranks", "comm",
+    "planning/types", "planning", "planning/analysis",
     "job",
-    "comm",
-    "planning",
     "data",
-    "device",
     "checkpoint",
-    "report",
-    "launch",
-    "model",
+    "device",
+    "report/run_files", "report", "report/figures", "report/page",
+    "launch/hosts", "launch/wireguard", "launch/launcher", "launch/supervisor", "launch/doctor", "launch",
+    "model/layer", "model/files", "model/transformers", "model/custom", "model",
+    "emulation",
     "profiling",
-    "training",
-]
-"""Bottom to top; a room may import from those before it, and from itself."""
-FURNITURE = {"errors", "shipped", "text"}
-JOB_FILES = {"job", "job_contradictions", "job_rules", "job_tables", "job_toml"}
+    "engine",
+    "state",
+    "runtime/setup", "runtime/generate", "runtime",
+    "commands",
+]  # fmt: skip
+"""Bottom to top; a package imports from itself and from those before it. ``api``, ``cli`` and ``__main__`` stand above all."""
+REPLACED = {f"planning/{name}" for name in ("annealing", "exact", "packing", "several", "single")}
+"""Searches for plans that are about to go; not looked at."""
+MOST_FILES = 20
 BANS = {
     "planning": {"torch", "mpi4py", "pydantic", "h5py", "transformers"},
     "comm": {"torch", "transformers"},
@@ -35,40 +46,132 @@ BANS = {
     "checkpoint": {"mpi4py", "torch"},
 }
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+Tree = Mapping[str, ast.Module]
+"""Module ("comm/world") -> what stands in it."""
 
 
-def room_of(path: Path) -> str:
-    part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    return "job" if part in JOB_FILES else part
+@cache
+def tree_of(package: Path) -> Tree:
+    return {
+        path.relative_to(package).with_suffix("").as_posix(): ast.parse(path.read_text())
+        for path in sorted(package.rglob("*.py"))
+        if path.parent.relative_to(package).as_posix() not in REPLACED
+    }
 
 
-def imported(path: Path) -> set[str]:
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def written(**sources: str) -> Tree:
+    """A tree of made-up modules; ``__`` in a name stands for ``/``."""
+    return {name.replace("__", "/"): ast.parse(source) for name, source in sources.items()}
+
+
+def imported(module: ast.Module) -> Iterator[str]:
+    """Dotted names, also those imported inside functions and for types only; of ``from a import b`` both a and a.b."""
+    for node in ast.walk(module):
         if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module)
-    return names
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_imports(tree: Tree, module: str) -> set[str]:
+    """The modules of the tree that ``module`` imports. The top, asked for the version, is none."""
+    names = {
+        name.partition(".")[2].replace(".", "/") for name in imported(tree[module]) if name.startswith("hetero_mpi.")
+    }
+    packages = {f"{name}/__init__" for name in names}
+    deeper = {name.rpartition("/")[0] for name in names & set(tree)}
+    # Of `from a import b`, with b a module, a itself is not meant.
+    return ((names | {name for name in packages if name[:-9] not in deeper}) & set(tree)) - {module}
+
+
+def package_of(module: str) -> str:
+    return module.rpartition("/")[0]
+
+
+def upward_imports(tree: Tree, order: Sequence[str]) -> list[str]:
+    """Every import from a package that stands above, or that stands nowhere."""
+    place = {package: number for number, package in enumerate(order)}
+    wrong = [f"{package} is not in PACKAGES" for package in {package_of(module) for module in tree} - {*order, ""}]
+    for module in tree:
+        here = package_of(module)
+        if here == "" and module not in BASE:
+            continue  # stands above all
+        for other in own_imports(tree, module):
+            there = package_of(other)
+            below = other in BASE if there == "" else there == here or place.get(there, 99) < place.get(here, -1)
+            if not below:
+                wrong.append(f"{module} imports {other}")
+    return wrong
+
+
+def circles(tree: Tree) -> list[list[str]]:
+    """Modules that import each other, over however many steps."""
+    reached = {module: own_imports(tree, module) - {"__init__"} for module in tree}
+    grew = True
+    while grew:
+        grew = False
+        for found in reached.values():
+            further = set().union(*(reached[other] for other in found)) - found
+            found |= further
+            grew = grew or bool(further)
+    inside = {module for module in tree if module in reached[module]}
+    return sorted({tuple(sorted(other for other in reached[module] if module in reached[other])) for module in inside})
+
+
+def too_large(tree: Tree) -> list[str]:
+    sizes = [package_of(module) for module in tree if not module.endswith("__init__")]
+    return [f"{package}: {sizes.count(package)} files" for package in set(sizes) if sizes.count(package) > MOST_FILES]
+
+
+def classes_twice(tree: Tree) -> list[str]:
+    places: dict[str, list[str]] = {}
+    for module, source in tree.items():
+        for node in source.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(module)
+    return [f"{name}: {', '.join(modules)}" for name, modules in places.items() if len(modules) > 1]
+
+
+def test_packages_import_downward_only() -> None:
+    known = ["state/peer_replicas imports runtime/loop"]
+    assert [found for found in upward_imports(tree_of(PACKAGE), PACKAGES) if found not in known] == []
+    lazy = "def f():\n    from hetero_mpi.model.stage import Stage"
+    for source in ("import hetero_mpi.model.stage", "from hetero_mpi.model import stage", lazy):
+        found = upward_imports(written(comm__world=source, model__stage="", comm__transport=""), PACKAGES)
+        assert found == ["comm/world imports model/stage"]
+    assert upward_imports(written(comm__ranks__world="import hetero_mpi.comm.links", comm__links=""), PACKAGES)
+    assert upward_imports(written(errors="import hetero_mpi.comm.links", comm__links=""), PACKAGES)
+    assert upward_imports(written(comm__attic__old=""), PACKAGES) == ["comm/attic is not in PACKAGES"]
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles(tree_of(PACKAGE)) == []
+    later = "if TYPE_CHECKING:\n    from hetero_mpi.comm.a import A"
+    two = written(comm__a="def f():\n    from hetero_mpi.comm.b import B", comm__b=later)
+    three = written(
+        comm__a="import hetero_mpi.comm.b", comm__b="import hetero_mpi.comm.c", comm__c="from hetero_mpi.comm import a"
+    )
+    assert circles(two) == [("comm/a", "comm/b")] and circles(three) == [("comm/a", "comm/b", "comm/c")]
+    assert circles(written(comm__a="import hetero_mpi.comm.b", comm__b="")) == []
+
+
+def test_no_package_is_too_large() -> None:
+    assert too_large(tree_of(PACKAGE)) == []
+    assert too_large(written(**{f"comm__m{i}": "" for i in range(MOST_FILES + 1)})) == [f"comm: {MOST_FILES + 1} files"]
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    assert classes_twice(tree_of(PACKAGE)) == []
+    assert classes_twice(
+        written(comm__a="class A: ...", comm__b="class A: ...\nclass _B: ...", data__c="class _B: ...")
+    )
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_rooms_import_downward_only(path: Path) -> None:
-    room = room_of(path)
-    if room not in ROOMS:
-        return  # cli, reference and the like stand above all rooms
-    allowed = set(ROOMS[: ROOMS.index(room) + 1]) | FURNITURE
-    for name in imported(path):
-        if name.startswith("hetero_mpi."):
-            other = name.split(".")[1]
-            other = "job" if other in JOB_FILES else other
-            assert other in allowed, f"{path.name} ({room}) imports {name}"
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_room_imports_what_it_must_not(path: Path) -> None:
-    tops = {name.split(".")[0] for name in imported(path)}
-    assert not tops & BANS.get(room_of(path), set())
+def test_no_package_imports_what_it_must_not(path: Path) -> None:
+    tops = {name.partition(".")[0] for name in imported(ast.parse(path.read_text()))}
+    assert not tops & BANS.get(path.relative_to(PACKAGE).parts[0], set())
     assert not tops & {"pickle", "dill", "cloudpickle"}
 
 

@@ -15,10 +15,11 @@ for name in ("torch", "mpi4py", "pydantic", "h5py", "transformers"):
 import hetero_mpi
 import hetero_mpi.planning
 
-modules = [module.name for module in pkgutil.iter_modules(hetero_mpi.planning.__path__)]
+modules = [module.name for module in pkgutil.walk_packages(hetero_mpi.planning.__path__, "hetero_mpi.planning.")]
 for name in modules:
-    importlib.import_module(f"hetero_mpi.planning.{name}")
-assert {"planner", "simulator", "files", "bounds", "dry_run", "memory"} <= set(modules), modules
+    importlib.import_module(name)
+wanted = {"planner", "simulator", "types.toml_files", "bounds", "dry_run", "memory"}
+assert {f"hetero_mpi.planning.{name}" for name in wanted} <= set(modules), modules
 
 from tests.planning_samples import make_profile
 from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_plan, save_profile
