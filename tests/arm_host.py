@@ -3,7 +3,7 @@
     python -m tests.arm_host FOLDER         # a few minutes the first time, 2 GB, network, root
 
 prepares FOLDER for the environment of the Python that runs it: the same versions of everything but torch, and the same MPI.
-Then ``HETERO_MPI_ARM_ROOT=FOLDER python -m pytest -m long tests/test_unlike_processors.py`` uses it. Needed beforehand:
+Then ``HETERO_MPI_ARM_ROOT=FOLDER python -m pytest -m long tests/device/test_unlike_processors.py`` uses it. Needed beforehand:
 ``apt-get install debootstrap qemu-user-static``.
 
 Nothing is installed under emulation, which would take much longer: Debian's packages and the wheels are only unpacked.

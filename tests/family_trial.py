@@ -266,7 +266,7 @@ _TEXT = """# Model families
 
 {count} of the {plans} causal-LM families for which transformers {version} has a pipeline plan are proven; everything else is
 refused by name. This page is written by `OMP_NUM_THREADS=1 python -m tests.family_trial` (two minutes);
-`tests/test_all_families.py` holds it, and the table that decides (`hetero_mpi/model/transformers/supported.py`), to what
+`tests/model/test_all_families.py` holds it, and the table that decides (`hetero_mpi/model/transformers/supported.py`), to what
 the trial sees.
 
 **Proven** means, for a tiny random model of four blocks, in fp32 on the CPU:

@@ -1,4 +1,4 @@
-"""Products of narrow dtypes in fp32; run by tests/test_products.py, in a process whose processor has AVX2 only.
+"""Products of narrow dtypes in fp32; run by tests/device/test_products.py, in a process whose processor has AVX2 only.
 
 In a process of its own: what is replaced in torch stays so.
 """

@@ -1,4 +1,4 @@
-"""What a first run on a GPU would break, tried on a GPU made of host memory; run by tests/test_stand_in_gpu.py.
+"""What a first run on a GPU would break, tried on a GPU made of host memory; run by tests/device/test_stand_in_gpu.py.
 
 In a process of its own: torch counts the devices when the first backward of a process runs.
 """

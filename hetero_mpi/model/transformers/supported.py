@@ -1,7 +1,7 @@
 """Which families give the same numbers when split over ranks, and why others are refused: the content of docs/models.md.
 
 ``tests/family_trial.py`` tries every causal-LM family of transformers that declares a pipeline plan, forward and backward,
-against the whole model; ``tests/test_all_families.py`` holds the two together. A family is moved here only by such a trial.
+against the whole model; ``tests/model/test_all_families.py`` holds the two together. A family is moved here only by such a trial.
 """
 
 from __future__ import annotations

@@ -1,0 +1,209 @@
+"""Copies of the trained state on disks: what a run that was killed has left, damaged in many ways, and gone on from.
+
+Whole hosts with disks of their own are lost in launch/test_elastic.py; here everything that is left is on one disk.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_mpi.checkpoint import CheckpointReader, verify
+from hetero_mpi.checkpoint.local_shards import Piece, keep_generations, pieces_on_disk
+from hetero_mpi.launch.hosts.processes import VARIABLE
+from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
+from hetero_mpi.planning.types.toml_files import load_plan, save_plan
+from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.runtime.local_offers import Offer, newest_generation
+from tests.long_run import LongRun
+from tests.small_jobs import GLOBAL_BATCH, Outcome, newest_copy_step
+from tests.training.test_recovery import newest_step, outliving_or_skip
+
+
+def offer(rank: int, generation: str, step: int, *items: int) -> Offer:
+    return Offer(rank, Piece(Path(f"{generation}-{rank}"), generation, step, "run", rank, items))
+
+
+def test_only_pieces_of_one_moment_make_a_generation() -> None:
+    newer = [offer(0, "bb", 8, 0, 1), offer(1, "bb", 8, 1)]
+    other_time = [offer(2, "cc", 8, 2)]
+    older = [offer(0, "aa", 6, 0), offer(2, "aa", 6, 1, 2)]
+    assert newest_generation([*newer, *other_time, *older], {0, 1, 2}) == older
+    assert newest_generation([*newer, *other_time, *older], {0, 1}) == newer
+    assert newest_generation([*newer, *other_time], {0, 1, 2}) is None
+    assert newest_generation([], {0}) is None
+
+
+@dataclass
+class Left:
+    """What a killed run of two ranks has left."""
+
+    job: LongRun
+    run: Path
+    step: int
+    outcomes: dict[str, Outcome]
+    """How runs ended that were to go on from it, each from a copy of its directory, on one rank."""
+
+    def losses(self, name: str) -> list[float]:
+        return [line.loss for line in read_metrics(self.job.directory / name / "metrics.jsonl").steps]
+
+
+def damage(path: Path) -> None:
+    """Change a bit of a tensor."""
+    with CheckpointReader(path) as reader:
+        offset = reader._file["parameters"]["model.norm.weight"].id.get_offset()
+    raw = bytearray(path.read_bytes())
+    raw[offset] ^= 1
+    path.write_bytes(raw)
+
+
+def killed(job: LongRun, run: Path) -> None:
+    """A run as under a supervisor, of which nothing but disks is left."""
+    arguments, environment = job.command(run, "--set", "checkpoint.buddy_every=2")
+    with job.started(arguments, {**environment, VARIABLE: "test.1"}, run) as running:
+        running.wait_for("copies", lambda: newest_copy_step(run) >= 6)
+        running.find_ranks()
+        for rank in running.ranks.values():
+            rank.send_signal(signal.SIGKILL)
+        assert running.end() != 0
+    assert not (run / "checkpoints").exists()
+    found = [piece.generation for piece in pieces_on_disk(run)[0]]
+    assert len(set(found)) <= 2
+    keep_generations(run, [next(one for one in found if found.count(one) == 2)], sweep=True)
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Left:
+    job = LongRun(tmp_path_factory.mktemp("copies"), 2)
+    run = job.directory / "run"
+    killed(job, run)
+    pieces = pieces_on_disk(run)[0]
+    step, (first, second) = pieces[0].step, sorted(piece.path.relative_to(run) for piece in pieces)
+    more = [f"train.steps={step + 4}"]
+
+    def entry(name: str, resume: str | None = "latest", *sets: str) -> dict[str, Any]:
+        directory = job.directory / name
+        if resume is not None:
+            shutil.copytree(run, directory)
+        return {"job": str(job.file), "run_dir": str(directory), "resume": resume, "set": [*more, *sets]}
+
+    entries = {
+        "straight": entry("straight", None),
+        "whole": entry("whole"),
+        "again": entry("whole-again"),
+        "one-damaged": entry("one-damaged"),
+        "anew": {**entry("anew"), "resume": None},
+        "both-damaged": entry("both-damaged"),
+        "both-damaged-any": entry("both-damaged-any", "any"),
+        "named": entry("named", str(run / first)),
+        "other-seed": entry("other-seed", "latest", "train.seed=8"),
+        "other-data": entry("other-data", "latest", "data.max_bytes=2000"),
+        "too-late": entry("too-late", "latest", f"train.steps={step - 1}"),
+    }
+    damage(job.directory / "one-damaged" / first)
+    for name in ("both-damaged", "both-damaged-any"):
+        damage(job.directory / name / first)
+        (job.directory / name / second).write_bytes(b"not a checkpoint")
+    return Left(job, run, step, job.run_entries(1, entries, 400))
+
+
+def test_a_run_goes_on_from_the_copies_alone_np2(left: Left) -> None:
+    outcome = left.outcomes["whole"]
+    assert outcome.codes == (0,), outcome.texts
+    assert f"Going on after step {left.step}, from copies on the disks of " in outcome.printed, outcome.printed
+    straight = left.losses("straight")
+    assert left.losses("whole")[-4:] == straight[-4:] and len(straight) == left.step + 4
+    assert newest_copy_step(left.job.directory / "whole") == 0, "what a finished run needs no more"
+    assert newest_copy_step(left.run) == left.step
+    assert left.losses("anew") == straight and "Going on" not in left.outcomes["anew"].printed
+
+
+def test_damaged_pieces_are_named_and_passed_over_np2(left: Left) -> None:
+    one, both, anew = (left.outcomes[name] for name in ("one-damaged", "both-damaged", "both-damaged-any"))
+    assert one.codes == (0,) and f"Going on after step {left.step}, from copies" in one.printed, one.printed
+    named = [line for line in one.printed.splitlines() if "passed over" in line]
+    assert len(named) == 1 and "rank-0000" in named[0] and "model.norm.weight: damaged" in named[0], named
+    assert left.losses("one-damaged")[-4:] == left.losses("straight")[-4:]
+    assert both.codes == (2,) and "no whole checkpoint to resume from" in both.texts[0]
+    assert "rank-0000" in both.printed and "rank-0001" in both.printed and "not an HDF5 file" in both.printed
+    assert anew.codes == (0,) and "no whole copy of the trained state: beginning anew" in anew.printed
+    assert left.losses("both-damaged-any") == left.losses("straight")
+
+
+def test_copies_of_another_job_or_other_data_are_refused_np2(left: Left) -> None:
+    named, seed, data, late = (left.outcomes[name] for name in ("named", "other-seed", "other-data", "too-late"))
+    assert named.codes == (2,) and "is one rank's copy, not a checkpoint" in named.texts[0]
+    assert seed.codes == (2,) and "[train] seed = 7, this job says 8" in seed.printed
+    kept = [newest_copy_step(left.job.directory / name) for name in ("named", "other-seed", "other-data", "too-late")]
+    assert kept == [left.step] * 4, "a mistake in the job costs nothing"
+    assert data.codes == (2,) and "was written with other data" in data.texts[0]
+    assert late.codes == (2,) and f"written after step {left.step}, and the job ends at" in late.texts[0]
+
+
+def test_what_a_piece_says_of_itself_np2(left: Left) -> None:
+    """Each of two ranks is the other's buddy: its piece holds both parts."""
+    pieces, remarks = pieces_on_disk(left.run)
+    assert remarks == [] and [piece.writer for piece in pieces] == [0, 1]
+    assert [piece.items for piece in pieces] == [(0, 1, 2, 3)] * 2 and len({p.generation for p in pieces}) == 1
+    assert [verify(piece.path) for piece in pieces] == [None, None]
+    with CheckpointReader(pieces[1].path) as reader:
+        assert len(reader.metadata["losses"]) == left.step and reader.metadata["job"]["train"]["seed"] == 7
+
+
+# ---------------------------------------------------------------------------------------------------------------- a minute each
+@pytest.mark.long
+def test_copies_of_several_pipelines_np2(tmp_path: Path) -> None:
+    """Both ranks hold the whole model: what they leave is enough for one, and its numbers are those of a run in one go."""
+    job = LongRun(tmp_path, 2)
+    plan, half = load_plan(job.plan), GLOBAL_BATCH // 2
+    alone = [PipelinePlan((StagePlan((rank,), 0, plan.items, 0),), 1, half) for rank in range(2)]
+    save_plan(replace(plan, pipelines=tuple(alone)), job.plan)
+    run = tmp_path / "run"
+    killed(job, run)
+    pieces = pieces_on_disk(run)[0]
+    assert {item for piece in pieces for item in piece.items} == set(range(plan.items))
+    step = pieces[0].step
+    more, straight = [f"train.steps={step + 4}"], tmp_path / "straight"
+    entries = {
+        "straight": {"job": str(job.file), "run_dir": str(straight), "resume": None, "set": more},
+        "on": {"job": str(job.file), "run_dir": str(run), "resume": "latest", "set": more},
+    }
+    outcomes = job.run_entries(1, entries, 400)
+    assert f"Going on after step {step}, from copies on the disks of " in outcomes["on"].printed, outcomes["on"].printed
+    found, expected = ([x.loss for x in read_metrics(one / "metrics.jsonl").steps] for one in (run, straight))
+    assert found[-4:] == pytest.approx(expected[-4:], rel=1e-6), "sums of two parts are not those of one"
+    assert len(expected) == step + 4
+
+
+@pytest.mark.long
+def test_copies_on_disk_of_ranks_that_outlived_another_np4(tmp_path: Path) -> None:
+    """A rank dies, the others go on by themselves; then all die. What the survivors left is of after the first death."""
+    job = LongRun(tmp_path, 4)
+    run, straight = tmp_path / "run", tmp_path / "straight"
+    arguments, environment = job.command(run, "--set", "checkpoint.buddy_every=2")
+    arguments = [arguments[0], *outliving_or_skip(), *arguments[1:]]
+    with job.started(arguments, {**environment, VARIABLE: "test.2"}, run) as running:
+        running.wait_for_steps(5)
+        before = newest_step(run)
+        running.ranks[1].send_signal(signal.SIGKILL)
+        running.wait_for("copies after a death", lambda: newest_copy_step(run) >= before + 6)
+        for rank in (0, 2, 3):
+            running.ranks[rank].send_signal(signal.SIGKILL)
+        running.end()  # with 0: a launcher that lets ranks die sees nothing wrong
+        assert running.text().count("from copies in memory") == 1, running.text()
+    generations = {piece.generation for piece in pieces_on_disk(run)[0] if piece.step > before}
+    assert generations, "pieces of after the death"
+    steps = [f"train.steps={newest_copy_step(run) + 4}"]
+    entries = {
+        "straight": {"job": str(job.file), "run_dir": str(straight), "resume": None, "set": steps},
+        "on": {"job": str(job.file), "run_dir": str(run), "resume": "latest", "set": steps},
+    }
+    outcomes = job.run_entries(1, entries, 400)
+    assert outcomes["on"].codes == (0,) and "from copies on the disks of " in outcomes["on"].printed, outcomes["on"]
+    found, expected = ([x.loss for x in read_metrics(one / "metrics.jsonl").steps] for one in (run, straight))
+    assert found[-4:] == expected[-4:] and len(expected) > before + 6

@@ -1,0 +1,124 @@
+"""Looking back at runs: comparisons, baselines, and files for TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hetero_mpi.cli import main
+from hetero_mpi.commands import runs as hindsight
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning.types.plan import Alone
+from hetero_mpi.planning.types.toml_files import save_profile
+from hetero_mpi.report.comparison import job_differences, loss_after, verdict
+from hetero_mpi.report.past_run import read_run
+from hetero_mpi.report.run_files.tensorboard import TensorBoard
+from tests.past_runs import JOB, cluster, make_run, planned
+from tests.planning_samples import JOB_TOML
+from tests.report.test_report import ODD_LINES
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = cluster(3)
+    changed = {**JOB, "train": {**JOB["train"], "learning_rate": 1e-3}}
+    first = make_run(tmp_path / "first", planned(profile), profile)
+    second = make_run(tmp_path / "second", planned(profile, 2), profile, steps=30, slower=2.0, job=changed)
+    assert main(["compare", str(first), str(second)]) == 0
+    rows = {line[2:28].strip(): line[28:].split() for line in capsys.readouterr().out.splitlines()}
+    assert "first" in " ".join(rows[""]) and rows["train.learning_rate"] == ["0.003", "0.001"]
+    assert rows["loss after 2.40 k tokens"][0] == rows["loss after 2.40 k tokens"][1], "equal losses at equal tokens"
+    assert rows["energy"] == ["not", "measured", "not", "measured"] and "train.steps" not in rows
+    with pytest.raises(UserError, match="needs two runs or more"):
+        hindsight.compare([first])
+
+
+def test_the_loss_after_equally_many_tokens(tmp_path: Path) -> None:
+    profile = cluster(2)
+    steps = read_run(make_run(tmp_path / "a", planned(profile), profile)).metrics.steps
+    assert loss_after(steps, steps[0].tokens) == steps[0].loss
+    assert loss_after(steps, 40 * steps[0].tokens) == pytest.approx((steps[38].loss + steps[39].loss) / 2)
+    assert job_differences([{"a": {"x": 1, "y": None}}, {"a": {"x": 1, "y": 2}}]) == [("a.y", ("empty", "2"))]
+
+
+@pytest.mark.parametrize(
+    ("alone_s", "together_s", "measured_s", "expected"),
+    [
+        (2.0, 1.0, None, "Yes: together they are 2.00 times as fast (predicted) as card 0, host0 alone would be (predicted)."),
+        (2.0, 1.0, 1.9, "Hardly: together they are 1.05 times as fast (measured) as card 0, host0 alone would be (predicted); the"),
+        (2.0, 1.0, 2.5, "No: together they are 0.80 times as fast"),
+        (None, 1.0, None, "Yes: no single device can do this job at all."),
+    ],
+)  # fmt: skip
+def test_the_answer_is_honest(
+    alone_s: float | None, together_s: float, measured_s: float | None, expected: str
+) -> None:
+    profile = cluster(2)
+    plan = replace(planned(profile), predicted_step_s=together_s)
+    singles = [Alone(0, alone_s), Alone(1, None, "too small")]
+    assert verdict(singles, plan, profile, measured_s).startswith(expected)
+
+
+def test_a_plan_that_idles_the_others_says_no() -> None:
+    profile = cluster(3)
+    assert "the plan itself uses rank 0 alone" in verdict([Alone(0, 1.0)], planned(profile, 1), profile, 1.0)
+
+
+def test_the_baseline_of_a_profile_and_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.toml").write_text(JOB_TOML)
+    profile = cluster(3)
+    save_profile(profile, tmp_path / "p.toml")
+    assert main(["baseline", str(tmp_path / "job.toml"), "--profile", str(tmp_path / "p.toml")]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "The same 80 tokens per step:" in said
+        and "rank 0 alone" in said
+        and "Was it worth adding the others?\n  Yes: " in said
+    )
+    run = make_run(tmp_path / "run", planned(profile), profile)
+    assert main(["baseline", str(tmp_path / "job.toml"), "--profile", str(run)]) == 0
+    assert "measured, median of 58 steps" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"--set train\.global_batch=8"):
+        hindsight.baseline(tmp_path / "job.toml", ("train.global_batch=4",), run)
+
+
+def test_looking_back_needs_neither_torch_nor_mpi() -> None:
+    program = "import sys\nfor name in ('torch', 'mpi4py', 'matplotlib'): sys.modules[name] = None\nimport hetero_mpi.commands.runs"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+def test_tensorboard_files(tmp_path: Path) -> None:
+    loader = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_file_loader", reason="tensorboard is not installed"
+    )
+    profile = cluster(2)
+    lines = read_run(make_run(tmp_path / "a", planned(profile), profile)).metrics.steps
+    board = TensorBoard(tmp_path / "tb")
+    board.step(lines[0])
+    board.evaluation(1, 2.5)
+    board.close()
+    (file,) = (tmp_path / "tb").iterdir()
+    found = {
+        value.tag: event.step for event in loader.EventFileLoader(str(file)).Load() for value in event.summary.value
+    }
+    assert found["loss/training"] == found["loss/held out"] == 1
+
+
+def test_runs_with_odd_files_are_compared_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = cluster(2)
+    runs = [make_run(tmp_path / name, planned(profile), profile) for name in ("first", "second")]
+    for name in ("metrics.jsonl", "steps.jsonl", "events.jsonl"):
+        with (runs[1] / name).open("a") as file:
+            file.writelines(f"{text}\n" for text in ODD_LINES)
+    odd = {"starts": [7, {}, {"step": "x"}], "job": {"train": 3, "data": []}, "versions": [], "name": "\x1b[31mred"}
+    (runs[1] / "run.json").write_text(json.dumps(odd))
+    assert main(["compare", *map(str, runs)]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "\\x1b[31mred" in shown
+    assert main(["report", str(runs[1])]) == 0

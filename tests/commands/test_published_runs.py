@@ -1,0 +1,153 @@
+"""The published runs: read as they stand, predicted without a constant of their own, within the bar."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import published_runs as runs  # noqa: E402
+
+from hetero_mpi.planning.dry_run import validate  # noqa: E402
+from hetero_mpi.planning.schedule import schedule_of  # noqa: E402
+from hetero_mpi.planning.simulator import simulate  # noqa: E402
+from hetero_mpi.planning.types.network import Network  # noqa: E402
+from tests.planning_samples import make_model, make_plan_of, make_profile  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def times() -> runs.Times:
+    return runs.read_times(runs.DATA / "sailor_opt350m_layers.csv")
+
+
+def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "published_runs.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_check_passes_and_prints_the_figure_last(tmp_path: Path) -> None:
+    done = start("--check", "--json", str(tmp_path / "raw.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    raw = json.loads((tmp_path / "raw.json").read_text())
+    means, lines = raw["mean_absolute_errors"], done.stdout.splitlines()
+    assert list(means) == ["constants", "held out"]
+    for line, (use, (shared, apart)) in zip(lines[-2:], means.items(), strict=True):
+        assert line.startswith(
+            f"mean absolute error of the step time, {use}: {100 * shared:.1f} % with a card per node"
+        )
+        assert f", {100 * apart:.1f} % with one per link" in line
+        own = [row for row in raw["rows"] if row["use"] == use]
+        assert shared == pytest.approx(sum(abs(row["error"]) for row in own) / 4) and apart < shared < 0.08
+    assert [row["run"] for row in raw["rows"] if row["use"] == "constants"] == ["N2_D1", "N4_D2", "N4_D4", "N6_D2"]
+    assert [row["run"] for row in raw["rows"] if row["use"] == "held out"] == ["N2_D2", "N4_D1", "N6_D3", "N6_D6"]
+
+
+def test_the_document_has_the_figures_that_the_benchmark_prints() -> None:
+    """Every row's errors, with a card per node and with one per link, and the means."""
+    text = (ROOT / "docs" / "measurements.md").read_text()
+    for line in start().stdout.splitlines()[2:]:
+        if line.startswith("mean"):
+            shared, apart = line.split(": ")[1].split(" % with")[0], line.split(" card per node, ")[1].split(" % ")[0]
+            assert f"{shared} %" in text and f"{apart} %" in text, line
+        else:
+            name, *_ = line.split()
+            errors = [part for part in line.split() if part[0] in "+-" and len(part) > 1]
+            assert f"| {name} | " in text and f"| {errors[0]} % | {errors[1]} % |" in text, line
+
+
+def test_other_runs_in_the_publications_columns(tmp_path: Path) -> None:
+    table = tmp_path / "other.csv"
+    table.write_text(
+        "file,model,stages,dp,mbs,gbs,real_s,red_grads_s,max_mem_bytes,layers_per_stage,gpu_per_stage\n"
+        "a/b/plan_config_X.json,OPT-350M,2,2,1,6,,,,10|16,RTX-3090x1+Titan-RTXx4|RTX-3090x2+RTX-2080x4\n"
+        "y.json,OPT-350M,1,1,4,8,1.0,,,26,RTX-3090x1\n"
+    )
+    assert start("--runs", str(table)).returncode == 0
+    missed = start("--runs", str(table), "--check")
+    assert missed.returncode == 1 and "(bar: 8 %, card per node)" in missed.stdout.splitlines()[-1]
+    unknown = start("--runs", str(table_with(tmp_path, "RTX-9090x8")))
+    assert unknown.returncode != 0 and "RTX-9090x8: no measured layer times" in unknown.stderr
+
+
+def table_with(folder: Path, node: str) -> Path:
+    path = folder / "unknown.csv"
+    path.write_text(f"run,micro_batch,global_batch,items,nodes\nz,2,8,26,{node}\n")
+    return path
+
+
+def test_one_node_alone_takes_what_its_layers_take(times: runs.Times) -> None:
+    """26 items, 4 micro-batches of 2 sequences, no messages: the sum of the published times."""
+    run = runs.Run("alone", 2, 8, (26,), ((runs.Node("RTX-3090", 8),),), 0.0, 0.0, 0)
+    rows = {
+        kind: next(r for r in times["RTX-3090", 8, kind] if r[0] == 2)
+        for kind in ("embedding", "first_block", "block", "head")
+    }
+    forward_backward = sum(
+        n * sum(rows[k][1:3]) for k, n in (("embedding", 1), ("first_block", 1), ("block", 23), ("head", 1))
+    )
+    expected = 4 * forward_backward + 26 * times["RTX-3090", 8, "block"][0][3]
+    assert runs.predict(run, times).predicted_s == pytest.approx(expected)
+
+
+def test_slow_links_cost_a_round_trip_per_micro_batch(times: runs.Times) -> None:
+    """Two unlike nodes: every micro-batch of 2 * 2048 * 1024 fp32 values crosses there and back at 0.116 GB/s."""
+    node = runs.Node("Titan-RTX", 2)
+    unlike = runs.Run("", 2, 256, (12, 14), ((runs.Node("RTX-3090", 2),), (node,)), 0.0, 0.0, 0)
+    like = runs.Run("", 2, 256, (12, 14), ((node,), (node,)), 0.0, 0.0, 0)
+    crossing = 2 * 2048 * 1024 * 4 / 0.1159e9
+    faster = 2 * 2048 * 1024 * 4 / 2.94e9
+    gap = runs.predict(unlike, times).predicted_s - runs.predict(like, times).predicted_s
+    assert gap == pytest.approx(127 * 2 * (crossing - faster), rel=0.02)
+
+
+def test_uneven_batches_are_dealt_out_completely(times: runs.Times) -> None:
+    node = runs.Node("RTX-3090", 4)
+    plan = runs.plan_of(runs.Run("", 2, 14, (26,), ((node, node, node),), 0.0, 0.0, 0))
+    assert [pipeline.micro_batches for pipeline in plan.pipelines] == [3, 2, 2]
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_late_activations_by_hand(blocking: bool) -> None:
+    """Stage 0 takes 1.1 s forward and 2.2 s backward, stage 1 1.5 and 3.0 s, a message 1 s: the second activation waits for the
+    first gradient, and a round trip shows."""
+    plan, profile = make_plan_of((0, 2, 4), (0, 1), 2), make_profile(bytes_per_s=1000.0)
+    schedule = runs.gradients_first(plan, profile.model)
+    assert simulate(plan, profile, schedule, Network(blocking_sends=blocking)).step_s == pytest.approx(16.3)
+
+
+def test_gradients_first_swaps_only_where_a_gradient_is_awaited_next() -> None:
+    plan, model = make_plan_of((0, 2, 4), (0, 1), 3), make_model()
+    lists = runs.gradients_first(plan, model)
+    validate(lists, plan, model)
+    assert " ".join(str(action) for action in lists[0]) == (
+        "0F0 0SEND_F0 0F1 0RECV_B0 0SEND_F1 0B0 0F2 0RECV_B1 0SEND_F2 0B1 0RECV_B2 0B2 0STEP"
+    )
+    assert lists[1] == schedule_of(plan, model)[1]
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_gradients_first_ends_with_few_micro_batches_too(stages: int, count: int) -> None:
+    """With no more micro-batches than stages the last activation of a stage belongs to its warm-up."""
+    node = runs.Node("RTX-3090", 8)
+    run = runs.Run("few", 2, 2 * count, (26 - stages + 1, *[1] * (stages - 1)), ((node,),) * stages, 0.0, 0.0, 0)
+    plan, model = runs.plan_of(run), runs.model_cost()
+    schedule = runs.gradients_first(plan, model)
+    validate(schedule, plan, model)
+    assert (schedule != schedule_of(plan, model)) == (count > 1 and stages > 1)
+
+
+@pytest.mark.parametrize("name", ["sailor_opt350m_layers", "sailor_runs", "zorse_llama_layers"])
+def test_figures_name_their_source_and_licence(name: str) -> None:
+    text = (runs.DATA / f"{name}.csv").read_text()
+    heading = " ".join(line for line in text.splitlines() if line.startswith("#"))
+    assert "MIT licence" in heading and ("eth-easl/sailor" in heading or "benson-guo/zorse" in heading)
+    rows = list(csv.reader(line for line in text.splitlines() if not line.startswith("#")))
+    assert len(rows) > 4 and len({len(row) for row in rows}) == 1

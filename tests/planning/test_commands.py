@@ -1,0 +1,259 @@
+"""The command ``plan`` as a person runs it, on a made-up profile in a file; losses, and what other machines would change."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hetero_mpi.planning.analysis.what_if import losses, what_ifs
+from hetero_mpi.planning.bounds import fluid_bound_s
+from hetero_mpi.planning.packing.bound import packing_bound_s
+from hetero_mpi.planning.planner import make_plan
+from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.types.cluster_changes import restricted, with_copy_of, with_faster_links, with_free_links
+from hetero_mpi.planning.types.profile import HostProfile
+from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.toml_files import (
+    load_plan,
+    load_profile,
+    plan_from_dict,
+    profile_from_dict,
+    profile_to_dict,
+    save_plan,
+    save_profile,
+)
+from hetero_mpi.report import units
+from tests.planning_folder import REQUEST, cluster, fill, run
+from tests.planning_samples import make_model, make_plan_of, make_profile, random_instance
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return fill(tmp_path)
+
+
+# plan
+
+
+def test_plan_prints_the_planners_plan_and_why(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "plan", "job.toml", "--profile", "profile.toml", "-o", "out/plan.toml")
+    plan = make_plan(cluster(), REQUEST)
+    assert load_plan("out/plan.toml") == plan
+    assert "rank 2 idles: " in text and "Predicted: " in text and "tokens/s" in text
+    busiest = simulate(plan, cluster()).busy_s[0] / plan.predicted_step_s
+    assert f"Utilisation: rank 0 {units.percent(busiest)}, rank 1 " in text and "because: 2 of 3 ranks" in text
+    assert "Limited by: " in text and "micro-batch: the planner's choice among 1, 2" in text
+    assert "What if" not in text
+
+
+def test_plan_as_json_holds_plannings_own_figures(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(run(capsys, "plan", "job.toml", "--profile", "profile.toml", "--json", "--explain"))
+    profile = cluster()
+    plan = make_plan(profile, REQUEST)
+    simulated = simulate(plan, profile)
+    assert plan_from_dict(found["plan"]) == plan
+    assert found["step_s"] == simulated.step_s == found["planner_step_s"]
+    assert found["tokens_per_s"] == pytest.approx(80 / simulated.step_s)
+    assert (
+        found["bound_step_s"] == packing_bound_s(profile, REQUEST, simulated.step_s) > fluid_bound_s(profile, REQUEST)
+    )
+    assert found["gap"] == pytest.approx(simulated.step_s / found["bound_step_s"] - 1)
+    assert found["utilisation"] == {str(r): s / simulated.step_s for r, s in simulated.busy_s.items()}
+    answers = {entry["change"]: entry["step_s"] for entry in found["what_if"]}
+    assert list(answers) == [
+        "link 0 - 1 10x faster", "without rank 0 (x1)", "without rank 1 (x1.5)", "a second x1, like rank 0",
+    ]  # fmt: skip
+    assert answers["without rank 1 (x1.5)"] == make_plan(restricted(profile, [0, 2]), REQUEST).predicted_step_s
+    assert answers["without rank 1 (x1.5)"] > simulated.step_s > answers["a second x1, like rank 0"]
+
+
+def test_a_plan_edited_by_hand_is_costed_just_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edited = make_plan_of((0, 2, 8), (0, 1), 8)
+    save_plan(edited, "edited.toml")
+    arguments = ("plan", "job.toml", "--profile", "profile.toml", "--plan", "edited.toml")
+    found = json.loads(run(capsys, *arguments, "--json"))
+    best = make_plan(cluster(), REQUEST)
+    assert found["step_s"] == simulate(edited, cluster()).step_s > found["planner_step_s"] == best.predicted_step_s
+    assert found["lost"]["choice"] == pytest.approx(1 - best.predicted_step_s / found["step_s"])
+    text = run(capsys, *arguments)
+    assert "given by hand" in text and "The planner's own plan: " in text and "this plan (the planner's own" in text
+    save_plan(make_plan_of((0, 2, 7), (0, 1), 8), "short.toml")
+    assert "items" in run(capsys, *arguments[:-1], "short.toml", code=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("data.sequence_length=20", "data.sequence_length = 20: the profile has 10"),
+        ("train.dtype=bf16", 'train.dtype = "bf16": the profile has "fp32"'),
+        ("model.config={model_type='qwen3', num_hidden_layers=6}", 'model_type = "qwen3": the profile has "llama"'),
+        ("model.config={model_type='llama', num_hidden_layers=9}", "9 blocks: the profile has 6"),
+        ("adapter.method=lora", 'adapter.method = "lora": the profile has training of all weights'),
+    ],
+)
+def test_a_profile_of_something_else_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], change: str, words: str
+) -> None:
+    for command in ("plan", "simulate"):
+        text = run(capsys, command, "job.toml", "--profile", "profile.toml", "--set", change, code=2)
+        assert words in text and "profile.toml" in text and "--set" in text
+
+
+def test_what_the_job_fixes_is_kept(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(*changes: str) -> dict[str, object]:
+        sets = [part for change in changes for part in ("--set", change)]
+        return json.loads(run(capsys, "plan", "job.toml", "--profile", "profile.toml", "--json", *sets))  # type: ignore[no-any-return]
+
+    memory = planned("cluster.memory_bytes=150000", "plan.memory_reserve=0.1")["plan"]["memory"]  # type: ignore[index]
+    assert {entry["usable_bytes"] for entry in memory} == {135_000}
+    dropout = planned("model.config={model_type='llama', num_hidden_layers=6, attention_dropout=0.1}")
+    assert "fixed, since dropout" in dropout["remarks"][-1]  # type: ignore[index]
+    assert len(planned("plan.allow_idle=false")["utilisation"]) == 3  # type: ignore[arg-type]
+
+
+def test_a_model_that_fits_nowhere_is_explained(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("plan", "job.toml", "--profile", "profile.toml", "--set", "cluster.memory_bytes=20000")
+    assert "does not fit in memory" in run(capsys, *arguments, code=2)
+
+
+def test_the_schedule_can_be_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("plan", "job.toml", "--profile", "profile.toml", "--json")
+    deep = json.loads(run(capsys, *arguments, "--schedule", "gpipe"))["plan"]["pipelines"][0]
+    count = deep["sequences"] // deep["micro_batch"]
+    assert {stage["warm_up"] for stage in deep["stages"]} == {count}
+    assert json.loads(run(capsys, *arguments, "--set", "plan.schedule=gpipe"))["plan"]["pipelines"][0] == deep
+    text = run(capsys, "simulate", "job.toml", "--profile", "profile.toml", "--schedule", "1f1b", "-o", "out")
+    assert "Simulated step: " in text
+    refused = run(capsys, *arguments, "--schedule", "split", "--set", "adapter.method=lora", code=2)
+    assert "an adapter leaves these frozen" in refused
+
+
+def test_what_limits_is_said_once_and_alternatives_are_priced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "plan", "job.toml", "--profile", "profile.toml")
+    assert text.lower().count("limited by") == 1
+    plan = make_plan(cluster(), REQUEST)
+    assert "the same ranks with equally many items each: " in text and "busiest: stage " in text
+    without = make_plan(restricted(cluster(), [0, 2]), REQUEST).predicted_step_s / plan.predicted_step_s - 1
+    assert f"without it the step is {without:.1%} longer" in text, "what the rank that computes least is there for"
+
+
+def test_a_plan_that_differs_from_the_job_is_costed_and_the_differences_are_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edited = make_plan_of((0, 4, 8), (0, 1), 8)
+    (pipeline,) = edited.pipelines
+    stages = (pipeline.stages[0], replace(pipeline.stages[1], recompute=True))
+    save_plan(replace(edited, pipelines=(replace(pipeline, micro_batch=4, stages=stages),)), "edited.toml")
+    arguments = ("plan", "job.toml", "--profile", "profile.toml", "--plan", "edited.toml")
+    settings = ("--set", "train.recompute=false", "--set", "train.micro_batch=1")
+    found = json.loads(run(capsys, *arguments, *settings, "--json"))
+    assert [text.split(":")[0] + text.partition(":")[2][:17] for text in found["differences"]] == [
+        "pipelines[0] micro_batch = 4:",
+        "pipelines[0] recompute = true",
+    ]
+    assert "The given plan differs from the job: pipelines[0]: micro_batch = 4" in run(capsys, *arguments, *settings)
+    assert json.loads(run(capsys, *arguments, "--json"))["differences"] == [
+        "pipelines[0]: micro_batch = 4: the job leaves 1, 2"
+    ]
+
+
+def test_what_if_names_the_next_ethernet() -> None:
+    model = make_model(6, boundary_bytes_per_token=10**7)
+    profile = make_profile((1.0, 1.0), model, memory_bytes=10**12, bytes_per_s=0.94e9 / 8)
+    request = PlanRequest(8, 10, (1,))
+    own = make_plan(profile, request)
+    answers = {answer.change: answer.step_s for answer in what_ifs(own, profile, request)}
+    faster = with_faster_links(profile, times=10, latency=False)
+    assert answers["10 GbE instead of 1"] == make_plan(faster, request).predicted_step_s < own.predicted_step_s
+    assert "one more x1, like rank 0" in answers
+
+
+def test_a_slow_card_that_is_used_is_used_for_a_reason() -> None:
+    """2 x L4 + A6000 + P40: the P40 idles, or the plan says what it would cost to leave it out."""
+    profile = load_profile(ROOT / "profiles" / "zorse-2xl4-a6000-p40.toml")
+    request = PlanRequest(64, profile.model.sequence_length, (1, 2, 4), recompute_choices=(False, True))
+    plan = make_plan(profile, request)
+    p40 = next(device.rank for device in profile.devices if "P40" in device.name)
+    others = [device.rank for device in profile.devices if device.rank != p40]
+    without = make_plan(restricted(profile, others), request).predicted_step_s
+    if p40 in {idle.rank for idle in plan.idle}:
+        assert without <= plan.predicted_step_s * (1 + 1e-9)
+    else:
+        longer = f"without it the step is {without / plan.predicted_step_s - 1:.1%} longer"
+        assert any(f"rank {p40} (NVIDIA P40) holds" in reason and longer in reason for reason in plan.reasons)
+        assert without > plan.predicted_step_s
+
+
+def test_memory_that_hosts_share_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = cluster()
+    devices = tuple(replace(d, host="box", shares_host_memory=True) for d in profile.devices)
+    links = tuple(replace(link, same_host=True) for link in profile.links)
+    hosts = (HostProfile("box", 10**9, "made up"),)
+    save_profile(replace(profile, devices=devices, links=links, hosts=hosts), folder / "one.toml")
+    text = run(capsys, "plan", "job.toml", "--profile", "one.toml")
+    assert "host box: " in text
+
+
+# Losses and what-if
+
+
+def test_losses_add_up_and_name_what_limits() -> None:
+    slow_links = make_profile((1.0, 1.0, 1.0), make_model(6), latency_s=9.0)
+    short = make_profile((1.0, 4.0), make_model(6), memory_bytes=(60_000, 10_000_000))
+    uneven = make_profile((1.0, 1.0), make_model(1))
+    even = make_profile((1.0,), make_model(6))
+    request = PlanRequest(8, 10, (1,))
+    for profile, limit in ((slow_links, "link"), (short, "memory"), (uneven, "granularity"), (even, "device")):
+        plan = make_plan(profile, request)
+        lost = losses(plan, plan, profile, request)
+        assert lost.limit == limit, lost
+        total = lost.choice + lost.links + lost.memory + lost.granularity
+        assert total == pytest.approx(1 - lost.bound_s / lost.step_s)
+
+
+def test_faster_links_are_not_planned_for_where_messages_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free links bound what faster ones can bring: the same answers, with fewer searches."""
+    profile, request = make_profile((1.0, 1.0), make_model(6), bytes_per_s=1e12), PlanRequest(8, 10, (1,))
+    own = make_plan(profile, request)
+    lost = losses(own, own, profile, request)
+    assert lost.free_links_s == pytest.approx(own.predicted_step_s)
+    searched = [answer for answer in what_ifs(own, profile, request) if "faster" in answer.change]
+    monkeypatch.setattr("hetero_mpi.planning.analysis.what_if.with_copy_of", lambda profile, rank: profile)
+    asked: list[object] = []
+    monkeypatch.setattr("hetero_mpi.planning.analysis.what_if.decide", lambda *question: asked.append(question))
+    answers = list(what_ifs(own, profile, request, lost.free_links_s))
+    known = [answer for answer in answers if "faster" in answer.change]
+    assert [one.change for one in known] == [one.change for one in searched] and len(known) == 1
+    assert known[0].step_s == pytest.approx(searched[0].step_s) and len(asked) == 1, "one more machine is planned for"
+
+
+def test_changed_clusters_are_what_they_are_called() -> None:
+    profile, _ = random_instance(seed=3, ranks=3, items=5)
+    faster = with_faster_links(profile, [(0, 2)])
+    for a, b in ((0, 1), (2, 1), (0, 2), (2, 0)):
+        factor = 10 if {a, b} == {0, 2} else 1
+        assert faster.transfer_s(a, b, 500) == pytest.approx(profile.transfer_s(a, b, 500) / factor)
+    assert with_free_links(profile).transfer_s(0, 1, 1e9) == 0
+    two = restricted(profile, [2, 0])
+    assert [device.rank for device in two.devices] == [0, 1] and two.devices[0].layers == profile.devices[2].layers
+    assert two.transfer_s(0, 1, 500) == profile.transfer_s(2, 0, 500) and len(two.links) == 2
+    more = with_copy_of(profile, 1)
+    assert more.devices[3] == replace(profile.devices[1], rank=3)
+    assert more.transfer_s(3, 0, 500) == profile.transfer_s(1, 0, 500)
+    assert more.transfer_s(2, 3, 500) == profile.transfer_s(2, 1, 500)
+    assert more.link(1, 3).bytes_per_s == max(profile.link(1, rank).bytes_per_s for rank in (0, 2))
+    assert profile_from_dict(profile_to_dict(more)) == more, "the file format's own rules hold"
+
+
+def test_a_what_if_without_an_answer_says_why() -> None:
+    profile = make_profile((1.0, 2.0), make_model(2), memory_bytes=(50_000, 50_000))
+    request = PlanRequest(2, 10, (1,), memory_reserve=0.0)
+    answers = list(what_ifs(make_plan(profile, request), profile, request))
+    without = [answer for answer in answers if answer.change.startswith("without")]
+    assert len(without) == 2 and all(answer.step_s is None and "does not fit" in answer.problem for answer in without)

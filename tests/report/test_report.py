@@ -1,0 +1,449 @@
+"""What people see and what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost
+from hetero_mpi.planning.types.plan import Alone, IdleRank, PipelinePlan, Plan, RankMemory, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
+from hetero_mpi.report import units
+from hetero_mpi.report.run_files.logs import LOGGER, say, setup_logging
+from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, StepMetrics, read_metrics
+from hetero_mpi.report.run_files.run_directory import claim
+from hetero_mpi.report.summary import final_lines, measured_step_s, misled
+from hetero_mpi.report.tables import WIDTH, items_text, plan_lines, profile_lines
+
+ROOT = Path(__file__).parents[2]
+
+# Units
+
+
+def test_units() -> None:
+    assert [units.seconds(value) for value in (0, 4.2e-6, 0.0123, 0.99999, 1.5, 62, 150, 3723, math.inf)] == [
+        "0 s", "4.20 us", "12.3 ms", "1.00 s", "1.50 s", "62.0 s", "2:30", "1:02:03", "unknown",
+    ]  # fmt: skip
+    assert [units.size(value) for value in (0, 999, 1e3, 8.53e9, 999.9e6)] == [
+        "0 B",
+        "999 B",
+        "1.00 kB",
+        "8.53 GB",
+        "1.00 GB",
+    ]
+    assert [units.count(value) for value in (7, 12_345_678, 134e6)] == ["7", "12.3 M", "134 M"]
+    assert [units.percent(value) for value in (0.0834, 0.25, -0.02)] == ["8.3 %", "25 %", "-2.0 %"]
+    assert units.bandwidth(math.inf) == "unlimited"
+
+
+# Tables
+
+
+def layer(kind: str, parameters: int, boundary: int) -> LayerCost:
+    return LayerCost(kind, parameters, parameters, 4 * parameters, 1000.0, 0.0, boundary)
+
+
+MODEL = ModelCost(
+    "llama",
+    "fp32",
+    128,
+    tied=False,
+    state_bytes_per_trainable_parameter=12.0,
+    layers=(layer(EMBEDDING, 1_048_576, 1024), *[layer("block", 851_968, 1024)] * 6, layer(HEAD, 1_048_832, 0)),
+)
+
+
+def device(rank: int, host: str, name: str, block_s: float, reason: str, cores: float = 4.0) -> DeviceProfile:
+    def times(seconds: float) -> LayerTimes:
+        return LayerTimes(Curve((128,), (seconds,)), Curve((128,), (2 * seconds,)))
+
+    layers = {EMBEDDING: times(block_s / 10), "block": times(block_s), HEAD: times(block_s / 2)}
+    backend = "cuda" if "NVIDIA" in name else "cpu"
+    return DeviceProfile(rank, host, backend, name, 8 * 10**9, reason, ("fp32",), layers, 0.0, 0.0, cores=cores)
+
+
+PROFILE = ClusterProfile(
+    source="measured",
+    date="2026-11-20",
+    key="k",
+    mpi_library="Open MPI 5.0.11",
+    versions={},
+    model=MODEL,
+    devices=(
+        device(0, "box", "NVIDIA GeForce RTX 5090 Founders Edition", 0.001, "free on the card"),
+        device(
+            1,
+            "box",
+            "AMD Ryzen 9 9950X",
+            0.010,
+            "the host's free memory, 16.0 GB, shared by the 2 ranks on it that compute on it",
+        ),
+        device(2, "a-host-with-a-very-long-name.example.org", "cpu", 0.040, "free"),
+    ),
+    links=tuple(
+        LinkProfile(a, b, 1e-4 if 2 in (a, b) else 1e-6, 1.25e8 if 2 in (a, b) else 5e9, 2 not in (a, b))
+        for a in range(3)
+        for b in range(3)
+        if a != b
+    ),
+    notes=("2 ranks share the box: timed all at once",),
+)
+
+PLAN = Plan(
+    pipelines=(PipelinePlan((StagePlan((1,), 0, 3, 1), StagePlan((0,), 3, 8, 0)), micro_batch=8, sequences=64),),
+    global_batch=64,
+    sequence_length=128,
+    items=8,
+    predicted_step_s=2.0,
+    bound_step_s=1.6,
+    memory=(RankMemory(0, 1_200_000_000, 7_600_000_000), RankMemory(1, 340_000_000, 7_600_000_000)),
+    alone=Alone(0, 2.4),
+    idle=(IdleRank(2, "it would slow the pipeline down by 14 %"),),
+    reasons=("2 ranks beat 3 by 14 %",),
+)
+
+
+PROFILE_LINES = """\
+Ranks: 3, Open MPI 5.0.11; figures measured, 2026-11-20
+  rank  host                       device                     forward  backward   memory  why so much
+     0  box                        RTX 5090 Founders Edition  1.00 ms   2.00 ms  8.00 GB  free on the card
+     1  box                        cpu AMD Ryzen 9 9950X      10.0 ms   20.0 ms  8.00 GB  the host's free memory, 16.0
+                                                                                          GB, shared by the 2 ranks on
+                                                                                          it that compute on it
+     2  a-host-with-a-very-lon...  cpu                        40.0 ms   80.0 ms  8.00 GB  free
+  forward and backward: one block, one sequence of 128 tokens, fp32
+  6 links (least, median, most): latency 1.00 us, 100 us, 100 us; bandwidth 125 MB/s, 125 MB/s, 5.00 GB/s
+  slowest: rank 2 -> rank 1, 1.15 ms for one sequence's activations (131 kB)
+  2 ranks share the box: timed all at once"""
+
+PLAN_LINES = """\
+2 of 3 ranks, 2.00 s per step; the best one alone, rank 0, 2.40 s (1.20x)
+Plan: 2 stages, schedule 1F1B
+  stage  rank  device                     items                  weights              memory  compute  warm-up
+      0     1  cpu AMD Ryzen 9 9950X      embedding, blocks 0-1   2.75 M   340 MB of 7.60 GB   504 ms        1
+      1     0  RTX 5090 Founders Edition  blocks 2-5, head        4.46 M  1.20 GB of 7.60 GB   108 ms        0
+  weights: parameters; compute: forward + backward of 1,024 tokens; warm-up: micro-batches ahead of the first backward
+  rank 2 idles: it would slow the pipeline down by 14 %
+  because: 2 ranks beat 3 by 14 %
+Batch: 64 sequences = 8 micro-batches x 8 sequences, 128 tokens each: 8,192 tokens per step
+Predicted: 2.00 s per step, 4,096 tokens/s; no plan could take less than 1.60 s (this one 25 % more)"""
+
+
+def test_the_profile_in_a_few_lines() -> None:
+    assert "\n".join(profile_lines(PROFILE)) == PROFILE_LINES
+
+
+def test_the_plan_as_a_table() -> None:
+    """8 sequences, 8 samples of the curve: stage 0 is (0.1 + 2) blocks of 10 ms, 8 times, thrice (backward doubles)."""
+    assert "\n".join(plan_lines(PLAN, PROFILE)) == PLAN_LINES
+
+
+def test_several_pipelines_and_recompute() -> None:
+    one = PLAN.pipelines[0]
+    plan = replace(
+        PLAN,
+        pipelines=(
+            replace(one, sequences=56, stages=(replace(one.stages[0], recompute=True), one.stages[1])),
+            PipelinePlan((StagePlan((2,), 0, 8, 0),), micro_batch=8, sequences=8),
+        ),
+        idle=(),
+    )
+    lines = plan_lines(plan, PROFILE)
+    assert lines[1] == "Plan: 3 stages in 2 pipelines, schedule 1F1B"
+    assert lines[2].split()[:4] == ["pipeline", "stage", "rank", "device"]
+    assert lines[3].split()[-4:] == ["664", "ms", "yes", "1"], "504 ms and once more the forward of two blocks"
+    assert lines[5].split()[:3] == ["1", "2", "2"]
+    assert "64 sequences = 7 micro-batches x 8 sequences + 1 micro-batch x 8 sequences" in lines[-2]
+
+
+def test_schedules_bear_their_names() -> None:
+    one = PLAN.pipelines[0]
+
+    def heading(*depths: int, split: bool = False, count: int = 1) -> str:
+        stages = tuple(replace(stage, warm_up=depth) for stage, depth in zip(one.stages, depths, strict=True))
+        changed = replace(one, stages=stages, split_backward=split)
+        return plan_lines(replace(PLAN, pipelines=(changed,) * count), PROFILE)[1]
+
+    assert heading(8, 8) == heading(7, 7) == "Plan: 2 stages, schedule GPipe"
+    assert heading(1, 0, split=True) == "Plan: 2 stages, schedule 1F1B, split backward"
+    assert heading(3, 0, count=2) == "Plan: 4 stages in 2 pipelines, schedule 1F1B with its own warm-up depths"
+    alone = replace(PLAN, pipelines=(PipelinePlan((StagePlan((1,), 0, 8, 0),), 8, 64),) * 3)
+    lines = plan_lines(alone, PROFILE)
+    assert lines[1] == "Plan: 3 stages in 3 pipelines"
+    assert any("64 sequences = 3 x (8 micro-batches x 8 sequences), 128 tokens each" in line for line in lines)
+
+
+def test_a_tied_matrix_held_at_both_ends_is_counted_once() -> None:
+    tied = replace(PROFILE, model=replace(MODEL, tied=True, tied_bytes=4 * 1_048_576))
+    alone = replace(PLAN, pipelines=(PipelinePlan((StagePlan((1,), 0, 8, 0),), 8, 64),))
+    assert "7.21 M" in plan_lines(alone, PROFILE)[3]
+    assert "6.16 M" in plan_lines(alone, tied)[3]
+
+
+def test_no_line_is_too_long() -> None:
+    long = replace(PROFILE, notes=("word " * 60,), mpi_library="Open MPI 5.0.11")
+    wordy = replace(PLAN, reasons=("word " * 60,), idle=(IdleRank(2, "word " * 60),))
+    assert max(map(len, [*profile_lines(long), *plan_lines(wordy, long)])) <= WIDTH
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "expected"),
+    [
+        (0, 8, "embedding, blocks 0-5, head"),
+        (0, 1, "embedding"),
+        (0, 2, "embedding, block 0"),
+        (1, 2, "block 0"),
+        (4, 7, "blocks 3-5"),
+        (6, 8, "block 5, head"),
+        (7, 8, "head"),
+    ],
+)
+def test_items_by_name(first: int, last: int, expected: str) -> None:
+    assert items_text(first, last, items=8) == expected
+
+
+# Metrics
+
+
+def metrics(step: int, loss: float = 2.0, step_s: float = 1.0) -> StepMetrics:
+    return StepMetrics(step, loss, 1.0, 3e-4, 8192, 8192.0 / step_s, step_s, 1.1)
+
+
+def test_metrics_survive_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.step(metrics(1))
+        assert len(path.read_text().splitlines()) == 1, "flushed line by line"
+        writer.evaluation(1, 2.25)
+        writer.step(metrics(2))
+    found = read_metrics(path)
+    assert found.steps == (metrics(1), metrics(2))
+    assert found.evaluations == (Evaluation(1, 2.25),)
+    keys = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "predicted_step_s"]
+    assert list(json.loads(path.read_text().splitlines()[0])) == keys
+
+
+def test_non_finite_numbers_stay_valid_json(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.step(metrics(1, loss=math.nan))
+        writer.evaluation(1, math.inf)
+
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is no JSON")
+
+    lines = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    assert lines[0]["loss"] is None and lines[0]["non_finite"] is True and lines[0]["grad_norm"] == 1.0
+    assert lines[1] == {"step": 1, "evaluation_loss": None, "non_finite": True}
+    assert math.isnan(read_metrics(path).steps[0].loss)
+
+
+@pytest.mark.parametrize(("resume_step", "kept"), [(0, []), (2, [1, 2]), (3, [1, 2, 3])])
+def test_a_resumed_run_drops_what_it_will_do_again(tmp_path: Path, resume_step: int, kept: list[int]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        for step in (1, 2, 3):
+            writer.step(metrics(step))
+            writer.evaluation(step, 2.0)
+    with path.open("a") as file:
+        file.write('{"step": 4, "lo')  # torn by a crash
+    assert [step.step for step in read_metrics(path).steps] == [1, 2, 3]
+    with MetricsWriter(path, resume_step) as writer:
+        writer.step(metrics(resume_step + 1, loss=7.0))
+    found = read_metrics(path)
+    assert [step.step for step in found.steps] == [*kept, resume_step + 1]
+    assert [evaluation.step for evaluation in found.evaluations] == kept
+    assert found.steps[-1].loss == 7.0
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
+# Summary
+
+
+def test_the_end_of_a_run() -> None:
+    steps = [metrics(step, loss=8.0 - step, step_s=9.0 if step < 3 else 2.2) for step in range(1, 6)]
+    assert measured_step_s(steps) == 2.2
+    written = {"model": Path("runs/a/model"), "checkpoint": Path("runs/a/checkpoints/step-5.h5")}
+    assert final_lines(PLAN, PROFILE, steps, [Evaluation(5, 3.25)], 5.0, written) == [
+        "Step time: 2.20 s measured (median), 3,724 tokens/s; 2.00 s predicted, so 10 % longer than predicted",
+        "Loss: 7.0000 at step 1, 3.0000 at step 5 (nats per token)",
+        "Held-out loss: 3.2500 at step 5",
+        "Unigram entropy of the training text: 5.0000; the held-out loss is 1.7500 below it",
+        "Written:",
+        "  model       runs/a/model",
+        "  checkpoint  runs/a/checkpoints/step-5.h5",
+    ]
+
+
+def test_the_reason_for_a_wrong_prediction() -> None:
+    steps = [metrics(step, step_s=2.5) for step in range(1, 6)]
+    shared = replace(PROFILE, devices=tuple(replace(one, cores=0.5) for one in PROFILE.devices))
+    idle_shares = replace(PROFILE, devices=(*PROFILE.devices[:2], replace(PROFILE.devices[2], cores=0.5)))
+    assert "25 % longer" in final_lines(PLAN, shared, steps)[0]
+    assert final_lines(PLAN, shared, steps)[1].startswith("  ranks share cores on box (0.5 cores per rank)")
+    assert final_lines(PLAN, idle_shares, steps)[1].startswith("  the machines are not as fast as when")
+    assert "was not measured here" in final_lines(PLAN, replace(PROFILE, source="derived from sheets"), steps)[1]
+    emulated = final_lines(PLAN, replace(PROFILE, source="emulated, measured"), steps)
+    assert emulated[0].startswith("Step time, emulated: ") and "raise [cluster] time_scale" in emulated[1]
+    assert "too few" in final_lines(PLAN, PROFILE, steps[:2])[0]
+
+
+def test_measured_steps_are_compared_with_the_plan_they_were_taken_under() -> None:
+    """Ten steps of 6 s under a plan that promised 5.5 s, then ten of 2 s under the last one."""
+    before = [replace(metrics(step, step_s=6.0), predicted_step_s=5.5) for step in range(1, 11)]
+    after = [replace(metrics(step, step_s=3.0 if step < 13 else 2.0), predicted_step_s=2.0) for step in range(11, 21)]
+    assert measured_step_s([*before, *after]) == 2.0
+    assert final_lines(PLAN, PROFILE, [*before, *after])[:2] == [
+        "Step time: 2.00 s measured (median), 4,096 tokens/s; 2.00 s predicted, so 0.0 % longer than predicted "
+        "(since the plan changed after step 10)",
+        "  before, up to step 10: 6.00 s measured, 5.50 s predicted",
+    ]
+    assert measured_step_s([*before, *after[:2]]) is None
+    assert "2 steps are too few" in final_lines(PLAN, PROFILE, [*before, *after[:2]])[0]
+
+
+def test_a_speed_that_was_asked_for_is_the_reason_it_is() -> None:
+    """A change of speed during the steps of the last plan; one that came before that plan was made is in its prediction."""
+    profile = replace(PROFILE, source="emulated, measured")
+    steps = [metrics(step, step_s=4.0) for step in range(1, 11)]
+    told = final_lines(PLAN, profile, steps, speed_changes=[(0, 4, 0.34), (1, 20, 0.5)])[1]
+    assert told.startswith(
+        "  devices changed their speed as [cluster] emulate_changes asks (rank 0 at 0.34 from step 5), "
+    )
+    before = [replace(metrics(step), predicted_step_s=9.0) for step in range(1, 11)]
+    later = [metrics(step, step_s=4.0) for step in range(11, 21)]
+    assert (
+        "raise [cluster] time_scale" in final_lines(PLAN, profile, [*before, *later], speed_changes=[(0, 4, 0.34)])[1]
+    )
+
+
+@pytest.mark.parametrize(("step_s", "told"), [(7.0, "not as fast as"), (0.5, "faster than"), (2.5, "not as fast as")])
+def test_the_end_says_when_device_times_are_not_kept(step_s: float, told: str) -> None:
+    lines = final_lines(PLAN, PROFILE, [metrics(step, step_s=step_s) for step in range(1, 6)])
+    assert lines[1] == f"  the machines are {told} when they were measured: measure again (--reprofile)"
+    assert any("not kept for other runs" in line for line in lines) == misled(step_s, 2.0) == (step_s != 2.5)
+
+
+# Logs
+
+
+@pytest.fixture
+def logging_restored() -> Iterator[None]:
+    yield
+    setup_logging(None, rank=1, size=1)
+    logging.captureWarnings(False)
+
+
+def test_rank_0_talks_and_every_rank_logs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], logging_restored: None
+) -> None:
+    setup_logging(tmp_path, rank=3, size=12)
+    say("unheard")
+    warnings.warn("careful", stacklevel=1)
+    logging.getLogger("hetero_mpi.comm").info("inside")
+    logging.getLogger("somebody.else").info("chatter")
+    setup_logging(tmp_path, rank=0, size=12)
+    say("first", "second")
+    captured = capsys.readouterr()
+    assert captured.out == "first\nsecond\n"
+    lines = (tmp_path / "logs" / "rank-0003.log").read_text().splitlines()
+    assert [line.split(" ", 2)[2].split(":")[0] for line in lines if line[:2] == "20"] == [
+        " 3/12 INFO hetero_mpi.say",
+        " 3/12 WARNING py.warnings",
+        " 3/12 INFO hetero_mpi.comm",
+    ]
+    assert "careful" in "\n".join(lines) and "chatter" not in "\n".join(lines)
+    assert len((tmp_path / "logs" / "rank-0000.log").read_text().splitlines()) == 2
+    assert [handler.get_name() for handler in logging.getLogger().handlers].count(LOGGER) == 1
+
+
+# Run directory
+
+HOLD = """
+import sys, time
+from hetero_mpi.report.run_files.run_directory import claim
+with claim(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_run_directory_serves_one_run_at_a_time(tmp_path: Path) -> None:
+    directory = tmp_path / "runs" / "a"
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(directory)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with (
+            pytest.raises(UserError, match=f"is in use by process {holder.pid} on .*, started 20.*--run-dir"),
+            claim(directory),
+        ):
+            pass
+    finally:
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.communicate()
+    with claim(directory) as again:  # the holder crashed: nothing to clean up by hand
+        assert again == directory
+        assert json.loads((directory / ".lock").read_text())["pid"] == os.getpid()
+        with pytest.raises(UserError, match=f"process {os.getpid()} on"), claim(directory):
+            pass
+    with claim(directory):
+        pass
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="must be a directory this user can write to"), claim(tmp_path / "file" / "a"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "shown"),
+    [
+        ("NVIDIA GeForce RTX 4090", 26, "NVIDIA GeForce RTX 4090"),
+        ("NVIDIA GeForce RTX 4090", 10, "RTX 4090"),
+        ("cuda NVIDIA GeForce RTX 4090", 20, "cuda RTX 4090"),
+        ("cuda NVIDIA GeForce RTX 4090", 10, "RTX 4090"),
+        ("rocm AMD Strix Halo (Radeon 8060S)", 26, "rocm Strix Halo"),
+        ("cpu AMD Ryzen 9 9950X 16-Core Processor", 26, "cpu Ryzen 9 9950X"),
+        ("A100-SXM4-80GB", 10, "...M4-80GB"),
+    ],
+)
+def test_device_names_are_shortened_from_the_left(name: str, most: int, shown: str) -> None:
+    """What tells one card from another stands last."""
+    assert units.device_name(name, most) == shown
+
+
+ODD_LINES = [
+    "[]", "7", '"text"', "null", "{}", '{"step": "2"}', '{"step": null}', '{"step": 2}', '{"step": 2, "loss": [1]}',
+    '{"step": 2, "evaluation_loss": "low"}', '{"step": 2.5, "evaluation_loss": 1.0}', "{" * 20, "[" * 100_000,
+    '{"step": ' + "9" * 5000 + "}", '{"step": 1' + "0" * 400 + ', "evaluation_loss": 1.0}',
+]  # fmt: skip
+
+
+def test_odd_lines_of_metrics_are_left_out_and_newer_keys_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        for step in (1, 2, 3):
+            writer.step(metrics(step))
+        writer.evaluation(3, 2.5)
+    lines = path.read_text().splitlines()
+    newer = json.dumps({**json.loads(lines[1]), "watts": 7, "layers": [1, 2]})
+    path.write_text("\n".join([*ODD_LINES, lines[0], *ODD_LINES, newer, *ODD_LINES, *lines[2:], *ODD_LINES]))
+    found = read_metrics(path)
+    assert found.steps == tuple(metrics(step) for step in (1, 2, 3))
+    assert [(one.step, one.loss) for one in found.evaluations] == [(3, 2.5)]
+    MetricsWriter(path, resume_step=2).close()
+    assert read_metrics(path).steps == tuple(metrics(step) for step in (1, 2))
+    assert newer in path.read_text(), "what another version has written stays"

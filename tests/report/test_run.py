@@ -1,0 +1,529 @@
+"""What looks back at a run: architecture, recorded steps, traces, the HTML report, comparisons and baselines."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+
+from hetero_mpi.cli import main
+from hetero_mpi.errors import UserError
+from hetero_mpi.launch.supervisor.event_log import own_event
+from hetero_mpi.planning.schedule import Action, Op, schedule_of
+from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.types.cluster_changes import with_slowness
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.toml_files import save_profile
+from hetero_mpi.report.figures.architecture import architecture
+from hetero_mpi.report.figures.charts import Series, line_chart
+from hetero_mpi.report.figures.style import COLOURS, save, svg
+from hetero_mpi.report.page.document import report_html, write_report
+from hetero_mpi.report.page.sections import key_figures
+from hetero_mpi.report.past_run import USED_PROFILE, describe_run, read_run
+from hetero_mpi.report.run_files.measured import (
+    STEPS_NAME,
+    MeasuredEvent,
+    RankStep,
+    Usage,
+    keep_until,
+    newest_step,
+    on_one_clock,
+    rank_step_from_dict,
+    rank_step_to_dict,
+    read_rank_steps,
+)
+from hetero_mpi.report.run_files.metrics import Metrics
+from hetero_mpi.report.run_files.set_aside import EarlierRun
+from hetero_mpi.report.trace import run_trace, save_run_trace
+from hetero_mpi.report.traffic import traffic
+from tests.mpi import run_mpi
+from tests.past_runs import JOB, cluster, make_run, measured, planned
+from tests.planning_samples import make_model, make_plan_of, make_profile
+from tests.small_jobs import Workshop
+
+ROOT = Path(__file__).parents[2]
+
+
+# Architecture
+
+
+def texts(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
+def assert_apart(figure: Figure, count: int) -> None:
+    """So many stages, all inside the picture, none over another."""
+    surface = to_rgba(COLOURS["surface"][0])
+    boxes = [patch.get_bbox() for patch in figure.axes[0].patches if patch.get_facecolor() == surface]
+    assert len(boxes) == count
+    for place, box in enumerate(boxes):
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y0 >= 0 and box.y1 <= figure.bbox.height
+        assert not any(box.overlaps(other) for other in boxes[:place])
+
+
+def assert_readable(figure: Figure) -> None:
+    """No text over another, none cut by the edge."""
+    figure.draw_without_rendering()
+    extents = [(text.get_text(), text.get_window_extent()) for text in figure.axes[0].texts]
+    for place, (text, extent) in enumerate(extents):
+        assert extent.x0 >= 0 and extent.x1 <= figure.bbox.width, f"{text} is cut"
+        for other, box in extents[:place]:
+            assert not extent.padded(-2).overlaps(box.padded(-2)), f"{text!r} over {other!r}"
+
+
+@pytest.mark.parametrize(("ranks", "used"), [(1, 1), (3, 2), (34, 32)])
+def test_the_architecture_names_every_rank_and_overlaps_none(tmp_path: Path, ranks: int, used: int) -> None:
+    profile = cluster(ranks)
+    figure = architecture(planned(profile, used), profile, "a job")
+    said = texts(figure)
+    assert [text for text in said if text.startswith("stage ")] == [f"stage {number}" for number in range(used)]
+    assert all(
+        any(text == f"rank {rank}" or text.startswith(f"rank {rank}  card") for text in said) for rank in range(ranks)
+    )
+    assert sum("kB/s" in text for text in said) == used - 1, "a bandwidth at every link"
+    assert_apart(figure, used)
+    assert_readable(figure)
+    png = save(figure, tmp_path / "new" / "architecture.png", "a job")
+    vector = save(figure, tmp_path / "architecture.svg", "a job").read_text()
+    assert png.read_bytes().startswith(b"\x89PNG") and COLOURS["accent"][0] in vector and "var(" not in vector
+    assert "<title>it would slow &lt;everybody&gt;" in vector or ranks == used
+    page = svg(figure, "a job", page=True)
+    assert "fill: var(--surface)" in page and not any(light in page for light, _ in COLOURS.values())
+
+
+def test_no_two_roles_share_a_colour() -> None:
+    """A page finds the role of a colour by its value on light paper."""
+    assert len({light for light, _ in COLOURS.values()}) == len(COLOURS)
+
+
+def test_names_are_shown_as_they_are() -> None:
+    """A dollar is no formula, and markup no markup."""
+    profile = cluster(1)
+    odd = replace(profile, devices=(replace(profile.devices[0], name=r"$x<b>\1"),))
+    page = svg(architecture(planned(odd), odd, r"a $y \2"), r"a $y \2 & <b>", page=True)
+    assert r"$x&lt;b&gt;\1" in page and r"a $y \2" in page and "<b>" not in page
+
+
+def test_pipelines_have_strips_of_their_own() -> None:
+    profile = cluster(6)
+    items = len(profile.model.layers)
+    one = PipelinePlan((StagePlan((0,), 0, 7, 1), StagePlan((1,), 7, items, 0)), 1, 4)
+    plan = Plan((one, PipelinePlan((StagePlan((5,), 0, items, 0),), 2, 4)), 8, 10, items, predicted_step_s=1.0)
+    emulated = architecture(plan, replace(profile, source="emulated, measured"), "a job")
+    said = texts(emulated)
+    assert "pipeline 0: 4 sequences, 1 at a time" in said and "pipeline 1: 4 sequences, 2 at a time" in said
+    assert any(text == "the whole model" for text in said)
+    assert any("an all-reduce of the gradients of 14 layers over the 2 pipelines" in text for text in said)
+    assert any(text.startswith("EMULATED") for text in said)
+    assert_apart(emulated, 3)
+    alone = tuple(PipelinePlan((StagePlan((rank,), 0, 26, 0),), 1, 2) for rank in range(12))
+    assert_apart(architecture(Plan(alone, 24, 10, 26), cluster(12), "a job"), 12)
+
+
+# Recorded steps
+
+
+def test_recorded_steps_come_back_and_forget_what_is_done_again(tmp_path: Path) -> None:
+    profile = cluster(3)
+    plan = planned(profile)
+    make_run(tmp_path / "a", plan, profile)
+    path = tmp_path / "a" / STEPS_NAME
+    records = read_rank_steps(path)
+    assert [rank_step_from_dict(rank_step_to_dict(record)) for record in records] == list(records)
+    with path.open("a") as file:
+        file.write('{"step": 61, "ra')  # torn by a crash
+    assert read_rank_steps(path) == records
+    assert {record.rank for record in newest_step(records, plan)} == {0, 1, 2}
+    assert newest_step(records[:2], plan) == (), "not every rank told"
+    other = make_plan_of([0, 4, 8], [0, 1], 8)
+    assert newest_step(records, other) == (), "measured under another plan"
+    keep_until(path, 59)
+    assert read_rank_steps(path) == ()
+
+
+def test_events_of_several_clocks_are_brought_onto_one() -> None:
+    """Measured exactly as predicted, by ranks that began at different times: the simulator's events come back."""
+    profile = cluster(3)
+    plan = planned(profile)
+    found = on_one_clock(measured(plan, profile, 5, slower=1.0))
+    expected = {event.action: event for event in simulate(plan, profile).events}
+    assert {event.action for event in found} == set(expected)
+    for event in found:
+        same = expected[event.action]
+        assert event.start_s == pytest.approx(same.start_s, abs=1e-9)
+        assert event.end_s == pytest.approx(same.end_s, abs=1e-9), "a send lasts until its message has come"
+    seen, promised = traffic(found, plan)[0, 1], traffic(simulate(plan, profile).events, plan)[0, 1]
+    assert (seen.messages, seen.bytes) == (promised.messages, promised.bytes) == (8, 8 * 1000)
+    assert seen.seconds == pytest.approx(promised.seconds)
+
+
+def test_messages_of_one_link_follow_each_other() -> None:
+    """Handed over at 1 s and 2 s, arrived at 4 s and 5 s: the second was under way from 4 s on."""
+    sends = [MeasuredEvent(0, 1, Action(Op.SEND_F, 0, m), 1.0 + m, 1.1 + m, 10, copied_s=0.1) for m in (0, 1)]
+    takes = [MeasuredEvent(1, 1, Action(Op.RECV_F, 1, m), 0.0, 6.0, 10, arrived_s=4.0 + m) for m in (0, 1)]
+    records = [RankStep(0, 1, 50.0, tuple(sends), Usage()), RankStep(1, 1, 50.0, tuple(takes), Usage())]
+    found = [event for event in on_one_clock(records) if event.action.op is Op.SEND_F]
+    assert [(event.start_s, event.end_s) for event in found] == [(1.0, 4.0), (4.0, 5.0)]
+    copies = [
+        entry
+        for entry in run_trace(found, [])["traceEvents"]
+        if entry["ph"] == "X" and entry["tid"] - entry["pid"] == 7
+    ]
+    assert [entry["ts"] for entry in copies] == [1e6, 2e6], "but they were copied when the rank began them"
+
+
+def test_every_second_of_a_step_is_accounted_for() -> None:
+    events = [
+        MeasuredEvent(0, 1, Action(Op.RECV_F, 1, 0), 0.0, 1.0, 100, copied_s=0.25),
+        MeasuredEvent(0, 1, Action(Op.F, 1, 0), 1.0, 3.0),
+        MeasuredEvent(0, 1, Action(Op.B, 1, 0), 3.0, 6.0),
+        MeasuredEvent(0, 1, Action(Op.SEND_B, 1, 0), 6.0, 6.5, 80, copied_s=0.5),
+        MeasuredEvent(0, 1, Action(Op.REDUCE, 1, item=2), 6.5, 7.0),
+        MeasuredEvent(0, 1, Action(Op.STEP, 1), 8.0, 9.0),
+    ]
+    used = Usage().and_step(events, 10.0).and_step(events, 10.0)
+    assert (used.steps, used.computing_s, used.activations_s, used.copies_s, used.sums_s) == (2, 12.0, 1.5, 1.5, 1.0)
+    assert (used.sent_bytes, used.received_bytes, used.end_s) == (160, 200, 4.0)
+
+
+def test_a_trace_has_predicted_beside_measured(tmp_path: Path) -> None:
+    profile = cluster(3, source="emulated, measured")
+    plan = planned(profile)
+    run = make_run(tmp_path / "a", plan, profile)
+    path = save_run_trace(read_run(run), run / "trace.json")
+    assert path is not None
+    entries = json.loads(path.read_text())["traceEvents"]
+    names = [entry["args"]["name"] for entry in entries if entry["name"] == "process_name"]
+    assert names[0] == "rank 0, measured, emulated: card 0, host0" and "rank 2, predicted: card 2, host1" in names
+    complete = [entry for entry in entries if entry["ph"] == "X"]
+    count = len(simulate(plan, profile).events)
+    assert [sum(entry["pid"] // 100 % 2 == 1 - which for entry in complete) for which in (0, 1)] == [count, count]
+    assert min(entry["ts"] for entry in complete) == 0.0
+
+
+def test_a_plan_made_for_other_speeds_is_simulated_at_those(tmp_path: Path) -> None:
+    """After a change of plan the page named two predictions: the plan's, and one at the speeds of the profile."""
+    profile = cluster(3)
+    slow = with_slowness(profile, {1: 3.0})
+    plan = replace(planned(profile), predicted_step_s=simulate(planned(profile), slow).step_s)
+    run = make_run(tmp_path / "a", plan, profile)
+    told = {"event": "rebalanced", "text": "rank 1 is slow", "speeds": {"0": 1.0, "1": 1 / 3}}
+    events, later = run / "events.jsonl", time.time() + 60
+    events.write_text(json.dumps({"unix_s": later, **told}) + "\n")
+    found = read_run(run)
+    assert found.speeds == {0: 1.0, 1: 1 / 3}
+    step = found.predicted()
+    assert step is not None and step.step_s == pytest.approx(plan.predicted_step_s)
+    with events.open("a") as file:
+        file.write(json.dumps({"unix_s": later + 1, "event": "ranks-lost", "text": "Died: rank 2"}) + "\n")
+    assert read_run(run).speeds == {}, "those that are left plan from the profile"
+
+
+# The report
+
+
+class Reader(HTMLParser):
+    """Collects what a page says, and everything in it that could lead out of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.headings: list[str] = []
+        self.leads: list[str] = []
+        self.said = ""
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "link", "br", "img", "input"):
+            self.open.append(tag)
+        self.leads += [
+            value or ""
+            for name, value in attributes
+            if name in ("src", "href", "data", "action") or name.startswith("on")
+        ]
+        assert tag not in ("script", "iframe", "object")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data: str) -> None:
+        self.said += data
+        if self.open and self.open[-1] == "h2":
+            self.headings.append(data)
+
+
+def test_the_report_holds_everything_and_leads_nowhere(tmp_path: Path) -> None:
+    profile = cluster(4)
+    run = make_run(tmp_path / "a <b> & c", planned(profile, 3), profile)
+    assert main(["report", str(run)]) == 0
+    text = (run / "report.html").read_text()
+    reader = Reader()
+    reader.feed(text)
+    reader.close()
+    assert reader.open == [] and reader.leads == ["data:,"] and "url(" not in text and "@import" not in text
+    assert reader.headings == [
+        "Learning", "Speed", "What the ranks do", "Memory", "A step", "Links", "Where everything is",
+        "The plan, and why", "Checkpoints", "What happened",
+    ]  # fmt: skip
+    for words in (
+        "a <b> & c", "measured, step 60", "it would slow <everybody> down by 3 %", "no word from host beta",
+        "training started on 4 ranks", "held-out loss", "(+5", "0 → 1", "prefers-color-scheme:dark",
+    ):  # fmt: skip
+        assert words in reader.said, words
+    assert "emulated" not in reader.said.lower()
+    assert not list(run.glob("*.partial"))
+
+
+def test_an_emulated_run_is_labelled_wherever_it_has_times(tmp_path: Path) -> None:
+    profile = cluster(3, source="emulated, measured")
+    text = report_html(read_run(make_run(tmp_path / "a", planned(profile), profile)))
+    for heading in (
+        "Speed",
+        "What the ranks do",
+        "Memory",
+        "A step",
+        "Links",
+        "Where everything is",
+        "The plan, and why",
+    ):
+        assert f'<h2>{heading} <span class="tag">emulated</span>' in text
+    assert '<h1>a <span class="tag">emulated</span>' in text
+
+
+def test_the_report_counts_a_tied_matrix_once(tmp_path: Path) -> None:
+    """Two blocks of 400 parameters and a matrix of 1,000 that both ends share."""
+    profile = make_profile(model=make_model(2, tied=True))
+    page = report_html(read_run(make_run(tmp_path / "tied", planned(profile), profile, steps=5)))
+    assert "llama, 1.80 k parameters" in page and "2.80 k parameters" not in page
+
+
+def test_tokens_of_an_emulated_run_are_told_apart(tmp_path: Path) -> None:
+    """Steps of 5 tokens of the stand-in, each of them for 16 of the profile's."""
+    profile = cluster(2, source="emulated, measured")
+    run = read_run(make_run(tmp_path / "emulated", planned(profile), profile, steps=10))
+    own = [replace(step, tokens=5, tokens_per_s=16 * 5 / step.step_s) for step in run.metrics.steps]
+    tiles = {what: rest for what, *rest in key_figures(replace(run, metrics=Metrics(tuple(own), ())))}
+    assert tiles["learnt from"][0] == "50 tokens"
+    assert tiles["learnt from"][1].startswith("the stand-in's; for 800 in ")
+    assert "of the small model that stands in for it" in report_html(run)
+
+
+def test_a_run_that_was_cut_short_is_reported_too(tmp_path: Path) -> None:
+    profile = cluster(2)
+    run = make_run(tmp_path / "a", planned(profile), profile)
+    (run / STEPS_NAME).unlink()
+    (run / "events.jsonl").write_text('{"unix_s": 1')
+    (run / "metrics.jsonl").write_text("")
+    assert "No step was recorded" in report_html(read_run(run))
+    save_profile(cluster(1), run / USED_PROFILE)  # of another cluster: the plan is not for it
+    assert read_run(run).profile is None and "The plan, and why" in report_html(read_run(run))
+    (run / "plan.toml").unlink()
+    assert "What happened" in report_html(read_run(run))
+    with pytest.raises(UserError, match="not the directory of a run"):
+        read_run(tmp_path)
+    with pytest.raises(UserError, match="name another place with -o"):
+        write_report(read_run(run), tmp_path / "nowhere" / "report.html")
+
+
+def test_a_resumed_run_keeps_its_starts(tmp_path: Path) -> None:
+    for step in (0, 20, 10):
+        describe_run(tmp_path, "a", "a.toml", JOB, {}, 3, step)
+    assert [one.text for one in read_run(tmp_path).happenings] == [
+        "training started on 3 ranks",
+        "training resumed after step 10 on 3 ranks",
+    ]
+    describe_run(tmp_path, "a", "a.toml", JOB, {}, 2, 0)
+    assert len(read_run(tmp_path).happenings) == 1, "another run in the same directory"
+
+
+def files_under(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_run_is_set_aside_whole_but_for_what_the_new_one_needs(tmp_path: Path) -> None:
+    profile = cluster(2)
+    run = make_run(tmp_path / "a", planned(profile), profile)
+    (run / "notes.txt").write_text("the user's own")
+    before, told = files_under(run), read_run(run)
+    new = (
+        json.dumps({"unix_s": 2e9, "event": "start", "text": "of the new run's supervisor", "supervisor": "new"}) + "\n"
+    )
+    with (run / "events.jsonl").open("a") as file:
+        file.write(new)
+
+    earlier = EarlierRun.found(run, [tmp_path / "model"])
+    assert earlier is not None and files_under(run).keys() == before.keys()
+    (run / "plan.toml").write_text("the new run's")
+    aside = earlier.set_aside(lambda values: values.get("supervisor") == "new")
+    assert aside == run / "set-aside-1"
+    kept = read_run(aside)
+    assert (kept.metrics, kept.plan, kept.rank_steps) == (told.metrics, told.plan, told.rank_steps)
+    assert kept.happenings == told.happenings
+    assert [(one.step, one.bytes) for one in kept.checkpoints] == [(60, 4)]
+    assert files_under(aside) == {name: content for name, content in before.items() if name != "notes.txt"}
+    left = {name for name in files_under(run) if not name.startswith("set-aside-1/")}
+    assert left == {"notes.txt", "plan.toml", "profile.toml", "events.jsonl"}
+    assert (run / "events.jsonl").read_text() == new
+    assert (run / "plan.toml").read_text() == "the new run's"
+    assert EarlierRun.found(run, []) is None, "no run is left there"
+
+
+@pytest.mark.parametrize(
+    ("values", "own"),
+    [
+        ({"unix_s": time.time() + 60, "event": "died"}, True),
+        ({"unix_s": 1e9, "event": "died"}, False),
+        ({"unix_s": "yesterday", "event": "died"}, False),
+        ({"unix_s": None}, False),
+        ({}, False),
+    ],
+)
+def test_events_of_this_process_are_told_from_those_of_a_run_before(values: dict[str, Any], own: bool) -> None:
+    assert own_event(values) is own
+
+
+def test_a_run_that_is_read_is_not_set_aside(tmp_path: Path) -> None:
+    profile = cluster(2)
+    run = make_run(tmp_path / "a", planned(profile), profile)
+    before = files_under(run)
+    with pytest.raises(UserError, match=r"this one reads .*/model there: choose another directory with --run-dir"):
+        EarlierRun.found(run, [run / "model"])
+    assert files_under(run) == before
+
+
+DIES = """
+import os, sys
+from pathlib import Path
+from typing import Any
+from hetero_mpi.report.run_files.set_aside import EarlierRun
+moves = 0
+def look(event, arguments):
+    global moves
+    if event == "os.rename":
+        moves += 1
+        if moves == int(sys.argv[2]):
+            os._exit(9)
+sys.addaudithook(look)
+EarlierRun.found(Path(sys.argv[1]), []).set_aside(lambda values: False)
+"""
+
+
+def test_a_crash_while_a_run_is_set_aside_loses_nothing(tmp_path: Path) -> None:
+    profile = cluster(2)
+    for move in range(1, 7):
+        run = make_run(tmp_path / str(move), planned(profile), profile)
+        before = files_under(run)
+        died = subprocess.run(
+            [sys.executable, "-c", DIES, str(run), str(move)], env={**os.environ, "PYTHONPATH": str(ROOT)}
+        )
+        assert died.returncode == (9 if move < 6 else 0), "five files and folders are moved"
+        assert move == 6 or (run / "checkpoints" / "step-00000060.h5").exists(), "there is a run until the last move"
+        earlier = EarlierRun.found(run, [])
+        if earlier is not None:
+            earlier.set_aside(lambda values: False)
+        assert files_under(run / "set-aside-1") == before
+        assert not (run / "set-aside-2").exists()
+
+
+def test_charts_leave_out_what_is_no_number() -> None:
+    points = tuple((float(step), float("nan") if step == 3 else 1.0 * step) for step in range(1, 2000))
+    figure = line_chart("loss", [Series("training", points, "accent")])
+    assert figure is not None and "nan" not in svg(figure, "loss") and len(svg(figure, "loss")) < 20_000
+    assert line_chart("loss", [Series("training", ((1.0, float("nan")),), "accent")]) is None
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0, 0.37, 1e-9, 123_456.0])
+def test_axes_have_round_numbers(value: float) -> None:
+    """Also of a series that does not change; and no two ticks are written alike."""
+    figure = line_chart("loss", [Series("training", ((1.0, value), (2.0, value)), "accent")], from_zero=True)
+    assert figure is not None
+    ticks = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    assert len(set(ticks)) == len(ticks) >= 2 and max(map(len, ticks)) <= 8, ticks
+
+
+BROWSER = next(
+    (found for name in ("chromium", "google-chrome", "chromium-browser") if (found := shutil.which(name))), None
+)
+
+
+def console_of(page: Path, directory: Path) -> list[str]:
+    """What Chromium's console says of a page, which it draws as wide as a phone."""
+    assert BROWSER is not None
+    command = [
+        BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr",
+        "--disable-background-networking", "--no-first-run", "--window-size=390,844", f"--user-data-dir={directory}",
+        f"--screenshot={page.with_suffix('.png')}", page.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert page.with_suffix(".png").stat().st_size > 5_000
+    return [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine (chromium, google-chrome)")
+def test_a_real_browser_shows_the_report_without_complaint(tmp_path: Path) -> None:
+    """The page's own policy forbids every request, and a browser complains of each that is tried: as the second page shows."""
+    profile = cluster(3)
+    report = write_report(read_run(make_run(tmp_path / "a", planned(profile), profile)), tmp_path / "report.html")
+    assert console_of(report, tmp_path / "profile") == []
+    tempted = tmp_path / "tempted.html"
+    tempted.write_text(report.read_text().replace("<main>", '<main><img src="https://example.org/a.png">'))
+    assert any("example.org" in line for line in console_of(tempted, tmp_path / "profile"))
+
+
+# A real run
+
+
+def test_a_run_leaves_all_of_it_behind(tmp_path: Path) -> None:
+    """Two ranks under mpirun: every action of the recorded steps is there, times add up, and the files are made from them."""
+    shop = Workshop(tmp_path)
+    job = shop.job(
+        "shown", shop.values(shop.model()), report={"write": True}, train={"steps": 5}, plan={"allow_idle": False}
+    )
+    run = tmp_path / "run"
+    done = run_mpi(2, ["-m", "hetero_mpi", "train", str(job), "--run-dir", str(run)], timeout_s=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "report.html" in done.stdout and "\x1b" not in done.stdout
+    found = read_run(run)
+    assert (
+        found.plan is not None
+        and found.profile is not None
+        and found.name == "shown"
+        and found.job["train"]["steps"] == 5
+    )
+    schedule = schedule_of(found.plan, found.profile.model)
+    assert sorted({record.step for record in found.rank_steps}) == [1, 2, 3, 5], (
+        "the third, and the ends of the quarters"
+    )
+    for record in found.rank_steps:
+        assert tuple(event.action for event in record.events) == schedule[record.rank]
+        assert record.usage.steps == record.step and record.usage.peak_bytes > 10**7
+        assert 0 < record.usage.computing_s <= record.usage.seconds * 1.001
+        assert all(event.arrived_s is not None for event in record.events if event.action.op in (Op.RECV_F, Op.RECV_B))
+    step = on_one_clock(newest_step(found.rank_steps, found.plan))
+    took = {event.action: event for event in step}
+    for event in step:
+        if event.action.op is Op.RECV_F:
+            send = took[Action(Op.SEND_F, event.action.stage - 1, event.action.micro_batch)]
+            assert send.start_s < event.end_s, "no message is taken before it is sent, whatever the clocks"
+    assert max(event.end_s for event in step) <= 1.2 * found.metrics.steps[-1].step_s
+    report = (run / "report.html").read_text()
+    assert "measured, step 5" in report and "emulated" not in report
+    assert {entry["pid"] for entry in json.loads((run / "trace.json").read_text())["traceEvents"]} == {
+        100,
+        200,
+        300,
+        400,
+    }
+    assert (run / "architecture.png").stat().st_size > 10_000 and "<svg" in (run / "architecture.svg").read_text()
+    assert not list(run.glob("*.partial"))

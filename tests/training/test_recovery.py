@@ -1,0 +1,290 @@
+"""A run that loses ranks goes on in the processes that are left, and its losses are those of a run that lost none.
+
+Real ranks under a launcher with fault tolerance, and real SIGKILLs at moments that nobody chooses.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hetero_mpi.checkpoint import checkpoint_path
+from hetero_mpi.cli import main
+from hetero_mpi.comm.ranks.library import MPICH, MpiLibrary
+from hetero_mpi.errors import ExitCode, UserError
+from hetero_mpi.launch.launcher.launcher import Launcher, outliving_ranks
+from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.state.copies import CopyCosts, buddies, newest_whole, steps_between
+from tests.launch.test_elastic import Cluster, Elastic, events
+from tests.long_run import LongRun, Running
+from tests.mpi import launcher_or_skip, run_bounded, run_mpi
+
+STEPS = 150
+
+
+# ---------------------------------------------------------------------------------------------- who keeps what, and how often
+@pytest.mark.parametrize(
+    ("sizes", "hosts", "expected"),
+    [
+        ([8, 8], "ab", {0: 1, 1: 0}),
+        ([8, 8, 8, 8], "aabb", {0: 2, 1: 3, 2: 0, 3: 1}),  # never on the own host, and evenly
+        ([8, 8, 8], "aaa", {0: 1, 1: 2, 2: 0}),  # one host: better than nothing
+        ([0, 8, 8], "abc", {1: 0, 2: 0}),  # rank 0 leads without a stage, and has room for both
+        ([9, 1, 1], "aab", {0: 2, 1: 2, 2: 1}),
+        ([8], "a", {}),
+    ],
+)
+def test_a_buddy_is_on_another_host_and_has_room(sizes: list[int], hosts: str, expected: dict[int, int]) -> None:
+    assert buddies(sizes, list(hosts)) == expected
+
+
+def test_the_newest_generation_that_is_whole() -> None:
+    items = {0, 1, 2}
+    everything = [[(8, [0, 1]), (10, [0])], [(8, [1, 2]), (10, [1, 2])]]
+    assert newest_whole(everything, items) == (10, {0: (0,), 1: (1,), 2: (1,)})
+    without_rank_0 = [everything[1]]
+    assert newest_whole(without_rank_0, items) is None
+    assert newest_whole(without_rank_0, {1, 2}) == (10, {1: (0,), 2: (0,)})
+    interrupted = [[(8, [0, 1]), (10, [0])], [(8, [1, 2]), (10, [1])]]  # item 2 has not arrived yet
+    assert newest_whole(interrupted, items) == (8, {0: (0,), 1: (0, 1), 2: (1,)})
+    assert newest_whole([[], []], items) is None
+
+
+def test_copies_take_at_most_two_per_cent_of_the_time() -> None:
+    for cost_s, step_s in [(0.001, 1.0), (0.02, 1.0), (0.05, 1.0), (3.0, 0.2)]:
+        every = steps_between(cost_s, step_s)
+        assert cost_s / (every * step_s) <= 0.02 + 1e-12
+        assert every == 1 or cost_s / ((every - 1) * step_s) > 0.02, "no rarer than that"
+    costs = CopyCosts()
+    costs.begin(0.0)
+    for beside in (False, False, False, True, True):
+        time.sleep(0.05 if beside else 0.01)
+        costs.step(beside)
+    assert costs.steps_alone == 3 and costs.step_s < 0.05 < costs.cost_s
+
+
+# --------------------------------------------------------------------------------------------------------- real ranks that die
+def outliving_or_skip() -> list[str]:
+    """The launcher's options that let a job outlive its ranks; skipped where there is no such MPI."""
+    try:
+        return outliving_ranks(launcher_or_skip())
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> LongRun:
+    return LongRun(tmp_path_factory.mktemp("recovery"), 4)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(job: LongRun) -> list[float]:
+    """Losses of all steps of a run in one process."""
+    run = job.directory / "one-process" / "run"  # deeper than where the other runs look for a profile
+    program = job.command(run)[0]
+    python = program.index("-m") - 1
+    arguments = [word for word in program[python:] if word not in ("--plan", str(job.plan))]
+    result = run_bounded([*arguments, "--set", f"train.steps={STEPS}"], job.environment(), 300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return losses(run)
+
+
+def losses(run: Path) -> list[float]:
+    steps = read_metrics(run / "metrics.jsonl").steps
+    assert [line.step for line in steps] == list(range(1, len(steps) + 1)), "every step is told once"
+    return [line.loss for line in steps]
+
+
+def start(job: LongRun, run: Path, *more: str) -> tuple[list[str], dict[str, str]]:
+    arguments, environment = job.command(run, "--set", f"train.steps={STEPS}", *more)
+    return [arguments[0], *outliving_or_skip(), *arguments[1:]], environment
+
+
+def kill(running: Running, *victims: int) -> float:
+    """SIGKILL at a moment between two looks; the seconds until the next step that the run had not done before."""
+    done = running.steps()
+    for victim in victims:
+        running.ranks[victim].send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    running.wait_for("the steps after a death", lambda: newest_step(running.run) > done)
+    return time.monotonic() - began
+
+
+def newest_step(run: Path) -> int:
+    if not (run / "metrics.jsonl").exists():
+        return 0
+    steps = read_metrics(run / "metrics.jsonl").steps
+    return steps[-1].step if steps else 0
+
+
+def test_launch_says_what_it_adds_and_what_cannot_be(capfd: pytest.CaptureFixture[str]) -> None:
+    outliving_or_skip()
+    assert main(["launch", "-np", "2", "--recover", "--verbose", "--print", "--", "train", "job.toml"]) == 0
+    shown = capfd.readouterr()
+    assert " --with-ft ulfm " in shown.out and "ranks may die" in shown.err
+    other = Launcher(Path("mpiexec"), MPICH, MpiLibrary(MPICH, MPICH, "5.0.2"))
+    with pytest.raises(UserError, match=r"Open MPI from version 5 on \(loaded: MPICH 5.0.2\).*--elastic"):
+        outliving_ranks(other)
+
+
+def test_survivors_meet_and_go_on_np4() -> None:
+    """All that ranks wait in (messages, sums, collectives, sleep, heartbeats), one death after the other, until one is left."""
+    arguments = ["tests/programs/comm_survivors.py", "1"]
+    result = run_mpi(4, arguments, 120, options=outliving_or_skip())
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [line.split(" ")[3:5] for line in result.stdout.splitlines() if "died" in line] == [
+        ["4", "died;"],
+        ["3", "died;"],
+        ["2", "died;"],
+    ]
+    assert "the last one 0 1" in result.stdout
+
+
+def test_two_deaths_in_one_run_one_of_them_the_leader_np4(job: LongRun, undisturbed: list[float]) -> None:
+    """Rank 1 holds a stage; rank 0 leads, reads the data and writes the files; ranks 2 and 3 were idle by the first plan."""
+    run = job.directory / "two-deaths"
+    with job.started(*start(job, run, "--set", "checkpoint.buddy_every=2"), run) as running:
+        running.wait_for_steps(5)
+        kill(running, 1)
+        running.wait_for("more steps", lambda: newest_step(run) >= 60)
+        kill(running, 0)
+        assert running.end() == 0, running.text()
+        told = running.text()
+    assert losses(run) == undisturbed
+    assert "Died: rank 1 on " in told and "Died: rank 0 on " in told, told
+    assert told.count("from copies in memory") == 2, told
+    assert told.count("the first one since the death") == 2
+    assert "3 ranks, numbered 0, 1 (was 2), 2 (was 3)" in told
+    assert checkpoint_path(run / "checkpoints", STEPS).exists() and (run / "model" / "model.safetensors").exists()
+    assert not [p for p in psutil.process_iter() if p.pid in {r.pid for r in running.ranks.values()}]
+
+
+# ---------------------------------------------------------------------------------------------------------------- minutes each
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(6))
+def test_any_ranks_at_any_moment_until_one_is_left_np4(job: LongRun, undisturbed: list[float], seed: int) -> None:
+    """The planner's plans, checkpoints after every few steps, copies as often as it thinks right."""
+    chance = random.Random(seed)
+    run = job.directory / f"any-{seed}"
+    arguments, environment = start(job, run, "--set", f"checkpoint.every={chance.choice([0, 1, 4])}")
+    place = arguments.index("--plan")
+    del arguments[place : place + 2]
+    alive = list(range(4))
+    with job.started(arguments, environment, run) as running:
+        for turn in range(3):
+            running.wait_for("a step", lambda turn=turn: newest_step(run) >= 40 * turn + chance.randrange(1, 10))
+            time.sleep(chance.random() * 0.2)
+            if turn == 0:
+                running.wait_for_steps(1)
+            kill(running, alive.pop(chance.randrange(len(alive))))
+        assert running.end() == 0, running.text()
+    assert losses(run) == undisturbed
+
+
+@pytest.mark.long
+def test_without_a_living_copy_the_newest_checkpoint_serves_np4(job: LongRun, undisturbed: list[float]) -> None:
+    """The two ranks with stages are each other's buddies, and die together."""
+    run = job.directory / "both"
+    with job.started(*start(job, run, "--set", "checkpoint.every=10"), run) as running:
+        running.wait_for_steps(25)
+        kill(running, 0, 1)
+        assert running.end() == 0, running.text()
+        told = running.text()
+    assert "Resuming from " in told and "from copies in memory" not in told, told
+    assert losses(run) == undisturbed
+
+
+@pytest.mark.long
+def test_with_nothing_left_the_run_begins_anew_np4(job: LongRun, undisturbed: list[float]) -> None:
+    run = job.directory / "nothing"
+    with job.started(*start(job, run, "--set", "checkpoint.buddy_every=0"), run) as running:
+        running.wait_for_steps(10)
+        kill(running, 1)
+        assert running.end() == 0, running.text()
+        told = running.text()
+    assert "Copies of" not in told and "Going on after" not in told and "Resuming" not in told, told
+    assert losses(run) == undisturbed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
+def test_a_death_while_profiling_np4(job: LongRun, undisturbed: list[float], seed: int) -> None:
+    chance = random.Random(seed)
+    run = job.directory / f"profiling-{seed}"
+    arguments, environment = start(job, run, "--reprofile")
+    for option in ("--plan", "--profile"):
+        if option in arguments:
+            place = arguments.index(option)
+            del arguments[place : place + 2]
+    with job.started(arguments, environment, run) as running:
+        running.wait_for("profiling", lambda: "Profiling 4 ranks" in running.text())
+        time.sleep(chance.random() * 2)
+        running.find_ranks()
+        running.ranks[chance.randrange(4)].send_signal(signal.SIGKILL)
+        assert running.end() == 0, running.text()
+        told = running.text()
+    assert told.count("Died: ") == 1, told
+    assert losses(run) == undisturbed
+
+
+@pytest.mark.long
+def test_who_cannot_read_the_data_does_not_lead_np4(job: LongRun) -> None:
+    """The data is gone when the leader dies: nobody can take its place, and the run ends cleanly and says so."""
+    run = job.directory / "no-data"
+    hidden = job.text.with_suffix(".hidden")
+    with job.started(*start(job, run), run) as running:
+        running.wait_for_steps(5)
+        job.text.rename(hidden)
+        try:
+            running.ranks[0].send_signal(signal.SIGKILL)
+            code = running.end()
+        finally:
+            hidden.rename(job.text)
+        told = running.text()
+    assert code == ExitCode.USER_ERROR, told
+    assert "The rank that led has died, and the first of those that are left" in told and "--resume" in told
+
+
+@pytest.mark.long
+def test_an_adapter_goes_on_with_the_same_numbers_np4(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Frozen weights are read again, packed ones packed again; what is trained comes from the copies."""
+    job = LongRun(tmp_path_factory.mktemp("adapter"), 4)
+    more = ["--set", "adapter.method=lora"]
+    calm, run = job.directory / "calm" / "run", job.directory / "disturbed"
+    result = job.finish(calm, STEPS, *more)
+    assert result.returncode == 0, result.stdout + result.stderr
+    with job.started(*start(job, run, *more), run) as running:
+        running.wait_for_steps(10)
+        kill(running, 1)
+        kill(running, 0)
+        assert running.end() == 0, running.text()
+        assert running.text().count("from copies in memory") == 2, running.text()
+    assert losses(run) == losses(calm)
+    assert (run / "adapter" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.long
+def test_a_rank_on_another_host_and_then_a_whole_host(tmp_path: Path) -> None:
+    """``--recover`` and ``--elastic`` together: the first death costs no start, the second one does."""
+    outliving_or_skip()
+    job, run = Elastic(tmp_path, steps=200), tmp_path / "run"
+    with (
+        Cluster(tmp_path / "rack") as rack,
+        rack.start(job, run, "--recover", "--heartbeat-timeout", "4") as running,
+    ):
+        running.until_step(5, start=1)
+        began = time.monotonic()
+        rack.ranks("hB")[0].kill()
+        running.until(lambda: len(events(run, "recovered")) == 1, "the first step without hB's rank")
+        print(f"a rank on another host: next step {time.monotonic() - began:.1f} s after its death")
+        assert len(events(run, "start")) == 1
+        rack.cut_power("hC")
+        assert running.end() == 0, running.output.read_text()[-6000:]
+        assert rack.orphans() == []
+    assert [event["ranks"] for event in events(run, "start")] == [3, 2]
+    assert losses(run) == job.straight_losses()
