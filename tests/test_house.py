@@ -175,6 +175,25 @@ def test_no_package_imports_what_it_must_not(path: Path) -> None:
     assert not tops & {"pickle", "dill", "cloudpickle"}
 
 
+SLOW = ("matplotlib", "jinja2", "rich")
+"""What draws: loaded where something is shown, never when a rank starts."""
+DRAWING = ("figures", "page", "screen")
+"""Modules of ``report`` that load it."""
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_what_draws_is_loaded_late(path: Path) -> None:
+    if "report" in path.parts and {*path.parts, path.stem} & {*DRAWING}:
+        return
+    for node in ast.parse(path.read_text()).body:
+        found = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        found += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        for name in found:
+            assert name.split(".")[0] not in SLOW, f"{path.name} loads {name}"
+            inside = name.startswith("hetero_mpi.report.") and name.split(".")[2] in DRAWING
+            assert not inside, f"{path.name} loads {name} when it is imported itself"
+
+
 def test_readme_and_ci_run_the_same_tests() -> None:
     readme = (ROOT / "README.md").read_text()
     block = re.search(r"<!-- test-command -->\n```sh\n(.*?)```", readme, re.DOTALL)

@@ -34,8 +34,8 @@ from hetero_mpi.report.inspection import (
     network_lines,
     plan_inspection_lines,
     what_if_lines,
-    wrapped,
 )
+from hetero_mpi.report.lines import wrapped
 from hetero_mpi.report.tables import doubt_remarks, plan_lines
 from hetero_mpi.shipped import profile_file
 

@@ -11,10 +11,10 @@ from typing import Any
 from hetero_mpi.planning.types.plan import Alone, Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
-from hetero_mpi.report.inspection import wrapped
+from hetero_mpi.report.lines import table, wrapped
 from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.run_files.metrics import StepMetrics
-from hetero_mpi.report.tables import schedule_text, table
+from hetero_mpi.report.tables import schedule_text
 
 HARDLY = 1.1
 """Up to this gain, predictions and machines vary as much."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import textwrap
 from collections.abc import Mapping, Sequence
 
 from hetero_mpi.planning.analysis.idle_time import Idling
@@ -26,15 +25,14 @@ from hetero_mpi.report.alike import (
     plan_rows,
     utilisation,
 )
+from hetero_mpi.report.lines import table, wrapped
 from hetero_mpi.report.tables import (
-    WIDTH,
     headline,
     host_lines,
     idle_lines,
     plan_lines,
     profile_lines,
     schedule_text,
-    table,
 )
 
 ALL = "Like ranks share a row; `inspect FILE --all` shows every one"
@@ -53,11 +51,6 @@ LIMITS = {
     "granularity": "granularity (whole items, whole micro-batches)",
 }
 """``Losses.limit`` in words."""
-
-
-def wrapped(start: str, text: str) -> list[str]:
-    """``start + text`` within the width of the tables, later lines indented below the text."""
-    return textwrap.wrap(start + text, WIDTH, subsequent_indent=" " * len(start), break_on_hyphens=False)
 
 
 def residuals(link: LinkProfile) -> list[float]:

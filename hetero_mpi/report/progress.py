@@ -1,15 +1,4 @@
-"""Progress of the training loop: one calm screen on a terminal, plain lines at a sensible rate elsewhere.
-
-::
-
-    quickstart: 2 stages on 2 of 3 ranks, schedule 1F1B
-    step 120/300 [############------------------]  40 %, 1:12 left
-    loss 5.1234   5,242 tokens/s   391 ms per step, 291 ms predicted (+34 %)
-
-    rank  holds                    computes           predicted  now
-       0  embedding, blocks 0-1    ########--   82 %       91 %  computes 0F3
-       1  blocks 2-5, head         #######---   74 %       80 %  waits for rank 0 to send
-"""
+"""Progress of the training loop: one calm screen on a terminal, plain lines at a sensible rate elsewhere."""
 
 from __future__ import annotations
 
@@ -17,25 +6,26 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.past_run import predicted_step
 from hetero_mpi.report.run_files.metrics import StepMetrics
-from hetero_mpi.report.run_files.terminal import Screen, is_terminal
+from hetero_mpi.report.run_files.terminal import is_terminal
 from hetero_mpi.report.tables import items_text, schedule_text
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 LINE_EVERY_S = 5.0
 LINES_PER_RUN = 10
 _RECENT = 20
 """Steps whose median is shown as the present speed."""
-_BAR, _SHORT_BAR = 30, 10
-_LONGEST_HOLDS = 26
 
 
 @dataclass(frozen=True)
@@ -117,7 +107,11 @@ class ProgressDisplay:
         self._shown_step = first_step
         self._latest: StepMetrics | None = None
         self._recent: deque[StepMetrics] = deque(maxlen=_RECENT)
-        self._screen = Screen(self._stream, self.lines) if is_terminal(self._stream) else None
+        self._screen = None
+        if is_terminal(self._stream):
+            from hetero_mpi.report.screen import Screen  # loads rich
+
+            self._screen = Screen(self._stream, self.view)
 
     def update(self, line: StepMetrics) -> None:
         """A step is done."""
@@ -127,14 +121,6 @@ class ProgressDisplay:
             self._shown_s, self._shown_step = self._now_s(), line.step
             self._stream.write(self._line(line) + "\n")
             self._stream.flush()
-
-    def lines(self, columns: int, rows: int) -> list[str]:
-        """The screen, in so many columns and rows at most."""
-        lines = ["*" + self.overview.title, self._bar_line(), self._speed_line()]
-        room = rows - len(lines) - 3
-        if self.overview.ranks and room > 0:
-            lines += ["", *self._rank_lines(room)]
-        return lines
 
     def __enter__(self) -> ProgressDisplay:
         if self._screen is not None:
@@ -147,14 +133,22 @@ class ProgressDisplay:
         if self._screen is not None:
             self._screen.__exit__(kind, error, trace)
 
-    def _bar_line(self) -> str:
-        step = self._latest.step if self._latest is not None else self.first_step
-        share = step / self.total_steps if self.total_steps else 1.0
-        left = f", {self._left(step)} left" if self.first_step < step < self.total_steps else ""
-        width = len(str(self.total_steps))
-        return f"step {step:>{width}}/{self.total_steps} [{_bar(share, _BAR)}] {share * 100:3.0f} %{left}"
+    def view(self, rows: int) -> Group:
+        """The screen, in so many rows at most."""
+        from hetero_mpi.report.screen import RankLine, view
 
-    def _speed_line(self) -> str:
+        step = self._latest.step if self._latest is not None else self.first_step
+        left = f", {self._left(step)} left" if self.first_step < step < self.total_steps else ""
+        standings = self.standings()
+        ranks = [
+            RankLine(row.rank, row.holds, now.computed, row.predicted, now.text)
+            for row in self.overview.ranks
+            for now in [standings.get(row.rank, Now(""))]
+        ]
+        return view(self.overview.title, (step, self.total_steps), left, self._speed_text(), ranks, rows)
+
+    def _speed_text(self) -> str:
+        """The loss, and the present speed beside the predicted one."""
         if self._latest is None:
             return "the first step is under way"
         recent = list(self._recent)
@@ -166,23 +160,6 @@ class ProgressDisplay:
             more = step_s / predicted_s - 1
             text += f", {units.seconds(predicted_s)} predicted ({'+' if more >= 0 else '-'}{units.percent(abs(more))})"
         return text
-
-    def _rank_lines(self, room: int) -> list[str]:
-        standings = self.standings()
-        shown: Sequence[RankRow] = self.overview.ranks
-        more = ""
-        if len(shown) > room:
-            shown, more = shown[: room - 1], f"  and {len(shown) - room + 1} more ranks"
-        width = min(_LONGEST_HOLDS, max(len(row.holds) for row in shown)) if shown else 0
-        lines = [f"rank  {'holds':<{width}}  {'computes':<{_SHORT_BAR + 6}}  predicted  now"]
-        for row in shown:
-            now = standings.get(row.rank, Now(""))
-            share = "" if now.computed is None else f"{_bar(now.computed, _SHORT_BAR)} {now.computed * 100:3.0f} %"
-            lines.append(
-                f"{row.rank:>4}  {_cut(row.holds, width):<{width}}  {share:<{_SHORT_BAR + 6}}  "
-                f"{row.predicted * 100:7.0f} %  {now.text}"
-            )
-        return [*lines, more] if more else lines
 
     def _is_due(self, step: int) -> bool:
         some_steps = max(1, (self.total_steps - self.first_step) // LINES_PER_RUN)
@@ -199,14 +176,6 @@ class ProgressDisplay:
         return f"{text}  {self._left(line.step)} left" if line.step < self.total_steps else text
 
     def _left(self, step: int) -> str:
+        """The time that the steps after ``step`` will take, as a clock."""
         per_step_s = (self._now_s() - self._started_s) / (step - self.first_step)
         return units.clock(per_step_s * (self.total_steps - step))
-
-
-def _bar(share: float, width: int) -> str:
-    done = round(min(max(share, 0.0), 1.0) * width)
-    return "#" * done + "-" * (width - done)
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 3].rstrip() + "..."

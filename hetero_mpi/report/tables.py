@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import textwrap
 from collections.abc import Sequence
 
 from hetero_mpi.planning.analysis.plausible import profile_doubts
@@ -15,7 +14,6 @@ from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, Lin
 from hetero_mpi.report import units
 from hetero_mpi.report.alike import (
     EVERY_STAGE,
-    LONGEST_NAME,
     MOST_ROWS,
     MOST_STAGES,
     device_text,
@@ -23,37 +21,7 @@ from hetero_mpi.report.alike import (
     rank_rows,
     stage_rows,
 )
-
-WIDTH = 120
-"""Characters per line at most: fits a terminal beside another and the log of a job."""
-SHORTEST_NAME = 10
-PROSE = 30
-"""Least width of a column of prose."""
-
-
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned columns within ``WIDTH``, numbers to the right. Columns that are empty in all rows are left out.
-
-    Where the width is short, names of hosts and devices give way; a last column of prose goes on below itself.
-    """
-    kept = [column for column in range(len(headers)) if any(row[column] for row in rows)]
-    grid = [[row[column] for column in kept] for row in (headers, *rows)]
-    right = [all(not row[column] or row[column][0].isdigit() for row in grid[1:]) for column in range(len(kept))]
-    widths = [max(len(row[column]) for row in grid) for column in range(len(kept))]
-    if not right[-1]:
-        widths[-1] = min(widths[-1], PROSE)
-    names = [column for column in range(len(kept) - 1) if grid[0][column].endswith(("host", "device"))]
-    while sum(widths) + 2 * len(widths) > WIDTH and any(widths[column] > SHORTEST_NAME for column in names):
-        widths[max(names, key=lambda column: widths[column])] -= 1
-    lines = []
-    for row in grid:
-        cells = [
-            _shortened(cell, width, heading).rjust(width) if to_right else _shortened(cell, width, heading).ljust(width)
-            for cell, width, to_right, heading in zip(row[:-1], widths, right, grid[0], strict=False)
-        ]
-        last = row[-1].rjust(widths[-1]) if right[-1] else row[-1]
-        lines += _wrapped("  " + "".join(f"{cell}  " for cell in cells), last)
-    return lines
+from hetero_mpi.report.lines import table, wrapped
 
 
 def profile_lines(profile: ClusterProfile) -> list[str]:
@@ -63,7 +31,7 @@ def profile_lines(profile: ClusterProfile) -> list[str]:
     alike: dict[tuple[int, tuple[str, ...]], list[int]] = {}
     for device in profile.devices:
         row = (
-            _short(device.host),
+            units.shortened(device.host),
             device_text(device),
             units.seconds(_block_s(profile, device, Op.F)),
             units.seconds(_block_s(profile, device, Op.B)),
@@ -78,13 +46,11 @@ def profile_lines(profile: ClusterProfile) -> list[str]:
     ranks = len(profile.devices)
     lines = [f"Ranks: {ranks}, {profile.mpi_library}; figures {profile.source}, {profile.date}"]
     lines += table(("rank", *_places(profile), "forward", "backward", "memory", "why so much"), rows)
-    lines += _wrapped(
-        "  ", f"forward and backward: one block, one sequence of {tokens:,} tokens, {profile.model.dtype}"
-    )
+    lines += wrapped("  ", f"forward and backward: one block, one sequence of {tokens:,} tokens, {profile.model.dtype}")
     lines += _link_lines(profile)
     for note in profile.notes:
-        lines += _wrapped("  ", note)
-    return [*lines, *(line for remark in doubt_remarks(profile) for line in _wrapped("  ", remark))]
+        lines += wrapped("  ", note)
+    return [*lines, *(line for remark in doubt_remarks(profile) for line in wrapped("  ", remark))]
 
 
 def doubt_remarks(profile: ClusterProfile, named: str = "this profile") -> list[str]:
@@ -117,7 +83,7 @@ def plan_lines(plan: Plan, profile: ClusterProfile) -> list[str]:
     stages = sum(len(pipeline.stages) for pipeline in plan.pipelines)
     pipelines = "" if len(plan.pipelines) == 1 else f" in {len(plan.pipelines)} pipelines"
     emulated = " on emulated devices" if profile.emulated else ""
-    lines = _wrapped("", headline(plan)) if plan.predicted_step_s > 0 else []
+    lines = wrapped("", headline(plan)) if plan.predicted_step_s > 0 else []
     lines += [f"Plan: {units.plural(stages, 'stage')}{pipelines}{emulated}{schedule_text(plan)}"]
     lines += table(*_stage_table(plan, profile))
     tokens = " or ".join(dict.fromkeys(f"{one.micro_batch * plan.sequence_length:,}" for one in plan.pipelines))
@@ -129,9 +95,9 @@ def plan_lines(plan: Plan, profile: ClusterProfile) -> list[str]:
         lines.append(f"  {EVERY_STAGE}")
     lines += host_lines(plan)
     for line in idle_lines(plan):
-        lines += _wrapped("  ", line)
+        lines += wrapped("  ", line)
     for reason in plan.reasons:
-        lines += _wrapped("  because: ", reason)
+        lines += wrapped("  because: ", reason)
     lines += [f"Batch: {line}" for line in _batch_lines(plan)]
     lines += _prediction_lines(plan)
     return lines
@@ -169,7 +135,7 @@ def host_lines(plan: Plan) -> list[str]:
     hosts = plan.hosts if len(plan.hosts) <= MOST_ROWS else fullest_first[:1]
     more = f" (the fullest of {len(plan.hosts)})" if len(hosts) < len(plan.hosts) else ""
     return [
-        f"  host {_short(host.host)}: {units.size(host.peak_bytes)} of {units.size(host.usable_bytes)} "
+        f"  host {units.shortened(host.host)}: {units.size(host.peak_bytes)} of {units.size(host.usable_bytes)} "
         f"for its ranks together{more}"
         for host in hosts
     ]
@@ -275,7 +241,7 @@ def _prediction_lines(plan: Plan) -> list[str]:
         text += (
             f"; no plan could take less than {units.seconds(plan.bound_step_s)} (this one {units.percent(gap)} more)"
         )
-    return _wrapped("", text)
+    return wrapped("", text)
 
 
 def _link_lines(profile: ClusterProfile) -> list[str]:
@@ -309,20 +275,3 @@ def _block_s(profile: ClusterProfile, device: DeviceProfile, op: Op) -> float:
     items = len(profile.model.layers)
     total = compute_s(profile, device, 1, items - 1, profile.model.sequence_length, op)
     return total / max(items - 2, 1)
-
-
-def _shortened(cell: str, width: int, heading: str) -> str:
-    return units.device_name(cell, width) if heading.endswith("device") else _short(cell, width)
-
-
-def _short(name: str, width: int = LONGEST_NAME) -> str:
-    return name if len(name) <= width else name[: width - 3].rstrip() + "..."
-
-
-def _wrapped(start: str, text: str) -> list[str]:
-    """``start + text`` within WIDTH, later lines indented below the text (or a little, where the start is long)."""
-    indent = " " * (len(start) if len(start) <= WIDTH - PROSE else 4)
-    lines = textwrap.wrap(
-        text, WIDTH, initial_indent=start, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
-    )
-    return [line.rstrip() for line in lines] or [start.rstrip()]

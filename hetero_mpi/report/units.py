@@ -108,3 +108,8 @@ def plural(number: int, noun: str) -> str:
     """``1 rank``, ``1,024 ranks``."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{ending}"
+
+
+def shortened(text: str, most: int = 26) -> str:
+    """``text``, or its beginning, in at most ``most`` characters."""
+    return text if len(text) <= most else text[: most - 3].rstrip() + "..."

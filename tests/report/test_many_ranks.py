@@ -14,7 +14,8 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import save_plan, save_profile
 from hetero_mpi.report.alike import counted, least_most, mean_idling, utilisation, whole
 from hetero_mpi.report.inspection import inspection_lines, plan_inspection_lines
-from hetero_mpi.report.tables import WIDTH, plan_lines, profile_lines
+from hetero_mpi.report.lines import WIDTH
+from hetero_mpi.report.tables import plan_lines, profile_lines
 from tests.planning_samples import SEQUENCE, noisy_profile
 
 SCREEN = 100

@@ -21,11 +21,12 @@ from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import Alone, IdleRank, PipelinePlan, Plan, RankMemory, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
 from hetero_mpi.report import units
+from hetero_mpi.report.lines import WIDTH
 from hetero_mpi.report.run_files.logs import LOGGER, say, setup_logging
 from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, StepMetrics, read_metrics
 from hetero_mpi.report.run_files.run_directory import claim
 from hetero_mpi.report.summary import final_lines, measured_step_s, misled
-from hetero_mpi.report.tables import WIDTH, items_text, plan_lines, profile_lines
+from hetero_mpi.report.tables import items_text, plan_lines, profile_lines
 
 ROOT = Path(__file__).parents[2]
 

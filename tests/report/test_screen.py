@@ -6,11 +6,13 @@ import io
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from hetero_mpi.report import units
 from hetero_mpi.report.progress import Now, Overview, ProgressDisplay, RankRow
 from hetero_mpi.report.run_files.metrics import StepMetrics
-from hetero_mpi.report.run_files.terminal import Screen, write_line
+from hetero_mpi.report.run_files.terminal import write_line
+from hetero_mpi.report.screen import Screen
 
 
 def metrics(step: int, loss: float = 2.0) -> StepMetrics:
@@ -57,13 +59,24 @@ OVERVIEW = Overview(
     "small: 2 stages on 2 of 3 ranks", (RankRow(0, "blocks 2-5, head", 0.8), RankRow(1, "embedding, blocks 0-1", 0.9))
 )
 SCREEN = """\
-*small: 2 stages on 2 of 3 ranks
-step  3/40 [##----------------------------]   8 %, 3:05 left
+small: 2 stages on 2 of 3 ranks
+step  3/40 ━━                               8 %, 3:05 left
 loss 2.5000   8,192 tokens/s   1.00 s per step, 1.10 s predicted (-9.1 %)
 
 rank  holds                  computes          predicted  now
-   0  blocks 2-5, head       ########--  75 %       80 %  computes 1F3
+   0  blocks 2-5, head       ━━━━━━━╸    75 %       80 %  computes 1F3
    1  embedding, blocks 0-1                         90 %  waits for rank 0 to send"""
+
+
+def drawn(progress: ProgressDisplay, columns: int, rows: int) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=columns, color_system=None).print(progress.view(rows))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
 
 
 def test_a_calm_screen_on_a_terminal() -> None:
@@ -73,20 +86,34 @@ def test_a_calm_screen_on_a_terminal() -> None:
         progress.standings = lambda: {0: Now("computes 1F3", 0.75), 1: Now("waits for rank 0 to send")}
         clock.s += 5.0
         progress.update(metrics(3, loss=2.5))
-        assert "\n".join(line.rstrip() for line in progress.lines(100, 30)) == SCREEN
-        assert progress.lines(100, 7)[-1] == "  and 2 more ranks"
-        assert len(progress.lines(100, 4)) == 3, "a low terminal shows no ranks"
+        assert "\n".join(drawn(progress, 100, 30)) == SCREEN
+        assert drawn(progress, 100, 7)[-1] == "  and 2 more ranks"
+        assert len(drawn(progress, 100, 4)) == 3, "a low terminal shows no ranks"
+        assert max(map(len, drawn(progress, 40, 30))) <= 40 and len(drawn(progress, 40, 30)) == 7, "a narrow one cuts"
     shown = stream.getvalue()
-    assert shown.startswith("\x1b[1msmall: 2 stages") and "step  3/40 [##" in shown and shown.endswith("\n\x1b[J")
+    assert "small: 2 stages" in shown and "step  3/40" in shown and shown.endswith("\n")
+    assert "\x1b[?25l" not in shown, "who is killed leaves no terminal without a cursor"
 
 
 def test_what_is_said_goes_above_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
     stream = Terminal()
-    with Screen(stream, lambda columns, rows: ["one", "two"], every_s=100) as screen:
-        screen.draw()
-        write_line("said")
-        assert stream.getvalue().endswith("two\x1b[K\n\x1b[J\x1b[2A\x1b[Jone\x1b[K\ntwo\x1b[K\n\x1b[J")
-    assert capsys.readouterr().out == "said\n"
+    with Screen(stream, lambda rows: "one\ntwo", per_second=0.01):
+        assert stream.getvalue().endswith("one\ntwo")
+        write_line("said [bold] and more")
+        after = stream.getvalue().partition("said [bold] and more\n")[2]
+        assert after.endswith("one\ntwo"), "the screen is below what was said"
+    assert capsys.readouterr().out == ""
+    write_line("after it")
+    assert capsys.readouterr().out == "after it\n"
+
+
+def test_a_terminal_that_has_gone_ends_nothing() -> None:
+    class Gone(Terminal):
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    with ProgressDisplay(2, 0, Gone(), Clock(), OVERVIEW) as progress:
+        progress.update(metrics(1))
 
 
 def test_no_escape_codes_where_nobody_watches() -> None:
