@@ -450,7 +450,7 @@ def _add_offline_commands(commands: argparse._SubParsersAction[_Parser]) -> None
     )
     simulate.add_argument("--blocking-sends", action="store_true", help="as if ranks computed nothing while they send")
     simulate.add_argument(
-        "--shared-nic", action="store_true", help="as if all messages of a host passed through one network card"
+        "--shared-nic", action="store_true", help="as if all messages of a host passed through one NIC"
     )
     simulate.set_defaults(run=_simulate)
 

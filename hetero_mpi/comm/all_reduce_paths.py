@@ -1,7 +1,7 @@
 """Which way a sum's numbers take between the ranks of a group. Pure, since the planner prices the same way.
 
 Direct exchange takes two hops, but of h ranks on one host every one sends to every rank elsewhere: ``h (n - h)`` of 1/n of the
-bytes leave the host per hop, through its one card. A ring that visits host after host leaves each host once per hop: ``n - 1``
+bytes leave the host per hop, through its one NIC. A ring that visits host after host leaves each host once per hop: ``n - 1``
 of 1/n per half of its way (Patarasuk & Yuan 2009). So::
 
     8 ranks, bytes that leave a host    alone on it    2 on it    4 on it

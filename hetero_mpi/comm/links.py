@@ -1,9 +1,9 @@
 """How fast messages move between each pair of ranks, host buffer to host buffer, over the transport that training uses.
 
 Pairs are measured in rounds in which every rank has one partner at most (the circle method of round-robin
-tournaments) and every network card carries one pair at most, and each direction of a pair on its own: home links are
+tournaments) and every NIC carries one pair at most, and each direction of a pair on its own: home links are
 faster one way. Then, where a host has several ranks, everything that leaves it or comes to it is sent at once: ranks whose
-messages together are hardly faster than those of one share a card.
+messages together are hardly faster than those of one share a NIC.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TOO_SLOW_S = 1.0
 _FLOW_S, _FLOW_MESSAGES = 0.05, 3
 """Messages of about this time, and how many of them, tell how fast a flow is."""
 CLEARLY_FASTER = 1.5
-"""Flows that share no card are together at least so much faster than the fastest of them alone."""
+"""Flows that share no NIC are together at least so much faster than the fastest of them alone."""
 PLAUSIBLE = 4.0
 """A fitted bandwidth is at most so many times the best bytes / seconds of its samples."""
 
@@ -79,7 +79,7 @@ def measure_links(world: World, transport: Transport, sizes_bytes: Sequence[int]
                     own.append(LinkSamples(source, destination, same_host, sizes, seconds))
                 elif world.rank == destination:
                     _answer(transport, source)
-        world.meet_asleep()  # a pair that is done must not disturb one that shares its card
+        world.meet_asleep()  # a pair that is done must not disturb one that shares its NIC
     gathered = world.all_gather_json([asdict(samples) for samples in own])
     everything = [_from_json(values) for ranks_own in gathered for values in ranks_own]
     return sorted(everything, key=lambda samples: (samples.source, samples.destination))

@@ -305,7 +305,7 @@ class RocmBackend(Accelerator):
 
     @classmethod
     def only_by_name(cls) -> set[int]:
-        """The processor's own GPU beside a card: too slow to take a rank that could have the processor."""
+        """The processor's own GPU beside a discrete one: too slow to take a rank that could have the processor."""
         integrated = {index for index in range(cls.count()) if cls(index)._integrated()}
         return integrated if len(integrated) < cls.count() else set()
 

@@ -1,7 +1,7 @@
-"""Which device a rank takes: what the job says, what its host says, and which cards its neighbours take. No torch here.
+"""Which device a rank takes: what the job says, what its host says, and which GPUs its neighbours take. No torch here.
 
-Local rank i takes card i of those that it sees. Ranks of one host may see different cards: two Pythons whose torch builds are
-for different vendors, or a launcher that gives each rank a card of its own. So cards are counted among the ranks that see the
+Local rank i takes GPU i of those that it sees. Ranks of one host may see different GPUs: two Pythons whose torch builds are
+for different vendors, or a launcher that gives each rank a GPU of its own. So GPUs are counted among the ranks that see the
 same ones.
 """
 
@@ -19,7 +19,7 @@ DEVICE_VARIABLE = "HETERO_MPI_DEVICE"
 CORES_PER_GPU = 2.0
 """Its rank's two threads: one gives work to the GPU, the other moves messages."""
 DEVICE = re.compile(r"auto|cpu|mps|(cuda|rocm|xpu)(:\d+)?")
-DEVICE_RULE = '"auto", "cpu", "cuda", "rocm", "xpu", "mps", or one card of them, such as "cuda:1"'
+DEVICE_RULE = '"auto", "cpu", "cuda", "rocm", "xpu", "mps", or one GPU of them, such as "cuda:1"'
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Wish:
 
     name: str
     """``auto`` or a backend's name."""
-    card: int | None = None
+    gpu: int | None = None
     """Which one; None: the next that no lower rank takes."""
 
 
@@ -40,7 +40,7 @@ class VisibleDevices:
     backend: str
     devices: tuple[tuple[int, str], ...]
     """Number of every GPU it may take -> what tells it from others of the host."""
-    card: int | None
+    gpu: int | None
     """The number of the one it was told to take."""
 
 
@@ -52,8 +52,8 @@ def wish(job_device: str, environment: Mapping[str, str]) -> Wish:
     text = environment.get(DEVICE_VARIABLE) or job_device
     if not DEVICE.fullmatch(text):
         raise UserError(f"The environment variable {DEVICE_VARIABLE} must be {DEVICE_RULE}; it is {text!r}.")
-    name, _, card = text.partition(":")
-    return Wish(name, int(card) if card else None)
+    name, _, gpu = text.partition(":")
+    return Wish(name, int(gpu) if gpu else None)
 
 
 def device_of(rank: int, places: Sequence[VisibleDevices]) -> int | None:
@@ -67,8 +67,8 @@ def device_of(rank: int, places: Sequence[VisibleDevices]) -> int | None:
     [1, 2, None]
     """
     own = places[rank]
-    if own.card is not None:
-        return own.card
+    if own.gpu is not None:
+        return own.gpu
     lower = sum(place == own for place in places[:rank])
     return own.devices[lower][0] if lower < len(own.devices) else None
 

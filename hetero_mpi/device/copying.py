@@ -41,7 +41,7 @@ class Copying:
 
 
 class StreamCopying(Copying):
-    """Copies on a stream of their own (CUDA, ROCm, XPU), with pinned host memory by the card's copy engines."""
+    """Copies on a stream of their own (CUDA, ROCm, XPU), with pinned host memory by the GPU's copy engines."""
 
     beside = True
 

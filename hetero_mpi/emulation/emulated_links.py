@@ -1,17 +1,17 @@
 """A transport whose messages take as long as those of another cluster: what is received is held back until its time.
 
-The sender knows when its message would arrive: when its link (and, between two hosts, both hosts' network cards) is free,
+The sender knows when its message would arrive: when its link (and, between two hosts, both hosts' NICs) is free,
 and then a transfer later. It sends that moment, 8 bytes, beside the message; the receiver holds the message until then.
 The real transfer is hidden in that time, if it is the shorter one.
 
 * Messages of one directed pair of ranks queue behind each other.
-* All ranks of an emulated host share its card, one message in each direction at a time, first come, first served: as
-  ``planning.types.network.Network(shared_nic=True)`` says. The times until which cards are taken lie in a file that the ranks of
+* All ranks of an emulated host share its NIC, one message in each direction at a time, first come, first served: as
+  ``planning.types.network.Network(shared_nic=True)`` says. The times until which NICs are taken lie in a file that the ranks of
   one real host map into memory (``emulated_cards``), so ranks on different real hosts do not see each other's messages:
-  each real host's ranks share a card of their own.
-* A sum lasts as long as the profile says, counted from the moment when its last member started it, and the cards of all its
+  each real host's ranks share a NIC of their own.
+* A sum lasts as long as the profile says, counted from the moment when its last member started it, and the NICs of all its
   hosts are free, if it has several: every member sends its own moment to the others, and whoever first sees that all have
-  come takes the cards, in both directions, until the sum's end; the others look that end up. So sums take cards in the
+  come takes the NICs, in both directions, until the sum's end; the others look that end up. So sums take NICs in the
   order in which they are noticed, nearly that in which they begin. A rank takes part in one sum at a time, first
   started first.
 * Moments are read off the sender's clock. Ranks of one host share a clock; between hosts the clocks are compared once,
@@ -29,7 +29,7 @@ import numpy as np
 from hetero_mpi.comm.precise_sleep import Sleeper
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Arrived, Buffer, Group, Message, Numbers, Ready, Request, Sum, Transport
-from hetero_mpi.emulation.emulated_nics import Cards
+from hetero_mpi.emulation.emulated_nics import Nics
 
 STAMP_TAG = 1 << 14
 """Added to a message's tag for the moment that goes with it; MPI promises tags up to 32767."""
@@ -119,7 +119,7 @@ class EmulatedTransport(Transport):
 
     Args:
         delay_s: seconds of a message by itself.
-        cards: network cards shared by ranks; None: every pair of ranks has a link to itself.
+        nics: NICs shared by ranks; None: every pair of ranks has a link to itself.
         offsets_s: each rank's clock minus rank 0's, as ``clock_offsets_s`` says.
         sum_s: seconds of a sum by itself.
     """
@@ -129,12 +129,12 @@ class EmulatedTransport(Transport):
         inner: Transport,
         rank: int,
         delay_s: Delay,
-        cards: Cards | None,
+        nics: Nics | None,
         offsets_s: Sequence[float],
         sleeper: Sleeper,
         sum_s: SumTime = lambda ranks, size_bytes: 0.0,
     ) -> None:
-        self.inner, self.rank, self.delay_s, self.cards, self.sum_s = inner, rank, delay_s, cards, sum_s
+        self.inner, self.rank, self.delay_s, self.nics, self.sum_s = inner, rank, delay_s, nics, sum_s
         self._offsets_s, self._sleeper = dict(enumerate(offsets_s)), sleeper
         self._link_free_s: dict[int, float] = {}
         self._last_sum: _HeldSum | None = None
@@ -176,9 +176,9 @@ class EmulatedTransport(Transport):
         sum_s = self.sum_s(group.ranks, buffer.nbytes)
 
         def ends_s(begun_s: float, earliest_s: float) -> float:
-            if self.cards is None or sum_s == 0:
+            if self.nics is None or sum_s == 0:
                 return earliest_s + sum_s
-            return self.cards.book_sum(group, begun_s, earliest_s, sum_s)
+            return self.nics.book_sum(group, begun_s, earliest_s, sum_s)
 
         held = _HeldSum(request, parts, starts, own_offset_s, ends_s, self._last_sum)
         self._last_sum = held
@@ -191,8 +191,8 @@ class EmulatedTransport(Transport):
     def _arrival_s(self, destination: int, size_bytes: int) -> float:
         duration_s = self.delay_s(self.rank, destination, size_bytes)
         earliest_s = max(time.perf_counter(), self._link_free_s.get(destination, 0.0))
-        if self.cards is not None:
-            end_s = self.cards.book(self.rank, destination, earliest_s, duration_s)
+        if self.nics is not None:
+            end_s = self.nics.book(self.rank, destination, earliest_s, duration_s)
         else:
             end_s = earliest_s + duration_s
         self._link_free_s[destination] = end_s

@@ -1,4 +1,4 @@
-"""The network cards of emulated hosts: until when messages and sums take them, known to all ranks of one real host."""
+"""The NICs of emulated hosts: until when messages and sums take them, known to all ranks of one real host."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SUMS_KEPT = 4096
 """Far more than can be under way at once: a rank has at most one for every item of the model."""
 
 
-class Cards:
-    """Until when each emulated host's network card is taken, in seconds of this machine's clock, per direction.
+class Nics:
+    """Until when each emulated host's NIC is taken, in seconds of this machine's clock, per direction.
 
-    The table is a file in memory that the ranks of one real host share; a file lock makes booking one act. Behind the cards lie
+    The table is a file in memory that the ranks of one real host share; a file lock makes booking one act. Behind the NICs lie
     the ends of the latest ``_SUMS_KEPT`` sums: group, beginning, end.
     """
 
@@ -36,8 +36,8 @@ class Cards:
         self._sums = numbers[2 * len(names) + 1 :].reshape(_SUMS_KEPT, 3)
 
     @classmethod
-    def create(cls, path: str, hosts: Sequence[str]) -> Cards:
-        """The table in a file, made with all cards free unless it is there. ``hosts``: the emulated host of each rank."""
+    def create(cls, path: str, hosts: Sequence[str]) -> Nics:
+        """The table in a file, made with all NICs free unless it is there. ``hosts``: the emulated host of each rank."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         if os.fstat(descriptor).st_size < _table_bytes(hosts):
             os.ftruncate(descriptor, _table_bytes(hosts))
@@ -52,7 +52,7 @@ class Cards:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def book(self, source: int, destination: int, earliest_s: float, duration_s: float) -> float:
-        """Take both cards for a message that may start at ``earliest_s``; returns when it ends."""
+        """Take both NICs for a message that may start at ``earliest_s``; returns when it ends."""
         out, into = self._row[source], self._row[destination]
         if out == into:
             return earliest_s + duration_s
@@ -63,7 +63,7 @@ class Cards:
         return end_s
 
     def book_sum(self, group: Group, begun_s: float, earliest_s: float, duration_s: float) -> float:
-        """Take the cards of all the group's hosts for a sum that may start at ``earliest_s``; returns when it ends.
+        """Take the NICs of all the group's hosts for a sum that may start at ``earliest_s``; returns when it ends.
 
         Every member on this real host calls it; the first one books. ``begun_s``: tells the group's sums apart, and is the
         same on all members to the last bit.
@@ -86,15 +86,15 @@ def _table_bytes(hosts: Sequence[str]) -> int:
     return 8 * (2 * len(set(hosts)) + 1 + 3 * _SUMS_KEPT)
 
 
-def shared_cards(world: World, hosts: Sequence[str]) -> Cards:
+def shared_nics(world: World, hosts: Sequence[str]) -> Nics:
     """The table of this real host's ranks. Collective. ``hosts``: the emulated host of each rank of the whole job."""
     path = None
     if world.local_rank == 0:
-        descriptor, path = tempfile.mkstemp(prefix="hetero_mpi-cards-")
+        descriptor, path = tempfile.mkstemp(prefix="hetero_mpi-nics-")
         os.close(descriptor)
     paths = {host: made for host, made in world.all_gather_json([world.host, path]) if made is not None}
-    cards = Cards.create(paths[world.host], hosts)
+    nics = Nics.create(paths[world.host], hosts)
     world.barrier()
     if path is not None:
         os.unlink(path)  # the ranks have it open; a crash leaves nothing behind
-    return cards
+    return nics

@@ -3,7 +3,7 @@
 ``[cluster] emulate = PROFILE``. The profile's model is what is planned; the job's model, with as many blocks, is what is
 computed. Every forward, backward (whole or in parts) and optimizer step runs its real arithmetic and then waits until
 ``durations.duration`` times ``[cluster] time_scale`` has passed; messages and sums are held back by ``emulation.emulated_links``.
-The profile is looked at through ``NETWORK`` once, when it is read: planner, prediction and ranks see the same cards.
+The profile is looked at through ``NETWORK`` once, when it is read: planner, prediction and ranks see the same NICs.
 Nothing else differs from a run without emulation: losses have the same bits.
 """
 
@@ -20,7 +20,7 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.device.backend import DTYPES
 from hetero_mpi.emulation.emulated_links import Delay, EmulatedTransport, clock_offsets_s
-from hetero_mpi.emulation.emulated_nics import Cards, shared_cards
+from hetero_mpi.emulation.emulated_nics import Nics, shared_nics
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.job.plan_request import with_memory
@@ -44,7 +44,7 @@ from hetero_mpi.planning.types.toml_files import load_profile, profile_from_dict
 from hetero_mpi.report import units
 
 NETWORK = Network(shared_nic=True)
-"""How messages meet in an emulated cluster: the ranks of every host share its card."""
+"""How messages meet in an emulated cluster: the ranks of every host share its NIC."""
 _PACED = (*COMPUTE, Op.STEP)
 
 
@@ -143,7 +143,7 @@ class Emulation:
     """Carries the messages between stages in steps, and those only."""
     end_transport: Transport
     """Carries the gradient and the values of a tied matrix between the two ends, and sums gradients. As simulated, these share
-    cards among themselves; the few messages between stages that still pass beside them are not slowed down by them."""
+    NICs among themselves; the few messages between stages that still pass beside them are not slowed down by them."""
     pace: ActionPacer
     stand_in_sequence: int
     """Tokens per sequence of the job."""
@@ -249,21 +249,21 @@ def emulate(
     sleeper = Sleeper(spare_core=cores >= 2)  # one computes, one spins
     scale = loaded.job.cluster.time_scale
     hosts = [device.host for device in profile.devices]
-    cards, end_cards = shared_cards(world, hosts), shared_cards(world, hosts)
+    nics, end_nics = shared_nics(world, hosts), shared_nics(world, hosts)
     offsets_s = clock_offsets_s(world, transport)
     pace = ActionPacer(plan, profile, scale, sleeper, loaded.job.cluster.speed_changes())
     own = loaded.job.data.sequence_length
     row_bytes = own * chain.config.hidden_size * DTYPES[loaded.job.train.dtype].itemsize
 
-    def links(delay_s: Delay, cards: Cards) -> EmulatedTransport:
-        return EmulatedTransport(transport, world.rank, delay_s, cards, offsets_s, sleeper, pace.sum_s)
+    def links(delay_s: Delay, nics: Nics) -> EmulatedTransport:
+        return EmulatedTransport(transport, world.rank, delay_s, nics, offsets_s, sleeper, pace.sum_s)
 
     return Emulation(
         profile,
         plan,
         scale,
-        links(_between_stages(profile, plan, scale, row_bytes), cards),
-        links(_between_ends(profile, plan, scale), end_cards),
+        links(_between_stages(profile, plan, scale, row_bytes), nics),
+        links(_between_ends(profile, plan, scale), end_nics),
         pace,
         own,
         cores,

@@ -158,7 +158,7 @@ def step_command(host: str, command: Sequence[str], found: Sequence[Component]) 
         known = ", ".join(node for component in found for node in component.nodes)
         raise UserError(f"{host} is not a node of this SLURM job: it has {known or 'none'}.")
     groups = [f"--het-group={group}"] if len(found) > 1 else []
-    # The step of the daemon is that of its ranks too: all cores, cards and memory that the job has there.
+    # The step of the daemon is that of its ranks too: all cores, GPUs and memory that the job has there.
     step = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--cpu-bind=none", "--mpi=none"]
     return ["srun", *groups, *step, "sh", "-c", " ".join(command)]
 

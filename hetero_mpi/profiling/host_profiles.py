@@ -1,4 +1,4 @@
-"""What the ranks of a host have in common: its memory, counted once, and its network card."""
+"""What the ranks of a host have in common: its memory, counted once, and its NIC."""
 
 from __future__ import annotations
 

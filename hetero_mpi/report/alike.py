@@ -154,9 +154,9 @@ def host_rows(profile: ClusterProfile) -> list[tuple[str, ...]]:
     for kind, names in groups.items():
         hosts = [known[name] for name in names]
         sharing = sum(host.shared_nic for host in hosts)
-        card = "shared" if sharing == len(hosts) else f"shared on {sharing}" if sharing else "not shared"
+        nic = "shared" if sharing == len(hosts) else f"shared on {sharing}" if sharing else "not shared"
         flows = [host.flows_bytes_per_s for host in hosts if host.flows_bytes_per_s != float("inf")]
-        rows.append((str(len(hosts)), kind, card, least_most(flows, units.bandwidth)))
+        rows.append((str(len(hosts)), kind, nic, least_most(flows, units.bandwidth)))
     return rows
 
 

@@ -152,7 +152,7 @@ def network_lines(network: Network, step_s: float, predicted_s: float) -> list[s
     if network.blocking_sends:
         said.append("a rank computes nothing while it sends")
     if network.shared_nic:
-        said.append("all messages of a host to others pass through one card")
+        said.append("all messages of a host to others pass through one NIC")
     if not said:
         return []
     more = _share(step_s, predicted_s) - 1
@@ -250,19 +250,19 @@ def _sample(curve: Curve | None, tokens: int) -> tuple[str, str]:
 def _host_table(profile: ClusterProfile, every: bool) -> list[str]:
     """What the ranks of each host have in common, where the profile says so."""
     if len(profile.hosts) > MOST_ROWS and not every:
-        return ["", "Hosts", *table(("hosts", "ranks of each", "network card", "all flows out"), host_rows(profile))]
+        return ["", "Hosts", *table(("hosts", "ranks of each", "NIC", "all flows out"), host_rows(profile))]
     rows = []
     for host in profile.hosts:
         ranks = [device.rank for device in profile.devices if device.host == host.name]
         sharing = [device.rank for device in profile.devices if device.host == host.name and device.shares_host_memory]
         measured = math.isfinite(host.flows_bytes_per_s)
-        card = "shared" if host.shared_nic else "not shared" if measured else ""
+        nic = "shared" if host.shared_nic else "not shared" if measured else ""
         size, reason = (units.size(host.memory_bytes), host.memory_reason) if sharing else ("", "")
         speed = units.bandwidth(host.flows_bytes_per_s) if measured else ""
-        rows.append((host.name, units.numbers(ranks), units.numbers(sharing), size, card, speed, reason))
+        rows.append((host.name, units.numbers(ranks), units.numbers(sharing), size, nic, speed, reason))
     if not rows:
         return []
-    headers = ("host", "ranks", "in its memory", "memory", "network card", "all flows out", "why so much memory")
+    headers = ("host", "ranks", "in its memory", "memory", "NIC", "all flows out", "why so much memory")
     return ["", "Hosts", *table(headers, rows)]
 
 

@@ -148,7 +148,7 @@ def describe_run(
 
 
 def predicted_step(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
-    """The simulated step, with the cards of hosts shared where ranks were emulated so."""
+    """The simulated step, with the NICs of hosts shared where ranks were emulated so."""
     return simulate(plan, profile, network=Network(shared_nic=True) if profile.emulated else THREADED)
 
 

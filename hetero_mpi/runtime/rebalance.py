@@ -1,4 +1,4 @@
-"""Moves layers when machines change their speed while a run goes on: a laptop throttles, somebody else uses a card.
+"""Moves layers when machines change their speed while a run goes on: a laptop throttles, somebody else uses a GPU.
 
 Every rank compares what its computing took in a step with its profile, and says so along with the verdict on the next step: no
 message is sent for it. Rank 0 watches (``planning.analysis.drift``), asks for another plan in a process of its own

@@ -19,7 +19,7 @@ from hetero_mpi.comm.mpi_progress import Then
 from hetero_mpi.comm.precise_sleep import Sleeper
 from hetero_mpi.comm.transport import Group, Numbers, Sum, Transport
 from hetero_mpi.emulation.emulated_links import EmulatedTransport
-from hetero_mpi.emulation.emulated_nics import Cards
+from hetero_mpi.emulation.emulated_nics import Nics
 from tests.loopback import LoopbackNetwork
 from tests.mpi import run_mpi
 from tests.programs.comm_conformance import CASES, HELD_CASES, PIECE_CASES, SUM_CASES
@@ -118,13 +118,13 @@ def test_sums_of_an_emulated_cluster_queue_for_the_cards_of_their_hosts(tmp_path
     sum_s, taken_s = 0.1, 0.3
     starts, inside_ends, ends = [0.0] * 2, [0.0] * 2, [0.0] * 4
     begin = time.perf_counter()
-    Cards.create(str(tmp_path / "cards"), "aabb").book(0, 2, begin, taken_s)
+    Nics.create(str(tmp_path / "cards"), "aabb").book(0, 2, begin, taken_s)
     held = [
         EmulatedTransport(
             end,
             rank,
             lambda *_: 0.0,
-            Cards.create(str(tmp_path / "cards"), "aabb"),
+            Nics.create(str(tmp_path / "cards"), "aabb"),
             [0.0] * 4,
             Sleeper(False),
             lambda *_: sum_s,

@@ -115,10 +115,10 @@ def test_every_problem_of_a_hosts_file_is_told_at_once(tmp_path: Path) -> None:
         "[[host]] 1: slots = 0: must be a whole number of at least 1",
         "[[host]] 1: adress = \"10\": unknown key; did you mean 'address'?",
         '[[host]] 2: address = "-oProxyCommand=x": must be a host name or an IPv4 address',
-        '[[host]] 2: device = "gpu": must be "auto", "cpu", "cuda", "rocm", "xpu", "mps", or one card of them, such as "cuda:1"',
+        '[[host]] 2: device = "gpu": must be "auto", "cpu", "cuda", "rocm", "xpu", "mps", or one GPU of them, such as "cuda:1"',
         '[[host]] 2: python = "~/x": must be an absolute path on that host',
         "[[host]] 2: environment = {A B = \"x\"}: 'A B' cannot be the name of an environment variable",
-        '[[host]] 3: device = "cuda:1": names one card for 2 ranks: write slots = 1, or "cuda" for a card each',
+        '[[host]] 3: device = "cuda:1": names one GPU for 2 ranks: write slots = 1, or "cuda" for a GPU each',
         '[[host]] 4: environment = {A = 1}: must hold texts in quotes, such as { OMP_NUM_THREADS = "8" }',
     ]
 

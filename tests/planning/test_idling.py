@@ -90,7 +90,7 @@ def test_simulate_answers_for_other_networks(folder: Path, capsys: pytest.Captur
         (
             ("--shared-nic",),
             Network(shared_nic=True),
-            "all messages of a host to others pass through one card: no change",
+            "all messages of a host to others pass through one NIC: no change",
         ),
     ):
         simulated = simulate(load_plan("two.toml"), cluster(), network=network)

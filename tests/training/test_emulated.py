@@ -15,7 +15,7 @@ import pytest
 
 from hetero_mpi.comm.precise_sleep import Sleeper
 from hetero_mpi.emulation.emulated_links import EmulatedTransport, compare_clocks
-from hetero_mpi.emulation.emulated_nics import Cards
+from hetero_mpi.emulation.emulated_nics import Nics
 from hetero_mpi.emulation.pace import ActionPacer
 from hetero_mpi.planning.durations import finished_items_s
 from hetero_mpi.planning.schedule import Action, Op
@@ -246,7 +246,7 @@ def test_what_cannot_be_emulated_is_refused_on_all_ranks(np3: Runs, name: str, t
     assert all(text in outcome.texts[0] for text in texts), outcome.texts[0]
 
 
-def pair(delay_s: float, cards: Cards | None = None) -> list[EmulatedTransport]:
+def pair(delay_s: float, cards: Nics | None = None) -> list[EmulatedTransport]:
     """Two emulated transports that reach each other."""
     ends: tuple[LoopbackTransport, ...] = LoopbackNetwork(2).transports
     return [
@@ -279,7 +279,7 @@ def test_cards_serve_one_message_per_direction(tmp_path: Path) -> None:
     b out    2->0
     a in     2->0
     """
-    cards, others = (Cards.create(str(tmp_path / "cards"), ["a", "a", "b", "c"]) for _ in range(2))
+    cards, others = (Nics.create(str(tmp_path / "cards"), ["a", "a", "b", "c"]) for _ in range(2))
     assert cards.book(0, 2, 10.0, 1.0) == 11.0
     assert others.book(1, 3, 10.0, 1.0) == 12.0  # another process sees the same cards
     assert cards.book(2, 0, 10.0, 1.0) == 11.0

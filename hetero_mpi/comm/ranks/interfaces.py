@@ -18,7 +18,7 @@ _DEVICES = Path("/sys/class/net")
 def keep_to_the_launcher_s_interfaces(environment: MutableMapping[str, str]) -> None:
     """Tell Open MPI's library, before it is initialised, to use the interfaces over which the launcher's daemon talks.
 
-    Nothing is told where the user has chosen, where the daemon talks to no other host, or where another card of this machine is as
+    Nothing is told where the user has chosen, where the daemon talks to no other host, or where another NIC of this machine is as
     fast: which of the two is meant for data, nobody knows.
     """
     if "OMPI_COMM_WORLD_SIZE" not in environment or _INCLUDE in environment or _EXCLUDE in environment:
@@ -45,7 +45,7 @@ def _interfaces_of(process: int) -> tuple[set[str], set[str]]:
 
 
 def _card_speed(interface: str, devices: Path = _DEVICES) -> int:
-    """Mbit/s of a network card with an address; 0 of what is none (bridge, tunnel), or does not say (Wi-Fi)."""
+    """Mbit/s of a NIC with an address; 0 of what is none (bridge, tunnel), or does not say (Wi-Fi)."""
     if not (devices / interface / "device").exists():
         return 0
     try:

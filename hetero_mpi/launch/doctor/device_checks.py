@@ -24,7 +24,7 @@ _HIDING = {
 
 
 def check_devices(places: Sequence[Examined]) -> Iterator[Finding]:
-    """A finding per host's devices, and one for each vendor whose driver is loaded but whose cards are not offered."""
+    """A finding per host's devices, and one for each vendor whose driver is loaded but whose GPUs are not offered."""
     for place, facts in answered(places):
         if "version" not in facts.torch:
             if "torch" not in facts.missing:
@@ -74,31 +74,31 @@ def self_test_lines(places: Sequence[Examined]) -> list[str]:
 
 
 def check_shares(places: Sequence[Examined]) -> Iterator[Finding]:
-    """Ranks against cards: ranks without a card, cards without a rank, a device that is asked for and is not there."""
+    """Ranks against GPUs: ranks without a GPU, GPUs without a rank, a device that is asked for and is not there."""
     for place, facts in answered(places):
         devices = facts.torch.get("devices", [])
-        name, _, card = place.device.partition(":")
+        name, _, gpu = place.device.partition(":")
         kind = devices[0]["backend"] if devices and name == "auto" else name
-        cards, where = sum(device["backend"] == kind for device in devices), (place.title,)
+        gpus, where = sum(device["backend"] == kind for device in devices), (place.title,)
         if not devices:
             continue
-        if not cards or (card and int(card) >= cards):
+        if not gpus or (gpu and int(gpu) >= gpus):
             offered = ", ".join(map(_label, devices))
             text = f"device {place.device!r} is asked for, and torch {facts.torch['version']} offers {offered}"
             remedy = f'name one of these, or "auto"; for another vendor: {INSTALL.format(python=facts.python)}'
             yield Finding("devices", Severity.FAILS, text, remedy, where)
-        elif kind == "cpu" or card or not place.ranks or cards == place.ranks:
+        elif kind == "cpu" or gpu or not place.ranks or gpus == place.ranks:
             continue
-        elif place.ranks > cards and name == "auto":
-            text = f"{place.ranks} ranks for {cards} of {kind}: those beyond compute on the CPU"
-            yield Finding("devices", Severity.NOTE, text, f"slots = {cards} would leave them out", where)
-        elif place.ranks > cards:
-            text = f"{place.ranks} ranks for {cards} of {kind}: those beyond have no device"
-            yield Finding("devices", Severity.FAILS, text, f"write slots = {cards}", where)
+        elif place.ranks > gpus and name == "auto":
+            text = f"{place.ranks} ranks for {gpus} of {kind}: those beyond compute on the CPU"
+            yield Finding("devices", Severity.NOTE, text, f"slots = {gpus} would leave them out", where)
+        elif place.ranks > gpus:
+            text = f"{place.ranks} ranks for {gpus} of {kind}: those beyond have no device"
+            yield Finding("devices", Severity.FAILS, text, f"write slots = {gpus}", where)
         else:
-            text = f"{place.ranks} of {cards} cards ({kind}) have a rank"
+            text = f"{place.ranks} of {gpus} GPUs ({kind}) have a rank"
             yield Finding(
-                "devices", Severity.NOTE, text, f"slots = {cards} would use all: one rank drives one card", where
+                "devices", Severity.NOTE, text, f"slots = {gpus} would use all: one rank drives one GPU", where
             )
 
 
@@ -107,30 +107,30 @@ def _label(device: dict[str, Any]) -> str:
 
 
 def _offered(place: Examined, facts: HostFacts) -> Finding:
-    cards = [device for device in facts.torch["devices"] if device["backend"] != "cpu"]
-    used = cards or facts.torch["devices"]
+    gpus = [device for device in facts.torch["devices"] if device["backend"] != "cpu"]
+    used = gpus or facts.torch["devices"]
     text = "; ".join(f"{_label(device)} {device['name']}, {device['memory']}" for device in used)
-    if not cards:
+    if not gpus:
         text += f", {facts.cores} core{'' if facts.cores == 1 else 's'}"
     return Finding("devices", Severity.FINE, text, where=(place.title,))
 
 
 def _not_used(place: Examined, facts: HostFacts, driver: str, backend: str, vendor: str) -> Iterator[Finding]:
-    """Why a vendor's cards are not offered; nothing where there is neither a driver nor a torch build for them."""
+    """Why a vendor's GPUs are not offered; nothing where there is neither a driver nor a torch build for them."""
     loaded, built = facts.drivers.get(driver), backend in facts.torch["builds"]
     said = facts.torch["errors"].get(backend, "")
     if not loaded and not built:
         return
     where, version = (place.title,), facts.torch["version"]
     if not loaded:
-        text = f"torch {version} is built for {vendor} cards, but no driver of {vendor} is loaded: the CPU computes"
-        remedy = f"nothing, if there is no such card; else install {vendor}'s driver" + _container_hint(facts)
+        text = f"torch {version} is built for {vendor} GPUs, but no driver of {vendor} is loaded: the CPU computes"
+        remedy = f"nothing, if there is no such GPU; else install {vendor}'s driver" + _container_hint(facts)
         yield Finding("devices", Severity.NOTE, text, remedy, where)
         return
     intro = f"{vendor}'s driver ({loaded}) is loaded, but "
     if not built:
         builds = ", ".join(facts.torch["builds"]) or "the CPU"
-        remedy = f"to use the card: {INSTALL.format(python=facts.python)}"
+        remedy = f"to use the GPU: {INSTALL.format(python=facts.python)}"
         remedy += "\ntwo vendors in one box: an environment for each (docs/devices.md)"
         yield Finding("devices", Severity.NOTE, intro + f"torch {version} is built for {builds}", remedy, where)
         return
@@ -139,8 +139,8 @@ def _not_used(place: Examined, facts: HostFacts, driver: str, backend: str, vend
         text, remedy = "this user may not open /dev/kfd", "sudo usermod -aG render,video $USER, then log in again"
     elif hiding:
         text, remedy = (
-            f"{', '.join(hiding)} may hide the cards",
-            f"unset {hiding[0].partition('=')[0]} there, or name an existing card",
+            f"{', '.join(hiding)} may hide the GPUs",
+            f"unset {hiding[0].partition('=')[0]} there, or name an existing GPU",
         )
     elif "driver" in said and ("old" in said or "insufficient" in said):
         text = f"it is too old for torch {version}: {said}"
@@ -173,7 +173,7 @@ def _old(place: Examined, devices: Sequence[dict[str, Any]]) -> Iterator[Finding
     for device in devices:
         if device["backend"] != "cpu" and "bf16" not in device["dtypes"]:
             text = f"{_label(device)} {device['name']} does not compute in bf16"
-            remedy = 'with dtype = "auto" the whole job then computes in fp16 with loss scaling; leave the card out to keep bf16'
+            remedy = 'with dtype = "auto" the whole job then computes in fp16 with loss scaling; leave the GPU out to keep bf16'
             yield Finding("devices", Severity.NOTE, text, remedy, (place.title,))
         if device["memory_bytes"] < 1_000_000_000:
             text = f"{_label(device)} has {units.size(device['memory_bytes'])} of memory free"

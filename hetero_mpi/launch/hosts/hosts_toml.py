@@ -5,7 +5,7 @@
     slots = 1
     python = "/home/me/cuda/bin/python"
 
-An NVIDIA and an AMD card in one box are two entries with one address and two Pythons: an installed torch sees one vendor
+An NVIDIA and an AMD GPU in one box are two entries with one address and two Pythons: an installed torch sees one vendor
 only. ``read_hosts`` tells all problems of a file at once; ``docs/devices.md`` documents the keys.
 """
 
@@ -47,7 +47,7 @@ class Host(BaseModel):
     """Where MPI is installed there: the directory above ``bin``. Empty: the environment of ``python`` where MPI came with the
     environment here, else the same directory as here."""
     device: str = "auto"
-    """"auto", "cpu", "cuda", "rocm", "xpu", "mps", or one card of them: "cuda:1". Rank i of an entry takes card i."""
+    """"auto", "cpu", "cuda", "rocm", "xpu", "mps", or one GPU of them: "cuda:1". Rank i of an entry takes GPU i."""
     directory: str | None = None
     """Working directory there, an absolute path; empty: the path of the one here."""
     environment: dict[str, str] = {}
@@ -143,7 +143,7 @@ def _rules(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     elif ":" in device and slots > 1:
         yield (
             "device",
-            f'names one card for {slots} ranks: write slots = 1, or "{device.partition(":")[0]}" for a card each',
+            f'names one GPU for {slots} ranks: write slots = 1, or "{device.partition(":")[0]}" for a GPU each',
         )
     if not _ENDPOINT.fullmatch(known.get("endpoint", "none")):
         yield "endpoint", 'must be ADDRESS:PORT, or "none" where nobody can call this machine'

@@ -52,7 +52,7 @@ def with_faster_links(
 
 
 def with_free_links(profile: ClusterProfile) -> ClusterProfile:
-    """Messages take no time: neither on links nor on cards nor between devices and their hosts."""
+    """Messages take no time: neither on links nor on NICs nor between devices and their hosts."""
     devices = tuple(
         replace(
             device,

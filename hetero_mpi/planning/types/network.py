@@ -1,7 +1,7 @@
-"""How messages meet on the wire: network cards that a host's ranks share, and options of simulation.
+"""How messages meet on the wire: NICs that a host's ranks share, and options of simulation.
 
 The defaults are this program's own runtime: a communication thread sends while its rank computes, and every directed
-pair of ranks has a link to itself, unless the profile found that a host's ranks share a network card. Other runtimes
+pair of ranks has a link to itself, unless the profile found that a host's ranks share a NIC. Other runtimes
 send from the computing stream.
 """
 
@@ -22,13 +22,13 @@ class Network:
     blocking_sends: bool = False
     """A rank computes nothing until its message has left (sends issued from the computing thread or stream)."""
     shared_nic: bool = False
-    """All messages of *every* host to others pass through one card per host, full duplex, first come, first served;
+    """All messages of *every* host to others pass through one NIC per host, full duplex, first come, first served;
     otherwise so where the profile says it of a host."""
     late_sums: bool = False
     """Sums of gradients wait until a rank's backward has ended, instead of starting item by item while it runs."""
 
     def seen_by(self, profile: ClusterProfile) -> ClusterProfile:
-        """The profile with every host's card shared, where these options say so."""
+        """The profile with every host's NIC shared, where these options say so."""
         return with_shared_cards(profile) if self.shared_nic else profile
 
 
@@ -37,7 +37,7 @@ THREADED = Network()
 
 
 def with_shared_cards(profile: ClusterProfile) -> ClusterProfile:
-    """The same cluster, its messages between hosts passing through one card per host."""
+    """The same cluster, its messages between hosts passing through one NIC per host."""
     known = {host.name: host for host in profile.hosts}
     used_bytes = dict.fromkeys(known, 0)
     for device in profile.devices:

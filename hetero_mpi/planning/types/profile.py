@@ -117,7 +117,7 @@ class HostProfile:
     """Usable memory of the host itself, for all its ranks together."""
     memory_reason: str
     shared_nic: bool = False
-    """All messages to and from other hosts pass through one card: they queue for it. Found by sending all at once."""
+    """All messages to and from other hosts pass through one NIC: they queue for it. Found by sending all at once."""
     flows_bytes_per_s: float = float("inf")
     """All flows that leave the host, at once, together."""
 
@@ -177,7 +177,7 @@ class ClusterProfile:
     links: tuple[LinkProfile, ...]
     schema_version: int = SCHEMA_VERSION
     hosts: tuple[HostProfile, ...] = ()
-    """Hosts with a limit or a card that their ranks share; a host that is not listed has neither."""
+    """Hosts with a limit or a NIC that their ranks share; a host that is not listed has neither."""
     host_links: tuple[HostLinkProfile, ...] = ()
     """Pairs of hosts whose ranks' links are all alike. A pair of ranks in ``links`` counts for itself."""
     notes: tuple[str, ...] = field(default=())

@@ -179,7 +179,7 @@ def settle_products(world: World, backend: Backend, dtype: str) -> None:
 
 
 def open_device(world: World, job_device: str, needs: Needs) -> Backend:
-    """This rank's device, each rank of a host another card; a GPU that fails its self-test is refused, or, where it was not asked
+    """This rank's device, each rank of a host another GPU; a GPU that fails its self-test is refused, or, where it was not asked
     for, left alone. Collective.
 
     Args:
@@ -190,10 +190,10 @@ def open_device(world: World, job_device: str, needs: Needs) -> Backend:
         wanted = wish(job_device, os.environ)
         name, devices = visible_devices(wanted.name)
         refused = BACKENDS[name].unusable()
-    seen = world.all_gather_json([world.host, name, list(devices.items()), wanted.card])
+    seen = world.all_gather_json([world.host, name, list(devices.items()), wanted.gpu])
     places = [
-        VisibleDevices(host, backend, tuple((index, identity) for index, identity in devices), card)
-        for host, backend, devices, card in seen
+        VisibleDevices(host, backend, tuple((index, identity) for index, identity in devices), gpu)
+        for host, backend, devices, gpu in seen
     ]
     for host, reasons in dict(world.all_gather_json([world.host, list(refused.values())])).items():
         say(*(f"{host}: {reason}" for reason in reasons))
