@@ -36,7 +36,7 @@ from hetero_mpi.launch.hosts.authenticated import NotAuthentic
 MARK = "hetero_mpi probe: "
 REQUIRED = (
     "torch", "mpi4py", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "peft", "bitsandbytes", "h5py",
-    "tomli", "tomli_w", "pydantic", "psutil", "matplotlib",
+    "tomli", "tomli_w", "pydantic", "psutil", "matplotlib", "jinja2", "rich",
 )  # fmt: skip
 """Modules that a run imports; a test compares them with pyproject.toml."""
 LAUNCHER_PARTS = ("prted", "orted", "hydra_pmi_proxy")
