@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hetero_mpi"
-BASE = {"errors", "shipped", "text", "toml"}
+BASE = {"disk", "errors", "shipped", "text", "toml"}
 """Modules beside the packages that everybody may import."""
 PACKAGES = [
     "comm/ranks", "comm",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import secrets
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -30,9 +30,7 @@ from hetero_mpi.checkpoint.format import (
     pieces,
 )
 from hetero_mpi.checkpoint.sink import Sink
-
-# Names the temporary files of this process: whatever carries another mark was left behind by a run that died.
-_PROCESS_MARK = secrets.token_hex(4)
+from hetero_mpi.disk import PROCESS_MARK, atomic_write
 
 DESCRIPTION = (
     "Parameters and AdamW moments of a training run, keyed by transformers' parameter names. "
@@ -58,7 +56,7 @@ class CheckpointWriter:
         assert isinstance(metadata.get("step"), int), "a checkpoint's metadata must hold its step"
         self.path = Path(path)
         self.metadata = metadata
-        self._temporary = self.path.with_name(f".{self.path.name}.tmp-{_PROCESS_MARK}")
+        self._appearing = contextlib.ExitStack()
         self._sink: Sink | None = None
         self._file: Any = None
         self._infinite: dict[str, Summary] = {}
@@ -68,7 +66,7 @@ class CheckpointWriter:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(self.path.parent)
-            self._sink = Sink(self._temporary)
+            self._sink = Sink(self._appearing.enter_context(atomic_write(self.path, durable=True)))
             self._file = h5py.File(self._sink, "w", libver=LIBVER)
             for kind in (*KINDS, METADATA):
                 self._file.create_group(kind)
@@ -77,10 +75,10 @@ class CheckpointWriter:
                 _write_metadata(self._file[METADATA], key, value)
             self._sink.raise_error()
         except OSError as error:
-            self._discard()
+            self._discard(error)
             raise self._error(error) from error
-        except BaseException:
-            self._discard()
+        except BaseException as error:
+            self._discard(error)
             raise
         return self
 
@@ -113,7 +111,7 @@ class CheckpointWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            self._discard()
+            self._discard(error)
             return
         try:
             assert self._sink is not None
@@ -124,13 +122,12 @@ class CheckpointWriter:
             self._file = None
             self._sink.sync()
             self._sink.close()
-            os.replace(self._temporary, self.path)
-            sync(self.path.parent)
+            self._appearing.close()
         except OSError as failure:
-            self._discard()
+            self._discard(failure)
             raise self._error(failure) from failure
-        except CheckpointError:
-            self._discard()
+        except CheckpointError as failure:
+            self._discard(failure)
             raise
 
     def _refuse(self, kind: str, name: str, problem: str | None) -> None:
@@ -140,14 +137,14 @@ class CheckpointWriter:
                 "checkpoints written before are untouched. A lower [train] learning_rate may help."
             )
 
-    def _discard(self) -> None:
+    def _discard(self, error: BaseException) -> None:
         """Close and remove the temporary file."""
         if self._file is not None:
             self._file.close()
             self._file = None
         if self._sink is not None:
             self._sink.close()
-            self._temporary.unlink(missing_ok=True)
+        self._appearing.__exit__(type(error), error, None)
 
     def _error(self, error: Exception) -> CheckpointError:
         return CheckpointError(
@@ -156,18 +153,9 @@ class CheckpointWriter:
         )
 
 
-def sync(path: Path) -> None:
-    """fsync a file, or a directory, which makes a rename in it durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _remove_leftovers(directory: Path) -> None:
     for leftover in directory.glob(".*.h5.tmp-*"):
-        if not leftover.name.endswith(_PROCESS_MARK):
+        if not leftover.name.endswith(PROCESS_MARK):
             leftover.unlink(missing_ok=True)
 
 

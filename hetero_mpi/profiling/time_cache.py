@@ -19,6 +19,7 @@ from typing import Any
 from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend
+from hetero_mpi.disk import write_whole
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.profile_rules import number_problems
@@ -88,9 +89,5 @@ def save_times(key: str, times: DeviceTimes) -> None:
 
 def save(key: str, value: Any) -> None:
     """Keep a value that JSON can express. A cache that cannot be written is no reason to end a run."""
-    directory = cache_directory()
-    temporary = directory / f".{key}.{os.getpid()}.tmp"
     with contextlib.suppress(OSError):
-        directory.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(value), encoding="utf-8")
-        os.replace(temporary, directory / f"{key}.json")
+        write_whole(cache_directory() / f"{key}.json", json.dumps(value), make_folder=True)

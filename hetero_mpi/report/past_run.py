@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import statistics
 import time
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hetero_mpi.disk import write_whole
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.simulator import SimulatedStep, simulate
 from hetero_mpi.planning.types.cluster_changes import with_slowness
@@ -142,9 +142,7 @@ def describe_run(
     starts = [one for one in _starts(_told(path)) if step > 0 and one["step"] <= step]
     starts.append({"unix_s": round(time.time(), 3), "step": step, "ranks": ranks})
     values = {"name": name, "job_file": job_file, "job": job, "versions": dict(versions), "starts": starts}
-    temporary = path.with_name(path.name + ".partial")
-    temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(path, json.dumps(values, indent=1) + "\n")
 
 
 def predicted_step(plan: Plan, profile: ClusterProfile) -> SimulatedStep:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from hetero_mpi.checkpoint import CheckpointWriter
 from hetero_mpi.checkpoint.local_shards import keep_generations, piece_path
 from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.disk import free_bytes
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch.hosts.processes import VARIABLE
 from hetero_mpi.report import units
@@ -136,10 +136,9 @@ def lack_of_disk(world: World, run_dir: Path, own_bytes: int) -> str | None:
     Args:
         own_bytes: of one piece of this rank.
     """
-    existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
     free: int | None
     try:
-        free = shutil.disk_usage(existing).free
+        free = free_bytes(run_dir)
     except OSError:
         free = None
     rows = world.all_gather_json([world.host, own_bytes, free])

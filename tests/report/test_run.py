@@ -281,7 +281,7 @@ def test_the_report_holds_everything_and_leads_nowhere(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert words in reader.said, words
     assert "emulated" not in reader.said.lower()
-    assert not list(run.glob("*.partial"))
+    assert not list(run.glob(".*.tmp-*"))
 
 
 def test_an_emulated_run_is_labelled_wherever_it_has_times(tmp_path: Path) -> None:
@@ -526,4 +526,4 @@ def test_a_run_leaves_all_of_it_behind(tmp_path: Path) -> None:
         400,
     }
     assert (run / "architecture.png").stat().st_size > 10_000 and "<svg" in (run / "architecture.svg").read_text()
-    assert not list(run.glob("*.partial"))
+    assert not list(run.glob(".*.tmp-*"))

@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hetero_mpi.disk import atomic_write
 from hetero_mpi.errors import UserError
 
 _SCRIPT = """#!/bin/sh
@@ -60,12 +61,11 @@ def write_relay(script: str) -> Path:
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetero_mpi"
     path = folder / f"launch-agent-{hashlib.sha256(script.encode()).hexdigest()[:12]}.sh"
-    draft = path.with_suffix(f".{os.getpid()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        draft.write_text(script, encoding="utf-8")
-        draft.chmod(0o755)
-        draft.replace(path)
+        with atomic_write(path) as draft:
+            draft.write_text(script, encoding="utf-8")
+            draft.chmod(0o755)
     except OSError as error:
         raise UserError(
             f"{folder}: the launch agent for hosts with different MPI prefixes cannot be written there "

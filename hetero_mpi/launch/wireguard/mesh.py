@@ -8,7 +8,6 @@ believes none of this: it sends messages and reads the interfaces' byte counters
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 import shutil
 import subprocess
@@ -20,6 +19,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from hetero_mpi.comm.ranks.library import OPEN_MPI
+from hetero_mpi.disk import atomic_write
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml, broken_keys
 from hetero_mpi.launch.hosts.diagnostics import Finding, Severity
@@ -313,8 +313,6 @@ def _wg(command: str, given: str = "") -> str:
 
 def _write(path: Path, text: str) -> None:
     """Readable by the owner alone from its first byte on."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.unlink(missing_ok=True)
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-    draft.replace(path)
+    with atomic_write(path) as draft:
+        draft.touch(0o600, exist_ok=False)
+        draft.write_text(text, encoding="utf-8")

@@ -5,7 +5,7 @@ As all shapes are known before, the header comes first, and no more than a layer
 
 from __future__ import annotations
 
-import os
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +14,7 @@ from typing import BinaryIO
 import torch
 
 from hetero_mpi.device.backend import host_bytes
+from hetero_mpi.disk import atomic_write
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import WEIGHTS, header_of
 
@@ -37,10 +38,11 @@ class LayersWriter:
         self.path = directory
         self._buffers = buffers
         self._awaited = set(parameters)
-        self._temporary = directory / f".{WEIGHTS}.tmp"
+        self._appearing = contextlib.ExitStack()
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._file: BinaryIO = self._temporary.open("wb")
+            temporary = self._appearing.enter_context(atomic_write(directory / WEIGHTS, durable=True))
+            self._file: BinaryIO = temporary.open("wb")
             self._places = self._write_header(parameters)
         except OSError as error:
             raise self._error(error) from error
@@ -52,19 +54,15 @@ class LayersWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is None:
+            with self._appearing, self._file:
+                if error is not None:
+                    raise error
                 assert not self._awaited, f"never added: {sorted(self._awaited)}"
                 for buffers in self._buffers.values():
                     self._put(buffers())
-                self._file.flush()
-                os.fsync(self._file.fileno())
-            self._file.close()
-            if error is None:
-                os.replace(self._temporary, self.path / WEIGHTS)
         except OSError as problem:
-            raise self._error(problem) from problem
-        finally:
-            self._temporary.unlink(missing_ok=True)
+            if problem is not error:
+                raise self._error(problem) from problem
 
     def add(self, state: dict[str, torch.Tensor]) -> None:
         self._awaited -= set(state)

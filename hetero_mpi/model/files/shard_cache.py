@@ -14,13 +14,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from hetero_mpi.disk import atomic_write, free_bytes, write_whole
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import ListedTensor, StoredTensor, header_of, read_header, read_tensor
 
@@ -75,10 +73,10 @@ class ShardCache:
 
         :raises UserError: the directory is not writable, or the disk too full.
         """
-        with self._usable(), self._whole(self.directory / "trial") as file:
-            file.write(b"x")
+        with self._usable():
+            write_whole(self.directory / "trial", b"x")
         (self.directory / "trial").unlink(missing_ok=True)
-        free = shutil.disk_usage(self.directory).free
+        free = free_bytes(self.directory)
         if free < coming_bytes + _SPARE_BYTES:
             raise UserError(
                 f"the shard cache {self.directory} is to keep {coming_bytes:,} bytes, and {free:,} bytes are free there: "
@@ -91,12 +89,11 @@ class ShardCache:
         :raises UserError: it cannot be written.
         """
         path, manifest = self._paths(item)
-        with self._usable():
-            with self._whole(path) as file:
+        with self._usable():  # nothing is forced to the disk: what a power loss spoils is found by its hash
+            with atomic_write(path) as temporary, open(temporary, "wb") as file:
                 digest = _write(file, tensors)
             described = {"sha256": digest, "model": self.identity, "item": item, "bytes": path.stat().st_size}
-            with self._whole(manifest) as file:
-                file.write(json.dumps(described, indent=2).encode() + b"\n")
+            write_whole(manifest, json.dumps(described, indent=2) + "\n")
 
     def _problem(self, path: Path, manifest: Path, item: int, wanted: Mapping[str, ListedTensor]) -> str | None:
         described = json.loads(manifest.read_bytes())
@@ -118,17 +115,6 @@ class ShardCache:
     def _paths(self, item: int) -> tuple[Path, Path]:
         stem = self.directory / f"item-{item:05d}"
         return stem.with_suffix(".safetensors"), stem.with_suffix(".json")
-
-    @contextlib.contextmanager
-    def _whole(self, path: Path) -> Iterator[BinaryIO]:
-        """A file that appears when it is whole. It is not forced to the disk: what a power loss spoils is found by its hash."""
-        passing = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        try:
-            with open(passing, "wb") as file:
-                yield file
-            os.replace(passing, path)
-        finally:
-            passing.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _usable(self) -> Iterator[None]:

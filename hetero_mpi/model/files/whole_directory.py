@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from safetensors import SafetensorError
 
-from hetero_mpi.checkpoint.writer import sync
+from hetero_mpi.disk import sync
 from hetero_mpi.errors import UserError
 
 T = TypeVar("T", bound="WholeDirectory")

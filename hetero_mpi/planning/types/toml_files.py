@@ -1,7 +1,6 @@
 """Profiles and plans as TOML files that a person reads and edits, and as plain values for JSON messages.
 
-Reading lists all problems of a file at once. Writing goes to a temporary name that replaces the file in one step, so a
-reader never sees half a file.
+Reading lists all problems of a file at once.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi import toml
+from hetero_mpi.disk import write_whole
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types import plan as plan_types
 from hetero_mpi.planning.types import profile as profile_types
@@ -77,7 +77,7 @@ def plan_from_dict(data: dict[str, Any], where: str = "plan") -> Plan:
 
 def save_profile(profile: ClusterProfile, path: str | os.PathLike[str]) -> None:
     """Writes ``path`` in one step; its folder is made where it is missing."""
-    _write(Path(path), PROFILE_HEADING + to_toml(shortened(encode(profile))))
+    write_whole(Path(path), PROFILE_HEADING + to_toml(shortened(encode(profile))), make_folder=True)
 
 
 def load_profile(path: str | os.PathLike[str]) -> ClusterProfile:
@@ -91,7 +91,7 @@ def load_profile(path: str | os.PathLike[str]) -> ClusterProfile:
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Writes ``path`` in one step; its folder is made where it is missing."""
     data = {"schema_version": plan_types.SCHEMA_VERSION, **encode(plan)}
-    _write(Path(path), PLAN_HEADING + to_toml(data))
+    write_whole(Path(path), PLAN_HEADING + to_toml(data), make_folder=True)
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
@@ -153,16 +153,6 @@ def _value(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_value(item) for item in value) + "]"
     return repr(value)  # Python writes ints and floats (1e-05, inf) as TOML does.
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import os
 from pathlib import Path
 
 import jinja2
 from markupsafe import Markup
 
 import hetero_mpi
+from hetero_mpi.disk import write_whole
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.report import units
@@ -40,10 +40,8 @@ def report_html(run: PastRun) -> str:
 
 def write_report(run: PastRun, path: Path) -> Path:
     """Write the page in one piece. :raises UserError: the file cannot be written."""
-    temporary = path.with_name(path.name + ".partial")
     try:
-        temporary.write_text(report_html(run), encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, report_html(run))
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); name another place with -o") from error
     return path

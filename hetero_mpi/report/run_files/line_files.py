@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.disk import write_whole
 
 _LOG = logging.getLogger(__name__)
 _MOST_LINES = 100_000
@@ -68,15 +69,9 @@ def _append(path: Path, data: bytes) -> None:
 def rewrite(path: Path, lines: Iterable[str]) -> None:
     """Replace a file by its first ``lines``, with their ends: by a new file, or, on a full disk, by cutting the old one."""
     kept = "".join(lines).encode()
-    draft = path.with_name(path.name + ".partial")
     try:
-        with draft.open("wb") as file:
-            file.write(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
+        write_whole(path, kept, durable=True)
     except OSError:
-        draft.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             if path.read_bytes().startswith(kept):
                 os.truncate(path, len(kept))

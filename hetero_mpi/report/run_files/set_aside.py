@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hetero_mpi.disk import write_whole
 from hetero_mpi.errors import UserError
 
 _PLANNED = ("profile.toml", "plan.toml", "architecture.png", "architecture.svg")
@@ -119,6 +120,4 @@ def _bring_back(source: Path, target: Path, own: Callable[[Mapping[str, Any]], b
     if mine := [line for line in lines if is_own(line)]:
         with target.open("a", encoding="utf-8") as file:
             file.writelines(mine)
-        draft = source.with_name(source.name + ".partial")
-        draft.write_text("".join(line for line in lines if line not in mine), encoding="utf-8")
-        draft.replace(source)
+        write_whole(source, "".join(line for line in lines if line not in mine))

@@ -1,0 +1,53 @@
+"""Files that appear whole or not at all, and the room that is left for them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+PROCESS_MARK = os.urandom(4).hex()
+"""In the names of this process's temporary files: those with another mark may be left of a process that died."""
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path, durable: bool = False) -> Iterator[Path]:
+    """The name of a file to write, which takes the place of ``path`` when the block has ended well; otherwise nothing has changed.
+
+    ``durable``: file and name are on the disk by then, so that a power loss spoils neither.
+    """
+    temporary = path.with_name(f".{path.name}.tmp-{os.urandom(2).hex()}-{PROCESS_MARK}")
+    try:
+        yield temporary
+        if durable:
+            sync(temporary)
+        os.replace(temporary, path)
+        if durable:
+            sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: str | bytes, durable: bool = False, make_folder: bool = False) -> None:
+    """Make ``content`` (text: as UTF-8) the content of ``path``, as ``atomic_write`` does. Raises OSError."""
+    if make_folder:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path, durable) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def sync(path: Path) -> None:
+    """fsync a file, or a directory, which makes a rename in it durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def free_bytes(path: Path) -> int:
+    """What is free on the disk on which ``path`` is, or would be made. Raises OSError."""
+    path = path.absolute()
+    return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
