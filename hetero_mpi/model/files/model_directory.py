@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from hetero_mpi.disk import sync
 from hetero_mpi.model.files.model_files import INDEX, WEIGHTS
 from hetero_mpi.model.files.whole_directory import WholeDirectory
-from hetero_mpi.disk import sync
 
 CONFIG = "config.json"
 _WEIGHT_FILES = ("model-", WEIGHTS, "pytorch_model")

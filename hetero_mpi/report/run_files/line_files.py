@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.disk import write_whole
+from hetero_mpi.report.run_files.logs import say
 
 _LOG = logging.getLogger(__name__)
 _MOST_LINES = 100_000
