@@ -128,7 +128,8 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
-            yield _where_broken(path, error), _BadRecord(_broken(error))
+            where = f"{path}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(path)
+            yield where, _BadRecord(_broken(error))
             return
         if not values:
             raise UserError(f"{path}: the file holds no records: its JSON array is empty. Leave it out, or fill it.")
@@ -164,10 +165,6 @@ def _broken(error: Exception) -> str:
     if isinstance(error, ValueError):
         return "JSON with a number of more digits than can be read"
     return "JSON nested too deeply to be a record"
-
-
-def _where_broken(path: Path, error: Exception) -> str:
-    return f"{path}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(path)
 
 
 def _record(value: Any, source: str) -> Record | None:

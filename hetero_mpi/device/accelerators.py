@@ -219,10 +219,7 @@ class CudaBackend(Accelerator):
             capability = torch.cuda.get_device_capability(index)
             if not has_kernels(capability, built):
                 name, version = torch.cuda.get_device_name(index), ".".join(map(str, capability))
-                found[index] = (
-                    f"{name} has compute capability {version}, and torch {torch.__version__} has kernels for "
-                    f"{', '.join(built)} only; install a build that has them (docs/devices.md, Which torch for which GPU)"
-                )
+                found[index] = _no_kernels(f"{name} has compute capability {version}", built)
         return found
 
     def architecture(self) -> str:
@@ -263,6 +260,13 @@ def has_kernels(capability: tuple[int, int], built: Sequence[str]) -> bool:
     return not built
 
 
+def _no_kernels(fact: str, built: Sequence[str]) -> str:
+    return (
+        f"{fact}, and torch {torch.__version__} has kernels for {', '.join(built)} only; install a build that has them "
+        f"(docs/devices.md, Which torch for which GPU)"
+    )
+
+
 class RocmBackend(Accelerator):
     """AMD GPUs: torch's HIP build presents them under the name ``cuda``."""
 
@@ -294,10 +298,7 @@ class RocmBackend(Accelerator):
             device = cls(index)
             architecture = device.chip()
             if built and architecture and architecture not in built:
-                found[index] = (
-                    f"{device.description()} is a {architecture}, and torch {torch.__version__} has kernels for {', '.join(built)} "
-                    f"only; install a build that has them (docs/devices.md, Which torch for which GPU)"
-                )
+                found[index] = _no_kernels(f"{device.description()} is a {architecture}", built)
         return found
 
     def architecture(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -339,14 +340,11 @@ class Stage:
         """Seed the generators before every item, so that masks depend on (seed, step, first sample, item) alone."""
         for item in range(self.first, self.last):
             module = self.model.get_submodule(self.chain.module_names(item)[0])
-            module.register_forward_pre_hook(self._seed_hook(item))
+            module.register_forward_pre_hook(partial(self._seed, item))
 
-    def _seed_hook(self, item: int):  # type: ignore[no-untyped-def]
-        def seed(module: nn.Module, arguments: object) -> None:
-            if module.training and self._position is not None:
-                self.backend.seed(dropout_seed(self.seed, self._position, item))
-
-        return seed
+    def _seed(self, item: int, module: nn.Module, arguments: object) -> None:
+        if module.training and self._position is not None:
+            self.backend.seed(dropout_seed(self.seed, self._position, item))
 
 
 def _repeat_shared_keys() -> None:

@@ -52,17 +52,17 @@ class Bench:
         x, targets, _ = self._inputs(rows)
         position = MicroBatch(index, 0, 0, rows * self.subject.sequence_length)
         with self._counted():
-            return self.clock.forward(lambda: self.stage.forward(position, x, targets))[1:]
+            return self.clock.forward(lambda: self.stage.forward(position, x, targets))
 
     def backward(self, rows: int) -> tuple[Seconds, float]:
         """Of micro-batch 0, likewise."""
         dy = self._inputs(rows)[2]
-        return self.clock.backward(lambda: self.stage.backward(0, dy))[1:]
+        return self.clock.backward(lambda: self.stage.backward(0, dy))
 
     def backward_input(self, rows: int, index: int) -> tuple[Seconds, float]:
         """The input part of a split backward, likewise."""
         dy = self._inputs(rows)[2]
-        return self.clock.backward(lambda: self.stage.backward_input(index, dy))[1:]
+        return self.clock.backward(lambda: self.stage.backward_input(index, dy))
 
     def backward_weights(self, index: int) -> Seconds:
         """The weight part: seconds of every item."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +16,6 @@ from torch import nn
 from hetero_mpi.device.backend import Mark
 from hetero_mpi.model.stage import Stage
 
-T = TypeVar("T")
 Seconds = dict[int, float]
 """Item -> seconds."""
 _Marks = dict[int, Mark]
@@ -44,12 +43,12 @@ class ItemClock:
                 module.register_forward_pre_hook(partial(self._enter, item))
                 module.register_forward_hook(partial(self._leave, item))
 
-    def forward(self, run: Callable[[], T]) -> tuple[T, Seconds, float]:
-        """Run a forward: its result, seconds of every item, seconds outside of the items."""
+    def forward(self, run: Callable[[], object]) -> tuple[Seconds, float]:
+        """Run a forward: seconds of every item, seconds outside of the items."""
         self._entered, self._left, self._outputs = {}, {}, {}
         self._forward_runs = True
         begin = self._now()
-        result = run()
+        run()
         end = self._now()
         self._forward_runs = False
         if self._stage.is_last:
@@ -59,23 +58,21 @@ class ItemClock:
                 output.register_hook(partial(self._reach, item))
         self._outputs = {}
         items = {item: self._left[item].seconds_since(entered) for item, entered in self._entered.items()}
-        return result, items, max(0.0, end.seconds_since(begin) - sum(items.values()))
+        return items, max(0.0, end.seconds_since(begin) - sum(items.values()))
 
-    def backward(self, run: Callable[[], T]) -> tuple[T, Seconds, float]:
+    def backward(self, run: Callable[[], object]) -> tuple[Seconds, float]:
         """Run the backward (or its input part) of the last forward: likewise. An item without gradients takes 0 s."""
         self._reached = {}
         begin = self._now()
-        result = run()
-        end = self._now()
-        last = self._stage.last - 1
+        run()
+        until = self._now()
         if self._stage.is_last:
-            self._reached[last] = begin
+            self._reached[self._stage.last - 1] = begin
         items = dict.fromkeys(range(self._stage.first, self._stage.last), 0.0)
-        until = end
         for item in sorted(self._reached):  # backward comes to the first item last
             items[item] = until.seconds_since(self._reached[item])
             until = self._reached[item]
-        return result, items, max(0.0, until.seconds_since(begin))
+        return items, max(0.0, until.seconds_since(begin))
 
     def weights(self, run: Callable[[Callable[[int], None]], None]) -> Seconds:
         """Run the weight part of a split backward, which is given what to call after each item."""

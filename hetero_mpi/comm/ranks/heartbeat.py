@@ -44,17 +44,14 @@ class Heartbeat:
         :raises RankLost: some rank has died.
         """
         with ulfm.losses():
-            self._beat(word)
-
-    def _beat(self, word: Any) -> None:
-        self._take_all()
-        self.words[self.rank] = word
-        message = encode(sorted(self.words.items()) if self.rank == 0 else word)
-        for peer in self.heard_s:
-            under_way = self._sending.get(peer)
-            if under_way is None or under_way[0].Test():
-                self._sending[peer] = self._comm.Isend(message, dest=peer, tag=_TAG), message
-                self._sent[peer] += 1
+            self._take_all()
+            self.words[self.rank] = word
+            message = encode(sorted(self.words.items()) if self.rank == 0 else word)
+            for peer in self.heard_s:
+                under_way = self._sending.get(peer)
+                if under_way is None or under_way[0].Test():
+                    self._sending[peer] = self._comm.Isend(message, dest=peer, tag=_TAG), message
+                    self._sent[peer] += 1
 
     def silent_s(self, peer: int) -> float:
         """Seconds since the newest message of ``peer``; 0 for this rank itself."""

@@ -18,21 +18,16 @@ _DAEMONS = ("prted", "prterun", "orted", "hydra_pmi_proxy", "hydra_bstrap_proxy"
 _PATIENCE_S = 5.0
 
 
-def end_starts(supervisor: str, keep: str | None = None) -> int:
-    """End every process on this machine of the supervisor's starts, but for the start ``keep``; returns how many.
+def end_starts(supervisor: str, keep: str | None = None) -> None:
+    """End every process on this machine of the supervisor's starts, but for the start ``keep``.
 
     A process in the kernel's hands (state D) may outlive this; it is given up after five seconds.
     """
-    ended: set[int] = set()
     deadline = time.monotonic() + _PATIENCE_S
-    while True:
-        found = set(_members(supervisor, keep))
-        if not found or time.monotonic() > deadline:
-            return len(ended)
+    while (found := set(_members(supervisor, keep))) and time.monotonic() <= deadline:
         for process in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, 9)
-        ended |= found
         time.sleep(0.02)
 
 

@@ -69,17 +69,14 @@ def obtain(name: str, path: Path, download: bool, tell: Callable[[str], None]) -
         raise UserError(_not_here(name, path, f"{reason}; {rule}"))
     tell(f"fetching {name} from {constants.ENDPOINT} into {constants.HF_HUB_CACHE}")
     try:
-        directory = _fetch(name)
+        wanted, unwanted = list(WANTED), list(UNWANTED)
+        directory = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted))
     except Exception as error:  # network libraries raise many kinds; none of them is a defect of this program
         raise UserError(_not_here(name, path, f"{reason}; {_why_not(name, error)}")) from None
     damage = _damage(directory)  # without a network, what is there may come back as it was
     if damage is not None:
         raise UserError(_not_here(name, path, f"{damage}; nothing better came from {constants.ENDPOINT}"))
     return directory
-
-
-def _fetch(name: str) -> Path:
-    return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED)))
 
 
 def _damage(directory: Path) -> str | None:
