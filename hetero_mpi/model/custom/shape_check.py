@@ -17,8 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.custom.existing import check_not_shared, shared
-from hetero_mpi.model.custom.layered import Builder, LayeredModel
+from hetero_mpi.model.custom.layered import Builder, LayeredModel, check_not_shared, shared
 from hetero_mpi.model.custom.layers import REMEDY, LayerShape, build_layer, sampled, unlike
 from hetero_mpi.model.layer.interface import as_input
 from hetero_mpi.model.layer.seeds import seeded

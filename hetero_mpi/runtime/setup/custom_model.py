@@ -22,8 +22,7 @@ from hetero_mpi.data.samples import Samples, pair
 from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob
-from hetero_mpi.model.custom.existing import builder_of, outline
-from hetero_mpi.model.custom.layered import Builder, LayeredModel
+from hetero_mpi.model.custom.layered import Builder, LayeredModel, builder_of, outline
 from hetero_mpi.model.custom.layers import LayerChain, LayerShape
 from hetero_mpi.model.custom.shape_check import look_at
 from hetero_mpi.model.layer.seeds import seeded
