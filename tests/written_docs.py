@@ -121,7 +121,7 @@ def draw(document: str, directory: Path) -> list[Path]:
 
 def simulated(output: str) -> str:
     """Of what ``simulate`` prints, the lines that say what the picture shows."""
-    found = re.search(r"^Simulated step:.*?(?=^  sums: |^Written)", output, re.S | re.M)
+    found = re.search(r"^Simulated step:.*?(?=^  all-reduce: |^Written)", output, re.S | re.M)
     assert found is not None, output
     return found[0]
 

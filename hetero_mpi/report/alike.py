@@ -72,7 +72,7 @@ def stage_rows(
             f"{again} of them" if again else "",
             least_most([stage.warm_up for stage in stages], whole),
         ))  # fmt: skip
-    headers = ("stages", "device", "items each", "weights", "fullest memory", "compute", "recompute", "warm-up")
+    headers = ("stages", "device", "layers each", "weights", "fullest memory", "compute", "recompute", "warm-up")
     return headers, rows
 
 
@@ -94,7 +94,7 @@ def plan_rows(plan: Plan) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
             least_most([stage.warm_up for stage in stages], whole),
             fullest_text([peaks[stage.ranks[0]] for stage in stages if stage.ranks[0] in peaks]),
         ))  # fmt: skip
-    return ("stages", "items each", "micro-batches", "recompute", "warm-up", "fullest memory"), rows
+    return ("stages", "layers each", "micro-batches", "recompute", "warm-up", "fullest memory"), rows
 
 
 def fullest_text(memory: Sequence[RankMemory]) -> str:

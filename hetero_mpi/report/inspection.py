@@ -48,7 +48,7 @@ LIMITS = {
     "device": "the speed of the devices",
     "link": "links",
     "memory": "memory",
-    "granularity": "granularity (whole items, whole micro-batches)",
+    "granularity": "granularity (whole layers, whole micro-batches)",
 }
 """``Losses.limit`` in words."""
 
@@ -115,8 +115,8 @@ def plan_inspection_lines(plan: Plan, every: bool = False) -> list[str]:
             ))  # fmt: skip
     lines = wrapped("", headline(plan)) if plan.predicted_step_s > 0 else []
     lines += [f"Plan: {len(rows)} stages{schedule_text(plan)}, global batch {plan.global_batch} "
-             f"sequences of {plan.sequence_length} tokens, chain of {plan.items} items"]  # fmt: skip
-    headers = ("pipeline", "stage", "rank", "items", "micro-batches", "recompute", "warm-up", "memory", "of")
+             f"sequences of {plan.sequence_length} tokens, chain of {plan.items} layers"]  # fmt: skip
+    headers = ("pipeline", "stage", "rank", "layers", "micro-batches", "recompute", "warm-up", "memory", "of")
     if every or len(rows) <= MOST_STAGES:
         lines += table(headers, rows)
     else:
@@ -136,7 +136,7 @@ def costed_plan_lines(plan: Plan, profile: ClusterProfile, busy_s: Mapping[int, 
     lines = plan_lines(plan, profile)
     step_s = plan.predicted_step_s
     lines += wrapped("Utilisation: ", utilisation({rank: _share(seconds, step_s) for rank, seconds in busy_s.items()}))
-    parts = [(lost.links, "links"), (lost.memory, "memory"), (lost.granularity, "whole items and micro-batches")]
+    parts = [(lost.links, "links"), (lost.memory, "memory"), (lost.granularity, "whole layers and micro-batches")]
     if lost.choice > 0:
         parts.insert(0, (lost.choice, "this plan (the planner's own is faster)"))
     spent = ", ".join(f"{units.percent(share)} to {name}" for share, name in parts)
@@ -181,7 +181,7 @@ def idling_lines(
         "waits for activations",
         "gradients",
         "the link",
-        "sums",
+        "all-reduce",
         "the end",
         "fullest memory" if many else "memory peak",
     )
@@ -197,7 +197,7 @@ def idling_lines(
     return [
         *table(headers, rows),
         *(["  on average; every rank by itself: trace.json"] if many else []),
-        "  sums: of gradients, with other ranks; the end: done, while others are not",
+        "  all-reduce: of gradients, with other ranks; the end: done, while others are not",
     ]
 
 

@@ -170,7 +170,7 @@ def _stage_table(plan: Plan, profile: ClusterProfile) -> tuple[tuple[str, ...], 
         return (headers[0], _places(profile)[1], *headers[2:]), rows
     device = _places(profile)[1]
     headers = (
-        "pipeline", "stage", "rank", device, "items", "weights", "memory", "compute", "recompute", "warm-up",
+        "pipeline", "stage", "rank", device, "layers", "weights", "memory", "compute", "recompute", "warm-up",
     )  # fmt: skip
     return headers, _stage_rows(plan, profile)
 

@@ -21,12 +21,12 @@ LANES = {
     Op.RECV_B: (2, "receive gradients"),
     Op.SEND_F: (3, "send activations"),
     Op.SEND_B: (4, "send gradients"),
-    Op.REDUCE: (5, "sum gradients"),
+    Op.REDUCE: (5, "gradient all-reduce"),
 }
 """Operation -> (thread number, name of the lane) within its rank; everything else is computing."""
 COMPUTE = (0, "compute")
-EMBEDDING = (6, "sum the embedding's gradients")
-"""The head's share of a tied matrix travels beside its other sums: it has a lane to itself."""
+EMBEDDING = (6, "all-reduce of the embedding's gradients")
+"""The head's share of a tied matrix travels beside the other gradients: it has a lane to itself."""
 COPY = (7, "copy between device and host")
 _NUMBERS = 100
 """Numbers for each process and its lanes. Perfetto takes a thread that bears its process's number for the main thread, and 0 for

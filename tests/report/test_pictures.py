@@ -153,7 +153,7 @@ def test_sums_of_gradients_have_lanes_of_their_own() -> None:
     entries = trace(several(8))["traceEvents"]
     names = {(entry["pid"], entry["tid"]): entry["args"]["name"] for entry in entries if entry["name"] == "thread_name"}
     lanes = {op: {names[e["pid"], e["tid"]] for e in entries if e.get("cat") == op} for op in ("REDUCE", "W", "STEP")}
-    assert lanes["REDUCE"] == {"sum gradients", "sum the embedding's gradients"}
+    assert lanes["REDUCE"] == {"gradient all-reduce", "all-reduce of the embedding's gradients"}
     assert lanes["STEP"] == {"compute"} and lanes["W"] == {"compute"}
 
 
