@@ -21,7 +21,7 @@ from hetero_mpi.engine.tied import TiedEnds, TiedMatrix
 from hetero_mpi.job.load import TrainTable
 from hetero_mpi.model.frozen_weight_cache import Kept
 from hetero_mpi.model.layer.interface import ItemChain, as_input
-from hetero_mpi.model.optimizer import Judge, LossScale, Optimizer, Verdict, added
+from hetero_mpi.model.optimizer import LossScale, Optimizer, StepDecider, StepDecision, added
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.model.tuning import Tuning
@@ -71,7 +71,7 @@ class Trainer:
         self.end_transport = emulation.end_transport if emulation is not None else transport
         self.chain, self.tuning, self.plan, self.backend = chain, tuning, plan, backend
         micro_batches = [pipeline.micro_batches for pipeline in plan.pipelines]
-        self.judge = Judge(list(tuning.trainable), train.clip_norm, sum(micro_batches))
+        self.judge = StepDecider(list(tuning.trainable), train.clip_norm, sum(micro_batches))
         self.place = place_of(rank, plan)
         self.dtype = DTYPES[train.dtype]
         self.loss_scale = LossScale.of(self.dtype)
@@ -89,7 +89,7 @@ class Trainer:
         self.executor: Executor | None = None
         self.tied: TiedMatrix | None = None
         self._loss_slots = slots(micro_batches)
-        self._verdict_of_step: Verdict | None = None
+        self._verdict_of_step: StepDecision | None = None
         self._step = 0
         if self.place is not None:
             with memory_explained(rank, lambda: "loading its stage", plan, backend):
@@ -136,7 +136,7 @@ class Trainer:
         )
         self.backend.begin_peak()
 
-    def step(self, step: int, tokens: Tokens, targets: Tokens, target_tokens: int) -> Verdict:
+    def step(self, step: int, tokens: Tokens, targets: Tokens, target_tokens: int) -> StepDecision:
         """One optimizer step, or, when loss or gradients are not finite, none on any rank. Collective.
 
         Args:
@@ -284,7 +284,7 @@ class Trainer:
         norms = self.optimizer.squared_norms()
         return {name: value for name, value in norms.items() if specs[name].item in self.speaks_for}
 
-    def _verdict(self, squared_norms: dict[str, float], losses: dict[int, float]) -> Verdict:
+    def _verdict(self, squared_norms: dict[str, float], losses: dict[int, float]) -> StepDecision:
         """The common verdict. ``losses``: of this rank's micro-batches, by their place among all of the plan."""
         if self.emulation is not None:
             self.world.meet_asleep()  # ranks that are ahead take no core from those that emulate with it

@@ -212,7 +212,7 @@ def _accumulate_in_fp32(
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepDecision:
     """The common decision about a step, the same on every rank."""
 
     loss: float
@@ -227,7 +227,7 @@ class Verdict:
     """Some rank has been asked to end the run."""
 
 
-class Judge:
+class StepDecider:
     """Turns every rank's squared norms and losses into one verdict.
 
     Each trained parameter, and each micro-batch of all pipelines, has its own slot of a vector that is summed over the ranks.
@@ -252,7 +252,7 @@ class Judge:
             vector[len(self.slots) + index] = loss
         return vector
 
-    def decide(self, summed: np.ndarray, loss_scale: float = 1.0) -> Verdict:
+    def decide(self, summed: np.ndarray, loss_scale: float = 1.0) -> StepDecision:
         """The verdict from the sum of all ranks' parts; gradients are ``loss_scale`` times too large."""
         norms, losses = summed[: len(self.slots)], summed[len(self.slots) : -1]
         norm, loss = float(np.sqrt(added(norms))) / loss_scale, added(losses)
@@ -261,7 +261,7 @@ class Judge:
         if finite and self.clip_norm is not None:
             scale *= min(1.0, self.clip_norm / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_'s formula
         culprit = None if finite else self._culprit(norms)
-        return Verdict(loss, norm, scale, finite, culprit, bool(summed[-1] > 0))
+        return StepDecision(loss, norm, scale, finite, culprit, bool(summed[-1] > 0))
 
     def _culprit(self, norms: np.ndarray) -> str | None:
         """Backward goes from the end of the model to its beginning, and spreads what is not finite on its way."""

@@ -16,7 +16,7 @@ from hetero_mpi.comm.transport import Transport
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.load import ProfileTable
 from hetero_mpi.model.model_cost import model_cost
-from hetero_mpi.model.optimizer import Judge
+from hetero_mpi.model.optimizer import StepDecider
 from hetero_mpi.planning.analysis.plausible import doubts
 from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.cost import ModelCost
@@ -182,7 +182,7 @@ def _measure(world: World, benchmark: DeviceBenchmark, say: Say) -> DeviceTimes:
 
 def _verdict_s(world: World, subject: Subject) -> float:
     """Seconds in which all ranks agree on a step when none has to wait for another: part of every optimizer step. Collective."""
-    judge = Judge(list(subject.tuning.trainable), subject.train.clip_norm)
+    judge = StepDecider(list(subject.tuning.trainable), subject.train.clip_norm)
     seconds = []
     for _ in range(7):
         world.barrier()

@@ -19,7 +19,7 @@ from hetero_mpi.engine.placement import Tokens, holders
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.job.load import JobConfig
-from hetero_mpi.model.optimizer import LearningRate, Verdict
+from hetero_mpi.model.optimizer import LearningRate, StepDecision
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.report.progress import ProgressDisplay
 from hetero_mpi.report.run_files.logs import say
@@ -184,7 +184,7 @@ class Loop:
                 return False
         return True
 
-    def _step(self, step: int) -> tuple[Verdict, int]:
+    def _step(self, step: int) -> tuple[StepDecision, int]:
         """(verdict, target tokens) of one step on the batch that rank 0 reads."""
         arrays = None
         if self.dataset is not None:
@@ -203,7 +203,7 @@ class Loop:
             ExitCode.STOPPED,
         )
 
-    def _line(self, step: int, verdict: Verdict, target_tokens: int, seconds: float) -> StepMetrics:
+    def _line(self, step: int, verdict: StepDecision, target_tokens: int, seconds: float) -> StepMetrics:
         emulation, tokens = self.trainer.emulation, float(target_tokens)
         if emulation is not None:
             seconds, tokens = emulation.step_s(seconds), emulation.tokens(target_tokens)
@@ -219,7 +219,7 @@ class Loop:
             emulated=emulation is not None,
         )
 
-    def _after(self, step: int, verdict: Verdict) -> None:
+    def _after(self, step: int, verdict: StepDecision) -> None:
         """Keep the books; stop a run that has lost its way, on all ranks by the same verdict."""
         self.state.step = step + 1
         self.state.losses.append(verdict.loss)
@@ -241,7 +241,7 @@ class Loop:
         culprit = self._culprit(verdict)
         say(f"step {step + 1}: gradients are not finite; the step is skipped on every rank ({culprit}){then}")
 
-    def _culprit(self, verdict: Verdict) -> str:
+    def _culprit(self, verdict: StepDecision) -> str:
         """Where they were not finite first: backward takes what is not finite on with it."""
         if verdict.culprit is None:
             return "each is, but not the sum of their squares"

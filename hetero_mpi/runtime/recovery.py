@@ -47,8 +47,8 @@ from hetero_mpi.runtime.setup.material import prepare
 from hetero_mpi.runtime.setup.profile_and_plan import Given, obtain_plan
 from hetero_mpi.runtime.setup.setup import Setting
 from hetero_mpi.state.copies import Copies
-from hetero_mpi.state.local_checkpoint import SAID, Shelf, generations_in_memory, supervised
-from hetero_mpi.state.peer_replicas import Buddies
+from hetero_mpi.state.local_checkpoint import SAID, LocalCheckpoint, generations_in_memory, supervised
+from hetero_mpi.state.peer_replicas import PeerReplicas
 from hetero_mpi.state.redistribute import Parcel
 
 _LOG = logging.getLogger(__name__)
@@ -252,14 +252,14 @@ def beside_steps(
     if not (ulfm.active() or supervised()) or every == 0:
         yield lambda: _tell_first_step(setting, past, books.state.step)
         return
-    shelf: Callable[[Sequence[Parcel]], Shelf] | None = None
+    shelf: Callable[[Sequence[Parcel]], LocalCheckpoint] | None = None
     if supervised():
         said = world.broadcast_json({key: described[key] for key in SAID if key in described})
         past.begun = said["begun"]
-        shelf = partial(Shelf, world, setting.run_dir, said, kept=past.shelved)
+        shelf = partial(LocalCheckpoint, world, setting.run_dir, said, kept=past.shelved)
     threaded = setting.job.cluster.communication_thread and world.thread_level == "multiple"
     fixed = every if isinstance(every, int) else None
-    with Buddies(trainer, past.copies, fixed, threaded, shelf, setting.run_dir) as buddies:
+    with PeerReplicas(trainer, past.copies, fixed, threaded, shelf, setting.run_dir) as buddies:
         buddies.begin(books)
 
         def after() -> None:

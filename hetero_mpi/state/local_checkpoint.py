@@ -55,7 +55,7 @@ def generations_in_memory(every: int | str) -> int:
     return GENERATIONS if ulfm.active() else int(supervised())
 
 
-class Shelf:
+class LocalCheckpoint:
     """Where this rank's pieces go.
 
     Args:

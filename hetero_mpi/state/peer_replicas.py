@@ -42,7 +42,7 @@ from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.state.background_save import MEMORY_SHARE, Snapshot, lack_of_memory, numbers, views
 from hetero_mpi.state.checkpointing import KINDS, live_state
 from hetero_mpi.state.copies import Copies, CopyCosts, Generation, buddies, steps_between
-from hetero_mpi.state.local_checkpoint import DISK_SHARE, GENERATIONS, Shelf, lack_of_disk
+from hetero_mpi.state.local_checkpoint import DISK_SHARE, GENERATIONS, LocalCheckpoint, lack_of_disk
 from hetero_mpi.state.redistribute import Parcel, parcels
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class _Slot:
         }
 
 
-class Buddies:
+class PeerReplicas:
     """Takes generations while one plan lasts. Every method is collective over the active ranks, between two steps.
 
     A context manager: leaving the block ends the transfer under way, or gives it up after a death.
@@ -88,7 +88,7 @@ class Buddies:
         copies: Copies,
         every: int | None,
         threaded: bool = True,
-        shelf: Callable[[Sequence[Parcel]], Shelf] | None = None,
+        shelf: Callable[[Sequence[Parcel]], LocalCheckpoint] | None = None,
         run_dir: Path | None = None,
     ) -> None:
         world = trainer.world
@@ -112,7 +112,7 @@ class Buddies:
         specs = (*trainer.tuning.trainable.values(), *trainer.tuning.constants.values())
         self._item = {spec.name: spec.item for spec in specs}
         self.enabled = (world.size > 1 or shelf is not None) and self._there_is_room(sizes)
-        self._shelf: Shelf | None = None
+        self._shelf: LocalCheckpoint | None = None
         if self.enabled and shelf is not None and run_dir is not None and self._there_is_disk(sizes, run_dir):
             self._shelf = shelf([*self._own, *(parcel for listed in self._wards.values() for parcel in listed)])
         self.enabled = self.enabled and (self._shelf is not None or (self._in_memory and world.size > 1))
@@ -156,7 +156,7 @@ class Buddies:
             problem, self._problem = self._problem, None
             raise problem
 
-    def __enter__(self) -> Buddies:
+    def __enter__(self) -> PeerReplicas:
         return self
 
     def __exit__(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.errors import ExitCode
-from hetero_mpi.launch.supervisor.event_log import Journal, append_event
+from hetero_mpi.launch.supervisor.event_log import EventLog, append_event
 from hetero_mpi.report.run_files.logs import LOGGER, setup_logging
 from hetero_mpi.report.run_files.measured import keep_until
 from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, StepMetrics, read_metrics
@@ -102,7 +102,7 @@ def test_a_run_that_goes_on_drops_later_steps_on_a_full_disk_too(disk: SmallDisk
 
 
 def test_the_supervisors_events_wait_for_room(disk: SmallDisk, capfd: pytest.CaptureFixture[str]) -> None:
-    journal = Journal(disk.path, "supervisor")
+    journal = EventLog(disk.path, "supervisor")
     disk.fill()
     for number in range(100):
         journal.tell("start", f"start {number}")

@@ -16,8 +16,8 @@ import pytest
 from hetero_mpi.launch.hosts.authenticated import AuthenticatedLines, NotAuthentic
 from hetero_mpi.launch.hosts.hostfile import HostEntry
 from hetero_mpi.launch.supervisor import host_agent
-from hetero_mpi.launch.supervisor.heartbeat_server import Tower
-from hetero_mpi.launch.supervisor.host_agent import Orders, Sentry, as_line
+from hetero_mpi.launch.supervisor.heartbeat_server import HeartbeatServer
+from hetero_mpi.launch.supervisor.host_agent import AgentOrders, HostAgent, as_line
 from tests.mpi import ROOT
 
 TOKEN = "0123456789abcdef"
@@ -83,13 +83,13 @@ def test_a_line_sent_back_to_its_sender_is_not_believed() -> None:
         caller.read()
 
 
-def orders_to(port: int) -> Orders:
-    return Orders(TOKEN, "127.0.0.1", port, 0, 0, "somebody", 1.0, "/nowhere")
+def orders_to(port: int) -> AgentOrders:
+    return AgentOrders(TOKEN, "127.0.0.1", port, 0, 0, "somebody", 1.0, "/nowhere")
 
 
 @pytest.fixture
-def tower(tmp_path: Path) -> Iterator[Tower]:
-    watching = Tower([HostEntry("localhost", 1)], (), "somebody", 4.0, tmp_path)
+def server(tmp_path: Path) -> Iterator[HeartbeatServer]:
+    watching = HeartbeatServer([HostEntry("localhost", 1)], (), "somebody", 4.0, tmp_path)
     watching._server.token = TOKEN
     with watching:
         yield watching
@@ -119,11 +119,11 @@ def in_between(port: int) -> Iterator[tuple[int, list[bytes]]]:
         yield int(server.getsockname()[1]), sent
 
 
-def test_a_call_that_was_overheard_betrays_no_token_and_cannot_be_repeated(tower: Tower) -> None:
-    port = int(tower._server.server_address[1])
+def test_a_call_that_was_overheard_betrays_no_token_and_cannot_be_repeated(server: HeartbeatServer) -> None:
+    port = int(server._server.server_address[1])
     with in_between(port) as (door, sent):
-        assert Sentry(orders_to(door))._call()["leave"] is False
-    (post,) = tower.posts
+        assert HostAgent(orders_to(door))._call()["leave"] is False
+    (post,) = server.posts
     assert post.heard_s > 0.0, "a true call counts"
     assert TOKEN.encode() not in b"".join(sent) and b"swept" in b"".join(sent)
     post.heard_s = 0.0
@@ -136,7 +136,7 @@ def test_a_call_that_was_overheard_betrays_no_token_and_cannot_be_repeated(tower
 
 
 def test_a_false_supervisor_can_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It answers every call as the supervisor would, to have all ranks killed; the sentry takes it for silence."""
+    """It answers every call as the supervisor would, to have all ranks killed; the host agent takes it for silence."""
     ended: list[str | None] = []
     monkeypatch.setattr(host_agent, "end_starts", lambda supervisor, keep=None: ended.append(keep))
     orders = {"sweep": 9, "keep": None, "try_lock": 0, "leave": True}
@@ -151,11 +151,11 @@ def test_a_false_supervisor_can_end_nothing(monkeypatch: pytest.MonkeyPatch) -> 
                         connection.sendall(json.dumps(orders).encode() + b"\n")
 
         threading.Thread(target=serve, daemon=True).start()
-        reason = Sentry(orders_to(int(server.getsockname()[1]))).watch()
+        reason = HostAgent(orders_to(int(server.getsockname()[1]))).watch()
     assert reason == "the supervisor was not heard of for too long" and len(ended) == 1
 
 
-def test_a_sentry_that_does_not_understand_its_orders_names_the_commits() -> None:
+def test_a_host_agent_that_does_not_understand_its_orders_names_the_commits() -> None:
     line = as_line(orders_to(1)).replace(b'"timeout_s"', b'"a_name_of_tomorrow"')
     result = subprocess.run(
         [sys.executable, "-m", "hetero_mpi.launch.supervisor.host_agent"], input=line, capture_output=True, cwd=ROOT

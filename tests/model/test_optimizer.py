@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Trainer, get_scheduler
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.load import TrainTable
-from hetero_mpi.model.optimizer import Judge, LearningRate, LossScale, Optimizer, _short
+from hetero_mpi.model.optimizer import LearningRate, LossScale, Optimizer, StepDecider, _short
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
@@ -26,7 +26,7 @@ def test_the_verdict_does_not_depend_on_who_fills_which_slot() -> None:
     """Three ranks or one: the same bits, though the squares are of very unlike size."""
     squares = {f"p{i}": 10.0 ** (7 - i) / 3 for i in range(14)}
     losses = {0: 2.0**53, 1: 1.0, 2: 1.0, 3: -(2.0**53)}  # in any other order another sum
-    judge = Judge(list(squares), clip_norm=1.0, micro_batches=4)
+    judge = StepDecider(list(squares), clip_norm=1.0, micro_batches=4)
     alone = judge.decide(judge.fill(squares, losses))
     names, heads = list(squares), ({0: losses[0], 1: losses[1]}, {}, {2: losses[2], 3: losses[3]})
     shares = [judge.fill({n: squares[n] for n in names[i::3]}, heads[i]) for i in range(3)]
@@ -37,19 +37,19 @@ def test_the_verdict_does_not_depend_on_who_fills_which_slot() -> None:
 
 
 def test_gradients_within_the_norm_are_not_scaled() -> None:
-    judge = Judge(["a"], clip_norm=10.0)
+    judge = StepDecider(["a"], clip_norm=10.0)
     assert judge.decide(judge.fill({"a": 4.0}, {0: 1.0})).scale == 1.0
-    assert Judge(["a"], None).decide(judge.fill({"a": 4e8}, {0: 1.0})).scale == 1.0
+    assert StepDecider(["a"], None).decide(judge.fill({"a": 4e8}, {0: 1.0})).scale == 1.0
 
 
 @pytest.mark.parametrize("square, loss", [(math.inf, 1.0), (math.nan, 1.0), (1.0, math.nan)])
 def test_what_is_not_finite_is_seen(square: float, loss: float) -> None:
-    judge = Judge(["a", "b"], clip_norm=1.0)
+    judge = StepDecider(["a", "b"], clip_norm=1.0)
     assert not judge.decide(judge.fill({"a": square, "b": 1.0}, {0: loss})).finite
 
 
 def test_scaled_gradients_give_the_same_verdict() -> None:
-    judge = Judge(["a", "b"], clip_norm=0.5)
+    judge = StepDecider(["a", "b"], clip_norm=0.5)
     plain = judge.decide(judge.fill({"a": 9.0, "b": 16.0}, {0: 1.0}))
     scaled = judge.decide(judge.fill({"a": 9.0 * 1024**2, "b": 16.0 * 1024**2}, {0: 1.0}), loss_scale=1024.0)
     assert scaled.grad_norm == plain.grad_norm == 5.0
@@ -106,7 +106,7 @@ def test_a_short_vector_has_the_norm_of_a_long_one(shape: tuple[int, ...]) -> No
 
 
 def test_the_culprit_is_the_first_in_backward_and_the_run_stops_if_any_rank_says_so() -> None:
-    judge = Judge(["embedding", "z", "a", "head"], clip_norm=1.0)
+    judge = StepDecider(["embedding", "z", "a", "head"], clip_norm=1.0)
     broken = judge.fill({"embedding": float("nan"), "z": float("inf")}, {0: 2.0})
     fine = judge.fill({"a": 1.0, "head": 1.0}, {})
     verdict = judge.decide(broken + fine)

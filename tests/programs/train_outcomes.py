@@ -28,7 +28,7 @@ from hetero_mpi.device.backend import Memory
 from hetero_mpi.engine import trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import ModelFiles
-from hetero_mpi.model.optimizer import Judge, Optimizer
+from hetero_mpi.model.optimizer import Optimizer, StepDecider
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import Curve
@@ -135,14 +135,16 @@ def gradients_overflow_in_step_2(world: World, entry: dict[str, Any]) -> Iterato
 def loss_is_no_number_in_step_2(world: World, entry: dict[str, Any]) -> Iterator[None]:
     """The loss of the second step of this run is NaN."""
     calls = 0
-    fill = Judge.fill
+    fill = StepDecider.fill
 
-    def failing(judge: Judge, norms: dict[str, float], losses: dict[int, float], stop: bool) -> NDArray[np.float64]:
+    def failing(
+        judge: StepDecider, norms: dict[str, float], losses: dict[int, float], stop: bool
+    ) -> NDArray[np.float64]:
         nonlocal calls
         calls += 1
         return fill(judge, norms, dict.fromkeys(losses, float("nan")) if calls == 2 else losses, stop)
 
-    with mock.patch.object(Judge, "fill", failing):
+    with mock.patch.object(StepDecider, "fill", failing):
         yield
 
 

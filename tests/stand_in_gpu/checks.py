@@ -28,7 +28,7 @@ from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import AdapterTable, TrainTable
 from hetero_mpi.model.layer import loss
-from hetero_mpi.model.optimizer import Optimizer, Verdict
+from hetero_mpi.model.optimizer import Optimizer, StepDecision
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
@@ -556,7 +556,7 @@ def test_no_gradient_nor_tied_matrix_is_waited_for(standin: Any, gpu: Backend) -
     threads = Threads(model, plan, train, backend=lambda: gpu)
     tokens = np.ones((6, 8), np.int32)
 
-    def step(trainer: Trainer) -> Verdict:
+    def step(trainer: Trainer) -> StepDecision:
         gpu.make_current()
         return trainer.step(0, tokens, tokens, 48)
 

@@ -22,7 +22,7 @@ from hetero_mpi.engine.channel import HostBuffers, Inbox
 from hetero_mpi.engine.placement import Tokens, evaluation_shares, training_share
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.load import AdapterTable, TrainTable
-from hetero_mpi.model.optimizer import Verdict
+from hetero_mpi.model.optimizer import StepDecision
 from hetero_mpi.model.stage import IGNORED, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
@@ -73,7 +73,7 @@ def chain_of(tied: bool = False, family: str = "llama") -> TransformersChain:
 class Outcome:
     """What one step left behind."""
 
-    verdict: Verdict
+    verdict: StepDecision
     gradients: dict[str, torch.Tensor]
     """AdamW's first moments after one step: clipped gradients, times a constant."""
     held_out: float
@@ -91,7 +91,7 @@ def batch_of(step: int, rows: int = BATCH, length: int = LENGTH) -> tuple[Tokens
 def outcome_of(threads: Threads, rows: int = BATCH, length: int = LENGTH) -> Outcome:
     """One step and one evaluation. All ranks must agree, and replicas must be equal."""
 
-    def play(trainer: Trainer) -> tuple[Verdict, float]:
+    def play(trainer: Trainer) -> tuple[StepDecision, float]:
         verdict = trainer.step(0, *batch_of(0, rows, length))
         return verdict, trainer.evaluate(*batch_of(9, 5)[:2])
 
@@ -361,7 +361,7 @@ def test_a_step_leaves_nothing_behind_and_allocates_no_buffer_twice() -> None:
     assert counts[len(shapes)] == counts[-1], "buffers are reused once the largest shape has been seen"
 
 
-def stepped(trainer: Trainer, step: int, batch: tuple[Tokens, Tokens, int]) -> Verdict:
+def stepped(trainer: Trainer, step: int, batch: tuple[Tokens, Tokens, int]) -> StepDecision:
     return trainer.step(step, *batch)
 
 

@@ -1,7 +1,8 @@
 """``launch --elastic``: the small supervisor that stays outside MPI, and starts the job again on the machines that are left.
 
 MPI does not survive the loss of a machine: its launcher ends the job, or waits for minutes, or for ever. So this process
-starts the launcher, watches the hosts itself (``tower``, ``sentry``), and when a host falls silent or the job breaks::
+starts the launcher, watches the hosts itself (``heartbeat_server``, ``host_agent``), and when a host falls silent or the
+job breaks::
 
     end what is left on all hosts -> see which hosts answer -> start again on those, from the newest state they have
 
@@ -39,8 +40,8 @@ from hetero_mpi.launch.launcher.launcher import (
 )
 from hetero_mpi.launch.supervisor.elastic_command import Commands
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
-from hetero_mpi.launch.supervisor.event_log import Journal
-from hetero_mpi.launch.supervisor.heartbeat_server import Post, Tower
+from hetero_mpi.launch.supervisor.event_log import EventLog
+from hetero_mpi.launch.supervisor.heartbeat_server import HeartbeatServer, WatchedHost
 
 GIVEN_UP = int(ExitCode.GIVEN_UP)
 """Exit code when the supervisor does not start the job again (EX_TEMPFAIL: trying later may help)."""
@@ -61,7 +62,7 @@ class Ending:
     """How one start of the job ended: with the launcher's exit code, or because hosts fell silent."""
 
     code: int | None
-    silent: list[Post] = field(default_factory=list)
+    silent: list[WatchedHost] = field(default_factory=list)
 
 
 class Supervisor:
@@ -82,8 +83,8 @@ class Supervisor:
         self.run_dir = run_dir
         agent = launch_agent(launcher.family, options.mpirun_args, os.environ)
         homes = {host.address: host for host in reversed(self.entries)}
-        self.tower = Tower(self.hosts, agent, self.name, options.heartbeat_timeout_s, run_dir, homes)
-        self.journal = Journal(run_dir, self.name)
+        self.heartbeats = HeartbeatServer(self.hosts, agent, self.name, options.heartbeat_timeout_s, run_dir, homes)
+        self.journal = EventLog(run_dir, self.name)
         self.signals: list[int] = []
         self.starts = 0
         self.stepped = False
@@ -96,11 +97,11 @@ class Supervisor:
 
     def run(self) -> int:
         """To the end. Returns the job's exit code, ``GIVEN_UP``, or 128 + a signal."""
-        with self.tower, handling(self._note), tempfile.TemporaryDirectory() as scratch:
+        with self.heartbeats, handling(self._note), tempfile.TemporaryDirectory() as scratch:
             return self._run(Path(scratch))
 
     def _run(self, scratch: Path) -> int:
-        silent: list[Post] = []
+        silent: list[WatchedHost] = []
         restarts = fruitless = 0
         before: list[str] = []
         while True:
@@ -134,20 +135,20 @@ class Supervisor:
         self.journal.tell("given-up", f"{text} (exit code {GIVEN_UP})", code=GIVEN_UP)
         return GIVEN_UP
 
-    def _probe(self, silent: Sequence[Post]) -> list[Post]:
+    def _probe(self, silent: Sequence[WatchedHost]) -> list[WatchedHost]:
         began = time.monotonic()
-        posts = self.tower.probe([post.number for post in silent], self.options.probe_timeout_s)
-        missing = {post.name: post.complaint() for post in self.tower.posts if post not in posts}
+        posts = self.heartbeats.probe([post.number for post in silent], self.options.probe_timeout_s)
+        missing = {post.name: post.complaint() for post in self.heartbeats.posts if post not in posts}
         names = [post.name for post in posts]
         text = f"{', '.join(names) or 'no host'} answered within {time.monotonic() - began:.1f} s"
         text += "".join(f"; without {name} ({why})" for name, why in missing.items())
         self.journal.tell("hosts", text, present=names, missing=missing)
         return posts
 
-    def _ranks(self, posts: Sequence[Post]) -> int:
+    def _ranks(self, posts: Sequence[WatchedHost]) -> int:
         return min(self.options.ranks, sum(post.entry.slots or 0 for post in posts))
 
-    def _start(self, posts: list[Post], scratch: Path) -> tuple[Ending, bool]:
+    def _start(self, posts: list[WatchedHost], scratch: Path) -> tuple[Ending, bool]:
         """Run the job once; (how it ended, whether it did a step). Nothing of it is left afterwards."""
         self.starts += 1
         start = f"{self.name}.{self.starts}"
@@ -163,7 +164,7 @@ class Supervisor:
         self.journal.tell("start", text, start=self.starts, ranks=ranks, hosts=hosts, resume=resume, copies=copies)
         if self.options.verbose or self.starts == 1:
             announce(command, self.options.verbose)
-        self.tower.keep(start)
+        self.heartbeats.keep(start)
         kills = {post.number: post.memory_kills for post in posts}
         process, errors = begin(command, subprocess.DEVNULL)
         progress = _Progress(posts, self._tell_first_step)
@@ -181,7 +182,7 @@ class Supervisor:
             self._led = posts[0].name
         return ending, progress.seen
 
-    def _cannot_lead(self, ending: Ending, progressed: bool, posts: Sequence[Post]) -> bool:
+    def _cannot_lead(self, ending: Ending, progressed: bool, posts: Sequence[WatchedHost]) -> bool:
         """Has a host that came to lead been refused, and is there another one that may try?
 
         Where the run has gone on before, the job itself is sound: what is amiss is most likely not there on this host.
@@ -202,7 +203,7 @@ class Supervisor:
         self.journal.tell("unfit", text, host=leader)
         return False
 
-    def _believed(self, ending: Ending, posts: Sequence[Post], deaf: Sequence[Post]) -> Ending:
+    def _believed(self, ending: Ending, posts: Sequence[WatchedHost], deaf: Sequence[WatchedHost]) -> Ending:
         """Exit code 0, or that of a job cut short: Open MPI's launcher may call it a success when it loses a machine."""
         step = max(post.run.get("step", 0) for post in posts)
         if not deaf and step >= self.steps:
@@ -212,7 +213,7 @@ class Supervisor:
         self.journal.tell("broken", text, code=0)
         return Ending(None)
 
-    def _attend(self, process: subprocess.Popen[bytes], posts: list[Post], progress: _Progress) -> Ending:
+    def _attend(self, process: subprocess.Popen[bytes], posts: list[WatchedHost], progress: _Progress) -> Ending:
         """Watch a start until it ends by itself, a host falls silent, or a second signal ends it."""
         passed_on = 0
         while True:
@@ -224,7 +225,7 @@ class Supervisor:
                 if code not in _FINAL and not self.signals:
                     self.journal.tell("broken", f"the job ended with exit code {code}", code=code)
                 return Ending(code)
-            if silent := self.tower.silent(posts):
+            if silent := self.heartbeats.silent(posts):
                 self._noticed_s = time.monotonic()
                 names = [post.name for post in silent]
                 text = f"{', '.join(names)} not heard of for {self.options.heartbeat_timeout_s:g} s: taken for dead"
@@ -240,14 +241,14 @@ class Supervisor:
                 passed_on = len(self.signals)
             time.sleep(_POLL_S)
 
-    def _end(self, process: subprocess.Popen[bytes], posts: Sequence[Post]) -> list[Post]:
+    def _end(self, process: subprocess.Popen[bytes], posts: Sequence[WatchedHost]) -> list[WatchedHost]:
         """End what is left of a start on all hosts that can be reached; returns those that could not."""
         began = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         end_starts(self.name)
-        deaf = self.tower.sweep(posts, _SWEEP_S)
+        deaf = self.heartbeats.sweep(posts, _SWEEP_S)
         text = f"nothing of start {self.starts} is left on the hosts that can be reached ({time.monotonic() - began:.1f} s)"
         if deaf:
             text = f"start {self.starts} is ended here; no word of it from {', '.join(post.name for post in deaf)}"
@@ -262,7 +263,7 @@ class Supervisor:
             text += f", {values['after_s']:.1f} s after the end of the one before was noticed"
         self.journal.tell("first-step", text, start=self.starts, step=step, **values)
 
-    def _state(self, posts: list[Post]) -> tuple[int, int]:
+    def _state(self, posts: list[WatchedHost]) -> tuple[int, int]:
         """(step of the newest checkpoint, step of the newest copies on disk, whole or not) to go on from; 0: none. Both 0: as
         the user's own command line says.
 
@@ -275,11 +276,11 @@ class Supervisor:
         posts.sort(key=lambda post: (post.name in self._unfit, post.run.get("checkpoint", 0) < newest))
         return newest, max(post.run.get("copies", 0) for post in posts)
 
-    def _wait_for_lock(self, leader: Post) -> None:
-        """In a shared directory a rank on a lost host may still hold the run: until its sentry ends it, or the file server
+    def _wait_for_lock(self, leader: WatchedHost) -> None:
+        """In a shared directory a rank on a lost host may still hold the run: until its host agent ends it, or the file server
         gives up the dead machine's locks."""
         told, deadline = False, time.monotonic() + _LOCK_S
-        while self.starts > 1 and not self.signals and time.monotonic() < deadline and self.tower.locked(leader):
+        while self.starts > 1 and not self.signals and time.monotonic() < deadline and self.heartbeats.locked(leader):
             if not told:
                 self.journal.tell("locked", "a lost rank still holds the run directory: waiting until it has ended")
                 told = True
@@ -302,12 +303,12 @@ class Supervisor:
 
 
 class _Progress:
-    """Notices the first step of a start from what sentries tell of the run directory, on whichever host it lies.
+    """Notices the first step of a start from what host agents tell of the run directory, on whichever host it lies.
 
     A start writes metrics.jsonl anew (another inode), with the lines up to the step it goes on from.
     """
 
-    def __init__(self, posts: Sequence[Post], tell: Callable[[int], None]) -> None:
+    def __init__(self, posts: Sequence[WatchedHost], tell: Callable[[int], None]) -> None:
         self.seen = False
         self._tell, self._posts = tell, posts
         self._files = {post.number: post.run.get("file", 0) for post in posts}

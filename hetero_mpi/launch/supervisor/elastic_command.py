@@ -13,7 +13,7 @@ from hetero_mpi.launch.hosts.hostfile import format_hostfile
 from hetero_mpi.launch.hosts.processes import VARIABLE
 from hetero_mpi.launch.launcher.launcher import CommandLine, Launcher, build_command
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
-from hetero_mpi.launch.supervisor.heartbeat_server import Post
+from hetero_mpi.launch.supervisor.heartbeat_server import WatchedHost
 
 if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.hosts_toml import Host
@@ -39,7 +39,9 @@ class Commands:
     scratch: Path
     entries: tuple[Host, ...] = ()
 
-    def of_start(self, start: str, posts: Sequence[Post], ranks: int, complete: bool, resume: bool) -> CommandLine:
+    def of_start(
+        self, start: str, posts: Sequence[WatchedHost], ranks: int, complete: bool, resume: bool
+    ) -> CommandLine:
         """Of one start.
 
         Args:
@@ -65,14 +67,14 @@ class Commands:
         command.environment[VARIABLE] = start
         return command
 
-    def _hostfile(self, start: str, posts: Sequence[Post]) -> str | None:
+    def _hostfile(self, start: str, posts: Sequence[WatchedHost]) -> str | None:
         if self.options.hostfile is None:
             return None
         path = self.scratch / f"hosts-{start}"
         path.write_text(format_hostfile([post.entry for post in posts], self.launcher.family), encoding="utf-8")
         return str(path)
 
-    def _of_entries(self, posts: Sequence[Post], ranks: int, words: list[str], given: list[str]) -> CommandLine:
+    def _of_entries(self, posts: Sequence[WatchedHost], ranks: int, words: list[str], given: list[str]) -> CommandLine:
         """Of the entries on hosts that answer, the leader's host first, as ``posts`` has it."""
         from hetero_mpi.launch.hosts.hosts_toml import ranks_of  # brings pydantic
         from hetero_mpi.launch.launcher.hosts_command import hosts_command

@@ -40,7 +40,7 @@ def _line(event: str, text: str, values: dict[str, Any]) -> str:
     return json.dumps({"unix_s": round(time.time(), 3), "event": event, "text": text, **values})
 
 
-class Journal:
+class EventLog:
     """Appends to ``RUN/events.jsonl``; every line has ``unix_s``, ``event`` and ``text``, and what belongs to the event.
 
     ``supervisor``: its name, which all its events bear, and the processes of its starts.

@@ -1,4 +1,4 @@
-"""The supervisor's side of the sentries: who is there, who has fallen silent, and orders for those who listen.
+"""The supervisor's side of the host agents: who is there, who has fallen silent, and orders for those who listen.
 
 The judgement of a machine is its silence alone. A cable that is out for twelve seconds and a machine without power look
 alike until the cable is back, so nobody is given up sooner than ``timeout_s``.
@@ -20,14 +20,14 @@ from hetero_mpi.launch.hosts.agent import Helper
 from hetero_mpi.launch.hosts.authenticated import AuthenticatedLines
 from hetero_mpi.launch.hosts.hostfile import HostEntry
 from hetero_mpi.launch.hosts.interface import local_addresses, resolve, source_address
-from hetero_mpi.launch.supervisor.host_agent import CALL_S, RUN_STATE, Orders, as_line
+from hetero_mpi.launch.supervisor.host_agent import CALL_S, RUN_STATE, AgentOrders, as_line
 
 if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.hosts_toml import Host
 
 _POLL_S = 0.02
 _AGAIN_S = 5.0
-"""Between attempts to replace a sentry that has ended while its host takes part."""
+"""Between attempts to replace a host agent that has ended while its host takes part."""
 _MUTE_S = 2.0
 """A host that has said nothing for so long is not waited for where nothing depends on it."""
 _CALLER_S = 2.0
@@ -37,19 +37,19 @@ _OWN_PAUSE_S = 2.0
 
 
 @dataclass
-class Post:
-    """A host, and what its sentry last said. Times are of ``time.monotonic``."""
+class WatchedHost:
+    """A host, and what its host agent last said. Times are of ``time.monotonic``."""
 
     number: int
     entry: HostEntry
     address: str
     local: bool
-    sentry: int = 0
-    """Which of its sentries counts; earlier ones are told to leave."""
+    agent_number: int = 0
+    """Which of its host agents counts; earlier ones are told to leave."""
     helper: Helper | None = None
     started_s: float = 0.0
     heard_s: float = 0.0
-    """When the present sentry last called; 0.0: never."""
+    """When the present host agent last called; 0.0: never."""
     swept: int = 0
     tried: int = 0
     locked: bool = False
@@ -62,22 +62,22 @@ class Post:
         return self.entry.name
 
     def complaint(self) -> str:
-        """The last line that the launch agent, or the sentry, has written to stderr; "no answer" without any."""
+        """The last line that the launch agent, or the host agent, has written to stderr; "no answer" without any."""
         return self.helper.complaint("no answer") if self.helper is not None else "no answer"
 
     def ended(self) -> bool:
-        """Has the sentry ended, or what reaches it?"""
+        """Has the host agent ended, or what reaches it?"""
         return self.helper is None or self.helper.ended()
 
     def close(self) -> None:
-        """End this side of the connection over which the sentry was started; the sentry itself does not need it."""
+        """End this side of the connection over which the host agent was started; the host agent itself does not need it."""
         if self.helper is not None:
             self.helper.close()
             self.helper = None
 
 
-class Tower:
-    """Listens to the sentries of all hosts. A context manager; on leaving, the sentries are told to leave.
+class HeartbeatServer:
+    """Listens to the host agents of all hosts. A context manager; on leaving, the host agents are told to leave.
 
     Args:
         timeout_s: silence after which a host counts as dead.
@@ -97,7 +97,7 @@ class Tower:
         self.posts = []
         for number, entry in enumerate(hosts):
             address = resolve(entry.name)
-            self.posts.append(Post(number, entry, address, address in own or address.startswith("127.")))
+            self.posts.append(WatchedHost(number, entry, address, address in own or address.startswith("127.")))
         self.timeout_s = timeout_s
         self._agent, self._supervisor, self._run_dir = tuple(agent), supervisor, run_dir
         self._homes = homes or {}
@@ -109,12 +109,12 @@ class Tower:
         self._server = _Server(("127.0.0.1" if all(post.local for post in self.posts) else "", 0), _Handler)
         self._server.answer, self._server.token = self._answer, self._token
 
-    def __enter__(self) -> Tower:
-        threading.Thread(target=self._server.serve_forever, args=(0.1,), name="tower", daemon=True).start()
+    def __enter__(self) -> HeartbeatServer:
+        threading.Thread(target=self._server.serve_forever, args=(0.1,), name="heartbeats", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the sentries a moment to hear that they may leave."""
+        """Give the host agents a moment to hear that they may leave."""
         self._leave = True
         deadline = time.monotonic() + 2 * CALL_S
         while not all(post.ended() for post in self.posts) and time.monotonic() < deadline:
@@ -124,8 +124,8 @@ class Tower:
         self._server.shutdown()
         self._server.server_close()
 
-    def probe(self, given_up: Iterable[int], patience_s: float) -> list[Post]:
-        """The hosts that answer now, in the order of the list. Sentries are started where none is known to listen.
+    def probe(self, given_up: Iterable[int], patience_s: float) -> list[WatchedHost]:
+        """The hosts that answer now, in the order of the list. Host agents are started where none is known to listen.
 
         Returns as soon as all have answered or their launch agent has ended without, at the latest after ``patience_s``.
         Hosts ``given_up`` (numbers) are asked too, but nobody waits for them.
@@ -133,7 +133,7 @@ class Tower:
         began, abandoned = time.monotonic(), set(given_up)
         for post in self.posts:
             if post.number in abandoned or not self._listening(post):
-                self._start_sentry(post)
+                self._start_agent(post)
         while True:
             answered = [post for post in self.posts if post.heard_s > began]
             waited_for = [p for p in self.posts if p not in answered and p.number not in abandoned and not p.ended()]
@@ -141,8 +141,8 @@ class Tower:
                 return answered
             time.sleep(_POLL_S)
 
-    def silent(self, posts: Sequence[Post]) -> list[Post]:
-        """Those not heard of for ``timeout_s``; to be asked often. Sentries that have ended are replaced in passing."""
+    def silent(self, posts: Sequence[WatchedHost]) -> list[WatchedHost]:
+        """Those not heard of for ``timeout_s``; to be asked often. Host agents that have ended are replaced in passing."""
         now = time.monotonic()
         pause_s, self._looked_s = now - self._looked_s, now
         if pause_s > _OWN_PAUSE_S:  # this process was stopped, or its machine asleep: nobody could be heard
@@ -151,14 +151,14 @@ class Tower:
         for post in posts:
             if post.ended() and now > max(post.started_s, post.heard_s) + _AGAIN_S:
                 heard = post.heard_s
-                self._start_sentry(post)
+                self._start_agent(post)
                 post.heard_s = heard
         return [post for post in posts if now - post.heard_s > self.timeout_s]
 
-    def sweep(self, posts: Sequence[Post], patience_s: float) -> list[Post]:
+    def sweep(self, posts: Sequence[WatchedHost], patience_s: float) -> list[WatchedHost]:
         """End the job's processes on all of ``posts``; returns those that did not confirm it.
 
-        Nobody waits for a host that says nothing at all; its sentry ends them when it hears of this, or on its own.
+        Nobody waits for a host that says nothing at all; its host agent ends them when it hears of this, or on its own.
         """
         with self._lock:
             self._sweep += 1
@@ -171,7 +171,7 @@ class Tower:
                 return left
             time.sleep(_POLL_S)
 
-    def locked(self, post: Post) -> bool:
+    def locked(self, post: WatchedHost) -> bool:
         """Does a run hold the run directory, as this host sees it? To be asked while no start is under way."""
         with self._lock:
             self._try_lock += 1
@@ -185,13 +185,13 @@ class Tower:
         with self._lock:
             self._keep = start
 
-    def _listening(self, post: Post) -> bool:
+    def _listening(self, post: WatchedHost) -> bool:
         return not post.ended() and time.monotonic() - post.heard_s < _MUTE_S
 
-    def _start_sentry(self, post: Post) -> None:
+    def _start_agent(self, post: WatchedHost) -> None:
         post.close()
         with self._lock:
-            post.sentry, post.heard_s, post.swept, post.tried = post.sentry + 1, 0.0, 0, 0
+            post.agent_number, post.heard_s, post.swept, post.tried = post.agent_number + 1, 0.0, 0, 0
             post.started_s = time.monotonic()
         home = self._homes.get(post.name)
         python, directory = (home.executable, home.directory or "") if home is not None else (sys.executable, "")
@@ -200,13 +200,13 @@ class Tower:
         )
         post.helper.write(as_line(self._orders(post)))
 
-    def _orders(self, post: Post) -> Orders:
-        return Orders(
+    def _orders(self, post: WatchedHost) -> AgentOrders:
+        return AgentOrders(
             token=self._token,
             address=("127.0.0.1" if post.local else source_address(post.address)) or "127.0.0.1",
             port=int(self._server.server_address[1]),
             host=post.number,
-            number=post.sentry,
+            number=post.agent_number,
             supervisor=self._supervisor,
             timeout_s=self.timeout_s,
             run_dir=str(self._run_dir),
@@ -216,7 +216,7 @@ class Tower:
         """What to say to a caller that has the token."""
         with self._lock:
             post = self.posts[int(report["host"])]
-            if int(report["number"]) != post.sentry:
+            if int(report["number"]) != post.agent_number:
                 # Of a host that was given up: it may still have to end what runs there.
                 return self._orders_now(leave=True)
             post.heard_s = time.monotonic()

@@ -1,8 +1,8 @@
-"""The sentry: a small process that the supervisor of ``launch --elastic`` keeps on every host of a job.
+"""The host agent: a small process that the supervisor of ``launch --elastic`` keeps on every host of a job.
 
 It calls the supervisor several times a second, over a new TCP connection each time, and does what the answer says::
 
-    sentry      {"host": 1, "number": 3, "swept": 4, "tried": 2, "locked": false, "memory_kills": 0,
+    host agent  {"host": 1, "number": 3, "swept": 4, "tried": 2, "locked": false, "memory_kills": 0,
                  "run": {"step": 17, "base": 8, "file": 9321, "checkpoint": 15, "copies": 16}}
     supervisor  {"sweep": 5, "keep": null, "try_lock": 2, "leave": false}
 
@@ -10,12 +10,12 @@ It calls the supervisor several times a second, over a new TCP connection each t
 * New connections, because an old one that has lost packets waits ever longer between its attempts: after an outage of
   12 s it may stay silent for 25 s, and a host that is back would pass for dead.
 * ``sweep``: a number that grows when processes are to be ended: those of all starts of this supervisor but ``keep``.
-  The sentry tells in ``swept`` the last number it has done.
+  The host agent tells in ``swept`` the last number it has done.
 * ``try_lock``: a number that grows when the supervisor wants to know whether some run holds the run directory.
-* ``leave``: the sentry ends.
+* ``leave``: the host agent ends.
 * ``run``: what the run directory on this host holds, for the supervisor may be on a host without it.
 
-A sentry that hears nothing for longer than the supervisor waits (or finds its port closed) ends the job's processes on
+A host agent that hears nothing for longer than the supervisor waits (or finds its port closed) ends the job's processes on
 this host, as the job goes on without them, and leaves.
 
 Run as ``python -m hetero_mpi.launch.supervisor.host_agent``; what it needs to know comes as one JSON line on stdin.
@@ -46,19 +46,19 @@ INTERVAL_S = 0.25
 CALL_S = 0.5
 """How long a call may take."""
 FENCE_S = 1.0
-"""How much longer than the supervisor a sentry waits before it ends the job's processes on its host."""
+"""How much longer than the supervisor a host agent waits before it ends the job's processes on its host."""
 REFUSED_S = 3.0
 """How long the supervisor's port may be closed: its process has gone, though its machine is there."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})\.h5")
 _COPY = re.compile(r"step-(\d{8,})\.[0-9a-f]{8}\.h5")
 _TAIL_BYTES = 4096
 RUN_STATE = ("step", "base", "file", "checkpoint", "copies")
-"""What a sentry says of the run directory on its host; whole numbers."""
+"""What a host agent says of the run directory on its host; whole numbers."""
 
 
 @dataclass(frozen=True)
-class Orders:
-    """What a sentry is started with. ``host`` and ``number`` say who is calling: which host, its how-manieth sentry."""
+class AgentOrders:
+    """What a host agent is started with. ``host`` and ``number`` say who is calling: which host, which of its host agents."""
 
     token: str
     address: str
@@ -73,10 +73,10 @@ class Orders:
     run_dir: str
 
 
-class Sentry:
+class HostAgent:
     """Calls until told to leave, or until the supervisor has been away for too long."""
 
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, orders: AgentOrders) -> None:
         self.orders = orders
         self.swept = self.tried = 0
         self.locked = False
@@ -191,8 +191,8 @@ def last_step(tail: bytes) -> int:
     return 0
 
 
-def as_line(orders: Orders) -> bytes:
-    """What the sentry reads from its stdin."""
+def as_line(orders: AgentOrders) -> bytes:
+    """What the host agent reads from its stdin."""
     return json.dumps({"source": own_source(), **asdict(orders)}).encode() + b"\n"
 
 
@@ -200,10 +200,10 @@ def main() -> int:
     values = json.loads(sys.stdin.buffer.readline())
     source = values.pop("source", "of another commit")
     try:
-        orders = Orders(**values)
+        orders = AgentOrders(**values)
     except TypeError:
         sys.exit(f"this host has hetero_mpi {own_source()}, the supervisor {source}: bring the same commit here")
-    print(f"sentry: {Sentry(orders).watch()}", flush=True)
+    print(f"host agent: {HostAgent(orders).watch()}", flush=True)
     return 0
 
 
