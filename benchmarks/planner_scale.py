@@ -4,11 +4,9 @@
                                        [--json FILE] [--check]
 
 The clusters are those of ``clusters.py``; of more than 128 devices only the first ``--large`` seeds are run. Seconds are CPU
-seconds of ``make_plan``, explanations included. Three bounds:
+seconds of ``make_plan``, explanations included. Two bounds:
 
 * *fluid*: all devices always busy with nothing to wait for, items divisible at will. It knows neither links nor sums;
-* *counted* (with ``--bounds``): whole blocks counted by hosts, with prices for sums of gradients and messages between hosts
-  (``planning/large_bound.py``). Seconds for 64 devices. *forced* is what it lies over the fluid bound: no plan is spared that;
 * *packing* (with ``--bounds``, up to 12 devices): whole blocks, sequences and pipelines, filling and draining, memory in flight,
   links and sums (``planning/packing/bound.py``). About a second per cluster of 8 devices, up to minutes for 12.
 
@@ -37,7 +35,6 @@ from clusters import PAIRWISE, Case, generate  # noqa: E402
 
 from hetero_mpi.job.plan_request import INDIFFERENCE  # noqa: E402
 from hetero_mpi.planning.bounds import fluid_bound_s  # noqa: E402
-from hetero_mpi.planning.large_bound import large_bound_s  # noqa: E402
 from hetero_mpi.planning.packing.bound import packing_bound_s  # noqa: E402
 from hetero_mpi.planning.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile  # noqa: E402
@@ -58,18 +55,12 @@ class Run:
     used: int
     step_s: float
     fluid_s: float
-    counted_s: float | None
     packing_s: float | None
     bound_seconds: float
 
     @property
     def bounds(self) -> tuple[float | None, ...]:
-        return self.fluid_s, self.counted_s, self.packing_s
-
-    @property
-    def forced_share(self) -> float | None:
-        """What the counting bound lies over the fluid bound, as a share of the latter."""
-        return None if self.counted_s is None else self.counted_s / self.fluid_s - 1
+        return self.fluid_s, self.packing_s
 
     def over(self, bound_s: float | None) -> float | None:
         return None if bound_s is None else self.step_s / bound_s - 1
@@ -88,7 +79,7 @@ def main() -> int:
     arguments = parser.parse_args()
     runs: list[Run] = []
     print("                               pipe-        seconds of             step over bound")
-    print("devices  seed  job             lines  used  planning    step s     fluid   counted   packing    forced")
+    print("devices  seed  job             lines  used  planning    step s     fluid   packing")
     for devices in arguments.devices:
         seeds = arguments.seeds if devices <= PAIRWISE else min(arguments.large, arguments.seeds)
         rows = [
@@ -114,12 +105,11 @@ def run(case: Case, seed: int, arguments: argparse.Namespace) -> Run:
     step_s = plan.predicted_step_s
     used = sum(len(pipeline.stages) for pipeline in plan.pipelines)
     begin = time.process_time()
-    counted_s = large_bound_s(profile, request, step_s) if arguments.bounds and devices <= PAIRWISE else None
     packing_s = packing_bound_s(profile, request, step_s) if arguments.bounds and devices <= PACKED else None
     bound_seconds = time.process_time() - begin
     one = Run(
         devices, seed, arguments.noise, case.job, seconds, len(plan.pipelines), used, step_s, fluid_bound_s(profile, request),
-        counted_s, packing_s, bound_seconds,
+        packing_s, bound_seconds,
     )  # fmt: skip
     print_row(one)
     return one
@@ -146,7 +136,7 @@ def percent(value: float | None) -> str:
 
 
 def print_row(one: Run) -> None:
-    gaps = "".join(f"{percent(one.over(bound)):>10}" for bound in one.bounds) + f"{percent(one.forced_share):>10}"
+    gaps = "".join(f"{percent(one.over(bound)):>10}" for bound in one.bounds)
     print(
         f"{one.devices:>7} {one.seed:>5}  {one.job:<14} {one.pipelines:>6} {one.used:>5} {one.seconds:>8.2f} s "
         f"{one.step_s:>9.4g}{gaps}" + (f" {one.bound_seconds:>4.0f} s" if one.packing_s is not None else ""),
@@ -160,8 +150,7 @@ def mean(values: Sequence[float | None]) -> float | None:
 
 
 def print_means(rows: Sequence[Run]) -> None:
-    gaps = [mean([one.over(one.bounds[which]) for one in rows]) for which in range(3)]
-    gaps.append(mean([one.forced_share for one in rows]))
+    gaps = [mean([one.over(one.bounds[which]) for one in rows]) for which in range(2)]
     seconds = mean([one.seconds for one in rows]) or 0.0
     print(
         f"{rows[0].devices:>7}  mean{'':>30}{seconds:>8.2f} s {'':>9}" + "".join(f"{percent(gap):>10}" for gap in gaps)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.decide import Decision, decide, with_classic_depths
 from hetero_mpi.planning.durations import Durations, compute_s
 from hetero_mpi.planning.schedule import Action, Op, stages
-from hetero_mpi.planning.several.few import dealt
-from hetero_mpi.planning.several.polish import Polisher
+from hetero_mpi.planning.several.fitting import Fitter
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.single.optimum import Space, added
 from hetero_mpi.planning.single.search import ROUNDING, Candidate, Effort, evaluate
@@ -56,7 +56,7 @@ def reasons(
         *lines,
         busiest(plan, profile, simulation),
         *_least(plan, profile, request, simulation),
-        _gap(decision, plan),
+        _gap(plan),
     )
 
 
@@ -90,33 +90,33 @@ def _share(pipeline: PipelinePlan) -> str:
 
 def beaten(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[Beaten]:
     """What else one might have done, planned and simulated likewise: an even split, one pipeline, plain 1F1B."""
-    polisher = Polisher(profile, request, 0)
+    fitter = Fitter(profile, request)
     actions = sum(4 * len(pipeline.stages) * pipeline.micro_batches for pipeline in plan.pipelines)
     used = sum(len(pipeline.stages) for pipeline in plan.pipelines)
     if actions > MOST_ACTIONS:
         return
     even = _even_split(plan)
     if even is not None:
-        yield _changed("the same ranks with equally many items each", even, polisher)
+        yield _changed("the same ranks with equally many items each", even, fitter)
     shares = request.global_batch // min(request.micro_batch_choices)
     if len(plan.pipelines) < used <= min(request.max_pipelines, shares):
         yield _changed(
-            "every rank by itself, with a share of the batch", _data_parallel(plan, profile, request), polisher
+            "every rank by itself, with a share of the batch", _data_parallel(plan, profile, request), fitter
         )
     if len(plan.pipelines) > 1:
         yield from _other_pipelines(plan, profile, request)
     if request.schedule == "auto" and any(pipeline.split_backward for pipeline in plan.pipelines):
         whole = tuple(replace(pipeline, split_backward=False) for pipeline in plan.pipelines)
-        yield _changed("backward in one part instead of two", replace(plan, pipelines=whole), polisher)
+        yield _changed("backward in one part instead of two", replace(plan, pipelines=whole), fitter)
     shallow = with_classic_depths(plan)
     if request.schedule == "auto" and shallow != plan:
         depths = counted((str([stage.warm_up for stage in pipeline.stages]) for pipeline in plan.pipelines), ", ")
-        yield _changed(f"1F1B's own warm-up instead of {depths}", shallow, polisher)
+        yield _changed(f"1F1B's own warm-up instead of {depths}", shallow, fitter)
 
 
-def _changed(name: str, plan: Plan, polisher: Polisher) -> Beaten:
-    fitting = polisher.fitted(plan)
-    return Beaten(name, polisher.step_s(fitting) if fitting is not None else None)
+def _changed(name: str, plan: Plan, fitter: Fitter) -> Beaten:
+    fitting = fitter.fitted(plan)
+    return Beaten(name, fitter.step_s(fitting) if fitting is not None else None)
 
 
 def _even_split(plan: Plan) -> Plan | None:
@@ -139,11 +139,23 @@ def _data_parallel(plan: Plan, profile: ClusterProfile, request: PlanRequest) ->
     devices = [profile.devices[rank] for rank in ranks]
     seconds = [sum(compute_s(profile, d, 0, plan.items, tokens, op) for op in (Op.F, Op.B)) for d in devices]
     pipelines = []
-    for rank, units in zip(ranks, dealt(request.global_batch // sizes[-1], seconds), strict=True):
+    for rank, units in zip(ranks, _dealt(request.global_batch // sizes[-1], seconds), strict=True):
         share = units * sizes[-1]
         size = next(size for size in sizes if share % size == 0)
         pipelines.append(PipelinePlan((StagePlan((rank,), 0, plan.items, 0),), size, share))
     return replace(plan, pipelines=tuple(pipelines))
+
+
+def _dealt(parts: int, seconds: Sequence[float]) -> list[int]:
+    """``parts``, at least as many as there are takers, in whole shares of at least one: to each as it is fast."""
+    speeds = [1 / max(each, 1e-12) for each in seconds]
+    exact = [parts * speed / sum(speeds) for speed in speeds]
+    shares = [max(1, math.floor(share)) for share in exact]
+    while sum(shares) != parts:
+        by = 1 if sum(shares) < parts else -1
+        able = [i for i in range(len(shares)) if shares[i] + by >= 1]
+        shares[max(able, key=lambda i: (by * (exact[i] - shares[i]), -i))] += by
+    return shares
 
 
 def _other_pipelines(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[Beaten]:
@@ -155,7 +167,7 @@ def _other_pipelines(plan: Plan, profile: ClusterProfile, request: PlanRequest) 
         possible = [size for size in sizes if share % size == 0]
         if possible:
             equal = tuple(replace(pipeline, sequences=share, micro_batch=possible[0]) for pipeline in plan.pipelines)
-            yield _changed("equal shares of the batch", replace(plan, pipelines=equal), Polisher(profile, request, 0))
+            yield _changed("equal shares of the batch", replace(plan, pipelines=equal), Fitter(profile, request))
     if len(profile.devices) <= FEW_RANKS and request.allow_idle:
         one = decide(profile, replace(request, max_pipelines=1))
         yield Beaten(f"one pipeline instead of {count}", one.step_s if one is not None else None)
@@ -182,11 +194,10 @@ def busiest(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep) -> s
     return text
 
 
-def _gap(decision: Decision, plan: Plan) -> str:
+def _gap(plan: Plan) -> str:
     more = max(0.0, ratio(plan.predicted_step_s, plan.bound_step_s) - 1)
     text = f"predicted {describe_seconds(plan.predicted_step_s)}; no plan could take less than "
-    text += f"{describe_seconds(plan.bound_step_s)} (+{more:.1%})"
-    return f"{text}; every other plan was looked at: none is faster" if decision.proven else text
+    return text + f"{describe_seconds(plan.bound_step_s)} (+{more:.1%})"
 
 
 def idle_ranks(decision: Decision, profile: ClusterProfile, request: PlanRequest) -> tuple[IdleRank, ...]:

@@ -14,6 +14,16 @@ SHORTEST_S = 1e-12
 """No period is shorter."""
 
 
+def classic_depths(stages: int, micro_batches: int) -> tuple[int, ...]:
+    """1F1B's own warm-up depths: as many micro-batches ahead as stages follow, and never more than there are."""
+    return tuple(min(stages - 1 - i, micro_batches) for i in range(stages))
+
+
+def scheduled_depths(schedule: str, stages: int, micro_batches: int) -> tuple[int, ...]:
+    """The warm-up that a schedule given by name asks for: all micro-batches for GPipe, 1F1B's own for the others."""
+    return (micro_batches,) * stages if schedule == "gpipe" else classic_depths(stages, micro_batches)
+
+
 def period_s(compute_s: Sequence[float], hops_s: Sequence[float]) -> float:
     """What the slowest stage, or a link with its messages out and back at once, takes for a micro-batch."""
     return max(*compute_s, *(hop_s / 2 for hop_s in hops_s), SHORTEST_S)

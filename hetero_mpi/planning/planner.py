@@ -13,7 +13,6 @@ from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decide import decide
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.explain import busiest, idle_ranks, reasons
-from hetero_mpi.planning.large_bound import large_bound_s
 from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copies
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.packing.bound import packing_bound_s
@@ -28,15 +27,13 @@ from hetero_mpi.planning.words import describe_bytes
 
 CLOSELY_BOUND = {False: 8, True: 12}
 """Up to so many ranks, the request being thorough or not, the bound of a plan is the packing bound. It takes about a second for 8
-ranks, up to a minute or more for 12."""
-COUNTED_BOUND = {False: 16, True: 64}
-"""Beyond, up to so many the bound by hosts: a fraction of a second for 16, seconds for 64. Beyond that, the fluid one."""
+ranks, up to a minute or more for 12. Beyond, it is the fluid one."""
 
 
 def make_plan(profile: ClusterProfile, request: PlanRequest) -> Plan:
     """The fastest plan that fits in memory, by simulated step time, with figures and reasons; deterministic.
 
-    Decides everything that ``exact.joint`` lists: which ranks take part in which pipelines and in which order, shares of the batch,
+    Decides which ranks take part in which pipelines and in which order, shares of the batch,
     the items of every stage, micro-batches, warm-up depths, splitting and where to recompute. How ranks are numbered changes
     nothing, unless the request is indifferent to small differences: then ranks stand in their own order where that costs no
     more (``single.natural``). Of equally fast plans, the one with fewer ranks is taken. Copies of the trained state are
@@ -133,10 +130,8 @@ def _with_figures(plan: Plan, profile: ClusterProfile, request: PlanRequest, sim
 def _bound_s(plan: Plan, profile: ClusterProfile, request: PlanRequest, step_s: float) -> float:
     """The best bound in the time there is. A plan by hand that goes beyond the request may be under all but the fluid one."""
     ranks = len(profile.devices)
-    if differences(plan, request) or ranks > COUNTED_BOUND[request.thorough]:
+    if differences(plan, request) or ranks > CLOSELY_BOUND[request.thorough]:
         return fluid_bound_s(profile, request)
-    if ranks > CLOSELY_BOUND[request.thorough]:
-        return large_bound_s(profile, request, step_s)
     return packing_bound_s(profile, request, step_s)
 
 

@@ -208,73 +208,6 @@ def _summary(state: _State) -> SimulatedStep:
     return SimulatedStep(step_s, tuple(ordered), busy)
 
 
-@dataclass(slots=True)
-class _Stage:
-    """One stage of ``spans_s``: its times, and how far it is."""
-
-    forward_s: float
-    backward_s: float
-    weight_s: float | None
-    """None: the backward is whole."""
-    depth: int
-    lag: int
-    out_s: float
-    back_s: float
-    arrived: list[float]
-    """When the activations of each micro-batch have come, as far as they have been sent."""
-    returned: list[float]
-    onward: list[float] | None = None
-    homeward: list[float] | None = None
-    clock: float = 0.0
-    begun: float = 0.0
-    out_free: float = 0.0
-    back_free: float = 0.0
-    forwards: int = 0
-    backwards: int = 0
-
-    def advance(self, micro_batches: int) -> bool:
-        """Go on until something is awaited that has not been sent; has anything been done?"""
-        # The planner spends most of its time here: plain comparisons and local names on purpose.
-        now, begun, f, b = self.clock, self.begun, self.forwards, self.backwards
-        depth, arrivals, returns = self.depth, len(self.arrived), len(self.returned)
-        forward, backward, weight = self.forward_s, self.backward_s, self.weight_s
-        out_free, back_free = self.out_free, self.back_free
-        while b < micro_batches:
-            # Before backward b, 1F1B has done warm_up + b + 1 forwards, as far as there are so many.
-            if f < micro_batches and f <= depth + b:
-                if f >= arrivals:
-                    break
-                if self.arrived[f] > now:
-                    now = self.arrived[f]
-                now += forward
-                f += 1
-                if self.onward is not None:
-                    out_free = (now if now > out_free else out_free) + self.out_s
-                    self.onward.append(out_free)
-            else:
-                if b >= returns:
-                    break
-                if self.returned[b] > now:
-                    now = self.returned[b]
-                begun = now
-                now += backward
-                if self.homeward is not None:
-                    back_free = (now if now > back_free else back_free) + self.back_s
-                    self.homeward.append(back_free)
-                if weight is not None and b >= self.lag:
-                    begun = now
-                    now += weight
-                b += 1
-        moved = f + b > self.forwards + self.backwards
-        if moved and b == micro_batches and weight is not None:
-            for _ in range(self.lag):
-                begun = now
-                now += weight
-        self.clock, self.begun, self.forwards, self.backwards = now, begun, f, b
-        self.out_free, self.back_free = out_free, back_free
-        return moved
-
-
 def spans_s(
     forward_s: Sequence[float],
     backward_s: Sequence[float],
@@ -290,23 +223,48 @@ def spans_s(
     ``forward_s[s]``, ``backward_s[s]``: of stage s; ``out_s[s]``, ``back_s[s]``: of a message between stages s and s +
     1. ``weight_s``: of the weight gradients where backward is split (``backward_s`` is then the input part, but on the
     first stage, whose entry is 0, the whole). The same additions in the same order as ``simulate``, so the same result to
-    the last bit. Infinite on a deadlock. Micro-batches are all alike.
+    the last bit. Infinite on a deadlock: where depth grows from one stage to the next. Micro-batches are all alike.
+
+    Round m is forward m of all stages, first to last, then the backwards that these allow, last to first: whatever an
+    action awaits has come before it.
     """
-    count, deepest = len(forward_s), micro_batches - 1
-    stages: list[_Stage] = []
-    for s in range(count):
-        weight = weight_s[s] if weight_s is not None and s > 0 else None
-        lag = max(0, min(warm_up[0], deepest) - min(warm_up[s], deepest))
-        out, back = out_s[s] if s + 1 < count else 0.0, back_s[s - 1] if s > 0 else 0.0
-        arrived, returned = ([] if s > 0 else [0.0] * micro_batches), ([] if s + 1 < count else [0.0] * micro_batches)
-        stages.append(_Stage(forward_s[s], backward_s[s], weight, warm_up[s], lag, out, back, arrived, returned))
-    for before, behind in pairwise(stages):
-        before.onward, behind.homeward = behind.arrived, before.returned
-    moved = True
-    while moved:
-        moved = False
-        for stage in stages:
-            moved = stage.advance(micro_batches) or moved
-    if any(stage.backwards < micro_batches for stage in stages):
+    # The planner spends most of its time here: plain lists, comparisons and local names on purpose.
+    count, last = len(forward_s), len(forward_s) - 1
+    depths = [min(depth, micro_batches - 1) for depth in warm_up]
+    if any(behind > before for before, behind in pairwise(depths)):
         return [math.inf] * count, [math.inf] * count
-    return [stage.begun for stage in stages], [stage.clock for stage in stages]
+    clock, begun, out_free, back_free = ([0.0] * count for _ in range(4))
+    arrived, returned = [0.0] * count, [[0.0] * micro_batches for _ in range(count)]
+    for m in range(micro_batches + depths[0]):
+        if m < micro_batches:
+            for s in range(count):
+                now, message = clock[s], arrived[s]
+                clock[s] = now = (message if message > now else now) + forward_s[s]
+                if s < last:
+                    free = out_free[s]
+                    arrived[s + 1] = out_free[s] = (now if now > free else free) + out_s[s]
+        for s in range(last, -1, -1):
+            b = m - depths[s]
+            if b < 0:
+                break
+            if b >= micro_batches:
+                continue
+            now, message = clock[s], returned[s][b]
+            begun[s] = now = message if message > now else now
+            clock[s] = now = now + backward_s[s]
+            if s > 0:
+                free = back_free[s]
+                returned[s - 1][b] = back_free[s] = (now if now > free else free) + back_s[s - 1]
+                if weight_s is not None:
+                    _put_off(s, b, depths[0] - depths[s], micro_batches, weight_s[s], clock, begun)
+    return begun, clock
+
+
+def _put_off(
+    s: int, b: int, lag: int, micro_batches: int, weight_s: float, clock: list[float], begun: list[float]
+) -> None:
+    """The weight gradients that stage ``s`` works out after backward ``b``: those of ``lag`` micro-batches before, after the last
+    one all that are left."""
+    for _ in range((b >= lag) + (lag if b == micro_batches - 1 else 0)):
+        begun[s] = clock[s]
+        clock[s] += weight_s

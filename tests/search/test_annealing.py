@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 
 from hetero_mpi.planning.annealing import anneal
-from hetero_mpi.planning.annealing.anneal import Annealer, annealed
+from hetero_mpi.planning.annealing.anneal import Annealer, Budget
 from hetero_mpi.planning.annealing.changes import Changes
 from hetero_mpi.planning.cycles import cycle_bound_s
 from hetero_mpi.planning.decide import decide
-from hetero_mpi.planning.memory import predict_memory
+from hetero_mpi.planning.memory import predict_hosts, predict_memory
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.simulator import simulate, spans_s
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from tests.planning_samples import SEQUENCE, make_model, make_profile
 
@@ -75,7 +75,7 @@ def test_changed_pipelines_take_as_long_as_their_plan_simulates(ranks: tuple[tup
     """With their bound at or under it, and within memory."""
     profile, seen = cluster(), 0
     annealer = Annealer(profile, REQUEST)
-    changes, lines = Changes(annealer.costs, random.Random(1)), annealer._lines(even_plan(ranks))
+    changes, lines = Changes(annealer.costs, random.Random(1)), annealer.lines(even_plan(ranks))
     for _ in range(150):
         changed = changes.changed(lines)
         fitting = [annealer.costs[line.micro_batch].fitted(line) for line in changed]
@@ -91,37 +91,73 @@ def test_changed_pipelines_take_as_long_as_their_plan_simulates(ranks: tuple[tup
     assert seen > 40
 
 
+def annealed(start: Plan, profile: ClusterProfile, request: PlanRequest) -> tuple[Plan, float]:
+    found = Annealer(profile, request).best([(start, outlined(start, profile).step_s)])
+    assert found is not None
+    return found
+
+
 def test_a_bad_plan_becomes_a_good_one_and_the_same_every_time() -> None:
     profile = cluster()
     start = even_plan(((6, 0, 5, 1, 4, 2, 3),))
-    begun_s = outlined(start, profile).step_s
-    plan, step_s = annealed(start, begun_s, profile, REQUEST)
-    assert (plan, step_s) == annealed(start, begun_s, profile, REQUEST)
-    assert step_s == simulate(plan, profile).step_s < 0.6 * begun_s
+    plan, step_s = annealed(start, profile, REQUEST)
+    assert (plan, step_s) == annealed(start, profile, REQUEST)
+    assert step_s == simulate(plan, profile).step_s < 0.6 * outlined(start, profile).step_s
     best = decide(profile, replace(REQUEST, max_pipelines=1))
     assert best is not None and step_s <= 1.03 * best.step_s
 
 
-def test_a_thorough_request_anneals_longer_and_pipelines_that_share_memory_too() -> None:
-    thorough = replace(REQUEST, thorough=True)
+@pytest.mark.parametrize("shared", ["tied", "card", "memory"])
+def test_pipelines_that_meet_elsewhere_than_in_sums_are_annealed_too(shared: str) -> None:
+    profile = cluster()
+    if shared == "tied":
+        profile = replace(profile, model=replace(profile.model, tied=True))
+    else:
+        hosts = tuple(HostProfile(f"host{k}", 400_000, "made up", shared == "card") for k in (1, 2, 4))
+        devices = tuple(replace(device, shares_host_memory=shared == "memory") for device in profile.devices)
+        profile = replace(profile, hosts=hosts, devices=devices)
     start = even_plan(((6, 0, 5, 1, 4, 2, 3),))
-    apart = cluster()
-    begun_s = outlined(start, apart).step_s
-    assert annealed(start, begun_s, apart, thorough)[1] <= annealed(start, begun_s, apart, REQUEST)[1]
+    plan, step_s = annealed(start, profile, REQUEST)
+    assert step_s == simulate(plan, profile).step_s < 0.7 * outlined(start, profile).step_s
+    assert all(one.peak_bytes <= one.usable_bytes for one in predict_hosts(plan, profile, REQUEST.memory_reserve))
 
-    together = replace(apart, model=replace(apart.model, tied=True))
-    begun_s = outlined(start, together).step_s
-    assert annealed(start, begun_s, together, REQUEST) == (start, begun_s)
-    plan, step_s = annealed(start, begun_s, together, thorough)
-    assert step_s == simulate(plan, together).step_s < 0.6 * begun_s
+
+def test_every_start_goes_on_with_its_own_number_of_pipelines() -> None:
+    """And the result is no slower than any of them."""
+    profile = cluster()
+    starts = [
+        even_plan(ranks) for ranks in (((6, 0, 5, 1, 4, 2, 3),), ((0, 2, 5), (1, 3, 6)), ((0,), (2, 1), (3, 4, 6)))
+    ]
+    timed = [(start, outlined(start, profile).step_s) for start in starts]
+    found = Annealer(profile, REQUEST).best(timed)
+    assert found is not None and found[1] < min(step_s for _, step_s in timed)
+    annealer = Annealer(profile, REQUEST)
+    for start, step_s in timed:
+        lines, now_s = annealer.rounds.round(
+            annealer.lines(start), step_s, (0.02, 0.001), random.Random(0), Budget(200, 1e6)
+        )
+        assert len(lines) == len(start.pipelines) and now_s <= step_s
+
+
+def test_a_whole_hosts_stages_are_moved_and_turned_round() -> None:
+    profile = cluster()
+    annealer = Annealer(profile, REQUEST)
+    changes, lines = Changes(annealer.costs, random.Random(3)), annealer.lines(even_plan(((0, 1, 2, 3, 4, 5, 6),)))
+    seen = {tuple(annealer.ranks[rank] for rank in changes._run_moved(lines, 0)[0].ranks) for _ in range(300)}
+    assert {(5, 6, 0, 1, 2, 3, 4), (1, 0, 2, 3, 4, 5, 6), (0, 1, 6, 5, 2, 3, 4)} <= seen
+
+
+def test_all_ranks_stay_at_work_where_none_may_idle() -> None:
+    profile = cluster()
+    plan, _ = annealed(even_plan(((6, 0, 5, 1, 4, 2, 3),)), profile, replace(REQUEST, allow_idle=False))
+    assert sorted(stage.ranks[0] for stage in plan.pipelines[0].stages) == list(range(7))
 
 
 def test_indifference_keeps_a_plan_that_is_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = cluster()
     best = decide(profile, REQUEST)
     assert best is not None
-    start = best.plan, best.step_s
-    kept, _ = annealed(*start, profile, replace(REQUEST, indifference=0.5))
+    kept, _ = annealed(best.plan, profile, replace(REQUEST, indifference=0.5))
     assert kept == best.plan
     monkeypatch.setattr(anneal, "EFFORT", 0)
-    assert annealed(*start, profile, REQUEST) == start
+    assert annealed(best.plan, profile, REQUEST) == (best.plan, best.step_s)

@@ -1,5 +1,6 @@
 """Lower bounds: under every plan's simulated step, under the exact optimum, and by hand where one inequality decides alone."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -7,21 +8,18 @@ import pytest
 
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decide import decide
-from hetero_mpi.planning.exact.joint import Exact
-from hetero_mpi.planning.large_bound import large_bound_s
 from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.packing import counted
 from hetero_mpi.planning.packing.bound import TOLERANCE, packing_bound_s
 from hetero_mpi.planning.packing.counted import Counted, classes_apart, packed
 from hetero_mpi.planning.packing.relaxed import Facts
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.cluster_changes import with_plenty_of_memory
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, LinkProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from tests.planning_samples import SEQUENCE, looks_possible, make_model, make_profile, random_plan
-from tests.search.test_exact import joint_instance
+from tests.search.test_exact import brute_force_s, joint_instance
 
 EQUAL = 1 + 1e-9
 NEAR = 1 + 1.5 * TOLERANCE
@@ -84,19 +82,18 @@ def test_no_plan_is_under_the_bound_of_joined_classes(seed: int, monkeypatch: py
     assert packing_bound_s(profile, request, 2 * step_s) <= step_s * EQUAL
 
 
-def test_of_too_many_unlike_ranks_the_bound_is_that_by_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_too_many_unlike_ranks_the_bound_is_the_fluid_one(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = make_profile([1.0, 2.0, 4.0])
     request = PlanRequest(8, SEQUENCE, (1,), max_pipelines=3)
     monkeypatch.setattr(counted, "MOST_VECTORS", 7)
-    assert packing_bound_s(profile, request, 100.0) == large_bound_s(profile, request, 100.0)
+    assert packing_bound_s(profile, request, 100.0) == fluid_bound_s(profile, request)
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_the_packing_bound_is_at_or_under_the_optimum(seed: int) -> None:
     profile, request = joint_instance(seed, 2 + seed % 2, 2 + seed % 3, 3)
-    found = Exact(profile, request, rank_classes(profile)).solve()
-    if found:
-        best_s = found[0].step_s
+    best_s = brute_force_s(profile, request)
+    if best_s < math.inf:
         bound_s = packing_bound_s(profile, request, 2 * best_s)
         assert fluid_bound_s(profile, request) * (1 - 1e-9) <= bound_s <= best_s * EQUAL
 
@@ -105,7 +102,7 @@ def test_the_packing_bound_is_nearly_exact_where_ranks_are_alike() -> None:
     """Three like ranks, five blocks of 3 s, four sequences: the bound is within 3 % of the best plan."""
     profile = make_profile([1.0] * 3, make_model(5))
     request = PlanRequest(4, SEQUENCE, (1,), max_pipelines=3, memory_reserve=0.0)
-    best_s = Exact(profile, request, rank_classes(profile)).solve()[0].step_s
+    best_s = brute_force_s(profile, request)
     bound_s = packing_bound_s(profile, request, 2 * best_s)
     assert 0.97 * best_s <= bound_s <= best_s * EQUAL
 
@@ -133,7 +130,7 @@ def test_before_the_first_gradient_and_after_the_last_forward_there_is_little_to
     needed = {m.rank: m.peak_bytes for m in predict_memory(plan, profile)}
     profile = replace(profile, devices=tuple(replace(d, memory_bytes=needed[d.rank]) for d in profile.devices))
     request = PlanRequest(6, SEQUENCE, (1,), memory_reserve=0.0)
-    best_s = Exact(profile, request, rank_classes(profile)).solve()[0].step_s
+    best_s = brute_force_s(profile, request)
     # One sequence takes 6.3 s on the first stage and 13.8 s on all: one round trip, what is left of six, another round trip.
     by_hand_s = 2 * 13.8 + (6 - 2) * 6.3 - 6.3
     assert by_hand_s / NEAR <= packing_bound_s(profile, request, 2 * best_s) <= best_s * EQUAL

@@ -1,8 +1,7 @@
-"""The exact search against a brute force that knows nothing of it: loops over everything, priced by the simulator.
+"""The planner against a brute force that knows nothing of it: loops over everything, priced by the simulator.
 
-The brute force leaves out only what is provably alike: warm-up depths that give the same action lists (see
-``test_depths_left_out_give_the_same_lists``), depth and split backward of a lone stage, for which nobody waits, and rings of
-pipelines turned round.
+The brute force leaves out only what is provably alike: warm-up deeper than there are micro-batches, or deeper than that of a
+stage before (a deadlock), depth and split backward of a lone stage, for which nobody waits, and rings of pipelines turned round.
 """
 
 import itertools
@@ -18,8 +17,6 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decide import decide
 from hetero_mpi.planning.durations import duration, finished_items_s, sum_s, tied_s
-from hetero_mpi.planning.exact.joint import Exact
-from hetero_mpi.planning.exact.lockstep import depths, lists_of
 from hetero_mpi.planning.memory import predict_hosts, predict_memory, usable_bytes
 from hetero_mpi.planning.planner import make_plan
 from hetero_mpi.planning.schedule import Action, Op, held_by, stages, summed_items, tied_heads
@@ -30,6 +27,8 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes, LinkProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from tests.planning_samples import SEQUENCE, make_device, make_model, make_profile
+
+MOST_SLOWER = 1 + 1e-9
 
 
 def joint_instance(seed: int, ranks: int, blocks: int, batch: int) -> tuple[ClusterProfile, PlanRequest]:
@@ -303,77 +302,44 @@ def brute_force_s(profile: ClusterProfile, request: PlanRequest) -> float:
     return best
 
 
-def compared(profile: ClusterProfile, request: PlanRequest) -> tuple[float, float]:
-    """(brute force, exact search); the search's plan is simulated and fits."""
-    exact = Exact(profile, request, rank_classes(profile))
-    assert exact.is_small()
-    found = exact.solve()
-    if not found:
-        return brute_force_s(profile, request), math.inf
-    plan = exact.plan(found[0])
-    assert simulate(plan, profile).step_s == pytest.approx(found[0].step_s, rel=1e-9)
-    assert fluid_bound_s(profile, request) <= found[0].step_s * (1 + 1e-9)
-    assert all(m.peak_bytes <= m.usable_bytes for m in predict_memory(plan, profile, request.memory_reserve))
-    assert all(m.peak_bytes <= m.usable_bytes for m in predict_hosts(plan, profile, request.memory_reserve))
-    return brute_force_s(profile, request), found[0].step_s
+def compared(profile: ClusterProfile, request: PlanRequest) -> float:
+    """The planner's step time over the least one; its plan is simulated and fits."""
+    best_s, found = brute_force_s(profile, request), decide(profile, request)
+    if found is None:
+        return 1.0 if best_s == math.inf else math.inf
+    assert simulate(found.plan, profile).step_s == pytest.approx(found.step_s, rel=1e-9)
+    assert fluid_bound_s(profile, request) <= found.step_s * (1 + 1e-9)
+    assert all(m.peak_bytes <= m.usable_bytes for m in predict_memory(found.plan, profile, request.memory_reserve))
+    assert all(m.peak_bytes <= m.usable_bytes for m in predict_hosts(found.plan, profile, request.memory_reserve))
+    assert best_s <= found.step_s * (1 + 1e-9)
+    return found.step_s / best_s
 
 
-def small(seed: int) -> tuple[float, float]:
+def small(seed: int) -> float:
     """Up to 3 devices, 5 blocks, 4 sequences."""
     draw = random.Random(seed * 7 + 1)
     ranks = draw.choice((1, 2, 2, 3, 3))
     return compared(*joint_instance(seed, ranks, draw.randint(1, 5), draw.choice((1, 2, 3, 4))))
 
 
-def tiny(seed: int) -> tuple[float, float]:
+def tiny(seed: int) -> float:
     """As ``small``, but with 2 blocks at most where there are three devices."""
     draw = random.Random(seed)
     ranks = draw.choice((2, 2, 3))
     return compared(*joint_instance(seed, ranks, draw.randint(1, 2 if ranks == 3 else 4), draw.choice((2, 3, 4))))
 
 
-def five(seed: int) -> tuple[float, float]:
-    """5 devices, 12 blocks, 4 sequences; depth and recompute fixed; of every third instance several pipelines."""
-    profile, request = joint_instance(seed, 5, 12, 4)
-    roomy = tuple(replace(device, memory_bytes=10 * device.memory_bytes) for device in profile.devices)
-    request = replace(
-        request,
-        schedule=("1f1b", "gpipe", "split")[seed % 3] if request.schedule != "auto" or seed % 2 else "1f1b",
-        recompute_choices=(seed % 5 == 0,),
-        max_pipelines=5 if seed % 3 == 0 else 1,
-    )
-    if request.schedule == "split" and profile.devices[0].layers["block"].input_s is None:
-        request = replace(request, schedule="1f1b")
-    return compared(replace(profile, devices=roomy, hosts=()), request)
-
-
 @pytest.mark.parametrize("block", range(6))
-def test_the_exact_search_equals_brute_force(block: int) -> None:
+def test_the_planner_finds_what_brute_force_finds(block: int) -> None:
     for seed in range(block * 10, block * 10 + 10):
-        expected, found = tiny(seed)
-        assert found == pytest.approx(expected, rel=1e-9), f"seed {seed}"
+        assert tiny(seed) <= MOST_SLOWER, f"seed {seed}"
 
 
 @pytest.mark.long
-def test_a_thousand_instances_equal_brute_force() -> None:
+def test_two_hundred_instances_are_planned_nearly_as_brute_force_does() -> None:
     with ProcessPoolExecutor(2) as pool:
-        for seed, (expected, found) in enumerate(pool.map(small, range(1000), chunksize=10)):
-            assert found == pytest.approx(expected, rel=1e-9), f"seed {seed}"
-
-
-@pytest.mark.long
-def test_thirty_instances_of_five_devices_equal_brute_force() -> None:
-    with ProcessPoolExecutor(2) as pool:
-        for seed, (expected, found) in enumerate(pool.map(five, range(30))):
-            assert found == pytest.approx(expected, rel=1e-9), f"seed {seed}"
-
-
-def test_depths_left_out_give_the_same_lists() -> None:
-    """Depths from 0 to all micro-batches; where one is left out, another that is kept gives every stage the same actions."""
-    for stages_, count, split in itertools.product((2, 3), (1, 2, 3, 4), (False, True)):
-        kept = {lists_of(warm_up, count, split) for warm_up in depths(stages_, count)}
-        every = itertools.combinations_with_replacement(range(count + 1), stages_)
-        assert {lists_of(warm_up[::-1], count, split) for warm_up in every} == kept
+        ratios = list(pool.map(small, range(200), chunksize=10))
+    assert sum(ratio <= MOST_SLOWER for ratio in ratios) >= 190 and max(ratios) < 1.1
 
 
 # What the planner makes of it
@@ -414,7 +380,7 @@ def test_how_ranks_are_numbered_changes_nothing(seed: int) -> None:
 
 
 def test_a_schedule_given_by_name_is_kept() -> None:
-    for batch in (4, 64):  # the exact search, and the others
+    for batch in (4, 64):
         profile, request = split_cluster(), PlanRequest(batch, SEQUENCE, (1,), split_choices=(False, True))
         for schedule in ("gpipe", "1f1b", "split"):
             plan = make_plan(profile, replace(request, schedule=schedule))

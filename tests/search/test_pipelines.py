@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 
 from hetero_mpi.errors import UserError
+from hetero_mpi.planning.annealing.anneal import Annealer
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.memory import predict_hosts, predict_memory
 from hetero_mpi.planning.packing.bound import packing_bound_s
-from hetero_mpi.planning.several.abreast import abreast
 from hetero_mpi.planning.several.chains import Chain, Chains
 from hetero_mpi.planning.several.columns import Columns, along_hosts, in_hosts
 from hetero_mpi.planning.several.fleet import Fleet, levels
-from hetero_mpi.planning.several.layouts import several
-from hetero_mpi.planning.several.polish import Polisher
+from hetero_mpi.planning.several.layouts import several as layouts_of
 from hetero_mpi.planning.several.shares import Pipelines
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
@@ -97,6 +96,11 @@ def test_a_chain_takes_as_long_as_the_simulator_says(pipelines: int) -> None:
         plan = chain_plan(columns, chain, [48 // pipelines] * pipelines)
         assert chain.step_s == pytest.approx(simulate(plan, CLUSTER).step_s, rel=1e-12)
         assert Pipelines(columns, chain).step_s([48 // pipelines] * pipelines) == pytest.approx(chain.step_s, rel=1e-12)
+
+
+def several(profile: ClusterProfile, request: PlanRequest, fewest: int = 1) -> Plan | None:
+    """The best layout."""
+    return next(iter(layouts_of(profile, request, fewest)), None)
 
 
 def test_shares_make_unlike_pipelines_end_together() -> None:
@@ -190,13 +194,12 @@ def test_pipelines_that_end_together_are_changed_together() -> None:
     pair = [(StagePlan((a,), *cuts[:2], 1), StagePlan((b,), *cuts[1:], 0)) for a, b in ((0, 1), (2, 3))]
     plan = Plan(tuple(PipelinePlan(stages, 2, 8) for stages in pair), 16, SEQUENCE, 8)
     step_s = simulate(plan, profile).step_s
-    alone, alone_s = Polisher(profile, request, 100_000).polished(plan, step_s)
-    found, found_s = abreast(plan, step_s, profile, Polisher(profile, request, 100_000))
-    assert alone == plan and alone_s == step_s
-    assert found_s == simulate(found, profile).step_s < 0.99 * step_s
-    assert len({tuple(stage.last for stage in pipeline.stages) for pipeline in found.pipelines}) == 1
-    fixed = replace(request, schedule="1f1b")
-    assert abreast(plan, step_s, profile, Polisher(profile, fixed, 100_000)) == (plan, step_s)
+    found = Annealer(profile, request).best([(plan, step_s)])
+    assert found is not None and found[1] == simulate(found[0], profile).step_s < 0.99 * step_s
+    fixed = Annealer(profile, replace(request, schedule="1f1b")).best([(plan, step_s)])
+    assert fixed is not None and fixed[1] < 0.99 * step_s
+    depths = [[stage.warm_up for stage in pipeline.stages] for pipeline in fixed[0].pipelines]
+    assert all(own == list(range(len(own)))[::-1] for own in depths)
 
 
 def request_of(plan: Plan) -> PlanRequest:

@@ -11,13 +11,14 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s, pipeline_bound_s
 from hetero_mpi.planning.memory import stage_memory
 from hetero_mpi.planning.noise import smoothed
+from hetero_mpi.planning.pacing import classic_depths
 from hetero_mpi.planning.planner import make_plan
 from hetero_mpi.planning.remedies import is_packed, is_trained_whole, with_adapters
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.single.lines import Lines, orders_along_lines
 from hetero_mpi.planning.single.optimum import Space, optimise, space_of
 from hetero_mpi.planning.single.room import rescued
-from hetero_mpi.planning.single.search import Effort, classic, deepen, evaluate, paced
+from hetero_mpi.planning.single.search import Effort, deepen, evaluate, paced
 from hetero_mpi.planning.tables import rank_classes, stage_bytes
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
@@ -173,7 +174,7 @@ def test_paced_depths_come_near_the_greedy_ones(seed: int) -> None:
     outlook = space.outlooks[0]
     order = (0,) * 6
     shallow = evaluate(outlook.instance, order, outlook.best_cuts(order))
-    assert shallow.warm_up == classic(6, 64)
+    assert shallow.warm_up == classic_depths(6, 64)
     deep = deepen(shallow, 0.0, Effort(10**8))
     quick = min(paced(shallow, allowance).step_s for allowance in (0.1, 0.3))
     assert quick < 0.95 * shallow.step_s

@@ -19,9 +19,9 @@ from typing import Any
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.drift import Prospect, moving_s
-from hetero_mpi.planning.decide import POLISH_EFFORT, decide
+from hetero_mpi.planning.annealing.anneal import Annealer
+from hetero_mpi.planning.decide import decide
 from hetero_mpi.planning.planner import complete_plan
-from hetero_mpi.planning.several.polish import Polisher
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
 from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan
@@ -119,7 +119,7 @@ def answer(question: ReplanQuestion) -> ReplanAnswer:
 
 def _candidates(question: ReplanQuestion, profile: ClusterProfile) -> Iterator[Plan]:
     plan = question.plan
-    pipelines = tuple(_polished(pipeline, plan, profile, question.request) for pipeline in plan.pipelines)
+    pipelines = tuple(_annealed(pipeline, plan, profile, question.request) for pipeline in plan.pipelines)
     yield replace(plan, pipelines=pipelines)
     if len(plan.pipelines) > 1:
         return
@@ -141,19 +141,27 @@ def _candidates(question: ReplanQuestion, profile: ClusterProfile) -> Iterator[P
         yield free
 
 
-def _polished(pipeline: PipelinePlan, plan: Plan, profile: ClusterProfile, request: PlanRequest) -> PipelinePlan:
-    """One pipeline with other cuts, orders of ranks (one pipeline only) and depths, if that helps; as it is otherwise."""
-    alone = replace(plan, pipelines=(pipeline,), global_batch=pipeline.sequences)
+def _annealed(pipeline: PipelinePlan, plan: Plan, profile: ClusterProfile, request: PlanRequest) -> PipelinePlan:
+    """One pipeline with other cuts, another order of its ranks and other depths, if that helps; as it is otherwise."""
+    ranks = sorted(stage.ranks[0] for stage in pipeline.stages)
+    number = {rank: (index,) for index, rank in enumerate(ranks)}
+    stages = tuple(replace(stage, ranks=number[stage.ranks[0]]) for stage in pipeline.stages)
+    alone = replace(plan, pipelines=(replace(pipeline, stages=stages),), global_batch=pipeline.sequences)
     request = replace(
         request,
         global_batch=pipeline.sequences,
         micro_batch_choices=(pipeline.micro_batch,),
         max_pipelines=1,
         indifference=max(request.indifference, 1e-4),
+        allow_idle=False,
+        thorough=False,
     )
-    polisher = Polisher(profile, request, POLISH_EFFORT)
-    fitting = polisher.fitted(alone)
-    return polisher.polished(fitting)[0].pipelines[0] if fitting is not None else pipeline
+    annealer = Annealer(restricted(profile, ranks), request)
+    fitting = annealer.fitter.fitted(alone)
+    if fitting is None or pipeline.sequences % pipeline.micro_batch:
+        return pipeline
+    found = annealer.best([(fitting, annealer.fitter.step_s(fitting))])
+    return _renumbered(found[0], ranks).pipelines[0] if found is not None else pipeline
 
 
 def _decided(profile: ClusterProfile, request: PlanRequest) -> Plan | None:

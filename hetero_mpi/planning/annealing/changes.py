@@ -5,11 +5,13 @@ Every change returns new lines, or None where it cannot be made; what memory mak
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from hetero_mpi.planning.annealing.lines import Costs, Line
+from hetero_mpi.planning.pacing import scheduled_depths
 
 ALLOWANCES = (0.0, 0.1, 0.25, 0.5, 0.9)
 """Shares of a period by which gradients may come back early, for guessing depths."""
@@ -18,6 +20,10 @@ AMOUNTS = (1, 2, 4)
 """Sequences that go from one pipeline to another at once."""
 AT_ONCE = (1, 1, 1, 2, 3)
 """How many changes are made before the result is looked at: one of these."""
+SLOPES = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+"""Micro-batches that a stage is deeper than the next, for guessing depths."""
+TOGETHER = 0.5
+"""How often a change is made in all pipelines of as many stages, which then stay alike."""
 
 Lines = tuple[Line, ...]
 
@@ -28,16 +34,22 @@ class Changes:
     def __init__(self, costs: Mapping[int, Costs], draw: random.Random) -> None:
         self.costs, self.draw = costs, draw
         self.sizes = sorted(costs)
-        self.ranks = range(len(next(iter(costs.values())).fleet.devices))
+        first = costs[self.sizes[0]]
+        self.request, self.ranks, self.host = first.fleet.request, range(first.count), first.host
+        self.splits = first.splits
+        self.may_toggle = self.request.schedule == "auto" and len(set(self.request.split_choices)) > 1
         kinds: list[tuple[int, Callable[[Lines, int], Lines | None]]] = [
             (30, self._item_moved),
-            (15, self._stage_moved),
+            (12, self._stage_moved),
+            (6, self._run_moved),
             (10, self._rank_exchanged),
             (10, self._stage_added_or_dropped),
             (15, self._deeper_or_shallower),
             (10, self._share_moved),
             (3, self._resized),
             (7, self._paced_anew),
+            (4, self._sloped),
+            (3 if self.may_toggle else 0, self._split),
         ]
         self._weights, self._kinds = zip(*kinds, strict=True)
 
@@ -48,15 +60,26 @@ class Changes:
         return lines
 
     def _paced(self, line: Line) -> Line:
+        schedule, count = self.request.schedule, len(line.ranks)
+        if schedule != "auto":
+            depths = scheduled_depths(schedule, count, line.micro_batches)
+            return replace(line, flying=tuple(min(depth + 1, line.micro_batches) for depth in depths))
         return self.costs[line.micro_batch].paced(line, self.draw.choice(ALLOWANCES))
 
+    def _alike(self, lines: Lines, index: int) -> list[int]:
+        """The pipeline alone, or all of as many stages."""
+        count = len(lines[index].ranks)
+        if len(lines) < 2 or self.draw.random() >= TOGETHER:
+            return [index]
+        return [i for i, line in enumerate(lines) if len(line.ranks) == count]
+
     def _item_moved(self, lines: Lines, index: int) -> Lines | None:
-        """From one stage to any other; now and then in all pipelines of as many stages, whose sums then go on together."""
+        """From one stage to any other."""
         line = lines[index]
         if len(line.ranks) < 2:
             return None
         giving, taking = self.draw.sample(range(len(line.ranks)), 2)
-        together, anew = self.draw.random() < 0.5, self.draw.random() < 0.5
+        anew = self.draw.random() < 0.5
 
         def moved(one: Line) -> Line:
             if one.counts[giving] < 2:
@@ -66,17 +89,36 @@ class Changes:
             one = replace(one, counts=tuple(counts))
             return self._paced(one) if anew else one
 
-        alike = [i == index or (together and len(one.ranks) == len(line.ranks)) for i, one in enumerate(lines)]
-        return tuple(moved(one) if chosen else one for one, chosen in zip(lines, alike, strict=True))
+        return _with(lines, {i: moved(lines[i]) for i in self._alike(lines, index)})
 
     def _stage_moved(self, lines: Lines, index: int) -> Lines | None:
         """A rank with all it holds, to another place of its pipeline."""
-        line = lines[index]
-        places = list(range(len(line.ranks)))
+        places = list(range(len(lines[index].ranks)))
         place = places.pop(self.draw.randrange(len(places)))
         places.insert(self.draw.randrange(len(places) + 1), place)
-        moved = replace(line, ranks=tuple(line.ranks[p] for p in places), counts=tuple(line.counts[p] for p in places))
-        return _with(lines, {index: self._paced(moved)})
+        return self._placed(lines, index, places)
+
+    def _run_moved(self, lines: Lines, index: int) -> Lines | None:
+        """A host's neighbouring stages with all they hold, to another place of the pipeline, also in reverse."""
+        ranks = lines[index].ranks
+        first = last = self.draw.randrange(len(ranks))
+        while first > 0 and self.host[ranks[first - 1]] == self.host[ranks[first]]:
+            first -= 1
+        while last + 1 < len(ranks) and self.host[ranks[last + 1]] == self.host[ranks[last]]:
+            last += 1
+        run = list(range(first, last + 1))
+        rest = [*range(first), *range(last + 1, len(ranks))]
+        at = self.draw.randrange(len(rest) + 1)
+        return self._placed(lines, index, [*rest[:at], *(run[::-1] if self.draw.random() < 0.5 else run), *rest[at:]])
+
+    def _placed(self, lines: Lines, index: int, places: Sequence[int]) -> Lines:
+        """Stages in this order."""
+
+        def moved(line: Line) -> Line:
+            ranks, counts = (tuple(values[p] for p in places) for values in (line.ranks, line.counts))
+            return self._paced(replace(line, ranks=ranks, counts=counts))
+
+        return _with(lines, {i: moved(lines[i]) for i in self._alike(lines, index)})
 
     def _rank_exchanged(self, lines: Lines, index: int) -> Lines | None:
         """For an idle one, or for one of any pipeline; each takes over what the other holds."""
@@ -129,21 +171,45 @@ class Changes:
             (),
             line.micro_batch,
             line.sequences,
+            line.split,
         )
         return _with(lines, {index: self._paced(grown)})
 
     def _deeper_or_shallower(self, lines: Lines, index: int) -> Lines | None:
         """At one stage; none before it stays shallower, none behind it deeper."""
-        line = lines[index]
-        place, by = self.draw.randrange(len(line.ranks)), self.draw.choice(DEEPER)
-        depth = line.flying[place] + by
-        if not 1 <= depth <= line.micro_batches:
+        place, by = self.draw.randrange(len(lines[index].ranks)), self.draw.choice(DEEPER)
+
+        def changed(line: Line) -> Line:
+            depth = min(max(1, line.flying[place] + by), line.micro_batches)
+            flying = tuple(
+                max(now, depth) if i <= place and by > 0 else min(now, depth) if i >= place and by < 0 else now
+                for i, now in enumerate(line.flying)
+            )
+            return replace(line, flying=flying)
+
+        if self.request.schedule != "auto":
             return None
-        flying = tuple(
-            max(now, depth) if i <= place and by > 0 else min(now, depth) if i >= place and by < 0 else now
-            for i, now in enumerate(line.flying)
-        )
-        return _with(lines, {index: replace(line, flying=flying)})
+        return _with(lines, {i: changed(lines[i]) for i in self._alike(lines, index)})
+
+    def _sloped(self, lines: Lines, index: int) -> Lines | None:
+        """Every stage as many micro-batches deeper than the next."""
+        slope = self.draw.choice(SLOPES)
+
+        def changed(line: Line) -> Line:
+            behind = range(len(line.ranks) - 1, -1, -1)
+            return replace(line, flying=tuple(min(1 + math.ceil(slope * k), line.micro_batches) for k in behind))
+
+        if self.request.schedule != "auto":
+            return None
+        return _with(lines, {i: changed(lines[i]) for i in self._alike(lines, index)})
+
+    def _split(self, lines: Lines, index: int) -> Lines | None:
+        """Backward in two parts, or in one."""
+        split = not lines[index].split
+        chosen = self._alike(lines, index)
+        if split and not all(self.splits[rank] and len(lines[i].ranks) > 1 for i in chosen for rank in lines[i].ranks):
+            return None
+        return _with(lines, {i: replace(lines[i], split=split) for i in chosen})
 
     def _share_moved(self, lines: Lines, index: int) -> Lines | None:
         others = [i for i in range(len(lines)) if i != index]
@@ -158,7 +224,10 @@ class Changes:
         """In micro-batches as large as they were, or the next smaller ones that divide it."""
         sequences = line.sequences + by
         fitting = [size for size in self.sizes if size <= line.micro_batch and sequences % size == 0]
-        return replace(line, sequences=sequences, micro_batch=fitting[-1]) if fitting else None
+        if not fitting:
+            return None
+        changed = replace(line, sequences=sequences, micro_batch=fitting[-1])
+        return self._paced(changed) if self.request.schedule != "auto" else changed
 
     def _resized(self, lines: Lines, index: int) -> Lines | None:
         line, size = lines[index], self.draw.choice(self.sizes)

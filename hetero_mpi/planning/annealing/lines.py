@@ -12,7 +12,7 @@ from hetero_mpi.planning.cycles import cycle_bound_s
 from hetero_mpi.planning.pacing import paced_each, period_s
 from hetero_mpi.planning.several.fleet import Fleet
 from hetero_mpi.planning.simulator import spans_s
-from hetero_mpi.planning.tables import stage_bytes
+from hetero_mpi.planning.tables import may_split, stage_bytes
 from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
 
 ANY_DEPTH = 10**9
@@ -29,6 +29,12 @@ class Line:
     flying: tuple[int, ...]
     micro_batch: int
     sequences: int
+    split: bool = False
+    """Backward in two parts, where there is more than one stage."""
+
+    @property
+    def is_split(self) -> bool:
+        return self.split and len(self.ranks) > 1
 
     @property
     def micro_batches(self) -> int:
@@ -74,14 +80,16 @@ class Fitting:
             StagePlan((ranks[rank],), cuts[i], cuts[i + 1], line.flying[i] - 1, self.recompute[i])
             for i, rank in enumerate(line.ranks)
         )
-        return PipelinePlan(stages, line.micro_batch, line.sequences)
+        return PipelinePlan(stages, line.micro_batch, line.sequences, line.is_split)
 
 
 class Costs:
     """What stages cost at one micro-batch size. Tables of plain lists: single figures are asked for, millions of them."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self.fleet = fleet
+        self.fleet, self.count = fleet, len(fleet.devices)
+        self.host: list[int] = fleet.host.tolist()
+        self.splits = [may_split(fleet.profile, device.rank) for device in fleet.devices]
         self._forward, self._backward, self._repeated = (
             [[0.0, *itertools.accumulate(row)] for row in table.tolist()]
             for table in (fleet.forward_s, fleet.backward_s, fleet.repeated_s)
@@ -126,7 +134,10 @@ class Costs:
         line = replace(line, flying=tuple(flying))
         times = self._times(line, recompute)
         warm_up = [depth - 1 for depth in flying]
-        bound_s = cycle_bound_s(times.forward, times.backward, times.out, times.back, warm_up, line.micro_batches)
+        bound_s = 0.0
+        if not line.is_split:
+            seconds = times.forward, times.backward, times.out, times.back
+            bound_s = cycle_bound_s(*seconds, warm_up, line.micro_batches)
         step_s = self._step_s(line)
         return Fitting(line, tuple(recompute), times, step_s, (bound_s + step_s) * (1 - ROUNDING))
 

@@ -30,7 +30,6 @@ from __future__ import annotations
 import math
 
 from hetero_mpi.planning.bounds import fluid_bound_s
-from hetero_mpi.planning.large_bound import large_bound_s
 from hetero_mpi.planning.packing.counted import Counted, Shares, classes_apart
 from hetero_mpi.planning.packing.relaxed import Facts
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -45,13 +44,13 @@ TOLERANCE = 0.006
 def packing_bound_s(profile: ClusterProfile, request: PlanRequest, known_s: float) -> float:
     """No plan of as many pipelines as the request allows is faster; within a ``TOLERANCE`` of what the relaxation can show.
 
-    ``known_s``: some plan's step time, where the search begins. Of too many unlike ranks to be counted, the bound by hosts.
+    ``known_s``: some plan's step time, where the search begins. Of too many unlike ranks to be counted, the fluid bound.
     """
     low_s = fluid_bound_s(profile, request)
     if not profile.model.layers[1:-1] or not low_s < known_s or math.isinf(known_s):
         return low_s
     facts = classes_apart(Facts(profile, request))
-    return large_bound_s(profile, request, known_s) if facts is None else _search(facts, low_s, known_s)
+    return low_s if facts is None else _search(facts, low_s, known_s)
 
 
 def _search(facts: Facts, low_s: float, known_s: float) -> float:

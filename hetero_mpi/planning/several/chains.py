@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_mpi.planning.pacing import paced_each, period_s
+from hetero_mpi.planning.pacing import classic_depths, paced_each, period_s
 from hetero_mpi.planning.several.columns import Columns
 from hetero_mpi.planning.several.fleet import Floats, Indices
 from hetero_mpi.planning.simulator import spans_s
@@ -32,7 +32,7 @@ DEEPENING = 60_000
 SETTLED, PERIODS = 24, 12
 """So many micro-batches after the pipeline is full it does the same again and again; so many are looked at then."""
 
-Line = tuple[int, ...]
+ColumnOrder = tuple[int, ...]
 Seconds = Sequence[float]
 
 
@@ -113,7 +113,7 @@ class Chains:
         return self.known[column]
 
     def along(
-        self, line: Line, period_s: float, allowance: float = 0.1
+        self, line: ColumnOrder, period_s: float, allowance: float = 0.1
     ) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
         """(estimated seconds, picks, cuts) of the best pipeline along ``line``; infinite: none fits.
 
@@ -208,7 +208,7 @@ class Chains:
         """The best of several depths: 1F1B's own, and such that gradients are back in time (``single.search.paced``), as far as
         memory goes without or with repeating forwards. Fewer of them where one simulation is dear."""
         looks = max(2, DEEPENING // (2 * len(chain.picks) * self.micro_batches))
-        best = self.evaluate(chain.picks, chain.cuts, _classic(len(chain.picks), self.micro_batches))
+        best = self.evaluate(chain.picks, chain.cuts, classic_depths(len(chain.picks), self.micro_batches))
         for allowance, recompute in itertools.product(ALLOWANCES, (False, True)):
             warm_up = self.paced(chain.picks, chain.cuts, allowance, recompute)
             if warm_up is not None and warm_up != best.warm_up and looks > 0:
@@ -239,7 +239,7 @@ class Chains:
                 + size * float(columns.per_byte_s[a, b] + columns.per_byte_s[b, a])
             )
         wanted = paced_each(compute, hops, period_s(compute, hops), allowance)
-        shallow = _classic(count, self.micro_batches)
+        shallow = classic_depths(count, self.micro_batches)
         warm_up: list[int] = []
         for place, column in enumerate(picks):
             first, n = cuts[place], cuts[place + 1] - cuts[place] - 1
@@ -299,10 +299,6 @@ def spans_of_many_s(
     more = (micro_batches - full) / PERIODS
     begun, ends = ([a + more * (b - a) for a, b in zip(*both, strict=True)] for both in zip(before, after, strict=True))
     return begun, ends
-
-
-def _classic(count: int, micro_batches: int) -> tuple[int, ...]:
-    return tuple(min(count - 1 - i, micro_batches) for i in range(count))
 
 
 def _better(a: Chain, b: Chain) -> Chain:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hetero_mpi.planning.memory import predict_hosts
-from hetero_mpi.planning.several.chains import Chain, Chains, Line
+from hetero_mpi.planning.several.chains import Chain, Chains, ColumnOrder
 from hetero_mpi.planning.several.columns import Column, Columns, along_hosts, in_hosts, of_all
 from hetero_mpi.planning.several.fleet import FEW, Fleet, in_own_order
 from hetero_mpi.planning.several.pace import Crew
@@ -57,7 +57,7 @@ class _Layout:
     """Columns with the best line found through them."""
 
     chains: Chains
-    line: Line
+    line: ColumnOrder
     estimate_s: float
 
     @property
@@ -75,13 +75,14 @@ class _Found:
         return self.layout.columns.fleet
 
 
-def several(profile: ClusterProfile, request: PlanRequest, fewest: int = 1) -> Plan | None:
-    """The best plan found with ``fewest`` or more pipelines; None: none fits. Deterministic.
+def several(profile: ClusterProfile, request: PlanRequest, fewest: int = 1) -> list[Plan]:
+    """The best plan found of every promising number of pipelines, ``fewest`` or more, best first; empty: none fits.
+    Deterministic.
 
-    Of its figures only the step time is filled in: what ``simulate`` says, or a little more where like columns hold unlike
+    Of their figures only the step time is filled in: what ``simulate`` says, or a little more where like columns hold unlike
     ranks.
 
-    Its pipelines are cut alike. Single pipelines are looked at too, since depth is searched for more broadly here than in
+    Their pipelines are cut alike. Single pipelines are looked at too, since depth is searched for more broadly here than in
     ``single``.
     """
     sizes = sorted(set(request.micro_batch_choices))
@@ -108,9 +109,11 @@ def several(profile: ClusterProfile, request: PlanRequest, fewest: int = 1) -> P
         other = unlike(found[0].fleet, _crews(counted_alike), fewest)
         plans += [other] if other is not None else []
     plans.sort(key=lambda one: one[0])
-    fitting = (one for one in plans if _hosts_suffice(one[1], profile, request))
-    best = next(fitting, None)
-    return replace(best[1], predicted_step_s=best[0]) if best is not None else None
+    best: dict[int, Plan] = {}
+    for step_s, plan in plans:
+        if len(plan.pipelines) not in best and _hosts_suffice(plan, profile, request):
+            best[len(plan.pipelines)] = replace(plan, predicted_step_s=step_s)
+    return list(best.values())
 
 
 def _crews(found: Sequence[_Found]) -> list[list[Crew]]:
@@ -200,7 +203,7 @@ _KEYS = (
 """What lines are sorted by, least important first; each line is also tried reversed."""
 
 
-def _lines(columns: Columns, most: int) -> list[Line]:
+def _lines(columns: Columns, most: int) -> list[ColumnOrder]:
     fleet, first = columns.fleet, columns.table[:, 0]
     worth = {
         "speed": -(columns.forward_s + columns.backward_s).sum(axis=1),
@@ -209,7 +212,7 @@ def _lines(columns: Columns, most: int) -> list[Line]:
         "sums": -columns.sum_s.max(axis=1),
     }
     place = np.arange(len(first))
-    found: list[Line] = []
+    found: list[ColumnOrder] = []
     for names in _KEYS[:most]:
         line = tuple(np.lexsort([place, fleet.host[first], *(-worth[name] for name in names)]).tolist())
         found += [line, line[::-1]]
@@ -301,7 +304,7 @@ def _reordered(found: _Found, looks: int) -> _Found:
     return found
 
 
-def _moved(line: Line, used: Sequence[int]) -> Iterator[Line]:
+def _moved(line: ColumnOrder, used: Sequence[int]) -> Iterator[ColumnOrder]:
     """Lines with one used column at another used one's place."""
     for column in used:
         rest = [other for other in line if other != column]

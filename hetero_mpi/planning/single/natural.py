@@ -17,53 +17,16 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from hetero_mpi.planning.exact.joint import Exact, Found
 from hetero_mpi.planning.noise import smoothed
 from hetero_mpi.planning.single.optimum import Optimum, on_ranks
 from hetero_mpi.planning.single.search import Candidate
 from hetero_mpi.planning.tables import rank_classes
-from hetero_mpi.planning.types.plan import Plan
 
 EFFORT = 30_000
 """Effort for the plan of one order."""
 LONG = 12
 EXCHANGES = 8
 """Exchanges of neighbours that are tried at most; a quarter of that in pipelines longer than ``LONG``."""
-
-
-def preferred(exact: Exact, found: list[Found]) -> tuple[Plan, float]:
-    """Of plans that are equally good (``Exact.solve``), the first whose ranks are most nearly in order, and its step time.
-
-    Best: the lowest-numbered of alike ranks, all in ascending order within every pipeline. Then: alike ranks in ascending
-    order among themselves. Pipelines begin with the one that holds the lowest rank where numbers matter at all.
-    """
-    if exact.request.indifference <= 0:
-        return exact.plan(found[0]), found[0].step_s
-    alike = {rank: members for members in rank_classes(smoothed(exact.profile)) for rank in members}
-    known: dict[tuple[tuple[int, ...], ...], int] = {}
-    chosen: tuple[int, Plan, float] | None = None
-    for one in found:
-        plan = exact.plan(one)
-        ranks = tuple(tuple(stage.ranks[0] for stage in pipeline.stages) for pipeline in plan.pipelines)
-        if ranks not in known:
-            known[ranks] = _disorder(ranks, alike)
-        if chosen is None or known[ranks] < chosen[0]:
-            chosen = known[ranks], plan, one.step_s
-    assert chosen is not None
-    _, plan, step_s = chosen
-    first = min(range(len(plan.pipelines)), key=lambda i: min(stage.ranks[0] for stage in plan.pipelines[i].stages))
-    return replace(plan, pipelines=(*plan.pipelines[first:], *plan.pipelines[:first])), step_s
-
-
-def _disorder(ranks: tuple[tuple[int, ...], ...], alike: dict[int, list[int]]) -> int:
-    """0 where nobody would have numbered the ranks otherwise."""
-    used = [rank for pipeline in ranks for rank in pipeline]
-    lowest = sorted(rank for members in _counted(tuple(used), alike) for rank in members)
-    if all(tuple(sorted(pipeline)) == pipeline for pipeline in ranks) and sorted(used) == lowest:
-        return 0
-    among = (sorted(rank for rank in pipeline if rank in members) for pipeline in ranks for members in alike.values())
-    was = ([rank for rank in pipeline if rank in members] for pipeline in ranks for members in alike.values())
-    return 1 if all(a == b for a, b in zip(among, was, strict=True)) else 2
 
 
 def in_natural_order(found: Optimum, indifference: float) -> Optimum:

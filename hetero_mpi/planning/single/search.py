@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hetero_mpi.planning.pacing import paced_each
+from hetero_mpi.planning.pacing import classic_depths, paced_each, scheduled_depths
 from hetero_mpi.planning.simulator import spans_s
 from hetero_mpi.planning.tables import Instance, Table
 from hetero_mpi.planning.types.plan import Plan
@@ -76,14 +76,8 @@ class Effort:
 def warm_up_of(instance: Instance, stages: int) -> tuple[int, ...]:
     """The depths to begin with: all micro-batches where the request asks for GPipe, else 1F1B's own, as far as allowed."""
     count, most = instance.micro_batches, instance.most_in_flight
-    if instance.request.schedule == "gpipe":
-        return (count,) * stages
-    return tuple(depth if most is None else min(depth, most - 1) for depth in classic(stages, count))
-
-
-def classic(stages: int, micro_batches: int) -> tuple[int, ...]:
-    """1F1B's own warm-up depths, never deeper than there are micro-batches."""
-    return tuple(min(stages - 1 - i, micro_batches) for i in range(stages))
+    depths = scheduled_depths(instance.request.schedule, stages, count)
+    return depths if most is None or instance.request.schedule == "gpipe" else tuple(min(d, most - 1) for d in depths)
 
 
 def _depths(instance: Instance, warm_up: Iterable[int]) -> list[int]:
@@ -321,7 +315,7 @@ def paced(candidate: Candidate, allowance: float = 0.0, recompute: bool = False)
     """
     instance, order, cuts = candidate.instance, candidate.order, candidate.cuts
     spans = list(itertools.pairwise(cuts))
-    shallow = classic(len(order), instance.micro_batches)
+    shallow = classic_depths(len(order), instance.micro_batches)
     tables = [instance.stage(kind, depth) for kind, depth in zip(order, _depths(instance, shallow), strict=True)]
     compute = [float(table.total_s[span]) for table, span in zip(tables, spans, strict=True)]
     links = [instance.messages(a, b) for a, b in itertools.pairwise(order)]

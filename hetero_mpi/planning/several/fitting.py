@@ -1,0 +1,90 @@
+"""Plans as memory allows them: recompute where it asks for that, and shallower depths where that is not enough."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hetero_mpi.planning.memory import stage_holdings, stage_memory, usable_bytes
+from hetero_mpi.planning.outline import outlined
+from hetero_mpi.planning.schedule import weight_lag
+from hetero_mpi.planning.tables import shared_memories
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
+
+WORTHWHILE = 1e-4
+"""A change must shorten the step by more than this share."""
+
+
+class Fitter:
+    """Fits plans of one profile and request into memory, and times them."""
+
+    def __init__(self, profile: ClusterProfile, request: PlanRequest) -> None:
+        self.profile, self.request = profile, request
+        self._needs: dict[tuple[object, ...], int] = {}
+        self._shared = shared_memories(profile)
+
+    def step_s(self, plan: Plan) -> float:
+        return outlined(plan, self.profile).step_s
+
+    def fitted(self, plan: Plan) -> Plan | None:
+        """``plan`` with recompute where memory asks for it and nowhere else, shallower where that is not enough; None: it
+        does not fit even so."""
+        pipelines, peaks = [], {}
+        for pipeline in plan.pipelines:
+            fitting = self._fitted(pipeline)
+            if fitting is None:
+                return None
+            pipelines.append(fitting)
+            for stage in fitting.stages:
+                peaks[stage.ranks[0]] = self._need(fitting, stage)
+        for host, ranks in self._shared:
+            limit = usable_bytes(host.memory_bytes, self.request.memory_reserve)
+            if sum(peaks.get(rank, 0) for rank in ranks) > limit:
+                return None
+        return replace(plan, pipelines=tuple(pipelines))
+
+    def _fitted(self, pipeline: PipelinePlan) -> PipelinePlan | None:
+        choices = sorted(set(self.request.recompute_choices))
+        for place in range(len(pipeline.stages)):
+            while True:
+                ways = (_with_stage(pipeline, place, recompute=again) for again in choices)
+                found = next((way for way in ways if self._fits(way, way.stages[place])), None)
+                stage = pipeline.stages[place]
+                if found is not None:
+                    pipeline = found
+                    break
+                if stage.warm_up == 0 or self.request.schedule != "auto":
+                    return None
+                most = stage.warm_up - 1
+                stages = tuple(
+                    replace(s, warm_up=min(s.warm_up, most)) if i >= place else s for i, s in enumerate(pipeline.stages)
+                )
+                pipeline = replace(pipeline, stages=stages)
+        return pipeline
+
+    def _fits(self, pipeline: PipelinePlan, stage: StagePlan) -> bool:
+        device = self.profile.devices[stage.ranks[0]]
+        return self._need(pipeline, stage) <= usable_bytes(device.memory_bytes, self.request.memory_reserve)
+
+    def _need(self, pipeline: PipelinePlan, stage: StagePlan) -> int:
+        """Peak bytes of ``stage``."""
+        split = pipeline.split_backward and stage is not pipeline.stages[0]
+        lag = weight_lag(pipeline, stage) if split else 0
+        lists = (split, lag, min(stage.warm_up, pipeline.micro_batches - 1), pipeline.micro_batches)
+        model = self.profile.model_on(stage.ranks[0])
+        ratio = self.profile.devices[stage.ranks[0]].activation_ratio
+        key = (stage.first, stage.last, stage.recompute, pipeline.micro_batch, lists, ratio)
+        if key not in self._needs:
+            tokens = pipeline.micro_batch * self.request.sequence_length
+            held = stage_holdings(pipeline, stage, model)
+            self._needs[key] = max(
+                stage_memory(model, stage.first, stage.last, tokens, flying, stage.recompute, late).total
+                for flying, late in held
+            )
+        return self._needs[key]
+
+
+def _with_stage(pipeline: PipelinePlan, place: int, recompute: bool) -> PipelinePlan:
+    stage = replace(pipeline.stages[place], recompute=recompute)
+    return replace(pipeline, stages=(*pipeline.stages[:place], stage, *pipeline.stages[place + 1 :]))
