@@ -132,7 +132,7 @@ Ranks: 3, Open MPI 5.0.11; figures measured, 2026-11-20
 PLAN_LINES = """\
 2 of 3 ranks, 2.00 s per step; the best one alone, rank 0, 2.40 s (1.20x)
 Plan: 2 stages, schedule 1F1B
-  stage  rank  device                     items                  weights              memory  compute  warm-up
+  stage  rank  device                     layers                 weights              memory  compute  warm-up
       0     1  cpu AMD Ryzen 9 9950X      embedding, blocks 0-1   2.75 M   340 MB of 7.60 GB   504 ms        1
       1     0  RTX 5090 Founders Edition  blocks 2-5, head        4.46 M  1.20 GB of 7.60 GB   108 ms        0
   weights: parameters; compute: forward + backward of 1,024 tokens; warm-up: micro-batches ahead of the first backward
