@@ -3,7 +3,7 @@
     python benchmarks/reference_runs.py --freeze FILE [--only NAME]     before the change
     python benchmarks/reference_runs.py --check FILE [--only NAME]      after it: exit status 1 if a job differs
 
-Runs small real jobs (``JOBS``) under the launcher, one after the other, each by a plan of its own, so that the planner has no say.
+Runs small real jobs (``JOBS``) by mpirun, each under a plan of its own, so that the planner has no say.
 FILE (JSON) holds for every job the loss of each step as a hexadecimal float, and a SHA-256 of the result: the tensors of the
 final checkpoint (parameters and moments) and of the exported model or adapter, sorted by name. Bits depend on the processor and on
 the versions of the libraries: a file is of no use on another machine, and none is committed.
@@ -36,6 +36,7 @@ import h5py  # noqa: E402
 import psutil  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 
+from hetero_mpi.launch.launcher.launcher import build_command, find_launcher  # noqa: E402
 from tests import training_cases  # noqa: E402
 from tests.stand_in_gpu import build  # noqa: E402
 from tests.training_cases import Case  # noqa: E402
@@ -98,39 +99,66 @@ class Bench:
         self.text = training_cases.corpus(directory)
         self.tokenizer = training_cases.tokenizer_directory(directory, self.text)
 
-    def run(self, job: Job) -> dict[str, Any]:
-        """What the job computed: ``losses`` and ``result``."""
-        run = self.directory / job.name
-        words = [*self._train_words(job, run), *(word for text in job.settings for word in ("--set", text))]
-        module = "tests.stand_in_gpu" if job.kind == "stand-in" else "hetero_mpi"
-        recover = ["--recover"] if job.kind == "recover" else []
-        command = [sys.executable, "-m", module, "launch", "-np", str(job.ranks), *recover, "--", "train", *words]
-        output = run.with_suffix(".out")
-        with output.open("w") as stream:
-            process = psutil.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream)
-        with ExitStack() as stack:
-            stack.callback(_end, process)
-            if job.kind == "recover":
-                _kill_a_rank(process, run, output)
-            if process.wait(TIMEOUT_S) != 0:
-                raise SystemExit(f"{job.name} failed:\n{output.read_text()[-6000:]}")
-        if job.kind == "recover" and "Died: rank 1" not in output.read_text():
-            raise SystemExit(f"{job.name}: the death of rank 1 went unnoticed:\n{output.read_text()[-6000:]}")
-        return {"losses": losses(run), "result": digest(run)}
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Run jobs of one kind and number of ranks: plain ones in one mpirun, as starting ranks takes longer than these jobs."""
+        first, output = jobs[0], (self.directory / jobs[0].name).with_suffix(".out")
+        if first.kind == "train":
+            listed, outcomes = (self.directory / f"{first.name}.{name}.json" for name in ("jobs", "outcomes"))
+            listed.write_text(json.dumps([self._entry(job) for job in jobs]))
+            program = [sys.executable, "tests/programs/train_outcomes.py", str(listed), str(outcomes)]
+            line = build_command(find_launcher(), first.ranks, None, program)
+            self._start(line.arguments, {**line.environment, "PYTHONPATH": str(ROOT)}, output)
+            for job, ranks in zip(jobs, json.loads(outcomes.read_text()), strict=True):
+                if any(rank["raised"] for rank in ranks):
+                    raise SystemExit(f"{job.name} failed:\n{ranks[0]['text']}\n{output.read_text()[-4000:]}")
+            return
+        entry, module = self._entry(first), "tests.stand_in_gpu" if first.kind == "stand-in" else "hetero_mpi"
+        options = [word for text in entry["set"] for word in ("--set", text)]
+        options += ["--run-dir", entry["run_dir"], "--plan", entry["plan"]]
+        recover = ["--recover"] if first.kind == "recover" else []
+        command = [sys.executable, "-m", module, "launch", "-np", str(first.ranks), *recover, "--"]
+        killed = Path(entry["run_dir"]) if first.kind == "recover" else None
+        self._start([*command, "train", entry["job"], *options], {}, output, killed)
 
-    def _train_words(self, job: Job, run: Path) -> list[str]:
-        """Job file, plan and start of the job as arguments of ``train``."""
-        case = job.case
+    def _start(self, command: list[str], environment: dict[str, str], output: Path, killed: Path | None = None) -> None:
+        """Run a command to its end. ``killed``: the run directory of a job that loses rank 1 meanwhile."""
+        with output.open("w") as stream, ExitStack() as stack:
+            process = psutil.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+            )
+            stack.callback(_end, process)
+            if killed is not None:
+                _kill_a_rank(process, killed, output)
+            code = process.wait(TIMEOUT_S)
+        text = output.read_text()
+        if code != 0 or (killed is not None and "Died: rank 1" not in text):
+            raise SystemExit(f"exit code {code} of {' '.join(command)}:\n{text[-6000:]}")
+
+    def _entry(self, job: Job) -> dict[str, Any]:
+        """Files and options of a job, as ``train_outcomes.py`` reads them."""
+        case, run = job.case, self.directory / job.name
         model = training_cases.model_directory(self.directory, case)
         adapter = None if case.tuning == "full" else training_cases.adapter_directory(self.directory, case)
         file, plan = run.with_suffix(".toml"), run.with_suffix(".plan.toml")
         file.write_text(training_cases.job_text(case, model, self.tokenizer, self.text, adapter))
-        other = "uneven" if job.resumes is not None else None
-        training_cases.write_plan(plan, case, job.ranks, other)
-        words = [str(file), "--run-dir", str(run), "--plan", str(plan)]
+        training_cases.write_plan(plan, case, job.ranks, "uneven" if job.resumes is not None else None)
+        entry = {"job": str(file), "plan": str(plan), "run_dir": str(run), "set": job.settings}
         if job.resumes is not None:
-            words += ["--resume", str(self.directory / job.resumes / "checkpoints" / "step-00000001.h5")]
-        return words
+            entry["resume"] = str(self.directory / job.resumes / "checkpoints" / "step-00000001.h5")
+        return entry
+
+
+def together(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Jobs that share an mpirun, in their order."""
+    groups: dict[object, list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(job.ranks if job.kind == "train" else job, []).append(job)
+    return list(groups.values())
 
 
 def _kill_a_rank(process: psutil.Popen, run: Path, output: Path) -> None:
@@ -210,23 +238,30 @@ def main(given: Sequence[str] | None = None) -> int:
     chosen = [job for job in JOBS if arguments.only in job.name]
     needed = {job.resumes for job in chosen}
     chosen = [job for job in JOBS if job in chosen or job.name in needed]
+    skipped = {job.name: build.missing() for job in chosen if job.kind == "stand-in" and build.missing() is not None}
+    skipped |= {
+        job.name: f"{arguments.check} does not have it" for job in chosen if arguments.check and job.name not in frozen
+    }
+    for name, reason in skipped.items():
+        print(f"{name}: skipped, {reason}", flush=True)
+    chosen = [job for job in chosen if job.name not in skipped]
     found: dict[str, Any] = {}
     differing = []
     with tempfile.TemporaryDirectory(prefix="reference-runs-") as folder:
         os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")  # neither takes nor leaves the user's measured times
         bench = Bench(Path(folder))
-        for job in chosen:
-            if job.kind == "stand-in" and (reason := build.missing()) is not None:
-                print(f"{job.name}: skipped, {reason}", flush=True)
-                continue
-            if arguments.check and job.name not in frozen:
-                print(f"{job.name}: skipped, {arguments.check} does not have it", flush=True)
-                continue
+        for jobs in together(chosen):
             begin = time.monotonic()
-            found[job.name] = bench.run(job)
-            told = difference(frozen[job.name], found[job.name]) if arguments.check else "frozen"
-            differing += [job.name] if arguments.check and told is not None else []
-            print(f"{job.name}: {told or 'equal'} ({time.monotonic() - begin:.1f} s)", flush=True)
+            bench.run(jobs)
+            print(f"{len(jobs)} on {jobs[0].ranks} ranks: {time.monotonic() - begin:.1f} s", flush=True)
+            for job in jobs:
+                found[job.name] = {
+                    "losses": losses(bench.directory / job.name),
+                    "result": digest(bench.directory / job.name),
+                }
+                told = difference(frozen[job.name], found[job.name]) if arguments.check else "frozen"
+                differing += [job.name] if arguments.check and told is not None else []
+                print(f"  {job.name}: {told or 'equal'}", flush=True)
     if arguments.freeze:
         arguments.freeze.write_text(json.dumps(found, indent=1) + "\n")
     else:
