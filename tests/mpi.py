@@ -21,6 +21,10 @@ QUICK_RANKS = (1, 3)
 """Where a test runs on several numbers of ranks, the short suite takes these."""
 
 
+SHARING = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "OMPI_MCA_mpi_yield_when_idle": "1"}
+"""Environment of ranks that share their cores with those of other test processes: one that waits lets others run."""
+
+
 def on_ranks(*counts: int) -> pytest.MarkDecorator:
     """Run the test, whose parameter is ``ranks``, on each of these numbers of ranks."""
     marked = [pytest.param(n, id=f"np{n}", marks=() if n in QUICK_RANKS else pytest.mark.long) for n in counts]
@@ -52,7 +56,7 @@ def run_mpi(
     """
     program = [sys.executable, *program_or_module_args]
     command = build_command(launcher or launcher_or_skip(), np, None, program, options)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **command.environment, **(env or {})}
+    environment = {**os.environ, **SHARING, **command.environment, **(env or {})}
     return run_bounded(command.arguments, environment, timeout_s)
 
 

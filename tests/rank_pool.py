@@ -25,7 +25,7 @@ from typing import Any, TextIO
 import pytest
 
 from hetero_mpi.launch.launcher.launcher import build_command
-from tests.mpi import ROOT, launcher_or_skip
+from tests.mpi import ROOT, SHARING, launcher_or_skip
 
 START_S, LEAVING_S = 120.0, 20.0
 AFTER_A_FAILURE_S = 3.0
@@ -48,7 +48,7 @@ class Pool:
             command = build_command(
                 launcher_or_skip(), np, None, [sys.executable, "-m", "tests.programs.pooled", address]
             )
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **command.environment}
+            environment = {**os.environ, **SHARING, **command.environment}
             self.output = self.folder / "launcher.txt"
             with self.output.open("wb") as file:
                 self.process = subprocess.Popen(

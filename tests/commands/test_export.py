@@ -38,7 +38,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         job.write_text(training_cases.job_text(case, model, tokenizer, text, adapter))
         entries.append({"job": str(job), "run_dir": str(root / case.name)})
     (root / "cases.json").write_text(json.dumps(entries))
-    result = run_pooled(2, "train_cases", [str(root / "cases.json")], timeout_s=120)
+    result = run_pooled(2, "train_cases", [str(root / "cases.json")], timeout_s=240)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     return root
 
