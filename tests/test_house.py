@@ -34,7 +34,7 @@ PACKAGES = [
     "commands",
 ]  # fmt: skip
 """Bottom to top; a package imports from itself and from those before it. ``api``, ``cli`` and ``__main__`` stand above all."""
-REPLACED = {f"planning/{name}" for name in ("annealing", "exact", "packing", "several", "single")}
+REPLACED = {f"planning/{name}" for name in ("annealing", "packing", "several", "single")}
 """Searches for plans that are about to go; not looked at."""
 MOST_FILES = 20
 BANS = {
