@@ -146,10 +146,12 @@ def _annealed(pipeline: PipelinePlan, plan: Plan, profile: ClusterProfile, reque
     ranks = sorted(stage.ranks[0] for stage in pipeline.stages)
     number = {rank: (index,) for index, rank in enumerate(ranks)}
     stages = tuple(replace(stage, ranks=number[stage.ranks[0]]) for stage in pipeline.stages)
-    alone = replace(plan, pipelines=(replace(pipeline, stages=stages),), global_batch=pipeline.sequences)
+    # A short last micro-batch is taken to be a whole one.
+    whole = -(-pipeline.sequences // pipeline.micro_batch) * pipeline.micro_batch
+    alone = replace(plan, pipelines=(replace(pipeline, stages=stages, sequences=whole),), global_batch=whole)
     request = replace(
         request,
-        global_batch=pipeline.sequences,
+        global_batch=whole,
         micro_batch_choices=(pipeline.micro_batch,),
         max_pipelines=1,
         indifference=max(request.indifference, 1e-4),
@@ -158,10 +160,12 @@ def _annealed(pipeline: PipelinePlan, plan: Plan, profile: ClusterProfile, reque
     )
     annealer = Annealer(restricted(profile, ranks), request)
     fitting = annealer.fitter.fitted(alone)
-    if fitting is None or pipeline.sequences % pipeline.micro_batch:
+    if fitting is None:
         return pipeline
     found = annealer.best([(fitting, annealer.fitter.step_s(fitting))])
-    return _renumbered(found[0], ranks).pipelines[0] if found is not None else pipeline
+    if found is None:
+        return pipeline
+    return replace(_renumbered(found[0], ranks).pipelines[0], sequences=pipeline.sequences)
 
 
 def _decided(profile: ClusterProfile, request: PlanRequest) -> Plan | None:
