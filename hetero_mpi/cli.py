@@ -186,7 +186,7 @@ def _overrides(namespace: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _add_schedule(command: argparse.ArgumentParser) -> None:
-    from hetero_mpi.planning.types.request import SCHEDULES
+    from hetero_mpi.planning.orders import SCHEDULES
 
     command.add_argument("--schedule", choices=list(SCHEDULES), help="instead of [plan] schedule")
 

@@ -18,7 +18,7 @@ BASE = {"disk", "errors", "shipped", "text", "toml"}
 """Modules beside the packages that everybody may import."""
 PACKAGES = [
     "comm/ranks", "comm",
-    "planning/types", "planning", "planning/analysis",
+    "planning/types", "planning/orders", "planning", "planning/analysis",
     "job",
     "data",
     "checkpoint",

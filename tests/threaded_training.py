@@ -22,9 +22,10 @@ from hetero_mpi.job.load import TrainTable
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning, full_training
+from hetero_mpi.planning.orders import ORDERS
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.types.cost import ModelCost
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
 from tests.loopback import LoopbackNetwork, LoopbackTransport
 from tests.planning_samples import make_model
 
@@ -136,11 +137,13 @@ def plan_of(
     schedule: str = "1f1b",
     recompute: bool = False,
 ) -> Plan:
-    """``pipelines``: (ranks in chain order, boundaries, micro-batch, sequences) of each. ``schedule``: 1f1b, gpipe or split."""
+    """``pipelines``: (ranks in chain order, boundaries, micro-batch, sequences) of each. ``schedule``: as ``trained_once``."""
     made = []
     for ranks, edges, micro_batch, sequences in pipelines:
         count = -(-sequences // micro_batch)
         depths = [count if schedule == "gpipe" else min(len(ranks) - 1 - i, count) for i in range(len(ranks))]
         stages = tuple(StagePlan((rank,), edges[i], edges[i + 1], depths[i], recompute) for i, rank in enumerate(ranks))
-        made.append(PipelinePlan(stages, micro_batch, sequences, schedule == "split"))
+        order = schedule if schedule in ORDERS else WARM_UP
+        split = schedule == "split" or ORDERS[order].SPLITS
+        made.append(PipelinePlan(stages, micro_batch, sequences, split, order))
     return Plan(tuple(made), sum(p.sequences for p in made), length, chain.items)

@@ -15,6 +15,7 @@ from hetero_mpi.emulation.pace import Emulation
 from hetero_mpi.engine.channel import PIECE_BYTES, Inbox, Outbox
 from hetero_mpi.engine.placement import Placement
 from hetero_mpi.model.stage import MicroBatch, Stage
+from hetero_mpi.planning.memory import holdings
 from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Event, Op
 from hetero_mpi.planning.types.plan import PipelinePlan
 from hetero_mpi.report.run_files.measured import MeasuredEvent
@@ -104,7 +105,8 @@ class Executor:
         self._rows: list[Rows] = []
         self._transport = transport
         wire = emulation.transport if emulation is not None else transport
-        depth = min(pipeline.stages[position].warm_up + 2, pipeline.micro_batches)
+        in_flight = max(flying for flying, _ in holdings(self.actions))
+        depth = min(in_flight + 1, pipeline.micro_batches)  # one more than are held: a receive is always posted
         self.activations_in = self.activations_out = self.gradients_in = self.gradients_out = None
         self.evaluation_in = self.evaluation_out = None
         index, backend, dtype = place.index, stage.backend, stage.dtype

@@ -5,16 +5,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from hetero_mpi.job.contradictions import speed_change
+from hetero_mpi.planning.orders import SCHEDULES
 
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[tuple(SCHEDULES)]
 Patterns = Annotated[list[str], Field(min_length=1)]
 """Files, as glob patterns."""
 
@@ -212,7 +217,7 @@ class PlanTable(JobTable):
     change of speed, are found quickly all the same."""
     memory_reserve: Fraction = 0.05
     """Share of every rank's usable memory to keep free."""
-    schedule: Literal["auto", "gpipe", "1f1b", "split"] = "auto"
+    schedule: ScheduleName = "auto"
     """Order of forwards and backwards. "gpipe": all forwards, then all backwards; "1f1b": in turn, after as many forwards as
     stages follow; "split": 1f1b with the gradients of the weights put off (needs training of all weights); "auto": depths and
     splitting as the planner finds best."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.annealing.anneal import Annealer, always_split
+from hetero_mpi.planning.orders import ORDERS, OTHER_ORDERS
+from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.pacing import classic_depths, scheduled_depths
 from hetero_mpi.planning.several import layouts
 from hetero_mpi.planning.several.fitting import Fitter
@@ -45,11 +47,15 @@ def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
 
     Raises ``UserError`` when the request cannot be planned for at all.
     """
+    if request.schedule in OTHER_ORDERS:
+        nearest = decide(profile, nearest_searched(request))
+        plan = None if nearest is None else in_order(nearest.plan, request.schedule)
+        return None if plan is None else Decision(plan, outlined(plan, profile).step_s)
     check(profile, request)
     if request.schedule == "split" and not any(may_split(profile, device.rank) for device in profile.devices):
         raise UserError(
-            'schedule = "split": the profile has no times of a backward in two parts (input_s and weight_s of every kind '
-            "of layer), which are measured where all weights are trained; profile again, or use another schedule"
+            'schedule = "split": the profile has no times of a backward in two parts (input_s and weight_s of blocks '
+            "and head), which are measured where all weights are trained; profile again, or use another schedule"
         )
     fitter = Fitter(profile, request)
     found: list[Decision] = []
@@ -62,6 +68,20 @@ def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
         assert best is not None
         best = other if other.step_s < best.step_s * (1 - request.indifference) else best
     return _annealed(best, found, profile, request)
+
+
+def nearest_searched(request: PlanRequest) -> PlanRequest:
+    """For an order of its own: what is searched instead, with as many micro-batches in flight where backward is whole."""
+    return replace(request, schedule="split" if OTHER_ORDERS[request.schedule].SPLITS else "gpipe")
+
+
+def in_order(plan: Plan, name: str) -> Plan:
+    """``plan``, its pipelines computed in the order ``name``; those of one stage stay as they are."""
+    pipelines = (
+        replace(pipeline, order=name, split_backward=ORDERS[name].SPLITS) if len(pipeline.stages) > 1 else pipeline
+        for pipeline in plan.pipelines
+    )
+    return replace(plan, pipelines=tuple(pipelines))
 
 
 def fits(profile: ClusterProfile, request: PlanRequest) -> bool:

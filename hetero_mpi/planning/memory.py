@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.schedule import Action, Op, schedule_of, stages
 from hetero_mpi.planning.types.cost import ModelCost
-from hetero_mpi.planning.types.plan import HostMemory, PipelinePlan, Plan, RankMemory, StagePlan
+from hetero_mpi.planning.types.plan import WARM_UP, HostMemory, PipelinePlan, Plan, RankMemory, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
@@ -105,7 +105,7 @@ def holdings(actions: Sequence[Action]) -> tuple[tuple[int, int], ...]:
 
 def stage_holdings(pipeline: PipelinePlan, stage: StagePlan, model: ModelCost) -> tuple[tuple[int, int], ...]:
     """``holdings`` of one stage of a plan: known without its list, unless its weight gradients are put off."""
-    if not pipeline.split_backward or stage is pipeline.stages[0]:
+    if pipeline.order == WARM_UP and (not pipeline.split_backward or stage is pipeline.stages[0]):
         return ((min(stage.warm_up + 1, pipeline.micro_batches), 0),)
     alone = Plan((pipeline,), pipeline.sequences, 1, len(model.layers))
     return holdings(schedule_of(alone, model)[stage.ranks[0]])

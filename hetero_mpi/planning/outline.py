@@ -12,13 +12,14 @@ from hetero_mpi.planning.durations import Durations, finished_items_s
 from hetero_mpi.planning.schedule import Action, Op, held_by
 from hetero_mpi.planning.simulator import SimulatedStep, simulate, spans_s
 from hetero_mpi.planning.tables import shares_cards
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan
+from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 
 
 def outlined(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
-    """A simulation of ``plan``; without events where that is possible: no shared cards, no short micro-batches."""
-    if shares_cards(profile) or any(pipeline.sequences % pipeline.micro_batch for pipeline in plan.pipelines):
+    """A simulation of ``plan``; without events where that is possible: no shared cards, no short micro-batches, the usual order."""
+    unusual = any(pipeline.sequences % pipeline.micro_batch or pipeline.order != WARM_UP for pipeline in plan.pipelines)
+    if shares_cards(profile) or unusual:
         return simulate(plan, profile)
     outline = _Outline(plan, profile)
     outline.sum()

@@ -10,10 +10,11 @@ from dataclasses import replace
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.alone import best_alone
 from hetero_mpi.planning.bounds import fluid_bound_s
-from hetero_mpi.planning.decide import decide
+from hetero_mpi.planning.decide import decide, in_order, nearest_searched
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.explain import busiest, idle_ranks, reasons
 from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copies
+from hetero_mpi.planning.orders import ORDERS, OTHER_ORDERS, SCHEDULES
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.packing.bound import packing_bound_s
 from hetero_mpi.planning.schedule import schedule_of, stages
@@ -40,6 +41,8 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> Plan:
     counted where ranks compute in host memory, unless nothing fits beside them. Raises ``UserError`` when nothing fits: what is
     short by how much, and which changes were found to help.
     """
+    if request.schedule in OTHER_ORDERS:
+        return _in_order(profile, request)
     plain, profile = profile, with_copies(profile, request)
     decision = decide(profile, request)
     remarks: tuple[str, ...] = ()
@@ -55,6 +58,15 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> Plan:
     idle = idle_ranks(decision, profile, request)
     told = (*reasons(decision, plan, profile, request, simulation), *remarks)
     return replace(plan, alone=best_alone(plain, request), idle=idle, reasons=told)
+
+
+def _in_order(profile: ClusterProfile, request: PlanRequest) -> Plan:
+    """The plan for the nearest schedule that is searched for, computed in the order that the request names."""
+    request, name = nearest_searched(request), request.schedule
+    found = make_plan(profile, request)
+    full = complete_plan(in_order(found, name), profile, request)
+    told = f"{name}: {SCHEDULES[name]}", f"ranks and layers as for the schedule {request.schedule}"
+    return replace(full, idle=found.idle, reasons=(*told, *full.reasons[1:]))
 
 
 def _copies(request: PlanRequest) -> str:
@@ -143,6 +155,8 @@ def _chain_problems(plan: Plan, profile: ClusterProfile) -> list[str]:
     if not plan.pipelines:
         problems.append("no pipelines: at least one holds the model")
     for index, pipeline in enumerate(plan.pipelines):
+        if pipeline.order not in ORDERS:
+            problems.append(f"pipelines[{index}].order = {pipeline.order!r}: known are {', '.join(ORDERS)}")
         expected = 0
         for place, stage in enumerate(pipeline.stages):
             if stage.first != expected or stage.last <= stage.first:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hetero_mpi.errors import UserError
+from hetero_mpi.planning.orders import ORDERS
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 
@@ -134,30 +135,10 @@ def tied_heads(plan: Plan, model: ModelCost) -> dict[int, int]:
     return found
 
 
-def weight_lag(pipeline: PipelinePlan, stage: StagePlan) -> int:
-    """Micro-batches by which a stage's weight gradients trail its input gradients where backward is split.
-
-    Deep in the pipeline few micro-batches are in flight; as many more wait there for their weight gradients as bring every
-    stage to the first one's memory (ZB-H1 of Qi et al. 2023, arXiv:2401.10241, section 3).
-    """
-    deepest = pipeline.micro_batches - 1
-    return max(0, min(pipeline.stages[0].warm_up, deepest) - min(stage.warm_up, deepest))
-
-
 def schedule_of(plan: Plan, model: ModelCost) -> Schedule:
-    """Each rank's actions: ``warm_up`` forwards, then a forward and a backward in turn, then the remaining backwards.
+    """Each rank's actions: what the pipeline's order computes (``orders``), with the messages that it needs and causes.
 
-    Three stages, four micro-batches, classic depth (2, 1, 0), every forward and backward one clock long::
-
-        clock        0   1   2   3   4   5   6   7   8   9  10  11
-        rank 0     0F0 0F1 0F2   .   . 0B0 0F3 0B1   . 0B2   . 0B3
-        rank 1       . 1F0 1F1   . 1B0 1F2 1B1 1F3 1B2   . 1B3   .
-        rank 2       .   . 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3   .   .
-
-    A stage that warms up deeper than the classic depth keeps more micro-batches in flight, which hides slow links; at a
-    depth of all micro-batches this is GPipe. With ``split_backward`` every stage but the first (for whose input gradient
-    nobody waits) does I at once and W ``weight_lag`` micro-batches later. Free of deadlock when no stage warms up deeper
-    than the one before it; ``dry_run.validate`` says so of any schedule.
+    ``dry_run.validate`` says whether any schedule runs its plan and is free of deadlock.
 
     After its last backward a rank REDUCEs the items held more than once, the last item first, as backward finishes them:
     the same order everywhere, so that no two ranks wait for each other.
@@ -166,7 +147,7 @@ def schedule_of(plan: Plan, model: ModelCost) -> Schedule:
     summed = summed_items(plan, model)
     for number, index, stage in stages(plan):
         pipeline = plan.pipelines[index]
-        actions = _micro_batches(number, pipeline, stage)
+        actions = _micro_batches(number, pipeline, pipeline.stages.index(stage))
         for rank in stage.ranks:
             own = [item for item in sorted(summed, reverse=True) if rank in summed[item]]
             reduces = [Action(Op.REDUCE, number, item=item) for item in own]
@@ -174,29 +155,20 @@ def schedule_of(plan: Plan, model: ModelCost) -> Schedule:
     return schedule
 
 
-def _micro_batches(number: int, pipeline: PipelinePlan, stage: StagePlan) -> list[Action]:
+def _micro_batches(number: int, pipeline: PipelinePlan, place: int) -> list[Action]:
     """Forwards and backwards of one stage, each with the messages it needs and causes."""
-    first, last = stage is pipeline.stages[0], stage is pipeline.stages[-1]
-    split = pipeline.split_backward and not first
-    count, lag = pipeline.micro_batches, weight_lag(pipeline, stage)
-
-    def forward(m: int) -> list[Action]:
-        receive = [] if first else [Action(Op.RECV_F, number, m)]
-        send = [] if last else [Action(Op.SEND_F, number, m)]
-        return [*receive, Action(Op.F, number, m), *send]
-
-    def backward(m: int) -> list[Action]:
-        receive = [] if last else [Action(Op.RECV_B, number, m)]
-        send = [] if first else [Action(Op.SEND_B, number, m)]
-        weights = [Action(Op.W, number, m - lag)] if split and m >= lag else []
-        return [*receive, Action(Op.I if split else Op.B, number, m), *send, *weights]
-
-    depth = min(stage.warm_up, count)
-    actions = [action for m in range(depth) for action in forward(m)]
-    for m in range(count):
-        if depth + m < count:
-            actions += forward(depth + m)
-        actions += backward(m)
-    if split:
-        actions += [Action(Op.W, number, m) for m in range(max(0, count - lag), count)]
+    first, last = place == 0, place == len(pipeline.stages) - 1
+    actions = []
+    for name, m in ORDERS[pipeline.order].computing(pipeline, place):
+        op = Op(name)
+        forward, backward = op is Op.F, op in (Op.B, Op.I)
+        if forward and not first:
+            actions.append(Action(Op.RECV_F, number, m))
+        if backward and not last:
+            actions.append(Action(Op.RECV_B, number, m))
+        actions.append(Action(op, number, m))
+        if forward and not last:
+            actions.append(Action(Op.SEND_F, number, m))
+        if backward and not first:
+            actions.append(Action(Op.SEND_B, number, m))
     return actions

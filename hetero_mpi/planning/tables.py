@@ -159,9 +159,9 @@ def shares_cards(profile: ClusterProfile) -> bool:
 
 
 def may_split(profile: ClusterProfile, rank: int) -> bool:
-    """Was a split backward measured on ``rank``, for all kinds of layers of the model?"""
+    """Was a split backward measured on ``rank``, for all kinds of layers but the embedding (which has no input)?"""
     layers = profile.devices[rank].layers
-    times = [layers[kind] for kind in {layer.kind for layer in profile.model.layers}]
+    times = [layers[kind] for kind in {layer.kind for layer in profile.model.layers[1:]}]
     return all(t.input_s is not None and t.weight_s is not None for t in times)
 
 

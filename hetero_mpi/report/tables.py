@@ -9,7 +9,7 @@ from hetero_mpi.planning.analysis.plausible import profile_doubts
 from hetero_mpi.planning.durations import compute_s, recompute_s
 from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.planning.schedule import Op
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LinkProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.alike import (
@@ -112,6 +112,8 @@ def schedule_text(plan: Plan) -> str:
 
 def _schedule_text(pipeline: PipelinePlan) -> str:
     count, last = pipeline.micro_batches, len(pipeline.stages) - 1
+    if pipeline.order != WARM_UP:
+        return pipeline.order
     depths = [min(stage.warm_up, count) for stage in pipeline.stages]
     classic = [min(last - place, count) for place in range(last + 1)]
     if min(depths) >= count - 1 and count > 1:

@@ -27,12 +27,14 @@ from hetero_mpi.model.stage import IGNORED, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import Tuning, adapter_tuning, full_training
+from hetero_mpi.planning.orders import ORDERS
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.state.checkpointing import KINDS, align_replicas, live_state
 from hetero_mpi.state.redistribute import parcels
 from tests.late_copies import LateBackend
 from tests.loopback import LoopbackTransport
+from tests.planning import two_backwards
 from tests.threaded_training import Threads, plan_of
 
 BATCH, LENGTH, BLOCKS, VOCABULARY = 8, 16, 3, 64
@@ -180,10 +182,11 @@ def test_adapters(layout: str) -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("layout", ["reversed, short micro-batch", "unlike pipelines"])
-def test_schedules_give_the_same_bits(layout: str, recompute: bool) -> None:
+def test_schedules_give_the_same_bits(layout: str, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """However forwards and backwards take turns, and whether weights' gradients are put off: micro-batches add up in order."""
     expected = trained_once(layout, CHAINS[True], "1f1b", recompute)
-    for schedule in ("1f1b", "gpipe", "split"):
+    monkeypatch.setitem(ORDERS, "two_backwards", two_backwards)
+    for schedule in ("1f1b", "gpipe", "split", "two_backwards"):
         check_same_bits(trained_once(layout, CHAINS[True], schedule, recompute), expected)
 
 

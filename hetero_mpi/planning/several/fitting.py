@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hetero_mpi.planning.memory import stage_holdings, stage_memory, usable_bytes
+from hetero_mpi.planning.orders.warm_up import weight_lag
 from hetero_mpi.planning.outline import outlined
-from hetero_mpi.planning.schedule import weight_lag
 from hetero_mpi.planning.tables import shared_memories
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile

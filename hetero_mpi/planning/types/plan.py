@@ -7,6 +7,8 @@ from functools import cached_property
 
 SCHEMA_VERSION = 2
 """Version of the plan file's layout."""
+WARM_UP = "warm_up"
+"""The order that the planner makes plans for (``orders.warm_up``)."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class PipelinePlan:
     split_backward: bool = False
     """Backward in two parts: the gradient of the input first, which the stage before waits for; those of the weights
     when there is time (full training only)."""
+    order: str = WARM_UP
+    """The order of what each stage computes: a name of ``orders.ORDERS``."""
 
     @property
     def micro_batches(self) -> int:

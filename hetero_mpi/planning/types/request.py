@@ -4,13 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SCHEDULES = {
-    "auto": "warm-up depths and splitting as the planner finds best",
-    "gpipe": "all forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965)",
-    "1f1b": "a forward and a backward in turn after the classic warm-up (Narayanan et al. 2019, PipeDream)",
-    "split": "1f1b with the gradients of the weights put off (zero bubble, Qi et al. 2023, arXiv:2401.10241)",
-}
-"""What ``schedule`` may be."""
 MEMORY_GIVEN = "given as [cluster] memory_bytes"
 """Why a device may use so much memory, when the job says so."""
 
@@ -33,7 +26,7 @@ class PlanRequest:
     split_choices: tuple[bool, ...] = (False,)
     """May a pipeline split its backward? Full training only."""
     schedule: str = "auto"
-    """``auto`` leaves depth and splitting to the planner; a name of ``SCHEDULES`` fixes them."""
+    """``auto`` leaves depth and splitting to the planner; a name of ``orders.SCHEDULES`` fixes them."""
     allow_idle: bool = True
     """May ranks be left out when that is faster (or when there are more ranks than items)?"""
     indifference: float = 0.0

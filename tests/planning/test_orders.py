@@ -1,0 +1,84 @@
+"""An order of computing that is one file: it is planned for, counted, simulated, kept in plan files and executed as the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning import orders
+from hetero_mpi.planning.dry_run import validate
+from hetero_mpi.planning.memory import stage_holdings
+from hetero_mpi.planning.planner import complete_plan, make_plan
+from hetero_mpi.planning.schedule import schedule_of
+from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.toml_files import load_plan, save_plan
+from hetero_mpi.report.tables import schedule_text
+from tests.planning import two_backwards
+from tests.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, with_split
+
+NAME = "two_backwards"
+MODEL = make_model()
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(orders.ORDERS, NAME, two_backwards)
+    monkeypatch.setitem(orders.OTHER_ORDERS, NAME, two_backwards)
+    monkeypatch.setitem(orders.SCHEDULES, NAME, "two backwards")
+
+
+def ordered(plan: Plan) -> Plan:
+    pipelines = (replace(pipeline, order=NAME, split_backward=True) for pipeline in plan.pipelines)
+    return replace(plan, pipelines=tuple(pipelines))
+
+
+def test_messages_are_added_to_what_is_computed() -> None:
+    plan = ordered(make_plan_of((0, 2, 4), (0, 1), 2))
+    lists = schedule_of(plan, MODEL)
+    assert " ".join(map(str, lists[0])) == "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0STEP"
+    assert " ".join(map(str, lists[1])) == "1RECV_F0 1F0 1RECV_F1 1F1 1I0 1SEND_B0 1I1 1SEND_B1 1W0 1W1 1STEP"
+    assert stage_holdings(plan.pipelines[0], plan.pipelines[0].stages[1], MODEL) == ((2, 0), (1, 1), (0, 2))
+    assert schedule_text(plan) == ", schedule two_backwards"
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_every_order_runs_every_pipeline(stages: int, count: int) -> None:
+    for name in orders.ORDERS:
+        plan = make_plan_of((*range(stages), 4), range(stages), count)
+        split = orders.ORDERS[name].SPLITS
+        pipelines = tuple(replace(pipeline, order=name, split_backward=split) for pipeline in plan.pipelines)
+        plan = replace(plan, pipelines=pipelines)
+        validate(schedule_of(plan, MODEL), plan, MODEL)
+
+
+def test_a_plan_is_made_for_it_and_kept(tmp_path: Path) -> None:
+    profile = with_split(make_profile((1.0, 1.0, 2.0)))
+    request = PlanRequest(8, SEQUENCE, (1, 2), split_choices=(False, True), schedule=NAME)
+    plan = make_plan(profile, request)
+    assert [(pipeline.order, pipeline.split_backward) for pipeline in plan.pipelines] == [(NAME, True)]
+    assert plan.predicted_step_s == simulate(plan, profile).step_s >= plan.bound_step_s
+    assert plan.predicted_step_s > make_plan(profile, replace(request, schedule="split")).predicted_step_s
+    save_plan(plan, tmp_path / "plan.toml")
+    assert load_plan(tmp_path / "plan.toml") == plan
+
+
+def test_memory_is_that_of_the_order() -> None:
+    """All micro-batches are in flight at once: what is short is said before anything runs."""
+    profile = with_split(make_profile((1.0, 1.0), memory_bytes=70_000))
+    request = PlanRequest(16, SEQUENCE, (1,), split_choices=(True,), schedule="split", memory_reserve=0.0)
+    assert make_plan(profile, request).pipelines[0].split_backward
+    with pytest.raises(UserError, match=r"rank \d needs .* short by \d+ bytes"):
+        make_plan(profile, replace(request, schedule=NAME))
+
+
+def test_an_unknown_order_is_refused() -> None:
+    plan = make_plan_of((0, 2, 4), (0, 1), 2)
+    plan = replace(plan, pipelines=(replace(plan.pipelines[0], order="zigzag"),))
+    with pytest.raises(UserError, match=r"pipelines\[0\].order = 'zigzag': known are .*warm_up"):
+        complete_plan(plan, make_profile(), PlanRequest(2, SEQUENCE, (1,)))
