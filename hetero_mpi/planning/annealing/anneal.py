@@ -143,8 +143,10 @@ class Annealer:
         alive = [(lines, step_s if _used(lines) >= self.rounds.least else math.inf) for lines, step_s in alive]
         if len(self.ranks) <= FEW:
             alive += self._dealt({len(lines) for lines, _ in alive})
+        if not alive:
+            return None
         number = 0
-        while alive:
+        while True:
             budget = Budget(times * LOOKS // len(alive), actions / len(alive))
             for index, one in enumerate(alive):
                 number += 1
