@@ -87,12 +87,15 @@ class Workshop:
         path.write_text(tomli_w.dumps(merged))
         return path
 
-    def run_entries(self, ranks: int, entries: dict[str, dict[str, Any]], timeout_s: float = 180) -> dict[str, Outcome]:
-        """Run jobs one after the other on so many ranks: name -> how it ended. Paths may be ``Path``."""
+    def run_entries(
+        self, ranks: int, entries: dict[str, dict[str, Any]], timeout_s: float = 180, own_environment: bool = False
+    ) -> dict[str, Outcome]:
+        """Run jobs one after the other on so many ranks: name -> how it ended. Paths may be ``Path``. ``own_environment``: on ranks
+        that are started for it, with this process's environment of now."""
         listed, results = self.directory / f"np{ranks}.json", self.directory / f"np{ranks}-outcomes.json"
         listed.write_text(json.dumps(list(entries.values()), default=str))
         files = [str(listed), str(results)]
-        if self.through:
+        if self.through or own_environment:
             result = run_mpi(ranks, [*self.through, "tests/programs/train_outcomes.py", *files], timeout_s)
         else:
             result = run_pooled(ranks, "train_outcomes", files, timeout_s)

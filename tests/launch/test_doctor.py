@@ -568,6 +568,6 @@ def test_a_machine_without_any_package_is_told_what_to_install(tmp_path: Path) -
     ],
 )
 def test_what_the_doctor_does_not_import(module: str, heavy: tuple[str, ...]) -> None:
-    code = f"import sys, hetero_mpi.launch.doctor.examine.{module}; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, hetero_mpi.launch.doctor.{module}; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert result.stdout.strip() == "[]"

@@ -73,7 +73,8 @@ def losses(run: Path) -> list[float]:
 def events(run: Path, *names: str) -> list[dict[str, Any]]:
     path = run / "events.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
-    found = [json.loads(line) for line in lines]
+    # The kernel's count of processes it killed for lack of memory is the host's: other tests let it kill some.
+    found = [event for line in lines if (event := json.loads(line))["event"] != "memory"]
     return [event for event in found if not names or event["event"] in names]
 
 

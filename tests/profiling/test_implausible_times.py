@@ -123,6 +123,7 @@ def test_what_misled_a_run_is_not_used_again(tmp_path: Path, monkeypatch: pytest
             "next": run,
             "misled": {"job": other, "run_dir": tmp_path / "misled", "breaks": "times_are_a_thousandfold"},
         },
+        own_environment=True,
     )
     assert [one.codes for one in done.values()] == [(0,)] * 3, done
     unsteady, following, misled = (one.printed for one in done.values())

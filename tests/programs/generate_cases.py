@@ -17,11 +17,12 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.errors import UserError
 from hetero_mpi.runtime import run
 from hetero_mpi.runtime.generate import generate as command
+from hetero_mpi.runtime.setup.setup import TrainOptions
 
 
 def perform(world: World, entry: dict[str, Any]) -> None:
     if "job" in entry:
-        run.train(world, run.Options(Path(entry["job"]), run_dir=entry["run_dir"]))
+        run.train(world, TrainOptions(Path(entry["job"]), run_dir=entry["run_dir"]))
         return
     chosen = {key: value for key, value in entry.items() if key != "shares"}
     command.generate(world, command.GenerateOptions(**{**chosen, "source": Path(entry["source"])}))

@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -99,13 +99,16 @@ def answer(question: ReplanQuestion) -> ReplanAnswer:
     def cost_s(plan: Plan) -> float:
         return question.rebuild_s + moving_s(profile, question.plan, plan)
 
+    def seconds(plan: Plan) -> float:
+        return question.remaining_steps * step_s(plan) + cost_s(plan)
+
     now_s = step_s(question.plan)
     best, least_s = question.plan, question.remaining_steps * now_s
     for plan in _candidates(question, profile):
-        seconds = question.remaining_steps * step_s(plan) + cost_s(plan)
-        if seconds < least_s:
-            best, least_s = plan, seconds
+        if (its_s := seconds(plan)) < least_s:
+            best, least_s = plan, its_s
     if best is not question.plan:
+        best = _less_moved(best, question, seconds)
         with contextlib.suppress(UserError):  # pipelines that share a host's memory are looked at together only here
             completed = complete_plan(best, profile, question.request)
             known = {idle.rank: idle for idle in question.plan.idle}
@@ -115,6 +118,25 @@ def answer(question: ReplanQuestion) -> ReplanAnswer:
                 replace(completed, idle=idle, reasons=reasons), Prospect(now_s, step_s(best), cost_s(best))
             )
     return ReplanAnswer(question.plan, Prospect(now_s, now_s, 0.0))
+
+
+def _less_moved(plan: Plan, question: ReplanQuestion, seconds: Callable[[Plan], float]) -> Plan:
+    """``plan`` with ranks of a pipeline exchanged where layers then stay where they are, and it costs next to nothing: ranks that
+    are alike differ by the noise of what was measured."""
+    before = {
+        (stage.ranks[0], item) for _, _, stage in question.plan.numbered for item in range(stage.first, stage.last)
+    }
+    most_s = seconds(plan) * (1 + question.request.indifference)
+    for number, index, _ in plan.numbered:
+        stage = plan.numbered[number][2]
+        ranks = [other.ranks[0] for other in plan.pipelines[index].stages]
+        kept = {rank: sum((rank, item) in before for item in range(stage.first, stage.last)) for rank in ranks}
+        keeper, rank = max(ranks, key=lambda one: kept[one]), stage.ranks[0]
+        if kept[keeper] > kept[rank]:
+            exchanged = {rank: keeper, keeper: rank}
+            other = _renumbered(plan, [exchanged.get(one, one) for one in range(len(question.profile.devices))])
+            plan = other if seconds(other) <= most_s else plan
+    return plan
 
 
 def _candidates(question: ReplanQuestion, profile: ClusterProfile) -> Iterator[Plan]:
