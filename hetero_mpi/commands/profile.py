@@ -54,9 +54,9 @@ def measure(world: World, job: Path | LoadedJob, reprofile: bool) -> ClusterProf
             f'add --set cluster.emulate=""'
         )
     with MpiTransport(world.comm, threaded=loaded.job.cluster.communication_thread) as transport:
-        setting = setup.set_up(world, transport, loaded, run_dir)
-        subject, _ = setup.subject_of(setting)
-        measured = profile_cluster(world, transport, setting.backend, subject, setting.job.profile, say, reprofile)
+        ready = setup.set_up(world, transport, loaded, run_dir)
+        subject, _ = setup.subject_of(ready)
+        measured = profile_cluster(world, transport, ready.backend, subject, ready.job.profile, say, reprofile)
     say(*profile_lines(measured))
     return measured
 

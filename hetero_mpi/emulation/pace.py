@@ -55,8 +55,6 @@ class ActionPacer:
         actions: how many were paced.
         late: of these, how many took longer than they should, by real arithmetic or since nobody woke this rank in time ...
         late_s: ... and by how much in all (wall clock).
-        summed_item: whose gradients this rank is about to sum; ``sum_s`` is asked for it.
-        step: number of the step that runs: devices may change their speed.
 
     Args:
         speeds: (rank, from which step on, share of the profile's speed).
@@ -72,11 +70,11 @@ class ActionPacer:
     ) -> None:
         self._plan, self._profile, self._scale, self._sleeper = plan, profile, time_scale, sleeper
         self._speeds = sorted(speeds, key=lambda change: change[1])
-        self.step = 0
+        self._step = 0
         self._known = Durations(plan, profile)
         self._finished_s: dict[Action, dict[int, float]] = {}
         self.actions, self.late, self.late_s = 0, 0, 0.0
-        self.summed_item = 0
+        self._summed_item = 0
 
     def lasts_s(self, action: Action) -> float:
         """Seconds of wall clock that an action is to last; STEP without what it waits for (the other end of a tied matrix)."""
@@ -90,19 +88,27 @@ class ActionPacer:
         """Seconds of wall clock per second of the device that does ``action``, at its speed in this step."""
         rank, speed = self._known.stages[action.stage].ranks[0], 1.0
         for changed, first_step, share in self._speeds:
-            speed = share if changed == rank and first_step <= self.step else speed
+            speed = share if changed == rank and first_step <= self._step else speed
         return self._scale / speed
+
+    def begin_step(self, step: int) -> None:
+        """The number of the step that runs: devices may change their speed."""
+        self._step = step
+
+    def begin_sum(self, item: int) -> None:
+        """Whose gradients this rank is about to sum; ``sum_s`` is asked for it."""
+        self._summed_item = item
 
     def go_on_from(self, before: ActionPacer) -> None:
         """Count on, after a change of plans."""
         self.actions, self.late, self.late_s = before.actions, before.late, before.late_s
 
     def sum_s(self, ranks: tuple[int, ...], size_bytes: int) -> float:
-        """Seconds of wall clock that the sum of ``summed_item`` is to last. The stand-in's bytes do not matter."""
-        emulated_bytes = summed_bytes(self._profile.model, self.summed_item)
+        """Seconds of wall clock that the sum of the item named last is to last. The stand-in's bytes do not matter."""
+        emulated_bytes = summed_bytes(self._profile.model, self._summed_item)
         if emulated_bytes == 0:
             return 0.0  # the stand-in trains what the emulated model does not
-        return self._scale * all_reduce_s(self._profile, held_by(self._plan, self.summed_item), emulated_bytes)
+        return self._scale * all_reduce_s(self._profile, held_by(self._plan, self._summed_item), emulated_bytes)
 
     def hold(self, action: Action, start_s: float, finished: Callable[[int], None] | None = None) -> None:
         """Wait until an action that began at ``start_s`` (``time.perf_counter``) has lasted long enough.

@@ -71,7 +71,6 @@ class Executor:
         current: the action that runs.
         evaluated: micro-batches of held-out sequences so far.
         began_s: when the latest step began (``time.perf_counter``); its events count from then.
-        waited_until_s: set by STEP: until when it waited for the others' verdict; its event begins only then.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class Executor:
         self.losses: list[torch.Tensor] = []
         self.current: Action | None = None
         self.evaluated = 0
-        self.began_s = self.waited_until_s = 0.0
+        self.began_s = self._decided_s = 0.0
         # A device may still compute when a forward or backward returns; what it sent and receives may be copied on beside. Waiting
         # for it here, the time belongs to the action that took it. A pipeline of one stage has nothing to send: its device marks
         # when it began and ended each action, and never runs out of work.
@@ -138,7 +137,7 @@ class Executor:
             moved = 0
             if action.op in WHOLE_STEP:
                 self.whole_step[action.op](action)
-                start = max(start, self.waited_until_s) if action.op is Op.STEP else start
+                start = max(start, self._decided_s) if action.op is Op.STEP else start
             else:
                 moved = self._perform(action, data)
                 if self._synchronises and action.op in COMPUTE:
@@ -172,6 +171,11 @@ class Executor:
             assert outbox is not None
             return MeasuredEvent(self.rank, step, action, start_s, end_s, moved, outbox.copied_s)
         return Event(self.rank, step, action, start_s, end_s, moved)
+
+    def step_begins(self) -> float:
+        """STEP has waited for the others' decision, and its event begins only now, at the time returned (``time.perf_counter``)."""
+        self._decided_s = time.perf_counter()
+        return self._decided_s
 
     def flush(self) -> None:
         """Return when everything this stage sent has left: collective calls may follow."""

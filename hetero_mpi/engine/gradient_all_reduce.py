@@ -97,7 +97,7 @@ class GradientSums:
             self.tied.end()
         for item, own in self._sums.items():
             self._complete(item)
-            own.request = None
+            own.end()
 
     def dissolve(self) -> None:
         """No step follows: the transport may use the groups' numbers for others."""
@@ -123,7 +123,7 @@ class GradientSums:
         if item == 0 and self.tied is not None:
             self.tied.join()
         if self.pace is not None:
-            self.pace.summed_item = item
+            self.pace.begin_sum(item)
         self._sums[item].start(self.transport)
 
     def _complete(self, item: int) -> None:
@@ -154,6 +154,10 @@ class _Sum:
             ready = self._out.copy(self._host, self._gradients).done
             arrived = self._bring_back if self._back.beside else None
         self.request = transport.all_reduce(self.group, self._host.numpy(), ready, arrived)
+
+    def end(self) -> None:
+        """They are summed, and the step is over."""
+        self.request = None
 
     def wait(self, transport: Transport) -> None:
         """Return when they are summed; what this thread gives the device from now on sees that."""

@@ -5,13 +5,14 @@ Between recorded steps every rank only adds up its own events; nothing is sent.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.emulation.emulated_links import compare_clocks
-from hetero_mpi.engine.trainer import Trainer
+from hetero_mpi.engine.trainer import StepResult, Trainer
 from hetero_mpi.planning.schedule import Event
 from hetero_mpi.report.run_files.line_files import LineFile
 from hetero_mpi.report.run_files.measured import (
@@ -45,7 +46,7 @@ class Recorder:
     The constructor, and a call with a step that is recorded, are collective over the active ranks.
 
     Args:
-        trainer: whose events they are.
+        trainer: this rank's.
         world: the active ranks.
         transport: of all ranks; no message is under way.
         directory: the run's.
@@ -63,17 +64,16 @@ class Recorder:
         if self._file is not None:
             keep_until(self._file.path, first)
 
-    def __call__(self, line: StepMetrics) -> None:
+    def __call__(self, line: StepMetrics, result: StepResult) -> None:
         """A step is done."""
-        events = self._events()
+        events = self._events(result)
         self._usage = self._usage.and_step(events, line.step_s)
         if line.step not in self._steps:
             return
         usage = replace(self._usage, peak_bytes=self._trainer.backend.peak_bytes())
-        executor = self._trainer.executor
         own = None
-        if executor is not None:
-            begin_s = (executor.began_s - self._clock_s) / self._scale
+        if result.events:
+            begin_s = (result.began_s - self._clock_s) / self._scale
             kept = tuple(_told(replace(event, step=line.step), 1.0) for event in events[:_MOST_EVENTS])
             own = rank_step_to_dict(RankStep(self._trainer.rank, line.step, begin_s, kept, usage))
         gathered = self._world.gather_json(own)
@@ -85,9 +85,9 @@ class Recorder:
         """Seconds of wall clock per second that is told."""
         return self._trainer.emulation.time_scale if self._trainer.emulation is not None else 1.0
 
-    def _events(self) -> list[Event]:
+    def _events(self, result: StepResult) -> Sequence[Event]:
         scale = self._scale
-        return self._trainer.events if scale == 1.0 else [_told(event, scale) for event in self._trainer.events]
+        return result.events if scale == 1.0 else [_told(event, scale) for event in result.events]
 
 
 def clock_offset_s(world: World, transport: Transport) -> float:

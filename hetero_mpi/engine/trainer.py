@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -28,14 +28,31 @@ from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.schedule import Action, Event, Op, Schedule
 from hetero_mpi.planning.types.plan import Plan
 
+_NOTHING: NDArray[np.float64] = np.zeros(0)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step came to on one rank."""
+
+    verdict: StepDecision
+    heard: NDArray[np.float64] = field(default_factory=lambda: _NOTHING)
+    """What all ranks said ``along`` with the verdict, added up."""
+    events: tuple[Event, ...] = ()
+    """What took place on this rank, in seconds from ``began_s`` on; nothing without a stage."""
+    began_s: float = 0.0
+    """By ``time.perf_counter``."""
+    length: int = 0
+    """Tokens per sequence."""
+
 
 class Trainer:
     """A rank's share of a run. Ranks without a stage (rank 0 may be one) have no ``stage`` and only follow the collectives.
 
     Attributes:
         stage, optimizer: this rank's share of the model; None without a stage.
-        events: what took place in the last step.
-        heard: what all ranks said ``along`` with the last step's verdict, added up.
+        latest: the last step's result; None before the first.
+        loss_scale: fp16's; every step's verdict changes it.
         speaks_for: items of which this rank is the first holder: it alone counts and saves them.
     """
 
@@ -53,6 +70,7 @@ class Trainer:
         start: Start | None,
         emulation: Emulation | None = None,
         kept: Kept | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         """Build this rank's stage. Local: ranks need not come here together.
 
@@ -62,6 +80,7 @@ class Trainer:
             start: where weights come from; None: left to be filled from a checkpoint.
             emulation: makes steps last as on other devices.
             kept: frozen weights that this rank has already.
+            loss_scale: the run's; None: its start.
 
         Raises:
             UserError: the model's files do not fit, or the memory does not suffice.
@@ -74,23 +93,18 @@ class Trainer:
         self.judge = StepDecider(list(tuning.trainable), train.clip_norm, sum(micro_batches))
         self.place = place_of(rank, plan)
         self.dtype = DTYPES[train.dtype]
-        self.loss_scale = LossScale.of(self.dtype)
+        self.loss_scale = loss_scale or LossScale.of(self.dtype)
         self.speaks_for = {item for item, ranks in holders(plan).items() if ranks[0] == rank}
-        self.events: list[Event] = []
-        self.length = plan.sequence_length
-        """Tokens per sequence in the step that ``events`` are of."""
-        self.asked: Callable[[], bool] = lambda: False
-        """Has this rank been asked to end the run? The verdict of the step tells all ranks."""
-        self.along: Callable[[], NDArray[np.float64]] = lambda: np.zeros(0)
-        """Numbers that travel with the verdict, as many on every active rank, so that they cost no message."""
-        self.heard: NDArray[np.float64] = np.zeros(0)
+        self.latest: StepResult | None = None
         self.stage: Stage | None = None
         self.optimizer: Optimizer | None = None
         self.executor: Executor | None = None
         self.tied: TiedMatrix | None = None
         self._loss_slots = slots(micro_batches)
-        self._verdict_of_step: StepDecision | None = None
         self._step = 0
+        self._asked: Callable[[], bool] = lambda: False
+        self._along = _NOTHING
+        self._decided: StepResult | None = None
         if self.place is not None:
             with memory_explained(rank, lambda: "loading its stage", plan, backend):
                 self._build(schedule, train, start, kept)
@@ -136,7 +150,15 @@ class Trainer:
         )
         self.backend.begin_peak()
 
-    def step(self, step: int, tokens: Tokens, targets: Tokens, target_tokens: int) -> StepDecision:
+    def step(
+        self,
+        step: int,
+        tokens: Tokens,
+        targets: Tokens,
+        target_tokens: int,
+        asked: Callable[[], bool] = lambda: False,
+        along: NDArray[np.float64] = _NOTHING,
+    ) -> StepResult:
         """One optimizer step, or, when loss or gradients are not finite, none on any rank. Collective.
 
         Args:
@@ -144,25 +166,29 @@ class Trainer:
             tokens, targets: the global batch, int32 (B, T): at most ``plan.global_batch`` rows of at most
                 ``plan.sequence_length`` tokens; or samples and their targets (B, ...).
             target_tokens: targets that count in it (``ItemChain.counted``).
+            asked: has this rank been asked to end the run? The verdict of the step tells all ranks.
+            along: numbers that travel with the verdict, as many on every active rank, so that they cost no message.
 
         Raises:
             UserError: this rank (alone) ran out of memory.
         """
         self._fits(tokens)
+        self._step, self._asked, self._along = step, asked, along
         if self.executor is None or self.optimizer is None or self.place is None:
-            return self._verdict({}, {})
-        self._step = step
+            self.latest = self._decide({}, {})
+            return self.latest
         if self.emulation is not None:
-            self.emulation.pace.step = step
+            self.emulation.pace.begin_step(step)
         share = training_share(self.plan, self.place.pipeline, tokens, targets)
         self.optimizer.zero()
         self.sums.begin()
         data = self._data(step, share.tokens, share.targets, share.sizes, share.first_samples, target_tokens)
         with memory_explained(self.rank, self._action, self.plan, self.backend):
-            self.events, self.length = self.executor.run(data), data.length
+            events = self.executor.run(data)
         assert self.transport.pending() == 0, "the step left requests pending"
-        assert self._verdict_of_step is not None
-        return self._verdict_of_step
+        assert self._decided is not None
+        self.latest = replace(self._decided, events=tuple(events), began_s=self.executor.began_s, length=data.length)
+        return self.latest
 
     def evaluate(self, tokens: Tokens, targets: Tokens) -> float:
         """Sum of the losses of all targets of held-out sequences, int32 (N, T), or samples (N, ...). Collective.
@@ -267,15 +293,15 @@ class Trainer:
         first = self._loss_slots[self.place.pipeline]
         shares = torch.stack(self.executor.losses).tolist() if self.executor.losses else []
         losses = {first + index: loss for index, loss in enumerate(shares)}
-        verdict = self._verdict(self._squared_norms(), losses)
-        self.executor.waited_until_s = begin = time.perf_counter()
+        self._decided = self._decide(self._squared_norms(), losses)
+        verdict = self._decided.verdict
+        begin = self.executor.step_begins()
         if verdict.finite:
             self.optimizer.step(self._step, verdict.scale)
         if self.emulation is not None:
             self.emulation.pace.hold(action, begin)
         if verdict.finite:
             self.share_tied_weight()
-        self._verdict_of_step = verdict
 
     def _squared_norms(self) -> dict[str, float]:
         """Of the gradients that this rank speaks for: every parameter counts once."""
@@ -284,14 +310,13 @@ class Trainer:
         norms = self.optimizer.squared_norms()
         return {name: value for name, value in norms.items() if specs[name].item in self.speaks_for}
 
-    def _verdict(self, squared_norms: dict[str, float], losses: dict[int, float]) -> StepDecision:
-        """The common verdict. ``losses``: of this rank's micro-batches, by their place among all of the plan."""
+    def _decide(self, squared_norms: dict[str, float], losses: dict[int, float]) -> StepResult:
+        """The common verdict, without events. ``losses``: of this rank's micro-batches, by their place among all of the plan."""
         if self.emulation is not None:
             self.world.meet_asleep()  # ranks that are ahead take no core from those that emulate with it
         with self.world.waiting("all ranks' part of the verdict on the step"):
-            own = self.judge.fill(squared_norms, losses, self.asked())
-            summed = self.world.all_reduce_sum(np.concatenate([own, self.along()]))
-        self.heard = summed[len(own) :]
+            own = self.judge.fill(squared_norms, losses, self._asked())
+            summed = self.world.all_reduce_sum(np.concatenate([own, self._along]))
         verdict = self.judge.decide(summed[: len(own)], self.loss_scale.value)
         self.loss_scale.update(verdict.finite)
-        return verdict
+        return StepResult(verdict, summed[len(own) :])

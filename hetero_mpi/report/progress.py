@@ -83,7 +83,7 @@ class ProgressDisplay:
     step, the last, and in between after 5 s or a tenth of the run, whichever comes first.
 
     Attributes:
-        overview, standings: shown on the screen; may be set while it is there.
+        overview, standings: shown on the screen.
         unit: what the throughput counts.
     """
 
@@ -94,12 +94,13 @@ class ProgressDisplay:
         stream: TextIO | None = None,
         now_s: Callable[[], float] = time.monotonic,
         about: Overview | None = None,
+        unit: str = "tokens",
     ) -> None:
         self.total_steps = total_steps
         self.first_step = first_step
         self.overview = about or Overview("training")
         self.standings: Standings = dict
-        self.unit = "tokens"
+        self.unit = unit
         self._stream = sys.stdout if stream is None else stream
         self._now_s = now_s
         self._started_s = now_s()
@@ -112,6 +113,10 @@ class ProgressDisplay:
             from hetero_mpi.report.screen import Screen  # loads rich
 
             self._screen = Screen(self._stream, self.view)
+
+    def show(self, about: Overview, standings: Standings) -> None:
+        """Another plan is run from now on."""
+        self.overview, self.standings = about, standings
 
     def update(self, line: StepMetrics) -> None:
         """A step is done."""

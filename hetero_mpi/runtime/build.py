@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -15,87 +16,108 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import ELSEWHERE, as_toml, leads_out
 from hetero_mpi.model.adapter_files import check_adapter
 from hetero_mpi.model.frozen_weight_cache import Kept
+from hetero_mpi.model.optimizer import LossScale
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.model.transformers.weights import SeededStart, Start
 from hetero_mpi.planning.schedule import Schedule
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.runtime.setup.custom_model import start_values
 from hetero_mpi.runtime.setup.material import model_directory
-from hetero_mpi.runtime.setup.setup import Setting
+from hetero_mpi.runtime.setup.setup import RunContext
 from hetero_mpi.state.checkpointing import load_adapter
 from hetero_mpi.state.file_supply import FileSupply, open_files
 from hetero_mpi.state.redistribute import Parcel, distribute, parcels
 
 
-def build(
-    setting: Setting,
-    members: World,
-    plan: Plan,
-    schedule: Schedule,
-    emulation: Emulation | None,
-    resuming: bool,
-    kept: Kept | None = None,
-) -> Trainer:
-    """This rank's trainer. Collective over the active ranks.
+@dataclass
+class Share:
+    """A rank's part of the run while one plan lasts."""
+
+    plan: Plan
+    """As planned; ``own_plan`` is of the job's own sequences."""
+    schedule: Schedule
+    emulation: Emulation | None
+    members: World | None
+    """The active ranks; None on an idle one."""
+    trainer: Trainer | None = None
+    """None on an idle rank, before its stage is built, and once the plan has been given up."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """What the change to this plan took on this rank, by part: ``keep``, ``build``, ``move``; at the start only ``build``."""
+
+    @property
+    def own_plan(self) -> Plan:
+        return self.emulation.stand_in_plan if self.emulation is not None else self.plan
+
+    def give_up(self) -> None:
+        """No step follows: the trainer's memory is needed."""
+        if self.trainer is not None:
+            self.trainer.close()
+        self.trainer = None
+
+
+def build(context: RunContext, share: Share, resuming: bool, loss_scale: LossScale, kept: Kept | None = None) -> Share:
+    """The share with this rank's trainer. Collective over the active ranks.
 
     Args:
-        members: the active ranks.
-        plan: of the job's own model and sequences.
-        emulation: makes steps last as on other devices.
         resuming: trained parameters are brought afterwards; what is frozen is there, as always. (Of own layers all are brought.)
+        loss_scale: the run's.
         kept: frozen weights that this rank has already.
 
     Raises:
         CollectiveUserError: files are missing or do not fit, or the memory does not suffice.
     """
+    assert share.members is not None
+    members, plan = share.members, share.own_plan
     start: Start | None = None
     files: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    directory = model_directory(setting.loaded)
-    needs_start = not (resuming and setting.tuning.full)  # an adapter's checkpoint does not hold the model
+    directory = model_directory(context.loaded)
+    needs_start = not (resuming and context.tuning.full)  # an adapter's checkpoint does not hold the model
     if needs_start and directory is None:
-        start = SeededStart(setting.job.train.seed)
+        start = SeededStart(context.job.train.seed)
     elif needs_start and directory is not None:
-        files = supply = _open_files(setting, members, plan, directory, kept or {})
+        files = supply = _open_files(context, members, plan, directory, kept or {})
         start = supply.start
         members.doing = "sending the model's files to ranks without them"
         supply.serve()
     with members.together("loading weights"), files:
-        return Trainer(
-            setting.world.rank,
+        trainer = Trainer(
+            context.world.rank,
             members,
-            setting.transport,
-            setting.chain,
-            setting.tuning,
+            context.transport,
+            context.chain,
+            context.tuning,
             plan,
-            schedule,
-            setting.backend,
-            setting.job.train,
+            share.schedule,
+            context.backend,
+            context.job.train,
             start,
-            emulation,
+            share.emulation,
             kept,
+            loss_scale,
         )
+    return replace(share, trainer=trainer)
 
 
-def start_adapter(setting: Setting, members: World, trainer: Trainer) -> None:
+def start_adapter(context: RunContext, members: World, trainer: Trainer) -> None:
     """Load the adapter the job starts from; only rank 0 needs its files. Collective over the active ranks."""
-    assert setting.job.adapter.path is not None
-    directory = setting.loaded.resolve(setting.job.adapter.path) if setting.world.rank == 0 else None
+    assert context.job.adapter.path is not None
+    directory = context.loaded.resolve(context.job.adapter.path) if context.world.rank == 0 else None
     with members.led("reading the adapter"):
         if directory is not None:
-            check_adapter(directory, setting.tuning)
+            check_adapter(directory, context.tuning)
     load_adapter(trainer, directory)
 
 
-def start_layers(setting: Setting, members: World, trainer: Trainer) -> None:
+def start_layers(context: RunContext, members: World, trainer: Trainer) -> None:
     """Bring rank 0's weights of a factory's model that is there already, each of which rank 0 lets go of when it is brought.
     Collective over the active ranks.
     """
     values: dict[str, torch.Tensor] = {}
     with members.led("reading the factory's weights"):
-        if setting.world.rank == 0:
-            values = start_values(setting.loaded)
+        if context.world.rank == 0:
+            values = start_values(context.loaded)
     members.doing = "sending the factory's weights"
-    item_of = setting.chain.item_of
+    item_of = context.chain.item_of
     item = 0
 
     def given(parcel: Parcel) -> torch.Tensor:
@@ -115,16 +137,16 @@ def start_layers(setting: Setting, members: World, trainer: Trainer) -> None:
     )
 
 
-def _open_files(setting: Setting, members: World, plan: Plan, directory: Path, kept: Kept) -> FileSupply:
-    cache = setting.job.model.shard_cache
-    cache_root = setting.loaded.resolve(cache) if cache is not None else None
+def _open_files(context: RunContext, members: World, plan: Plan, directory: Path, kept: Kept) -> FileSupply:
+    cache = context.job.model.shard_cache
+    cache_root = context.loaded.resolve(cache) if cache is not None else None
     if cache is not None and cache_root is not None and not Path(cache).expanduser().is_absolute():
         with members.together("looking for the shard cache"):
-            if leads_out(cache_root, setting.loaded.directory):
+            if leads_out(cache_root, context.loaded.directory):
                 raise UserError(
                     f"[model] shard_cache = {as_toml(cache)}: a link in it leads out of the job file's directory, to "
                     f"{cache_root.resolve()}; {ELSEWHERE}"
                 )
-    rank = setting.world.rank
-    chain = language(setting.chain)
-    return open_files(members, rank, setting.transport, chain, plan, directory, cache_root, tuple(kept))
+    rank = context.world.rank
+    chain = language(context.chain)
+    return open_files(members, rank, context.transport, chain, plan, directory, cache_root, tuple(kept))

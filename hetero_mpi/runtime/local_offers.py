@@ -23,7 +23,7 @@ from hetero_mpi.checkpoint import CheckpointError, CheckpointReader, verify
 from hetero_mpi.checkpoint.local_shards import Piece, keep_generations, pieces_on_disk
 from hetero_mpi.errors import UserError
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.runtime.setup.setup import Setting
+from hetero_mpi.runtime.setup.setup import RunSetup
 from hetero_mpi.state.checkpointing import KINDS, check_settings, check_shapes
 from hetero_mpi.state.redistribute import Parcel
 
@@ -73,10 +73,10 @@ class OnDisk:
         array, _ = self._reader(piece).read(parcel.kind, parcel.name)
         return torch.from_numpy(np.ascontiguousarray(array))
 
-    def books(self, step: int) -> dict[str, Any]:
-        """Where the run stood, as ``Books.to_dict`` says it."""
+    def state(self, step: int) -> dict[str, Any]:
+        """Where the run stood, as ``TrainingState.to_dict`` says it."""
         said = self._metadata()
-        return {**said["books"], "losses": [float(loss) for loss in said["losses"]]}
+        return {**said["books"], "losses": [float(loss) for loss in said["losses"]], "loss_scale": said["loss_scale"]}
 
     def fingerprint(self) -> str | None:
         """Of the data that the run was with."""
@@ -97,7 +97,7 @@ class OnDisk:
         return self._open[piece.path]
 
 
-def look_on_disks(setting: Setting, standard: Callable[[], Standard]) -> tuple[OnDisk | None, str | None]:
+def look_on_disks(setup: RunSetup, standard: Callable[[], Standard]) -> tuple[OnDisk | None, str | None]:
     """The newest generation that is whole on the hosts there are, if it beats ``standard``; and the id of the one that stays on
     the disks meanwhile, beaten or not. If there is one, pieces of others are removed. Collective over all ranks; nobody may be
     writing pieces.
@@ -105,7 +105,7 @@ def look_on_disks(setting: Setting, standard: Callable[[], Standard]) -> tuple[O
     Args:
         standard: called on rank 0, if there are any pieces.
     """
-    world, run_dir = setting.world, setting.run_dir
+    world, run_dir = setup.world, setup.run_dir
     pieces, remarks = pieces_on_disk(run_dir) if world.local_rank == 0 else ([], [])
     own = {piece.path: piece for piece in pieces}
     rows = world.all_gather_json([[_row(piece) for piece in pieces], remarks])
@@ -125,7 +125,7 @@ def look_on_disks(setting: Setting, standard: Callable[[], Standard]) -> tuple[O
     if not final and latest > (begun or ""):
         begun, above = latest, 0
     offers = _once([offer for offer in offers if offer.piece.begun == begun])
-    found, kept = _choose(setting, offers, above, own)
+    found, kept = _choose(setup, offers, above, own)
     if world.local_rank == 0:
         # Nobody's work is removed where nothing fits: a mistake in the job may be the reason.
         keep_generations(run_dir, [kept] if kept is not None else [piece.generation for piece in pieces], sweep=True)
@@ -134,17 +134,17 @@ def look_on_disks(setting: Setting, standard: Callable[[], Standard]) -> tuple[O
 
 
 def _choose(
-    setting: Setting, offers: list[Offer], above: int, own: Mapping[Path, Piece]
+    setup: RunSetup, offers: list[Offer], above: int, own: Mapping[Path, Piece]
 ) -> tuple[OnDisk | None, str | None]:
     """The newest whole generation of those on offer, read through if it is of a later step than ``above``; and its id."""
-    world, tuning = setting.world, setting.tuning
+    world, tuning = setup.world, setup.tuning
     item_of = {name: spec.item for name, spec in {**tuning.trainable, **tuning.constants}.items()}
     while (chosen := newest_generation(offers, set(item_of.values()))) is not None:
         kept = chosen[0].piece.generation
         if chosen[0].piece.step <= above:
             return None, kept
         mine = [own[offer.piece.path] for offer in chosen if offer.rank == world.rank]
-        damaged = [[str(piece.path), reason] for piece in mine if (reason := _damage(setting, piece)) is not None]
+        damaged = [[str(piece.path), reason] for piece in mine if (reason := _damage(setup, piece)) is not None]
         told = world.all_gather_json(damaged)
         if not any(told):
             return OnDisk(chosen, mine, item_of), kept
@@ -183,16 +183,16 @@ def _having(chosen: Sequence[Offer]) -> dict[int, tuple[int, ...]]:
     return having
 
 
-def _damage(setting: Setting, piece: Piece) -> str | None:
+def _damage(setup: RunSetup, piece: Piece) -> str | None:
     """Why a piece cannot be used, if it cannot: every byte is read, and the job compared."""
     reason = verify(piece.path)
     if reason is not None:
         return reason
-    tuning = setting.tuning
+    tuning = setup.tuning
     specs = {name: spec for name, spec in {**tuning.trainable, **tuning.constants}.items() if spec.item in piece.items}
     try:
         with CheckpointReader(piece.path) as reader:
-            check_settings(reader, piece.path, setting.chain, setting.job.train, setting.job.data.sequence_length)
+            check_settings(reader, piece.path, setup.chain, setup.job.train, setup.job.data.sequence_length)
             for name, spec in specs.items():
                 check_shapes(reader, piece.path, name, spec, KINDS if name in tuning.trainable else KINDS[:1])
     except (CheckpointError, UserError) as error:

@@ -18,18 +18,18 @@ from hetero_mpi.checkpoint import CheckpointError, CheckpointReader, newest_good
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch.supervisor.event_log import append_event
 from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.runtime.build import Share
 from hetero_mpi.runtime.local_offers import OnDisk, Standard, look_on_disks
-from hetero_mpi.runtime.loop import Books
-from hetero_mpi.runtime.reconfigure import Share, build_share, hand_over
-from hetero_mpi.runtime.recovery import Past
+from hetero_mpi.runtime.reconfigure import build_share, hand_over
+from hetero_mpi.runtime.recovery import RunHistory
 from hetero_mpi.runtime.resume import rate_change, tell_set_aside
-from hetero_mpi.runtime.setup.setup import Setting, TrainOptions
+from hetero_mpi.runtime.setup.setup import RunContext, TrainOptions
 from hetero_mpi.state.checkpointing import ANY, KINDS, LATEST, check_data
 from hetero_mpi.state.copies import newest_whole
 from hetero_mpi.state.local_checkpoint import supervised
 from hetero_mpi.state.redistribute import Parcel, deliveries, parcels
+from hetero_mpi.state.training_state import TrainingState
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,8 +41,8 @@ class Held(Protocol):
         """A parcel as it was after ``step`` steps."""
         ...
 
-    def books(self, step: int) -> dict[str, Any]:
-        """Where the run stood, as ``Books.to_dict`` says it."""
+    def state(self, step: int) -> dict[str, Any]:
+        """Where the run stood, as ``TrainingState.to_dict`` says it."""
         ...
 
 
@@ -59,43 +59,44 @@ class Origin:
     """Instead of copies."""
 
 
-def origin(setting: Setting, past: Past, options: TrainOptions) -> Origin | None:
+def origin(context: RunContext, history: RunHistory, options: TrainOptions) -> Origin | None:
     """The newest state of the run that is left; None: as the command line says, be that a checkpoint or the beginning.
 
     Collective over all ranks.
     """
-    world, resumes = setting.world, options.resume in (LATEST, ANY)
-    if not past.losses and not resumes:
+    world, resumes = context.world, options.resume in (LATEST, ANY)
+    if not history.losses and not resumes:
         return None
-    begin = _left_by_survivors(setting, past) if past.losses else None
-    if past.losses:
-        past.begun = next((begun for begun in world.all_gather_json(past.begun) if begun is not None), None)
-    known = past.losses and past.begun is not None
+    begin = _left_by_survivors(context, history) if history.losses else None
+    if history.losses:
+        history.belongs_to(next((begun for begun in world.all_gather_json(history.begun) if begun is not None), None))
+    known = history.losses and history.begun is not None
     if not resumes and not (known and supervised()):
         return begin
     step = begin.step if begin is not None else 0
-    found, past.shelved = look_on_disks(
-        setting, lambda: Standard(past.begun, step, final=True) if known else _newest_checkpoint(setting.run_dir)
+    found, shelved = look_on_disks(
+        context, lambda: Standard(history.begun, step, final=True) if known else _newest_checkpoint(context.run_dir)
     )
+    history.keeps_on_disk(shelved)
     if found is None:
         return begin
-    past.begun = found.begun
+    history.belongs_to(found.begun)
     return Origin(found.step, having=found.having, held=found)
 
 
-def _left_by_survivors(setting: Setting, past: Past) -> Origin | None:
+def _left_by_survivors(context: RunContext, history: RunHistory) -> Origin | None:
     """Copies in memory, or a checkpoint of this run where that is newer."""
-    world, tuning = setting.world, setting.tuning
+    world, tuning = context.world, context.tuning
     needed = {spec.item for spec in (*tuning.trainable.values(), *tuning.constants.values())}
-    found = newest_whole(world.all_gather_json(past.copies.inventory()), needed)
+    found = newest_whole(world.all_gather_json(history.copies.inventory()), needed)
     saved: list[Any] | None = None
     if world.rank == 0:
-        checkpoint = _checkpoint_of_this_run(setting.run_dir / "checkpoints", past.token)
+        checkpoint = _checkpoint_of_this_run(context.run_dir / "checkpoints", history.token)
         saved = [str(checkpoint[0]), checkpoint[1]] if checkpoint is not None else None
     saved = world.broadcast_json(saved)
     if saved is not None and (found is None or saved[1] > found[0]):
         return Origin(int(saved[1]), checkpoint=Path(saved[0]))
-    return Origin(found[0], having=found[1], held=past.copies) if found is not None else None
+    return Origin(found[0], having=found[1], held=history.copies) if found is not None else None
 
 
 def _checkpoint_of_this_run(directory: Path, token: str | None) -> tuple[Path, int] | None:
@@ -119,40 +120,39 @@ def _newest_checkpoint(run_dir: Path) -> Standard:
         return Standard(reader.metadata.get("begun"), int(reader.metadata["step"]))
 
 
-def bring_back(setting: Setting, past: Past, profile: ClusterProfile, plan: Plan, begin: Origin) -> tuple[Share, Books]:
+def bring_back(context: RunContext, history: RunHistory, plan: Plan, begin: Origin) -> tuple[Share, TrainingState]:
     """This rank's share of the new plan, with the state of ``begin``, from copies. Collective over all ranks.
 
     Raises:
         CollectiveUserError: a rank cannot build its stage; or copies on disk were made with other data.
     """
     assert begin.having is not None and begin.held is not None
-    world, held, having, step = setting.world, begin.held, begin.having, begin.step
-    tuning = setting.tuning
+    world, held, having, step = context.world, begin.held, begin.having, begin.step
+    tuning = context.tuning
     item = {spec.name: spec.item for spec in (*tuning.trainable.values(), *tuning.constants.values())}
     with contextlib.ExitStack() as stack:
         if isinstance(held, OnDisk):
             stack.enter_context(held)
-            books = _books_on_disk(setting, held)
+            stood = _state_on_disk(context, held)
         else:
             first = min(rank for ranks in having.values() for rank in ranks)
-            books = Books.from_dict(world.broadcast_json(held.books(step) if world.rank == first else None, root=first))
-        if past.books is not None:  # what was told of earlier steps
-            books.result.steps = [line for line in past.books.result.steps if line.step <= step]
-            books.result.evaluations = [line for line in past.books.result.evaluations if line.step <= step]
-        share = build_share(setting, profile, plan)
+            stood = world.broadcast_json(held.state(step) if world.rank == first else None, root=first)
+        state = TrainingState.from_dict(stood, history.state)
+        share = build_share(context, plan, state)
         listed = deliveries(parcels(tuning, plan, KINDS), lambda parcel: having[item[parcel.name]])
-        received = hand_over(setting, share, listed, lambda parcel: held.tensor(step, parcel), books)
+        received = hand_over(context, share, listed, lambda parcel: held.tensor(step, parcel), state)
     _LOG.info("the state after step %d is back; %d bytes received", step, received)
     if not isinstance(held, OnDisk):
         say(f"Going on after step {step}, from copies in memory")
-    return share, books
+    return share, state
 
 
-def _books_on_disk(setting: Setting, held: OnDisk) -> Books:
-    """Where the run stood, after it was seen that it may go on from there; which is told. Collective over all ranks."""
-    world, job, first = setting.world, setting.job, held.givers[0]
+def _state_on_disk(context: RunContext, held: OnDisk) -> dict[str, Any]:
+    """Where the run stood, as ``TrainingState.to_dict`` says it, once it is clear that the run may go on from there; which is told.
+    Collective over all ranks."""
+    world, job, first = context.world, context.job, held.givers[0]
     said, fingerprint, train = world.broadcast_json(
-        [held.books(held.step), held.fingerprint(), held.train_table()] if world.rank == first else None, root=first
+        [held.state(held.step), held.fingerprint(), held.train_table()] if world.rank == first else None, root=first
     )
     newest: str | None = None
     with world.led("comparing the copies on disk with the job"):
@@ -162,17 +162,17 @@ def _books_on_disk(setting: Setting, held: OnDisk) -> Books:
                     f"the copies on disk were written after step {held.step}, and the job ends at [train] steps = "
                     f"{job.train.steps}: raise it, or resume from an earlier checkpoint by its name"
                 )
-            assert setting.material is not None
-            now, allowed = setting.material.dataset.fingerprint(), job.checkpoint.allow_other_data
-            say(*filter(None, [check_data(fingerprint, setting.run_dir / "copies", now, allowed)]))
-            tell_set_aside(setting.run_dir / "checkpoints", held.step)
-            good, _ = newest_good(setting.run_dir / "checkpoints")
+            assert context.dataset is not None
+            now, allowed = context.dataset.fingerprint(), job.checkpoint.allow_other_data
+            say(*filter(None, [check_data(fingerprint, context.run_dir / "copies", now, allowed)]))
+            tell_set_aside(context.run_dir / "checkpoints", held.step)
+            good, _ = newest_good(context.run_dir / "checkpoints")
             newest = str(good) if good is not None else None
             hosts = list(dict.fromkeys(world.hosts[rank] for rank in held.givers))
             other = f"the newest checkpoint here is {good}" if good is not None else "there is no checkpoint here"
             text = f"Going on after step {held.step}, from copies on the disks of {', '.join(hosts)}; {other}"
             say(text)
             say(*filter(None, [rate_change(train, job.train, held.step)]))
-            append_event(setting.run_dir, "copies", text, step=held.step, hosts=hosts)
+            append_event(context.run_dir, "copies", text, step=held.step, hosts=hosts)
     newest = world.broadcast_json(newest)
-    return Books.from_dict({**said, "last_checkpoint": newest, "good_checkpoint": newest})
+    return {**said, "last_checkpoint": newest, "good_checkpoint": newest}

@@ -16,19 +16,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_mpi.engine.trainer import Trainer
+from hetero_mpi.engine.trainer import StepResult
 from hetero_mpi.launch.supervisor.event_log import append_event
 from hetero_mpi.planning.analysis.drift import Decider, Move, moved_items
 from hetero_mpi.planning.durations import Durations
-from hetero_mpi.planning.schedule import COMPUTE, Action, schedule_of
+from hetero_mpi.planning.schedule import COMPUTE, Action
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.runtime.reconfigure import Share, lack_of_room
+from hetero_mpi.runtime.build import Share
+from hetero_mpi.runtime.reconfigure import lack_of_room
 from hetero_mpi.runtime.replanner import Replanner
-from hetero_mpi.runtime.setup.setup import Setting, planning_request
+from hetero_mpi.runtime.setup.setup import RunContext, planning_request
 from hetero_mpi.state.background_save import MEMORY_SHARE
 
 if TYPE_CHECKING:
@@ -38,15 +39,12 @@ _LOG = logging.getLogger(__name__)
 
 
 class Rebalancer:
-    """What a rank does about changed speeds, over all plans of a run. A ``Steering``; ``begin`` comes before the steps of a plan.
+    """What a rank does about changed speeds, over all plans of a run. A ``Steering``; ``begin`` comes before a plan's steps."""
 
-    Args:
-        profile: as measured before the run, or as emulated.
-    """
-
-    def __init__(self, setting: Setting, profile: ClusterProfile) -> None:
-        self._setting, self._profile = setting, profile
-        cluster = setting.job.cluster
+    def __init__(self, context: RunContext) -> None:
+        self._context, self._profile = context, context.profile
+        profile = context.profile
+        cluster = context.job.cluster
         self._scale = cluster.time_scale if cluster.emulate is not None else 1.0
         self._hosts = [device.host for device in profile.devices]
         self._decider, self._replanner = Decider(range(len(profile.devices))), Replanner()
@@ -60,11 +58,12 @@ class Rebalancer:
         self._share: Share | None = None
         self._own: _OwnWork | None = None
         self._because = ""
+        self._latest: StepResult | None = None
 
     def begin(self, share: Share) -> None:
         """The steps of this plan follow. Collective over the active ranks."""
         assert share.trainer is not None
-        self._share, self._ready = share, False
+        self._share, self._ready, self._latest = share, False, None
         self._own = _OwnWork(share, self._profile, self._scale)
         if self._rebuild_s is None or share.seconds:
             seconds = share.seconds
@@ -90,19 +89,20 @@ class Rebalancer:
         """As ``Steering``: [rank 0: go, ratio of each stage]."""
         assert self._share is not None and self._own is not None
         word = np.zeros(1 + len(self._share.plan.numbered))
-        word[0] = self._ready and self._setting.world.rank == 0
+        word[0] = self._ready and self._context.world.rank == 0
         if self._own.stage is not None:
-            word[1 + self._own.stage] = self._own.ratio()
+            word[1 + self._own.stage] = self._own.ratio(self._latest)
         return word
 
-    def due(self, step: int, heard: NDArray[np.float64]) -> bool:
+    def due(self, step: int, result: StepResult) -> bool:
         """As ``Steering``."""
         assert self._share is not None
-        if self._setting.world.rank == 0 and self._room and not self._ready:
+        heard, self._latest = result.heard, result
+        if self._context.world.rank == 0 and self._room and not self._ready:
             ranks = [stage.ranks[0] for _, _, stage in self._share.plan.numbered]
             ratios = {rank: float(ratio) for rank, ratio in zip(ranks, heard[1:], strict=True) if ratio > 0}
             self._decider.observe(ratios)
-            self._consider(self._setting.job.train.steps - step - 1)
+            self._consider(self._context.job.train.steps - step - 1)
         return bool(heard[0] > 0)
 
     def chosen(self) -> Plan | None:
@@ -121,7 +121,7 @@ class Rebalancer:
         )
         say(f"step {step}: {text}")
         append_event(
-            self._setting.run_dir,
+            self._context.run_dir,
             "rebalanced",
             text,
             step=step,
@@ -157,7 +157,7 @@ class Rebalancer:
 
     @cached_property
     def _request(self) -> PlanRequest:
-        return planning_request(self._setting, self._profile)
+        return planning_request(self._context, self._profile)
 
 
 class _OwnWork:
@@ -165,20 +165,20 @@ class _OwnWork:
 
     def __init__(self, share: Share, profile: ClusterProfile, scale: float) -> None:
         assert share.trainer is not None
-        self._trainer: Trainer = share.trainer
         self._plan, self._profile, self._scale = share.plan, profile, scale
         self._emulated = share.emulation is not None
         place = share.trainer.place
         self.stage = place.index if place is not None else None
-        actions = schedule_of(share.plan, profile.model).get(share.trainer.rank, ())
+        actions = share.schedule.get(share.trainer.rank, ())
         self._actions: list[Action] = [action for action in actions if action.op in COMPUTE]
         self._expected = lru_cache(maxsize=256)(self._expected_s)
 
-    def ratio(self) -> float:
+    def ratio(self, latest: StepResult | None) -> float:
         """Measured over profiled seconds of the last step's forwards and backwards; 0 where there was no step."""
-        trainer = self._trainer
-        measured_s = sum(event.end_s - event.start_s for event in trainer.events if event.action.op in COMPUTE)
-        length = self._plan.sequence_length if self._emulated else trainer.length
+        if latest is None:
+            return 0.0
+        measured_s = sum(event.end_s - event.start_s for event in latest.events if event.action.op in COMPUTE)
+        length = self._plan.sequence_length if self._emulated else latest.length
         expected_s = self._scale * self._expected(length)
         return measured_s / expected_s if expected_s > 0 else 0.0
 
@@ -188,10 +188,10 @@ class _OwnWork:
         return sum(durations.of(action)[0] for action in self._actions)
 
 
-def rebalancer_of(setting: Setting, profile: ClusterProfile, plan_given: bool) -> Rebalancer | None:
+def rebalancer_of(context: RunContext, plan_given: bool) -> Rebalancer | None:
     """What moves layers in this run; None: nothing does, since the job or the person who gave the plan wants it so."""
-    alone = len(profile.devices) == 1
-    return None if alone or plan_given or not setting.job.plan.rebalance else Rebalancer(setting, profile)
+    alone = len(context.profile.devices) == 1
+    return None if alone or plan_given or not context.job.plan.rebalance else Rebalancer(context)
 
 
 def _moves_text(moves: dict[tuple[int, int], list[int]], items: int) -> str:

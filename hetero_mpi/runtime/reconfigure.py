@@ -17,25 +17,24 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import torch
 
-from hetero_mpi.comm.ranks.world import CollectiveUserError, World
-from hetero_mpi.emulation.pace import Emulation, emulate
+from hetero_mpi.comm.ranks.world import CollectiveUserError
+from hetero_mpi.emulation.pace import emulate
 from hetero_mpi.engine.placement import active_ranks, holders
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.model.frozen_weight_cache import Kept
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.runtime.build import build
-from hetero_mpi.runtime.loop import Books
-from hetero_mpi.runtime.setup.setup import Setting
+from hetero_mpi.runtime.build import Share, build
+from hetero_mpi.runtime.setup.setup import RunContext
 from hetero_mpi.state.background_save import Snapshot, lack_of_memory, numbers
 from hetero_mpi.state.checkpointing import KINDS, live_state, take_over
 from hetero_mpi.state.redistribute import Delivery, Parcel, deliveries, held_under, move, parcels
+from hetero_mpi.state.training_state import TrainingState
 
 _LOG = logging.getLogger(__name__)
 MEMORY_SHARE = 0.5
@@ -44,29 +43,10 @@ Own = Callable[[Parcel], torch.Tensor]
 """Gives a parcel that this rank has, as a contiguous host tensor."""
 
 
-@dataclass
-class Share:
-    """A rank's part of the run while one plan lasts."""
-
-    plan: Plan
-    """As planned; ``own_plan`` is of the job's own sequences."""
-    emulation: Emulation | None
-    members: World | None
-    """The active ranks; None on an idle one."""
-    trainer: Trainer | None = None
-    """None on an idle rank, and once the plan has been given up."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """What the change to this plan took on this rank, by part: ``keep``, ``build``, ``move``; at the start only ``build``."""
-
-    @property
-    def own_plan(self) -> Plan:
-        return self.emulation.stand_in_plan if self.emulation is not None else self.plan
-
-
-def deliveries_between(setting: Setting, old: Plan, new: Plan) -> list[Delivery]:
+def deliveries_between(context: RunContext, old: Plan, new: Plan) -> list[Delivery]:
     """What a change of plans moves, when every rank that held something under ``old`` is still there."""
-    listed = parcels(setting.tuning, new, KINDS)
-    return deliveries(listed, held_under(setting.tuning, old))
+    listed = parcels(context.tuning, new, KINDS)
+    return deliveries(listed, held_under(context.tuning, old))
 
 
 def lack_of_room(share: Share) -> str | None:
@@ -90,44 +70,40 @@ def keep(trainer: Trainer, listed: Sequence[Delivery]) -> Snapshot:
     return snapshot
 
 
-def join(setting: Setting, profile: ClusterProfile, plan: Plan) -> Share:
-    """Which ranks take part in ``plan``, without stages yet. Collective over all ranks of the job.
-
-    Args:
-        profile: what an emulation imitates; of no meaning without one.
-    """
+def join(context: RunContext, plan: Plan) -> Share:
+    """Which ranks take part in ``plan``, without stages yet. Collective over all ranks of the job."""
     emulation = None
-    if setting.job.cluster.emulate is not None:
-        emulation = emulate(
-            setting.world, setting.transport, setting.loaded, language(setting.chain), profile, plan, setting.cores
-        )
-    return Share(plan, emulation, setting.world.subset(active_ranks(plan)))
+    if context.job.cluster.emulate is not None:
+        chain, profile = language(context.chain), context.profile
+        emulation = emulate(context.world, context.transport, context.loaded, chain, profile, plan, context.cores)
+    schedule = schedule_of(plan, context.profile.model)
+    return Share(plan, schedule, emulation, context.world.subset(active_ranks(plan)))
 
 
-def build_share(setting: Setting, profile: ClusterProfile, plan: Plan, kept: Kept | None = None) -> Share:
+def build_share(context: RunContext, plan: Plan, state: TrainingState, kept: Kept | None = None) -> Share:
     """This rank's part under ``plan``, whose trained state is still to be brought. Collective over all ranks of the job, idle
     ones too; no rank may be asleep.
 
     Args:
-        profile: as for ``join``.
         kept: frozen weights that this rank has already.
 
     Raises:
         CollectiveUserError: on all of them, if an active rank cannot build its stage.
     """
-    share = join(setting, profile, plan)
+    share = join(context, plan)
     problem: CollectiveUserError | None = None
     if share.members is not None:
-        schedule = schedule_of(plan, profile.model)
         try:
-            share.trainer = build(setting, share.members, share.own_plan, schedule, share.emulation, True, kept)
+            share = build(context, share, True, state.loss_scale, kept)
         except CollectiveUserError as error:
             problem = error
-    setting.world.share_problem(problem)
+    context.world.share_problem(problem)
     return share
 
 
-def hand_over(setting: Setting, share: Share, listed: Sequence[Delivery], own: Own | None, books: Books) -> int:
+def hand_over(
+    context: RunContext, share: Share, listed: Sequence[Delivery], own: Own | None, state: TrainingState
+) -> int:
     """Bring trained parameters and moments to the ranks that hold them now. Collective over all ranks of the job.
 
     Args:
@@ -139,45 +115,43 @@ def hand_over(setting: Setting, share: Share, listed: Sequence[Delivery], own: O
     """
     own = own or _nothing
     if share.trainer is None:
-        return move(setting.world.rank, setting.transport, listed, own, _refuse)
-    return take_over(share.trainer, listed, own, books.state)
+        return move(context.world.rank, context.transport, listed, own, _refuse)
+    return take_over(share.trainer, listed, own, state.updates)
 
 
-def change(setting: Setting, profile: ClusterProfile, before: Share, plan: Plan, books: Books) -> Share:
+def change(context: RunContext, before: Share, plan: Plan, state: TrainingState) -> Share:
     """Go over to ``plan``. Collective over all ranks of the job, idle ones too; no rank may be asleep. Nobody else may hold the
     trainer of ``before``: its memory is needed.
 
     Args:
-        profile: as for ``join``.
-        books: of this rank.
+        state: of this rank.
 
     Raises:
         CollectiveUserError: on all ranks, if one cannot build its new stage.
     """
-    world, rank = setting.world, setting.world.rank
+    world, rank = context.world, context.world.rank
     world.doing = "changing to another plan"
     begin = time.perf_counter()
-    listed = deliveries_between(setting, before.plan, plan)
+    listed = deliveries_between(context, before.plan, plan)
     brought: Snapshot | None = None
     kept: Kept = {}
     if before.trainer is not None:
         brought = keep(before.trainer, listed)
         if before.trainer.stage is not None:
             kept = before.trainer.stage.frozen_items(_items_of(world.rank, plan))
-        before.trainer.close()
-        before.trainer = None
-        setting.backend.free_unused()
+        before.give_up()
+        context.backend.free_unused()
         gc.freeze()  # what lives on is not looked through again by the next change
     copied = time.perf_counter()
-    share = build_share(setting, profile, plan, kept)
+    share = build_share(context, plan, state, kept)
     if share.emulation is not None and before.emulation is not None:
         share.emulation.pace.go_on_from(before.emulation.pace)
     built = time.perf_counter()
-    received = hand_over(setting, share, listed, brought, books)
+    received = hand_over(context, share, listed, brought, state)
     moved = time.perf_counter()
-    share.seconds = {"keep": copied - begin, "build": built - copied, "move": moved - built}
-    _LOG.info("rank %d: %d bytes received; seconds of the change: %s", rank, received, share.seconds)
-    return share
+    seconds = {"keep": copied - begin, "build": built - copied, "move": moved - built}
+    _LOG.info("rank %d: %d bytes received; seconds of the change: %s", rank, received, seconds)
+    return replace(share, seconds=seconds)
 
 
 def _items_of(rank: int, plan: Plan) -> list[int]:

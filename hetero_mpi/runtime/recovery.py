@@ -4,7 +4,7 @@
     all others   give up what they do | meet | are numbered anew | restrict the profile to themselves
     attempt 2                       plan | build | bring the state from copies in memory | steps ...
 
-An attempt is the whole run, as it begins; ``Past`` is what a process takes from one to the next, so that it skips what need
+An attempt is the whole run, as it begins; ``RunHistory`` is what a process takes from one to the next, so that it skips what need
 not be done again. Nothing else survives: communicators, transports, trainers and threads are made anew. So deaths while
 profiling, saving or recovering are no special cases.
 """
@@ -42,21 +42,21 @@ from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_d
 from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.tables import plan_lines
-from hetero_mpi.runtime.loop import Books
 from hetero_mpi.runtime.setup.material import prepare
-from hetero_mpi.runtime.setup.profile_and_plan import Given, obtain_plan
-from hetero_mpi.runtime.setup.setup import Setting
+from hetero_mpi.runtime.setup.profile_and_plan import obtain_plan
+from hetero_mpi.runtime.setup.setup import RunSetup
 from hetero_mpi.state.copies import Copies
 from hetero_mpi.state.local_checkpoint import SAID, LocalCheckpoint, generations_in_memory, supervised
 from hetero_mpi.state.peer_replicas import PeerReplicas
 from hetero_mpi.state.redistribute import Parcel
+from hetero_mpi.state.training_state import TrainingState
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
 @dataclass
-class Past:
+class RunHistory:
     """What this process has from earlier attempts. What some ranks have and others lack counts as not there (``shared``)."""
 
     losses: list[Loss] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Past:
     """When the last death was noticed, by ``time.perf_counter``."""
     job: tuple[LoadedJob, Path] | None = None
     """The job and the run directory."""
-    setting: Setting | None = None
+    setup: RunSetup | None = None
     fingerprint: str | None = None
     """Of the data that the first leader read."""
     token: str | None = None
@@ -77,7 +77,7 @@ class Past:
     """Of the ranks as they are numbered now."""
     profiled_ranks: int = 0
     """Ranks when it was made: the micro-batches that were measured follow from it."""
-    books: Books | None = None
+    state: TrainingState | None = None
     copies: Copies = field(default_factory=Copies)
     told: bool = True
     """Has the first step since the last death been told?"""
@@ -92,35 +92,129 @@ class Past:
         """Do all ranks have ``thing`` from an earlier attempt? Collective."""
         return bool(self.losses) and all(world.all_gather_json(thing is not None))
 
-    def lost(self, loss: Loss) -> None:
-        """Ranks have died."""
+    def lost(self, loss: Loss, noticed_s: float) -> None:
+        """Ranks have died, which was noticed then (``time.perf_counter``)."""
         self.launched_as = self.launched_as or tuple(range(len(loss.before) + len(loss.gone)))
         self.gone = ", ".join(
             f"rank {rank} on {host}{_aside(rank, self.launched_as[rank], 'launched as')}" for rank, host in loss.gone
         )
         self.launched_as = tuple(self.launched_as[old] for old in loss.before)
         self.losses.append(loss)
-        self.noticed_s, self.told = time.perf_counter(), False
+        self.noticed_s, self.told = noticed_s, False
         if self.profile is not None:
             self.profile = restricted(self.profile, loss.before)
 
+    def job_of(self, world: World, read: Callable[[], tuple[LoadedJob, Path]]) -> tuple[LoadedJob, Path]:
+        """The job and the run directory: known, or read now. Collective."""
+        known = self.shared(world, self.job)
+        self.job = self.job if known and self.job is not None else read()
+        return self.job
 
-def outlive(world: World, attempt: Callable[[Past], _T]) -> _T:
+    def setup_of(self, world: World, transport: Transport, make: Callable[[], RunSetup]) -> RunSetup:
+        """The set-up of an earlier attempt, renewed for the ranks that are left, or one that is made now. Collective.
+
+        Raises:
+            CollectiveUserError: as ``make``; or the first rank led not before, and cannot read the data, or reads other data.
+        """
+        if self.shared(world, self.setup) and self.setup is not None:
+            return self._renewed(self.setup, world, transport)
+        setup = make()
+        if ulfm.active():
+            material = setup.material
+            own = [material.dataset.fingerprint(), secrets.token_hex(8)] if material is not None else None
+            self.fingerprint, self.token = world.broadcast_json(own)
+        self.setup = setup
+        return setup
+
+    def measured(self, profile: ClusterProfile, ranks: int) -> None:
+        """The profile that this attempt's plans are made for, of so many ranks."""
+        self.profile, self.profiled_ranks = profile, ranks
+
+    def stands_at(self, state: TrainingState) -> None:
+        """Where the run stands, and will be kept up to date by its steps."""
+        self.state = state
+
+    def belongs_to(self, begun: str | None) -> None:
+        """Which run this is."""
+        self.begun = begun
+
+    def keeps_on_disk(self, shelved: str | None) -> None:
+        """The copies on disk that stay until newer ones are whole."""
+        self.shelved = shelved
+
+    def known_profile(self, world: World) -> ClusterProfile | None:
+        """The profile of an earlier attempt, if any rank has it. Collective."""
+        if not self.losses:
+            return None
+        having = [rank for rank, has in enumerate(world.all_gather_json(self.profile is not None)) if has]
+        if not having:
+            return None
+        own = [profile_to_dict(self.profile), self.profiled_ranks] if self.profile is not None else None
+        shared = world.broadcast_json(own, root=having[0])
+        self.profile, self.profiled_ranks = profile_from_dict(shared[0]), int(shared[1])
+        return self.profile
+
+    def tell_loss(self, world: World, run_dir: Path) -> None:
+        """Who has died, where the kernel has killed for lack of memory, and who goes on. Collective."""
+        for loss in self.losses[-1:]:
+            now = memory_kills()
+            killed = dict(zip(world.hosts, world.all_gather_json(now - self.memory_kills), strict=True))
+            self.memory_kills = now
+            where = memory_kills_text({host: killed.get(host, 0) for _, host in loss.gone})
+            going = ", ".join(f"{new}{_aside(new, old, 'was')}" for new, old in enumerate(loss.before))
+            text = (
+                f"Died: {self.gone or 'nobody after all'}. Going on without: "
+                f"{world.size} rank{'s' if world.size > 1 else ''}, numbered {going}"
+            )
+            if where:
+                text += f". {where[0].upper()}{where[1:]}"
+            say(text)
+            if world.rank == 0:
+                append_event(run_dir, "ranks-lost", text, ranks=[rank for rank, _ in loss.gone], left=world.size)
+
+    def tell_first_step(self, setup: RunSetup, step: int) -> None:
+        """How long the run stood still, if this is the first step since a death."""
+        if not self.told:
+            self.told = True
+            seconds = time.perf_counter() - self.noticed_s
+            text = f"step {step}: the first one since the death, {units.seconds(seconds)} after it was noticed"
+            say(text)
+            if setup.world.rank == 0:
+                append_event(setup.run_dir, "recovered", text, step=step, seconds=round(seconds, 3))
+
+    def _renewed(self, setup: RunSetup, world: World, transport: Transport) -> RunSetup:
+        material = setup.material
+        fingerprint = next((f for f in world.all_gather_json(self.fingerprint) if f is not None), None)
+        with world.led("preparing the data"):
+            if world.rank == 0 and material is None:
+                who = f"The rank that led has died, and the first of those that are left, on {world.host}, cannot take its place"
+                remedy = "start again with --resume where the data and the run directory can be read"
+                try:
+                    material = prepare(setup.loaded)
+                except (UserError, OSError) as error:
+                    raise UserError(f"{who}: {error}; {remedy}") from None
+                if fingerprint is not None and material.dataset.fingerprint() != fingerprint:
+                    raise UserError(f"{who}: it reads other data under the same names; {remedy}")
+        self.fingerprint = fingerprint
+        return replace(setup, world=world, transport=transport, material=material if world.rank == 0 else None)
+
+
+def outlive(world: World, attempt: Callable[[RunHistory], _T]) -> _T:
     """Make attempts until one comes to its end on every rank that is left, well or with an error that all share. Collective;
     returns what the attempt returned.
 
     Raises:
         CollectiveUserError: what the attempt ended with, on all ranks.
     """
-    past = Past()
+    history = RunHistory()
     if not ulfm.active():
-        return attempt(past)
+        return attempt(history)
     while True:
         problem: CollectiveUserError | None = None
         ended: list[_T] = []
         well, noticed_s = True, 0.0
         try:
-            ended.append(attempt(past))
+            ended.append(attempt(history))
         except CollectiveUserError as error:
             problem = error
         except ulfm.RankLost as error:
@@ -131,18 +225,17 @@ def outlive(world: World, attempt: Callable[[Past], _T]) -> _T:
             break
         world.doing = "recovering from a death"
         gc.collect()  # modules and hooks of the attempt refer to each other
-        past.lost(survivors(world, _may_lead(past)))
-        past.noticed_s = noticed_s
+        history.lost(survivors(world, _may_lead(history)), noticed_s)
     if problem is not None:
         raise problem
     return ended[0]
 
 
-def _may_lead(past: Past) -> bool:
+def _may_lead(history: RunHistory) -> bool:
     """Could this rank read the data and write the run directory, as far as that can be seen at a glance?"""
-    if past.job is None or (past.setting is not None and past.setting.material is not None):
+    if history.job is None or (history.setup is not None and history.setup.material is not None):
         return True
-    loaded, run_dir = past.job
+    loaded, run_dir = history.job
     job = loaded.job
     named = [(text, loaded.resolve(text)) for text in (job.model.path, job.tokenizer.path) if text is not None]
     existing = next(directory for directory in (run_dir, *run_dir.parents) if directory.exists())
@@ -155,92 +248,28 @@ def _may_lead(past: Past) -> bool:
     return os.access(existing, os.W_OK) and all(path.exists() or is_hub_id(text, path) for text, path in named)
 
 
-def tell(world: World, past: Past, run_dir: Path) -> None:
-    """Who has died, where the kernel has killed for lack of memory, and who goes on. Collective."""
-    for loss in past.losses[-1:]:
-        now = memory_kills()
-        killed = dict(zip(world.hosts, world.all_gather_json(now - past.memory_kills), strict=True))
-        past.memory_kills = now
-        where = memory_kills_text({host: killed.get(host, 0) for _, host in loss.gone})
-        going = ", ".join(f"{new}{_aside(new, old, 'was')}" for new, old in enumerate(loss.before))
-        text = (
-            f"Died: {past.gone or 'nobody after all'}. Going on without: "
-            f"{world.size} rank{'s' if world.size > 1 else ''}, numbered {going}"
-        )
-        if where:
-            text += f". {where[0].upper()}{where[1:]}"
-        say(text)
-        if world.rank == 0:
-            append_event(run_dir, "ranks-lost", text, ranks=[rank for rank, _ in loss.gone], left=world.size)
-
-
 def _aside(number: int, other: int, word: str) -> str:
     return f" ({word} {other})" if number != other else ""
 
 
-def remember(past: Past, setting: Setting) -> None:
-    """What later attempts need of a setting that has just been made. Collective."""
-    if ulfm.active():
-        material = setting.material
-        own = [material.dataset.fingerprint(), secrets.token_hex(8)] if material is not None else None
-        past.fingerprint, past.token = setting.world.broadcast_json(own)
-    past.setting = setting
-
-
-def renewed(past: Past, world: World, transport: Transport) -> Setting:
-    """The setting of an earlier attempt, for the ranks that are left. Collective.
-
-    Raises:
-        CollectiveUserError: the first rank led not before, and cannot read the data, or reads other data.
-    """
-    assert past.setting is not None
-    material = past.setting.material
-    fingerprint = next((f for f in world.all_gather_json(past.fingerprint) if f is not None), None)
-    with world.led("preparing the data"):
-        if world.rank == 0 and material is None:
-            who = f"The rank that led has died, and the first of those that are left, on {world.host}, cannot take its place"
-            remedy = "start again with --resume where the data and the run directory can be read"
-            try:
-                material = prepare(past.setting.loaded)
-            except (UserError, OSError) as error:
-                raise UserError(f"{who}: {error}; {remedy}") from None
-            if fingerprint is not None and material.dataset.fingerprint() != fingerprint:
-                raise UserError(f"{who}: it reads other data under the same names; {remedy}")
-    past.fingerprint = fingerprint
-    return replace(past.setting, world=world, transport=transport, material=material if world.rank == 0 else None)
-
-
-def known_profile(past: Past, world: World) -> ClusterProfile | None:
-    """The profile of an earlier attempt, if any rank has it. Collective."""
-    if not past.losses:
-        return None
-    having = [rank for rank, has in enumerate(world.all_gather_json(past.profile is not None)) if has]
-    if not having:
-        return None
-    own = [profile_to_dict(past.profile), past.profiled_ranks] if past.profile is not None else None
-    shared = world.broadcast_json(own, root=having[0])
-    past.profile, past.profiled_ranks = profile_from_dict(shared[0]), int(shared[1])
-    return past.profile
-
-
-def plan_again(setting: Setting, past: Past, profile: ClusterProfile) -> Plan:
+def plan_again(setup: RunSetup, history: RunHistory, profile: ClusterProfile) -> Plan:
     """A plan for the ranks that are left, from the profile they have. Collective.
 
     Raises:
         CollectiveUserError: the model does not fit into their memory.
     """
-    job, dropout = setting.job, setting.tuning.uses_dropout(setting.chain)
-    asked = request_of(setting.loaded, past.profiled_ranks, dropout, generations_in_memory(job.checkpoint.buddy_every))
+    job, dropout = setup.job, setup.tuning.uses_dropout(setup.chain)
+    asked = request_of(setup.loaded, history.profiled_ranks, dropout, generations_in_memory(job.checkpoint.buddy_every))
     # Every rank waits for it.
     request = replace(asked, sequence_length=profile.model.sequence_length, thorough=False)
-    plan, _ = obtain_plan(setting.world, profile, request, setting.run_dir, Given(None, None))
+    plan = obtain_plan(setup.world, profile, request, setup.run_dir, None)
     say(*plan_lines(plan, profile))
     return plan
 
 
 @contextlib.contextmanager
 def beside_steps(
-    setting: Setting, past: Past, trainer: Trainer, books: Books, described: dict[str, Any]
+    setup: RunSetup, history: RunHistory, trainer: Trainer, state: TrainingState, described: dict[str, Any]
 ) -> Iterator[Callable[[], None]]:
     """What makes a run that may lose ranks or machines ready for it, while steps are taken: to be called after each. Collective
     over the active ranks.
@@ -248,33 +277,22 @@ def beside_steps(
     Args:
         described: what every checkpoint carries besides tensors; used on rank 0.
     """
-    every, world = setting.job.checkpoint.buddy_every, trainer.world
+    every, world = setup.job.checkpoint.buddy_every, trainer.world
     if not (ulfm.active() or supervised()) or every == 0:
-        yield lambda: _tell_first_step(setting, past, books.state.step)
+        yield lambda: history.tell_first_step(setup, state.step)
         return
     shelf: Callable[[Sequence[Parcel]], LocalCheckpoint] | None = None
     if supervised():
         said = world.broadcast_json({key: described[key] for key in SAID if key in described})
-        past.begun = said["begun"]
-        shelf = partial(LocalCheckpoint, world, setting.run_dir, said, kept=past.shelved)
-    threaded = setting.job.cluster.communication_thread and world.thread_level == "multiple"
+        history.belongs_to(said["begun"])
+        shelf = partial(LocalCheckpoint, world, setup.run_dir, said, kept=history.shelved)
+    threaded = setup.job.cluster.communication_thread and world.thread_level == "multiple"
     fixed = every if isinstance(every, int) else None
-    with PeerReplicas(trainer, past.copies, fixed, threaded, shelf, setting.run_dir) as buddies:
-        buddies.begin(books)
+    with PeerReplicas(trainer, history.copies, fixed, threaded, shelf, setup.run_dir) as buddies:
+        buddies.begin(state)
 
         def after() -> None:
-            _tell_first_step(setting, past, books.state.step)
-            buddies.after(books)
+            history.tell_first_step(setup, state.step)
+            buddies.after(state)
 
         yield after
-
-
-def _tell_first_step(setting: Setting, past: Past, step: int) -> None:
-    """How long the run stood still, if this is the first step since a death."""
-    if not past.told:
-        past.told = True
-        seconds = time.perf_counter() - past.noticed_s
-        text = f"step {step}: the first one since the death, {units.seconds(seconds)} after it was noticed"
-        say(text)
-        if setting.world.rank == 0:
-            append_event(setting.run_dir, "recovered", text, step=step, seconds=round(seconds, 3))

@@ -20,36 +20,37 @@ from hetero_mpi.launch.supervisor.event_log import own_event
 from hetero_mpi.model.optimizer import LearningRate
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.set_aside import EarlierRun
-from hetero_mpi.runtime.setup.setup import Setting, TrainOptions
-from hetero_mpi.state.checkpointing import ANY, LATEST, RunState, check_data, check_fits, find_checkpoint
+from hetero_mpi.runtime.setup.setup import RunSetup, TrainOptions
+from hetero_mpi.state.checkpointing import ANY, LATEST, check_data, check_fits, find_checkpoint
+from hetero_mpi.state.training_state import TrainingState
 
 _RATE = ("steps", "learning_rate", "schedule", "warmup_steps")
 """Keys of ``[train]`` that the learning rate of a step depends on."""
 
 
 def open_checkpoint(
-    setting: Setting, world: World, options: TrainOptions, stack: contextlib.ExitStack
-) -> tuple[Path | None, CheckpointReader | None, RunState]:
-    """(path, open file on rank 0, where the run stands) of the checkpoint to resume from; nothing when starting anew."""
-    checkpoints = setting.run_dir / "checkpoints"
+    setup: RunSetup, world: World, options: TrainOptions, stack: contextlib.ExitStack
+) -> tuple[CheckpointReader | None, TrainingState]:
+    """(open file on rank 0, where the run stands) of the checkpoint to resume from; without one, the start of a run."""
+    checkpoints = setup.run_dir / "checkpoints"
     reader, shared = None, None
     with world.led("opening the checkpoint"):
         if world.rank == 0 and options.resume is not None and _nothing_there(checkpoints, options.resume):
-            _set_aside(setting, EarlierRun.found(setting.run_dir, _read(setting, options)))
+            _set_aside(setup, EarlierRun.found(setup.run_dir, _read(setup, options)))
         elif world.rank == 0 and options.resume is not None:
-            path, remarks = find_checkpoint(setting.run_dir, options.resume)
+            path, remarks = find_checkpoint(setup.run_dir, options.resume)
             say(*remarks)
             reader = stack.enter_context(CheckpointReader(path))
-            job = setting.job
-            check_fits(reader, path, setting.chain, setting.tuning, job.train, job.data.sequence_length)
-            assert setting.material is not None
-            fingerprint = setting.material.dataset.fingerprint()
-            then, allowed = reader.metadata.get("data_fingerprint"), setting.job.checkpoint.allow_other_data
+            job = setup.job
+            check_fits(reader, path, setup.chain, setup.tuning, job.train, job.data.sequence_length)
+            assert setup.dataset is not None
+            fingerprint = setup.dataset.fingerprint()
+            then, allowed = reader.metadata.get("data_fingerprint"), setup.job.checkpoint.allow_other_data
             say(*filter(None, [check_data(then, path, fingerprint, allowed)]))
-            step, losses = reader.metadata["step"], [float(loss) for loss in reader.metadata["losses"]]
-            if step > setting.job.train.steps:
+            step = reader.metadata["step"]
+            if step > setup.job.train.steps:
                 raise UserError(
-                    f"{path} was written after step {step}, and the job ends at [train] steps = {setting.job.train.steps}: "
+                    f"{path} was written after step {step}, and the job ends at [train] steps = {setup.job.train.steps}: "
                     f"raise it, or resume from an earlier checkpoint"
                 )
             say(f"Resuming from {path}, after step {step}")
@@ -57,24 +58,15 @@ def open_checkpoint(
                 warning = rate_change(reader.metadata["job"]["train"], job.train, step)
             say(*filter(None, [warning]))
             tell_set_aside(checkpoints, step)
-            shared = {"path": str(path), "step": step, "losses": losses, "updates": reader.metadata["updates"]}
-            shared["loss_scale"] = reader.metadata["loss_scale"]
+            shared = {key: reader.metadata[key] for key in ("step", "updates", "loss_scale")}
+            shared |= {"losses": [float(loss) for loss in reader.metadata["losses"]], "last_checkpoint": str(path)}
     shared = world.broadcast_json(shared)
     if shared is None:
-        return None, None, RunState(0, [], 0)
-    return (
-        Path(shared["path"]),
-        reader,
-        RunState(
-            shared["step"],
-            list(shared["losses"]),
-            shared["updates"],
-            (shared["loss_scale"][0], shared["loss_scale"][1]),
-        ),
-    )
+        return None, TrainingState.initial(setup.job.train.dtype)
+    return reader, TrainingState.from_dict(shared)
 
 
-def earlier_run(setting: Setting, options: TrainOptions) -> EarlierRun | None:
+def earlier_run(setup: RunSetup, options: TrainOptions) -> EarlierRun | None:
     """The run in the directory that is to be set aside, on rank 0, unless this one goes on from it. Collective.
 
     Raises:
@@ -82,38 +74,38 @@ def earlier_run(setting: Setting, options: TrainOptions) -> EarlierRun | None:
     """
     resume = options.resume
     named = Path(resume) if resume not in (None, LATEST, ANY) else None
-    goes_on = resume is not None and (named is None or named.resolve().is_relative_to(setting.run_dir.resolve()))
+    goes_on = resume is not None and (named is None or named.resolve().is_relative_to(setup.run_dir.resolve()))
     found = None
-    with setting.world.led("looking at the run directory"):
-        if setting.world.rank == 0 and not goes_on:
-            found = EarlierRun.found(setting.run_dir, _read(setting, options))
+    with setup.world.led("looking at the run directory"):
+        if setup.world.rank == 0 and not goes_on:
+            found = EarlierRun.found(setup.run_dir, _read(setup, options))
     return found
 
 
-def make_room(setting: Setting, members: World, earlier: EarlierRun | None) -> None:
+def make_room(setup: RunSetup, members: World, earlier: EarlierRun | None) -> None:
     """Set the earlier run aside, known on rank 0. Collective over ``members``.
 
     Raises:
         CollectiveUserError: it cannot be moved.
     """
-    with members.led("setting the earlier run aside"):
-        _set_aside(setting, earlier)
+    with members.led("setup the earlier run aside"):
+        _set_aside(setup, earlier)
 
 
-def _read(setting: Setting, options: TrainOptions) -> list[Path]:
+def _read(setup: RunSetup, options: TrainOptions) -> list[Path]:
     """What this run reads."""
-    job = setting.job
+    job = setup.job
     named = [
-        setting.loaded.resolve(text)
+        setup.loaded.resolve(text)
         for text in (job.model.path, job.adapter.path, job.tokenizer.path)
         if text is not None
     ]
     return named + [path for path in (options.plan, options.profile) if isinstance(path, Path)]
 
 
-def _set_aside(setting: Setting, earlier: EarlierRun | None) -> None:
+def _set_aside(setup: RunSetup, earlier: EarlierRun | None) -> None:
     if earlier is not None:
-        say(f"The earlier run in {setting.run_dir} is in {earlier.set_aside(own_event)} now, whole")
+        say(f"The earlier run in {setup.run_dir} is in {earlier.set_aside(own_event)} now, whole")
 
 
 def lineage(reader: CheckpointReader | None, options: TrainOptions) -> str:

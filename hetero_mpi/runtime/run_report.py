@@ -16,7 +16,6 @@ from hetero_mpi.comm.ranks.world import CollectiveUserError
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.job.load import job_to_dict
 from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
 from hetero_mpi.report import units
 from hetero_mpi.report.past_run import REPORT_NAME, USED_PROFILE, describe_run, predicted_step, read_run
@@ -26,7 +25,7 @@ from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.metrics import MetricsWriter
 from hetero_mpi.report.run_files.tensorboard import REMEDY, TensorBoard, available
 from hetero_mpi.report.trace import save_run_trace
-from hetero_mpi.runtime.setup.setup import Setting
+from hetero_mpi.runtime.setup.setup import RunContext
 from hetero_mpi.runtime.watchdog import Standing, Watchdog
 
 _LOG = logging.getLogger(__name__)
@@ -36,98 +35,97 @@ _LONG_S = 10.0
 """A rank that has stood at one place for so long is shown with how long."""
 
 
-def draw_plan(setting: Setting, profile: ClusterProfile, plan: Plan) -> None:
+def draw_plan(context: RunContext, plan: Plan) -> None:
     """``architecture.png`` and ``.svg`` of the plan. On rank 0, before training."""
-    if setting.world.rank != 0 or not setting.job.report.write:
+    if context.world.rank != 0 or not context.job.report.write:
         return
     with _told("architecture.png"):
         from hetero_mpi.report.figures.architecture import architecture  # loads matplotlib
         from hetero_mpi.report.figures.style import save
 
+        profile = context.profile
         simulation = predicted_step(plan, profile)
         busy = {
             rank: seconds / simulation.step_s for rank, seconds in simulation.busy_s.items() if simulation.step_s > 0
         }
-        figure = architecture(plan, profile, setting.loaded.name, busy)
+        figure = architecture(plan, profile, context.loaded.name, busy)
         for kind in ("png", "svg"):
-            save(figure, setting.run_dir / f"architecture.{kind}", f"architecture: {setting.loaded.name}")
+            save(figure, context.run_dir / f"architecture.{kind}", f"architecture: {context.loaded.name}")
 
 
-def keep_profile(setting: Setting, profile: ClusterProfile) -> None:
+def keep_profile(context: RunContext) -> None:
     """Keep the profile that the run's plans are made for, where it is not the one in ``profile.toml``. On rank 0.
 
     It may have been given by name, or lack ranks that have died. Under its own name no later run takes it for its own.
     """
-    if setting.world.rank != 0:
+    if context.world.rank != 0:
         return
-    used, measured = setting.run_dir / USED_PROFILE, None
+    used, measured = context.run_dir / USED_PROFILE, None
     with contextlib.suppress(UserError):
-        measured = load_profile(setting.run_dir / "profile.toml")
+        measured = load_profile(context.run_dir / "profile.toml")
     with unharmed(used.name):
-        if measured == profile:
+        if measured == context.profile:
             used.unlink(missing_ok=True)
         else:
-            save_profile(profile, used)
+            save_profile(context.profile, used)
 
 
-def open_metrics(setting: Setting, step: int) -> MetricsWriter:
+def open_metrics(context: RunContext, step: int) -> MetricsWriter:
     """Where steps are written, and what the run is about, as training starts after ``step`` steps."""
-    loaded = setting.loaded
+    loaded = context.loaded
     with unharmed("run.json"):
         describe_run(
-            setting.run_dir,
+            context.run_dir,
             loaded.name,
             str(loaded.path),
             job_to_dict(loaded.job),
-            own_versions(setting.world.library),
-            setting.world.size,
+            own_versions(context.world.library),
+            context.world.size,
             step,
         )
     board = None
     if loaded.job.report.tensorboard and available():
-        board = TensorBoard(setting.run_dir / "tensorboard")
+        board = TensorBoard(context.run_dir / "tensorboard")
     elif loaded.job.report.tensorboard:
         say(f"TensorBoard files are not written, since the package tensorboard is not installed: {REMEDY}")
-    return MetricsWriter(setting.run_dir / "metrics.jsonl", step, board)
+    return MetricsWriter(context.run_dir / "metrics.jsonl", step, board)
 
 
-def show_plan(
-    display: ProgressDisplay | None, setting: Setting, profile: ClusterProfile, plan: Plan, watchdog: object
-) -> None:
+def show_plan(display: ProgressDisplay | None, context: RunContext, plan: Plan, watchdog: object) -> None:
     """Put a plan that is about to be run on the screen, and what its ranks say of themselves (where a watchdog hears them)."""
     if display is None:
         return
-    display.overview = overview(plan, profile, setting.loaded.name)
-    display.standings = (lambda: _now(watchdog.standings())) if isinstance(watchdog, Watchdog) else dict
+    standings = (lambda: _now(watchdog.standings())) if isinstance(watchdog, Watchdog) else dict
+    display.show(overview(plan, context.profile, context.loaded.name), standings)
 
 
 @contextlib.contextmanager
-def reported(setting: Setting) -> Iterator[None]:
+def reported(context: RunContext) -> Iterator[None]:
     """A block after which the run is over: well, or as a signal asked for. Then ``report.html`` and ``trace.json`` are written."""
     try:
         yield
     except CollectiveUserError as error:
         if error.exit_code == ExitCode.STOPPED:
-            write_files(setting)
+            write_files(context)
         raise
-    write_files(setting)
+    write_files(context)
 
 
-def write_files(setting: Setting) -> None:
+def write_files(context: RunContext) -> None:
     """``report.html`` and ``trace.json``, on rank 0."""
-    if setting.world.rank == 0 and setting.job.report.write:
+    if context.world.rank == 0 and context.job.report.write:
         with _told("the report"):
             from hetero_mpi.report.page.document import write_report  # loads matplotlib
 
-            run = read_run(setting.run_dir)
-            write_report(run, setting.run_dir / REPORT_NAME)
-            save_run_trace(run, setting.run_dir / TRACE_NAME)
+            run = read_run(context.run_dir)
+            write_report(run, context.run_dir / REPORT_NAME)
+            save_run_trace(run, context.run_dir / TRACE_NAME)
 
 
-def files_of(setting: Setting) -> dict[str, Path]:
+def files_of(context: RunContext) -> dict[str, Path]:
     """What there is to be looked at: what -> where."""
-    files = {"report": REPORT_NAME, "trace": TRACE_NAME} if setting.job.report.write else {}
-    return {what: setting.run_dir / name for what, name in files.items() if (setting.run_dir / name).exists()}
+    files = {"report": REPORT_NAME, "trace": TRACE_NAME} if context.job.report.write else {}
+    return {what: context.run_dir / name for what, name in files.items() if (context.run_dir / name).exists()}
 
 
 def _now(standings: dict[int, Standing]) -> dict[int, Now]:

@@ -100,7 +100,7 @@ class Lookout:
         self._since_s += pause_s
 
     def _computed(self) -> float | None:
-        events = self._trainer.events
+        events = self._trainer.latest.events if self._trainer.latest is not None else ()
         if not events or events[-1].end_s <= 0:
             return None
         return round(sum(busy(events).values()) / events[-1].end_s, 3)

@@ -113,6 +113,7 @@ class Saver:
         directory: where checkpoints go (rank 0).
         table: the job's wishes.
         threaded: may MPI be called by several threads? If not, training stands still while a checkpoint is written.
+        newest: the checkpoint that is there already.
 
     Attributes:
         newest: the newest checkpoint that is on disk, on rank 0.
@@ -127,9 +128,10 @@ class Saver:
         directory: Path,
         table: CheckpointTable,
         threaded: bool,
+        newest: Path | None = None,
     ) -> None:
         self.world, self.backend, self.live, self.directory, self.table = world, backend, live, directory, table
-        self.newest: Path | None = None
+        self.newest = newest
         # The transport is of the active ranks only, which are numbered anew there.
         active = list(world.numbers or range(world.size))
         self._listed = [replace(parcel, owner=active.index(parcel.owner)) for parcel in listed]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,40 +30,12 @@ ANY = "any"
 _MOMENT_OF = dict(zip(KINDS[1:], MOMENTS, strict=True))
 
 
-@dataclass
-class RunState:
-    """What a checkpoint knows of the run besides tensors."""
-
-    step: int
-    """Optimizer steps taken; the next one has this number, and the data position follows from it."""
-    losses: list[float]
-    """Loss of every step so far, nats per token."""
-    updates: int
-    """Steps of the optimizer: fewer than ``step`` when some were skipped."""
-    loss_scale: tuple[float, int] | None = None
-    """(factor, good steps since its last change) of fp16's loss scaling, as a checkpoint has it; None: its start."""
-
-
-def described(
-    trainer: Trainer, state: RunState, metadata: dict[str, Any], held_out_loss: float | None
-) -> dict[str, Any]:
-    """What a checkpoint of this moment carries besides tensors."""
-    scale = trainer.loss_scale
-    return {
-        **metadata,
-        "step": state.step,
-        "updates": state.updates,
-        "losses": np.array(state.losses, dtype=np.float64),
-        "loss_scale": [scale.value, scale.good_steps],
-        **({} if held_out_loss is None else {"held_out_loss": held_out_loss}),
-    }
-
-
-def open_saver(trainer: Trainer, directory: Path, job: JobConfig) -> Saver:
-    """What writes the run's checkpoints to ``directory``. Collective over the active ranks."""
+def open_saver(trainer: Trainer, directory: Path, job: JobConfig, newest: Path | None) -> Saver:
+    """What writes the run's checkpoints to ``directory``, of which ``newest`` is there. Collective over the active ranks."""
     listed = parcels(trainer.tuning, trainer.plan, KINDS)
     threaded = job.cluster.communication_thread
-    return Saver(trainer.world, trainer.backend, listed, live_state(trainer), directory, job.checkpoint, threaded)
+    live = live_state(trainer)
+    return Saver(trainer.world, trainer.backend, listed, live, directory, job.checkpoint, threaded, newest)
 
 
 def live_state(trainer: Trainer) -> Callable[[Parcel], torch.Tensor]:
@@ -204,12 +174,12 @@ def check_data(then: str | None, path: Path, fingerprint: str, allowed: bool) ->
     return "The data has changed since the checkpoint was written; the run goes on with the new data, as the job allows"
 
 
-def restore(trainer: Trainer, reader: CheckpointReader | None, state: RunState) -> None:
+def restore(trainer: Trainer, reader: CheckpointReader | None, updates: int) -> None:
     """Bring parameters and moments from rank 0's checkpoint to the ranks that hold them now. Collective.
 
     Args:
         reader: the open checkpoint on rank 0, else None.
-        state: what the checkpoint says of the run.
+        updates: steps of the optimizer by then.
     """
 
     def produce(parcel: Parcel) -> torch.Tensor:
@@ -218,26 +188,22 @@ def restore(trainer: Trainer, reader: CheckpointReader | None, state: RunState) 
         return torch.from_numpy(np.ascontiguousarray(array))
 
     listed = parcels(trainer.tuning, trainer.plan, KINDS)
-    take_over(trainer, deliveries(listed, lambda parcel: (0,)), produce, state)
+    take_over(trainer, deliveries(listed, lambda parcel: (0,)), produce, updates)
 
 
-def take_over(
-    trainer: Trainer, listed: Sequence[Delivery], own: Callable[[Parcel], torch.Tensor], state: RunState
-) -> int:
+def take_over(trainer: Trainer, listed: Sequence[Delivery], own: Callable[[Parcel], torch.Tensor], updates: int) -> int:
     """Bring parameters and moments of all ``KINDS`` from the ranks that have them to those that hold them now. Collective over
     the trainers; ranks that only give call ``redistribute.move`` with the same list.
 
     Args:
         listed: who gives what to whom.
         own: gives what this rank has, as a contiguous host tensor.
-        state: where the run stands.
+        updates: steps of the optimizer so far.
 
     Returns:
         The bytes that this rank received.
     """
-    if state.loss_scale is not None:
-        trainer.loss_scale.value, trainer.loss_scale.good_steps = state.loss_scale
-    received = move(trainer.rank, trainer.transport, listed, own, _keeper(trainer, state.updates))
+    received = move(trainer.rank, trainer.transport, listed, own, _keeper(trainer, updates))
     trainer.share_tied_weight()
     return received
 

@@ -23,12 +23,17 @@ class Generation:
     """What this process has of one moment of the run."""
 
     step: int
-    books: dict[str, Any]
-    """Where the run stood, as ``Books.to_dict`` says it."""
+    state: dict[str, Any]
+    """Where the run stood, as ``TrainingState.to_dict`` says it."""
     tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     """(kind, name) -> fp32 host tensor."""
     items: set[int] = field(default_factory=set)
     """Items of which every tensor is here."""
+
+    def add(self, tensors: dict[tuple[str, str], torch.Tensor], items: set[int]) -> None:
+        """Those of another rank have arrived."""
+        self.tensors |= tensors
+        self.items |= items
 
 
 class Copies:
@@ -46,9 +51,9 @@ class Copies:
         key = parcel.kind, parcel.name
         return next(one.tensors[key] for one in self.generations if one.step == step and key in one.tensors)
 
-    def books(self, step: int) -> dict[str, Any]:
+    def state(self, step: int) -> dict[str, Any]:
         """Where the run stood after ``step`` steps."""
-        return next(one.books for one in self.generations if one.step == step)
+        return next(one.state for one in self.generations if one.step == step)
 
 
 def newest_whole(
@@ -111,6 +116,10 @@ class CopyCosts:
         self.stall_s, self.processor_s = stall_s, 0.0
         self._beside.clear()
         self._last_s = time.perf_counter()
+
+    def transferred(self, processor_s: float) -> None:
+        """The transfer is over; its thread has computed for so long."""
+        self.processor_s = processor_s
 
     def step(self, beside: bool) -> None:
         """A step has been taken. ``beside``: with a transfer beside it, for a part of it at least."""

@@ -80,7 +80,7 @@ class LocalCheckpoint:
     def write(
         self,
         generation: str,
-        books: Mapping[str, Any],
+        state: Mapping[str, Any],
         items: Sequence[int],
         tensors: Mapping[tuple[str, str], torch.Tensor],
     ) -> None:
@@ -88,7 +88,7 @@ class LocalCheckpoint:
 
         Args:
             generation: the id that all ranks' pieces bear.
-            books: where the run stood, as ``Books.to_dict`` says it.
+            state: where the run stood, as ``TrainingState.to_dict`` says it.
             items: those of which ``tensors`` holds everything.
             tensors: (kind, name) -> fp32 host tensor.
         """
@@ -96,7 +96,7 @@ class LocalCheckpoint:
         keep_generations(self._run_dir, [one for one in (self._kept, generation) if one is not None])
         if not self._parcels:
             return
-        said = dict(books)
+        said = dict(state)
         losses = np.array(said.pop("losses"), dtype=np.float64)
         metadata = {**self._described, "step": said["step"], "updates": said["updates"], "losses": losses}
         metadata |= {"loss_scale": said["loss_scale"], "books": said, "generation": generation}

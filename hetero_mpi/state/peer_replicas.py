@@ -47,7 +47,7 @@ from hetero_mpi.state.redistribute import Parcel, parcels
 
 if TYPE_CHECKING:
     from hetero_mpi.engine.trainer import Trainer
-    from hetero_mpi.runtime.loop import Books
+    from hetero_mpi.state.training_state import TrainingState
 
 _TAG = 1
 _SENDS_AHEAD = 2
@@ -126,21 +126,21 @@ class PeerReplicas:
         self._since = self._taken = self._next = 0
         self._new: list[Generation] = []
 
-    def begin(self, books: Books) -> None:
+    def begin(self, state: TrainingState) -> None:
         """Before the first step: a generation of this moment."""
-        self._since = books.state.step
+        self._since = state.step
         if self.enabled:
-            self._take(books, time.perf_counter(), self.world.broadcast_json(new_generation()))
+            self._take(state, time.perf_counter(), self.world.broadcast_json(new_generation()))
             self._next = self._since + (self._fixed or _FIRST_LOOK)
 
-    def after(self, books: Books) -> None:
+    def after(self, state: TrainingState) -> None:
         """After a step: a generation of it, when one is due."""
         if not self.enabled:
             return
-        step = books.state.step
+        step = state.step
         self._costs.step(beside=self._under_way())
         if step >= self._next:
-            self._meet(books)
+            self._meet(state)
             self._costs.pause_ended()
 
     def finish(self) -> None:
@@ -172,9 +172,9 @@ class PeerReplicas:
     def _under_way(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _meet(self, books: Books) -> None:
+    def _meet(self, state: TrainingState) -> None:
         """All ranks: has the last generation arrived everywhere, what did it cost, is the next one due?"""
-        begin, step = time.perf_counter(), books.state.step
+        begin, step = time.perf_counter(), state.step
         if self._fixed is not None or not self._under_way():
             self.finish()  # with a number given by the user, whatever it costs
         costs = self._costs
@@ -194,7 +194,7 @@ class PeerReplicas:
             self._decide(max(word[2] for word in words), max(word[3] for word in words))
         assert self.every is not None
         if step >= self._taken + self.every:
-            self._take(books, begin, words[0][5])
+            self._take(state, begin, words[0][5])
         self._next = self._taken + self.every
 
     def _decide(self, step_s: float, cost_s: float) -> None:
@@ -210,7 +210,7 @@ class PeerReplicas:
                 f"{units.seconds(step_s)} ({units.percent(share)} of the time)"
             )
 
-    def _take(self, books: Books, begin_s: float, number: str) -> None:
+    def _take(self, state: TrainingState, begin_s: float, number: str) -> None:
         """Copy this rank's part, and begin to send it.
 
         Args:
@@ -220,9 +220,7 @@ class PeerReplicas:
         slot = self._slots[0]
         self._slots.rotate(-1)
         slot.own.take(live_state(self.trainer))
-        scale = self.trainer.loss_scale
-        said = {**books.to_dict(), "loss_scale": [scale.value, scale.good_steps]}
-        generation = Generation(books.state.step, said, dict(slot.own.views), self._items(self._own))
+        generation = Generation(state.step, state.to_dict(), dict(slot.own.views), self._items(self._own))
         self._new.append(generation)
         self.copies.generations.append(generation)
         self._taken = generation.step
@@ -243,14 +241,14 @@ class PeerReplicas:
         begin_s = time.thread_time()
         try:
             self._transfer(slot)
-            generation.tensors |= slot.ward_views
-            generation.items |= self._items([parcel for listed in self._wards.values() for parcel in listed])
+            wards = [parcel for listed in self._wards.values() for parcel in listed]
+            generation.add(slot.ward_views, self._items(wards))
             if self._shelf is not None:
-                self._shelf.write(number, generation.books, sorted(generation.items), generation.tensors)
+                self._shelf.write(number, generation.state, sorted(generation.items), generation.tensors)
         except BaseException as error:  # raised again where training looks after the transfer
             self._problem = error
         if self._threaded:  # else it is a part of what training stood still
-            self._costs.processor_s = time.thread_time() - begin_s
+            self._costs.transferred(time.thread_time() - begin_s)
 
     def _transfer(self, slot: _Slot) -> None:
         assert self._transport is not None

@@ -26,6 +26,7 @@ from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.device.backend import Memory
 from hetero_mpi.engine import trainer
+from hetero_mpi.engine.trainer import StepResult
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.optimizer import Optimizer, StepDecider
@@ -35,7 +36,7 @@ from hetero_mpi.planning.types.profile import Curve
 from hetero_mpi.planning.types.toml_files import load_plan
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
 from hetero_mpi.runtime import build, run
-from hetero_mpi.runtime.reconfigure import Share
+from hetero_mpi.runtime.build import Share
 from hetero_mpi.runtime.run import train
 from hetero_mpi.runtime.setup.setup import TrainOptions
 from hetero_mpi.state import background_save
@@ -169,8 +170,8 @@ class Forced:
     def word(self) -> NDArray[np.float64]:
         return np.ones(1)
 
-    def due(self, step: int, heard: NDArray[np.float64]) -> bool:
-        assert heard[0] >= 1
+    def due(self, step: int, result: StepResult) -> bool:
+        assert result.heard[0] >= 1
         self._next = self._plans.get(step + 1, "")
         return bool(self._next)
 

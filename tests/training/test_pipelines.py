@@ -94,7 +94,7 @@ def outcome_of(threads: Threads, rows: int = BATCH, length: int = LENGTH) -> Out
     """One step and one evaluation. All ranks must agree, and replicas must be equal."""
 
     def play(trainer: Trainer) -> tuple[StepDecision, float]:
-        verdict = trainer.step(0, *batch_of(0, rows, length))
+        verdict = trainer.step(0, *batch_of(0, rows, length)).verdict
         return verdict, trainer.evaluate(*batch_of(9, 5)[:2])
 
     with_all = threads.together(play)
@@ -365,7 +365,7 @@ def test_a_step_leaves_nothing_behind_and_allocates_no_buffer_twice() -> None:
 
 
 def stepped(trainer: Trainer, step: int, batch: tuple[Tokens, Tokens, int]) -> StepDecision:
-    return trainer.step(step, *batch)
+    return trainer.step(step, *batch).verdict
 
 
 def inboxes(trainer: Trainer) -> list[Any]:
@@ -380,10 +380,10 @@ def test_events_name_every_action_once() -> None:
     outcome_of(threads)
     for trainer in threads.trainers:
         assert trainer.executor is not None
-        assert [event.action for event in trainer.events] == list(trainer.executor.actions)
-        assert {event.rank for event in trainer.events} == {trainer.rank}
-        assert all(event.bytes > 0 for event in trainer.events if event.action.op in (Op.SEND_F, Op.RECV_B))
-    operations = {event.action.op for trainer in threads.trainers for event in trainer.events}
+        assert [event.action for event in trainer.latest.events] == list(trainer.executor.actions)
+        assert {event.rank for event in trainer.latest.events} == {trainer.rank}
+        assert all(event.bytes > 0 for event in trainer.latest.events if event.action.op in (Op.SEND_F, Op.RECV_B))
+    operations = {event.action.op for trainer in threads.trainers for event in trainer.latest.events}
     assert operations == set(Op), "every operation has been run"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
@@ -14,7 +13,7 @@ from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.job.plan_request import with_memory
 from hetero_mpi.planning.analysis.plausible import profile_doubts
 from hetero_mpi.planning.dry_run import validate
-from hetero_mpi.planning.schedule import Schedule, schedule_of
+from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -33,16 +32,6 @@ from hetero_mpi.profiling.subject import Subject
 from hetero_mpi.report.run_files.line_files import unharmed
 
 
-@dataclass(frozen=True)
-class Given:
-    """What the command line, or a Python program, gives instead of having it computed (rank 0's view)."""
-
-    profile: Path | ClusterProfile | None
-    plan: Path | Plan | None
-    reprofile: bool = False
-    """Measure, whatever was measured before."""
-
-
 def obtain_profile(
     world: World,
     transport: Transport,
@@ -50,22 +39,27 @@ def obtain_profile(
     loaded: LoadedJob,
     subject: Subject,
     run_dir: Path,
-    given: Given,
+    given: Path | ClusterProfile | None,
+    reprofile: bool,
     say: Callable[[str], None],
 ) -> ClusterProfile:
     """The profile named by the user, the run directory's when its key matches, or a measurement, for which devices that were
     measured before are not measured again. Collective.
 
+    Args:
+        given: what the command line, or a Python program, gives (rank 0's view).
+        reprofile: measure, whatever was measured before.
+
     Raises:
         UserError: the named profile is damaged or describes another cluster or model; or it is named and to be measured.
     """
     settings = loaded.job.profile
-    named = given.profile or (loaded.profile_file(settings.path) if settings.path else None)
-    if named is not None and given.reprofile:
+    named = given or (loaded.profile_file(settings.path) if settings.path else None)
+    if named is not None and reprofile:
         raise CollectiveUserError(f"--reprofile measures, but {named} is to be used: leave one of them out")
     cached = named if isinstance(named, Path) else run_dir / "profile.toml"
-    reuses = settings.reuse and not given.reprofile
-    reads = given.profile is not None or (cached.exists() and (named is not None or reuses))
+    reuses = settings.reuse and not reprofile
+    reads = given is not None or (cached.exists() and (named is not None or reuses))
     key = profile_key(world, backend, subject)
     found: ClusterProfile | None = None
     with world.led("reading the profile"):
@@ -76,7 +70,7 @@ def obtain_profile(
     known = world.broadcast_json(profile_to_dict(found) if found is not None else None)
     if known is not None:
         return profile_from_dict(known)
-    profile = profile_cluster(world, transport, backend, subject, settings, say, given.reprofile)
+    profile = profile_cluster(world, transport, backend, subject, settings, say, reprofile)
     if world.rank == 0:
         with unharmed(cached.name):
             save_profile(profile, cached)
@@ -84,9 +78,9 @@ def obtain_profile(
 
 
 def obtain_plan(
-    world: World, profile: ClusterProfile, request: PlanRequest, run_dir: Path, given: Given
-) -> tuple[Plan, Schedule]:
-    """The user's plan, completed, or the planner's; its schedule has passed a dry run. Collective.
+    world: World, profile: ClusterProfile, request: PlanRequest, run_dir: Path, given: Path | Plan | None
+) -> Plan:
+    """The plan ``given`` by the user (rank 0's view), completed, or the planner's; its schedule has passed a dry run. Collective.
 
     Raises:
         UserError: nothing fits, or the given plan does not.
@@ -96,16 +90,14 @@ def obtain_plan(
         if world.rank == 0:
             from hetero_mpi.planning.planner import make_plan  # 50 modules that no other rank needs
 
-            if given.plan is not None:
-                plan = _given_plan(given.plan, profile, request)
+            if given is not None:
+                plan = _given_plan(given, profile, request)
             else:
                 plan = make_plan(profile, request)
-            schedule = schedule_of(plan, profile.model)
-            validate(schedule, plan, profile.model)
+            validate(schedule_of(plan, profile.model), plan, profile.model)
             with unharmed("plan.toml"):
                 save_plan(plan, run_dir / "plan.toml")
-    plan = plan_from_dict(world.broadcast_json(plan_to_dict(plan) if plan is not None else None))
-    return plan, schedule_of(plan, profile.model)
+    return plan_from_dict(world.broadcast_json(plan_to_dict(plan) if plan is not None else None))
 
 
 def _given_plan(given: Path | Plan, profile: ClusterProfile, request: PlanRequest) -> Plan:

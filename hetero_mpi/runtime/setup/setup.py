@@ -17,7 +17,7 @@ import torch
 import hetero_mpi
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
-from hetero_mpi.data.samples import Samples
+from hetero_mpi.data.samples import DataSource, Samples
 from hetero_mpi.device.accelerators import BACKENDS, open_backend, visible_devices
 from hetero_mpi.device.backend import Backend, best_dtype, own_cores
 from hetero_mpi.device.choice import Cores, VisibleDevices, cores_of, device_of, wish
@@ -31,7 +31,6 @@ from hetero_mpi.model.model_cost import fused_experts
 from hetero_mpi.model.transformers.chain import TransformersChain, language
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import Tuning, tuning_of
-from hetero_mpi.planning.schedule import Schedule
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -44,7 +43,7 @@ from hetero_mpi.report.tables import plan_lines, profile_lines
 from hetero_mpi.runtime.setup.custom_model import layer_chain
 from hetero_mpi.runtime.setup.device_test import SELF_TEST_VARIABLE, Needs, failure
 from hetero_mpi.runtime.setup.material import Material, prepare
-from hetero_mpi.runtime.setup.profile_and_plan import Given, obtain_plan, obtain_profile
+from hetero_mpi.runtime.setup.profile_and_plan import obtain_plan, obtain_profile
 from hetero_mpi.state.local_checkpoint import generations_in_memory
 
 
@@ -63,7 +62,7 @@ class TrainOptions:
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunSetup:
     """What every rank knows before planning."""
 
     world: World
@@ -82,6 +81,23 @@ class Setting:
     @property
     def job(self) -> JobConfig:
         return self.loaded.job
+
+    @property
+    def dataset(self) -> DataSource | None:
+        """On rank 0 only."""
+        return self.material.dataset if self.material is not None else None
+
+
+@dataclass(frozen=True)
+class RunContext(RunSetup):
+    """What every rank knows of the run while it lasts, whatever the plan."""
+
+    profile: ClusterProfile
+    """What plans are made for: of the ranks there are, measured or emulated."""
+
+    @classmethod
+    def of(cls, setup: RunSetup, profile: ClusterProfile) -> RunContext:
+        return cls(**vars(setup), profile=profile)
 
 
 def read_job(world: World, options: TrainOptions) -> tuple[LoadedJob, Path]:
@@ -115,7 +131,7 @@ def claimed(world: World, run_dir: Path) -> Iterator[None]:
         yield
 
 
-def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path) -> Setting:
+def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path) -> RunSetup:
     """Devices, data (rank 0) and the model's shape."""
     job, material = loaded.job, None
     backend = open_device(world, job.cluster.device, Needs(job.train.dtype, job.model.quantization == "nf4"))
@@ -150,7 +166,7 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
         say(
             f"NF4 packs linear layers only: {experts:,} parameters of fused experts stay in {job.train.dtype} and are counted so"
         )
-    return Setting(world, transport, loaded, run_dir, material, chain, tuning, backend, cores, threads)
+    return RunSetup(world, transport, loaded, run_dir, material, chain, tuning, backend, cores, threads)
 
 
 def _with_dtype(world: World, loaded: LoadedJob, backend: Backend) -> LoadedJob:
@@ -231,48 +247,56 @@ def _say_ranks(world: World, backend: Backend, threads: int) -> None:
         say(f"  rank {rank}: {host}, {name} ({description}), {count} thread{'s' if count > 1 else ''}")
 
 
-def subject_of(setting: Setting) -> tuple[Subject, str]:
+def subject_of(setup: RunSetup) -> tuple[Subject, str]:
     """What is profiled, and why the planner may choose among just these micro-batches, in words."""
-    job = setting.job
+    job = setup.job
     choices, reason = micro_batch_choices(
-        job.train.global_batch, job.train.micro_batch, setting.world.size, setting.tuning.uses_dropout(setting.chain)
+        job.train.global_batch, job.train.micro_batch, setup.world.size, setup.tuning.uses_dropout(setup.chain)
     )
     subject = Subject(
-        setting.chain,
-        setting.tuning,
+        setup.chain,
+        setup.tuning,
         job.train,
         job.data.sequence_length,
         choices,
-        setting.cores,
-        setting.threads,
+        setup.cores,
+        setup.threads,
         job.cluster.memory_bytes,
     )
     return subject, reason
 
 
-def planning_request(setting: Setting, profile: ClusterProfile) -> PlanRequest:
+def planning_request(setup: RunSetup, profile: ClusterProfile) -> PlanRequest:
     """What the planner is asked. Local."""
-    generations = generations_in_memory(setting.job.checkpoint.buddy_every)
-    request = request_of(setting.loaded, setting.world.size, setting.tuning.uses_dropout(setting.chain), generations)
+    generations = generations_in_memory(setup.job.checkpoint.buddy_every)
+    request = request_of(setup.loaded, setup.world.size, setup.tuning.uses_dropout(setup.chain), generations)
     return replace(request, sequence_length=profile.model.sequence_length)
 
 
-def plan_run(setting: Setting, given: Given) -> tuple[ClusterProfile, Plan, Schedule]:
-    """Profile and plan, both shown; the schedule has passed a dry run. Collective."""
-    world = setting.world
-    subject, reason = subject_of(setting)
-    if setting.job.cluster.emulate is not None:
-        other = Path("--profile") if given.profile is not None else None
-        profile = emulated_profile(world, setting.loaded, language(setting.chain), setting.tuning, other)
+def plan_run(setup: RunSetup, options: TrainOptions) -> tuple[ClusterProfile, Plan]:
+    """Profile and plan, both shown; the plan's schedule has passed a dry run. Collective."""
+    world = setup.world
+    subject, reason = subject_of(setup)
+    if setup.job.cluster.emulate is not None:
+        other = Path("--profile") if options.profile is not None else None
+        profile = emulated_profile(world, setup.loaded, language(setup.chain), setup.tuning, other)
         if world.rank == 0:
             with unharmed("profile.toml"):
-                save_profile(profile, setting.run_dir / "profile.toml")
+                save_profile(profile, setup.run_dir / "profile.toml")
     else:
         profile = obtain_profile(
-            world, setting.transport, setting.backend, setting.loaded, subject, setting.run_dir, given, say
+            world,
+            setup.transport,
+            setup.backend,
+            setup.loaded,
+            subject,
+            setup.run_dir,
+            options.profile,
+            options.reprofile,
+            say,
         )
     say(*profile_lines(profile))
-    request = planning_request(setting, profile)
-    plan, schedule = obtain_plan(world, profile, request, setting.run_dir, given)
+    request = planning_request(setup, profile)
+    plan = obtain_plan(world, profile, request, setup.run_dir, options.plan)
     say(*plan_lines(plan, profile), reason)
-    return profile, plan, schedule
+    return profile, plan

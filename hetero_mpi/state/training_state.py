@@ -1,0 +1,96 @@
+"""Where a run stands, besides its tensors: what a checkpoint holds, a rank that joins is told, and a recovery restores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hetero_mpi.device.backend import DTYPES
+from hetero_mpi.model.optimizer import LossScale
+from hetero_mpi.report.run_files.metrics import Evaluation, StepMetrics
+
+
+@dataclass
+class TrainingState:
+    """Passes from plan to plan. Whole on rank 0; other ranks have what they need to go on, idle ones nothing that is current."""
+
+    loss_scale: LossScale
+    step: int = 0
+    """Optimizer steps taken; the next one has this number, and the data position follows from it."""
+    updates: int = 0
+    """Steps of the optimizer: fewer than ``step`` when some were skipped."""
+    losses: list[float] = field(default_factory=list)
+    """Loss of every step so far, nats per token."""
+    skipped: int = 0
+    """Steps of this run without an update, since gradients were not finite."""
+    skips_in_a_row: int = 0
+    newest_checkpoint: Path | None = None
+    """On other ranks than 0 it may be one whose writing failed."""
+    good_checkpoint: Path | None = None
+    """The newest checkpoint whose weights have since given a finite step."""
+    metrics: list[StepMetrics] = field(default_factory=list)
+    """Of the steps that this process has seen."""
+    evaluations: list[Evaluation] = field(default_factory=list)
+    """Those that this process has seen."""
+
+    @classmethod
+    def initial(cls, dtype: str) -> TrainingState:
+        """Before the first step of a run that computes in ``dtype``."""
+        return cls(LossScale.of(DTYPES[dtype]))
+
+    def add_step(self, line: StepMetrics, finite: bool) -> None:
+        """A step is done; ``finite``: it has updated the parameters."""
+        self.step = line.step
+        self.losses.append(line.loss)
+        self.metrics.append(line)
+        if finite:
+            self.updates += 1
+            self.skips_in_a_row, self.good_checkpoint = 0, self.newest_checkpoint
+        else:
+            self.skipped += 1
+            self.skips_in_a_row += 1
+
+    def set_newest_checkpoint(self, path: Path | None) -> None:
+        self.newest_checkpoint = path
+
+    def checkpoint_metadata(self) -> dict[str, Any]:
+        """What a checkpoint of this moment says of the run."""
+        return {
+            "step": self.step,
+            "updates": self.updates,
+            "losses": np.array(self.losses, dtype=np.float64),
+            "loss_scale": [self.loss_scale.value, self.loss_scale.good_steps],
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a rank that joins must know, as JSON-able values."""
+        newest, good = self.newest_checkpoint, self.good_checkpoint
+        return {
+            **self.checkpoint_metadata(),
+            "losses": list(self.losses),
+            "skipped": self.skipped,
+            "skips_in_a_row": self.skips_in_a_row,
+            "last_checkpoint": str(newest) if newest is not None else None,
+            "good_checkpoint": str(good) if good is not None else None,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], seen: TrainingState | None = None) -> TrainingState:
+        """The inverse of ``to_dict``. ``seen``: an earlier state of this process, whose metrics up to this step are kept."""
+        newest, good = values.get("last_checkpoint"), values.get("good_checkpoint")
+        step = values["step"]
+        return cls(
+            LossScale(*values["loss_scale"]),
+            step,
+            values["updates"],
+            [float(loss) for loss in values["losses"]],
+            values.get("skipped", 0),
+            values.get("skips_in_a_row", 0),
+            Path(newest) if newest is not None else None,
+            Path(good) if good is not None else None,
+            [line for line in seen.metrics if line.step <= step] if seen is not None else [],
+            [line for line in seen.evaluations if line.step <= step] if seen is not None else [],
+        )
