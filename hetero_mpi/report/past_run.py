@@ -29,6 +29,8 @@ from hetero_mpi.report.summary import warm_steps
 
 RUN_NAME = "run.json"
 REPORT_NAME = "report.html"
+SAMPLE_NAME = "sample.txt"
+"""What the trained model wrote at the end, where the job asks for it."""
 USED_PROFILE = "used-profile.toml"
 """The profile that the run's plans are made for, where that is not ``profile.toml``."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})\.h5")
@@ -67,6 +69,8 @@ class PastRun:
     checkpoints: tuple[SavedCheckpoint, ...]
     speeds: Mapping[int, float]
     """rank -> its speed as a share of the profiled one, for which the newest plan was made while the run went on."""
+    sample: str
+    """``sample.txt``; empty: there is none."""
 
     @property
     def emulated(self) -> bool:
@@ -125,6 +129,7 @@ def read_run(directory: Path) -> PastRun:
         happenings=tuple(sorted(_happenings(directory, told), key=lambda one: one.unix_s)),
         speeds=_speeds(directory, told),
         checkpoints=_checkpoints(directory / "checkpoints"),
+        sample=_text(directory / SAMPLE_NAME),
     )
 
 
@@ -213,9 +218,8 @@ def _speeds(directory: Path, told: Mapping[str, Any]) -> dict[int, float]:
 
 def _events(directory: Path) -> list[dict[str, Any]]:
     path = directory / "events.jsonl"
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     found = []
-    for line in lines:
+    for line in _text(path).splitlines():
         try:
             values = json.loads(line)
             known = {"unix_s": float(values["unix_s"]), "event": str(values["event"]), "text": str(values["text"])}
@@ -223,6 +227,10 @@ def _events(directory: Path) -> list[dict[str, Any]]:
             continue  # torn by a crash, or not an event
         found.append({**values, **known})
     return found
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def _checkpoints(directory: Path) -> tuple[SavedCheckpoint, ...]:

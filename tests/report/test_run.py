@@ -272,7 +272,7 @@ def test_the_report_holds_everything_and_leads_nowhere(tmp_path: Path) -> None:
     reader.close()
     assert reader.open == [] and reader.leads == ["data:,"] and "url(" not in text and "@import" not in text
     assert reader.headings == [
-        "Learning", "Speed", "What the ranks do", "Memory", "A step", "Links", "Where everything is",
+        "The job", "Learning", "Speed", "What the ranks do", "Memory", "A step", "Links", "Where everything is",
         "The plan, and why", "Checkpoints", "What happened",
     ]  # fmt: skip
     for words in (

@@ -52,7 +52,9 @@ def _sections(run: PastRun) -> list[sections.Section]:
     records = newest_step(run.rank_steps, run.plan) if run.plan is not None else ()
     measured = on_one_clock(records)
     return [
+        sections.job(run),
         sections.learning(run),
+        sections.sample(run),
         sections.speed(run),
         sections.usage(run, predicted),
         sections.memory(run),

@@ -20,6 +20,7 @@ from hetero_mpi.report.figures.charts import RankUsage, Series, line_chart
 from hetero_mpi.report.figures.charts import usage as usage_bars
 from hetero_mpi.report.figures.style import svg
 from hetero_mpi.report.figures.timeline import MOST_LANES, Panel, timeline
+from hetero_mpi.report.page.job import job_rows
 from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.run_files.measured import last_usage
 from hetero_mpi.report.tables import headline, idle_lines, items_text, schedule_text
@@ -83,10 +84,12 @@ class Section:
     table: Table | None = None
     remarks: Sequence[str] = ()
     points: Sequence[str] = ()
+    text: str = ""
+    """What was written, with its lines as they are."""
 
     @property
     def told(self) -> bool:
-        return bool(self.charts or self.picture or self.table or self.remarks or self.points)
+        return bool(self.charts or self.picture or self.table or self.remarks or self.points or self.text)
 
 
 def key_figures(run: PastRun) -> list[tuple[str, str, str]]:
@@ -117,6 +120,16 @@ def key_figures(run: PastRun) -> list[tuple[str, str, str]]:
             remark = f"the stand-in's; for {units.count(stood_for)} {remark}, emulated"
         found.append(("learnt from", f"{units.count(tokens)} tokens", remark))
     return found
+
+
+def job(run: PastRun) -> Section:
+    """What was asked for: which run this is."""
+    return Section("The job", table=Table.of(("", "asked for"), job_rows(run)))
+
+
+def sample(run: PastRun) -> Section:
+    """What the trained model wrote at the end."""
+    return Section("What the trained model writes", text=run.sample.strip())
 
 
 def learning(run: PastRun) -> Section:

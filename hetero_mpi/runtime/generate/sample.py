@@ -15,13 +15,12 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.model.decoding import Sampling, require_decodable
 from hetero_mpi.model.transformers.chain import language
+from hetero_mpi.report.past_run import SAMPLE_NAME
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.generate.source import stop_tokens
 from hetero_mpi.runtime.generate.writer import Spelling, Writer
 from hetero_mpi.runtime.setup.material import model_directory, prompt_template
-
-FILE = "sample.txt"
 
 
 def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast | None, run_dir: Path) -> None:
@@ -56,9 +55,9 @@ def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedToken
         text = "".join([*map(spelling.add, tokens), spelling.end()])
         way = "greedy" if table.temperature == 0 else f"temperature {table.temperature:g}, top_p {table.top_p:g}"
         lines = [f"## Prompt ({way})", table.prompt, "", "## Continuation", text]
-        with unharmed(FILE):
-            (run_dir / FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
-        say(f"Sample ({run_dir / FILE}):", *lines)
+        with unharmed(SAMPLE_NAME):
+            (run_dir / SAMPLE_NAME).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        say(f"Sample ({run_dir / SAMPLE_NAME}):", *lines)
 
 
 def _task(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any] | None:
