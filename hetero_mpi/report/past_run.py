@@ -43,6 +43,8 @@ class Happening:
     unix_s: float
     event: str
     text: str
+    step: int | None = None
+    """After how many steps; None: not known."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +199,11 @@ def _happenings(directory: Path, told: Mapping[str, Any]) -> list[Happening]:
     for start in _starts(told):
         what = "training started" if start["step"] == 0 else f"training resumed after step {start['step']}"
         ranks = f"{start['ranks']} rank{'s' if start['ranks'] != 1 else ''}"
-        found.append(Happening(start["unix_s"], "training", f"{what} on {ranks}"))
-    return [*found, *(Happening(values["unix_s"], values["event"], values["text"]) for values in _events(directory))]
+        found.append(Happening(start["unix_s"], "training", f"{what} on {ranks}", start["step"]))
+    for values in _events(directory):
+        step = values.get("step")
+        found.append(Happening(values["unix_s"], values["event"], values["text"], step if type(step) is int else None))
+    return found
 
 
 def _speeds(directory: Path, told: Mapping[str, Any]) -> dict[int, float]:

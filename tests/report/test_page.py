@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.report.figures.charts import Mark, Series, line_chart
+from hetero_mpi.report.figures.style import svg
+from hetero_mpi.report.figures.timeline import Panel, timeline
 from hetero_mpi.report.page import sections
 from hetero_mpi.report.page.document import report_html
 from hetero_mpi.report.page.job import job_rows
@@ -60,3 +69,77 @@ def test_the_sample_of_the_end_is_on_the_page(tmp_path: Path) -> None:
     assert "<pre>" not in report_html(read_run(run))
     (run / SAMPLE_NAME).write_text("## Prompt (greedy)\nint main\n\n## Continuation\n  <b>{\n")
     assert "<pre>## Prompt (greedy)\nint main\n\n## Continuation\n  &lt;b&gt;{</pre>" in report_html(read_run(run))
+
+
+def test_deaths_and_changes_of_plan_are_marked_in_the_charts(tmp_path: Path) -> None:
+    profile = cluster(2)
+    run = make_run(tmp_path / "a", planned(profile), profile)
+    assert sections.marks(read_run(run)) == [], "of the first start and of what came before it there is nothing to mark"
+    assert "Upright lines" not in report_html(read_run(run))
+    told: tuple[dict[str, Any], ...] = (
+        {"event": "rebalanced", "text": "layer 1 moves", "step": 20},
+        {"event": "copies", "text": "from copies", "step": 29},
+        {"event": "ranks-lost", "text": "Died: rank <1>"},
+        {"event": "recovered", "text": "1.06 s after it was noticed", "step": 31},
+        {"event": "first-step", "text": "of a start without a death", "step": 40},
+    )
+    now = time.time()
+    lines = [json.dumps({"unix_s": now + 60 + place, **one}) for place, one in enumerate(told)]
+    (run / "events.jsonl").write_text("\n".join(lines) + "\n")
+    found = read_run(run)
+    assert sections.marks(found) == [
+        Mark(20, "after step 20: layer 1 moves", "violet"),
+        Mark(31, "after step 31: Died: rank <1>; 1.06 s after it was noticed", "alert"),
+    ]
+    for section, charts in ((sections.learning(found), 1), (sections.speed(found), 2)):
+        with_marks = [chart for chart in section.charts if "<title>after step 31: Died: rank &lt;1&gt;" in chart]
+        assert len(with_marks) == charts and "Upright lines" in section.note
+        assert all("<title>after step 20: layer 1 moves</title>" in chart for chart in with_marks)
+
+
+def test_a_resumed_start_is_marked_with_the_loss_before_it(tmp_path: Path) -> None:
+    profile = cluster(2)
+    run = make_run(tmp_path / "a", planned(profile), profile)
+    now = time.time()
+    (run / "events.jsonl").write_text(
+        json.dumps({"unix_s": now + 1, "event": "silent", "text": "no word from beta"}) + "\n"
+    )
+    values = json.loads((run / "run.json").read_text())
+    values["starts"] += [{"unix_s": now + 2, "step": 30, "ranks": 1}, {"unix_s": now + 3, "step": 40, "ranks": 2}]
+    (run / "run.json").write_text(json.dumps(values))
+    assert sections.marks(read_run(run)) == [
+        Mark(30, "after step 30: no word from beta; training resumed after step 30 on 1 rank", "alert"),
+        Mark(40, "after step 40: training resumed after step 40 on 2 ranks", "violet"),
+    ]
+
+
+def test_series_that_are_far_apart_have_an_axis_each() -> None:
+    def chart(measured: float, from_zero: bool = True) -> list[tuple[float, float]]:
+        series = [
+            Series(name, ((1.0, y), (2.0, y)), "accent") for name, y in (("predicted", 1.0), ("measured", measured))
+        ]
+        figure = line_chart("time per step", series, from_zero=from_zero, marks=[Mark(2, "a death", "alert")])
+        assert figure is not None and svg(figure, "a").count("<title>a death</title>") == 2 * len(figure.axes)
+        assert ("an axis each" in figure.texts[0].get_text()) == (len(figure.axes) > 1)
+        return [axes.get_ylim() for axes in figure.axes]
+
+    assert len(chart(2.9)) == 1 and len(chart(40.0, from_zero=False)) == 1
+    for measured, place in ((40.0, 1), (0.02, 0)):
+        limits = chart(measured)
+        assert len(limits) == 2 and limits[0][1] > 3 * limits[1][1]
+        assert 0.5 < 1.0 / limits[place][1] <= 1.0, "the prediction is no flat line"
+
+
+def test_steps_that_are_far_apart_have_a_time_axis_each() -> None:
+    profile = cluster(2)
+    predicted = simulate(planned(profile), profile)
+
+    def limits(slower: float) -> list[float]:
+        longer = [replace(one, start_s=slower * one.start_s, end_s=slower * one.end_s) for one in predicted.events]
+        figure = timeline([Panel("predicted", predicted.events), Panel("measured", longer)], {})
+        shown = [axes.xaxis.get_tick_params()["labelbottom"] for axes in figure.axes]
+        assert shown == [slower > 3, True], "each axis of its own is written"
+        return [axes.get_xlim()[1] / predicted.step_s for axes in figure.axes]
+
+    assert limits(2.5) == pytest.approx([2.5, 2.5])
+    assert limits(20.0) == pytest.approx([1.0, 20.0])

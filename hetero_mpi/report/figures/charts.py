@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from hetero_mpi.report import units
-from hetero_mpi.report.figures.style import COLOURS, add_bars, drawn, fitted, key, new_figure, panel
+from hetero_mpi.report.figures.style import COLOURS, add_bars, drawn, far_apart, fitted, key, new_figure, panel
 
 MOST_POINTS = 400
 """A series of more points is drawn as means of neighbours."""
 _ROUND = [1, 2, 2.5, 5, 10]
+_CHART, _BETWEEN = 250.0, 18.0
+"""Pixels: height of a chart, and what parts two axes in it."""
 _ROW = 46.0
 _BARS = ((0.1, 0.42), (0.46, 0.56))
 """Of a rank's row: (top, bottom) of what was measured, and of what was predicted."""
@@ -32,6 +36,19 @@ class Series:
     dashed: bool = False
 
 
+_Shown = tuple[Series, list[tuple[float, float]]]
+"""A series, and those of its points that are drawn."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened after a step: an upright line over a chart, which says ``text`` under the pointer."""
+
+    step: float
+    text: str
+    colour: str
+
+
 def plain(value: float) -> str:
     """A tick of an axis."""
     return f"{value:,.10g}"
@@ -39,39 +56,64 @@ def plain(value: float) -> str:
 
 @drawn
 def line_chart(
-    label: str, series: Sequence[Series], y_text: Callable[[float], str] = plain, from_zero: bool = False
-) -> Figure | None:
+    label: str, series: Sequence[Series], y_text: Callable[[float], str] = plain, from_zero: bool = False,
+    marks: Sequence[Mark] = (),
+) -> Figure | None:  # fmt: skip
     """A chart of what is finite in ``series``; None where nothing is.
 
     Args:
         label: of the y axis, with its unit.
         y_text: how a value of the y axis is written.
-        from_zero: the y axis begins at 0.
+        from_zero: the y axis begins at 0; series that are far apart have an axis each, one above the other.
+        marks: those outside the steps of ``series`` stand at the edge.
     """
     shown = [(one, points) for one in series if (points := _thinned(one.points))]
     if not shown:
         return None
-    figure = new_figure(460, 250)
-    axes = panel(figure, 64, 34, 14, 36)
-    values = [y for _, points in shown for _, y in points]
-    ticks = MaxNLocator(5, steps=_ROUND).tick_values(0.0 if from_zero else min(values), max(values))
-    for one, points in shown:
-        marked = one.dots or len(points) == 1
-        look: dict[str, Any] = {"marker": "o" if marked else "", "markersize": 6, "linewidth": 1.6}
-        axes.plot(*zip(*points, strict=True), "--" if one.dashed else "-", color=COLOURS[one.colour][0], **look)
-    axes.set(yticks=ticks, ylim=(ticks[0], ticks[-1]), xlabel="step")
-    axes.margins(x=0)
-    axes.xaxis.set_major_locator(MaxNLocator(5, steps=_ROUND, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: y_text(value)))
-    axes.xaxis.label.set(x=1, ha="right")
-    axes.grid(axis="x", visible=False)
-    axes.spines[["left", "bottom"]].set_visible(False)
-    figure.text(0, 1 - 14 / 250, label, size=12, weight="bold")
+    groups = [[one] for one in shown] if from_zero and far_apart([_middle(points) for _, points in shown]) else [shown]
+    figure = new_figure(460, _CHART)
+    tall = (_CHART - 34 - 36 - _BETWEEN * (len(groups) - 1)) / len(groups)
+    tops = [34 + place * (tall + _BETWEEN) for place in range(len(groups))]
+    panels = [panel(figure, 64, top, 14, _CHART - top - tall) for top in tops]
+    for axes, group in zip(panels, sorted(groups, key=lambda group: -_middle(group[0][1])), strict=True):
+        _draw_lines(axes, group, y_text, from_zero)
+        _draw_marks(axes, marks, shown)
+        axes.tick_params(axis="x", labelbottom=axes is panels[-1])
+    panels[-1].set_xlabel("step", x=1, ha="right")
+    figure.text(0, 1 - 14 / _CHART, label + (", an axis each" if len(groups) > 1 else ""), size=12, weight="bold")
     if len(shown) > 1:
         keys = [key(one.colour, one.name, one.dashed, thick=False) for one, _ in shown]
         figure.legend(handles=keys, ncols=len(keys), loc="upper right", bbox_to_anchor=(1, 1), handlelength=1.6)
     return figure
+
+
+def _draw_lines(axes: Axes, group: Sequence[_Shown], y_text: Callable[[float], str], from_zero: bool) -> None:
+    values = [y for _, points in group for _, y in points]
+    ticks = MaxNLocator(5, steps=_ROUND).tick_values(0.0 if from_zero else min(values), max(values))
+    for one, points in group:
+        marked = one.dots or len(points) == 1
+        look: dict[str, Any] = {"marker": "o" if marked else "", "markersize": 6, "linewidth": 1.6}
+        axes.plot(*zip(*points, strict=True), "--" if one.dashed else "-", color=COLOURS[one.colour][0], **look)
+    axes.set(yticks=ticks, ylim=(ticks[0], ticks[-1]))
+    axes.margins(x=0)
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=_ROUND, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: y_text(value)))
+    axes.grid(axis="x", visible=False)
+    axes.spines[["left", "bottom"]].set_visible(False)
+
+
+def _draw_marks(axes: Axes, marks: Sequence[Mark], shown: Sequence[_Shown]) -> None:
+    """A thin line each, on a pale one that is wide enough to be pointed at."""
+    steps = [step for _, points in shown for step, _ in points]
+    for mark in marks:
+        step, colour = min(max(mark.step, min(steps)), max(steps)), COLOURS[mark.colour][0]
+        for width, opacity in ((9.0, 0.18), (1.2, 1.0)):
+            axes.axvline(step, color=colour, linewidth=width, alpha=opacity, url=mark.text)
+
+
+def _middle(points: Sequence[tuple[float, float]]) -> float:
+    return statistics.median(y for _, y in points)
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -96,6 +96,8 @@ drawn = matplotlib.rc_context(STYLE)
 """Decorates a function that draws: in this style, whatever the program around it has set."""
 PIXELS = 2
 """Pixels of a PNG per pixel of a figure."""
+_FAR_APART = 3.0
+"""Figures whose ratio is larger have an axis each."""
 _MARGIN = 10
 """Pixels around the figure in a file."""
 _FONTS = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
@@ -112,6 +114,11 @@ def panel(figure: Figure, left: float, top: float, right: float, bottom: float) 
     return figure.add_axes(
         (left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height)
     )
+
+
+def far_apart(values: Sequence[float]) -> bool:
+    """Would the least of them be a flat line, or hardly a bar, on one axis with the largest?"""
+    return bool(values) and max(values) > _FAR_APART * min(values) > 0
 
 
 def host_colours(hosts: list[str]) -> Mapping[str, str]:

@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from hetero_mpi.planning.schedule import Event, Op
 from hetero_mpi.report import units
-from hetero_mpi.report.figures.style import COLOURS, add_bars, drawn, fitted, key, new_figure, panel
+from hetero_mpi.report.figures.style import COLOURS, add_bars, drawn, far_apart, fitted, key, new_figure, panel
 
 WIDTH, LEFT, RIGHT = 1080, 184, 14
 MOST_LANES = 48
@@ -61,14 +61,15 @@ def timeline(panels: Sequence[Panel], labels: Mapping[int, str], most_lanes: int
     ranks = _in_order([event for one in panels for event in one.events])
     shown = ranks[:most_lanes]
     lane = _LANE if len(shown) < _MANY else _THIN_LANE
-    last_s = max((event.end_s for one in panels for event in one.events), default=0.0) or 1.0
-    tall = lane * len(shown)
-    figure = new_figure(WIDTH, 30 + (tall + 26) * len(panels) + 24 + (16 if len(shown) < len(ranks) else 0))
-    scale = (WIDTH - LEFT - RIGHT) / last_s
-    for place, one in enumerate(panels):
-        top = 30 + (tall + 26) * place + 20
+    ends_s = [max((event.end_s for event in one.events), default=0.0) for one in panels]
+    apart = far_apart(ends_s)
+    tall, head = lane * len(shown), 26 + (18 if apart else 0)
+    figure = new_figure(WIDTH, 30 + (tall + head) * len(panels) + 24 + (16 if len(shown) < len(ranks) else 0))
+    for place, (one, end_s) in enumerate(zip(panels, ends_s, strict=True)):
+        last_s = (end_s if apart else max(ends_s)) or 1.0
+        top = 30 + (tall + head) * place + 20
         axes = panel(figure, LEFT, top, RIGHT, figure.bbox.height - top - tall)
-        _draw_bars(axes, shown, one.events, scale, lane == _LANE)
+        _draw_bars(axes, shown, one.events, (WIDTH - LEFT - RIGHT) / last_s, lane == _LANE)
         axes.set(xlim=(0, last_s), ylim=(len(shown), 0))
         names = [
             fitted(f"{rank}  {units.device_name(labels.get(rank, ''), 26)}".rstrip(), 10.5, LEFT - 8) for rank in shown
@@ -79,10 +80,10 @@ def timeline(panels: Sequence[Panel], labels: Mapping[int, str], most_lanes: int
             text.set_horizontalalignment("left")
         axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10]))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.seconds(value)))
-        axes.tick_params(axis="x", labelbottom=one is panels[-1])
+        axes.tick_params(axis="x", labelbottom=apart or one is panels[-1])
         axes.grid(axis="y", visible=False)
         axes.hlines(range(1, len(shown) + 1), 0, last_s, COLOURS["faint"][0], linewidth=0.6)
-        axes.axvline(max((event.end_s for event in one.events), default=0.0), color=COLOURS["alert"][0], ls="--", lw=1)
+        axes.axvline(end_s, color=COLOURS["alert"][0], ls="--", lw=1)
         axes.spines[:].set_visible(False)
         figure.text(0, 1 - (top - 7) / figure.bbox.height, one.title, size=12, weight="bold")
     if len(shown) < len(ranks):

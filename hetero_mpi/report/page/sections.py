@@ -16,7 +16,7 @@ from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.figures.architecture import architecture
-from hetero_mpi.report.figures.charts import RankUsage, Series, line_chart
+from hetero_mpi.report.figures.charts import Mark, RankUsage, Series, line_chart
 from hetero_mpi.report.figures.charts import usage as usage_bars
 from hetero_mpi.report.figures.style import svg
 from hetero_mpi.report.figures.timeline import MOST_LANES, Panel, timeline
@@ -35,11 +35,18 @@ MEMORY_NOTE = (
     "included, which the prediction does not count."
 )
 STEP_NOTE = (
-    "One step as simulated and one as measured, on one time axis. What is left empty is waiting; the dashed line is the "
-    "end of the step. "
+    "One step as simulated and one as measured, on one time axis, or on one each where one is over three times as long. "
+    "What is left empty is waiting; the dashed line is the end of the step. "
     "Clocks of several hosts were compared once, at the start."
 )
 LINKS_NOTE = "Messages between stages in one step. The speed while under way includes queueing behind other messages."
+MARKS_NOTE = (
+    "Upright lines: deaths (red), and changes of plan or later starts (violet). Under the pointer they say what happened; "
+    "so does the end of this page."
+)
+_LOSSES = ("ranks-lost", "silent", "broken", "memory")
+"""Events of a loss, after which a start or one of ``_GOING_ON`` tells the step at which the run went on."""
+_GOING_ON = ("recovered", "first-step")
 SPENT = (
     ("computing_s", "computing", "forward"),
     ("activations_s", "waiting for activations", "backward"),
@@ -132,9 +139,23 @@ def sample(run: PastRun) -> Section:
     return Section("What the trained model writes", text=run.sample.strip())
 
 
+def marks(run: PastRun) -> list[Mark]:
+    """Deaths and changes of plan, where the charts show them: a death at the step from which the run went on."""
+    found, lost = [], list[str]()
+    for one in run.happenings:
+        resumed = one.event == "training" and one.step is not None and one.step > 0
+        if one.event in _LOSSES:
+            lost.append(one.text)
+        elif one.step is not None and (resumed or one.event == "rebalanced" or (lost and one.event in _GOING_ON)):
+            text = f"after step {one.step}: {'; '.join([*lost, one.text])}"
+            found.append(Mark(one.step, text, "alert" if lost else "violet"))
+            lost = lost if one.event == "rebalanced" else []
+    return found
+
+
 def learning(run: PastRun) -> Section:
     """Loss, held-out loss, learning rate, norm of the gradients."""
-    steps = run.metrics.steps
+    steps, happened = run.metrics.steps, marks(run)
     loss = [Series("training", tuple((s.step, s.loss) for s in steps), "accent")]
     held_out = tuple((e.step, e.loss) for e in run.metrics.evaluations)
     if held_out:
@@ -142,29 +163,31 @@ def learning(run: PastRun) -> Section:
     rate = [Series("learning rate", tuple((s.step, s.lr) for s in steps), "good")]
     norm = [Series("gradient norm", tuple((s.step, s.grad_norm) for s in steps), "violet")]
     charts = [
-        _picture(line_chart(label, series, from_zero=series is not loss), label)
+        _picture(
+            line_chart(label, series, from_zero=series is not loss, marks=happened if series is loss else ()), label
+        )
         for label, series in (
             ("loss, nats per token", loss),
             ("learning rate", rate),
             ("norm of the gradients, before clipping", norm),
         )
     ]
-    return Section("Learning", charts=[chart for chart in charts if chart])
+    return Section("Learning", MARKS_NOTE if happened else "", charts=[chart for chart in charts if chart])
 
 
 def speed(run: PastRun) -> Section:
     """Tokens per second, and seconds per step beside the predicted ones."""
-    steps = run.metrics.steps
+    steps, happened = run.metrics.steps, marks(run)
     rate = [Series("tokens per second", tuple((s.step, s.tokens_per_s) for s in steps), "accent")]
     step_s = [Series("measured", tuple((s.step, s.step_s) for s in steps), "accent")]
     expected = tuple((s.step, s.predicted_step_s) for s in steps if s.predicted_step_s > 0)
     if expected:
         step_s.append(Series("predicted", expected, "warm", dashed=True))
     charts = [
-        _picture(line_chart("tokens per second", rate, from_zero=True), "tokens per second"),
-        _picture(line_chart("time per step", step_s, units.seconds, from_zero=True), "time per step"),
+        _picture(line_chart("tokens per second", rate, from_zero=True, marks=happened), "tokens per second"),
+        _picture(line_chart("time per step", step_s, units.seconds, from_zero=True, marks=happened), "time per step"),
     ]
-    return Section("Speed", times=True, charts=[chart for chart in charts if chart])
+    return Section("Speed", MARKS_NOTE if happened else "", times=True, charts=[chart for chart in charts if chart])
 
 
 def usage(run: PastRun, predicted: SimulatedStep | None) -> Section:
