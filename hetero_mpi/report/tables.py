@@ -125,10 +125,16 @@ def _schedule_text(pipeline: PipelinePlan) -> str:
 
 def idle_lines(plan: Plan) -> list[str]:
     """``ranks 4-7 idle: a slower card than ...``, one line for every reason."""
+    alike = idle_alike(plan).items()
+    return [f"{units.ranks(r)} {'idles' if len(r) == 1 else 'idle'}: {reason}" for reason, r in alike]
+
+
+def idle_alike(plan: Plan) -> dict[str, list[int]]:
+    """Reason -> the ranks that idle for it, in their order."""
     alike: dict[str, list[int]] = {}
     for idle in sorted(plan.idle, key=lambda idle: idle.rank):
         alike.setdefault(idle.reason, []).append(idle.rank)
-    return [f"{units.ranks(r)} {'idles' if len(r) == 1 else 'idle'}: {reason}" for reason, r in alike.items()]
+    return alike
 
 
 def host_lines(plan: Plan) -> list[str]:

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.colors import to_rgba
+from matplotlib.patches import FancyArrowPatch
 
 from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.types.plan import RankMemory
+from hetero_mpi.report.figures.architecture import architecture
 from hetero_mpi.report.figures.charts import Mark, Series, line_chart
-from hetero_mpi.report.figures.style import svg
+from hetero_mpi.report.figures.style import COLOURS, svg
 from hetero_mpi.report.figures.timeline import Panel, timeline
 from hetero_mpi.report.page import sections
 from hetero_mpi.report.page.document import report_html
@@ -143,3 +147,58 @@ def test_steps_that_are_far_apart_have_a_time_axis_each() -> None:
 
     assert limits(2.5) == pytest.approx([2.5, 2.5])
     assert limits(20.0) == pytest.approx([1.0, 20.0])
+
+
+def test_a_run_without_links_says_nothing_of_them(tmp_path: Path) -> None:
+    profile = cluster(1)
+    page = report_html(read_run(make_run(tmp_path / "one", planned(profile), profile, steps=2)))
+    assert "Links" not in page and "bandwidth" not in page
+    two = cluster(2)
+    page = report_html(read_run(make_run(tmp_path / "two", planned(two), two, steps=2)))
+    assert "<h2>Links" in page and "links: bandwidth" in page
+
+
+def test_the_memory_of_a_process_is_explained(tmp_path: Path) -> None:
+    """Only CPU ranks measure their process; what an emulated rank holds is no measurement of its plan."""
+    profile = cluster(2)
+    plan = planned(profile)
+    run = read_run(make_run(tmp_path / "a", plan, profile))
+
+    def remarks(backends: tuple[str, ...], source: str = "measured") -> str:
+        own = tuple(replace(one, backend=kind) for one, kind in zip(profile.devices, backends, strict=True))
+        memory = tuple(RankMemory(rank, 100_000_000 * (rank + 1), 10**9) for rank in range(2))
+        changed = replace(profile, devices=own, source=source)
+        return " ".join(sections.memory(replace(run, plan=replace(plan, memory=memory), profile=changed)).remarks)
+
+    assert remarks(("cpu", "cpu")).startswith(
+        "The processes of the CPU ranks held 300 MB to 400 MB more than predicted"
+    )
+    assert "held 300 MB more" in remarks(("cuda", "cpu"))
+    assert remarks(("cuda", "cuda")) == "" == remarks(("cpu", "cpu"), "emulated, measured")
+
+
+def test_the_arrow_to_the_next_row_starts_at_its_device() -> None:
+    profile = cluster(16)
+    figure = architecture(planned(profile), profile, "a job")
+    figure.draw_without_rendering()
+    surface = to_rgba(COLOURS["surface"][0])
+    boxes = [patch.get_bbox() for patch in figure.axes[0].patches if patch.get_facecolor() == surface]
+    arrows = [patch.get_path().vertices for patch in figure.axes[0].patches if isinstance(patch, FancyArrowPatch)]
+    assert len(boxes) == 16 and len(arrows) == 15
+    for number, (before, corners) in enumerate(zip(boxes, arrows, strict=False)):
+        assert before.padded(5).contains(*corners[0]), f"arrow {number} starts at {corners[0]}, not at {before}"
+
+
+def test_idle_ranks_with_one_reason_share_a_box() -> None:
+    profile = cluster(6)
+    plan = planned(profile, 2)
+    reasons = ("too slow", "too slow", "no link", "too slow")
+    plan = replace(plan, idle=tuple(replace(idle, reason=why) for idle, why in zip(plan.idle, reasons, strict=True)))
+    figure = architecture(plan, profile, "a job")
+    said = [text.get_text() for text in figure.axes[0].texts]
+    assert [text for text in said if text.startswith("rank") and "  " in text] == [
+        "ranks 2, 3, 5  card 2, host1; card 3, host1; card 5, host2",
+        "rank 4  card 4, host2",
+    ]
+    assert said.count("too slow") == 1 and said.count("no link") == 1
+    assert "<title>ranks 2, 3, 5  card 2, host1; card 3, host1; card 5, host2: too slow</title>" in svg(figure, "a job")

@@ -23,9 +23,10 @@ from matplotlib.figure import Figure
 from hetero_mpi.planning.schedule import summed_items
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.words import counted
 from hetero_mpi.report import units
 from hetero_mpi.report.figures.style import Sheet, drawn, fitted, host_colours, width_of
-from hetero_mpi.report.tables import items_text
+from hetero_mpi.report.tables import idle_alike, items_text
 
 WIDTH = 1320.0
 """No row is wider, in pixels."""
@@ -110,10 +111,12 @@ def _heading(sheet: Sheet, plan: Plan, profile: ClusterProfile, title: str) -> f
 
 def _footer(sheet: Sheet, plan: Plan, profile: ClusterProfile, y: float, width: float) -> float:
     kind = "emulated" if profile.emulated else profile.source.split(" (")[0]
-    lines = [
-        f"links: bandwidth and latency from stage to stage, {kind}"
-        f" (there / back where they differ by more than {units.percent(_UNLIKE)})"
-    ]
+    lines = []
+    if any(len(pipeline.stages) > 1 for pipeline in plan.pipelines):
+        lines.append(
+            f"links: bandwidth and latency from stage to stage, {kind}"
+            f" (there / back where they differ by more than {units.percent(_UNLIKE)})"
+        )
     sums = len(summed_items(plan, profile.model))
     if sums and len(plan.pipelines) > 1:
         lines.append(
@@ -160,6 +163,7 @@ class _Painter:
     def strip(self, rows: Sequence[Sequence[_StageBox]], x: float, y: float) -> float:
         """One pipeline from its upper left corner; returns where it ends below."""
         before: _StageBox | None = None
+        below = x, y
         for row in rows:
             place = x
             middle = y + _HEADER + _PADDING + _BOX_HEIGHT / 2
@@ -171,10 +175,10 @@ class _Painter:
                 for box in boxes:
                     if before is not None:
                         begin = left - _GAP - (0 if before.host == box.host else 2 * _PADDING)
-                        self._link(before, box, begin, left, middle, wrapped=before not in row)
+                        self._link(before, box, begin, left, middle, below if before not in row else None)
                     self._box(box, left, y + _HEADER + _PADDING)
                     left += _BOX_WIDTH + _GAP
-                    before = box
+                    before, below = box, (left - _GAP - _BOX_WIDTH / 2, middle + _BOX_HEIGHT / 2)
                 place += width + _GAP
             y += _ROW + (24 if len(rows) > 1 else 0)
         return y - (24 if len(rows) > 1 else 0)
@@ -183,14 +187,15 @@ class _Painter:
         """The ranks that the plan leaves out; returns (where they end below, on the right)."""
         self.sheet.text(_MARGIN, y + 12, "idle, by the plan", 12, "soft")
         y, x, right = y + 20, _MARGIN, _MARGIN
-        for idle in sorted(self.plan.idle, key=lambda one: one.rank):
+        for reason, ranks in idle_alike(self.plan).items():
             if x + _IDLE_WIDTH > WIDTH - _MARGIN:
                 x, y = _MARGIN, y + _IDLE_HEIGHT + 8
-            device = self.profile.devices[idle.rank]
-            self.sheet.box(x, y, _IDLE_WIDTH, _IDLE_HEIGHT, "paper", "faint", dashed=True, title=idle.reason)
-            name = fitted(f"rank {idle.rank}  {device.name}, {device.host}", 12, _IDLE_WIDTH - 20, bold=True)
-            self.sheet.text(x + 10, y + 18, name, 12, "soft", bold=True)
-            for line, text in enumerate(textwrap.wrap(idle.reason, int((_IDLE_WIDTH - 20) / (0.56 * 10.5)))[:2]):
+            devices = (self.profile.devices[rank] for rank in ranks)
+            name = f"{units.ranks(ranks)}  {counted((f'{device.name}, {device.host}' for device in devices), '; ')}"
+            self.sheet.box(x, y, _IDLE_WIDTH, _IDLE_HEIGHT, "paper", "faint", dashed=True, title=f"{name}: {reason}")
+            fits = fitted(name, 12, _IDLE_WIDTH - 20, bold=True)
+            self.sheet.text(x + 10, y + 18, fits, 12, "soft", bold=True)
+            for line, text in enumerate(textwrap.wrap(reason, int((_IDLE_WIDTH - 20) / (0.56 * 10.5)))[:2]):
                 self.sheet.text(x + 10, y + 35 + 14 * line, text, 10.5, "soft")
             right = max(right, x + _IDLE_WIDTH)
             x += _IDLE_WIDTH + 12
@@ -229,17 +234,19 @@ class _Painter:
         self.sheet.box(x, y + 3.5, inside, 4, "faint", radius=2)
         self.sheet.box(x, y + 3.5, inside * min(max(share, 0.0), 1.0), 4, colour, radius=2)
 
-    def _link(self, before: _StageBox, box: _StageBox, begin: float, end: float, y: float, wrapped: bool) -> None:
-        """The arrow into ``box``; one that comes from the row above starts short of it, from a dot."""
+    def _link(
+        self, before: _StageBox, box: _StageBox, begin: float, end: float, y: float, below: tuple[float, float] | None
+    ) -> None:  # fmt: skip
+        """The arrow into ``box``; one from the row above starts ``below`` the box there, and goes between the rows."""
         there, back = self.profile.link(before.rank, box.rank), self.profile.link(box.rank, before.rank)
         speed, delay = units.bandwidth(there.bytes_per_s), units.seconds(there.latency_s)
         unlike = abs(there.bytes_per_s - back.bytes_per_s) > _UNLIKE * max(there.bytes_per_s, back.bytes_per_s)
         if unlike and there.bytes_per_s != back.bytes_per_s:
             speed = f"{speed} / {units.bandwidth(back.bytes_per_s)}"
-        if wrapped:
+        if below is not None:
             top = y - _BOX_HEIGHT / 2 - _HEADER - _PADDING - 14
             place = end + _BOX_WIDTH / 2
-            self.sheet.arrow((place, top - 2), (place, y - _BOX_HEIGHT / 2))
+            self.sheet.arrow(below, (below[0], top - 4), (place, top - 4), (place, y - _BOX_HEIGHT / 2))
             self.sheet.text(place + 8, top + 9, f"from rank {before.rank}: {speed}, {delay}", 10, "ink")
             return
         self.sheet.arrow((begin + 3, y), (end - 2, y))

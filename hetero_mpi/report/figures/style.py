@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from matplotlib.path import Path as MplPath
 from matplotlib.textpath import text_to_path
 
 from hetero_mpi.errors import UserError
@@ -181,9 +182,10 @@ class Sheet:
         )
         self._above(artist)
 
-    def arrow(self, start: tuple[float, float], end: tuple[float, float], colour: str = "accent") -> None:
+    def arrow(self, *corners: tuple[float, float], colour: str = "accent") -> None:
+        """From the first corner to the last."""
         look: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 9, "shrinkA": 0, "shrinkB": 0, "linewidth": 1.4}
-        self._axes.add_patch(self._above(FancyArrowPatch(start, end, color=COLOURS[colour][0], **look)))
+        self._axes.add_patch(self._above(FancyArrowPatch(path=MplPath(corners), color=COLOURS[colour][0], **look)))
 
     def finished(self, width: float, height: float) -> Figure:
         """The figure, which becomes so large."""

@@ -15,6 +15,7 @@ from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
+from hetero_mpi.report.alike import least_most
 from hetero_mpi.report.figures.architecture import architecture
 from hetero_mpi.report.figures.charts import Mark, RankUsage, Series, line_chart
 from hetero_mpi.report.figures.charts import usage as usage_bars
@@ -31,8 +32,12 @@ USAGE_NOTE = (
     "The thin bar is the prediction: computing, and the rest."
 )
 MEMORY_NOTE = (
-    "Highest memory of each rank. A GPU rank counts what is allocated on the device; a CPU rank the whole process, libraries "
-    "included, which the prediction does not count."
+    "Highest memory of each rank. The prediction counts weights, gradients, optimizer state, activations and buffers of messages. "
+    "A GPU rank measures what is allocated on the device; a CPU rank the whole process."
+)
+PROCESS_NOTE = (
+    "The processes of the CPU ranks held {} more than predicted: for the most part Python, PyTorch and the MPI library, which "
+    "every process needs whatever it trains, on rank 0 also the data."
 )
 STEP_NOTE = (
     "One step as simulated and one as measured, on one time axis, or on one each where one is over three times as long. "
@@ -221,10 +226,12 @@ def _busy(predicted: SimulatedStep | None) -> dict[int, float]:
 def memory(run: PastRun) -> Section:
     """Per rank: predicted and measured peak, and what it may use."""
     used = last_usage(run.rank_steps)
-    rows = []
+    rows, uncounted = [], []
     for known in run.plan.memory if run.plan is not None else ():
         # What an emulated rank holds is the model that stands in for the profile's: no measurement of this plan.
         peak = used[known.rank].peak_bytes if known.rank in used and not run.emulated else 0
+        if run.profile is not None and run.profile.devices[known.rank].backend == "cpu" and peak > known.peak_bytes:
+            uncounted.append(peak - known.peak_bytes)
         rows.append(
             (
                 str(known.rank),
@@ -236,7 +243,9 @@ def memory(run: PastRun) -> Section:
             )
         )
     headers = ("rank", "device", "predicted", "measured", "usable", "why so much")
-    return Section("Memory", MEMORY_NOTE, times=True, table=Table.of(headers, rows, right=(0, 2, 3, 4)))
+    remarks = [PROCESS_NOTE.format(least_most(uncounted, units.size))] if uncounted else []
+    table = Table.of(headers, rows, right=(0, 2, 3, 4))
+    return Section("Memory", MEMORY_NOTE, times=True, table=table, remarks=remarks)
 
 
 def step(run: PastRun, predicted: SimulatedStep | None, measured: Sequence[Event], number: int) -> Section:
