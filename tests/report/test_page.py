@@ -15,7 +15,7 @@ from matplotlib.patches import FancyArrowPatch
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import RankMemory
 from hetero_mpi.report.figures.architecture import architecture
-from hetero_mpi.report.figures.charts import Mark, Series, line_chart
+from hetero_mpi.report.figures.charts import Series, StepMark, line_chart
 from hetero_mpi.report.figures.style import COLOURS, svg
 from hetero_mpi.report.figures.timeline import Panel, timeline
 from hetero_mpi.report.page import sections
@@ -92,8 +92,8 @@ def test_deaths_and_changes_of_plan_are_marked_in_the_charts(tmp_path: Path) -> 
     (run / "events.jsonl").write_text("\n".join(lines) + "\n")
     found = read_run(run)
     assert sections.marks(found) == [
-        Mark(20, "after step 20: layer 1 moves", "violet"),
-        Mark(31, "after step 31: Died: rank <1>; 1.06 s after it was noticed", "alert"),
+        StepMark(20, "after step 20: layer 1 moves", "violet"),
+        StepMark(31, "after step 31: Died: rank <1>; 1.06 s after it was noticed", "alert"),
     ]
     for section, charts in ((sections.learning(found), 1), (sections.speed(found), 2)):
         with_marks = [chart for chart in section.charts if "<title>after step 31: Died: rank &lt;1&gt;" in chart]
@@ -112,8 +112,8 @@ def test_a_resumed_start_is_marked_with_the_loss_before_it(tmp_path: Path) -> No
     values["starts"] += [{"unix_s": now + 2, "step": 30, "ranks": 1}, {"unix_s": now + 3, "step": 40, "ranks": 2}]
     (run / "run.json").write_text(json.dumps(values))
     assert sections.marks(read_run(run)) == [
-        Mark(30, "after step 30: no word from beta; training resumed after step 30 on 1 rank", "alert"),
-        Mark(40, "after step 40: training resumed after step 40 on 2 ranks", "violet"),
+        StepMark(30, "after step 30: no word from beta; training resumed after step 30 on 1 rank", "alert"),
+        StepMark(40, "after step 40: training resumed after step 40 on 2 ranks", "violet"),
     ]
 
 
@@ -122,7 +122,7 @@ def test_series_that_are_far_apart_have_an_axis_each() -> None:
         series = [
             Series(name, ((1.0, y), (2.0, y)), "accent") for name, y in (("predicted", 1.0), ("measured", measured))
         ]
-        figure = line_chart("time per step", series, from_zero=from_zero, marks=[Mark(2, "a death", "alert")])
+        figure = line_chart("time per step", series, from_zero=from_zero, marks=[StepMark(2, "a death", "alert")])
         assert figure is not None and svg(figure, "a").count("<title>a death</title>") == 2 * len(figure.axes)
         assert ("an axis each" in figure.texts[0].get_text()) == (len(figure.axes) > 1)
         return [axes.get_ylim() for axes in figure.axes]

@@ -41,7 +41,7 @@ _Shown = tuple[Series, list[tuple[float, float]]]
 
 
 @dataclass(frozen=True)
-class Mark:
+class StepMark:
     """Something that happened after a step: an upright line over a chart, which says ``text`` under the pointer."""
 
     step: float
@@ -57,7 +57,7 @@ def plain(value: float) -> str:
 @drawn
 def line_chart(
     label: str, series: Sequence[Series], y_text: Callable[[float], str] = plain, from_zero: bool = False,
-    marks: Sequence[Mark] = (),
+    marks: Sequence[StepMark] = (),
 ) -> Figure | None:  # fmt: skip
     """A chart of what is finite in ``series``; None where nothing is.
 
@@ -103,7 +103,7 @@ def _draw_lines(axes: Axes, group: Sequence[_Shown], y_text: Callable[[float], s
     axes.spines[["left", "bottom"]].set_visible(False)
 
 
-def _draw_marks(axes: Axes, marks: Sequence[Mark], shown: Sequence[_Shown]) -> None:
+def _draw_marks(axes: Axes, marks: Sequence[StepMark], shown: Sequence[_Shown]) -> None:
     """A thin line each, on a pale one that is wide enough to be pointed at."""
     steps = [step for _, points in shown for step, _ in points]
     for mark in marks:

@@ -17,7 +17,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.alike import least_most
 from hetero_mpi.report.figures.architecture import architecture
-from hetero_mpi.report.figures.charts import Mark, RankUsage, Series, line_chart
+from hetero_mpi.report.figures.charts import RankUsage, Series, StepMark, line_chart
 from hetero_mpi.report.figures.charts import usage as usage_bars
 from hetero_mpi.report.figures.style import svg
 from hetero_mpi.report.figures.timeline import MOST_LANES, Panel, timeline
@@ -144,7 +144,7 @@ def sample(run: PastRun) -> Section:
     return Section("What the trained model writes", text=run.sample.strip())
 
 
-def marks(run: PastRun) -> list[Mark]:
+def marks(run: PastRun) -> list[StepMark]:
     """Deaths and changes of plan, where the charts show them: a death at the step from which the run went on."""
     found, lost = [], list[str]()
     for one in run.happenings:
@@ -153,7 +153,7 @@ def marks(run: PastRun) -> list[Mark]:
             lost.append(one.text)
         elif one.step is not None and (resumed or one.event == "rebalanced" or (lost and one.event in _GOING_ON)):
             text = f"after step {one.step}: {'; '.join([*lost, one.text])}"
-            found.append(Mark(one.step, text, "alert" if lost else "violet"))
+            found.append(StepMark(one.step, text, "alert" if lost else "violet"))
             lost = lost if one.event == "rebalanced" else []
     return found
 
