@@ -36,7 +36,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from clusters import Case, generate  # noqa: E402
 
 from hetero_mpi.commands import plan as offline  # noqa: E402
-from hetero_mpi.planning.decide import decide  # noqa: E402
+from hetero_mpi.planning.decision.decide import decide  # noqa: E402
 from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copies  # noqa: E402
 from hetero_mpi.planning.outline import outlined  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402

@@ -42,9 +42,9 @@ from clusters import TYPES, Case, generate  # noqa: E402
 
 from hetero_mpi.errors import UserError  # noqa: E402
 from hetero_mpi.planning.analysis.what_if import whole_model_s  # noqa: E402
+from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.memory import stage_memory, usable_bytes  # noqa: E402
 from hetero_mpi.planning.outline import outlined  # noqa: E402
-from hetero_mpi.planning.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.single.optimum import Space  # noqa: E402
 from hetero_mpi.planning.single.search import evaluate  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402

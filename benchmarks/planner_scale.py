@@ -35,8 +35,8 @@ from clusters import PAIRWISE, Case, generate  # noqa: E402
 
 from hetero_mpi.job.plan_request import INDIFFERENCE  # noqa: E402
 from hetero_mpi.planning.bounds import fluid_bound_s  # noqa: E402
+from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.packing.bound import packing_bound_s  # noqa: E402
-from hetero_mpi.planning.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile  # noqa: E402
 
 MOST_S = {64: 1.0, 1024: 10.0}

@@ -19,7 +19,7 @@ from harness import run_ranks  # noqa: E402
 
 from hetero_mpi.planning.analysis.drift import Decider, Move  # noqa: E402
 from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer  # noqa: E402
-from hetero_mpi.planning.planner import make_plan  # noqa: E402
+from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile  # noqa: E402
 from hetero_mpi.planning.types.request import PlanRequest  # noqa: E402

@@ -40,7 +40,7 @@ adamw = torch.optim.AdamW(model.parameters())
 model(input_ids=torch.zeros(1, 8, dtype=torch.long)).logits.sum().backward()
 adamw.step()
 unused = {"torch._dynamo.eval_frame", "torch.distributed.tensor", "torch._inductor", "peft", "bitsandbytes", "matplotlib"}
-planner = {"hetero_mpi.planning.planner", "hetero_mpi.planning.decide", "hetero_mpi.launch.supervisor.elastic"}
+planner = {"hetero_mpi.planning.decision.planner", "hetero_mpi.planning.decision.decide", "hetero_mpi.launch.supervisor.elastic"}
 found = sorted((unused | planner) & set(sys.modules))
 assert not found, found
 

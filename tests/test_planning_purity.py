@@ -18,12 +18,12 @@ import hetero_mpi.planning
 modules = [module.name for module in pkgutil.walk_packages(hetero_mpi.planning.__path__, "hetero_mpi.planning.")]
 for name in modules:
     importlib.import_module(name)
-wanted = {"planner", "simulator", "types.toml_files", "bounds", "dry_run", "memory"}
+wanted = {"decision.planner", "simulator", "types.toml_files", "bounds", "dry_run", "memory"}
 assert {f"hetero_mpi.planning.{name}" for name in wanted} <= set(modules), modules
 
 from tests.planning_samples import make_profile
 from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_plan, save_profile
-from hetero_mpi.planning.planner import make_plan
+from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.simulator import simulate
 

@@ -17,8 +17,8 @@ from hetero_mpi.job.load import LoadedJob, job_of_tables, load_job, run_director
 from hetero_mpi.job.plan_request import micro_batch_choices, request_of, with_memory
 from hetero_mpi.planning.analysis.idle_time import idling
 from hetero_mpi.planning.analysis.what_if import losses, what_ifs
+from hetero_mpi.planning.decision.planner import complete_plan, differences, make_plan
 from hetero_mpi.planning.outline import outlined
-from hetero_mpi.planning.planner import complete_plan, differences, make_plan
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.codec import encode
 from hetero_mpi.planning.types.network import THREADED, Network

@@ -10,8 +10,8 @@ from hetero_mpi.commands.plan import question as fitted
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import job_of_tables, load_job
 from hetero_mpi.job.plan_request import micro_batch_choices, request_of
-from hetero_mpi.planning.alone import alone
-from hetero_mpi.planning.planner import make_plan
+from hetero_mpi.planning.decision.alone import alone
+from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile

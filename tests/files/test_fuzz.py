@@ -31,7 +31,7 @@ from hetero_mpi.data.records import read_records
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import job_from_dict, job_to_dict, load_job, run_directory
 from hetero_mpi.model.files.model_files import ModelFiles
-from hetero_mpi.planning.planner import complete_plan, make_plan
+from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_plan, save_profile
 from hetero_mpi.report.checkpoints import checkpoint_lines

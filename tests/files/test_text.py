@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.cli import main
-from hetero_mpi.planning.planner import make_plan
+from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.types.toml_files import save_plan
 from hetero_mpi.report.run_files.logs import say, setup_logging
 from hetero_mpi.text import printable

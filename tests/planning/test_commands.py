@@ -10,8 +10,8 @@ import pytest
 
 from hetero_mpi.planning.analysis.what_if import losses, what_ifs
 from hetero_mpi.planning.bounds import fluid_bound_s
+from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.packing.bound import packing_bound_s
-from hetero_mpi.planning.planner import make_plan
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import restricted, with_copy_of, with_faster_links, with_free_links
 from hetero_mpi.planning.types.profile import HostProfile

@@ -14,7 +14,7 @@ import pytest
 
 from hetero_mpi.planning.analysis.drift import FEWEST, Decider, Move, Prospect, SpeedWatch, moved_items, moving_s
 from hetero_mpi.planning.analysis.replan import ReplanAnswer, ReplanQuestion, answer
-from hetero_mpi.planning.planner import make_plan
+from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan

@@ -10,8 +10,8 @@ import pytest
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.idle_time import Idling, busy, idling
+from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.memory import predict_memory
-from hetero_mpi.planning.planner import make_plan
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.network import Network
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan

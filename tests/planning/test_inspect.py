@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hetero_mpi.commands import plan
-from hetero_mpi.planning.planner import make_plan
+from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.types.profile import LinkProfile
 from hetero_mpi.planning.types.toml_files import load_profile, plan_from_dict, save_plan
 from hetero_mpi.report.inspection import residuals

@@ -11,6 +11,7 @@ import pytest
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import load_job
 from hetero_mpi.job.plan_request import request_of
+from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.memory import (
     holdings,
     predict_hosts,
@@ -18,7 +19,6 @@ from hetero_mpi.planning.memory import (
     stage_memory,
     with_copies,
 )
-from hetero_mpi.planning.planner import make_plan
 from hetero_mpi.planning.schedule import Action, Op, parse_action, schedule_of, stages
 from hetero_mpi.planning.types.plan import HostMemory
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile

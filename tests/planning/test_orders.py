@@ -9,9 +9,9 @@ import pytest
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning import orders
+from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.memory import stage_holdings
-from hetero_mpi.planning.planner import complete_plan, make_plan
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import Plan

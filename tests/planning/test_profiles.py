@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.dry_run import validate
-from hetero_mpi.planning.planner import make_plan
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_profile

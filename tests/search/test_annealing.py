@@ -9,7 +9,7 @@ from hetero_mpi.planning.annealing import anneal
 from hetero_mpi.planning.annealing.anneal import Annealer, Budget
 from hetero_mpi.planning.annealing.changes import Changes
 from hetero_mpi.planning.cycles import cycle_bound_s
-from hetero_mpi.planning.decide import decide
+from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.memory import predict_hosts, predict_memory
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.simulator import simulate, spans_s

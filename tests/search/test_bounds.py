@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hetero_mpi.planning.bounds import fluid_bound_s
-from hetero_mpi.planning.decide import decide
+from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.packing import counted
 from hetero_mpi.planning.packing.bound import TOLERANCE, packing_bound_s

@@ -15,10 +15,10 @@ import pytest
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
-from hetero_mpi.planning.decide import decide
+from hetero_mpi.planning.decision.decide import decide
+from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.durations import duration, finished_items_s, sum_s, tied_s
 from hetero_mpi.planning.memory import predict_hosts, predict_memory, usable_bytes
-from hetero_mpi.planning.planner import make_plan
 from hetero_mpi.planning.schedule import Action, Op, held_by, stages, summed_items, tied_heads
 from hetero_mpi.planning.simulator import simulate, spans_s
 from hetero_mpi.planning.tables import rank_classes

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s, pipeline_bound_s
-from hetero_mpi.planning.explain import beaten
+from hetero_mpi.planning.decision.explain import beaten
+from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.packing.bound import packing_bound_s
-from hetero_mpi.planning.planner import complete_plan, make_plan
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.single.optimum import space_of
 from hetero_mpi.planning.single.orders import all_orders

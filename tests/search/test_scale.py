@@ -9,11 +9,11 @@ import pytest
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s, pipeline_bound_s
+from hetero_mpi.planning.decision.planner import make_plan
+from hetero_mpi.planning.decision.remedies import is_packed, is_trained_whole, with_adapters
 from hetero_mpi.planning.memory import stage_memory
 from hetero_mpi.planning.noise import smoothed
 from hetero_mpi.planning.pacing import classic_depths
-from hetero_mpi.planning.planner import make_plan
-from hetero_mpi.planning.remedies import is_packed, is_trained_whole, with_adapters
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.single.lines import Lines, orders_along_lines
 from hetero_mpi.planning.single.optimum import Space, optimise, space_of

@@ -20,8 +20,8 @@ from typing import Any
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.drift import Prospect, moving_s
 from hetero_mpi.planning.annealing.anneal import Annealer
-from hetero_mpi.planning.decide import decide
-from hetero_mpi.planning.planner import complete_plan
+from hetero_mpi.planning.decision.decide import decide
+from hetero_mpi.planning.decision.planner import complete_plan
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
 from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.alone import alone
 from hetero_mpi.planning.bounds import fluid_bound_s
-from hetero_mpi.planning.decide import decide
+from hetero_mpi.planning.decision.alone import alone
+from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.durations import compute_s
 from hetero_mpi.planning.schedule import Op, stages
 from hetero_mpi.planning.tables import rank_classes

@@ -46,7 +46,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Times:
+class LineTimes:
     """Of every stage, and of the messages behind it; seconds per micro-batch."""
 
     forward: list[float]
@@ -61,7 +61,7 @@ class Fitting:
 
     line: Line
     recompute: tuple[bool, ...]
-    times: Times
+    times: LineTimes
     step_s: float
     """The longest STEP."""
     bound_s: float
@@ -150,8 +150,8 @@ class Costs:
         warm_up = paced_each(compute, hops, period_s(compute, hops), allowance)
         return replace(line, flying=tuple(min(line.micro_batches, depth + 1) for depth in warm_up))
 
-    def _times(self, line: Line, recompute: Sequence[bool]) -> Times:
-        times = Times([], [], [], [])
+    def _times(self, line: Line, recompute: Sequence[bool]) -> LineTimes:
+        times = LineTimes([], [], [], [])
         for place, rank in enumerate(line.ranks):
             first, last = line.cuts[place], line.cuts[place + 1]
             again = self._repeated[rank][last] - self._repeated[rank][first] if recompute[place] else 0.0

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_mpi.planning.packing.stages import Limits, Stages, StageTables
+from hetero_mpi.planning.packing.stages import BoundStages, Limits, StageTables
 from hetero_mpi.planning.several.fleet import Floats
 
 Places = NDArray[np.int64]
@@ -36,7 +36,7 @@ class _Entry:
     """Each sequence's, one way. 0 where there is none."""
 
 
-class Chains:
+class BoundChains:
     """All pipelines of at most ``count[class]`` ranks of every class. Vectors are numbered as arrays of ``shape`` lay them."""
 
     def __init__(self, tables: StageTables, count: tuple[int, ...], pipelines: int) -> None:
@@ -85,10 +85,10 @@ class Chains:
 class _Passes:
     """Both passes for some shares and one step time. Arrays are [share, blocks, vector]."""
 
-    def __init__(self, chains: Chains, shares: Floats, step_s: float, most: int, wasted: Floats) -> None:
+    def __init__(self, chains: BoundChains, shares: Floats, step_s: float, most: int, wasted: Floats) -> None:
         self.chains, self.shares, self.most, self.wasted = chains, shares, most, wasted
         self.blocks, self.last = len(chains.facts.blocks), chains.vectors.shape[1] - 1
-        self.limits: dict[tuple[int, bool, bool], list[tuple[Stages, Limits]]] = {
+        self.limits: dict[tuple[int, bool, bool], list[tuple[BoundStages, Limits]]] = {
             key: [(stages, stages.limits(shares, step_s, chains.facts.ahead)) for stages in kinds]
             for key, kinds in chains.stages.items()
             if chains.count[key[0]]

@@ -14,7 +14,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_mpi.planning.packing.chains import Chains
+from hetero_mpi.planning.packing.chains import BoundChains
 from hetero_mpi.planning.packing.relaxed import Facts, RankClass
 from hetero_mpi.planning.packing.stages import StageTables
 from hetero_mpi.planning.several.fleet import Floats
@@ -28,7 +28,7 @@ MOST_UNLIKE = 1.13
 
 
 class Counted:
-    """The vectors of an instance, and ``Chains`` up to any of them."""
+    """The vectors of an instance, and ``BoundChains`` up to any of them."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -36,7 +36,7 @@ class Counted:
         self.shape = tuple(len(one.ranks) + 1 for one in facts.classes)
         self.vectors: Whole = np.indices(self.shape).reshape(len(self.shape), -1)
         self.number = self.vectors.shape[1]
-        self._chains: dict[tuple[int, int], Chains] = {}
+        self._chains: dict[tuple[int, int], BoundChains] = {}
         self.blocks = len(facts.blocks) + facts.ends
         self.sequences_per_s: Floats = facts.speeds @ self.vectors / self.blocks
         places = np.arange(self.number)
@@ -50,11 +50,11 @@ class Counted:
         inner = np.indices(shape).reshape(len(shape), -1)
         return np.asarray(np.ravel_multi_index(tuple(inner), self.shape))
 
-    def chains(self, vector: int, pipelines: int) -> Chains:
+    def chains(self, vector: int, pipelines: int) -> BoundChains:
         """All chains of at most these ranks, where so many pipelines or more sum gradients."""
         key = vector, pipelines
         if key not in self._chains:
-            self._chains[key] = Chains(self._tables, tuple(int(n) for n in self.vectors[:, vector]), pipelines)
+            self._chains[key] = BoundChains(self._tables, tuple(int(n) for n in self.vectors[:, vector]), pipelines)
         return self._chains[key]
 
 

@@ -46,8 +46,8 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Stages:
-    """Stages of one class and one kind (embedding or not, head or not, recompute or not); arrays over 0 ... L blocks."""
+class BoundStages:
+    """BoundStages of one class and one kind (embedding or not, head or not, recompute or not); arrays over 0 ... L blocks."""
 
     work_s: Floats
     """Least seconds per sequence."""
@@ -77,7 +77,7 @@ class Stages:
 
 
 class StageTables:
-    """``Stages`` of every class, for numbers of pipelines that sum gradients."""
+    """``BoundStages`` of every class, for numbers of pipelines that sum gradients."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -89,7 +89,7 @@ class StageTables:
         sums = np.concatenate([[0.0], np.cumsum([float(x.trainable_parameters) for x in facts.model.layers])])
         trained = sums[None, :] - sums[:, None]
         self._trained = {ends: np.nan_to_num(_over_blocks(trained, *ends), posinf=0.0) for ends in ENDS}
-        self._known: dict[int, dict[tuple[int, bool, bool], list[Stages]]] = {}
+        self._known: dict[int, dict[tuple[int, bool, bool], list[BoundStages]]] = {}
 
     def _stage_bytes(self, recompute: bool) -> tuple[Table, Table]:
         """(bytes whatever is in flight, bytes of every sequence in flight) [first, last]"""
@@ -98,7 +98,7 @@ class StageTables:
         each = [table / size for size, (_, table) in zip(self.facts.choices, tables, strict=True)]
         return tables[0][0], np.minimum.reduce(each)
 
-    def of(self, pipelines: int) -> dict[tuple[int, bool, bool], list[Stages]]:
+    def of(self, pipelines: int) -> dict[tuple[int, bool, bool], list[BoundStages]]:
         """(class, embedding?, head?) -> its stages, one entry for every way of recomputing that fits anywhere."""
         if pipelines not in self._known:
             sums = self.facts.sums_s(pipelines)
@@ -109,7 +109,7 @@ class StageTables:
             }
         return self._known[pipelines]
 
-    def _stages(self, kind: int, first: bool, last: bool, sums: tuple[float, ...]) -> Iterator[Stages]:
+    def _stages(self, kind: int, first: bool, last: bool, sums: tuple[float, ...]) -> Iterator[BoundStages]:
         facts, one, ends = self.facts, self.facts.classes[kind], (first, last)
         blocks: Floats = np.arange(len(facts.blocks) + 1, dtype=np.float64)
 
@@ -120,7 +120,7 @@ class StageTables:
         for recompute in sorted(set(facts.request.recompute_choices)):
             again = blocks * one.repeated_s if recompute else np.zeros_like(blocks)
             own = (blocks * one.refill_s if recompute else 0.0) + one.overhead_s
-            yield Stages(
+            yield BoundStages(
                 work_s=total(one.work_s) + again + overhead_s,
                 trip_s=total(one.trip_s) + again + overhead_s,
                 fill_s=total(one.fill_s) + own,

@@ -88,7 +88,7 @@ def obtain_plan(
     plan: Plan | None = None
     with world.led("planning"):
         if world.rank == 0:
-            from hetero_mpi.planning.planner import make_plan  # 50 modules that no other rank needs
+            from hetero_mpi.planning.decision.planner import make_plan  # 50 modules that no other rank needs
 
             if given is not None:
                 plan = _given_plan(given, profile, request)
@@ -101,7 +101,7 @@ def obtain_plan(
 
 
 def _given_plan(given: Path | Plan, profile: ClusterProfile, request: PlanRequest) -> Plan:
-    from hetero_mpi.planning.planner import complete_plan
+    from hetero_mpi.planning.decision.planner import complete_plan
 
     plan = given if isinstance(given, Plan) else load_plan(given)
     try:

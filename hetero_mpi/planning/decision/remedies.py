@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hetero_mpi.planning.decide import fits
+from hetero_mpi.planning.decision.decide import fits
 from hetero_mpi.planning.single.optimum import Space
 from hetero_mpi.planning.types.cluster_changes import with_copy_of
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost

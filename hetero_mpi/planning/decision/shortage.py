@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hetero_mpi.planning.decision.remedies import TOGETHER, nothing_helps, remedies
 from hetero_mpi.planning.memory import stage_memory
-from hetero_mpi.planning.remedies import TOGETHER, nothing_helps, remedies
 from hetero_mpi.planning.single.optimum import Space
 from hetero_mpi.planning.single.room import (
     Closest,

@@ -8,17 +8,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.alone import best_alone
 from hetero_mpi.planning.bounds import fluid_bound_s
-from hetero_mpi.planning.decide import decide, in_order, nearest_searched
+from hetero_mpi.planning.decision.alone import best_alone
+from hetero_mpi.planning.decision.decide import decide, in_order, nearest_searched
+from hetero_mpi.planning.decision.explain import busiest, idle_ranks, reasons
+from hetero_mpi.planning.decision.shortage import explain_shortage
 from hetero_mpi.planning.dry_run import validate
-from hetero_mpi.planning.explain import busiest, idle_ranks, reasons
 from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copies
 from hetero_mpi.planning.orders import ORDERS, OTHER_ORDERS, SCHEDULES
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.packing.bound import packing_bound_s
 from hetero_mpi.planning.schedule import schedule_of, stages
-from hetero_mpi.planning.shortage import explain_shortage
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.single.optimum import space_of
 from hetero_mpi.planning.types.plan import IdleRank, Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.decide import decide
+from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.durations import compute_s, optimizer_s
 from hetero_mpi.planning.memory import with_copies
 from hetero_mpi.planning.schedule import Op
