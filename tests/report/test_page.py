@@ -13,7 +13,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.patches import FancyArrowPatch
 
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.types.plan import RankMemory
+from hetero_mpi.planning.types.plan import PipelinePlan, RankMemory, StagePlan
 from hetero_mpi.report.figures.architecture import architecture
 from hetero_mpi.report.figures.charts import Series, StepMark, line_chart
 from hetero_mpi.report.figures.style import COLOURS, svg
@@ -155,7 +155,10 @@ def test_a_run_without_links_says_nothing_of_them(tmp_path: Path) -> None:
     assert "Links" not in page and "bandwidth" not in page
     two = cluster(2)
     page = report_html(read_run(make_run(tmp_path / "two", planned(two), two, steps=2)))
-    assert "<h2>Links" in page and "links: bandwidth" in page
+    assert "<h2>Links" in page and "links: bandwidth" in page and "Messages between stages" in page
+    alone = tuple(PipelinePlan((StagePlan((rank,), 0, planned(two).items, 0),), 1, 4) for rank in range(2))
+    page = report_html(replace(read_run(tmp_path / "two"), plan=replace(planned(two), pipelines=alone), rank_steps=()))
+    assert "Gradient all-reduce" in page and "Messages between stages" not in page, "whole models side by side"
 
 
 def test_the_memory_of_a_process_is_explained(tmp_path: Path) -> None:

@@ -301,7 +301,8 @@ def links(run: PastRun, predicted: SimulatedStep | None, measured: Sequence[Even
     more = len({*expected, *seen}) - len(rows)
     remarks = [f"And {more} more pairs."] if more > 0 else []
     remarks += _all_reduce_text(sums(predicted.events), sums(measured))
-    return replace(section, table=Table.of(headers, rows, right=(2, 3, 4, 5, 6, 7)), remarks=remarks)
+    table = Table.of(headers, rows, right=(2, 3, 4, 5, 6, 7))
+    return replace(section, note=LINKS_NOTE if table else "", table=table, remarks=remarks)
 
 
 def _all_reduce_text(expected: Mapping[int, float], seen: Mapping[int, float]) -> list[str]:
