@@ -409,6 +409,7 @@ class Noted(Probe):
         begin = time.monotonic()
         answer = super().ask(what, timeout_s, **values)
         if what == "connect":
+            time.sleep(0.3)  # measurements that begin together overlap, however busy the machine is
             other = int(values["address"].rpartition(".")[2]) - 1
             self.notes.append((frozenset((self.number, other)), begin, time.monotonic()))
         return answer

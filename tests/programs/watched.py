@@ -66,7 +66,7 @@ WAYS: dict[str, Callable[[World, MpiTransport], None]] = {
 
 
 def main(world: World) -> int:
-    trainer: Any = SimpleNamespace(executor=None, events=[])
+    trainer: Any = SimpleNamespace(executor=None, latest=None)
     with MpiTransport(world.comm) as transport:
         lookout = Lookout(world, trainer, transport)
         with Watchdog(world, LIMIT_S, lookout.look, lookout.forgive):

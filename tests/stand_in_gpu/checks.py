@@ -479,8 +479,8 @@ def test_events_of_a_pipeline_of_one_stage_are_the_devices_times(
     monkeypatch.setattr(Stage, "backward", longer)
     threads = Threads(model, plan_of(model, [([0], [0, model.items], 2, 4)], 8), train, backend=lambda: gpu)
     tokens = np.ones((4, 8), np.int32)
-    threads.together(lambda trainer: trainer.step(0, tokens, tokens, 32))
-    events = [event for event in threads.trainers[0].events if event.action.op is Op.B]
+    (result,) = threads.together(lambda trainer: trainer.step(0, tokens, tokens, 32))
+    events = [event for event in result.events if event.action.op is Op.B]
     assert len(events) == 2
     assert all(event.end_s - event.start_s >= 0.1 for event in events)
     assert events[0].end_s <= events[1].start_s
