@@ -80,7 +80,7 @@ class Collectives:
         return lengths, everything
 
     def broadcast_arrays(self, arrays: Sequence[NDArray[Any]] | None, root: int = 0) -> list[NDArray[Any]]:
-        """``root``'s arrays (any shapes, plain numeric dtypes) on every rank; other ranks pass ``None``."""
+        """``root``'s arrays (any shapes, plain numeric dtypes) on every rank, in one message; other ranks pass ``None``."""
         own = [np.ascontiguousarray(array).reshape(array.shape) for array in arrays or ()]
         assert all(array.dtype.kind in "biufc" for array in own), "root must give arrays of plain numbers"
         header = self.broadcast_json(
@@ -88,8 +88,17 @@ class Collectives:
         )
         if arrays is None:
             own = [np.empty(tuple(shape), np.dtype(dtype)) for dtype, shape in header]
-        for array in own:
-            self._broadcast_bytes(array.reshape(-1).view(np.uint8), root)
+        pieces = [array.reshape(-1).view(np.uint8) for array in own]
+        if len(pieces) == 1:
+            self._broadcast_bytes(pieces[0], root)
+            return own
+        joined = np.concatenate(pieces) if arrays is not None else np.empty(sum(map(len, pieces)), np.uint8)
+        self._broadcast_bytes(joined, root)
+        if arrays is None:
+            for piece, content in zip(
+                pieces, np.split(joined, np.cumsum([len(piece) for piece in pieces])[:-1]), strict=True
+            ):
+                piece[:] = content
         return own
 
     def all_reduce_sum(self, array: NDArray[Any]) -> NDArray[Any]:
