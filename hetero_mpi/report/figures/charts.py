@@ -163,12 +163,5 @@ def usage(ranks: Sequence[RankUsage]) -> Figure:
     axes.axis("off")
     if present:
         keys = [key(colour, name) for name, colour in present]
-        figure.legend(
-            handles=keys,
-            ncols=len(keys),
-            loc="upper left",
-            bbox_to_anchor=(0, 1),
-            handlelength=0.9,
-            borderaxespad=0,
-        )
+        figure.legend(handles=keys, ncols=len(keys), loc="upper left", bbox_to_anchor=(0, 1))
     return figure

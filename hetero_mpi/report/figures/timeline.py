@@ -91,14 +91,7 @@ def timeline(panels: Sequence[Panel], labels: Mapping[int, str], most_lanes: int
     present = {KINDS[e.action.op] for one in panels for e in one.events if e.action.op in KINDS}
     keys = [key(colour, name) for name, colour in dict.fromkeys(KINDS.values()) if (name, colour) in present]
     if keys:
-        figure.legend(
-            handles=keys,
-            ncols=len(keys),
-            loc="upper left",
-            bbox_to_anchor=(0, 1),
-            handlelength=0.9,
-            borderaxespad=0,
-        )
+        figure.legend(handles=keys, ncols=len(keys), loc="upper left", bbox_to_anchor=(0, 1))
     return figure
 
 

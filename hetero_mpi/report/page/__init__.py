@@ -1,1 +1,1 @@
-"""The run report: one HTML file that needs nothing else. Drawn by our own SVG; no script, no request."""
+"""The run report: one HTML file that needs nothing else. A template, and pictures in it as SVG; no script, no request."""

@@ -76,7 +76,7 @@ def _optimizer(run: PastRun) -> str:
 
 def _dtype(run: PastRun) -> str:
     asked, used = _said(run.setting("train", "dtype")), run.profile.model.dtype if run.profile is not None else ""
-    return asked if asked == used or not used else f"{used} ({asked})" if asked else used
+    return f"{used} ({asked})" if asked and used and asked != used else asked or used
 
 
 def _joined(*parts: str) -> str:
@@ -92,12 +92,6 @@ def _filled(text: str, value: Any, between: str = ", ") -> str:
 def _said(value: Any, between: str = ", ") -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return between.join(map(_said, value))
-    return (
-        ""
-        if value is None
-        else f"{value:,}"
-        if type(value) is int
-        else f"{value:g}"
-        if type(value) is float
-        else str(value)
-    )
+    if value is None:
+        return ""
+    return format(value, {int: ",", float: "g"}.get(type(value), ""))
