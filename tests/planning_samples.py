@@ -225,3 +225,12 @@ def grid(schedule: Schedule) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
     return "\n".join("  ".join(line) for line in lines)
+
+
+def renumbered(profile: ClusterProfile, order: list[int]) -> ClusterProfile:
+    """Old rank ``order[i]`` becomes rank i."""
+    new = {old: i for i, old in enumerate(order)}
+    links = [replace(link, source=new[link.source], destination=new[link.destination]) for link in profile.links]
+    random.Random(0).shuffle(links)
+    devices = tuple(replace(profile.devices[old], rank=i) for i, old in enumerate(order))
+    return replace(profile, devices=devices, links=tuple(links))

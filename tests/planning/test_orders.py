@@ -9,6 +9,7 @@ import pytest
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning import orders
+from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.memory import stage_holdings
@@ -75,6 +76,15 @@ def test_memory_is_that_of_the_order() -> None:
     assert make_plan(profile, request).pipelines[0].split_backward
     with pytest.raises(UserError, match=r"rank \d needs .* short by \d+ bytes"):
         make_plan(profile, replace(request, schedule=NAME))
+
+
+def test_a_plan_made_while_the_run_goes_on_keeps_it() -> None:
+    profile = with_split(make_profile((1.0, 1.0)))
+    request = PlanRequest(8, SEQUENCE, (1,), split_choices=(False, True), schedule=NAME)
+    plan = make_plan(profile, request)
+    found = answer(ReplanQuestion(profile, {1: 3.0}, request, plan, 1000, 0.0)).plan
+    assert found.pipelines[0].stages != plan.pipelines[0].stages
+    assert [(pipeline.order, pipeline.split_backward) for pipeline in found.pipelines] == [(NAME, True)]
 
 
 def test_an_unknown_order_is_refused() -> None:

@@ -26,7 +26,7 @@ from hetero_mpi.planning.types.cost import EMBEDDING, HEAD
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes, LinkProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from tests.planning_samples import SEQUENCE, make_device, make_model, make_profile
+from tests.planning_samples import SEQUENCE, make_device, make_model, make_profile, renumbered
 
 MOST_SLOWER = 1 + 1e-9
 
@@ -343,15 +343,6 @@ def test_two_hundred_instances_are_planned_nearly_as_brute_force_does() -> None:
 
 
 # What the planner makes of it
-
-
-def renumbered(profile: ClusterProfile, order: list[int]) -> ClusterProfile:
-    """Old rank ``order[i]`` becomes rank i."""
-    new = {old: i for i, old in enumerate(order)}
-    links = [replace(link, source=new[link.source], destination=new[link.destination]) for link in profile.links]
-    random.Random(0).shuffle(links)
-    devices = tuple(replace(profile.devices[old], rank=i) for i, old in enumerate(order))
-    return replace(profile, devices=devices, links=tuple(links))
 
 
 @pytest.mark.parametrize("seed", range(30))

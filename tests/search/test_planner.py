@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.bounds import fluid_bound_s, pipeline_bound_s
+from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.explain import beaten
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.memory import predict_memory
@@ -25,7 +25,16 @@ from hetero_mpi.planning.types.cost import EMBEDDING
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
-from tests.planning_samples import SEQUENCE, make_device, make_model, make_plan_of, make_profile, random_instance
+from tests.planning_samples import (
+    SEQUENCE,
+    make_device,
+    make_model,
+    make_plan_of,
+    make_profile,
+    random_instance,
+    renumbered,
+)
+from tests.search.pipeline_bound import pipeline_bound_s
 
 EQUAL = 1 + 1e-9
 
@@ -117,15 +126,6 @@ def test_fluid_bound_by_hand() -> None:
 def described(plan: Plan, profile: ClusterProfile) -> list[tuple[str, int, int, int, int]]:
     names = [(profile.devices[s.ranks[0]].name, s) for s in plan.pipelines[0].stages]
     return [(name, s.first, s.last, s.warm_up, plan.pipelines[0].micro_batch) for name, s in names]
-
-
-def renumbered(profile: ClusterProfile, order: list[int]) -> ClusterProfile:
-    """Old rank ``order[i]`` becomes rank i."""
-    new = {old: i for i, old in enumerate(order)}
-    links = [replace(k, source=new[k.source], destination=new[k.destination]) for k in profile.links]
-    random.Random(0).shuffle(links)
-    devices = tuple(replace(profile.devices[old], rank=i) for i, old in enumerate(order))
-    return replace(profile, devices=devices, links=tuple(links))
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.bounds import fluid_bound_s, pipeline_bound_s
+from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.decision.remedies import is_packed, is_trained_whole, with_adapters
 from hetero_mpi.planning.memory import stage_memory
@@ -23,6 +23,7 @@ from hetero_mpi.planning.tables import rank_classes, stage_bytes
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
 from tests.planning_samples import SEQUENCE, make_model, make_profile, random_instance, with_split
+from tests.search.pipeline_bound import pipeline_bound_s
 
 EQUAL = 1 + 1e-9
 

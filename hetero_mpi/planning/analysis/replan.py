@@ -20,7 +20,7 @@ from typing import Any
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.drift import Prospect, moving_s
 from hetero_mpi.planning.annealing.anneal import Annealer
-from hetero_mpi.planning.decision.decide import decide
+from hetero_mpi.planning.decision.decide import decide, in_order, nearest_searched
 from hetero_mpi.planning.decision.planner import complete_plan
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
@@ -104,19 +104,19 @@ def answer(question: ReplanQuestion) -> ReplanAnswer:
 
     now_s = step_s(question.plan)
     best, least_s = question.plan, question.remaining_steps * now_s
-    for plan in _candidates(question, profile):
+    searched = replace(question, request=nearest_searched(question.request))
+    for found in _candidates(searched, profile):
+        plan = in_order(found, question.request.schedule)
         if (its_s := seconds(plan)) < least_s:
             best, least_s = plan, its_s
     if best is not question.plan:
-        best = _less_moved(best, question, seconds)
-        with contextlib.suppress(UserError):  # pipelines that share a host's memory are looked at together only here
-            completed = complete_plan(best, profile, question.request)
-            known = {idle.rank: idle for idle in question.plan.idle}
-            idle = tuple(known.get(one.rank, IdleRank(one.rank, _LEFT_OUT)) for one in completed.idle)
-            reasons = (_MADE, *completed.reasons[1:])
-            return ReplanAnswer(
-                replace(completed, idle=idle, reasons=reasons), Prospect(now_s, step_s(best), cost_s(best))
-            )
+        for plan in (_less_moved(best, question, seconds), best):
+            with contextlib.suppress(UserError):  # memory: of ranks exchanged, and of pipelines that share a host's
+                completed = complete_plan(plan, profile, question.request)
+                known = {idle.rank: idle for idle in question.plan.idle}
+                idle = tuple(known.get(one.rank, IdleRank(one.rank, _LEFT_OUT)) for one in completed.idle)
+                told = replace(completed, idle=idle, reasons=(_MADE, *completed.reasons[1:]))
+                return ReplanAnswer(told, Prospect(now_s, step_s(plan), cost_s(plan)))
     return ReplanAnswer(question.plan, Prospect(now_s, now_s, 0.0))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.annealing.anneal import Annealer, always_split
-from hetero_mpi.planning.orders import ORDERS, OTHER_ORDERS
+from hetero_mpi.planning.orders import OTHER_ORDERS
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.pacing import classic_depths, scheduled_depths
 from hetero_mpi.planning.several import layouts
@@ -71,14 +71,20 @@ def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
 
 
 def nearest_searched(request: PlanRequest) -> PlanRequest:
-    """For an order of its own: what is searched instead, with as many micro-batches in flight where backward is whole."""
+    """``request``; for an order of its own what is searched instead, with as many micro-batches in flight if backward is whole."""
+    if request.schedule not in OTHER_ORDERS:
+        return request
     return replace(request, schedule="split" if OTHER_ORDERS[request.schedule].SPLITS else "gpipe")
 
 
-def in_order(plan: Plan, name: str) -> Plan:
-    """``plan``, its pipelines computed in the order ``name``; those of one stage stay as they are."""
+def in_order(plan: Plan, schedule: str) -> Plan:
+    """``plan``; where ``schedule`` is an order of its own, with pipelines of several stages computed in that order."""
+    if schedule not in OTHER_ORDERS:
+        return plan
     pipelines = (
-        replace(pipeline, order=name, split_backward=ORDERS[name].SPLITS) if len(pipeline.stages) > 1 else pipeline
+        replace(pipeline, order=schedule, split_backward=OTHER_ORDERS[schedule].SPLITS)
+        if len(pipeline.stages) > 1
+        else pipeline
         for pipeline in plan.pipelines
     )
     return replace(plan, pipelines=tuple(pipelines))
@@ -106,11 +112,12 @@ def _annealed(
         if len(other.plan.pipelines) not in numbers and best is not None and other.step_s < best.step_s * MUCH_SLOWER:
             numbers.add(len(other.plan.pipelines))
             starts.append((other.plan, other.step_s))
-    fitter = Fitter(profile, request)
+    annealer = Annealer(profile, request)
+    fitter = annealer.fitter
     for toggled in _otherwise_split(best.plan, profile, request) if best is not None else ():
         fitting = fitter.fitted(toggled)
         starts += [(fitting, fitter.step_s(fitting))] if fitting is not None else []
-    chosen = Annealer(profile, request).best(starts)
+    chosen = annealer.best(starts)
     if chosen is None:
         return None
     plan, step_s = chosen
