@@ -37,9 +37,9 @@ import psutil  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 
 from hetero_mpi.launch.launcher.launcher import build_command, find_launcher  # noqa: E402
-from tests import training_cases  # noqa: E402
 from tests.stand_in_gpu import build  # noqa: E402
-from tests.training_cases import Case  # noqa: E402
+from tests.support import training_cases  # noqa: E402
+from tests.support.training_cases import Case  # noqa: E402
 
 TIMEOUT_S = 600
 RECOVERED_STEPS = 60

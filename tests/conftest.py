@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.rank_pool import close_pools
+from tests.support.rank_pool import close_pools
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -31,7 +31,7 @@ from hetero_mpi.model.transformers.chain import ParameterSpec, TransformersChain
 from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES, REFUSED_FAMILIES
 from hetero_mpi.model.transformers.weights import FileStart, SeededStart
 from hetero_mpi.model.tuning import Tuning
-from tests.family_configs import VOCABULARY, dropout_rates, families, tiny_keys
+from tests.support.family_configs import VOCABULARY, dropout_rates, families, tiny_keys
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 LIMIT = 1e-6

@@ -28,9 +28,9 @@ from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import save_profile
 from tests import written_docs
-from tests.mpi import ROOT
-from tests.past_runs import WHOLE_JOB, make_run
-from tests.planning_samples import JOB_TOML, make_model, make_profile
+from tests.support.mpi import ROOT
+from tests.support.past_runs import WHOLE_JOB, make_run
+from tests.support.planning_samples import JOB_TOML, make_model, make_profile
 
 DOCUMENTS = sorted(
     [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "jobs").rglob("*.md"), *(ROOT / "profiles").glob("*.md")]

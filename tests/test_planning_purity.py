@@ -21,7 +21,7 @@ for name in modules:
 wanted = {"decision.planner", "simulator", "types.toml_files", "bounds", "dry_run", "memory"}
 assert {f"hetero_mpi.planning.{name}" for name in wanted} <= set(modules), modules
 
-from tests.planning_samples import make_profile
+from tests.support.planning_samples import make_profile
 from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_plan, save_profile
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.types.request import PlanRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from tests.rank_pool import run_pooled
+from tests.support.rank_pool import run_pooled
 
 
 def processes() -> dict[int, int]:

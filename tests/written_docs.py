@@ -25,8 +25,8 @@ from hetero_mpi.commands.reference import reference_text
 from hetero_mpi.commands.reference_pages import commands_page, job_page
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from tests.mpi import ROOT
-from tests.planning_samples import grid, make_model
+from tests.support.mpi import ROOT
+from tests.support.planning_samples import grid, make_model
 
 REWRITE = "python -m tests.written_docs"
 CONCEPTS = ROOT / "docs" / "concepts.md"

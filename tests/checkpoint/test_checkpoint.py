@@ -29,7 +29,7 @@ from hetero_mpi.checkpoint import (
     verify,
 )
 from hetero_mpi.report.checkpoints import checkpoint_lines
-from tests.checkpoint_samples import told
+from tests.support.checkpoint_samples import told
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "checkpoint.md"
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
@@ -179,7 +179,7 @@ import errno, sys
 from pathlib import Path
 import numpy as np
 from hetero_mpi.checkpoint import CheckpointError, CheckpointWriter, sink, verify
-from tests.checkpoint_samples import told
+from tests.support.checkpoint_samples import told
 path, works = Path(sys.argv[1]), sink.os.pwrite
 
 def disk_is_full_after(writes):

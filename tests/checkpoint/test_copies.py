@@ -20,8 +20,8 @@ from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.runtime.local_offers import Offer, newest_generation
-from tests.long_run import LongRun
-from tests.small_jobs import GLOBAL_BATCH, Outcome, newest_copy_step
+from tests.support.long_run import LongRun
+from tests.support.small_jobs import GLOBAL_BATCH, Outcome, newest_copy_step
 from tests.training.test_recovery import newest_step, outliving_or_skip
 
 

@@ -31,7 +31,7 @@ from hetero_mpi.checkpoint import (
 )
 from hetero_mpi.checkpoint.local_shards import piece_path, pieces_on_disk
 from hetero_mpi.errors import UserError
-from tests.checkpoint_samples import told, write_checkpoint
+from tests.support.checkpoint_samples import told, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 SHAPES = {"a.weight": (3, 4), "b.weight": (4,)}

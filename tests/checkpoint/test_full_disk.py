@@ -19,7 +19,7 @@ from hetero_mpi.report.run_files.logs import LOGGER, setup_logging
 from hetero_mpi.report.run_files.measured import keep_until
 from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, StepMetrics, read_metrics
 from hetero_mpi.report.run_files.run_directory import claim
-from tests.long_run import LongRun
+from tests.support.long_run import LongRun
 
 
 class SmallDisk:

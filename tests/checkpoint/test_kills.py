@@ -23,8 +23,8 @@ from hetero_mpi.launch.launcher.launcher import build_command
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
-from tests.mpi import ROOT, launcher_or_skip, run_bounded
-from tests.small_jobs import GLOBAL_BATCH, SEQUENCE, Workshop
+from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
+from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Workshop
 
 KINDS = ("parameters", "moments1", "moments2")
 WRITING_S = 0.03

@@ -8,7 +8,7 @@ import pytest
 
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.state.background_save import lack_of_memory
-from tests.rank_pool import run_pooled
+from tests.support.rank_pool import run_pooled
 
 CASES = (
     "the_file_is_the_moment_of_the_call",

@@ -4,7 +4,7 @@ import threading
 from pathlib import Path
 
 from hetero_mpi.checkpoint.local_shards import SHELF_NAME, clear_shelf, keep_generations, piece_path
-from tests.small_jobs import newest_copy_step
+from tests.support.small_jobs import newest_copy_step
 
 RANKS = 6
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from tests.late_copies import LATE_S
-from tests.rank_pool import run_pooled
+from tests.support.late_copies import LATE_S
+from tests.support.rank_pool import run_pooled
 
 
 def test_tensors_in_pieces_whichever_end_copies_np2() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.comm.ranks import interfaces
-from tests.mpi import ROOT, launcher_or_skip, run_bounded
+from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
 
 HEAD, OTHER = f"a{os.getpid()}", f"b{os.getpid()}"
 HOSTS = {HEAD: "10.79.13.1", OTHER: "10.79.13.2"}

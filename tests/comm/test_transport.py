@@ -20,10 +20,10 @@ from hetero_mpi.comm.precise_sleep import Sleeper
 from hetero_mpi.comm.transport import Group, Numbers, Sum, Transport
 from hetero_mpi.emulation.emulated_links import EmulatedTransport
 from hetero_mpi.emulation.emulated_nics import Nics
-from tests.loopback import LoopbackNetwork
-from tests.mpi import run_mpi
 from tests.programs.comm_conformance import CASES, HELD_CASES, PIECE_CASES, SUM_CASES
-from tests.rank_pool import run_pooled
+from tests.support.loopback import LoopbackNetwork
+from tests.support.mpi import run_mpi
+from tests.support.rank_pool import run_pooled
 
 Passed = Callable[[int], set[tuple[str, str]]]
 Case = Callable[[Callable[[], Transport], int], None]

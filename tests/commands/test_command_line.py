@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.cli import main
-from tests.mpi import ROOT, run_mpi
+from tests.support.mpi import ROOT, run_mpi
 
 
 @pytest.mark.parametrize(

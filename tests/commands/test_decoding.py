@@ -23,8 +23,8 @@ from hetero_mpi.model.transformers.families import PROVEN_FAMILIES, read_config
 from hetero_mpi.model.transformers.weights import FileStart
 from hetero_mpi.model.tuning import nothing_trained
 from hetero_mpi.runtime.generate.writer import Spelling
-from tests.family_configs import VOCABULARY, tiny_keys
-from tests.training_cases import Case, corpus, model_directory, tokenizer_directory
+from tests.support.family_configs import VOCABULARY, tiny_keys
+from tests.support.training_cases import Case, corpus, model_directory, tokenizer_directory
 
 
 def test_picks_follow_temperature_and_nucleus() -> None:

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hetero_mpi.checkpoint import checkpoint_path
 from hetero_mpi.commands.export import export
 from hetero_mpi.errors import UserError
-from tests import training_cases
-from tests.mpi import ROOT
-from tests.rank_pool import run_pooled
-from tests.training_cases import Case
+from tests.support import training_cases
+from tests.support.mpi import ROOT
+from tests.support.rank_pool import run_pooled
+from tests.support.training_cases import Case
 
 FULL = Case("full", "gemma2", True, 0.0, True, 4, "even", dtype="bf16")
 TUNED = Case("tuned", "llama", False, 0.0, True, 4, "even", tuning="nf4")

@@ -17,10 +17,10 @@ from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
 from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.runtime.generate.generate import share_out
 from hetero_mpi.text import printable
-from tests.family_configs import tiny_keys
-from tests.mpi import run_mpi
-from tests.rank_pool import run_pooled
-from tests.training_cases import (
+from tests.support.family_configs import tiny_keys
+from tests.support.mpi import run_mpi
+from tests.support.rank_pool import run_pooled
+from tests.support.training_cases import (
     DTYPES,
     NF4,
     Case,

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.report.run_files.metrics import read_metrics
-from tests.environments import second_environment
-from tests.mpi import ROOT, launcher_or_skip, run_bounded
-from tests.rack import Rack
+from tests.support.environments import second_environment
+from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
+from tests.support.rack import Rack
 
 PAGE = (ROOT / "docs" / "getting-started.md").read_text()
 BLOCK = re.compile(r"<!-- (.*?) -->\n```(?:sh|toml)\n(.*?)```", re.DOTALL)

@@ -18,9 +18,9 @@ from hetero_mpi.planning.types.toml_files import save_profile
 from hetero_mpi.report.comparison import job_differences, loss_after, verdict
 from hetero_mpi.report.past_run import read_run
 from hetero_mpi.report.run_files.tensorboard import TensorBoard
-from tests.past_runs import JOB, cluster, make_run, planned
-from tests.planning_samples import JOB_TOML
 from tests.report.test_report import ODD_LINES
+from tests.support.past_runs import JOB, cluster, make_run, planned
+from tests.support.planning_samples import JOB_TOML
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,8 +20,8 @@ from hetero_mpi.commands import init
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import load_job
 from hetero_mpi.planning.types.toml_files import load_profile
-from tests.environments import second_environment
-from tests.mpi import ROOT
+from tests.support.environments import second_environment
+from tests.support.mpi import ROOT
 
 HOMELAB = "homelab-5090-strix-halo"
 JOBS = sorted(path.stem for path in (ROOT / "jobs").glob("*.toml") if path.name != "reference.toml")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import hetero_mpi
-from tests.mpi import ROOT, run_mpi
+from tests.support.mpi import ROOT, run_mpi
 
 PROGRAM = "tests/programs/python_api.py"
 

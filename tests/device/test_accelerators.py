@@ -22,11 +22,11 @@ from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan, StagePl
 from hetero_mpi.planning.types.toml_files import load_profile, save_plan
 from hetero_mpi.report.past_run import read_run
 from hetero_mpi.report.run_files.metrics import Metrics, read_metrics
-from tests.device_copies import copies_there_and_back
-from tests.long_run import LongRun
-from tests.mpi import ROOT, run_bounded
-from tests.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 from tests.stand_in_gpu import COUNTERS, THROUGH, build
+from tests.support.device_copies import copies_there_and_back
+from tests.support.long_run import LongRun
+from tests.support.mpi import ROOT, run_bounded
+from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 from tests.training.test_recovery import outliving_or_skip
 
 GPUS = [(backend.name, backend.index) for backend in every_device() if backend.name != "cpu"]

@@ -14,9 +14,9 @@ from hetero_mpi.device import products
 from hetero_mpi.device.accelerators import Accelerator, CudaBackend, RocmBackend
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.report.run_files.metrics import read_metrics
-from tests.long_run import LongRun
-from tests.mpi import run_bounded
-from tests.products_checks import ALONE, settle_products
+from tests.support.long_run import LongRun
+from tests.support.mpi import run_bounded
+from tests.support.products_checks import ALONE, settle_products
 
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="only x86 can be told to use AVX2 only")
@@ -24,7 +24,7 @@ x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="
 
 @x86
 def test_products_in_fp32() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/products_checks.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/support/products_checks.py"]
     result = run_bounded(command, {**os.environ, **AVX2, "OMP_NUM_THREADS": "1"}, 300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert " passed" in result.stdout and "skipped" not in result.stdout, result.stdout

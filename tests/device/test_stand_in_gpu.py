@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from tests.mpi import run_bounded
 from tests.stand_in_gpu import build
+from tests.support.mpi import run_bounded
 
 
 def test_device_code_on_a_stand_in_gpu() -> None:

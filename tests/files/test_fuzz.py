@@ -36,8 +36,8 @@ from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_plan, save_profile
 from hetero_mpi.report.checkpoints import checkpoint_lines
 from hetero_mpi.report.inspection import inspection_lines, plan_inspection_lines
-from tests.checkpoint_samples import told
-from tests.planning_samples import SEQUENCE, make_profile
+from tests.support.checkpoint_samples import told
+from tests.support.planning_samples import SEQUENCE, make_profile
 
 ROOT = Path(__file__).parents[2]
 NORMAL, LONG = 50, 1300

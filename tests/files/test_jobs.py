@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hetero_mpi.job.load import load_job
 from hetero_mpi.planning.types.toml_files import load_plan, load_profile
 from hetero_mpi.report.run_files.metrics import read_metrics
-from tests.mpi import ROOT, run_mpi
+from tests.support.mpi import ROOT, run_mpi
 
 JOBS = sorted(path for path in (ROOT / "jobs").glob("*.toml") if path.name != "reference.toml")
 QUICKSTART = ROOT / "jobs" / "quickstart.toml"

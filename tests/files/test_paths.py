@@ -9,7 +9,7 @@ import pytest
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import load_job, run_directory
 from hetero_mpi.report.run_files.run_directory import claim, refuse_links
-from tests.planning_samples import JOB_TOML
+from tests.support.planning_samples import JOB_TOML
 
 
 @pytest.fixture

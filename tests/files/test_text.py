@@ -15,8 +15,8 @@ from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.types.toml_files import save_plan
 from hetero_mpi.report.run_files.logs import say, setup_logging
 from hetero_mpi.text import printable
-from tests.checkpoint_samples import told, write_checkpoint
-from tests.planning_folder import REQUEST, cluster
+from tests.support.checkpoint_samples import told, write_checkpoint
+from tests.support.planning_folder import REQUEST, cluster
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m\r"
 

@@ -18,7 +18,7 @@ from hetero_mpi.launch.hosts.hostfile import HostEntry
 from hetero_mpi.launch.supervisor import host_agent
 from hetero_mpi.launch.supervisor.heartbeat_server import HeartbeatServer
 from hetero_mpi.launch.supervisor.host_agent import AgentOrders, HostAgent, as_line
-from tests.mpi import ROOT
+from tests.support.mpi import ROOT
 
 TOKEN = "0123456789abcdef"
 

@@ -31,8 +31,8 @@ from hetero_mpi.launch.doctor.tcp_probe import Listener, measure
 from hetero_mpi.launch.hosts.authenticated import NotAuthentic
 from hetero_mpi.launch.hosts.diagnostics import Finding, Severity, lines_of, merged, would_fail
 from hetero_mpi.launch.hosts.interface import LocalAddress, network_of
-from tests.mpi import ROOT, launcher_or_skip, run_bounded, run_mpi
-from tests.rack import NETWORK, Rack
+from tests.support.mpi import ROOT, launcher_or_skip, run_bounded, run_mpi
+from tests.support.rack import NETWORK, Rack
 
 PATIENCE_S = 240
 OPEN_MPI = "Open MPI v5.0.11, package: x"

@@ -25,9 +25,9 @@ from hetero_mpi.launch.supervisor.elastic_command import without_option
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 from hetero_mpi.launch.supervisor.host_agent import RunDirectory
 from hetero_mpi.report.run_files.metrics import read_metrics
-from tests.mpi import ROOT, launcher_or_skip, run_bounded
-from tests.rack import Rack
-from tests.small_jobs import Workshop, newest_copy_step
+from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
+from tests.support.rack import Rack
+from tests.support.small_jobs import Workshop, newest_copy_step
 
 STEPS = 60
 PATIENCE_S = 240

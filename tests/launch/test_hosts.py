@@ -30,11 +30,11 @@ from hetero_mpi.launch.supervisor.elastic import Supervisor
 from hetero_mpi.launch.supervisor.elastic_command import Commands
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 from hetero_mpi.report.run_files.metrics import read_metrics
-from tests.environments import second_environment
 from tests.launch.test_elastic import Cluster, Elastic, Running, hosts_of_starts
-from tests.mpi import ROOT, launcher_or_skip, run_bounded
-from tests.rack import Rack
-from tests.small_jobs import Workshop
+from tests.support.environments import second_environment
+from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
+from tests.support.rack import Rack
+from tests.support.small_jobs import Workshop
 
 OPEN_MPI = Launcher(Path("/opt/bin/mpirun"), "Open MPI", MpiLibrary("Open MPI", "Open MPI", "5.0.11"))
 MPICH = Launcher(Path("/opt/bin/mpiexec"), "MPICH", MpiLibrary("MPICH", "MPICH", "5.0.2"))

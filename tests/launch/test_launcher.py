@@ -21,7 +21,7 @@ from hetero_mpi.launch.launcher import launcher as launching
 from hetero_mpi.launch.launcher.error_stream import ErrorStream
 from hetero_mpi.launch.launcher.launcher import Launcher, build_command, launcher_version
 from hetero_mpi.launch.options import add_arguments
-from tests.mpi import ROOT, launcher_or_skip, run_bounded
+from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
 
 OPEN_MPI = Launcher(Path("/opt/bin/mpirun"), "Open MPI", MpiLibrary("Open MPI", "Open MPI", "5.0.11"))
 MPICH = Launcher(Path("/opt/bin/mpiexec"), "MPICH", MpiLibrary("MPICH", "MPICH", "5.0.2"))

@@ -26,8 +26,8 @@ from hetero_mpi.launch.launcher.hosts_command import hosts_command
 from hetero_mpi.launch.launcher.launcher import CommandLine, Launcher
 from hetero_mpi.launch.wireguard.check import Passed, judge
 from hetero_mpi.launch.wireguard.mesh import Mesh, check_up, configuration, init, members, read_mesh
-from tests.mpi import ROOT, launcher_or_skip
-from tests.rack import Rack
+from tests.support.mpi import ROOT, launcher_or_skip
+from tests.support.rack import Rack
 
 HOSTS = """
 [[host]]

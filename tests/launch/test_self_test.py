@@ -24,9 +24,9 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.self_test_process import NF4, Result, SelfTest, self_test, text_of
 from hetero_mpi.launch.doctor.probe import devices_to_test
 from hetero_mpi.runtime.setup import device_test
-from tests.long_run import LongRun
-from tests.mpi import run_bounded
 from tests.stand_in_gpu import build
+from tests.support.long_run import LongRun
+from tests.support.mpi import run_bounded
 
 needs_gpu = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 FAULT = "STAND_IN_GPU_FAULT"

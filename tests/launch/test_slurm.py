@@ -17,10 +17,10 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.launch import slurm
 from hetero_mpi.launch.slurm import Component, components, entries, step_command, tasks_per_node
 from hetero_mpi.report.run_files.metrics import read_metrics
-from tests.environments import second_environment
-from tests.long_run import LongRun
-from tests.mpi import ROOT, launcher_or_skip
-from tests.slurm_lab import SlurmLab
+from tests.support.environments import second_environment
+from tests.support.long_run import LongRun
+from tests.support.mpi import ROOT, launcher_or_skip
+from tests.support.slurm_lab import SlurmLab
 
 SCRIPTS = sorted((ROOT / "jobs").glob("*.sbatch"))
 PATIENCE_S = 300.0

@@ -22,7 +22,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning, tuning_of
-from tests.training_cases import Case
+from tests.support.training_cases import Case
 
 CASE = Case("plain", "llama", True, 0.0, True, 2, "even")
 

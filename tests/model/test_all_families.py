@@ -12,8 +12,8 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES, REFUSED_FAMILIES
-from tests.family_configs import families, tiny_keys
 from tests.family_trial import DOCUMENT, Different, row, try_family
+from tests.support.family_configs import families, tiny_keys
 
 UNLIKE = (
     "gemma2",  # tied by default, soft-capping, two kinds of attention

@@ -19,7 +19,7 @@ from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.runtime.resume import rate_change
-from tests.family_configs import tiny_keys
+from tests.support.family_configs import tiny_keys
 
 
 def test_the_verdict_does_not_depend_on_who_fills_which_slot() -> None:

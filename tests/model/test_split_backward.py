@@ -20,8 +20,8 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.initial_values import materialize
 from hetero_mpi.model.tuning import Tuning, adapter_tuning
-from tests.family_configs import VOCABULARY, dropout_rates, tiny_keys
 from tests.model.test_all_families import UNLIKE
+from tests.support.family_configs import VOCABULARY, dropout_rates, tiny_keys
 
 ROWS = (2, 2, 1)
 """Sequences of the micro-batches: the last one is short."""

@@ -26,8 +26,8 @@ from hetero_mpi.planning.types.toml_files import (
     save_profile,
 )
 from hetero_mpi.report import units
-from tests.planning_folder import REQUEST, cluster, fill, run
-from tests.planning_samples import make_model, make_plan_of, make_profile, random_instance
+from tests.support.planning_folder import REQUEST, cluster, fill, run
+from tests.support.planning_samples import make_model, make_plan_of, make_profile, random_instance
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,7 +19,7 @@ from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.request import PlanRequest
-from tests.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile
+from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile
 
 PROFILE = make_profile([1.0] * 3, model=make_model(8), bytes_per_s=1e6)
 REQUEST = PlanRequest(8, SEQUENCE, (1,), indifference=0.005)

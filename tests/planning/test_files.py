@@ -20,7 +20,7 @@ from hetero_mpi.planning.types.toml_files import (
     save_plan,
     save_profile,
 )
-from tests.planning_samples import make_plan_of, make_profile, random_instance, with_split
+from tests.support.planning_samples import make_plan_of, make_profile, random_instance, with_split
 
 
 def test_curve_is_piecewise_linear_and_extended_by_its_end_segments() -> None:

@@ -18,8 +18,8 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import HostProfile
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan, save_profile
 from hetero_mpi.report import units
-from tests.planning_folder import REQUEST, cluster, fill, run
-from tests.planning_samples import make_model, make_plan_of, make_profile, random_instance
+from tests.support.planning_folder import REQUEST, cluster, fill, run
+from tests.support.planning_samples import make_model, make_plan_of, make_profile, random_instance
 
 
 @pytest.fixture

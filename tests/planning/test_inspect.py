@@ -15,9 +15,9 @@ from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.types.profile import LinkProfile
 from hetero_mpi.planning.types.toml_files import load_profile, plan_from_dict, save_plan
 from hetero_mpi.report.inspection import residuals
-from tests.checkpoint_samples import told, write_checkpoint
-from tests.mpi import run_mpi
-from tests.planning_folder import JOB, REQUEST, cluster, fill, run
+from tests.support.checkpoint_samples import told, write_checkpoint
+from tests.support.mpi import run_mpi
+from tests.support.planning_folder import JOB, REQUEST, cluster, fill, run
 
 ROOT = Path(__file__).parents[2]
 TINY = """

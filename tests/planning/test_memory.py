@@ -24,7 +24,7 @@ from hetero_mpi.planning.types.plan import HostMemory
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
-from tests.planning_samples import JOB_TOML, SEQUENCE, make_model, make_plan_of, make_profile, random_plan
+from tests.support.planning_samples import JOB_TOML, SEQUENCE, make_model, make_plan_of, make_profile, random_plan
 
 
 def actions(text: str) -> tuple[Action, ...]:

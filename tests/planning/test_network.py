@@ -19,7 +19,7 @@ from hetero_mpi.planning.simulator import SimulatedStep, simulate
 from hetero_mpi.planning.types.network import THREADED, Network, with_shared_cards
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile, HostProfile
-from tests.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, random_plan
+from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, random_plan
 
 SLOW = 1000.0
 """Bytes per second: one second per message."""

@@ -20,7 +20,7 @@ from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
 from hetero_mpi.report.tables import schedule_text
 from tests.planning import two_backwards
-from tests.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, with_split
+from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, with_split
 
 NAME = "two_backwards"
 MODEL = make_model()

@@ -10,7 +10,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.dry_run import interpret, validate
 from hetero_mpi.planning.schedule import Action, Schedule, parse_action, schedule_of
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from tests.planning_samples import SEQUENCE, grid, make_model, make_plan_of, random_plan
+from tests.support.planning_samples import SEQUENCE, grid, make_model, make_plan_of, random_plan
 
 MODEL, TIED = make_model(), make_model(tied=True)
 

@@ -14,7 +14,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile
 from hetero_mpi.planning.types.toml_files import load_profile, profile_from_dict, profile_to_dict, save_profile
 from hetero_mpi.report.inspection import inspection_lines
 from hetero_mpi.report.units import numbers, ranks
-from tests.planning_samples import make_model, make_plan_of, make_profile
+from tests.support.planning_samples import make_model, make_plan_of, make_profile
 
 INSIDE, BETWEEN = (1e-6, 8e9), (1e-4, 0.12e9)
 

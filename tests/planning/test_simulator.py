@@ -16,7 +16,7 @@ from hetero_mpi.planning.simulator import SimulatedStep, simulate, spans_s
 from hetero_mpi.planning.types.network import Network
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve
-from tests.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, random_plan, with_split
+from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, random_plan, with_split
 
 
 def actions(text: str) -> tuple[Action, ...]:

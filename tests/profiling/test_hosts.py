@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.comm.test_hosts import HEAD, HOSTS, two_hosts  # noqa: F401  (a fixture)
-from tests.mpi import ROOT, run_bounded
+from tests.support.mpi import ROOT, run_bounded
 
 MEGABITS = 200
 BYTES_PER_S = MEGABITS * 1e6 / 8

@@ -13,9 +13,9 @@ from hetero_mpi.planning.analysis.plausible import doubts, profile_doubts
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
 from hetero_mpi.report.tables import doubt_remarks, profile_lines
-from tests.mpi import ROOT
-from tests.planning_samples import make_model, make_profile
-from tests.small_jobs import Workshop
+from tests.support.mpi import ROOT
+from tests.support.planning_samples import make_model, make_profile
+from tests.support.small_jobs import Workshop
 
 KINDS = ["embedding", *["block"] * 6, "head"]
 TOKENS = (128, 256, 512)

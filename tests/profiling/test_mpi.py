@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from hetero_mpi.planning.types.toml_files import load_profile
-from tests.mpi import run_mpi
+from tests.support.mpi import run_mpi
 
 
 def test_a_rank_that_joins_makes_nobody_else_measure_again(tmp_path: Path) -> None:

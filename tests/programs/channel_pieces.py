@@ -18,7 +18,7 @@ from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.channel import Inbox, Outbox
-from tests.late_copies import LateBackend
+from tests.support.late_copies import LateBackend
 
 PIECE_BYTES = 64 << 10
 SHAPES = [(3, 5), (64, 1024), (1, 0), (17, 4099), (64, 1024), (33, 2048)]

@@ -22,7 +22,7 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend, Memory
 from hetero_mpi.state import background_save
 from hetero_mpi.state.background_save import PIECES_HELD, Saver
-from tests.checkpoint_samples import told
+from tests.support.checkpoint_samples import told
 
 KINDS = ("parameters", "moments1", "moments2")
 SHAPES = {"a.small": (3,), "b.large": (PIECE_BYTES // 12 + 5, 3), "c.scalar": (), "d.deep": (2, 3, PIECE_BYTES // 16)}

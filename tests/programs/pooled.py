@@ -1,4 +1,4 @@
-"""A rank that runs programs of this folder one after the other, as tests/rank_pool.py asks: ``pooled.py SOCKET``.
+"""A rank that runs programs of this folder one after the other, as tests/support/rank_pool.py asks: ``pooled.py SOCKET``.
 
 A request is a line of JSON: a program's name and its arguments. The answer tells how its ``main`` ended on this rank, and what
 was printed. A rank that waits for a request waits outside MPI, where it costs no processor time.

@@ -16,7 +16,7 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.data.sequences import Batch, Dataset
 from hetero_mpi.runtime.run import train
 from hetero_mpi.runtime.setup.setup import TrainOptions
-from tests.training_cases import changed
+from tests.support.training_cases import changed
 
 
 def main(world: World) -> int:

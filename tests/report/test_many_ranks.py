@@ -16,7 +16,7 @@ from hetero_mpi.report.alike import counted, least_most, mean_idling, utilisatio
 from hetero_mpi.report.inspection import inspection_lines, plan_inspection_lines
 from hetero_mpi.report.lines import WIDTH
 from hetero_mpi.report.tables import plan_lines, profile_lines
-from tests.planning_samples import SEQUENCE, noisy_profile
+from tests.support.planning_samples import SEQUENCE, noisy_profile
 
 SCREEN = 100
 """Lines that one scrolls through."""

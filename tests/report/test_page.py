@@ -22,7 +22,7 @@ from hetero_mpi.report.page import sections
 from hetero_mpi.report.page.document import report_html
 from hetero_mpi.report.page.job import job_rows
 from hetero_mpi.report.past_run import SAMPLE_NAME, read_run
-from tests.past_runs import JOB, cluster, make_run, planned
+from tests.support.past_runs import JOB, cluster, make_run, planned
 
 LORA: dict[str, Any] = {
     "model": {"path": "org/base", "quantization": "nf4", "double_quantization": True},

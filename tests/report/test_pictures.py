@@ -21,7 +21,7 @@ from hetero_mpi.report.figures.profile import profile_picture
 from hetero_mpi.report.figures.style import COLOURS, save, svg
 from hetero_mpi.report.figures.timeline import KINDS, Panel, timeline
 from hetero_mpi.report.trace import save_trace, trace
-from tests.planning_samples import (
+from tests.support.planning_samples import (
     make_model,
     make_plan_of,
     make_profile,

@@ -47,10 +47,10 @@ from hetero_mpi.report.run_files.metrics import Metrics
 from hetero_mpi.report.run_files.set_aside import EarlierRun
 from hetero_mpi.report.trace import run_trace, save_run_trace
 from hetero_mpi.report.traffic import traffic
-from tests.mpi import run_mpi
-from tests.past_runs import JOB, cluster, make_run, measured, planned
-from tests.planning_samples import make_model, make_plan_of, make_profile
-from tests.small_jobs import Workshop
+from tests.support.mpi import run_mpi
+from tests.support.past_runs import JOB, cluster, make_run, measured, planned
+from tests.support.planning_samples import make_model, make_plan_of, make_profile
+from tests.support.small_jobs import Workshop
 
 ROOT = Path(__file__).parents[2]
 

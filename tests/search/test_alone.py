@@ -21,9 +21,9 @@ from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_profile
 from hetero_mpi.report import units
 from hetero_mpi.report.tables import headline
-from tests.past_runs import WHOLE_JOB, make_run
-from tests.planning_folder import cluster, fill, run
-from tests.planning_samples import SEQUENCE, make_plan_of, make_profile, random_instance
+from tests.support.past_runs import WHOLE_JOB, make_run
+from tests.support.planning_folder import cluster, fill, run
+from tests.support.planning_samples import SEQUENCE, make_plan_of, make_profile, random_instance
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = 3

@@ -16,7 +16,7 @@ from hetero_mpi.planning.simulator import simulate, spans_s
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from tests.planning_samples import SEQUENCE, make_model, make_profile
+from tests.support.planning_samples import SEQUENCE, make_model, make_profile
 
 EQUAL = 1 + 1e-9
 REQUEST = PlanRequest(24, SEQUENCE, (1, 2), max_pipelines=3, recompute_choices=(False, True), memory_reserve=0.0)

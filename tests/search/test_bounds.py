@@ -18,8 +18,8 @@ from hetero_mpi.planning.types.cluster_changes import with_plenty_of_memory
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, LinkProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from tests.planning_samples import SEQUENCE, looks_possible, make_model, make_profile, random_plan
 from tests.search.test_exact import brute_force_s, joint_instance
+from tests.support.planning_samples import SEQUENCE, looks_possible, make_model, make_profile, random_plan
 
 EQUAL = 1 + 1e-9
 NEAR = 1 + 1.5 * TOLERANCE

@@ -26,7 +26,7 @@ from hetero_mpi.planning.types.cost import EMBEDDING, HEAD
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes, LinkProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from tests.planning_samples import SEQUENCE, make_device, make_model, make_profile, renumbered
+from tests.support.planning_samples import SEQUENCE, make_device, make_model, make_profile, renumbered
 
 MOST_SLOWER = 1 + 1e-9
 

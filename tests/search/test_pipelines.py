@@ -23,7 +23,14 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
-from tests.planning_samples import SEQUENCE, looks_possible, make_model, make_profile, random_instance, random_plan
+from tests.support.planning_samples import (
+    SEQUENCE,
+    looks_possible,
+    make_model,
+    make_profile,
+    random_instance,
+    random_plan,
+)
 
 EQUAL = 1 + 1e-9
 

@@ -25,7 +25,8 @@ from hetero_mpi.planning.types.cost import EMBEDDING
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
-from tests.planning_samples import (
+from tests.search.pipeline_bound import pipeline_bound_s
+from tests.support.planning_samples import (
     SEQUENCE,
     make_device,
     make_model,
@@ -34,7 +35,6 @@ from tests.planning_samples import (
     random_instance,
     renumbered,
 )
-from tests.search.pipeline_bound import pipeline_bound_s
 
 EQUAL = 1 + 1e-9
 

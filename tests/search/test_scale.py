@@ -22,8 +22,8 @@ from hetero_mpi.planning.single.search import Effort, deepen, evaluate, paced
 from hetero_mpi.planning.tables import rank_classes, stage_bytes
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
-from tests.planning_samples import SEQUENCE, make_model, make_profile, random_instance, with_split
 from tests.search.pipeline_bound import pipeline_bound_s
+from tests.support.planning_samples import SEQUENCE, make_model, make_profile, random_instance, with_split
 
 EQUAL = 1 + 1e-9
 

@@ -19,7 +19,7 @@ from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from tests.planning_samples import SEQUENCE, make_model, make_profile, random_plan
+from tests.support.planning_samples import SEQUENCE, make_model, make_profile, random_plan
 
 EQUAL = 1 + 1e-9
 

@@ -41,10 +41,10 @@ from hetero_mpi.profiling.host_profiles import measure_memory
 from hetero_mpi.profiling.subject import Subject
 from hetero_mpi.state.background_save import Snapshot
 from hetero_mpi.state.redistribute import Parcel
-from tests.device_copies import copies_there_and_back
 from tests.stand_in_gpu import backend, module
 from tests.stand_in_gpu.backend import StandIn
-from tests.threaded_training import Threads, plan_of
+from tests.support.device_copies import copies_there_and_back
+from tests.support.threaded_training import Threads, plan_of
 
 CHAIN = {
     "model_type": "llama",
@@ -135,11 +135,11 @@ def test_no_memory_for_one_layer_is_an_error_that_says_so(standin: Any, gpu: Bac
 
 def test_a_rank_touches_its_own_device_only(standin: Any) -> None:
     """A process of its own: contexts never go away. Both threads that copy, and dropout."""
-    from tests.mpi import run_bounded
+    from tests.support.mpi import run_bounded
 
     program = """
 import threading, torch
-from tests.device_copies import copies_there_and_back
+from tests.support.device_copies import copies_there_and_back
 from tests.stand_in_gpu import backend, module
 backend.install()
 from hetero_mpi.device.accelerators import open_backend

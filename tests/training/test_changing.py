@@ -26,9 +26,9 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.toml_files import save_plan, save_profile
 from hetero_mpi.report.run_files.metrics import read_metrics
-from tests import training_cases
-from tests.planning_samples import make_model, make_profile
-from tests.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
+from tests.support import training_cases
+from tests.support.planning_samples import make_model, make_profile
+from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 
 BLOCKS, STEPS = 4, 8
 ITEMS = BLOCKS + 2

@@ -32,8 +32,8 @@ from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_p
 from hetero_mpi.report.past_run import read_run
 from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.report.tables import idle_lines
-from tests.mpi import ROOT, run_mpi
-from tests.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
+from tests.support.mpi import ROOT, run_mpi
+from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 
 STEP_KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "predicted_step_s"}
 CONFIG = {

@@ -20,10 +20,10 @@ from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
 from hetero_mpi.planning.types.profile import LinkProfile
 from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_profile
 from hetero_mpi.report.run_files.metrics import read_metrics
-from tests import training_cases
-from tests.mpi import on_ranks
-from tests.rank_pool import run_pooled
-from tests.training_cases import FULL, NORMAL, STEPS, Case, Reference
+from tests.support import training_cases
+from tests.support.mpi import on_ranks
+from tests.support.rank_pool import run_pooled
+from tests.support.training_cases import FULL, NORMAL, STEPS, Case, Reference
 
 RANKS = (1, 2, 3, 4)
 TOLERANCE = 1e-6

@@ -27,9 +27,9 @@ from hetero_mpi.model.stage import MicroBatch, dropout_seed
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_profile, save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
-from tests.mpi import ROOT, on_ranks, run_mpi
 from tests.programs import layers_model
-from tests.small_jobs import Outcome, Workshop
+from tests.support.mpi import ROOT, on_ranks, run_mpi
+from tests.support.small_jobs import Outcome, Workshop
 
 STEPS, BATCH, MICRO, SEED, ITEMS, CLIP = 3, 8, 2, 7, 6, 0.5
 TOLERANCE = 1e-6

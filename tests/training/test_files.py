@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hetero_mpi.report.run_files.metrics import read_metrics
-from tests import training_cases
-from tests.mpi import run_mpi
-from tests.training_cases import NORMAL, Case
+from tests.support import training_cases
+from tests.support.mpi import run_mpi
+from tests.support.training_cases import NORMAL, Case
 
 CASE = next(case for case in NORMAL if case.name == "qwen3-tied-unequal")
 RANKS = 3

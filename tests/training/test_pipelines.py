@@ -32,10 +32,10 @@ from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.state.checkpointing import KINDS, align_replicas, live_state
 from hetero_mpi.state.redistribute import parcels
-from tests.late_copies import LateBackend
-from tests.loopback import LoopbackTransport
 from tests.planning import two_backwards
-from tests.threaded_training import Threads, plan_of
+from tests.support.late_copies import LateBackend
+from tests.support.loopback import LoopbackTransport
+from tests.support.threaded_training import Threads, plan_of
 
 BATCH, LENGTH, BLOCKS, VOCABULARY = 8, 16, 3, 64
 ITEMS = BLOCKS + 2

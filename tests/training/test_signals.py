@@ -17,8 +17,8 @@ from hetero_mpi.comm.ranks.leave import Interrupted
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.runtime import signals
 from hetero_mpi.runtime.signals import REQUESTS, StopRequest
-from tests.long_run import LongRun, Running
-from tests.mpi import ROOT
+from tests.support.long_run import LongRun, Running
+from tests.support.mpi import ROOT
 
 KINDS = ("parameters", "moments1", "moments2")
 

@@ -10,8 +10,8 @@ import pytest
 
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.runtime.watchdog import limit_s
-from tests.long_run import LongRun
-from tests.mpi import run_mpi
+from tests.support.long_run import LongRun
+from tests.support.mpi import run_mpi
 
 PROGRAM = "tests/programs/watched.py"
 

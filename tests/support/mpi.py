@@ -14,7 +14,7 @@ import pytest
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch.launcher.launcher import Launcher, build_command, find_launcher
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 QUICK_RANKS = (1, 3)

@@ -11,7 +11,7 @@ from hetero_mpi.cli import main
 from hetero_mpi.planning.types.profile import ClusterProfile, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import save_profile
-from tests.planning_samples import JOB_TOML, make_model, make_profile
+from tests.support.planning_samples import JOB_TOML, make_model, make_profile
 
 JOB = JOB_TOML + "[plan]\npipelines = 1\n"
 REQUEST = PlanRequest(8, 10, (1, 2), recompute_choices=(False, True), split_choices=(False, True), indifference=0.005)

@@ -14,10 +14,10 @@ from typing import Any
 import tomli_w
 
 from hetero_mpi.checkpoint.local_shards import SHELF_NAME
-from tests import training_cases
-from tests.mpi import run_mpi
-from tests.rank_pool import run_pooled
-from tests.training_cases import Case
+from tests.support import training_cases
+from tests.support.mpi import run_mpi
+from tests.support.rank_pool import run_pooled
+from tests.support.training_cases import Case
 
 SEQUENCE = training_cases.SEQUENCE
 GLOBAL_BATCH = 4

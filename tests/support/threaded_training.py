@@ -26,8 +26,8 @@ from hetero_mpi.planning.orders import ORDERS
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
-from tests.loopback import LoopbackNetwork, LoopbackTransport
-from tests.planning_samples import make_model
+from tests.support.loopback import LoopbackNetwork, LoopbackTransport
+from tests.support.planning_samples import make_model
 
 TIMEOUT_S = 120.0
 

@@ -21,7 +21,7 @@ from types import TracebackType
 
 import pytest
 
-from tests.mpi import ROOT
+from tests.support.mpi import ROOT
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "unshare")
 NODES = ("n1", "n2")

@@ -16,8 +16,8 @@ import psutil
 from hetero_mpi.launch.launcher.launcher import build_command
 from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan
-from tests.mpi import ROOT, launcher_or_skip, run_bounded
-from tests.small_jobs import GLOBAL_BATCH, SEQUENCE, Workshop
+from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
+from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Workshop
 
 PATIENCE_S = 300.0
 """Tests share their machine."""

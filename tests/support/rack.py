@@ -21,7 +21,7 @@ from types import TracebackType
 import psutil
 import pytest
 
-LOGIN = Path(__file__).parent / "programs" / "launch_host.py"
+LOGIN = Path(__file__).parents[1] / "programs" / "launch_host.py"
 NETWORK = "10.79.14"
 
 

@@ -2,7 +2,7 @@
 
 Starting a rank (MPI, torch) takes longer than most of what tests run on it. So each test process keeps one job per number of
 ranks, started by the real launcher; programs run there one after the other. What kills a rank, limits a process or needs an
-environment of its own belongs to ``tests.mpi.run_mpi``.
+environment of its own belongs to ``tests.support.mpi.run_mpi``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, TextIO
 import pytest
 
 from hetero_mpi.launch.launcher.launcher import build_command
-from tests.mpi import ROOT, SHARING, launcher_or_skip
+from tests.support.mpi import ROOT, SHARING, launcher_or_skip
 
 START_S, LEAVING_S = 120.0, 20.0
 AFTER_A_FAILURE_S = 3.0

@@ -28,7 +28,7 @@ from hetero_mpi.report.run_files.measured import (
     rank_step_to_dict,
 )
 from hetero_mpi.report.run_files.metrics import MetricsWriter, StepMetrics
-from tests.planning_samples import JOB_TOML, make_model, make_plan_of, make_profile
+from tests.support.planning_samples import JOB_TOML, make_model, make_plan_of, make_profile
 
 JOB: dict[str, Any] = {
     "train": {"steps": 60, "global_batch": 8, "learning_rate": 3e-3, "seed": 7},
