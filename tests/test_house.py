@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hetero_mpi"
-BASE = {"disk", "errors", "shipped", "text", "toml"}
+BASE = {"background", "disk", "errors", "shipped", "text", "toml"}
 """Modules beside the packages that everybody may import."""
 PACKAGES = [
     "comm/ranks", "comm",
@@ -243,3 +243,11 @@ def test_files_are_replaced_and_disks_looked_at_in_one_place() -> None:
     for path in SOURCES:
         if path.name not in alone:
             assert not re.search(r"os\.replace\(|disk_usage", path.read_text()), path
+
+
+def test_threads_begin_in_one_place() -> None:
+    """``background`` says how they end, and who hears of their errors. The doctor's questions at once are an executor's."""
+    for path in SOURCES:
+        assert path.name == "background.py" or not re.search(
+            r"\b(Thread|Timer)\(|start_new_thread", path.read_text()
+        ), path

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+from hetero_mpi.background import Background
 from hetero_mpi.comm.mpi_all_reduce import GroupSums
 from hetero_mpi.comm.mpi_progress import MpiProgress
 from hetero_mpi.comm.ranks import ulfm
@@ -236,8 +237,7 @@ class _CommunicationThread:
         self._idle = self._stopping = False
         self._sleep_s = SHORTEST_SLEEP_S
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="communication", daemon=True)
-        self._thread.start()
+        self._looking = Background("moving messages", self._run)
 
     def wake(self) -> None:
         if self._idle:
@@ -248,7 +248,7 @@ class _CommunicationThread:
         """End the thread. From now on the caller's thread owns MPI."""
         self._stopping = True
         self._woken.put(None)
-        self._thread.join()
+        self._looking.finish()
 
     def _run(self) -> None:
         transport = self._transport

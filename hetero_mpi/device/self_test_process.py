@@ -1,6 +1,6 @@
 """The self-test of a device: ``model/self_test.py`` in a process of its own, which may crash or hang, and what it found.
 
-Only the standard library is imported here, as ``launch.doctor.probe`` runs it.
+Nothing but the standard library is needed here, as ``launch.doctor.probe`` runs it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import re
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import IO, Any
+
+from hetero_mpi.background import lines_of
 
 NF4 = "nf4"
 """Stands among the dtypes of ``needs``: packed weights too."""
@@ -120,15 +122,23 @@ def self_test(backend: str, index: int, needs: Sequence[str] = (), patience_s: f
     """
     command = [sys.executable, "-m", "hetero_mpi.model.self_test", backend, str(index)]
     command += ["--needs", ",".join(needs)] if needs else []
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
-    )
-    lines: queue.Queue[str | None] = queue.Queue()
-    complaints: list[str] = []
-    threading.Thread(target=_read, args=(process.stdout, lines.put), daemon=True).start()
-    listener = threading.Thread(target=_read, args=(process.stderr, complaints.append), daemon=True)
-    listener.start()
-    test, begun, kind, late = SelfTest(backend, index), OPENING, "start", False
+    with tempfile.TemporaryFile("w+", errors="replace") as complaints:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, text=True, errors="replace"
+        )
+        assert process.stdout is not None
+        return _heard(SelfTest(backend, index), process, lines_of(process.stdout), complaints, patience_s)
+
+
+def _heard(
+    test: SelfTest,
+    process: subprocess.Popen[str],
+    lines: queue.Queue[str | None],
+    complaints: IO[str],
+    patience_s: float,
+) -> SelfTest:
+    """``test`` with what its process tells."""
+    begun, kind, late = OPENING, "start", False
     try:
         while begun and (line := lines.get(timeout=patience_s)) is not None:
             if not line.startswith(MARK):  # a library's own words
@@ -147,20 +157,20 @@ def self_test(backend: str, index: int, needs: Sequence[str] = (), patience_s: f
     finally:
         process.kill()
     if begun:
-        listener.join(_ENDING_S)
         error = f"no result within {patience_s:g} s; its process was killed" if late else _end(process, complaints)
         test = replace(test, results=(*test.results, Result(begun, kind, error=_public(error))))
     return test
 
 
-def _end(process: subprocess.Popen[str], complaints: Sequence[str | None]) -> str:
+def _end(process: subprocess.Popen[str], complaints: IO[str]) -> str:
     """How a process came to its end before it was done, in words."""
     with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it
         process.wait(_ENDING_S)
     code = process.returncode or 0
     if code < 0:
         return f"its process was ended by {signal.Signals(-code).name}"
-    said = [line.strip() for line in complaints if line is not None and line.strip()]
+    complaints.seek(0)
+    said = [line.strip() for line in complaints if line.strip()]
     return f"its process ended with exit code {code}" + (f": {said[-1][:300]}" if said else "")
 
 
@@ -186,10 +196,3 @@ def text_of(test: SelfTest, driver: str) -> list[str]:
         lines.append(f"  {verdict:<4} {result.check:<22} {numbers:<16} {result.took_s:7.2f} s  {text}".rstrip())
     lines += [f"       {name:<30} {speed / 1e9:6.2f} GB/s" for name, speed in test.speeds.items()]
     return lines
-
-
-def _read(stream: Any, put: Any) -> None:
-    with contextlib.suppress(ValueError, OSError):  # closed meanwhile
-        for line in stream:
-            put(line)
-    put(None)

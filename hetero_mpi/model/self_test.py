@@ -16,7 +16,6 @@ import os
 import platform
 import statistics
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hetero_mpi.background import Background
 from hetero_mpi.comm.ranks.versions import installed
 from hetero_mpi.device.accelerators import BACKENDS
 from hetero_mpi.device.backend import DTYPES, HOST, Backend
@@ -299,7 +299,7 @@ def main() -> int:
     parser.add_argument("--needs", help="dtypes and nf4, separated by commas; without: all of the device's, and copies")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    Background("waiting for the parent's end", _end_with_the_parent)
     try:
         backend = BACKENDS[arguments.backend](arguments.index)
         backend.make_current()

@@ -7,9 +7,10 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from hetero_mpi.background import Background
 
 if TYPE_CHECKING:
     from hetero_mpi.planning.analysis.replan import ReplanAnswer, ReplanQuestion
@@ -26,35 +27,30 @@ class Replanner:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
-        self._thread: threading.Thread | None = None
-        self._answer: ReplanAnswer | None = None
+        self._answering: Background[ReplanAnswer | None] | None = None
 
     @property
     def busy(self) -> bool:
         """Is a question being answered?"""
-        return self._thread is not None and self._thread.is_alive()
+        return self._answering is not None and self._answering.running
 
     def ask(self, question: ReplanQuestion) -> None:
         """Begin to answer. Returns at once."""
         assert not self.busy
-        self._answer = None
-        self._thread = threading.Thread(target=self._run, args=(question,), name="replanning", daemon=True)
-        self._thread.start()
+        self._answering = Background("planning anew", lambda: self._answer(question))
 
     def take(self) -> ReplanAnswer | None:
-        """The answer, once; None where there is none."""
-        found, self._answer = self._answer, None
-        return found
+        """The answer, waited for; None where there is none."""
+        return self._answering.finish() if self._answering is not None else None
 
     def close(self) -> None:
         """Give up what is under way."""
         process = self._process
         if process is not None and process.poll() is None:
             process.kill()
-        if self._thread is not None:
-            self._thread.join()
+        self.take()
 
-    def _run(self, question: ReplanQuestion) -> None:
+    def _answer(self, question: ReplanQuestion) -> ReplanAnswer | None:
         from hetero_mpi.planning.analysis.replan import ReplanAnswer  # brings the planner, which few runs need again
 
         paths = [str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -70,13 +66,13 @@ class Replanner:
             )
             answer, complaint = self._process.communicate(json.dumps(question.to_dict()), LIMIT_S)
             if self._process.returncode == 0:
-                self._answer = ReplanAnswer.from_dict(json.loads(answer))
-            else:
-                _LOG.warning("planning anew ended with exit code %d: %s", self._process.returncode, complaint)
+                return ReplanAnswer.from_dict(json.loads(answer))
+            _LOG.warning("planning anew ended with exit code %d: %s", self._process.returncode, complaint)
         except subprocess.TimeoutExpired:
             assert self._process is not None
             self._process.kill()
             self._process.communicate()
             _LOG.warning("planning anew took more than %.0f s and was given up", LIMIT_S)
-        except OSError as error:
-            _LOG.warning("planning anew could not begin: %s", error)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _LOG.warning("planning anew failed: %r", error)
+        return None

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from hetero_mpi.background import Background
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.heartbeat import Heartbeat
 from hetero_mpi.comm.ranks.leave import end_all
@@ -135,18 +136,19 @@ class Watchdog:
         self._look, self._forgive = look, forgive
         self._heartbeat = Heartbeat(world)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._watching: Background[None] | None = None
         self._main = threading.main_thread().ident
         self._noted = False
 
     def __enter__(self) -> Watchdog:
-        self._thread.start()
+        self._watching = Background("watching for a hang", self._run)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self._stop.set()
         if error is None or isinstance(error, (CollectiveUserError, RankLost)):
-            self._thread.join()
+            assert self._watching is not None
+            self._watching.finish()
             del self._look, self._forgive  # they know the trainer, whose memory is needed
         if error is None or isinstance(error, CollectiveUserError):
             self._heartbeat.close()

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +30,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hetero_mpi.background import Background
 from hetero_mpi.checkpoint import (
     PIECE_BYTES,
     CheckpointError,
@@ -140,8 +140,7 @@ class Saver:
         self._snapshot: Snapshot | None = None
         self._may_thread = table.background and threaded and world.thread_level == "multiple"
         self._decided = not self._may_thread
-        self._thread: threading.Thread | None = None
-        self._problem: BaseException | None = None
+        self._writing: Background[None] | None = None
 
     def save(self, metadata: dict[str, Any]) -> Path:
         """Begin a checkpoint of this moment; a former one that is still under way is waited for.
@@ -164,7 +163,6 @@ class Saver:
         path = checkpoint_path(self.directory, step)
         if not self._may_thread:
             self._work(_Task(path, metadata, lambda parcel: self.backend.to_host(self.live(parcel)), begin))
-            self._raise_problem()
             return path
         if self._snapshot is None:
             self._snapshot = Snapshot((p for p in self._listed if p.owner == self.world.rank), self.backend)
@@ -172,8 +170,7 @@ class Saver:
         self._snapshot.take(self.live)
         copied_s = time.perf_counter() - copying
         task = _Task(path, metadata, self._snapshot, begin)
-        self._thread = threading.Thread(target=self._work, args=(task,), name="checkpoint", daemon=True)
-        self._thread.start()
+        self._writing = Background(f"writing the checkpoint of step {step}", lambda: self._work(task))
         _LOG.info("step %d: snapshot of %d bytes in %.6f s", step, self._snapshot.flat.nbytes, copied_s)
         return path
 
@@ -184,18 +181,16 @@ class Saver:
             Exception: what went wrong in the background, other than a file that could not be written.
         """
         begin = time.perf_counter()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self._raise_problem()
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.finish()
         return time.perf_counter() - begin
 
     def abandon(self) -> None:
         """Give up the checkpoint under way, as some rank will not answer any more. Of no use afterwards. Not collective."""
         self._transport.close()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        with contextlib.suppress(Exception):
+            self.finish()
 
     def __enter__(self) -> Saver:
         return self
@@ -224,18 +219,10 @@ class Saver:
 
     def _work(self, task: _Task) -> None:
         """Everything after the snapshot. Runs in the background, or in place."""
-        try:
-            if self.world.rank == 0:
-                self._write(task)
-            else:
-                self._send(task.values)
-        except BaseException as error:  # raised again where training waits for the checkpoint
-            self._problem = error
-
-    def _raise_problem(self) -> None:
-        if self._problem is not None:
-            problem, self._problem = self._problem, None
-            raise problem
+        if self.world.rank == 0:
+            self._write(task)
+        else:
+            self._send(task.values)
 
     def _write(self, task: _Task) -> None:
         arriving = self._arriving()

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hetero_mpi.background import Background
 from hetero_mpi.checkpoint import PIECE_BYTES
 from hetero_mpi.checkpoint.local_shards import new_generation
 from hetero_mpi.comm.mpi_transport import MpiTransport
@@ -118,8 +118,7 @@ class PeerReplicas:
         self.enabled = self.enabled and (self._shelf is not None or (self._in_memory and world.size > 1))
         self._transport = MpiTransport(world.comm, threaded=False) if self.enabled else None
         self._slots = deque([self._slot() for _ in range(self._generations)]) if self.enabled else deque()
-        self._thread: threading.Thread | None = None
-        self._problem: BaseException | None = None
+        self._sending: Background[None] | None = None
         self._costs = CopyCosts()
         self._said = math.inf
         """The number of steps that a person was told last."""
@@ -149,12 +148,9 @@ class PeerReplicas:
         Raises:
             Exception: what went wrong with it.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._problem is not None:
-            problem, self._problem = self._problem, None
-            raise problem
+        sending, self._sending = self._sending, None
+        if sending is not None:
+            sending.finish()
 
     def __enter__(self) -> PeerReplicas:
         return self
@@ -170,7 +166,7 @@ class PeerReplicas:
                 self.finish()
 
     def _under_way(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._sending is not None and self._sending.running
 
     def _meet(self, state: TrainingState) -> None:
         """All ranks: has the last generation arrived everywhere, what did it cost, is the next one due?"""
@@ -179,7 +175,7 @@ class PeerReplicas:
             self.finish()  # with a number given by the user, whatever it costs
         costs = self._costs
         trouble = self._shelf.trouble if self._shelf is not None else None
-        own = [self._thread is None, costs.steps_alone, costs.step_s, costs.cost_s, trouble, new_generation()]
+        own = [self._sending is None, costs.steps_alone, costs.step_s, costs.cost_s, trouble, new_generation()]
         words = self.world.all_gather_json(own)
         if not all(word[0] for word in words):
             self._next = step + max(1, (step - self._taken) // 2)
@@ -228,9 +224,8 @@ class PeerReplicas:
             self._exchange(slot, generation, number)
         self._costs.begin(time.perf_counter() - begin_s)
         if self._threaded:
-            arguments = (slot, generation, number)
-            self._thread = threading.Thread(target=self._exchange, args=arguments, name="buddy", daemon=True)
-            self._thread.start()
+            action = f"keeping copies of step {generation.step} on other ranks and disks"
+            self._sending = Background(action, lambda: self._exchange(slot, generation, number))
 
     def _forget(self) -> None:
         """The newest generation is whole on all ranks: older ones have done their duty."""
@@ -239,14 +234,11 @@ class PeerReplicas:
     def _exchange(self, slot: _Slot, generation: Generation, number: str) -> None:
         """Send the own part, receive those of the wards, and write them all where that is asked for. Runs in the background."""
         begin_s = time.thread_time()
-        try:
-            self._transfer(slot)
-            wards = [parcel for listed in self._wards.values() for parcel in listed]
-            generation.add(slot.ward_views, self._items(wards))
-            if self._shelf is not None:
-                self._shelf.write(number, generation.state, sorted(generation.items), generation.tensors)
-        except BaseException as error:  # raised again where training looks after the transfer
-            self._problem = error
+        self._transfer(slot)
+        wards = [parcel for listed in self._wards.values() for parcel in listed]
+        generation.add(slot.ward_views, self._items(wards))
+        if self._shelf is not None:
+            self._shelf.write(number, generation.state, sorted(generation.items), generation.tensors)
         if self._threaded:  # else it is a part of what training stood still
             self._costs.transferred(time.thread_time() - begin_s)
 

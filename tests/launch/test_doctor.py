@@ -27,7 +27,7 @@ from hetero_mpi.launch.doctor.link_checks import MANY, Link, check_links
 from hetero_mpi.launch.doctor.probe import MARK, REQUIRED, HostFacts
 from hetero_mpi.launch.doctor.probe_client import Examined, Probe, ProbeError, Target
 from hetero_mpi.launch.doctor.rank_checks import _interfaces_of
-from hetero_mpi.launch.doctor.tcp_probe import Listener, measure
+from hetero_mpi.launch.doctor.tcp_probe import listen, measure
 from hetero_mpi.launch.hosts.authenticated import NotAuthentic
 from hetero_mpi.launch.hosts.diagnostics import Finding, Severity, lines_of, merged, would_fail
 from hetero_mpi.launch.hosts.interface import LocalAddress, network_of
@@ -349,7 +349,7 @@ def test_required_modules_are_those_of_the_project() -> None:
 
 
 def test_sockets_measure_and_keep_strangers_out() -> None:
-    listener = Listener()
+    listener = listen()
     speed = measure("127.0.0.1", listener.port, listener.token, 10.0)
     assert 0 < speed.latency_s < 1 and speed.bytes_per_s > 1e6
     with pytest.raises((OSError, NotAuthentic)):

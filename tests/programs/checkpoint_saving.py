@@ -166,8 +166,9 @@ def other_errors_of_the_background_reach_training(world: World, directory: Path)
         try:
             case.saver.finish()
             assert world.rank != 0
-        except ZeroDivisionError:
+        except ZeroDivisionError as error:
             assert world.rank == 0
+            assert sys.version_info < (3, 11) or "writing the checkpoint of step 1" in error.__notes__[0]
 
 
 def without_memory_or_wish_training_waits(world: World, directory: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 import time
 
 import pytest
@@ -38,6 +39,13 @@ def test_a_stuck_rank_ends_the_job_and_everybody_is_named_np3() -> None:
     assert lines[2].endswith("waits for the others")
     assert result.stderr.count("No rank has made progress for 3.00 s") == 1
     assert "All ranks answer" in result.stderr
+
+
+def test_a_defect_of_the_watchdog_is_told_with_its_action_np2() -> None:
+    result = run_mpi(2, [PROGRAM, "unwatched"], timeout_s=120)
+    assert result.returncode == ExitCode.FAILED, result.stdout + result.stderr
+    assert "rank 1/2 on" in result.stderr and "ZeroDivisionError" in result.stderr
+    assert sys.version_info < (3, 11) or "while watching for a hang" in result.stderr
 
 
 @pytest.mark.long

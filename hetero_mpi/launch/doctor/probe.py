@@ -30,8 +30,8 @@ from typing import Any
 
 from hetero_mpi.comm.ranks.versions import PACKAGE, own_source, own_versions
 from hetero_mpi.device.self_test_process import self_test
-from hetero_mpi.launch.doctor.tcp_probe import Listener, measure
-from hetero_mpi.launch.hosts.authenticated import NotAuthentic
+from hetero_mpi.launch.doctor.tcp_probe import listen, measure
+from hetero_mpi.launch.hosts.authenticated import AuthenticatedServer, NotAuthentic
 
 MARK = "hetero_mpi probe: "
 REQUIRED = (
@@ -289,7 +289,7 @@ class Server:
     """Answers requests. Listeners live as long as it does."""
 
     def __init__(self) -> None:
-        self._listeners: list[Listener] = []
+        self._listeners: list[AuthenticatedServer] = []
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """One answer; what goes wrong is one too."""
@@ -301,7 +301,7 @@ class Server:
         if ask == "clock":
             return {"unix_s": time.time()}
         if ask == "listen":
-            self._listeners.append(Listener())
+            self._listeners.append(listen())
             return {"port": self._listeners[-1].port, "token": self._listeners[-1].token}
         try:
             speed = measure(request["address"], request["port"], request["token"], request["patience_s"])

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
+import io
 import json
 import queue
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from hetero_mpi.background import lines_of
 from hetero_mpi.launch.doctor.probe import MARK, HostFacts
 from hetero_mpi.launch.hosts.agent import Helper
 
@@ -71,8 +71,8 @@ class Probe:
             target.variables,
             subprocess.PIPE,
         )
-        self._lines: queue.Queue[bytes | None] = queue.Queue()
-        threading.Thread(target=self._read, name="probe", daemon=True).start()
+        process = self._helper.process
+        self._lines = lines_of(process.stdout if process is not None and process.stdout is not None else io.BytesIO())
 
     def __enter__(self) -> Probe:
         return self
@@ -91,15 +91,7 @@ class Probe:
                 raise ProbeError(self._helper.complaint(f"no answer within {timeout_s:g} s")) from None
             if line is None:
                 self._lines.put(None)
+                self._helper.wait(max(0.0, deadline - time.monotonic()))
                 raise ProbeError(self._helper.complaint("it ended without an answer"))
             if line.startswith(MARK.encode()):
                 return dict(json.loads(line.decode(errors="replace").removeprefix(MARK)))
-
-    def _read(self) -> None:
-        process = self._helper.process
-        if process is not None and process.stdout is not None:
-            with contextlib.suppress(ValueError, OSError):  # closed meanwhile
-                for line in process.stdout:
-                    self._lines.put(line)
-            process.wait()
-        self._lines.put(None)

@@ -5,22 +5,20 @@ The listening end answers only to whoever proves that it knows its token (``auth
 
 from __future__ import annotations
 
-import contextlib
-import secrets
 import socket
 import struct
-import threading
 import time
 from dataclasses import dataclass
 from statistics import median
 
-from hetero_mpi.launch.hosts.authenticated import AuthenticatedLines, NotAuthentic
+from hetero_mpi.launch.hosts.authenticated import AuthenticatedLines, AuthenticatedServer
 
 _TRIPS = 8
 _FIRST_BYTES, _MOST_BYTES = 1 << 18, 1 << 26
 _AIM_S = 0.25
 """The message that tells the bandwidth takes about so long."""
 _PIECE = bytes(1 << 16)
+_SILENCE_S = 20.0
 _SIZE = struct.Struct("<q")
 
 
@@ -33,45 +31,28 @@ class Speed:
     bytes_per_s: float
 
 
-class Listener:
-    """Listens on an ephemeral port of all addresses until closed."""
+def listen() -> AuthenticatedServer:
+    """Answer to ``measure`` until closed."""
+    return AuthenticatedServer("", _answer, _SILENCE_S)
 
-    def __init__(self) -> None:
-        self.token = secrets.token_hex(16)
-        self._socket = socket.create_server(("", 0), backlog=16)
-        self.port = int(self._socket.getsockname()[1])
-        threading.Thread(target=self._serve, name="listener", daemon=True).start()
 
-    def close(self) -> None:
-        self._socket.close()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
-
-    def _answer(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, EOFError, NotAuthentic):
-            _prepare(connection, 20.0)
-            lines = AuthenticatedLines(connection, self.token, "listener")
-            lines.write(lines.read())
-            while True:
-                (size,) = _SIZE.unpack(_read(connection, _SIZE.size))
-                _skip(connection, size)
-                connection.sendall(b"!")
+def _answer(connection: socket.socket, lines: AuthenticatedLines) -> None:
+    lines.write(lines.read())
+    while True:
+        (size,) = _SIZE.unpack(_read(connection, _SIZE.size))
+        _skip(connection, size)
+        connection.sendall(b"!")
 
 
 def measure(address: str, port: int, token: str, timeout_s: float) -> Speed:
-    """Connect to a ``Listener`` and time messages.
+    """Connect to who called ``listen`` and time messages.
 
     :raises OSError: no connection within ``timeout_s``, or it broke.
     :raises NotAuthentic: the other end is not that listener.
     """
     with socket.create_connection((address, port), timeout_s) as connection:
-        _prepare(connection, timeout_s)
+        connection.settimeout(timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         lines = AuthenticatedLines(connection, token, "caller")
         lines.write("measure")
         lines.read()  # so that nothing of what follows is read with it
@@ -93,11 +74,6 @@ def _trip_s(connection: socket.socket, size: int) -> float:
         left -= len(_PIECE)
     _read(connection, 1)
     return time.perf_counter() - start
-
-
-def _prepare(connection: socket.socket, timeout_s: float) -> None:
-    connection.settimeout(timeout_s)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _read(connection: socket.socket, size: int) -> bytes:

@@ -108,6 +108,12 @@ class Helper:
                 self.process.stdin.write(line)
                 self.process.stdin.flush()
 
+    def wait(self, timeout_s: float) -> None:
+        """For its end, after which it complains of nothing more."""
+        if self.process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout_s)
+
     def ended(self) -> bool:
         return self.process is None or self.process.poll() is not None
 

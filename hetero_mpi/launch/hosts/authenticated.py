@@ -11,10 +11,16 @@ import hmac
 import json
 import secrets
 import socket
+import socketserver
+from collections.abc import Callable
 from typing import Any, Literal
+
+from hetero_mpi.background import Background
 
 LONGEST_BYTES = 4096
 """Of a line."""
+_POLL_S = 0.1
+"""How late a server may notice that it is closed."""
 Role = Literal["caller", "listener"]
 
 
@@ -57,6 +63,42 @@ class AuthenticatedLines:
         if not line.endswith(b"\n"):
             raise NotAuthentic("the connection ended within a line")
         return line[:-1]
+
+
+class AuthenticatedServer(socketserver.ThreadingTCPServer):
+    """Listens on an ephemeral port of ``address`` until closed, and serves every caller who knows the token on a thread of its own.
+
+    Args:
+        address: "": all of this host's.
+        serve: is given a caller's connection, and its lines.
+        silence_s: how long a caller may leave us waiting for its next byte.
+    """
+
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(
+        self, address: str, serve: Callable[[socket.socket, AuthenticatedLines], None], silence_s: float
+    ) -> None:
+        super().__init__((address, 0), socketserver.BaseRequestHandler)
+        self.token = secrets.token_hex(16)
+        self.port = int(self.server_address[1])
+        self._serve, self._silence_s = serve, silence_s
+        self._listening = Background("listening to callers", lambda: self.serve_forever(_POLL_S))
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        request.settimeout(self._silence_s)
+        request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._serve(request, AuthenticatedLines(request, self.token, "listener"))
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A caller that breaks off, or talks nonsense, is its own problem."""
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+        self._listening.finish()
 
 
 def _mac(key: bytes, *words: str) -> str:

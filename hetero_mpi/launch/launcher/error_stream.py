@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 from typing import IO
 
+from hetero_mpi.background import Background
 from hetero_mpi.errors import ExitCode
 
 _LINE = b"-" * 74
@@ -36,14 +36,13 @@ class ErrorStream:
         self._held = b""
         """Whole boxes that say no more than an exit code."""
         self._lost = False
-        self._thread = threading.Thread(target=self._read, name="launcher's stderr", daemon=True)
-        self._thread.start()
+        self._reading = Background("passing on the launcher's stderr", self._read)
 
     def finish(self, code: int) -> int:
         """After the launcher's end with ``code``: pass on what was held back, where it tells something; returns the exit code of
         the job.
         """
-        self._thread.join(_PATIENCE_S)
+        self._reading.finish(_PATIENCE_S)
         if code not in _TOLD:
             _write(self._held)
         return int(ExitCode.FAILED) if code == 0 and self._lost else code

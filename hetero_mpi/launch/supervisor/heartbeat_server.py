@@ -6,8 +6,7 @@ alike until the cable is back, so nobody is given up sooner than ``timeout_s``.
 
 from __future__ import annotations
 
-import secrets
-import socketserver
+import socket
 import sys
 import threading
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_mpi.launch.hosts.agent import Helper
-from hetero_mpi.launch.hosts.authenticated import AuthenticatedLines
+from hetero_mpi.launch.hosts.authenticated import AuthenticatedLines, AuthenticatedServer
 from hetero_mpi.launch.hosts.hostfile import HostEntry
 from hetero_mpi.launch.hosts.interface import local_addresses, resolve, source_address
 from hetero_mpi.launch.supervisor.host_agent import CALL_S, RUN_STATE, AgentOrders, as_line
@@ -101,16 +100,14 @@ class HeartbeatServer:
         self.timeout_s = timeout_s
         self._agent, self._supervisor, self._run_dir = tuple(agent), supervisor, run_dir
         self._homes = homes or {}
-        self._token = secrets.token_hex(16)
         self._lock = threading.Lock()
         self._sweep, self._keep, self._try_lock, self._leave = 0, "", 0, False
         self._looked_s = time.monotonic()
         # Callers without the token get no answer, so the port may be open to networks that hosts are yet to come from.
-        self._server = _Server(("127.0.0.1" if all(post.local for post in self.posts) else "", 0), _Handler)
-        self._server.answer, self._server.token = self._answer, self._token
+        address = "127.0.0.1" if all(post.local for post in self.posts) else ""
+        self._server = AuthenticatedServer(address, self._serve, _CALLER_S)
 
     def __enter__(self) -> HeartbeatServer:
-        threading.Thread(target=self._server.serve_forever, args=(0.1,), name="heartbeats", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -121,8 +118,7 @@ class HeartbeatServer:
             time.sleep(_POLL_S)
         for post in self.posts:
             post.close()
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
     def probe(self, given_up: Iterable[int], patience_s: float) -> list[WatchedHost]:
         """The hosts that answer now, in the order of the list. Host agents are started where none is known to listen.
@@ -202,15 +198,18 @@ class HeartbeatServer:
 
     def _orders(self, post: WatchedHost) -> AgentOrders:
         return AgentOrders(
-            token=self._token,
+            token=self._server.token,
             address=("127.0.0.1" if post.local else source_address(post.address)) or "127.0.0.1",
-            port=int(self._server.server_address[1]),
+            port=self._server.port,
             host=post.number,
             number=post.agent_number,
             supervisor=self._supervisor,
             timeout_s=self.timeout_s,
             run_dir=str(self._run_dir),
         )
+
+    def _serve(self, _: socket.socket, lines: AuthenticatedLines) -> None:
+        lines.write(self._answer(lines.read()))
 
     def _answer(self, report: dict[str, Any]) -> dict[str, Any]:
         """What to say to a caller that has the token."""
@@ -227,21 +226,3 @@ class HeartbeatServer:
 
     def _orders_now(self, leave: bool) -> dict[str, Any]:
         return {"sweep": self._sweep, "keep": self._keep or None, "try_lock": self._try_lock, "leave": leave}
-
-
-class _Server(socketserver.ThreadingTCPServer):
-    allow_reuse_address = True
-    daemon_threads = True
-    request_queue_size = 64
-    answer: Any
-    token: str
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A caller that breaks off, or talks nonsense, is its own problem."""
-
-
-class _Handler(socketserver.BaseRequestHandler):
-    def handle(self) -> None:
-        self.request.settimeout(_CALLER_S)
-        lines = AuthenticatedLines(self.request, self.server.token, "listener")  # type: ignore[attr-defined]
-        lines.write(self.server.answer(lines.read()))  # type: ignore[attr-defined]

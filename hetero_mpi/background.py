@@ -1,0 +1,66 @@
+"""Work beside the main thread: how it begins, how it ends, and who hears of its error.
+
+* It begins when its object is made, and never keeps the process alive.
+* Who began it asks it to end by closing what it waits for (a transport, a server, a pipe, an event) and then calls ``finish``.
+* What went wrong is raised again by ``finish``, on the thread that waits there; the traceback names the action.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from typing import IO, AnyStr, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Background(Generic[T]):
+    """``work`` on a thread of its own. ``action`` is in the words of "rank 1 failed while ...": "writing the checkpoint"."""
+
+    def __init__(self, action: str, work: Callable[[], T]) -> None:
+        self._action, self._work = action, work
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=action, daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def finish(self, patience_s: float | None = None) -> T | None:
+        """Wait for its end, at most ``patience_s``; returns what ``work`` returned, None where it has not ended.
+
+        :raises BaseException: what ended ``work``.
+        """
+        self._thread.join(patience_s)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _run(self) -> None:
+        try:
+            self._result = self._work()
+        except BaseException as error:
+            if sys.version_info >= (3, 11):
+                error.add_note(f"(on a background thread, while {self._action})")
+            self._error = error
+
+
+def lines_of(stream: IO[AnyStr]) -> queue.Queue[AnyStr | None]:
+    """A pipe's lines as they come, and None at its end: they can be waited for with a time limit."""
+    lines: queue.Queue[AnyStr | None] = queue.Queue()
+
+    def read() -> None:
+        try:
+            with contextlib.suppress(ValueError, OSError):  # closed meanwhile
+                for line in stream:
+                    lines.put(line)
+        finally:
+            lines.put(None)
+
+    Background("reading a pipe", read)
+    return lines
