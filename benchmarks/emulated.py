@@ -44,9 +44,10 @@ from hetero_mpi.planning.durations import duration  # noqa: E402
 from hetero_mpi.planning.packing.bound import packing_bound_s  # noqa: E402
 from hetero_mpi.planning.schedule import COMPUTE, schedule_of, stages  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
+from hetero_mpi.planning.types.plan_report import PlanReport  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile  # noqa: E402
 from hetero_mpi.planning.types.request import PlanRequest  # noqa: E402
-from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_plan, save_profile  # noqa: E402
+from hetero_mpi.planning.types.toml_files import load_profile, load_report, save_plan, save_profile  # noqa: E402
 from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402
 from hetero_mpi.report.summary import measured_step_s  # noqa: E402
 
@@ -248,8 +249,9 @@ def run(trial: Trial, rounds: int) -> Result:
     """So many runs of ``train`` on as many ranks as the cluster has. Raises ``Failure``."""
     measured, scale = [], trial.time_scale
     for _ in range(rounds):
-        plan, profile, measured_s, scale = _once(replace(trial, time_scale=scale))
+        report, profile, measured_s, scale = _once(replace(trial, time_scale=scale))
         measured.append(measured_s)
+    plan = report.plan
     actions = {
         (a.op, a.stage): a for held in schedule_of(plan, profile.model).values() for a in held if a.op in COMPUTE
     }
@@ -260,14 +262,14 @@ def run(trial: Trial, rounds: int) -> Result:
         scale,
         scale * min(duration(action, plan, profile) for action in actions.values()),
         fluid_bound_s(profile, trial.request()),
-        packing_bound_s(without_links(trial.seen()), trial.request(), plan.predicted_step_s),
+        packing_bound_s(without_links(trial.seen()), trial.request(), report.predicted_step_s),
         len(plan.pipelines),
-        plan.predicted_step_s,
+        report.predicted_step_s,
         statistics.median(measured),
     )
 
 
-def _once(trial: Trial) -> tuple[Plan, ClusterProfile, float, float]:
+def _once(trial: Trial) -> tuple[PlanReport, ClusterProfile, float, float]:
     """(plan, profile as the run saw it, seconds per step, time_scale), at a larger scale where the trial's is refused."""
     ranks = len(trial.seen().devices)
     with tempfile.TemporaryDirectory() as folder:
@@ -291,10 +293,10 @@ def _once(trial: Trial) -> tuple[Plan, ClusterProfile, float, float]:
             return _once(replace(trial, time_scale=float(wanted[1])))
         if done.returncode != 0:
             raise Failure(f"exit code {done.returncode}\n{output}")
-        plan, seen = load_plan(directory / "run" / "plan.toml"), load_profile(directory / "run" / "profile.toml")
+        report, seen = load_report(directory / "run" / "plan.toml"), load_profile(directory / "run" / "profile.toml")
         measured_s = measured_step_s(read_metrics(directory / "run" / "metrics.jsonl").steps)
     assert measured_s is not None, "a trial has more steps than are left out"
-    return plan, seen, measured_s, trial.time_scale
+    return report, seen, measured_s, trial.time_scale
 
 
 def _arguments() -> argparse.Namespace:

@@ -48,6 +48,7 @@ from hetero_mpi.planning.outline import outlined  # noqa: E402
 from hetero_mpi.planning.single.optimum import Space  # noqa: E402
 from hetero_mpi.planning.single.search import evaluate  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
+from hetero_mpi.planning.types.plan_report import PlanReport  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile  # noqa: E402
 from hetero_mpi.planning.types.request import PlanRequest  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_profile  # noqa: E402
@@ -88,11 +89,11 @@ def main() -> int:
     misfits = dict.fromkeys(RULES, 0)
     for case in cases(arguments.devices, arguments.seeds):
         try:
-            plan = make_plan(case.profile, case.request)
+            report = make_plan(case.profile, case.request)
         except UserError as error:
             print(f"{case.name[:45]:<46}{str(error).splitlines()[0]}")
             continue
-        planned = plan.predicted_step_s
+        planned = report.predicted_step_s
         row: dict[str, float | None] = {}
         for rule in RULES:
             seconds = rule_step_s(rule, case.profile, case.request)
@@ -100,11 +101,17 @@ def main() -> int:
             misfits[rule] += seconds == math.inf
             ratios[rule] += [seconds / planned] if seconds is not None and seconds < math.inf else []
         results.append(
-            {"cluster": case.name, "job": case.job, "planner_s": planned, "pipelines": len(plan.pipelines), **row}
+            {
+                "cluster": case.name,
+                "job": case.job,
+                "planner_s": planned,
+                "pipelines": len(report.plan.pipelines),
+                **row,
+            }
         )
         cells = "".join(f"{'-' if row[rule] is None else f'{row[rule]:.2f}x':>10}" for rule in RULES)
         print(f"{f'{case.name}, {case.job}'[:45]:<46}{planned:>8.3g} s{cells}", flush=True)
-        print_doubtful(case, plan)
+        print_doubtful(case, report)
     print_summary(ratios, misfits)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
@@ -114,16 +121,16 @@ def main() -> int:
     return 1 if arguments.check and not (everything and least >= 1 - 1e-9) else 0
 
 
-def print_doubtful(case: Case, plan: Plan) -> None:
+def print_doubtful(case: Case, report: PlanReport) -> None:
     """Whether a device of doubtful use is left idle, and what the plan without it would take."""
     for rank in (device.rank for device in case.profile.devices if device.name == DOUBTFUL):
-        idle = next((one.reason for one in plan.idle if one.rank == rank), None)
+        idle = next((one.reason for one in report.idle if one.rank == rank), None)
         if idle is not None:
             print(f"    the {DOUBTFUL} is left idle: {idle}")
             continue
         devices = tuple(replace(one, dtypes=()) if one.rank == rank else one for one in case.profile.devices)
         without = make_plan(replace(case.profile, devices=devices), case.request).predicted_step_s
-        print(f"    the {DOUBTFUL} is used: without it {without:.3g} s, {without / plan.predicted_step_s:.2f}x")
+        print(f"    the {DOUBTFUL} is used: without it {without:.3g} s, {without / report.predicted_step_s:.2f}x")
 
 
 def cases(sizes: Sequence[int], seeds: int) -> Iterator[Case]:

@@ -100,16 +100,16 @@ def asked(case: Case, arguments: argparse.Namespace) -> Case:
 def run(case: Case, seed: int, arguments: argparse.Namespace) -> Run:
     profile, request, devices = case.profile, case.request, len(case.profile.devices)
     begin = time.process_time()
-    plan = make_plan(profile, request)
+    report = make_plan(profile, request)
     seconds = time.process_time() - begin
-    step_s = plan.predicted_step_s
-    used = sum(len(pipeline.stages) for pipeline in plan.pipelines)
+    step_s = report.predicted_step_s
+    pipelines, used = len(report.plan.pipelines), len(report.plan.numbered)
     begin = time.process_time()
     packing_s = packing_bound_s(profile, request, step_s) if arguments.bounds and devices <= PACKED else None
     bound_seconds = time.process_time() - begin
     one = Run(
-        devices, seed, arguments.noise, case.job, seconds, len(plan.pipelines), used, step_s, fluid_bound_s(profile, request),
-        packing_s, bound_seconds,
+        devices, seed, arguments.noise, case.job, seconds, pipelines, used, step_s, fluid_bound_s(profile, request), packing_s,
+        bound_seconds,
     )  # fmt: skip
     print_row(one)
     return one

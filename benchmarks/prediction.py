@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from hetero_mpi.launch.launcher.launcher import build_command, find_launcher  # noqa: E402
-from hetero_mpi.planning.types.toml_files import load_plan  # noqa: E402
+from hetero_mpi.planning.types.toml_files import load_report  # noqa: E402
 from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402
 from hetero_mpi.report.summary import measured_step_s  # noqa: E402
 
@@ -142,10 +142,10 @@ def run(trial: Trial) -> tuple[float, float]:
         )
         if done.returncode != 0:
             sys.exit(f"{trial.name}:\n{done.stdout}\n{done.stderr}")
-        plan = load_plan(directory / "run" / "plan.toml")
+        report = load_report(directory / "run" / "plan.toml")
         measured_s = measured_step_s(read_metrics(directory / "run" / "metrics.jsonl").steps)
     assert measured_s is not None, "a trial has more steps than are left out"
-    return plan.predicted_step_s, measured_s
+    return report.predicted_step_s, measured_s
 
 
 def _arguments() -> argparse.Namespace:

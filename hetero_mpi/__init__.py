@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from hetero_mpi.errors import UserError as UserError
     from hetero_mpi.model.custom.layered import LayeredModel as LayeredModel
     from hetero_mpi.planning.types.plan import Plan as Plan
+    from hetero_mpi.planning.types.plan_report import PlanReport as PlanReport
     from hetero_mpi.planning.types.profile import ClusterProfile as ClusterProfile
     from hetero_mpi.planning.types.toml_files import load_plan as load_plan
     from hetero_mpi.planning.types.toml_files import load_profile as load_profile
+    from hetero_mpi.planning.types.toml_files import load_report as load_report
     from hetero_mpi.planning.types.toml_files import save_plan as save_plan
     from hetero_mpi.planning.types.toml_files import save_profile as save_profile
     from hetero_mpi.runtime.result import TrainResult as TrainResult
@@ -42,9 +44,11 @@ _HOMES = {
     "LayeredModel": "model.custom.layered",
     "load_plan": "planning.types.toml_files",
     "load_profile": "planning.types.toml_files",
+    "load_report": "planning.types.toml_files",
     "save_plan": "planning.types.toml_files",
     "save_profile": "planning.types.toml_files",
     "Plan": "planning.types.plan",
+    "PlanReport": "planning.types.plan_report",
     "ClusterProfile": "planning.types.profile",
     "TrainResult": "runtime.result",
 }

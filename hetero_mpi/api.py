@@ -21,7 +21,8 @@ from hetero_mpi.job.load import LoadedJob, job_of_tables, load_job
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.schedule import Event
 from hetero_mpi.planning.simulator import simulate as simulate_step
-from hetero_mpi.planning.types.plan import HostMemory, Plan, RankMemory
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import HostMemory, PlanReport, RankMemory
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import (
     load_plan,
@@ -104,8 +105,8 @@ class Simulation:
     """The same of hosts whose memory several ranks share."""
     events: tuple[Event, ...]
     """Every action of every rank with its times."""
-    plan: Plan
-    """The plan with its prediction, bound and reasons."""
+    report: PlanReport
+    """``report.plan``, the plan, with its prediction, bound and reasons."""
 
 
 def profile(job: Job | str | Path, *, reprofile: bool = False) -> ClusterProfile:
@@ -127,8 +128,12 @@ def profile(job: Job | str | Path, *, reprofile: bool = False) -> ClusterProfile
     return _collectively(work)
 
 
-def plan(job: Job | str | Path, profile: ClusterProfile | str | Path, given: Plan | str | Path | None = None) -> Plan:
-    """The planner's plan of a job for the cluster of a profile; or one that is given, checked and with its prediction.
+def plan(
+    job: Job | str | Path, profile: ClusterProfile | str | Path, given: Plan | str | Path | None = None
+) -> PlanReport:
+    """The planner's plan of a job for the cluster of a profile, or one that is given, checked; with its prediction and reasons.
+
+    ``report.plan`` is the plan, which ``simulate`` and ``train`` take.
 
     Needs neither MPI nor torch, and is not collective.
 
@@ -152,7 +157,7 @@ def simulate(job: Job | str | Path, plan: Plan | str | Path, profile: ClusterPro
     """
     question = _question(job, profile)
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
-    plan = complete_plan(plan, question.profile, question.request)
+    report = complete_plan(plan, question.profile, question.request)
     step = simulate_step(plan, question.profile)
     seconds = step.step_s
     return Simulation(
@@ -160,10 +165,10 @@ def simulate(job: Job | str | Path, plan: Plan | str | Path, profile: ClusterPro
         tokens_per_s=plan.global_batch * plan.sequence_length / seconds if seconds > 0 else float("inf"),
         use={rank: busy / seconds if seconds > 0 else 0.0 for rank, busy in step.busy_s.items()},
         busy_s=step.busy_s,
-        memory=plan.memory,
-        hosts=plan.hosts,
+        memory=report.memory,
+        hosts=report.hosts,
         events=step.events,
-        plan=plan,
+        report=report,
     )
 
 

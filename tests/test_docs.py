@@ -312,9 +312,9 @@ def test_offline_commands_run(document: Path, tmp_path: Path, monkeypatch: pytes
     profile = make_profile((1.0, 1.5, 12.0), make_model(6), latency_s=0.05, bytes_per_s=2e4)
     for name in ("cluster.toml", "inside.toml"):
         save_profile(profile, tmp_path / name)
-    plan = make_plan(profile, PlanRequest(8, 10, (1, 2)))
+    report = make_plan(profile, PlanRequest(8, 10, (1, 2)))
     for name in ("quickstart", "other", "first", "one-box", "two-boxes"):
-        make_run(tmp_path / "runs" / name, plan, profile, job=WHOLE_JOB)
+        make_run(tmp_path / "runs" / name, report, profile, job=WHOLE_JOB)
     for line in offline_lines(document):
         if SHIPPED_PROFILE in line:
             line = line.replace(" job.toml ", f" jobs/{SHIPPED_JOB.name} ")

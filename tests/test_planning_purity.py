@@ -22,7 +22,7 @@ wanted = {"decision.planner", "simulator", "types.toml_files", "bounds", "dry_ru
 assert {f"hetero_mpi.planning.{name}" for name in wanted} <= set(modules), modules
 
 from tests.support.planning_samples import make_profile
-from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_plan, save_profile
+from hetero_mpi.planning.types.toml_files import load_plan, load_profile, load_report, save_plan, save_profile
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.simulator import simulate
@@ -30,9 +30,10 @@ from hetero_mpi.planning.simulator import simulate
 folder = sys.argv[1]
 save_profile(make_profile((1.0, 2.0)), folder + "/profile.toml")
 profile = load_profile(folder + "/profile.toml")
-plan = make_plan(profile, PlanRequest(8, 10, (1, 2)))
-save_plan(plan, folder + "/plan.toml")
-assert simulate(load_plan(folder + "/plan.toml"), profile).step_s == plan.predicted_step_s > 0
+report = make_plan(profile, PlanRequest(8, 10, (1, 2)))
+save_plan(report, folder + "/plan.toml")
+assert load_report(folder + "/plan.toml") == report
+assert simulate(load_plan(folder + "/plan.toml"), profile).step_s == report.predicted_step_s > 0
 print("planned")
 """
 

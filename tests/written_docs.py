@@ -59,7 +59,7 @@ def drawn_grid(kind: str, stages: int, micro_batches: int) -> str:
     cut = tuple(StagePlan((index,), index, index + 1, depths[index]) for index in range(stages))
     pipeline = PipelinePlan(cut, 1, micro_batches, split_backward=kind == "split")
     model = make_model(blocks=stages - 2)
-    plan = Plan((pipeline,), global_batch=micro_batches, sequence_length=8, items=stages)
+    plan = Plan((pipeline,), global_batch=micro_batches, sequence_length=8, layers=stages)
     return grid(schedule_of(plan, model)) + "\n"
 
 

@@ -22,10 +22,10 @@ from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.codec import encode
 from hetero_mpi.planning.types.network import THREADED, Network
-from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.types.toml_files import load_plan, load_profile, plan_to_dict, save_plan
+from hetero_mpi.planning.types.toml_files import load_plan, load_plan_file, load_profile, plan_to_dict, save_plan
 from hetero_mpi.report import units
 from hetero_mpi.report.inspection import (
     costed_plan_lines,
@@ -86,7 +86,7 @@ def inspect(path: Path, picture: Path | None, every: bool = False) -> list[str]:
             f"{path}: neither an HDF5 nor a TOML file ({error}); give a profile, a plan or a checkpoint"
         ) from error
     if "pipelines" in content:
-        return plan_inspection_lines(load_plan(path), every)
+        return plan_inspection_lines(*load_plan_file(path), every)
     if "devices" not in content:
         hint = "; it looks like a job: ask with `plan` or `simulate`" if "train" in content or "data" in content else ""
         raise UserError(f"{path}: neither a profile ([[devices]]), nor a plan ([[pipelines]]), nor a checkpoint{hint}")
@@ -111,19 +111,20 @@ def plan(
     question = ask(job, overrides, profile)
     chosen = _chosen(question, given)
     own = chosen if given is None else make_plan(question.profile, question.request)
-    result = outlined(chosen, question.profile)
+    result = outlined(chosen.plan, question.profile)
     lost = losses(chosen, own, question.profile, question.request)
     answers = list(what_ifs(own, question.profile, question.request, lost.free_links_s)) if explain else []
-    otherwise = differences(chosen, question.request) if given is not None else []
+    otherwise = differences(chosen.plan, question.request) if given is not None else []
     if output is not None:
         _written(output, lambda: save_plan(chosen, output))
     if as_json:
-        tokens = chosen.global_batch * chosen.sequence_length
+        tokens = chosen.plan.global_batch * chosen.plan.sequence_length
         figures: dict[str, Any] = {
             "plan": plan_to_dict(chosen),
             "step_s": chosen.predicted_step_s,
             "tokens_per_s": tokens / chosen.predicted_step_s if chosen.predicted_step_s > 0 else float("inf"),
             "bound_step_s": chosen.bound_step_s,
+            "bound": chosen.bound,
             "gap": chosen.predicted_step_s / chosen.bound_step_s - 1 if chosen.bound_step_s > 0 else 0.0,
             "utilisation": {
                 rank: seconds / result.step_s for rank, seconds in result.busy_s.items() if result.step_s > 0
@@ -162,7 +163,7 @@ def simulation(
 
     question = ask(job, overrides, profile)
     chosen = _chosen(question, given)
-    result = simulate(chosen, question.profile, network=network)
+    result = simulate(chosen.plan, question.profile, network=network)
     folder = directory if directory is not None else run_directory(question.loaded) / "simulation"
     labels = {device.rank: device.name for device in question.profile.devices}
     used, ranks = len(result.busy_s), len(question.profile.devices)
@@ -175,13 +176,13 @@ def simulation(
         written.append(save_trace(result.events, folder / "trace.json", labels))
 
     _written(folder, write)
-    tokens = chosen.global_batch * chosen.sequence_length
+    tokens = chosen.plan.global_batch * chosen.plan.sequence_length
     return [
         *plan_lines(chosen, question.profile),
         *_said(question),
         *network_lines(network, result.step_s, chosen.predicted_step_s),
         f"Simulated step: {units.seconds(result.step_s)}, {len(result.events):,} events, {tokens:,} tokens",
-        *idling_lines(result.step_s, result.busy_s, idling(result.events, chosen), chosen.memory, labels),
+        *idling_lines(result.step_s, result.busy_s, idling(result.events, chosen.plan), chosen.memory, labels),
         "Written (trace.json opens in https://ui.perfetto.dev):",
         *(f"  {path}" for path in written),
     ]
@@ -265,7 +266,7 @@ def uses_dropout(loaded: LoadedJob, config: dict[str, Any]) -> bool:
     return any(rate > 0 for rate in rates) or (loaded.job.adapter.method != "none" and loaded.job.adapter.dropout > 0)
 
 
-def _chosen(question: PlanQuestion, given: Path | None) -> Plan:
+def _chosen(question: PlanQuestion, given: Path | None) -> PlanReport:
     """The given plan, checked and costed, or the planner's."""
     if given is None:
         return make_plan(question.profile, question.request)

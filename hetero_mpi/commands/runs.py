@@ -13,7 +13,7 @@ from hetero_mpi.job.plan_request import micro_batch_choices, request_of
 from hetero_mpi.planning.decision.alone import alone
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.tables import rank_classes
-from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_profile
@@ -52,10 +52,10 @@ def baseline(job: Path | None, overrides: tuple[str, ...], source: Path) -> list
     """
     run = read_run(source) if source.is_dir() else None
     profile, request, remarks = _asked(job, overrides, source, run)
-    plan = run.plan if run is not None and run.plan is not None else make_plan(profile, request)
+    report = run.report if run is not None and run.report is not None else make_plan(profile, request)
     singles = [alone(profile, request, members[0]) for members in rank_classes(profile)]
-    tokens = plan.global_batch * plan.sequence_length
-    return baseline_lines(singles, plan, profile, tokens, run, [*remarks, *_sharing(profile)])
+    tokens = report.plan.global_batch * report.plan.sequence_length
+    return baseline_lines(singles, report, profile, tokens, run, [*remarks, *_sharing(profile)])
 
 
 def _asked(
@@ -71,19 +71,19 @@ def _asked(
         ranks = len(run.profile.devices)
         _, reason = micro_batch_choices(train.global_batch, train.micro_batch, ranks, False)
         request = replace(request_of(loaded, ranks, False), sequence_length=run.profile.model.sequence_length)
-        _check_batch(request, run.plan, source)
+        _check_batch(request, run.report, source)
         return run.profile, request, (reason,)
     path = source / "profile.toml"
     question = fitted(loaded, load_profile(path), str(path))
-    _check_batch(question.request, run.plan, source)
+    _check_batch(question.request, run.report, source)
     return question.profile, question.request, question.remarks
 
 
-def _check_batch(request: PlanRequest, plan: Plan | None, source: Path) -> None:
-    if plan is not None and plan.global_batch != request.global_batch:
+def _check_batch(request: PlanRequest, report: PlanReport | None, source: Path) -> None:
+    if report is not None and (batch := report.plan.global_batch) != request.global_batch:
         raise UserError(
-            f"the same tokens are compared: {source} took {plan.global_batch} sequences per step, the job says "
-            f"{request.global_batch}; add --set train.global_batch={plan.global_batch}"
+            f"the same tokens are compared: {source} took {batch} sequences per step, the job says "
+            f"{request.global_batch}; add --set train.global_batch={batch}"
         )
 
 

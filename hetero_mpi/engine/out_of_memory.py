@@ -8,34 +8,32 @@ from collections.abc import Callable, Iterator
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.memory_errors import is_out_of_memory
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import RankMemory
 from hetero_mpi.report import units
 
 
 @contextlib.contextmanager
-def memory_explained(rank: int, doing: Callable[[], str], plan: Plan, backend: Backend) -> Iterator[None]:
+def memory_explained(doing: Callable[[], str], predicted: RankMemory | None, backend: Backend) -> Iterator[None]:
     """A block whose shortage of memory becomes a ``UserError`` (of this rank alone: who ends the job names rank and host).
 
-    ``doing``: says what ran, such as an action.
+    ``doing``: says what ran, such as an action. ``predicted``: of this rank, where it is known.
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(shortage_text(rank, doing(), plan, backend, str(error))) from error
+        raise UserError(shortage_text(doing(), predicted, backend, str(error))) from error
 
 
-def shortage_text(rank: int, doing: str, plan: Plan, backend: Backend, cause: str) -> str:
+def shortage_text(doing: str, predicted: RankMemory | None, backend: Backend, cause: str) -> str:
     """What a person needs to put it right."""
     used = f"{units.size(backend.peak_bytes())} were used at the peak"
-    known = next((memory for memory in plan.memory if memory.rank == rank), None)
-    predicted = ""
-    if known is not None:
-        predicted = f", {units.size(known.peak_bytes)} predicted of {units.size(known.usable_bytes)} usable"
+    if predicted is not None:
+        used += f", {units.size(predicted.peak_bytes)} predicted of {units.size(predicted.usable_bytes)} usable"
     first = cause.strip().splitlines()[0] if cause.strip() else "no memory left"
     return (
-        f"ran out of memory in {doing}: {used}{predicted} ({first}). Lower [train] micro_batch or [data] sequence_length, "
+        f"ran out of memory in {doing}: {used} ({first}). Lower [train] micro_batch or [data] sequence_length, "
         f"set [train] recompute = true, or let the planner give this rank less: raise [plan] memory_reserve, or set [cluster] "
         f"memory_bytes to what its ranks really have"
     )

@@ -27,6 +27,7 @@ from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.schedule import Action, Event, Op, Schedule
 from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import RankMemory
 
 _NOTHING: NDArray[np.float64] = np.zeros(0)
 
@@ -71,6 +72,7 @@ class Trainer:
         emulation: Emulation | None = None,
         kept: Kept | None = None,
         loss_scale: LossScale | None = None,
+        memory: RankMemory | None = None,
     ) -> None:
         """Build this rank's stage. Local: ranks need not come here together.
 
@@ -81,6 +83,7 @@ class Trainer:
             emulation: makes steps last as on other devices.
             kept: frozen weights that this rank has already.
             loss_scale: the run's; None: its start.
+            memory: what is predicted for this rank; None: not known.
 
         Raises:
             UserError: the model's files do not fit, or the memory does not suffice.
@@ -101,12 +104,12 @@ class Trainer:
         self.executor: Executor | None = None
         self.tied: TiedMatrix | None = None
         self._loss_slots = slots(micro_batches)
-        self._step = 0
+        self._step, self._memory = 0, memory
         self._asked: Callable[[], bool] = lambda: False
         self._along = _NOTHING
         self._decided: StepResult | None = None
         if self.place is not None:
-            with memory_explained(rank, lambda: "loading its stage", plan, backend):
+            with memory_explained(lambda: "loading its stage", memory, backend):
                 self._build(schedule, train, start, kept)
 
     def _build(self, schedule: Schedule, train: TrainTable, start: Start | None, kept: Kept | None) -> None:
@@ -136,7 +139,7 @@ class Trainer:
             tied = TiedEnds(*ends, self.chain.tied[1])
             self.tied = TiedMatrix(self.rank, tied, self.optimizer, self.end_transport, pace is not None)
         self.sums = GradientSums(
-            self.rank, self.plan.items - 1, shared, self.tied, self.optimizer, self.end_transport, pace
+            self.rank, self.plan.layers - 1, shared, self.tied, self.optimizer, self.end_transport, pace
         )
         self.executor = Executor(
             self.stage,
@@ -183,7 +186,7 @@ class Trainer:
         self.optimizer.zero()
         self.sums.begin()
         data = self._data(step, share.tokens, share.targets, share.sizes, share.first_samples, target_tokens)
-        with memory_explained(self.rank, self._action, self.plan, self.backend):
+        with memory_explained(self._action, self._memory, self.backend):
             events = self.executor.run(data)
         assert self.transport.pending() == 0, "the step left requests pending"
         assert self._decided is not None
@@ -202,7 +205,7 @@ class Trainer:
             first, sizes = shares[self.place.pipeline]
             rows = slice(first, first + sum(sizes))
             data = self._data(0, tokens[rows], targets[rows], sizes, (0,) * len(sizes), 1)
-            with memory_explained(self.rank, lambda: "evaluation", self.plan, self.backend):
+            with memory_explained(lambda: "evaluation", self._memory, self.backend):
                 own = self.executor.evaluate(data)
             begin = starts[self.place.pipeline]
             losses[begin : begin + len(own)] = own

@@ -185,7 +185,7 @@ def finished_items_s(action: Action, plan: Plan, profile: ClusterProfile) -> dic
     device, tokens = profile.devices[stage.ranks[0]], _tokens(plan, index, action)
     of_kind = {kind: layer_s(times, action.op, tokens) for kind, times in device.layers.items()}
     seconds = [of_kind[layer.kind] for layer in profile.model.layers]
-    again = [0.0] * plan.items
+    again = [0.0] * plan.layers
     if stage.recompute and action.op is Op.B:
         of_kind = {kind: repeated_s(times, tokens) for kind, times in device.layers.items()}
         again = [0.0, *(of_kind[layer.kind] for layer in profile.model.layers[1:-1]), 0.0]

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.schedule import Action, Op, schedule_of, stages
 from hetero_mpi.planning.types.cost import ModelCost
-from hetero_mpi.planning.types.plan import WARM_UP, HostMemory, PipelinePlan, Plan, RankMemory, StagePlan
+from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan_report import HostMemory, RankMemory
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 

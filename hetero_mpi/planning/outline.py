@@ -81,7 +81,7 @@ class _Outline:
         free: dict[int, float] = {}
         for number, first in costs.tied_heads.items():
             head, embedding = costs.stages[number].ranks[0], costs.stages[first].ranks[0]
-            end = self.whole[head, self.plan.items - 1] + costs.of(Action(Op.REDUCE, number, item=0))[0]
+            end = self.whole[head, self.plan.layers - 1] + costs.of(Action(Op.REDUCE, number, item=0))[0]
             self.clock[head] = max(self.clock[head], end)
             self.whole[embedding, 0] = max(self.whole[embedding, 0], end)
         numbers = {stage.ranks[0]: number for number, stage in enumerate(costs.stages)}

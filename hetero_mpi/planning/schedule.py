@@ -113,7 +113,7 @@ def summed_items(plan: Plan, model: ModelCost) -> dict[int, tuple[int, ...]]:
     for item, layer in enumerate(model.layers):
         ranks = held_by(plan, item)
         if item == 0 and model.tied:
-            ranks = tuple(dict.fromkeys((*ranks, *held_by(plan, plan.items - 1))))
+            ranks = tuple(dict.fromkeys((*ranks, *held_by(plan, plan.layers - 1))))
         if len(ranks) > 1 and layer.trainable_parameters > 0:
             found[item] = ranks
     return found

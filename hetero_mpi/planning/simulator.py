@@ -173,7 +173,7 @@ def _bring_tied_shares(whole: dict[tuple[int, int], float], taken: dict[Resource
         action = Action(Op.REDUCE, number, item=0)
         seconds, size = costs.of(action)
         cards = _cards(costs.profile, (head, embedding), there_only=True)
-        start = max([whole[head, costs.plan.items - 1], *(taken.get(card, 0.0) for card in cards)])
+        start = max([whole[head, costs.plan.layers - 1], *(taken.get(card, 0.0) for card in cards)])
         end = start + seconds
         taken.update(dict.fromkeys(cards, end))
         state.events.append(Event(head, 0, action, start, end, size))

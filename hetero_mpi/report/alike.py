@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from hetero_mpi.planning.analysis.idle_time import Idling
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, RankMemory, StagePlan
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan_report import PlanReport, RankMemory
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
 from hetero_mpi.planning.words import counted
 from hetero_mpi.report import units
@@ -49,15 +50,15 @@ def whole(value: float) -> str:
 
 
 def stage_rows(
-    plan: Plan, profile: ClusterProfile, seconds: Callable[[PipelinePlan, StagePlan], float],
+    report: PlanReport, profile: ClusterProfile, seconds: Callable[[PipelinePlan, StagePlan], float],
     parameters: Callable[[StagePlan], float],
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:  # fmt: skip
     """Headings and rows: all stages on one kind of device together, least to most."""
-    groups: dict[str, list[tuple[PipelinePlan, StagePlan]]] = {}
+    plan, groups = report.plan, dict[str, list[tuple[PipelinePlan, StagePlan]]]()
     for _, index, stage in plan.numbered:
         kind = device_text(profile.devices[stage.ranks[0]])
         groups.setdefault(kind, []).append((plan.pipelines[index], stage))
-    peaks = {memory.rank: memory for memory in plan.memory}
+    peaks = {one.rank: one for one in report.memory}
     rows: list[tuple[str, ...]] = []
     for kind, held in groups.items():
         stages = [stage for _, stage in held]
@@ -76,19 +77,19 @@ def stage_rows(
     return headers, rows
 
 
-def plan_rows(plan: Plan) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The same of a plan without its profile: stages that hold equally many items together."""
+def plan_rows(plan: Plan, memory: Sequence[RankMemory]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The same of a plan without its profile: stages that hold equally many layers together."""
     groups: dict[int, list[tuple[PipelinePlan, StagePlan]]] = {}
     for _, index, stage in plan.numbered:
         groups.setdefault(stage.last - stage.first, []).append((plan.pipelines[index], stage))
-    peaks = {memory.rank: memory for memory in plan.memory}
+    peaks = {one.rank: one for one in memory}
     rows: list[tuple[str, ...]] = []
-    for items, held in sorted(groups.items()):
+    for layers, held in sorted(groups.items()):
         stages = [stage for _, stage in held]
         again = sum(stage.recompute for stage in stages)
         rows.append((
             str(len(stages)),
-            str(items),
+            str(layers),
             least_most([pipeline.micro_batches for pipeline, _ in held], whole),
             f"{again} of them" if again else "",
             least_most([stage.warm_up for stage in stages], whole),

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hetero_mpi.planning.types.plan import Alone, Plan
+from hetero_mpi.planning.types.plan_report import Alone, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.lines import table, wrapped
@@ -30,9 +30,9 @@ def comparison_lines(runs: Sequence[PastRun]) -> list[str]:
     rows = [(key, *values) for key, values in job_differences([run.job for run in runs])]
     rows += [
         ("devices", *(_devices(run.profile) for run in runs)),
-        ("plan", *(_plan(run.plan) for run in runs)),
+        ("plan", *(_plan(run.report) for run in runs)),
         ("steps done", *(f"{run.metrics.steps[-1].step:,}" if run.metrics.steps else "none" for run in runs)),
-        ("step, predicted", *(units.seconds(run.plan.predicted_step_s) if run.plan else "" for run in runs)),
+        ("step, predicted", *(units.seconds(run.report.predicted_step_s) if run.report else "" for run in runs)),
         ("step, median", *(_seconds(run.median_step_s()) for run in runs)),
         ("tokens/s, median", *(_rate(run.median_tokens_per_s()) for run in runs)),
         ("speed", *(_relative(run.median_tokens_per_s(), first) for run in runs)),
@@ -86,14 +86,14 @@ def job_differences(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, tuple[
 
 
 def baseline_lines(
-    singles: Sequence[Alone], plan: Plan, profile: ClusterProfile, tokens: int, run: PastRun | None, remarks: Sequence[str]
+    singles: Sequence[Alone], report: PlanReport, profile: ClusterProfile, tokens: int, run: PastRun | None, remarks: Sequence[str]
 ) -> list[str]:  # fmt: skip
     """Every kind of device alone and all of them together, and whether the others were worth it.
 
     Args:
         singles: of every kind of device one.
         tokens: per step, the same for all.
-        run: a run under ``plan``; its measured times are shown too.
+        run: a run under the plan; its measured times are shown too.
     """
     kind = ", emulated" if profile.emulated else ""
     rows = [
@@ -105,9 +105,9 @@ def baseline_lines(
         )
         for one in singles
     ]
-    used = sorted(rank for _, _, stage in plan.numbered for rank in stage.ranks)
+    used = sorted(rank for _, _, stage in report.plan.numbered for rank in stage.ranks)
     together = f"{len(used)} of {len(profile.devices)} ranks"
-    rows.append((together, _devices(profile), *_times(plan.predicted_step_s, tokens), f"predicted{kind}"))
+    rows.append((together, _devices(profile), *_times(report.predicted_step_s, tokens), f"predicted{kind}"))
     measured = run.median_step_s() if run is not None else None
     if run is not None and measured is not None:
         rows.append(
@@ -119,23 +119,23 @@ def baseline_lines(
             )
         )
     lines = [f"The same {tokens:,} tokens per step{kind}:", *table(("", "device", "step", "tokens/s", ""), rows), ""]
-    lines += ["Was it worth adding the others?", *wrapped("  ", verdict(singles, plan, profile, measured)), ""]
+    lines += ["Was it worth adding the others?", *wrapped("  ", verdict(singles, report, profile, measured)), ""]
     return [*lines, *(line for remark in remarks for line in wrapped("", remark))]
 
 
-def verdict(singles: Sequence[Alone], plan: Plan, profile: ClusterProfile, measured_s: float | None) -> str:
+def verdict(singles: Sequence[Alone], report: PlanReport, profile: ClusterProfile, measured_s: float | None) -> str:
     """One sentence, no kinder than the figures. ``measured_s``: per step of all devices together; None: not measured."""
-    if len(singles) == 1 and len(plan.memory) + len(plan.idle) <= 1:
+    if len(singles) == 1 and len(report.memory) + len(report.idle) <= 1:
         return "There is one device only: nothing was added."
     able = [one for one in singles if one.step_s is not None]
     if not able:
         return "Yes: no single device can do this job at all."
     best = min(able, key=lambda one: (one.step_s or 0.0, one.rank))
     assert best.step_s is not None
-    used = {rank for _, _, stage in plan.numbered for rank in stage.ranks}
+    used = {rank for _, _, stage in report.plan.numbered for rank in stage.ranks}
     if len(used) == 1:
         return f"No: the plan itself uses rank {next(iter(used))} alone, since the others would only slow it down."
-    promised = best.step_s / plan.predicted_step_s if plan.predicted_step_s > 0 else math.nan
+    promised = best.step_s / report.predicted_step_s if report.predicted_step_s > 0 else math.nan
     gain = best.step_s / measured_s if measured_s else promised
     answer = "No" if gain < 1 else "Hardly" if gain < HARDLY else "Yes"
     what = "measured" if measured_s else "predicted"
@@ -161,13 +161,16 @@ def _devices(profile: ClusterProfile | None) -> str:
     return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items())
 
 
-def _plan(plan: Plan | None) -> str:
-    if plan is None:
+def _plan(report: PlanReport | None) -> str:
+    if report is None:
         return ""
+    plan = report.plan
     stages, pipelines = len(plan.numbered), len(plan.pipelines)
     text = f"{stages} stage{'s' if stages > 1 else ''}"
     text += f" in {pipelines} pipelines" if pipelines > 1 else ""
-    return f"{text}{schedule_text(plan).replace(', schedule', ',')}{f', {len(plan.idle)} idle' if plan.idle else ''}"
+    return (
+        f"{text}{schedule_text(plan).replace(', schedule', ',')}{f', {len(report.idle)} idle' if report.idle else ''}"
+    )
 
 
 def _model(profile: ClusterProfile | None) -> tuple[object, ...]:

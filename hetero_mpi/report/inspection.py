@@ -10,7 +10,8 @@ from hetero_mpi.planning.analysis.idle_time import Idling
 from hetero_mpi.planning.analysis.what_if import NO_CHANGE, Losses, WhatIf
 from hetero_mpi.planning.types.codec import encode
 from hetero_mpi.planning.types.network import Network
-from hetero_mpi.planning.types.plan import Plan, RankMemory
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import PlanReport, RankMemory
 from hetero_mpi.planning.types.profile import ANY_HOST, ClusterProfile, Curve, DeviceProfile, LinkProfile
 from hetero_mpi.planning.words import describe_items
 from hetero_mpi.report import units
@@ -27,6 +28,7 @@ from hetero_mpi.report.alike import (
 )
 from hetero_mpi.report.lines import table, wrapped
 from hetero_mpi.report.tables import (
+    bound_text,
     headline,
     host_lines,
     idle_lines,
@@ -36,6 +38,7 @@ from hetero_mpi.report.tables import (
 )
 
 ALL = "Like ranks share a row; `inspect FILE --all` shows every one"
+NOT_PREDICTED = "nothing is predicted in this file; `plan --profile PROFILE --plan FILE` works it out"
 MOST_CLASSED = 240
 """Of more links than these, those of 16 ranks, classes are shown as well."""
 MOST_LINKS = 12
@@ -97,44 +100,55 @@ def _middle(devices: Sequence[DeviceProfile]) -> tuple[list[int], DeviceProfile]
     return [device.rank for device in devices], sorted(devices, key=slowness)[len(devices) // 2]
 
 
-def plan_inspection_lines(plan: Plan, every: bool = False) -> list[str]:
-    """A plan file by itself, without the profile it was made for. ``every``: a row for each stage, however many there are."""
+def plan_inspection_lines(plan: Plan, report: PlanReport | None, every: bool = False) -> list[str]:
+    """A plan file by itself, without the profile it was made for.
+
+    Args:
+        report: None: the file does not say what is predicted of the plan.
+        every: a row for each stage, however many there are.
+    """
     rows: list[tuple[str, ...]] = []
-    sizes = {m.rank: (units.size(m.peak_bytes), units.size(m.usable_bytes)) for m in plan.memory}
+    memory = report.memory if report is not None else ()
+    sizes = {m.rank: (units.size(m.peak_bytes), units.size(m.usable_bytes)) for m in memory}
     for index, pipeline in enumerate(plan.pipelines):
         for stage in pipeline.stages:
             rows.append((
                 str(index) if len(plan.pipelines) > 1 else "",
                 str(len(rows)),
                 ", ".join(map(str, stage.ranks)),
-                describe_items(stage.first, stage.last, plan.items),
+                describe_items(stage.first, stage.last, plan.layers),
                 f"{pipeline.micro_batches} x {pipeline.micro_batch}",
                 "yes" if stage.recompute else "",
                 str(stage.warm_up),
                 *sizes.get(stage.ranks[0], ("", "")),
             ))  # fmt: skip
-    lines = wrapped("", headline(plan)) if plan.predicted_step_s > 0 else []
+    lines = wrapped("", headline(report)) if report is not None else []
     lines += [f"Plan: {len(rows)} stages{schedule_text(plan)}, global batch {plan.global_batch} "
-             f"sequences of {plan.sequence_length} tokens, chain of {plan.items} layers"]  # fmt: skip
+             f"sequences of {plan.sequence_length} tokens, chain of {plan.layers} layers"]  # fmt: skip
     headers = ("pipeline", "stage", "rank", "layers", "micro-batches", "recompute", "warm-up", "memory", "of")
     if every or len(rows) <= MOST_STAGES:
         lines += table(headers, rows)
     else:
-        lines += [*table(*plan_rows(plan)), f"  {ALL}"]
-    lines += host_lines(plan)
-    if plan.predicted_step_s > 0:
-        lines.append(f"  bound {units.seconds(plan.bound_step_s)} per step")
-    for line in idle_lines(plan):
+        lines += [*table(*plan_rows(plan, memory)), f"  {ALL}"]
+    return lines + (_report_lines(report) if report is not None else [f"  {NOT_PREDICTED}"])
+
+
+def _report_lines(report: PlanReport) -> list[str]:
+    """What a plan file says besides the decision."""
+    lines = [*host_lines(report.hosts), *wrapped("  ", bound_text(report))]
+    for line in idle_lines(report.idle):
         lines += wrapped("  ", line)
-    for reason in plan.reasons:
+    for reason in report.reasons:
         lines += wrapped("  because: ", reason)
     return lines
 
 
-def costed_plan_lines(plan: Plan, profile: ClusterProfile, busy_s: Mapping[int, float], lost: Losses) -> list[str]:
+def costed_plan_lines(
+    report: PlanReport, profile: ClusterProfile, busy_s: Mapping[int, float], lost: Losses
+) -> list[str]:
     """A plan with prediction and bound, how busy it keeps every rank, and what limits it."""
-    lines = plan_lines(plan, profile)
-    step_s = plan.predicted_step_s
+    lines = plan_lines(report, profile)
+    step_s = report.predicted_step_s
     lines += wrapped("Utilisation: ", utilisation({rank: _share(seconds, step_s) for rank, seconds in busy_s.items()}))
     parts = [(lost.links, "links"), (lost.memory, "memory"), (lost.granularity, "whole layers and micro-batches")]
     if lost.choice > 0:

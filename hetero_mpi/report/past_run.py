@@ -21,8 +21,9 @@ from hetero_mpi.planning.simulator import SimulatedStep, simulate
 from hetero_mpi.planning.types.cluster_changes import with_slowness
 from hetero_mpi.planning.types.network import THREADED, Network
 from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.planning.types.toml_files import load_plan, load_profile
+from hetero_mpi.planning.types.toml_files import load_profile, load_report
 from hetero_mpi.report.run_files.measured import STEPS_NAME, RankStep, read_rank_steps
 from hetero_mpi.report.run_files.metrics import Metrics, StepMetrics, read_metrics
 from hetero_mpi.report.summary import warm_steps
@@ -63,7 +64,8 @@ class PastRun:
     job: Mapping[str, Any]
     """The job with all overrides, as values; empty: not known."""
     versions: Mapping[str, str]
-    plan: Plan | None
+    report: PlanReport | None
+    """The newest plan, with what was predicted of it."""
     profile: ClusterProfile | None
     metrics: Metrics
     rank_steps: tuple[RankStep, ...]
@@ -73,6 +75,11 @@ class PastRun:
     """rank -> its speed as a share of the profiled one, for which the newest plan was made while the run went on."""
     sample: str
     """``sample.txt``; empty: there is none."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The newest plan."""
+        return self.report.plan if self.report is not None else None
 
     @property
     def emulated(self) -> bool:
@@ -118,13 +125,13 @@ def read_run(directory: Path) -> PastRun:
         )
     told = _told(directory / RUN_NAME)
     metrics = directory / "metrics.jsonl"
-    plan, profile = _plan_and_profile(directory)
+    report, profile = _report_and_profile(directory)
     return PastRun(
         directory=directory,
         name=str(told.get("name") or directory.resolve().name),
         job=_table(told, "job"),
         versions=_table(told, "versions"),
-        plan=plan,
+        report=report,
         profile=profile,
         metrics=read_metrics(metrics) if metrics.exists() else Metrics((), ()),
         rank_steps=read_rank_steps(directory / STEPS_NAME),
@@ -157,17 +164,18 @@ def predicted_step(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
     return simulate(plan, profile, network=Network(shared_nic=True) if profile.emulated else THREADED)
 
 
-def _plan_and_profile(directory: Path) -> tuple[Plan | None, ClusterProfile | None]:
+def _report_and_profile(directory: Path) -> tuple[PlanReport | None, ClusterProfile | None]:
     """Both as far as they are there; no profile, if the plan is not for its ranks and model."""
     used = directory / USED_PROFILE
     paths = directory / "plan.toml", used if used.exists() else directory / "profile.toml"
-    plan = load_plan(paths[0]) if paths[0].exists() else None
+    report = load_report(paths[0]) if paths[0].exists() else None
     profile = load_profile(paths[1]) if paths[1].exists() else None
-    if plan is not None and profile is not None:
-        ranks = [rank for _, _, stage in plan.numbered for rank in stage.ranks] + [idle.rank for idle in plan.idle]
-        if max(ranks) >= len(profile.devices) or plan.items != len(profile.model.layers):
-            return plan, None
-    return plan, profile
+    if report is not None and profile is not None:
+        plan = report.plan
+        ranks = [rank for _, _, stage in plan.numbered for rank in stage.ranks] + [idle.rank for idle in report.idle]
+        if max(ranks) >= len(profile.devices) or plan.layers != len(profile.model.layers):
+            return report, None
+    return report, profile
 
 
 def _told(path: Path) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def overview(plan: Plan, profile: ClusterProfile, name: str) -> Overview:
     title += f"{schedule_text(plan)}{emulated}"
     rows = []
     for _, _, stage in plan.numbered:
-        holds = items_text(stage.first, stage.last, plan.items)
+        holds = items_text(stage.first, stage.last, plan.layers)
         for rank in stage.ranks:
             share = simulation.busy_s[rank] / simulation.step_s if simulation.step_s > 0 else 0.0
             rows.append(RankRow(rank, holds, share))

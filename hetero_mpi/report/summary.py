@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.run_files.metrics import Evaluation, StepMetrics
@@ -23,7 +24,7 @@ SpeedChanges = Sequence[tuple[int, int, float]]
 
 
 def final_lines(
-    plan: Plan,
+    report: PlanReport,
     profile: ClusterProfile,
     steps: Sequence[StepMetrics],
     evaluations: Sequence[Evaluation] = (),
@@ -35,8 +36,8 @@ def final_lines(
 
     ``unigram_entropy``: of the training targets, nats per token. ``written``: what -> where, in the order to be shown.
     """
-    lines = time_lines(plan, profile, steps, speed_changes)
-    lines += _loss_lines(steps, evaluations, unigram_entropy, _per(plan))
+    lines = time_lines(report, profile, steps, speed_changes)
+    lines += _loss_lines(steps, evaluations, unigram_entropy, _per(report.plan))
     if written:
         width = max(len(what) for what in written)
         lines += ["Written:", *(f"  {what:<{width}}  {path}" for what, path in written.items())]
@@ -67,11 +68,11 @@ def misled(measured_s: float | None, predicted_s: float) -> bool:
 
 
 def time_lines(
-    plan: Plan, profile: ClusterProfile, steps: Sequence[StepMetrics], speed_changes: SpeedChanges = ()
+    report: PlanReport, profile: ClusterProfile, steps: Sequence[StepMetrics], speed_changes: SpeedChanges = ()
 ) -> list[str]:
     """Predicted beside measured step time, and the likely reason when they are far apart; then the plans before the last."""
     *before, last = by_plan(steps) or [[]]
-    lines = _last_plan_lines(plan, profile, last, _since(last, bool(before), speed_changes))
+    lines = _last_plan_lines(report, profile, last, _since(last, bool(before), speed_changes))
     if before and len(last) > WARM_UP_STEPS:
         lines[0] += f" (since the plan changed after step {last[0].step - 1})"
     for former in before:
@@ -92,7 +93,7 @@ def _since(last: Sequence[StepMetrics], replanned: bool, changes: SpeedChanges) 
 
 
 def _last_plan_lines(
-    plan: Plan, profile: ClusterProfile, steps: Sequence[StepMetrics], changes: SpeedChanges
+    report: PlanReport, profile: ClusterProfile, steps: Sequence[StepMetrics], changes: SpeedChanges
 ) -> list[str]:
     """Of the plan a run ended with. ``changes``: of devices, that it did not know."""
     measured = measured_step_s(steps)
@@ -100,19 +101,17 @@ def _last_plan_lines(
         return [f"Step time: {len(steps)} steps are too few to measure it (the first {WARM_UP_STEPS} do not count)"]
     tokens_per_s = statistics.median(step.tokens_per_s for step in steps[WARM_UP_STEPS:])
     what = f"Step time{', emulated' if profile.emulated else ''}"
-    rate = f"{tokens_per_s:,.0f} {units.unit_of(plan.sequence_length)}/s"
+    rate = f"{tokens_per_s:,.0f} {units.unit_of(report.plan.sequence_length)}/s"
     line = f"{what}: {units.seconds(measured)} measured (median), {rate}"
-    if plan.predicted_step_s <= 0:
+    if report.predicted_step_s <= 0:
         return [line]
-    difference = measured / plan.predicted_step_s - 1
+    difference = measured / report.predicted_step_s - 1
     word = "longer" if difference >= 0 else "shorter"
-    line += (
-        f"; {units.seconds(plan.predicted_step_s)} predicted, so {units.percent(abs(difference))} {word} than predicted"
-    )
+    line += f"; {units.seconds(report.predicted_step_s)} predicted, so {units.percent(abs(difference))} {word} than predicted"
     if abs(difference) <= TOLERANCE:
         return [line]
-    lines = [line, f"  {_difference_reason(plan, profile, changes, difference)}"]
-    if profile.source == "measured" and misled(measured, plan.predicted_step_s):
+    lines = [line, f"  {_difference_reason(report.plan, profile, changes, difference)}"]
+    if profile.source == "measured" and misled(measured, report.predicted_step_s):
         lines.append(
             "  so far off that these device times are not kept for other runs: --reprofile measures for this one"
         )

@@ -10,7 +10,9 @@ from hetero_mpi.planning.durations import compute_s, recompute_s
 from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan_report import PACKING, HostMemory, IdleRank, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LinkProfile
+from hetero_mpi.planning.words import ratio
 from hetero_mpi.report import units
 from hetero_mpi.report.alike import (
     EVERY_STAGE,
@@ -61,31 +63,32 @@ def doubt_remarks(profile: ClusterProfile, named: str = "this profile") -> list[
     return [*told, f"prediction and plan follow {named} all the same: {again}"] if found else []
 
 
-def headline(plan: Plan) -> str:
+def headline(report: PlanReport) -> str:
     """``3 ranks, 389 ms per step; the best one alone, rank 1, 489 ms (1.26x)``: whether the cluster is worth it."""
-    used, there = len(plan.numbered), len(plan.memory) + len(plan.idle)
+    plan, best = report.plan, report.alone
+    used, there = len(plan.numbered), len(report.memory) + len(report.idle)
     text = f"{units.plural(used, 'rank')}" if used >= there else f"{used} of {units.plural(there, 'rank')}"
-    text += f", {units.seconds(plan.predicted_step_s)} per step"
-    best = plan.alone
+    text += f", {units.seconds(report.predicted_step_s)} per step"
     if best is None or there <= 1:
         return text
     if best.step_s is None:
         return f"{text}; no rank can do it alone (rank {best.rank}: {best.problem})"
     if used == 1 and plan.numbered[0][2].ranks == (best.rank,):
         return f"{text}: rank {best.rank} alone, which the others would only slow down"
-    gain = best.step_s / plan.predicted_step_s if plan.predicted_step_s > 0 else 1.0
+    gain = ratio(best.step_s, report.predicted_step_s)
     what = "the best one alone" if gain >= 1 else "one alone would be faster"
     return f"{text}; {what}, rank {best.rank}, {units.seconds(best.step_s)} ({gain:.2f}x)"
 
 
-def plan_lines(plan: Plan, profile: ClusterProfile) -> list[str]:
+def plan_lines(report: PlanReport, profile: ClusterProfile) -> list[str]:
     """The verdict; the plan as a table: who holds what, how full and how busy it makes them; who idles, why; what to expect."""
-    stages = sum(len(pipeline.stages) for pipeline in plan.pipelines)
+    plan = report.plan
+    stages = len(plan.numbered)
     pipelines = "" if len(plan.pipelines) == 1 else f" in {len(plan.pipelines)} pipelines"
     emulated = " on emulated devices" if profile.emulated else ""
-    lines = wrapped("", headline(plan)) if plan.predicted_step_s > 0 else []
+    lines = wrapped("", headline(report))
     lines += [f"Plan: {units.plural(stages, 'stage')}{pipelines}{emulated}{schedule_text(plan)}"]
-    lines += table(*_stage_table(plan, profile))
+    lines += table(*_stage_table(report, profile))
     tokens = " or ".join(dict.fromkeys(f"{one.micro_batch * plan.sequence_length:,}" for one in plan.pipelines))
     lines.append(
         f"  weights: parameters; compute: forward + backward of {tokens} tokens; "
@@ -93,13 +96,13 @@ def plan_lines(plan: Plan, profile: ClusterProfile) -> list[str]:
     )
     if stages > MOST_STAGES:
         lines.append(f"  {EVERY_STAGE}")
-    lines += host_lines(plan)
-    for line in idle_lines(plan):
+    lines += host_lines(report.hosts)
+    for line in idle_lines(report.idle):
         lines += wrapped("  ", line)
-    for reason in plan.reasons:
+    for reason in report.reasons:
         lines += wrapped("  because: ", reason)
     lines += [f"Batch: {line}" for line in _batch_lines(plan)]
-    lines += _prediction_lines(plan)
+    lines += wrapped("", _prediction(report))
     return lines
 
 
@@ -123,29 +126,29 @@ def _schedule_text(pipeline: PipelinePlan) -> str:
     return f"{name}, split backward" if pipeline.split_backward else name
 
 
-def idle_lines(plan: Plan) -> list[str]:
+def idle_lines(idle: Sequence[IdleRank]) -> list[str]:
     """``ranks 4-7 idle: a slower card than ...``, one line for every reason."""
-    alike = idle_alike(plan).items()
+    alike = idle_alike(idle).items()
     return [f"{units.ranks(r)} {'idles' if len(r) == 1 else 'idle'}: {reason}" for reason, r in alike]
 
 
-def idle_alike(plan: Plan) -> dict[str, list[int]]:
+def idle_alike(idle: Sequence[IdleRank]) -> dict[str, list[int]]:
     """Reason -> the ranks that idle for it, in their order."""
     alike: dict[str, list[int]] = {}
-    for idle in sorted(plan.idle, key=lambda idle: idle.rank):
-        alike.setdefault(idle.reason, []).append(idle.rank)
+    for one in sorted(idle, key=lambda one: one.rank):
+        alike.setdefault(one.reason, []).append(one.rank)
     return alike
 
 
-def host_lines(plan: Plan) -> list[str]:
+def host_lines(hosts: Sequence[HostMemory]) -> list[str]:
     """``host alpha: 12.0 of 60.0 GB for its ranks together``; of many hosts the fullest."""
-    fullest_first = sorted(plan.hosts, key=lambda host: -host.peak_bytes / max(host.usable_bytes, 1))
-    hosts = plan.hosts if len(plan.hosts) <= MOST_ROWS else fullest_first[:1]
-    more = f" (the fullest of {len(plan.hosts)})" if len(hosts) < len(plan.hosts) else ""
+    fullest_first = sorted(hosts, key=lambda host: -host.peak_bytes / max(host.usable_bytes, 1))
+    shown = hosts if len(hosts) <= MOST_ROWS else fullest_first[:1]
+    more = f" (the fullest of {len(hosts)})" if len(shown) < len(hosts) else ""
     return [
         f"  host {units.shortened(host.host)}: {units.size(host.peak_bytes)} of {units.size(host.usable_bytes)} "
         f"for its ranks together{more}"
-        for host in hosts
+        for host in shown
     ]
 
 
@@ -167,10 +170,11 @@ def items_text(first: int, last: int, items: int) -> str:
     return ", ".join(parts)
 
 
-def _stage_table(plan: Plan, profile: ClusterProfile) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def _stage_table(report: PlanReport, profile: ClusterProfile) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    plan = report.plan
     if len(plan.numbered) > MOST_STAGES:
         headers, rows = stage_rows(
-            plan,
+            report,
             profile,
             lambda pipeline, stage: _micro_batch_s(pipeline, stage, plan, profile),
             lambda stage: _parameters(stage, profile),
@@ -180,10 +184,11 @@ def _stage_table(plan: Plan, profile: ClusterProfile) -> tuple[tuple[str, ...], 
     headers = (
         "pipeline", "stage", "rank", device, "layers", "weights", "memory", "compute", "recompute", "warm-up",
     )  # fmt: skip
-    return headers, _stage_rows(plan, profile)
+    return headers, _stage_rows(report, profile)
 
 
-def _stage_rows(plan: Plan, profile: ClusterProfile) -> list[tuple[str, ...]]:
+def _stage_rows(report: PlanReport, profile: ClusterProfile) -> list[tuple[str, ...]]:
+    plan = report.plan
     rows: list[tuple[str, ...]] = []
     for index, pipeline in enumerate(plan.pipelines):
         for stage in pipeline.stages:
@@ -193,9 +198,9 @@ def _stage_rows(plan: Plan, profile: ClusterProfile) -> list[tuple[str, ...]]:
                     str(len(rows)),
                     ", ".join(map(str, stage.ranks)),
                     ", ".join(dict.fromkeys(device_text(profile.devices[rank]) for rank in stage.ranks)),
-                    items_text(stage.first, stage.last, plan.items),
+                    items_text(stage.first, stage.last, plan.layers),
                     units.count(_parameters(stage, profile)),
-                    _memory(plan, stage),
+                    _memory(report, stage),
                     units.seconds(_micro_batch_s(pipeline, stage, plan, profile)),
                     "yes" if stage.recompute else "",
                     str(stage.warm_up),
@@ -209,9 +214,9 @@ def _parameters(stage: StagePlan, profile: ClusterProfile) -> int:
     return sum(layer.parameters for layer in layers) - shared_parameters(profile.model, stage.first, stage.last)
 
 
-def _memory(plan: Plan, stage: StagePlan) -> str:
+def _memory(report: PlanReport, stage: StagePlan) -> str:
     """``1.20 of 8.00 GB``, of the stage's fullest rank."""
-    return fullest_text([memory for memory in plan.memory if memory.rank in stage.ranks])
+    return fullest_text([memory for memory in report.memory if memory.rank in stage.ranks])
 
 
 def _micro_batch_s(pipeline: PipelinePlan, stage: StagePlan, plan: Plan, profile: ClusterProfile) -> float:
@@ -238,18 +243,21 @@ def _batch_lines(plan: Plan) -> list[str]:
     return [f"{text}, {plan.sequence_length:,} tokens each: {tokens:,} tokens per step"]
 
 
-def _prediction_lines(plan: Plan) -> list[str]:
-    if plan.predicted_step_s <= 0:
-        return []
-    tokens_per_s = plan.global_batch * plan.sequence_length / plan.predicted_step_s
-    rate = f"{tokens_per_s:,.0f} {units.unit_of(plan.sequence_length)}/s"
-    text = f"Predicted: {units.seconds(plan.predicted_step_s)} per step, {rate}"
-    if plan.bound_step_s > 0:
-        gap = plan.predicted_step_s / plan.bound_step_s - 1
-        text += (
-            f"; no plan could take less than {units.seconds(plan.bound_step_s)} (this one {units.percent(gap)} more)"
-        )
-    return wrapped("", text)
+def _prediction(report: PlanReport) -> str:
+    plan = report.plan
+    tokens_per_s = ratio(plan.global_batch * plan.sequence_length, report.predicted_step_s)
+    text = f"Predicted: {units.seconds(report.predicted_step_s)} per step, {tokens_per_s:,.0f} "
+    text += f"{units.unit_of(plan.sequence_length)}/s"
+    # The fluid bound is far below what any plan can do: it tells nobody whether to look for a better one.
+    return f"{text}; {bound_text(report)}" if report.bound == PACKING else text
+
+
+def bound_text(report: PlanReport) -> str:
+    """``no plan could take less than 380 ms (packing bound; this one 2.4 % more)``."""
+    gap = units.percent(max(0.0, ratio(report.predicted_step_s, report.bound_step_s) - 1))
+    return (
+        f"no plan could take less than {units.seconds(report.bound_step_s)} ({report.bound} bound; this one {gap} more)"
+    )
 
 
 def _link_lines(profile: ClusterProfile) -> list[str]:

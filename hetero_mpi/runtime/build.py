@@ -21,6 +21,7 @@ from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.model.transformers.weights import SeededStart, Start
 from hetero_mpi.planning.schedule import Schedule
 from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.runtime.setup.custom_model import start_values
 from hetero_mpi.runtime.setup.material import model_directory
 from hetero_mpi.runtime.setup.setup import RunContext
@@ -33,8 +34,8 @@ from hetero_mpi.state.redistribute import Parcel, distribute, parcels
 class Share:
     """A rank's part of the run while one plan lasts."""
 
-    plan: Plan
-    """As planned; ``own_plan`` is of the job's own sequences."""
+    report: PlanReport
+    """Of the plan."""
     schedule: Schedule
     emulation: Emulation | None
     members: World | None
@@ -43,6 +44,11 @@ class Share:
     """None on an idle rank, before its stage is built, and once the plan has been given up."""
     seconds: dict[str, float] = field(default_factory=dict)
     """What the change to this plan took on this rank, by part: ``keep``, ``build``, ``move``; at the start only ``build``."""
+
+    @property
+    def plan(self) -> Plan:
+        """As planned; ``own_plan`` is of the job's own sequences."""
+        return self.report.plan
 
     @property
     def own_plan(self) -> Plan:
@@ -94,6 +100,7 @@ def build(context: RunContext, share: Share, resuming: bool, loss_scale: LossSca
             share.emulation,
             kept,
             loss_scale,
+            next((memory for memory in share.report.memory if memory.rank == context.world.rank), None),
         )
     return replace(share, trainer=trainer)
 

@@ -53,7 +53,7 @@ class _Trial:
     """What is late, in words."""
 
 
-def rehearse(trainer: Trainer, world: World, emulation: Emulation) -> None:
+def rehearse(trainer: Trainer, world: World, emulation: Emulation, predicted_step_s: float) -> None:
     """Time each rank's forward, backward and optimizer on made-up data. Collective; changes no state.
 
     Raises:
@@ -65,9 +65,9 @@ def rehearse(trainer: Trainer, world: World, emulation: Emulation) -> None:
             own = _compute_s(trainer.stage, emulation, trainer)
             own[Op.STEP] = _optimizer_s(trainer.stage, trainer.optimizer)
         world.meet_asleep()
-    trial = _trial(own, trainer, world.host, emulation)
+    step_s = emulation.time_scale * predicted_step_s
+    trial = _trial(own, trainer, world.host, emulation, step_s)
     trials = [_Trial(**fields) for fields in world.all_gather_json(asdict(trial))]
-    step_s = emulation.time_scale * emulation.plan.predicted_step_s
     world.agree(_too_slow(trials, emulation, step_s) or _too_crowded(trials, emulation, step_s))
 
 
@@ -123,11 +123,10 @@ def _seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def _trial(own: Mapping[Op, float], trainer: Trainer, host: str, emulation: Emulation) -> _Trial:
+def _trial(own: Mapping[Op, float], trainer: Trainer, host: str, emulation: Emulation, step_s: float) -> _Trial:
     if not own:
         return _Trial(trainer.rank, host, emulation.cores, 0.0, 0.0, 0.0, "")
     assert trainer.place is not None
-    step_s = emulation.time_scale * emulation.plan.predicted_step_s
     index = trainer.place.index
     lasts_s = {op: emulation.pace.lasts_s(Action(op, index, None if op is Op.STEP else 0)) for op in own}
     times = emulation.plan.pipelines[trainer.place.pipeline].micro_batches

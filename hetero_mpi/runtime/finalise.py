@@ -7,7 +7,7 @@ from pathlib import Path
 from hetero_mpi.emulation.pace import punctuality_lines
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.model.files.hub import is_hub_id
-from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.profiling.time_cache import device_key, forget_times
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.summary import final_lines, measured_step_s, misled
@@ -29,10 +29,10 @@ def leave_result(context: RunContext, share: Share, state: TrainingState) -> Non
     share.members.doing = "writing the result"
     result_directory = _write_result(context, share.trainer)
     if context.world.rank == 0:
-        _say_end(context, share.plan, state, result_directory)
+        _say_end(context, share.report, state, result_directory)
 
 
-def outcome(context: RunContext, plan: Plan, state: TrainingState) -> TrainResult:
+def outcome(context: RunContext, report: PlanReport, state: TrainingState) -> TrainResult:
     """What rank 0 knows of the end, on every rank, which keeps no device times that misled the planner. Collective over all
     ranks of the job."""
     world = context.world
@@ -41,14 +41,14 @@ def outcome(context: RunContext, plan: Plan, state: TrainingState) -> TrainResul
         losses=tuple(state.losses),
         evaluations=tuple(state.evaluations),
         step_s=measured_step_s(state.metrics),
-        plan=plan,
+        report=report,
         profile=context.profile,
         result=_result_directory(context),
         checkpoint=state.newest_checkpoint,
         skipped=state.skipped,
     )
     found = TrainResult.from_dict(world.broadcast_json(found.to_dict() if world.rank == 0 else None))
-    if found.profile.source == "measured" and misled(found.step_s, found.plan.predicted_step_s):
+    if found.profile.source == "measured" and misled(found.step_s, found.report.predicted_step_s):
         subject, _ = subject_of(context)
         forget_times(device_key(world, context.backend, subject, context.job.profile.repeats))
     return found
@@ -79,7 +79,7 @@ def _base_model(context: RunContext) -> str | None:
     return str(directory) if directory is not None else None
 
 
-def _say_end(context: RunContext, plan: Plan, state: TrainingState, result_directory: Path) -> None:
+def _say_end(context: RunContext, report: PlanReport, state: TrainingState, result_directory: Path) -> None:
     assert context.dataset is not None
     written = {result_directory.name: result_directory}
     if state.newest_checkpoint is not None:
@@ -87,6 +87,6 @@ def _say_end(context: RunContext, plan: Plan, state: TrainingState, result_direc
     written |= files_of(context) | {"metrics": context.run_dir / "metrics.jsonl", "logs": context.run_dir / "logs"}
     entropy = context.dataset.unigram_entropy()
     changes = context.job.cluster.speed_changes()
-    say(*final_lines(plan, context.profile, state.metrics, state.evaluations, entropy, written, changes))
+    say(*final_lines(report, context.profile, state.metrics, state.evaluations, entropy, written, changes))
     if state.skipped:
         say(f"{state.skipped} steps were skipped, since their gradients were not finite")

@@ -66,6 +66,7 @@ class Loop:
     ) -> None:
         assert share.trainer is not None and share.members is not None
         self.job, self.plan, self.dataset = context.job, share.own_plan, context.dataset
+        self.predicted_step_s = share.report.predicted_step_s
         self.trainer, self.world, self.state, self.metadata = share.trainer, share.members, state, metadata
         self._asked, self._steering, self._beside = asked, steering, beside
         self.saver = open_saver(self.trainer, context.run_dir / "checkpoints", self.job, state.newest_checkpoint)
@@ -155,7 +156,7 @@ class Loop:
             tokens=target_tokens,
             tokens_per_s=tokens / seconds,
             step_s=seconds,
-            predicted_step_s=self.plan.predicted_step_s,
+            predicted_step_s=self.predicted_step_s,
             emulated=emulation is not None,
         )
 

@@ -17,7 +17,7 @@ import torch
 from hetero_mpi.checkpoint import CheckpointError, CheckpointReader, newest_good
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch.supervisor.event_log import append_event
-from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.build import Share
 from hetero_mpi.runtime.local_offers import OnDisk, Standard, look_on_disks
@@ -120,7 +120,9 @@ def _newest_checkpoint(run_dir: Path) -> Standard:
         return Standard(reader.metadata.get("begun"), int(reader.metadata["step"]))
 
 
-def bring_back(context: RunContext, history: RunHistory, plan: Plan, begin: Origin) -> tuple[Share, TrainingState]:
+def bring_back(
+    context: RunContext, history: RunHistory, report: PlanReport, begin: Origin
+) -> tuple[Share, TrainingState]:
     """This rank's share of the new plan, with the state of ``begin``, from copies. Collective over all ranks.
 
     Raises:
@@ -138,8 +140,8 @@ def bring_back(context: RunContext, history: RunHistory, plan: Plan, begin: Orig
             first = min(rank for ranks in having.values() for rank in ranks)
             stood = world.broadcast_json(held.state(step) if world.rank == first else None, root=first)
         state = TrainingState.from_dict(stood, history.state)
-        share = build_share(context, plan, state)
-        listed = deliveries(parcels(tuning, plan, KINDS), lambda parcel: having[item[parcel.name]])
+        share = build_share(context, report, state)
+        listed = deliveries(parcels(tuning, report.plan, KINDS), lambda parcel: having[item[parcel.name]])
         received = hand_over(context, share, listed, lambda parcel: held.tensor(step, parcel), state)
     _LOG.info("the state after step %d is back; %d bytes received", step, received)
     if not isinstance(held, OnDisk):

@@ -13,9 +13,8 @@ from typing import Any
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.engine.placement import active_ranks
-from hetero_mpi.engine.trainer import Trainer
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.toml_files import plan_from_dict, plan_to_dict, save_plan
+from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.toml_files import plan_to_dict, report_from_dict, save_plan
 from hetero_mpi.report import units
 from hetero_mpi.report.progress import ProgressDisplay
 from hetero_mpi.report.run_files.line_files import unharmed
@@ -65,7 +64,7 @@ class Steps:
             if share.members is None:
                 state = TrainingState.from_dict(word["state"])
                 self.history.stands_at(state)
-            share = self._changed(share, plan_from_dict(word["plan"]), state)
+            share = self._changed(share, report_from_dict(word["plan"]), state)
         return share, state
 
     def _until_change(self, share: Share, state: TrainingState) -> dict[str, Any] | None:
@@ -86,29 +85,29 @@ class Steps:
         with passed_on(world, share):
             with beside_steps(context, self.history, share.trainer, state, described) as beside:
                 loop = Loop(context, share, state, described, self.asked, rebalancer, beside)
-                with _watchdog(context, share.members, share.trainer) as watchdog:
+                with _watchdog(context, share) as watchdog:
                     show_plan(self.shown[1], context, share.plan, watchdog)
                     done = loop.run(*self.shown)
             if rebalancer is not None:
                 rebalancer.end()
             if done:
                 return None
-            plan = rebalancer.chosen() if rebalancer is not None else None
-            word = {"plan": plan_to_dict(plan), "state": state.to_dict()} if plan is not None else None
+            chosen = rebalancer.chosen() if rebalancer is not None else None
+            word = {"plan": plan_to_dict(chosen), "state": state.to_dict()} if chosen is not None else None
             word = share.members.broadcast_json(word)
         world.release(idle_ranks(world, share), None, word)
         return word
 
-    def _changed(self, before: Share, plan: Plan, state: TrainingState) -> Share:
+    def _changed(self, before: Share, report: PlanReport, state: TrainingState) -> Share:
         """Go over to another plan, and tell. Collective over all ranks of the job."""
         context, rebalancer = self.context, self.rebalancer
         begin = time.perf_counter()
-        share = change(context, before, plan, state)
+        share = change(context, before, report, state)
         if context.world.rank == 0:
             with unharmed("plan.toml"):
-                save_plan(plan, context.run_dir / "plan.toml")
+                save_plan(report, context.run_dir / "plan.toml")
             if rebalancer is not None:
-                rebalancer.changed(state.step, before.plan, plan, time.perf_counter() - begin)
+                rebalancer.changed(state.step, before.plan, report.plan, time.perf_counter() - begin)
         return share
 
 
@@ -147,12 +146,13 @@ def asked_of(everybody: World, stop: StopRequest) -> Callable[[], bool]:
     return asked
 
 
-def _watchdog(context: RunContext, world: World, trainer: Trainer) -> contextlib.AbstractContextManager[object]:
-    cluster = context.job.cluster
+def _watchdog(context: RunContext, share: Share) -> contextlib.AbstractContextManager[object]:
+    assert share.members is not None and share.trainer is not None
+    cluster, world = context.job.cluster, share.members
     scale = cluster.time_scale if cluster.emulate is not None else 1.0
-    limit = limit_s(cluster.watchdog_s, scale * trainer.plan.predicted_step_s)
+    limit = limit_s(cluster.watchdog_s, scale * share.report.predicted_step_s)
     if limit == 0 or not cluster.communication_thread or world.thread_level != "multiple":
         return contextlib.nullcontext()
     assert isinstance(context.transport, MpiTransport)
-    lookout = Lookout(world, trainer, context.transport)
+    lookout = Lookout(world, share.trainer, context.transport)
     return Watchdog(world, limit, lookout.look, lookout.forgive)

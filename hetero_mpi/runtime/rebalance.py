@@ -22,6 +22,7 @@ from hetero_mpi.planning.analysis.drift import Decider, Move, moved_items
 from hetero_mpi.planning.durations import Durations
 from hetero_mpi.planning.schedule import COMPUTE, Action
 from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.report import units
@@ -105,9 +106,9 @@ class Rebalancer:
             self._consider(self._context.job.train.steps - step - 1)
         return bool(heard[0] > 0)
 
-    def chosen(self) -> Plan | None:
+    def chosen(self) -> PlanReport | None:
         """As ``Steering``."""
-        return self._answer.plan if self._answer is not None else None
+        return self._answer.report if self._answer is not None else None
 
     def changed(self, step: int, old: Plan, new: Plan, stall_s: float) -> None:
         """Layers have moved, and training stood still for ``stall_s`` (wall clock). Tells the person, on rank 0."""
@@ -115,7 +116,7 @@ class Rebalancer:
         prospect, moves = self._answer.prospect, moved_items(old, new)
         self._decider.moved()
         before, after = units.seconds(prospect.now_s), units.seconds(prospect.then_s)
-        moved = _moves_text(moves, new.items) or "no layer moves, but warm-up depths change"
+        moved = _moves_text(moves, new.layers) or "no layer moves, but warm-up depths change"
         text = (
             f"{self._because}: {moved}; a step {before} -> {after}; training stood still for {units.seconds(stall_s)}"
         )
@@ -152,7 +153,7 @@ class Rebalancer:
         self._asked, self._ratios = True, self._decider.asked
         _LOG.info("%s: planning anew", self._decider.sentence(self._hosts))
         self._replanner.ask(
-            ReplanQuestion(self._profile, self._ratios, self._request, self._share.plan, remaining, self._rebuild_s)
+            ReplanQuestion(self._profile, self._ratios, self._request, self._share.report, remaining, self._rebuild_s)
         )
 
     @cached_property

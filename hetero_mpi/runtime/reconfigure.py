@@ -29,6 +29,7 @@ from hetero_mpi.model.frozen_weight_cache import Kept
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.runtime.build import Share, build
 from hetero_mpi.runtime.setup.setup import RunContext
 from hetero_mpi.state.background_save import Snapshot, lack_of_memory, numbers
@@ -70,19 +71,19 @@ def keep(trainer: Trainer, listed: Sequence[Delivery]) -> Snapshot:
     return snapshot
 
 
-def join(context: RunContext, plan: Plan) -> Share:
-    """Which ranks take part in ``plan``, without stages yet. Collective over all ranks of the job."""
-    emulation = None
+def join(context: RunContext, report: PlanReport) -> Share:
+    """Which ranks take part in ``report.plan``, without stages yet. Collective over all ranks of the job."""
+    emulation, plan = None, report.plan
     if context.job.cluster.emulate is not None:
         chain, profile = language(context.chain), context.profile
         emulation = emulate(context.world, context.transport, context.loaded, chain, profile, plan, context.cores)
     schedule = schedule_of(plan, context.profile.model)
-    return Share(plan, schedule, emulation, context.world.subset(active_ranks(plan)))
+    return Share(report, schedule, emulation, context.world.subset(active_ranks(plan)))
 
 
-def build_share(context: RunContext, plan: Plan, state: TrainingState, kept: Kept | None = None) -> Share:
-    """This rank's part under ``plan``, whose trained state is still to be brought. Collective over all ranks of the job, idle
-    ones too; no rank may be asleep.
+def build_share(context: RunContext, report: PlanReport, state: TrainingState, kept: Kept | None = None) -> Share:
+    """This rank's part under ``report.plan``, whose trained state is still to be brought. Collective over all ranks of the job,
+    idle ones too; no rank may be asleep.
 
     Args:
         kept: frozen weights that this rank has already.
@@ -90,7 +91,7 @@ def build_share(context: RunContext, plan: Plan, state: TrainingState, kept: Kep
     Raises:
         CollectiveUserError: on all of them, if an active rank cannot build its stage.
     """
-    share = join(context, plan)
+    share = join(context, report)
     problem: CollectiveUserError | None = None
     if share.members is not None:
         try:
@@ -119,9 +120,9 @@ def hand_over(
     return take_over(share.trainer, listed, own, state.updates)
 
 
-def change(context: RunContext, before: Share, plan: Plan, state: TrainingState) -> Share:
-    """Go over to ``plan``. Collective over all ranks of the job, idle ones too; no rank may be asleep. Nobody else may hold the
-    trainer of ``before``: its memory is needed.
+def change(context: RunContext, before: Share, report: PlanReport, state: TrainingState) -> Share:
+    """Go over to ``report.plan``. Collective over all ranks of the job, idle ones too; no rank may be asleep. Nobody else may
+    hold the trainer of ``before``: its memory is needed.
 
     Args:
         state: of this rank.
@@ -132,18 +133,18 @@ def change(context: RunContext, before: Share, plan: Plan, state: TrainingState)
     world, rank = context.world, context.world.rank
     world.doing = "changing to another plan"
     begin = time.perf_counter()
-    listed = deliveries_between(context, before.plan, plan)
+    listed = deliveries_between(context, before.plan, report.plan)
     brought: Snapshot | None = None
     kept: Kept = {}
     if before.trainer is not None:
         brought = keep(before.trainer, listed)
         if before.trainer.stage is not None:
-            kept = before.trainer.stage.frozen_items(_items_of(world.rank, plan))
+            kept = before.trainer.stage.frozen_items(_items_of(world.rank, report.plan))
         before.give_up()
         context.backend.free_unused()
         gc.freeze()  # what lives on is not looked through again by the next change
     copied = time.perf_counter()
-    share = build_share(context, plan, state, kept)
+    share = build_share(context, report, state, kept)
     if share.emulation is not None and before.emulation is not None:
         share.emulation.pace.go_on_from(before.emulation.pace)
     built = time.perf_counter()

@@ -36,7 +36,7 @@ from hetero_mpi.job.plan_request import request_of
 from hetero_mpi.launch.supervisor.event_log import append_event
 from hetero_mpi.model.files.hub import is_hub_id
 from hetero_mpi.planning.types.cluster_changes import restricted
-from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
 from hetero_mpi.report import units
@@ -252,7 +252,7 @@ def _aside(number: int, other: int, word: str) -> str:
     return f" ({word} {other})" if number != other else ""
 
 
-def plan_again(setup: RunSetup, history: RunHistory, profile: ClusterProfile) -> Plan:
+def plan_again(setup: RunSetup, history: RunHistory, profile: ClusterProfile) -> PlanReport:
     """A plan for the ranks that are left, from the profile they have. Collective.
 
     Raises:
@@ -262,9 +262,9 @@ def plan_again(setup: RunSetup, history: RunHistory, profile: ClusterProfile) ->
     asked = request_of(setup.loaded, history.profiled_ranks, dropout, generations_in_memory(job.checkpoint.buddy_every))
     # Every rank waits for it.
     request = replace(asked, sequence_length=profile.model.sequence_length, thorough=False)
-    plan = obtain_plan(setup.world, profile, request, setup.run_dir, None)
-    say(*plan_lines(plan, profile))
-    return plan
+    report = obtain_plan(setup.world, profile, request, setup.run_dir, None)
+    say(*plan_lines(report, profile))
+    return report
 
 
 @contextlib.contextmanager

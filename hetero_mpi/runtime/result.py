@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.planning.types.toml_files import plan_from_dict, plan_to_dict, profile_from_dict, profile_to_dict
+from hetero_mpi.planning.types.toml_files import plan_to_dict, profile_from_dict, profile_to_dict, report_from_dict
 from hetero_mpi.report.run_files.metrics import Evaluation
 
 
@@ -24,8 +24,8 @@ class TrainResult:
     """Held-out losses that this process has seen, each with the number of steps taken by then."""
     step_s: float | None
     """Measured seconds per step, the median without the first two; None: too few steps."""
-    plan: Plan
-    """By which the last step was taken; ``plan.predicted_step_s`` was predicted."""
+    report: PlanReport
+    """``report.plan``, by which the last step was taken, with what was predicted of it."""
     profile: ClusterProfile
     """For which it was made."""
     result: Path
@@ -42,7 +42,7 @@ class TrainResult:
             "losses": self.losses,
             "evaluations": [asdict(one) for one in self.evaluations],
             "step_s": self.step_s,
-            "plan": plan_to_dict(self.plan),
+            "report": plan_to_dict(self.report),
             "profile": profile_to_dict(self.profile),
             "skipped": self.skipped,
         }
@@ -55,7 +55,7 @@ class TrainResult:
             losses=tuple(values["losses"]),
             evaluations=tuple(Evaluation(**one) for one in values["evaluations"]),
             step_s=values["step_s"],
-            plan=plan_from_dict(values["plan"]),
+            report=report_from_dict(values["report"]),
             profile=profile_from_dict(values["profile"]),
             result=Path(values["result"]),
             checkpoint=Path(values["checkpoint"]) if values["checkpoint"] is not None else None,

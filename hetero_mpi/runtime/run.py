@@ -81,22 +81,22 @@ def _train(setup: RunSetup, options: TrainOptions, stop: StopRequest, history: R
     earlier = earlier_run(setup, options) if anew else None
     profile = history.known_profile(world)
     if profile is not None:
-        plan = plan_again(setup, history, profile)
+        report = plan_again(setup, history, profile)
     else:
-        profile, plan = plan_run(setup, options if not history.losses else replace(options, profile=None, plan=None))
+        profile, report = plan_run(setup, options if not history.losses else replace(options, profile=None, plan=None))
         history.measured(profile, world.size)
-        draw_plan(RunContext.of(setup, profile), plan)
+        draw_plan(RunContext.of(setup, profile), report)
     if options.dry_run:
         say("Dry run: stopping before any weight is read")
         return None
     context = RunContext.of(setup, profile)
     begin = origin(context, history, options)
     if begin is not None and begin.having is not None:
-        share, state = bring_back(context, history, plan, begin)
+        share, state = bring_back(context, history, report, begin)
         if not history.losses:
             _rehearse(share)
     else:
-        share, state = join(context, plan), TrainingState.initial(context.job.train.dtype)
+        share, state = join(context, report), TrainingState.initial(context.job.train.dtype)
         if share.members is not None:
             with passed_on(world, share):
                 resume = str(begin.checkpoint) if begin is not None else options.resume
@@ -118,7 +118,7 @@ def _train(setup: RunSetup, options: TrainOptions, stop: StopRequest, history: R
             leave_result(context, share, state)
         world.release(idle_ranks(world, share), None)
     clear_shelf(context.run_dir)  # the last checkpoint holds everything
-    return outcome(context, share.plan, state)
+    return outcome(context, share.report, state)
 
 
 def _start(
@@ -159,7 +159,7 @@ def _rehearse(share: Share) -> None:
     """Before the first step of an emulated run. Collective over the active ranks."""
     if share.emulation is not None and share.members is not None and share.trainer is not None:
         share.members.doing = "rehearsing"
-        rehearse(share.trainer, share.members, share.emulation)
+        rehearse(share.trainer, share.members, share.emulation, share.report.predicted_step_s)
 
 
 def _metadata(context: RunContext) -> dict[str, Any]:

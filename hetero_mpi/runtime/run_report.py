@@ -16,6 +16,7 @@ from hetero_mpi.comm.ranks.world import CollectiveUserError
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.job.load import job_to_dict
 from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
 from hetero_mpi.report import units
 from hetero_mpi.report.past_run import REPORT_NAME, USED_PROFILE, describe_run, predicted_step, read_run
@@ -35,7 +36,7 @@ _LONG_S = 10.0
 """A rank that has stood at one place for so long is shown with how long."""
 
 
-def draw_plan(context: RunContext, plan: Plan) -> None:
+def draw_plan(context: RunContext, report: PlanReport) -> None:
     """``architecture.png`` and ``.svg`` of the plan. On rank 0, before training."""
     if context.world.rank != 0 or not context.job.report.write:
         return
@@ -44,11 +45,11 @@ def draw_plan(context: RunContext, plan: Plan) -> None:
         from hetero_mpi.report.figures.style import save
 
         profile = context.profile
-        simulation = predicted_step(plan, profile)
+        simulation = predicted_step(report.plan, profile)
         busy = {
             rank: seconds / simulation.step_s for rank, seconds in simulation.busy_s.items() if simulation.step_s > 0
         }
-        figure = architecture(plan, profile, context.loaded.name, busy)
+        figure = architecture(report, profile, context.loaded.name, busy)
         for kind in ("png", "svg"):
             save(figure, context.run_dir / f"architecture.{kind}", f"architecture: {context.loaded.name}")
 

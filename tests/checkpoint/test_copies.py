@@ -161,12 +161,12 @@ def test_copies_of_several_pipelines_np2(tmp_path: Path) -> None:
     """Both ranks hold the whole model: what they leave is enough for one, and its numbers are those of a run in one go."""
     job = LongRun(tmp_path, 2)
     plan, half = load_plan(job.plan), GLOBAL_BATCH // 2
-    alone = [PipelinePlan((StagePlan((rank,), 0, plan.items, 0),), 1, half) for rank in range(2)]
+    alone = [PipelinePlan((StagePlan((rank,), 0, plan.layers, 0),), 1, half) for rank in range(2)]
     save_plan(replace(plan, pipelines=tuple(alone)), job.plan)
     run = tmp_path / "run"
     killed(job, run)
     pieces = pieces_on_disk(run)[0]
-    assert {item for piece in pieces for item in piece.items} == set(range(plan.items))
+    assert {item for piece in pieces for item in piece.items} == set(range(plan.layers))
     step = pieces[0].step
     more, straight = [f"train.steps={step + 4}"], tmp_path / "straight"
     entries = {

@@ -61,10 +61,10 @@ import hetero_mpi
 assert not set(sys.modules) & {{"numpy", "pydantic", "hetero_mpi.job.load"}}, "importing the package is cheap"
 job = hetero_mpi.Job.build({{"model": {{"factory": "tests.programs.layers_model:plain"}},
     "train": {{"global_batch": 4, "micro_batch": 2}}}})
-plan = hetero_mpi.plan(job, {str(out / "profile.toml")!r})
-assert plan.predicted_step_s == hetero_mpi.load_plan({str(out / "plan.toml")!r}).predicted_step_s
-step = hetero_mpi.simulate(job, plan, {str(out / "profile.toml")!r})
-assert step.step_s == plan.predicted_step_s and set(step.use) == set(step.busy_s)
+report = hetero_mpi.plan(job, {str(out / "profile.toml")!r})
+assert report == hetero_mpi.load_report({str(out / "plan.toml")!r})
+step = hetero_mpi.simulate(job, report.plan, {str(out / "profile.toml")!r})
+assert step.report.plan == report.plan and step.step_s == report.predicted_step_s and set(step.use) == set(step.busy_s)
 assert all(0 < share <= 1 for share in step.use.values()) and len(step.memory) == len(step.use)
 assert step.tokens_per_s == 4 / step.step_s and step.events
 """

@@ -33,7 +33,7 @@ from hetero_mpi.job.load import job_from_dict, job_to_dict, load_job, run_direct
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_plan, save_profile
+from hetero_mpi.planning.types.toml_files import load_plan_file, load_profile, save_plan, save_profile
 from hetero_mpi.report.checkpoints import checkpoint_lines
 from hetero_mpi.report.inspection import inspection_lines, plan_inspection_lines
 from tests.support.checkpoint_samples import told
@@ -90,8 +90,8 @@ def look_at_override(path: Path) -> None:
 
 
 def look_at_plan(path: Path) -> None:
-    plan = load_plan(path)
-    plan_inspection_lines(plan)
+    plan, report = load_plan_file(path)
+    plan_inspection_lines(plan, report)
     complete_plan(plan, make_profile(), request())
 
 

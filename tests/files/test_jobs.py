@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hetero_mpi.job.load import load_job
-from hetero_mpi.planning.types.toml_files import load_plan, load_profile
+from hetero_mpi.planning.types.toml_files import load_profile, load_report
 from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.support.mpi import ROOT, run_mpi
 
@@ -54,7 +54,7 @@ def test_quickstart_trains_a_model_that_loads_elsewhere_np3(tmp_path: Path) -> N
     assert [step.step for step in metrics.steps] == [1, 2, 3, 4, 5, 6]
     losses = [step.loss for step in metrics.steps]
     assert losses[-1] < losses[0] - 0.05, losses
-    assert metrics.steps[0].predicted_step_s == load_plan(run / "plan.toml").predicted_step_s
+    assert metrics.steps[0].predicted_step_s == load_report(run / "plan.toml").predicted_step_s
 
     model = AutoModelForCausalLM.from_pretrained(run / "model")
     tokenizer = AutoTokenizer.from_pretrained(run / "model")

@@ -14,14 +14,15 @@ from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.packing.bound import packing_bound_s
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import restricted, with_copy_of, with_faster_links, with_free_links
+from hetero_mpi.planning.types.plan_report import PACKING
 from hetero_mpi.planning.types.profile import HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import (
-    load_plan,
     load_profile,
-    plan_from_dict,
+    load_report,
     profile_from_dict,
     profile_to_dict,
+    report_from_dict,
     save_plan,
     save_profile,
 )
@@ -43,10 +44,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_plan_prints_the_planners_plan_and_why(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, "plan", "job.toml", "--profile", "profile.toml", "-o", "out/plan.toml")
-    plan = make_plan(cluster(), REQUEST)
-    assert load_plan("out/plan.toml") == plan
+    report = make_plan(cluster(), REQUEST)
+    assert load_report("out/plan.toml") == report
     assert "rank 2 idles: " in text and "Predicted: " in text and "tokens/s" in text
-    busiest = simulate(plan, cluster()).busy_s[0] / plan.predicted_step_s
+    busiest = simulate(report.plan, cluster()).busy_s[0] / report.predicted_step_s
     assert f"Utilisation: rank 0 {units.percent(busiest)}, rank 1 " in text and "because: 2 of 3 ranks" in text
     assert "Limited by: " in text and "micro-batch: the planner's choice among 1, 2" in text
     assert "What if" not in text
@@ -55,9 +56,9 @@ def test_plan_prints_the_planners_plan_and_why(folder: Path, capsys: pytest.Capt
 def test_plan_as_json_holds_plannings_own_figures(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(run(capsys, "plan", "job.toml", "--profile", "profile.toml", "--json", "--explain"))
     profile = cluster()
-    plan = make_plan(profile, REQUEST)
-    simulated = simulate(plan, profile)
-    assert plan_from_dict(found["plan"]) == plan
+    report = make_plan(profile, REQUEST)
+    simulated = simulate(report.plan, profile)
+    assert report_from_dict(found["plan"]) == report and found["bound"] == PACKING
     assert found["step_s"] == simulated.step_s == found["planner_step_s"]
     assert found["tokens_per_s"] == pytest.approx(80 / simulated.step_s)
     assert (
@@ -110,7 +111,7 @@ def test_what_the_job_fixes_is_kept(folder: Path, capsys: pytest.CaptureFixture[
         sets = [part for change in changes for part in ("--set", change)]
         return json.loads(run(capsys, "plan", "job.toml", "--profile", "profile.toml", "--json", *sets))  # type: ignore[no-any-return]
 
-    memory = planned("cluster.memory_bytes=150000", "plan.memory_reserve=0.1")["plan"]["memory"]  # type: ignore[index]
+    memory = planned("cluster.memory_bytes=150000", "plan.memory_reserve=0.1")["plan"]["report"]["memory"]  # type: ignore[index]
     assert {entry["usable_bytes"] for entry in memory} == {135_000}
     dropout = planned("model.config={model_type='llama', num_hidden_layers=6, attention_dropout=0.1}")
     assert "fixed, since dropout" in dropout["remarks"][-1]  # type: ignore[index]
@@ -137,9 +138,9 @@ def test_the_schedule_can_be_named(folder: Path, capsys: pytest.CaptureFixture[s
 def test_what_limits_is_said_once_and_alternatives_are_priced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, "plan", "job.toml", "--profile", "profile.toml")
     assert text.lower().count("limited by") == 1
-    plan = make_plan(cluster(), REQUEST)
+    report = make_plan(cluster(), REQUEST)
     assert "the same ranks with equally many items each: " in text and "busiest: stage " in text
-    without = make_plan(restricted(cluster(), [0, 2]), REQUEST).predicted_step_s / plan.predicted_step_s - 1
+    without = make_plan(restricted(cluster(), [0, 2]), REQUEST).predicted_step_s / report.predicted_step_s - 1
     assert f"without it the step is {without:.1%} longer" in text, "what the rank that computes least is there for"
 
 
@@ -178,16 +179,16 @@ def test_a_slow_card_that_is_used_is_used_for_a_reason() -> None:
     """2 x L4 + A6000 + P40: the P40 idles, or the plan says what it would cost to leave it out."""
     profile = load_profile(ROOT / "profiles" / "zorse-2xl4-a6000-p40.toml")
     request = PlanRequest(64, profile.model.sequence_length, (1, 2, 4), recompute_choices=(False, True))
-    plan = make_plan(profile, request)
+    report = make_plan(profile, request)
     p40 = next(device.rank for device in profile.devices if "P40" in device.name)
     others = [device.rank for device in profile.devices if device.rank != p40]
     without = make_plan(restricted(profile, others), request).predicted_step_s
-    if p40 in {idle.rank for idle in plan.idle}:
-        assert without <= plan.predicted_step_s * (1 + 1e-9)
+    if p40 in {idle.rank for idle in report.idle}:
+        assert without <= report.predicted_step_s * (1 + 1e-9)
     else:
-        longer = f"without it the step is {without / plan.predicted_step_s - 1:.1%} longer"
-        assert any(f"rank {p40} (NVIDIA P40) holds" in reason and longer in reason for reason in plan.reasons)
-        assert without > plan.predicted_step_s
+        longer = f"without it the step is {without / report.predicted_step_s - 1:.1%} longer"
+        assert any(f"rank {p40} (NVIDIA P40) holds" in reason and longer in reason for reason in report.reasons)
+        assert without > report.predicted_step_s
 
 
 def test_memory_that_hosts_share_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,8 +211,8 @@ def test_losses_add_up_and_name_what_limits() -> None:
     even = make_profile((1.0,), make_model(6))
     request = PlanRequest(8, 10, (1,))
     for profile, limit in ((slow_links, "link"), (short, "memory"), (uneven, "granularity"), (even, "device")):
-        plan = make_plan(profile, request)
-        lost = losses(plan, plan, profile, request)
+        report = make_plan(profile, request)
+        lost = losses(report, report, profile, request)
         assert lost.limit == limit, lost
         total = lost.choice + lost.links + lost.memory + lost.granularity
         assert total == pytest.approx(1 - lost.bound_s / lost.step_s)

@@ -19,7 +19,7 @@ from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.request import PlanRequest
-from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile
+from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, reported
 
 PROFILE = make_profile([1.0] * 3, model=make_model(8), bytes_per_s=1e6)
 REQUEST = PlanRequest(8, SEQUENCE, (1,), indifference=0.005)
@@ -67,12 +67,12 @@ def step_s(plan: Plan, ratios: tuple[tuple[int, float], ...]) -> float:
 def play(told: Speeds, true: Speeds, steps: int = 100, cost_s: float = 5.0, rebalance: bool = True) -> Story:
     """The decisions of a run on three like devices. ``told`` is measured, ``true`` is what steps last; an answer takes two
     steps."""
-    plan = make_plan(PROFILE, REQUEST)
-    decider, story = Decider(range(3)), Story([plan])
+    report = make_plan(PROFILE, REQUEST)
+    decider, story = Decider(range(3)), Story([report.plan])
     under_way: tuple[int, ReplanAnswer] | None = None
     reply: ReplanAnswer | None = None
     for step in range(steps):
-        story.seconds += step_s(plan, tuple(sorted(true(step).items())))
+        story.seconds += step_s(report.plan, tuple(sorted(true(step).items())))
         decider.observe(told(step))
         if under_way is not None and under_way[0] == step:
             reply, under_way = under_way[1], None
@@ -82,14 +82,14 @@ def play(told: Speeds, true: Speeds, steps: int = 100, cost_s: float = 5.0, reba
         if move is Move.ASK:
             assert decider.asked is not None
             story.questions += 1
-            under_way = step + 2, answer(ReplanQuestion(PROFILE, decider.asked, REQUEST, plan, remaining, cost_s))
+            under_way = step + 2, answer(ReplanQuestion(PROFILE, decider.asked, REQUEST, report, remaining, cost_s))
         elif move is Move.GO:
             assert reply is not None
-            plan = reply.plan
+            report = reply.report
             decider.moved()
             story.seconds += reply.prospect.cost_s
             story.moved_at.append(step)
-            story.plans.append(plan)
+            story.plans.append(report.plan)
     return story
 
 
@@ -176,9 +176,9 @@ def two_pipelines() -> Plan:
 
 
 def test_several_pipelines_keep_their_ranks_shares_and_micro_batches() -> None:
-    reply = answer(ReplanQuestion(PROFILE, {1: 3.0}, REQUEST, two_pipelines(), 1000, 1.0))
-    assert reply.prospect.gain_s > 0 and loads(reply.plan)[1] < 5
-    for old, new in zip(two_pipelines().pipelines, reply.plan.pipelines, strict=True):
+    reply = answer(ReplanQuestion(PROFILE, {1: 3.0}, REQUEST, reported(two_pipelines()), 1000, 1.0))
+    assert reply.prospect.gain_s > 0 and loads(reply.report.plan)[1] < 5
+    for old, new in zip(two_pipelines().pipelines, reply.report.plan.pipelines, strict=True):
         assert (old.micro_batch, old.sequences) == (new.micro_batch, new.sequences)
         assert {stage.ranks for stage in old.stages} == {stage.ranks for stage in new.stages}
 
@@ -186,11 +186,11 @@ def test_several_pipelines_keep_their_ranks_shares_and_micro_batches() -> None:
 def test_an_idle_rank_is_called_and_a_hopeless_one_is_left() -> None:
     profile = make_profile([1.0, 1.0, 1.6], model=make_model(4), bytes_per_s=1e9)
     request = replace(REQUEST, max_pipelines=1)
-    plan = make_plan(restricted(profile, [0, 1]), request)
-    called = answer(ReplanQuestion(profile, {1: 1.6}, request, plan, 1000, 1.0)).plan
-    assert set(loads(called)) == {0, 1, 2}
-    left = answer(ReplanQuestion(profile, {1: 50.0}, request, plan, 1000, 1.0)).plan
-    assert set(loads(left)) == {0, 2} and [idle.rank for idle in left.idle] == [1]
+    report = make_plan(restricted(profile, [0, 1]), request)
+    called = answer(ReplanQuestion(profile, {1: 1.6}, request, report, 1000, 1.0)).report
+    assert set(loads(called.plan)) == {0, 1, 2}
+    left = answer(ReplanQuestion(profile, {1: 50.0}, request, report, 1000, 1.0)).report
+    assert set(loads(left.plan)) == {0, 2} and [idle.rank for idle in left.idle] == [1]
 
 
 def test_moved_items_and_their_seconds() -> None:

@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.types.plan import IdleRank, RankMemory
+from hetero_mpi.planning.types.plan_report import FLUID, IdleRank, PlanReport, RankMemory
 from hetero_mpi.planning.types.profile import Curve
 from hetero_mpi.planning.types.toml_files import (
     load_plan,
     load_profile,
+    load_report,
     plan_from_dict,
     plan_to_dict,
     profile_from_dict,
     profile_to_dict,
+    report_from_dict,
     save_plan,
     save_profile,
 )
@@ -56,17 +58,28 @@ def test_profile_survives_toml_and_json(tmp_path: Path) -> None:
 
 
 def test_plan_survives_toml_and_json(tmp_path: Path) -> None:
-    plan = replace(
-        make_plan_of((0, 2, 4), (1, 0), 4),
+    plan = make_plan_of((0, 2, 4), (1, 0), 4)
+    report = PlanReport(
+        plan,
         predicted_step_s=1e-7,
         bound_step_s=math.inf,
+        bound=FLUID,
         memory=(RankMemory(1, 10**12, 2),),
         idle=(IdleRank(2, "slow"),),
         reasons=("a long sentence that goes on a line of its own", "short"),
     )
-    save_plan(plan, tmp_path / "plan.toml")
-    assert load_plan(tmp_path / "plan.toml") == plan
-    assert plan_from_dict(json.loads(json.dumps(plan_to_dict(plan), allow_nan=False))) == plan
+    save_plan(report, tmp_path / "plan.toml")
+    assert load_report(tmp_path / "plan.toml") == report and load_plan(tmp_path / "plan.toml") == plan
+    assert report_from_dict(json.loads(json.dumps(plan_to_dict(report), allow_nan=False))) == report
+
+
+def test_a_plan_is_read_without_what_is_predicted_of_it(tmp_path: Path) -> None:
+    plan, path = make_plan_of((0, 2, 4), (1, 0), 4), tmp_path / "plan.toml"
+    save_plan(PlanReport(plan, 1.0, 0.5, FLUID), path)
+    path.write_text(path.read_text().partition("[report]")[0])
+    assert load_plan(path) == plan == plan_from_dict(json.loads(json.dumps(plan_to_dict(plan))))
+    with pytest.raises(UserError, match=r"plan.toml: has no table \[report\]"):
+        load_report(path)
 
 
 def test_figures_of_one_curve_stay_on_one_line(tmp_path: Path) -> None:

@@ -54,11 +54,11 @@ def test_causes_of_idling_are_those_of_a_pipeline_drawn_by_hand() -> None:
 def test_computing_and_idling_add_up_to_the_step(seed: int) -> None:
     profile, request = random_instance(seed, ranks=4, items=8)
     try:
-        plan = make_plan(profile, request)
+        report = make_plan(profile, request)
     except UserError:
         pytest.skip("nothing fits")
-    simulated = simulate(plan, profile)
-    found = idling(simulated.events, plan)
+    simulated = simulate(report.plan, profile)
+    found = idling(simulated.events, report.plan)
     assert busy(simulated.events) == pytest.approx(simulated.busy_s)
     assert simulated.busy_s.keys() == found.keys()
     for rank, seconds in simulated.busy_s.items():
@@ -68,7 +68,7 @@ def test_computing_and_idling_add_up_to_the_step(seed: int) -> None:
 
 def test_simulate_shows_causes_and_writes_pictures_and_trace(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, "simulate", "job.toml", "--profile", "profile.toml", "-o", "here")
-    simulated = simulate(make_plan(cluster(), REQUEST), cluster())
+    simulated = simulate(make_plan(cluster(), REQUEST).plan, cluster())
     assert (
         "Simulated step: " in text and "waits for activations" in text and "the end: done, while others are not" in text
     )

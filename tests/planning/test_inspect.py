@@ -62,7 +62,7 @@ def test_profile_measures_under_mpirun_and_its_file_is_planned_with_offline(
     assert measured.model.dtype == "fp32" and len(measured.model.layers) == 4
     monkeypatch.chdir(tmp_path)
     found = json.loads(run(capsys, "plan", str(job), "--profile", str(output), "--json"))
-    assert found["step_s"] > 0 and plan_from_dict(found["plan"]).items == 4
+    assert found["step_s"] > 0 and plan_from_dict(found["plan"]).layers == 4
     assert not (tmp_path / "runs").exists(), "profile and plan touch no run directory"
 
 

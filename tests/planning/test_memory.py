@@ -20,7 +20,7 @@ from hetero_mpi.planning.memory import (
     with_copies,
 )
 from hetero_mpi.planning.schedule import Action, Op, parse_action, schedule_of, stages
-from hetero_mpi.planning.types.plan import HostMemory
+from hetero_mpi.planning.types.plan_report import HostMemory
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
@@ -78,10 +78,10 @@ def test_copies_of_a_gpu_and_of_a_processor_share_the_hosts_memory(hosts: tuple[
     ours = replace(profile, devices=(replace(cpu, shares_host_memory=True), gpu), hosts=hosts)
     request = PlanRequest(4, SEQUENCE, (1,), memory_reserve=0.0)
     copying = replace(request, copy_bytes_per_trainable_parameter=24.0)
-    plan = make_plan(ours, copying)
-    held = {memory.rank: memory.peak_bytes for memory in plan.memory}
+    report = make_plan(ours, copying)
+    held = {memory.rank: memory.peak_bytes for memory in report.memory}
     assert 1 in held and held.get(0, 0) + 24 * 2800 <= 100_000, held
-    assert any("24 bytes a trained parameter) are counted" in reason for reason in plan.reasons)
+    assert any("24 bytes a trained parameter) are counted" in reason for reason in report.reasons)
     assert make_plan(ours, request).memory[0].peak_bytes + 24 * 2800 > 100_000, "or the test shows nothing"
     # On another host than the GPU's there is room for its own copies beside it; where nothing fits, the run goes without.
     apart = replace(ours, devices=(replace(ours.devices[0], host="other"), gpu), hosts=())
@@ -138,8 +138,8 @@ def test_peaks_are_those_of_counting_along_the_lists(seed: int) -> None:
     for _, index, stage in stages(plan):
         tokens = plan.pipelines[index].size(0) * plan.sequence_length
         layers = list(enumerate(model.layers))[stage.first : stage.last]
-        inside = [layer.activation_bytes_per_token for item, layer in layers if 0 < item < plan.items - 1]
-        ends = [layer.activation_bytes_per_token for item, layer in layers if not 0 < item < plan.items - 1]
+        inside = [layer.activation_bytes_per_token for item, layer in layers if 0 < item < plan.layers - 1]
+        ends = [layer.activation_bytes_per_token for item, layer in layers if not 0 < item < plan.layers - 1]
         kept = sum(ends) + (100 * len(inside) if stage.recompute else sum(inside))  # a recomputed block keeps its input
         deferred = sum(layer.deferred_bytes_per_token for _, layer in layers)
         held = counted_bytes(schedule[stage.ranks[0]], math.ceil(kept * tokens), math.ceil(deferred * tokens))
@@ -192,10 +192,10 @@ def test_the_others_get_what_fits_where_one_rank_keeps_more(ranks: int, pipeline
     """Searched exactly, along lines and by columns. Were all ranks taken to keep as much, nothing would fit."""
     request = PlanRequest(16, SEQUENCE, (1, 2), max_pipelines=pipelines, memory_reserve=0.0)
     profile = keeping_more({1: 4.0}, ranks)
-    plan = make_plan(profile, request)
-    assert all(one.peak_bytes <= one.usable_bytes for one in predict_memory(plan, profile))
+    report = make_plan(profile, request)
+    assert all(one.peak_bytes <= one.usable_bytes for one in predict_memory(report.plan, profile))
     fullest = keeping_more(dict.fromkeys(range(ranks), 4.0), ranks)
-    assert any(one.peak_bytes > one.usable_bytes for one in predict_memory(plan, fullest))
+    assert any(one.peak_bytes > one.usable_bytes for one in predict_memory(report.plan, fullest))
     with pytest.raises(UserError, match="short by"):
         make_plan(fullest, request)
 

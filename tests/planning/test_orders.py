@@ -61,19 +61,19 @@ def test_every_order_runs_every_pipeline(stages: int, count: int) -> None:
 def test_a_plan_is_made_for_it_and_kept(tmp_path: Path) -> None:
     profile = with_split(make_profile((1.0, 1.0, 2.0)))
     request = PlanRequest(8, SEQUENCE, (1, 2), split_choices=(False, True), schedule=NAME)
-    plan = make_plan(profile, request)
-    assert [(pipeline.order, pipeline.split_backward) for pipeline in plan.pipelines] == [(NAME, True)]
-    assert plan.predicted_step_s == simulate(plan, profile).step_s >= plan.bound_step_s
-    assert plan.predicted_step_s > make_plan(profile, replace(request, schedule="split")).predicted_step_s
-    save_plan(plan, tmp_path / "plan.toml")
-    assert load_plan(tmp_path / "plan.toml") == plan
+    report = make_plan(profile, request)
+    assert [(pipeline.order, pipeline.split_backward) for pipeline in report.plan.pipelines] == [(NAME, True)]
+    assert report.predicted_step_s == simulate(report.plan, profile).step_s >= report.bound_step_s
+    assert report.predicted_step_s > make_plan(profile, replace(request, schedule="split")).predicted_step_s
+    save_plan(report, tmp_path / "plan.toml")
+    assert load_plan(tmp_path / "plan.toml") == report.plan
 
 
 def test_memory_is_that_of_the_order() -> None:
     """All micro-batches are in flight at once: what is short is said before anything runs."""
     profile = with_split(make_profile((1.0, 1.0), memory_bytes=70_000))
     request = PlanRequest(16, SEQUENCE, (1,), split_choices=(True,), schedule="split", memory_reserve=0.0)
-    assert make_plan(profile, request).pipelines[0].split_backward
+    assert make_plan(profile, request).plan.pipelines[0].split_backward
     with pytest.raises(UserError, match=r"rank \d needs .* short by \d+ bytes"):
         make_plan(profile, replace(request, schedule=NAME))
 
@@ -81,9 +81,9 @@ def test_memory_is_that_of_the_order() -> None:
 def test_a_plan_made_while_the_run_goes_on_keeps_it() -> None:
     profile = with_split(make_profile((1.0, 1.0)))
     request = PlanRequest(8, SEQUENCE, (1,), split_choices=(False, True), schedule=NAME)
-    plan = make_plan(profile, request)
-    found = answer(ReplanQuestion(profile, {1: 3.0}, request, plan, 1000, 0.0)).plan
-    assert found.pipelines[0].stages != plan.pipelines[0].stages
+    report = make_plan(profile, request)
+    found = answer(ReplanQuestion(profile, {1: 3.0}, request, report, 1000, 0.0)).report.plan
+    assert found.pipelines[0].stages != report.plan.pipelines[0].stages
     assert [(pipeline.order, pipeline.split_backward) for pipeline in found.pipelines] == [(NAME, True)]
 
 

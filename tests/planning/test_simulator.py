@@ -330,7 +330,7 @@ def test_sums_wait_for_whole_gradients_and_for_each_other(seed: int) -> None:
             assert event.start_s >= whole_s(rank, item) - 1e-9
         for head in events.keys() - holders.keys():
             share = events[head]
-            assert share.start_s >= whole_s(head, plan.items - 1) - 1e-9
+            assert share.start_s >= whole_s(head, plan.layers - 1) - 1e-9
             embedding = stages(plan)[heads[number_of[head][0]]][2].ranks[0]
             assert share.end_s <= events[embedding].start_s + 1e-9
     for rank in number_of:

@@ -37,7 +37,8 @@ def refused(call: Any) -> list[Any]:
 def use(out: Path) -> None:
     job = job_in(out)
     profile = hetero_mpi.profile(job)
-    plan = hetero_mpi.plan(job, profile)
+    report = hetero_mpi.plan(job, profile)
+    plan = report.plan
     first = hetero_mpi.train(job, plan=plan, profile=profile)
     again = hetero_mpi.train(job, plan=plan, profile=profile, run_dir=out / "again")
     # Only rank 0's arguments count: the others name a job that is nowhere.
@@ -45,14 +46,14 @@ def use(out: Path) -> None:
     resumed = hetero_mpi.train(longer, profile=profile if RANK == 0 else None, resume="latest" if RANK == 0 else None)
     if RANK == 0:
         hetero_mpi.save_profile(profile, out / "profile.toml")
-        hetero_mpi.save_plan(plan, out / "plan.toml")
+        hetero_mpi.save_plan(report, out / "plan.toml")
     found = {
         "losses": [first.losses, again.losses, resumed.losses],
         "directories": [str(one.run_dir) for one in (first, again, resumed)],
         "checkpoint": str(resumed.checkpoint),
         "result": str(first.result),
         "step_s": first.step_s,
-        "same": first.plan.pipelines == plan.pipelines and first.profile == profile,
+        "same": first.report.plan.pipelines == plan.pipelines and first.profile == profile,
         "resume": refused(lambda: hetero_mpi.train(job, resume="nowhere.h5", profile=profile)),
         "job": refused(lambda: hetero_mpi.train("nowhere.toml")),
         "few": refused(lambda: hetero_mpi.train(job, profile="profiles/homelab-5090-strix-halo.toml")),

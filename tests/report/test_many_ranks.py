@@ -10,6 +10,7 @@ from hetero_mpi.cli import main
 from hetero_mpi.planning.analysis.idle_time import Idling
 from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan_report import FLUID, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import save_plan, save_profile
 from hetero_mpi.report.alike import counted, least_most, mean_idling, utilisation, whole
@@ -27,7 +28,7 @@ def profile() -> ClusterProfile:
     return noisy_profile(25)
 
 
-def planned(profile: ClusterProfile) -> Plan:
+def planned(profile: ClusterProfile) -> PlanReport:
     """Pipelines of four ranks each over the first 192."""
     pipelines = tuple(
         PipelinePlan(
@@ -35,8 +36,8 @@ def planned(profile: ClusterProfile) -> Plan:
         )
         for p in range(48)
     )
-    plan = Plan(pipelines, 192, SEQUENCE, 42, predicted_step_s=1.0)
-    return Plan(pipelines, 192, SEQUENCE, 42, predicted_step_s=1.0, memory=predict_memory(plan, profile))
+    plan = Plan(pipelines, 192, SEQUENCE, 42)
+    return PlanReport(plan, 1.0, 0.7, FLUID, memory=predict_memory(plan, profile))
 
 
 def test_a_profile_of_two_hundred_unlike_ranks(profile: ClusterProfile) -> None:
@@ -52,14 +53,14 @@ def test_a_profile_of_two_hundred_unlike_ranks(profile: ClusterProfile) -> None:
 
 
 def test_a_plan_of_two_hundred_ranks(profile: ClusterProfile) -> None:
-    plan = planned(profile)
-    lines = plan_lines(plan, profile)
+    report = planned(profile)
+    lines = plan_lines(report, profile)
     assert len(lines) < 20 and max(map(len, lines)) <= WIDTH
     assert any(line.split()[:5] == ["64", "cuda", "GeForce", "RTX", "4090"] and "10 to 12" in line for line in lines)
     assert any("`inspect PLAN --all`" in line for line in lines)
-    alone = plan_inspection_lines(plan)
+    alone = plan_inspection_lines(report.plan, report)
     assert len(alone) < 20 and any(line.split()[:2] == ["144", "10"] for line in alone)
-    assert len(plan_inspection_lines(plan, every=True)) > 192
+    assert len(plan_inspection_lines(report.plan, report, every=True)) > 192
 
 
 def test_the_commands_say_it(profile: ClusterProfile, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,8 @@ from matplotlib.colors import to_rgba
 from matplotlib.patches import FancyArrowPatch
 
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.types.plan import PipelinePlan, RankMemory, StagePlan
+from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
+from hetero_mpi.planning.types.plan_report import RankMemory
 from hetero_mpi.report.figures.architecture import architecture
 from hetero_mpi.report.figures.charts import Series, StepMark, line_chart
 from hetero_mpi.report.figures.style import COLOURS, svg
@@ -136,7 +137,7 @@ def test_series_that_are_far_apart_have_an_axis_each() -> None:
 
 def test_steps_that_are_far_apart_have_a_time_axis_each() -> None:
     profile = cluster(2)
-    predicted = simulate(planned(profile), profile)
+    predicted = simulate(planned(profile).plan, profile)
 
     def limits(slower: float) -> list[float]:
         longer = [replace(one, start_s=slower * one.start_s, end_s=slower * one.end_s) for one in predicted.events]
@@ -156,22 +157,24 @@ def test_a_run_without_links_says_nothing_of_them(tmp_path: Path) -> None:
     two = cluster(2)
     page = report_html(read_run(make_run(tmp_path / "two", planned(two), two, steps=2)))
     assert "<h2>Links" in page and "links: bandwidth" in page and "Messages between stages" in page
-    alone = tuple(PipelinePlan((StagePlan((rank,), 0, planned(two).items, 0),), 1, 4) for rank in range(2))
-    page = report_html(replace(read_run(tmp_path / "two"), plan=replace(planned(two), pipelines=alone), rank_steps=()))
+    alone = tuple(PipelinePlan((StagePlan((rank,), 0, planned(two).plan.layers, 0),), 1, 4) for rank in range(2))
+    report = planned(two)
+    report = replace(report, plan=replace(report.plan, pipelines=alone))
+    page = report_html(replace(read_run(tmp_path / "two"), report=report, rank_steps=()))
     assert "Gradient all-reduce" in page and "Messages between stages" not in page, "whole models side by side"
 
 
 def test_the_memory_of_a_process_is_explained(tmp_path: Path) -> None:
     """Only CPU ranks measure their process; what an emulated rank holds is no measurement of its plan."""
     profile = cluster(2)
-    plan = planned(profile)
-    run = read_run(make_run(tmp_path / "a", plan, profile))
+    report = planned(profile)
+    run = read_run(make_run(tmp_path / "a", report, profile))
 
     def remarks(backends: tuple[str, ...], source: str = "measured") -> str:
         own = tuple(replace(one, backend=kind) for one, kind in zip(profile.devices, backends, strict=True))
         memory = tuple(RankMemory(rank, 100_000_000 * (rank + 1), 10**9) for rank in range(2))
         changed = replace(profile, devices=own, source=source)
-        return " ".join(sections.memory(replace(run, plan=replace(plan, memory=memory), profile=changed)).remarks)
+        return " ".join(sections.memory(replace(run, report=replace(report, memory=memory), profile=changed)).remarks)
 
     assert remarks(("cpu", "cpu")).startswith(
         "The processes of the CPU ranks held 300 MB to 400 MB more than predicted"
@@ -194,10 +197,10 @@ def test_the_arrow_to_the_next_row_starts_at_its_device() -> None:
 
 def test_idle_ranks_with_one_reason_share_a_box() -> None:
     profile = cluster(6)
-    plan = planned(profile, 2)
+    report = planned(profile, 2)
     reasons = ("too slow", "too slow", "no link", "too slow")
-    plan = replace(plan, idle=tuple(replace(idle, reason=why) for idle, why in zip(plan.idle, reasons, strict=True)))
-    figure = architecture(plan, profile, "a job")
+    idle = tuple(replace(one, reason=why) for one, why in zip(report.idle, reasons, strict=True))
+    figure = architecture(replace(report, idle=idle), profile, "a job")
     said = [text.get_text() for text in figure.axes[0].texts]
     assert [text for text in said if text.startswith("rank") and "  " in text] == [
         "ranks 2, 3, 5  card 2, host1; card 3, host1; card 5, host2",

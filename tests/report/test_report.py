@@ -18,9 +18,11 @@ import pytest
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost
-from hetero_mpi.planning.types.plan import Alone, IdleRank, PipelinePlan, Plan, RankMemory, StagePlan
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan_report import FLUID, PACKING, Alone, IdleRank, PlanReport, RankMemory
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
 from hetero_mpi.report import units
+from hetero_mpi.report.inspection import plan_inspection_lines
 from hetero_mpi.report.lines import WIDTH
 from hetero_mpi.report.run_files.logs import LOGGER, say, setup_logging
 from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, StepMetrics, read_metrics
@@ -106,9 +108,13 @@ PLAN = Plan(
     pipelines=(PipelinePlan((StagePlan((1,), 0, 3, 1), StagePlan((0,), 3, 8, 0)), micro_batch=8, sequences=64),),
     global_batch=64,
     sequence_length=128,
-    items=8,
+    layers=8,
+)
+REPORT = PlanReport(
+    PLAN,
     predicted_step_s=2.0,
     bound_step_s=1.6,
+    bound=PACKING,
     memory=(RankMemory(0, 1_200_000_000, 7_600_000_000), RankMemory(1, 340_000_000, 7_600_000_000)),
     alone=Alone(0, 2.4),
     idle=(IdleRank(2, "it would slow the pipeline down by 14 %"),),
@@ -139,7 +145,8 @@ Plan: 2 stages, schedule 1F1B
   rank 2 idles: it would slow the pipeline down by 14 %
   because: 2 ranks beat 3 by 14 %
 Batch: 64 sequences = 8 micro-batches x 8 sequences, 128 tokens each: 8,192 tokens per step
-Predicted: 2.00 s per step, 4,096 tokens/s; no plan could take less than 1.60 s (this one 25 % more)"""
+Predicted: 2.00 s per step, 4,096 tokens/s; no plan could take less than 1.60 s (packing bound; this one 25 %
+           more)"""
 
 
 def test_the_profile_in_a_few_lines() -> None:
@@ -148,7 +155,7 @@ def test_the_profile_in_a_few_lines() -> None:
 
 def test_the_plan_as_a_table() -> None:
     """8 sequences, 8 samples of the curve: stage 0 is (0.1 + 2) blocks of 10 ms, 8 times, thrice (backward doubles)."""
-    assert "\n".join(plan_lines(PLAN, PROFILE)) == PLAN_LINES
+    assert "\n".join(plan_lines(REPORT, PROFILE)) == PLAN_LINES
 
 
 def test_several_pipelines_and_recompute() -> None:
@@ -159,9 +166,8 @@ def test_several_pipelines_and_recompute() -> None:
             replace(one, sequences=56, stages=(replace(one.stages[0], recompute=True), one.stages[1])),
             PipelinePlan((StagePlan((2,), 0, 8, 0),), micro_batch=8, sequences=8),
         ),
-        idle=(),
     )
-    lines = plan_lines(plan, PROFILE)
+    lines = plan_lines(replace(REPORT, plan=plan, idle=()), PROFILE)
     assert lines[1] == "Plan: 3 stages in 2 pipelines, schedule 1F1B"
     assert lines[2].split()[:4] == ["pipeline", "stage", "rank", "device"]
     assert lines[3].split()[-4:] == ["664", "ms", "yes", "1"], "504 ms and once more the forward of two blocks"
@@ -175,27 +181,38 @@ def test_schedules_bear_their_names() -> None:
     def heading(*depths: int, split: bool = False, count: int = 1) -> str:
         stages = tuple(replace(stage, warm_up=depth) for stage, depth in zip(one.stages, depths, strict=True))
         changed = replace(one, stages=stages, split_backward=split)
-        return plan_lines(replace(PLAN, pipelines=(changed,) * count), PROFILE)[1]
+        return plan_lines(replace(REPORT, plan=replace(PLAN, pipelines=(changed,) * count)), PROFILE)[1]
 
     assert heading(8, 8) == heading(7, 7) == "Plan: 2 stages, schedule GPipe"
     assert heading(1, 0, split=True) == "Plan: 2 stages, schedule 1F1B, split backward"
     assert heading(3, 0, count=2) == "Plan: 4 stages in 2 pipelines, schedule 1F1B with its own warm-up depths"
     alone = replace(PLAN, pipelines=(PipelinePlan((StagePlan((1,), 0, 8, 0),), 8, 64),) * 3)
-    lines = plan_lines(alone, PROFILE)
+    lines = plan_lines(replace(REPORT, plan=alone), PROFILE)
     assert lines[1] == "Plan: 3 stages in 3 pipelines"
     assert any("64 sequences = 3 x (8 micro-batches x 8 sequences), 128 tokens each" in line for line in lines)
 
 
 def test_a_tied_matrix_held_at_both_ends_is_counted_once() -> None:
     tied = replace(PROFILE, model=replace(MODEL, tied=True, tied_bytes=4 * 1_048_576))
-    alone = replace(PLAN, pipelines=(PipelinePlan((StagePlan((1,), 0, 8, 0),), 8, 64),))
+    plan = replace(PLAN, pipelines=(PipelinePlan((StagePlan((1,), 0, 8, 0),), 8, 64),))
+    alone = replace(REPORT, plan=plan)
     assert "7.21 M" in plan_lines(alone, PROFILE)[3]
     assert "6.16 M" in plan_lines(alone, tied)[3]
 
 
+def test_a_bound_says_which_it_is_and_one_far_below_is_left_out() -> None:
+    """The fluid bound tells nobody whether to look for a better plan: the file and ``inspect`` have it."""
+    fluid = replace(REPORT, bound=FLUID)
+    assert "no plan could take less than" not in " ".join(plan_lines(fluid, PROFILE))
+    told = "no plan could take less than 1.60 s ({} bound; this one 25 % more)"
+    assert told.format("packing") in " ".join(" ".join(plan_lines(REPORT, PROFILE)).split())
+    for report in (REPORT, fluid):
+        assert told.format(report.bound) in " ".join(" ".join(plan_inspection_lines(PLAN, report)).split())
+
+
 def test_no_line_is_too_long() -> None:
     long = replace(PROFILE, notes=("word " * 60,), mpi_library="Open MPI 5.0.11")
-    wordy = replace(PLAN, reasons=("word " * 60,), idle=(IdleRank(2, "word " * 60),))
+    wordy = replace(REPORT, reasons=("word " * 60,), idle=(IdleRank(2, "word " * 60),))
     assert max(map(len, [*profile_lines(long), *plan_lines(wordy, long)])) <= WIDTH
 
 
@@ -277,7 +294,7 @@ def test_the_end_of_a_run() -> None:
     steps = [metrics(step, loss=8.0 - step, step_s=9.0 if step < 3 else 2.2) for step in range(1, 6)]
     assert measured_step_s(steps) == 2.2
     written = {"model": Path("runs/a/model"), "checkpoint": Path("runs/a/checkpoints/step-5.h5")}
-    assert final_lines(PLAN, PROFILE, steps, [Evaluation(5, 3.25)], 5.0, written) == [
+    assert final_lines(REPORT, PROFILE, steps, [Evaluation(5, 3.25)], 5.0, written) == [
         "Step time: 2.20 s measured (median), 3,724 tokens/s; 2.00 s predicted, so 10 % longer than predicted",
         "Loss: 7.0000 at step 1, 3.0000 at step 5 (nats per token)",
         "Held-out loss: 3.2500 at step 5",
@@ -292,13 +309,13 @@ def test_the_reason_for_a_wrong_prediction() -> None:
     steps = [metrics(step, step_s=2.5) for step in range(1, 6)]
     shared = replace(PROFILE, devices=tuple(replace(one, cores=0.5) for one in PROFILE.devices))
     idle_shares = replace(PROFILE, devices=(*PROFILE.devices[:2], replace(PROFILE.devices[2], cores=0.5)))
-    assert "25 % longer" in final_lines(PLAN, shared, steps)[0]
-    assert final_lines(PLAN, shared, steps)[1].startswith("  ranks share cores on box (0.5 cores per rank)")
-    assert final_lines(PLAN, idle_shares, steps)[1].startswith("  the machines are not as fast as when")
-    assert "was not measured here" in final_lines(PLAN, replace(PROFILE, source="derived from sheets"), steps)[1]
-    emulated = final_lines(PLAN, replace(PROFILE, source="emulated, measured"), steps)
+    assert "25 % longer" in final_lines(REPORT, shared, steps)[0]
+    assert final_lines(REPORT, shared, steps)[1].startswith("  ranks share cores on box (0.5 cores per rank)")
+    assert final_lines(REPORT, idle_shares, steps)[1].startswith("  the machines are not as fast as when")
+    assert "was not measured here" in final_lines(REPORT, replace(PROFILE, source="derived from sheets"), steps)[1]
+    emulated = final_lines(REPORT, replace(PROFILE, source="emulated, measured"), steps)
     assert emulated[0].startswith("Step time, emulated: ") and "raise [cluster] time_scale" in emulated[1]
-    assert "too few" in final_lines(PLAN, PROFILE, steps[:2])[0]
+    assert "too few" in final_lines(REPORT, PROFILE, steps[:2])[0]
 
 
 def test_measured_steps_are_compared_with_the_plan_they_were_taken_under() -> None:
@@ -306,33 +323,33 @@ def test_measured_steps_are_compared_with_the_plan_they_were_taken_under() -> No
     before = [replace(metrics(step, step_s=6.0), predicted_step_s=5.5) for step in range(1, 11)]
     after = [replace(metrics(step, step_s=3.0 if step < 13 else 2.0), predicted_step_s=2.0) for step in range(11, 21)]
     assert measured_step_s([*before, *after]) == 2.0
-    assert final_lines(PLAN, PROFILE, [*before, *after])[:2] == [
+    assert final_lines(REPORT, PROFILE, [*before, *after])[:2] == [
         "Step time: 2.00 s measured (median), 4,096 tokens/s; 2.00 s predicted, so 0.0 % longer than predicted "
         "(since the plan changed after step 10)",
         "  before, up to step 10: 6.00 s measured, 5.50 s predicted",
     ]
     assert measured_step_s([*before, *after[:2]]) is None
-    assert "2 steps are too few" in final_lines(PLAN, PROFILE, [*before, *after[:2]])[0]
+    assert "2 steps are too few" in final_lines(REPORT, PROFILE, [*before, *after[:2]])[0]
 
 
 def test_a_speed_that_was_asked_for_is_the_reason_it_is() -> None:
     """A change of speed during the steps of the last plan; one that came before that plan was made is in its prediction."""
     profile = replace(PROFILE, source="emulated, measured")
     steps = [metrics(step, step_s=4.0) for step in range(1, 11)]
-    told = final_lines(PLAN, profile, steps, speed_changes=[(0, 4, 0.34), (1, 20, 0.5)])[1]
+    told = final_lines(REPORT, profile, steps, speed_changes=[(0, 4, 0.34), (1, 20, 0.5)])[1]
     assert told.startswith(
         "  devices changed their speed as [cluster] emulate_changes asks (rank 0 at 0.34 from step 5), "
     )
     before = [replace(metrics(step), predicted_step_s=9.0) for step in range(1, 11)]
     later = [metrics(step, step_s=4.0) for step in range(11, 21)]
     assert (
-        "raise [cluster] time_scale" in final_lines(PLAN, profile, [*before, *later], speed_changes=[(0, 4, 0.34)])[1]
+        "raise [cluster] time_scale" in final_lines(REPORT, profile, [*before, *later], speed_changes=[(0, 4, 0.34)])[1]
     )
 
 
 @pytest.mark.parametrize(("step_s", "told"), [(7.0, "not as fast as"), (0.5, "faster than"), (2.5, "not as fast as")])
 def test_the_end_says_when_device_times_are_not_kept(step_s: float, told: str) -> None:
-    lines = final_lines(PLAN, PROFILE, [metrics(step, step_s=step_s) for step in range(1, 6)])
+    lines = final_lines(REPORT, PROFILE, [metrics(step, step_s=step_s) for step in range(1, 6)])
     assert lines[1] == f"  the machines are {told} when they were measured: measure again (--reprofile)"
     assert any("not kept for other runs" in line for line in lines) == misled(step_s, 2.0) == (step_s != 2.5)
 

@@ -24,6 +24,7 @@ from hetero_mpi.planning.schedule import Action, Op, schedule_of
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import with_slowness
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan_report import PACKING, PlanReport
 from hetero_mpi.planning.types.toml_files import save_profile
 from hetero_mpi.report.figures.architecture import architecture
 from hetero_mpi.report.figures.charts import Series, line_chart
@@ -120,8 +121,9 @@ def test_pipelines_have_strips_of_their_own() -> None:
     profile = cluster(6)
     items = len(profile.model.layers)
     one = PipelinePlan((StagePlan((0,), 0, 7, 1), StagePlan((1,), 7, items, 0)), 1, 4)
-    plan = Plan((one, PipelinePlan((StagePlan((5,), 0, items, 0),), 2, 4)), 8, 10, items, predicted_step_s=1.0)
-    emulated = architecture(plan, replace(profile, source="emulated, measured"), "a job")
+    plan = Plan((one, PipelinePlan((StagePlan((5,), 0, items, 0),), 2, 4)), 8, 10, items)
+    report = PlanReport(plan, 1.0, 0.9, PACKING)
+    emulated = architecture(report, replace(profile, source="emulated, measured"), "a job")
     said = texts(emulated)
     assert "pipeline 0: 4 sequences, 1 at a time" in said and "pipeline 1: 4 sequences, 2 at a time" in said
     assert any(text == "the whole model" for text in said)
@@ -129,7 +131,8 @@ def test_pipelines_have_strips_of_their_own() -> None:
     assert any(text.startswith("EMULATED") for text in said)
     assert_apart(emulated, 3)
     alone = tuple(PipelinePlan((StagePlan((rank,), 0, 26, 0),), 1, 2) for rank in range(12))
-    assert_apart(architecture(Plan(alone, 24, 10, 26), cluster(12), "a job"), 12)
+    report = PlanReport(Plan(alone, 24, 10, 26), 1.0, 0.9, PACKING)
+    assert_apart(architecture(report, cluster(12), "a job"), 12)
 
 
 # Recorded steps
@@ -137,8 +140,9 @@ def test_pipelines_have_strips_of_their_own() -> None:
 
 def test_recorded_steps_come_back_and_forget_what_is_done_again(tmp_path: Path) -> None:
     profile = cluster(3)
-    plan = planned(profile)
-    make_run(tmp_path / "a", plan, profile)
+    report = planned(profile)
+    plan = report.plan
+    make_run(tmp_path / "a", report, profile)
     path = tmp_path / "a" / STEPS_NAME
     records = read_rank_steps(path)
     assert [rank_step_from_dict(rank_step_to_dict(record)) for record in records] == list(records)
@@ -156,7 +160,7 @@ def test_recorded_steps_come_back_and_forget_what_is_done_again(tmp_path: Path) 
 def test_events_of_several_clocks_are_brought_onto_one() -> None:
     """Measured exactly as predicted, by ranks that began at different times: the simulator's events come back."""
     profile = cluster(3)
-    plan = planned(profile)
+    plan = planned(profile).plan
     found = on_one_clock(measured(plan, profile, 5, slower=1.0))
     expected = {event.action: event for event in simulate(plan, profile).events}
     assert {event.action for event in found} == set(expected)
@@ -200,15 +204,15 @@ def test_every_second_of_a_step_is_accounted_for() -> None:
 
 def test_a_trace_has_predicted_beside_measured(tmp_path: Path) -> None:
     profile = cluster(3, source="emulated, measured")
-    plan = planned(profile)
-    run = make_run(tmp_path / "a", plan, profile)
+    report = planned(profile)
+    run = make_run(tmp_path / "a", report, profile)
     path = save_run_trace(read_run(run), run / "trace.json")
     assert path is not None
     entries = json.loads(path.read_text())["traceEvents"]
     names = [entry["args"]["name"] for entry in entries if entry["name"] == "process_name"]
     assert names[0] == "rank 0, measured, emulated: card 0, host0" and "rank 2, predicted: card 2, host1" in names
     complete = [entry for entry in entries if entry["ph"] == "X"]
-    count = len(simulate(plan, profile).events)
+    count = len(simulate(report.plan, profile).events)
     assert [sum(entry["pid"] // 100 % 2 == 1 - which for entry in complete) for which in (0, 1)] == [count, count]
     assert min(entry["ts"] for entry in complete) == 0.0
 
@@ -217,15 +221,16 @@ def test_a_plan_made_for_other_speeds_is_simulated_at_those(tmp_path: Path) -> N
     """After a change of plan the page named two predictions: the plan's, and one at the speeds of the profile."""
     profile = cluster(3)
     slow = with_slowness(profile, {1: 3.0})
-    plan = replace(planned(profile), predicted_step_s=simulate(planned(profile), slow).step_s)
-    run = make_run(tmp_path / "a", plan, profile)
+    report = planned(profile)
+    report = replace(report, predicted_step_s=simulate(report.plan, slow).step_s)
+    run = make_run(tmp_path / "a", report, profile)
     told = {"event": "rebalanced", "text": "rank 1 is slow", "speeds": {"0": 1.0, "1": 1 / 3}}
     events, later = run / "events.jsonl", time.time() + 60
     events.write_text(json.dumps({"unix_s": later, **told}) + "\n")
     found = read_run(run)
     assert found.speeds == {0: 1.0, 1: 1 / 3}
     step = found.predicted()
-    assert step is not None and step.step_s == pytest.approx(plan.predicted_step_s)
+    assert step is not None and step.step_s == pytest.approx(report.predicted_step_s)
     with events.open("a") as file:
         file.write(json.dumps({"unix_s": later + 1, "event": "ranks-lost", "text": "Died: rank 2"}) + "\n")
     assert read_run(run).speeds == {}, "those that are left plan from the profile"

@@ -15,10 +15,11 @@ from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
-from hetero_mpi.planning.types.plan import Alone, PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan_report import Alone
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_profile
+from hetero_mpi.planning.types.toml_files import load_profile, load_report, save_profile
 from hetero_mpi.report import units
 from hetero_mpi.report.tables import headline
 from tests.support.past_runs import WHOLE_JOB, make_run
@@ -43,7 +44,7 @@ def test_plan_what_if_baseline_and_report_say_the_same(
     what_if = ["--explain"] if len(profile.devices) == 2 else []  # of two, one remains where the other is left out
     assert main(["plan", "--profile", str(path), *what_if, "-o", str(plan_path)]) == 0
     planned = capsys.readouterr().out
-    plan = load_plan(plan_path)
+    plan = load_report(plan_path)
     verdict = planned.splitlines()[0]
     assert verdict == headline(plan) and plan.alone is not None
     assert main(["baseline", "--profile", str(path)]) == 0
@@ -105,11 +106,11 @@ def sharing(together: float = 2.0) -> ClusterProfile:
 
 def test_ranks_that_share_cores_are_alone_as_fast_as_they_were_measured_alone() -> None:
     profile, request = sharing(), PlanRequest(8, SEQUENCE, (1,))
-    plan = make_plan(profile, request)
+    report = make_plan(profile, request)
     still = simulate(make_plan_of((0, 4), (0,), 8), make_profile((1.0, 1.0))).step_s
-    assert plan.alone == Alone(0, still)
-    assert complete_plan(plan, profile, request).alone == plan.alone
-    without = [one.step_s for one in what_ifs(plan, profile, request) if one.change.startswith("without rank")]
+    assert report.alone == Alone(0, still)
+    assert complete_plan(report.plan, profile, request).alone == report.alone
+    without = [one.step_s for one in what_ifs(report, profile, request) if one.change.startswith("without rank")]
     assert without == [still], "of two like ranks, one is asked for"
     slower = make_plan(with_slowness(profile, {0: 3.0, 1: 3.0}), request).alone
     assert slower is not None and slower.step_s == pytest.approx(3 * still), "a slow machine is slow alone, too"
@@ -122,7 +123,7 @@ def test_the_verdict_stands_first(
     still = simulate(make_plan_of((0, 8), (0,), 8), cluster()).step_s
     arguments = ("job.toml", "--profile", "profile.toml")
     text = run(capsys, "plan", *arguments, "-o", "plan.toml")
-    plan = load_plan("plan.toml")
+    plan = load_report("plan.toml")
     gain = still / plan.predicted_step_s
     words = f"2 of 3 ranks, {units.seconds(plan.predicted_step_s)} per step; "
     words += f"the best one alone, rank 0, {units.seconds(still)} ({gain:.2f}x)"
@@ -171,7 +172,7 @@ def test_a_job_that_does_not_fit_is_told_the_command_that_does(
 def test_baseline_of_a_run_takes_the_runs_own_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fill(tmp_path)
     profile = cluster()
-    plan = make_plan(profile, PlanRequest(8, SEQUENCE, (1, 2)))
-    directory = make_run(tmp_path / "run", plan, profile, job=WHOLE_JOB)
+    report = make_plan(profile, PlanRequest(8, SEQUENCE, (1, 2)))
+    directory = make_run(tmp_path / "run", report, profile, job=WHOLE_JOB)
     own = run(capsys, "baseline", "--profile", str(directory))
     assert own == run(capsys, "baseline", str(tmp_path / "job.toml"), "--profile", str(directory))

@@ -246,7 +246,7 @@ def together_s(parts: list[Timed], plan: Plan, profile: ClusterProfile) -> float
     numbered = stages(plan)
     for head, embedding in tied_heads(plan, profile.model).items():
         source, destination = numbered[head][2].ranks[0], numbered[embedding][2].ranks[0]
-        come = whole[source, plan.items - 1] + tied_s(profile, destination, source)
+        come = whole[source, plan.layers - 1] + tied_s(profile, destination, source)
         whole[destination, 0] = max(whole[destination, 0], come)
         ends[source] = max(ends[source], come)
     free = dict.fromkeys(ends, 0.0)
@@ -374,13 +374,13 @@ def test_a_schedule_given_by_name_is_kept() -> None:
     for batch in (4, 64):
         profile, request = split_cluster(), PlanRequest(batch, SEQUENCE, (1,), split_choices=(False, True))
         for schedule in ("gpipe", "1f1b", "split"):
-            plan = make_plan(profile, replace(request, schedule=schedule))
-            (pipeline,) = plan.pipelines
+            report = make_plan(profile, replace(request, schedule=schedule))
+            (pipeline,) = report.plan.pipelines
             depths_ = [stage.warm_up for stage in pipeline.stages]
             assert depths_ == ([batch] * 2 if schedule == "gpipe" else [1, 0])
             assert pipeline.split_backward == (schedule == "split")
         free = make_plan(profile, request)
-        assert free.predicted_step_s <= plan.predicted_step_s
+        assert free.predicted_step_s <= report.predicted_step_s
     with pytest.raises(UserError, match="no times of a backward in two parts"):
         make_plan(make_profile(), PlanRequest(4, SEQUENCE, (1,), schedule="split"))
 
@@ -401,7 +401,7 @@ def split_cluster() -> ClusterProfile:
 def test_backward_is_split_where_that_fills_gaps(batch: int) -> None:
     request = PlanRequest(batch, SEQUENCE, (1,))
     whole, parted = (make_plan(split_cluster(), replace(request, split_choices=c)) for c in ((False,), (False, True)))
-    assert parted.pipelines[0].split_backward and parted.predicted_step_s < 0.99 * whole.predicted_step_s
+    assert parted.plan.pipelines[0].split_backward and parted.predicted_step_s < 0.99 * whole.predicted_step_s
     assert any(reason.startswith("backward in one part instead of two: 1.") for reason in parted.reasons)
 
 
@@ -409,13 +409,13 @@ def test_backward_is_split_where_that_fills_gaps(batch: int) -> None:
 def test_slow_links_make_pipelines_of_their_own(batch: int) -> None:
     """Sums of gradients once per step cost less than a message per micro-batch; shares follow speed."""
     profile = make_profile((1.0, 3.0), make_model(4), bytes_per_s=1e3)
-    plan = make_plan(profile, PlanRequest(batch, SEQUENCE, (1,), max_pipelines=2))
-    shares = {pipeline.stages[0].ranks[0]: pipeline.sequences for pipeline in plan.pipelines}
-    assert len(plan.pipelines) == 2 and abs(shares[0] - 0.75 * batch) <= 1
-    assert plan.predicted_step_s == simulate(plan, profile).step_s
-    assert any("one pipeline instead of 2: " in reason for reason in plan.reasons)
+    report = make_plan(profile, PlanRequest(batch, SEQUENCE, (1,), max_pipelines=2))
+    shares = {pipeline.stages[0].ranks[0]: pipeline.sequences for pipeline in report.plan.pipelines}
+    assert len(report.plan.pipelines) == 2 and abs(shares[0] - 0.75 * batch) <= 1
+    assert report.predicted_step_s == simulate(report.plan, profile).step_s
+    assert any("one pipeline instead of 2: " in reason for reason in report.reasons)
     alone = make_plan(profile, PlanRequest(batch, SEQUENCE, (1,)))
-    assert len(alone.pipelines) == 1 and alone.predicted_step_s > plan.predicted_step_s
+    assert len(alone.plan.pipelines) == 1 and alone.predicted_step_s > report.predicted_step_s
 
 
 @pytest.mark.parametrize("batch", [4, 64])
@@ -426,9 +426,9 @@ def test_ranks_that_share_a_hosts_memory_fit_together(batch: int) -> None:
     roomy = make_plan(replace(profile, devices=devices), request)
     need = sum(memory.peak_bytes for memory in roomy.memory)
     host = HostProfile("host0", need - 1, "made up")
-    plan = make_plan(replace(profile, devices=devices, hosts=(host,)), request)
-    (both,) = plan.hosts
-    assert both.peak_bytes <= both.usable_bytes == need - 1 and plan.predicted_step_s >= roomy.predicted_step_s
+    report = make_plan(replace(profile, devices=devices, hosts=(host,)), request)
+    (both,) = report.hosts
+    assert both.peak_bytes <= both.usable_bytes == need - 1 and report.predicted_step_s >= roomy.predicted_step_s
     with pytest.raises(UserError, match="ranks 0, 1 share the memory of host host0, 40 kB"):
         make_plan(replace(profile, devices=devices, hosts=(replace(host, memory_bytes=40_000),)), request)
 
@@ -441,7 +441,7 @@ def test_shallower_than_classic_where_memory_asks_for_it(batch: int) -> None:
     short = replace(profile, devices=tuple(replace(d, memory_bytes=47_000) for d in profile.devices))
     with pytest.raises(UserError, match="does not fit"):
         make_plan(short, fixed)
-    plan = make_plan(short, request)
-    depths_ = [stage.warm_up for stage in plan.pipelines[0].stages]
-    assert all(memory.peak_bytes <= 47_000 for memory in plan.memory)
+    report = make_plan(short, request)
+    depths_ = [stage.warm_up for stage in report.plan.pipelines[0].stages]
+    assert all(memory.peak_bytes <= 47_000 for memory in report.memory)
     assert any(depth < len(depths_) - 1 - place for place, depth in enumerate(depths_))

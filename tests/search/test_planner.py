@@ -23,6 +23,7 @@ from hetero_mpi.planning.single.orders import all_orders
 from hetero_mpi.planning.single.search import Effort, best_classic, deepen, evaluate
 from hetero_mpi.planning.types.cost import EMBEDDING
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan_report import FLUID, PACKING
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
 from tests.search.pipeline_bound import pipeline_bound_s
@@ -81,12 +82,12 @@ def planned_as_brute_force_does(seed: int) -> None:
         return
     assert found is not None
     assert found.step_s == pytest.approx(expected, rel=1e-9), f"seed {seed}"
-    plan = make_plan(profile, request)
-    assert plan.bound_step_s <= plan.predicted_step_s * EQUAL
-    assert pipeline_bound_s(profile, request) <= plan.predicted_step_s * EQUAL
-    assert plan.predicted_step_s <= expected * EQUAL
-    assert all(m.peak_bytes <= m.usable_bytes for m in plan.memory)
-    assert complete_plan(plan, profile, request).predicted_step_s == plan.predicted_step_s
+    report = make_plan(profile, request)
+    assert report.bound_step_s <= report.predicted_step_s * EQUAL
+    assert pipeline_bound_s(profile, request) <= report.predicted_step_s * EQUAL
+    assert report.predicted_step_s <= expected * EQUAL
+    assert all(m.peak_bytes <= m.usable_bytes for m in report.memory)
+    assert complete_plan(report.plan, profile, request).predicted_step_s == report.predicted_step_s
 
 
 @pytest.mark.parametrize("block", range(10))
@@ -134,15 +135,17 @@ def test_how_ranks_are_numbered_changes_nothing(seed: int) -> None:
     order = random.Random(seed).sample(range(4), 4)
     other = renumbered(profile, order)
     try:
-        plan = make_plan(profile, request)
+        report = make_plan(profile, request)
     except UserError:
         with pytest.raises(UserError):
             make_plan(other, request)
         return
     again = make_plan(other, request)
-    assert described(again, other) == described(plan, profile)
-    assert again.predicted_step_s == plan.predicted_step_s
-    assert [order[s.ranks[0]] for s in again.pipelines[0].stages] == [s.ranks[0] for s in plan.pipelines[0].stages]
+    assert described(again.plan, other) == described(report.plan, profile)
+    assert again.predicted_step_s == report.predicted_step_s
+    assert [order[s.ranks[0]] for s in again.plan.pipelines[0].stages] == [
+        s.ranks[0] for s in report.plan.pipelines[0].stages
+    ]
 
 
 def test_ties_between_unlike_ranks_are_broken_by_what_they_are() -> None:
@@ -151,7 +154,7 @@ def test_ties_between_unlike_ranks_are_broken_by_what_they_are() -> None:
     devices = tuple(replace(d, name=name) for d, name in zip(profile.devices, ("small", "large"), strict=True))
     profile, request = replace(profile, devices=devices), PlanRequest(8, SEQUENCE, (1,))
     other = renumbered(profile, [1, 0])
-    assert described(make_plan(other, request), other) == described(make_plan(profile, request), profile)
+    assert described(make_plan(other, request).plan, other) == described(make_plan(profile, request).plan, profile)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -174,39 +177,40 @@ def test_the_bound_of_an_order_holds_for_every_cut_and_depth(seed: int) -> None:
 def test_many_ranks_in_few_classes_are_planned_alike_however_numbered() -> None:
     profile = make_profile([1, 1, 1, 1, 2, 2, 2, 2, 4, 4, 4, 4], make_model(20), latency_s=0.02, bytes_per_s=1e5)
     request = PlanRequest(16, SEQUENCE, (1, 2))
-    plan = make_plan(profile, request)
+    report = make_plan(profile, request)
     other = renumbered(profile, random.Random(3).sample(range(12), 12))
-    assert described(make_plan(other, request), other) == described(plan, profile)
+    assert described(make_plan(other, request).plan, other) == described(report.plan, profile)
     alone = 16 * 3 * 20.6
-    assert plan.bound_step_s <= plan.predicted_step_s < 0.3 * alone
+    assert report.bound_step_s <= report.predicted_step_s < 0.3 * alone
 
 
 def test_equal_ranks_get_equal_blocks() -> None:
     even = replace(make_model(6), layers=tuple(replace(x, boundary_bytes_per_token=0) for x in make_model(6).layers))
     profile = make_profile((1.0, 1.0, 1.0), even)
-    plan = make_plan(profile, PlanRequest(32, SEQUENCE, (1,)))
-    assert [(s.first, s.last) for s in plan.pipelines[0].stages] == [(0, 3), (3, 5), (5, 8)]
-    assert [s.ranks for s in plan.pipelines[0].stages] == [(0,), (1,), (2,)]
+    report = make_plan(profile, PlanRequest(32, SEQUENCE, (1,)))
+    assert [(s.first, s.last) for s in report.plan.pipelines[0].stages] == [(0, 3), (3, 5), (5, 8)]
+    assert [s.ranks for s in report.plan.pipelines[0].stages] == [(0,), (1,), (2,)]
 
 
 def test_a_slow_rank_is_left_out_with_the_price_of_using_it() -> None:
     profile = make_profile((1.0, 1.0, 40.0))
-    plan = make_plan(profile, PlanRequest(8, SEQUENCE, (1,)))
-    assert [idle.rank for idle in plan.idle] == [2]
+    report = make_plan(profile, PlanRequest(8, SEQUENCE, (1,)))
+    assert [idle.rank for idle in report.idle] == [2]
     with_it = make_plan(profile, PlanRequest(8, SEQUENCE, (1,), allow_idle=False))
     assert with_it.idle == ()
-    slow, fast = with_it.predicted_step_s, plan.predicted_step_s
-    assert plan.idle[0].reason == f"using rank 2 too would take {slow:.3g} s per step instead of {fast:.3g} s"
+    slow, fast = with_it.predicted_step_s, report.predicted_step_s
+    assert report.idle[0].reason == f"using rank 2 too would take {slow:.3g} s per step instead of {fast:.3g} s"
 
 
 def test_reasons_compare_with_the_even_split() -> None:
     profile = make_profile((1.0, 2.0), make_model(7))
-    plan = make_plan(profile, PlanRequest(16, SEQUENCE, (1,)))
-    even = simulate(make_plan_of((0, 4, 9), tuple(s.ranks[0] for s in plan.pipelines[0].stages), 16), profile).step_s
-    text = "\n".join(plan.reasons)
-    assert f"equally many items each: {even / plan.predicted_step_s:.2f}x slower" in text
+    report = make_plan(profile, PlanRequest(16, SEQUENCE, (1,)))
+    even = simulate(
+        make_plan_of((0, 4, 9), tuple(s.ranks[0] for s in report.plan.pipelines[0].stages), 16), profile
+    ).step_s
+    text = "\n".join(report.reasons)
+    assert f"equally many items each: {even / report.predicted_step_s:.2f}x slower" in text
     assert "busiest: stage" in text
-    assert "no plan could take less than" in text
 
 
 @pytest.mark.parametrize(("sizes", "told"), [((2,), False), ((1, 2), True)])
@@ -221,11 +225,11 @@ def test_every_rank_by_itself_is_priced_where_the_batch_has_a_share_for_each(
 
 
 def test_more_ranks_than_items_is_no_error() -> None:
-    plan = make_plan(make_profile([1.0] * 6), PlanRequest(64, SEQUENCE, (1,)))
-    assert len(plan.idle) >= 2
-    assert len(plan.idle) + len(plan.pipelines[0].stages) == 6
-    plan = make_plan(make_profile([1.0] * 3, make_model(0)), PlanRequest(64, SEQUENCE, (1,)))
-    assert [idle.reason for idle in plan.idle] == ["2 items of work, 3 ranks"]
+    report = make_plan(make_profile([1.0] * 6), PlanRequest(64, SEQUENCE, (1,)))
+    assert len(report.idle) >= 2
+    assert len(report.idle) + len(report.plan.pipelines[0].stages) == 6
+    report = make_plan(make_profile([1.0] * 3, make_model(0)), PlanRequest(64, SEQUENCE, (1,)))
+    assert [idle.reason for idle in report.idle] == ["2 items of work, 3 ranks"]
 
 
 def test_of_equally_fast_plans_the_one_with_fewer_ranks() -> None:
@@ -233,9 +237,9 @@ def test_of_equally_fast_plans_the_one_with_fewer_ranks() -> None:
     device = make_device(0)
     device = replace(device, layers={**device.layers, EMBEDDING: nothing})  # embedding | head gains nothing
     profile = replace(make_profile(model=make_model(0)), devices=(device, replace(device, rank=1)))
-    plan = make_plan(profile, PlanRequest(4, SEQUENCE, (1,)))
-    assert [stage.ranks for stage in plan.pipelines[0].stages] == [(0,)]
-    assert plan.idle[0].reason.startswith("using rank 1 too would not shorten the step")
+    report = make_plan(profile, PlanRequest(4, SEQUENCE, (1,)))
+    assert [stage.ranks for stage in report.plan.pipelines[0].stages] == [(0,)]
+    assert report.idle[0].reason.startswith("using rank 1 too would not shorten the step")
 
 
 def test_ranks_without_the_dtype_are_not_used() -> None:
@@ -244,42 +248,42 @@ def test_ranks_without_the_dtype_are_not_used() -> None:
     with pytest.raises(UserError, match="no rank's device offers the job's dtype bf16"):
         make_plan(profile, PlanRequest(4, SEQUENCE, (1,)))
     able = replace(profile.devices[1], dtypes=("fp32", "bf16"))
-    plan = make_plan(replace(profile, devices=(profile.devices[0], able)), PlanRequest(4, SEQUENCE, (1,)))
-    assert [stage.ranks for stage in plan.pipelines[0].stages] == [(1,)]
-    assert plan.idle[0].reason == "its device does not offer bf16 (it offers fp32)"
+    report = make_plan(replace(profile, devices=(profile.devices[0], able)), PlanRequest(4, SEQUENCE, (1,)))
+    assert [stage.ranks for stage in report.plan.pipelines[0].stages] == [(1,)]
+    assert report.idle[0].reason == "its device does not offer bf16 (it offers fp32)"
 
 
 def test_slow_links_are_hidden_by_deeper_warm_up_as_far_as_memory_goes() -> None:
     request = PlanRequest(16, SEQUENCE, (1,), memory_reserve=0.0)
     profile = make_profile((1.0, 1.0), make_model(8), latency_s=6.0)
-    plan = make_plan(profile, request)
-    depth = plan.pipelines[0].stages[0].warm_up
+    report = make_plan(profile, request)
+    depth = report.plan.pipelines[0].stages[0].warm_up
     assert depth > 1
     shallow = make_plan_of(
-        (0, plan.pipelines[0].stages[0].last, 10), [s.ranks[0] for s in plan.pipelines[0].stages], 16
+        (0, report.plan.pipelines[0].stages[0].last, 10), [s.ranks[0] for s in report.plan.pipelines[0].stages], 16
     )
-    assert plan.predicted_step_s < 0.95 * simulate(shallow, profile).step_s
-    peak = max(m.peak_bytes for m in plan.memory)
+    assert report.predicted_step_s < 0.95 * simulate(shallow, profile).step_s
+    peak = max(m.peak_bytes for m in report.memory)
     tight = replace(profile, devices=tuple(replace(d, memory_bytes=peak - 1) for d in profile.devices))
     less = make_plan(tight, request)
     assert max(m.peak_bytes for m in less.memory) < peak
-    assert less.predicted_step_s >= plan.predicted_step_s
+    assert less.predicted_step_s >= report.predicted_step_s
 
 
 def test_recompute_is_used_only_where_memory_forces_it() -> None:
     request = PlanRequest(8, SEQUENCE, (1,), recompute_choices=(False, True), schedule="1f1b", memory_reserve=0.0)
     roomy = make_plan(make_profile((1.0,)), request)
-    assert not roomy.pipelines[0].stages[0].recompute
+    assert not roomy.plan.pipelines[0].stages[0].recompute
     # 4 | 6 items need 63,700 and 70,500 bytes, 5 | 5 need 76,100 and 61,100; recomputing the first five, 63,100.
     short = make_profile((1.0, 1.0), make_model(8), memory_bytes=66_000)
     with pytest.raises(UserError):
         make_plan(short, replace(request, recompute_choices=(False,)))
-    plan = make_plan(short, request)
-    assert [(stage.first, stage.last, stage.recompute) for stage in plan.pipelines[0].stages] == [
+    report = make_plan(short, request)
+    assert [(stage.first, stage.last, stage.recompute) for stage in report.plan.pipelines[0].stages] == [
         (0, 5, True),
         (5, 10, False),
     ]
-    assert [m.peak_bytes for m in plan.memory] == [63_100, 61_100]
+    assert [m.peak_bytes for m in report.memory] == [63_100, 61_100]
 
 
 def test_what_is_short_and_only_what_was_verified_to_help() -> None:
@@ -316,14 +320,15 @@ Bound = Callable[..., float]
 def test_a_hand_written_plan_is_completed() -> None:
     profile, request = make_profile((1.0, 1.0, 1.0)), PlanRequest(4, SEQUENCE, (1,))
     given_plan = make_plan_of((0, 1, 4), (2, 0), 4)
-    plan = complete_plan(given_plan, profile, request)
-    assert plan.pipelines == given_plan.pipelines
-    assert plan.predicted_step_s == simulate(given_plan, profile).step_s
-    assert plan.bound_step_s == packing_bound_s(profile, request, plan.predicted_step_s)
+    report = complete_plan(given_plan, profile, request)
+    assert report.plan.pipelines == given_plan.pipelines
+    assert report.predicted_step_s == simulate(given_plan, profile).step_s
+    assert (report.bound_step_s, report.bound) == (packing_bound_s(profile, request, report.predicted_step_s), PACKING)
     beyond = replace(request, recompute_choices=(True,))
-    assert complete_plan(given_plan, profile, beyond).bound_step_s == fluid_bound_s(profile, beyond)
-    assert [m.rank for m in plan.memory] == [0, 2]
-    assert [(idle.rank, idle.reason) for idle in plan.idle] == [(1, "not named in the given plan")]
+    further = complete_plan(given_plan, profile, beyond)
+    assert (further.bound_step_s, further.bound) == (fluid_bound_s(profile, beyond), FLUID)
+    assert [m.rank for m in report.memory] == [0, 2]
+    assert [(idle.rank, idle.reason) for idle in report.idle] == [(1, "not named in the given plan")]
 
 
 def test_a_thorough_request_is_told_a_better_bound() -> None:
@@ -332,17 +337,17 @@ def test_a_thorough_request_is_told_a_better_bound() -> None:
     given_plan = make_plan_of((0, 2, 5, 8), (0, 1, 2), 4)
     found = []
     for thorough, bound in zip((False, True), bounds, strict=True):
-        plan = complete_plan(given_plan, profile, replace(request, thorough=thorough))
-        known_s = () if bound is fluid_bound_s else (plan.predicted_step_s,)
-        assert plan.bound_step_s == bound(profile, request, *known_s) <= plan.predicted_step_s * EQUAL
-        found.append(plan.bound_step_s)
+        report = complete_plan(given_plan, profile, replace(request, thorough=thorough))
+        known_s = () if bound is fluid_bound_s else (report.predicted_step_s,)
+        assert report.bound_step_s == bound(profile, request, *known_s) <= report.predicted_step_s * EQUAL
+        found.append(report.bound_step_s)
     assert found[1] > found[0]
 
 
 @pytest.mark.parametrize(
     ("cuts", "ranks", "batches", "expected"),
     [
-        ((0, 2, 3), (0, 1), 4, "items = 3: the model's chain has 4 items"),
+        ((0, 2, 3), (0, 1), 4, "layers = 3: the model's chain has 4 layers"),
         ((0, 2, 3), (0, 1), 4, "ends with item 2: the chain's last item is 3"),
         ((0, 2, 2, 4), (0, 1, 2), 4, "holds items [2, 2): it must begin with item 2 and hold at least one"),
         ((1, 2, 4), (0, 1), 4, "holds items [1, 2): it must begin with item 0"),

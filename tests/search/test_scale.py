@@ -98,12 +98,14 @@ def test_smoothing_keeps_curves_that_every_rank_has() -> None:
 
 def test_a_plan_for_many_noisy_ranks_is_simulated_with_their_own_figures_and_repeatable() -> None:
     profile, request = many()
-    plan = make_plan(profile, request)
-    assert plan == make_plan(profile, request)
-    assert plan.predicted_step_s == simulate(plan, profile).step_s
-    assert all(m.peak_bytes <= m.usable_bytes for m in plan.memory)
+    report = make_plan(profile, request)
+    assert report == make_plan(profile, request)
+    assert report.predicted_step_s == simulate(report.plan, profile).step_s
+    assert all(m.peak_bytes <= m.usable_bytes for m in report.memory)
     bound_s = pipeline_bound_s(profile, request)
-    assert fluid_bound_s(profile, request) == plan.bound_step_s <= bound_s <= plan.predicted_step_s <= 1.35 * bound_s
+    assert (
+        fluid_bound_s(profile, request) == report.bound_step_s <= bound_s <= report.predicted_step_s <= 1.35 * bound_s
+    )
 
 
 def test_many_noisy_ranks_numbered_anew_give_the_same_plan() -> None:
@@ -126,18 +128,20 @@ def test_equal_ranks_measured_with_noise_stand_in_their_own_order(seed: int) -> 
     profile = noisy(make_profile([1.0] * 4, make_model(10), latency_s=0.01), seed, noise=0.003)
     request = PlanRequest(32, SEQUENCE, (1,))
     fastest = make_plan(profile, request)
-    plan = make_plan(profile, replace(request, indifference=0.005))
-    assert [stage.ranks[0] for stage in plan.pipelines[0].stages] == list(range(len(plan.pipelines[0].stages)))
-    assert plan.predicted_step_s <= 1.005 * fastest.predicted_step_s
-    assert plan.predicted_step_s == simulate(plan, profile).step_s
+    report = make_plan(profile, replace(request, indifference=0.005))
+    assert [stage.ranks[0] for stage in report.plan.pipelines[0].stages] == list(
+        range(len(report.plan.pipelines[0].stages))
+    )
+    assert report.predicted_step_s <= 1.005 * fastest.predicted_step_s
+    assert report.predicted_step_s == simulate(report.plan, profile).step_s
 
 
 def test_order_is_not_preferred_to_more_than_the_indifference() -> None:
     profile = make_profile((4.0, 1.0), make_model(8), latency_s=1.0, memory_bytes=(10_000_000, 60_000))
     request = PlanRequest(8, SEQUENCE, (1,))
     fastest = make_plan(profile, request)
-    plan = make_plan(profile, replace(request, indifference=0.005))
-    assert fastest.predicted_step_s <= plan.predicted_step_s <= 1.005 * fastest.predicted_step_s
+    report = make_plan(profile, replace(request, indifference=0.005))
+    assert fastest.predicted_step_s <= report.predicted_step_s <= 1.005 * fastest.predicted_step_s
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -252,10 +256,10 @@ def test_adapters_over_four_bits_cost_what_they_should() -> None:
 def test_a_rank_that_fits_only_with_recompute_is_told_so() -> None:
     profile = make_profile((1.0, 1.0), make_model(4), memory_bytes=(10_000_000, 30_600))
     request = PlanRequest(8, SEQUENCE, (2,), memory_reserve=0.0)
-    plan = make_plan(profile, request)
-    assert [idle.rank for idle in plan.idle] == [1]
+    report = make_plan(profile, request)
+    assert [idle.rank for idle in report.idle] == [1]
     with_it = make_plan(profile, replace(request, recompute_choices=(False, True)))
-    told = plan.idle[0].reason
+    told = report.idle[0].reason
     if with_it.idle:
         assert told.endswith(", nor with recompute")
     else:

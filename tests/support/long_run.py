@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from hetero_mpi.launch.launcher.launcher import build_command
-from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Workshop
@@ -88,9 +88,8 @@ class LongRun(Workshop):
         super().__init__(directory)
         self.ranks, self.module = ranks, module
         stages = (StagePlan((0,), 0, 2, 1), StagePlan((1,), 2, 4, 0))
-        idle = tuple(IdleRank(rank, "left out by the test") for rank in range(2, ranks))
         self.plan = directory / "plan.toml"
-        plan = Plan((PipelinePlan(stages, 1, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, 4, idle=idle)
+        plan = Plan((PipelinePlan(stages, 1, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, 4)
         save_plan(plan, self.plan)
         self.file = self.job("job", self.values(self.model()), train={"steps": 100_000}, checkpoint={"every": 0})
 

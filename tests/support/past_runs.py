@@ -14,7 +14,8 @@ from hetero_mpi import toml
 from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.types.plan import IdleRank, Plan
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import PACKING, IdleRank, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import save_plan, save_profile
 from hetero_mpi.report.past_run import describe_run, predicted_step
@@ -40,23 +41,27 @@ WHOLE_JOB: dict[str, Any] = toml.loads(JOB_TOML)
 
 
 def make_run(
-    directory: Path, plan: Plan, profile: ClusterProfile, steps: int = 60, slower: float = 1.05, job: Mapping[str, Any] = JOB
+    directory: Path, report: PlanReport, profile: ClusterProfile, steps: int = 60, slower: float = 1.05,
+    job: Mapping[str, Any] = JOB,
 ) -> Path:  # fmt: skip
     """A run of ``steps`` steps that took ``slower`` times the prediction; its last step was recorded, as if predicted."""
     directory.mkdir(parents=True, exist_ok=True)
-    save_plan(plan, directory / "plan.toml")
+    plan = report.plan
+    save_plan(report, directory / "plan.toml")
     save_profile(profile, directory / "profile.toml")
     describe_run(
         directory, directory.name, f"{directory.name}.toml", job, {"hetero_mpi": "0.1.0"}, len(profile.devices), 0
     )
-    step_s = slower * plan.predicted_step_s
+    step_s = slower * report.predicted_step_s
     tokens = plan.global_batch * plan.sequence_length
     noise = random.Random(1)
     with MetricsWriter(directory / "metrics.jsonl") as writer:
         for step in range(1, steps + 1):
             took, loss = step_s * noise.uniform(0.97, 1.03), 4 + 4 * math.exp(-step / 20) + noise.uniform(-0.1, 0.1)
             rate = 3e-3 * min(1.0, step / 10) * (1 + math.cos(math.pi * step / steps)) / 2
-            line = StepMetrics(step, loss, 1 + noise.random(), rate, tokens, tokens / took, took, plan.predicted_step_s)
+            line = StepMetrics(
+                step, loss, 1 + noise.random(), rate, tokens, tokens / took, took, report.predicted_step_s
+            )
             writer.step(replace(line, emulated=profile.emulated))
             if step % 20 == 0:
                 writer.evaluation(step, loss + 0.2)
@@ -74,7 +79,8 @@ def measured(plan: Plan, profile: ClusterProfile, step: int, slower: float) -> l
 
     Sends are handed over at once; their receives know when the message had arrived.
     """
-    events = predicted_step(plan, profile).events
+    predicted = predicted_step(plan, profile)
+    events = predicted.events
     arrivals = {
         (event.action.op, event.action.stage, event.action.micro_batch): event.end_s
         for event in events
@@ -97,7 +103,7 @@ def measured(plan: Plan, profile: ClusterProfile, step: int, slower: float) -> l
             own.append(MeasuredEvent(rank, step, event.action, start, end, event.bytes, 0.0, arrived))
         usage = Usage(peak_bytes=500_000_000)
         for _ in range(10):
-            usage = usage.and_step(own, slower * plan.predicted_step_s)
+            usage = usage.and_step(own, slower * predicted.step_s)
         found.append(RankStep(rank, step, 100.0 + later, tuple(own), usage))
     return found
 
@@ -114,7 +120,7 @@ def cluster(ranks: int, per_host: int = 2, source: str = "measured") -> ClusterP
     return replace(profile, devices=devices, links=links, source=source)
 
 
-def planned(profile: ClusterProfile, ranks: int | None = None, micro_batches: int = 8) -> Plan:
+def planned(profile: ClusterProfile, ranks: int | None = None, micro_batches: int = 8) -> PlanReport:
     """One pipeline over the first ``ranks`` ranks; the others idle."""
     used, items = ranks or len(profile.devices), len(profile.model.layers)
     plan = make_plan_of([round(k * items / used) for k in range(used + 1)], list(range(used)), micro_batches)
@@ -122,6 +128,5 @@ def planned(profile: ClusterProfile, ranks: int | None = None, micro_batches: in
         IdleRank(rank, f"it would slow <everybody> down by {rank} %") for rank in range(used, len(profile.devices))
     )
     step_s = simulate(plan, profile).step_s
-    return replace(
-        plan, idle=idle, predicted_step_s=step_s, memory=predict_memory(plan, profile, 0.05), reasons=("a & b",)
-    )
+    memory = predict_memory(plan, profile, 0.05)
+    return PlanReport(plan, step_s, 0.9 * step_s, PACKING, memory=memory, idle=idle, reasons=("a & b",))

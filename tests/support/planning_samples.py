@@ -13,6 +13,7 @@ from hetero_mpi.planning.packing.relaxed import Facts
 from hetero_mpi.planning.schedule import Schedule
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan_report import FLUID, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes, LinkProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
@@ -105,6 +106,11 @@ def make_plan_of(
     depths = warm_up if warm_up is not None else [count - 1 - i for i in range(count)]
     stages = tuple(StagePlan((ranks[i],), cuts[i], cuts[i + 1], depths[i]) for i in range(count))
     return Plan((PipelinePlan(stages, 1, micro_batches),), micro_batches, SEQUENCE, cuts[-1])
+
+
+def reported(plan: Plan, step_s: float = 1.0) -> PlanReport:
+    """``plan`` as if it took ``step_s``, of which a fluid bound says next to nothing."""
+    return PlanReport(plan, step_s, step_s / 2, FLUID)
 
 
 def random_instance(seed: int, ranks: int, items: int) -> tuple[ClusterProfile, PlanRequest]:

@@ -28,7 +28,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_plan, save_profile
+from hetero_mpi.planning.types.toml_files import load_plan, load_profile, load_report, save_plan, save_profile
 from hetero_mpi.report.past_run import read_run
 from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.report.tables import idle_lines
@@ -170,7 +170,7 @@ def test_a_run_directory_keeps_its_profile_and_its_place_np3(outcomes: dict[str,
         assert f"Profile: {run / 'profile.toml'}" in printed and "same devices, model and versions" in printed
         assert "Profiling" not in printed
     assert len(load_profile(run / "profile.toml").devices) == 3
-    assert load_plan(run / "plan.toml").predicted_step_s > 0
+    assert load_report(run / "plan.toml").predicted_step_s > 0
     assert "step 2/2" in outcomes["first"].printed and "step 3/" not in outcomes["first"].printed
     assert "after step 2" in outcomes["resumed"].printed and "step 1/" not in outcomes["resumed"].printed
     assert "after step 4" in outcomes["finished"].printed and "step 4/4" not in outcomes["finished"].printed
@@ -304,11 +304,11 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Outc
 def test_spare_ranks_idle_and_are_told_why_np4(four: tuple[Path, dict[str, Outcome]]) -> None:
     directory, outcomes = four
     assert outcomes["spare"].raised == ("",) * 4
-    plan = load_plan(directory / "spare" / "plan.toml")
-    assert plan.idle and all(idle.reason for idle in plan.idle)
-    for line in idle_lines(plan):
+    left = load_report(directory / "spare" / "plan.toml").idle
+    assert left and all(idle.reason for idle in left)
+    for line in idle_lines(left):
         assert line[:40] in outcomes["spare"].printed
-    for idle in plan.idle:
+    for idle in left:
         assert (directory / "spare" / "logs" / f"rank-{idle.rank:04}.log").stat().st_size > 0
     assert len(losses(directory / "spare")) == 2
 
@@ -332,7 +332,7 @@ def test_rank_0_may_be_idle_np4(four: tuple[Path, dict[str, Outcome]]) -> None:
     assert outcomes["leader-idle"].raised == ("",) * 4
     assert losses(run) == losses(directory / "spare")
     assert read_metrics(run / "metrics.jsonl").evaluations
-    idle = idle_lines(load_plan(run / "plan.toml"))
+    idle = idle_lines(load_report(run / "plan.toml").idle)
     assert any(line[:40] in outcomes["leader-idle"].printed and re.search(r"ranks? 0\b", line) for line in idle)
     AutoModelForCausalLM.from_pretrained(run / "model")
     assert "step 2: checkpoint" in (run / "logs" / "rank-0000.log").read_text()
@@ -394,7 +394,7 @@ def test_several_pipelines_and_an_idle_leader_np4(four: tuple[Path, dict[str, Ou
     np.testing.assert_allclose(losses(directory / "several"), losses(directory / "one"), rtol=1e-6)
     held_out = [read_metrics(directory / run / "metrics.jsonl").evaluations[-1].loss for run in ("several", "one")]
     assert held_out[0] == pytest.approx(held_out[1], rel=1e-6)
-    (line,) = idle_lines(load_plan(directory / "several" / "plan.toml"))
+    (line,) = idle_lines(load_report(directory / "several" / "plan.toml").idle)
     assert line in outcomes["several"].printed and re.match(r"ranks? 0\b.* idles?: not named in the given plan", line)
     samples = [(directory / run / "sample.txt").read_text() for run in ("several", "one")]
     assert samples[0] == samples[1] and "## Continuation" in samples[0]

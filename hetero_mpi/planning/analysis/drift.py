@@ -232,7 +232,7 @@ class Decider:
 def moved_items(old: Plan, new: Plan) -> dict[tuple[int, int], list[int]]:
     """(from rank, to rank) -> items that the second did not hold and gets from the first."""
     found: dict[tuple[int, int], list[int]] = {}
-    for item in range(new.items):
+    for item in range(new.layers):
         before = held_by(old, item)
         for rank in held_by(new, item):
             if rank not in before:

@@ -24,10 +24,11 @@ from hetero_mpi.planning.decision.decide import decide, in_order, nearest_search
 from hetero_mpi.planning.decision.planner import complete_plan
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
-from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan
+from hetero_mpi.planning.types.plan_report import IdleRank, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.types.toml_files import plan_from_dict, plan_to_dict, profile_from_dict, profile_to_dict
+from hetero_mpi.planning.types.toml_files import plan_to_dict, profile_from_dict, profile_to_dict, report_from_dict
 
 _MADE = "made while the run went on, for the speeds measured then"
 _LEFT_OUT = "too slow by the speeds measured while the run went on"
@@ -45,8 +46,8 @@ class ReplanQuestion:
     ratios: dict[int, float]
     """rank -> by how much longer than profiled its computing lasts now."""
     request: PlanRequest
-    plan: Plan
-    """What runs."""
+    report: PlanReport
+    """Of the plan that runs."""
     remaining_steps: int
     rebuild_s: float
     """Part of the cost of a change that does not depend on what moves."""
@@ -58,7 +59,7 @@ class ReplanQuestion:
         ratios = sorted(self.ratios.items())
         return {
             "profile": profile_to_dict(self.profile),
-            "plan": plan_to_dict(self.plan),
+            "plan": plan_to_dict(self.report),
             "request": request,
             "ratios": ratios,
             "plain": plain,
@@ -69,24 +70,24 @@ class ReplanQuestion:
         request: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in values["request"].items()
         }
-        profile, plan = profile_from_dict(values["profile"]), plan_from_dict(values["plan"])
-        return cls(profile, dict(map(tuple, values["ratios"])), PlanRequest(**request), plan, *values["plain"])
+        profile, report = profile_from_dict(values["profile"]), report_from_dict(values["plan"])
+        return cls(profile, dict(map(tuple, values["ratios"])), PlanRequest(**request), report, *values["plain"])
 
 
 @dataclass(frozen=True)
 class ReplanAnswer:
     """The best plan found, and what it would bring; the plan that runs where nothing is better."""
 
-    plan: Plan
+    report: PlanReport
     prospect: Prospect
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able values."""
-        return {"plan": plan_to_dict(self.plan), "prospect": asdict(self.prospect)}
+        return {"plan": plan_to_dict(self.report), "prospect": asdict(self.prospect)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ReplanAnswer:
-        return cls(plan_from_dict(values["plan"]), Prospect(**values["prospect"]))
+        return cls(report_from_dict(values["plan"]), Prospect(**values["prospect"]))
 
 
 def answer(question: ReplanQuestion) -> ReplanAnswer:
@@ -97,34 +98,36 @@ def answer(question: ReplanQuestion) -> ReplanAnswer:
         return simulate(plan, profile).step_s
 
     def cost_s(plan: Plan) -> float:
-        return question.rebuild_s + moving_s(profile, question.plan, plan)
+        return question.rebuild_s + moving_s(profile, question.report.plan, plan)
 
     def seconds(plan: Plan) -> float:
         return question.remaining_steps * step_s(plan) + cost_s(plan)
 
-    now_s = step_s(question.plan)
-    best, least_s = question.plan, question.remaining_steps * now_s
+    now_s = step_s(question.report.plan)
+    best, least_s = question.report.plan, question.remaining_steps * now_s
     searched = replace(question, request=nearest_searched(question.request))
     for found in _candidates(searched, profile):
         plan = in_order(found, question.request.schedule)
         if (its_s := seconds(plan)) < least_s:
             best, least_s = plan, its_s
-    if best is not question.plan:
+    if best is not question.report.plan:
         for plan in (_less_moved(best, question, seconds), best):
             with contextlib.suppress(UserError):  # memory: of ranks exchanged, and of pipelines that share a host's
                 completed = complete_plan(plan, profile, question.request)
-                known = {idle.rank: idle for idle in question.plan.idle}
+                known = {idle.rank: idle for idle in question.report.idle}
                 idle = tuple(known.get(one.rank, IdleRank(one.rank, _LEFT_OUT)) for one in completed.idle)
                 told = replace(completed, idle=idle, reasons=(_MADE, *completed.reasons[1:]))
                 return ReplanAnswer(told, Prospect(now_s, step_s(plan), cost_s(plan)))
-    return ReplanAnswer(question.plan, Prospect(now_s, now_s, 0.0))
+    return ReplanAnswer(question.report, Prospect(now_s, now_s, 0.0))
 
 
 def _less_moved(plan: Plan, question: ReplanQuestion, seconds: Callable[[Plan], float]) -> Plan:
     """``plan`` with ranks of a pipeline exchanged where layers then stay where they are, and it costs next to nothing: ranks that
     are alike differ by the noise of what was measured."""
     before = {
-        (stage.ranks[0], item) for _, _, stage in question.plan.numbered for item in range(stage.first, stage.last)
+        (stage.ranks[0], item)
+        for _, _, stage in question.report.plan.numbered
+        for item in range(stage.first, stage.last)
     }
     most_s = seconds(plan) * (1 + question.request.indifference)
     for number, index, _ in plan.numbered:
@@ -140,7 +143,7 @@ def _less_moved(plan: Plan, question: ReplanQuestion, seconds: Callable[[Plan], 
 
 
 def _candidates(question: ReplanQuestion, profile: ClusterProfile) -> Iterator[Plan]:
-    plan = question.plan
+    plan = question.report.plan
     pipelines = tuple(_annealed(pipeline, plan, profile, question.request) for pipeline in plan.pipelines)
     yield replace(plan, pipelines=pipelines)
     if len(plan.pipelines) > 1:

@@ -24,6 +24,7 @@ from hetero_mpi.planning.types.cluster_changes import (
     with_plenty_of_memory,
 )
 from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostLinkProfile, LinkProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
@@ -78,7 +79,7 @@ class WhatIf:
     problem: str = ""
 
 
-def losses(plan: Plan, own: Plan, profile: ClusterProfile, request: PlanRequest) -> Losses:
+def losses(plan: PlanReport, own: PlanReport, profile: ClusterProfile, request: PlanRequest) -> Losses:
     """What ``plan`` loses to what. ``own``: the planner's plan for the same request (often ``plan`` itself)."""
     free = with_free_links(profile)
     without_links = _step_s(free, request)
@@ -101,16 +102,18 @@ def losses(plan: Plan, own: Plan, profile: ClusterProfile, request: PlanRequest)
     )
 
 
-def what_ifs(own: Plan, profile: ClusterProfile, request: PlanRequest, free_links_s: float = 0.0) -> Iterator[WhatIf]:
+def what_ifs(
+    own: PlanReport, profile: ClusterProfile, request: PlanRequest, free_links_s: float = 0.0
+) -> Iterator[WhatIf]:
     """The planner's answers to changes of the cluster; ``own`` is its plan for the cluster as it is.
 
     Args:
         free_links_s: ``Losses.free_links_s``, where it is known: where messages cost nothing, faster links are not planned for.
     """
     unchanged = own.predicted_step_s <= free_links_s * (1 + NO_CHANGE)
-    for name, faster in _with_other_links(own, profile):
+    for name, faster in _with_other_links(own.plan, profile):
         yield WhatIf(name, own.predicted_step_s) if unchanged else _what_if(name, faster, request)
-    used = sorted(rank for _, _, stage in stages(own) for rank in stage.ranks)
+    used = sorted(rank for _, _, stage in stages(own.plan) for rank in stage.ranks)
     if len(used) > 1:
         for rank in _representatives(used, profile)[:MOST_RANKS]:
             name = f"without rank {rank} ({profile.devices[rank].name})"

@@ -11,7 +11,7 @@ from hetero_mpi.planning.memory import with_copies
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.tables import rank_contents
 from hetero_mpi.planning.types.cluster_changes import restricted
-from hetero_mpi.planning.types.plan import Alone
+from hetero_mpi.planning.types.plan_report import Alone
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.words import describe_bytes

@@ -33,7 +33,7 @@ MUCH_SLOWER = 1.05
 
 @dataclass(frozen=True)
 class Decision:
-    """A plan without figures."""
+    """A plan, and what the search knows of it."""
 
     plan: Plan
     step_s: float
@@ -167,7 +167,7 @@ def _candidates(profile: ClusterProfile, request: PlanRequest) -> Iterator[tuple
                 found = in_natural_order(found, request.indifference)
                 assert found.best is not None
                 yield _scheduled(found.best.plan(), request), found
-    for plan in plans:
+    for _, plan in plans:
         yield _scheduled(plan, request), None
 
 

@@ -15,7 +15,8 @@ from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.single.optimum import Space, added
 from hetero_mpi.planning.single.search import ROUNDING, Candidate, Effort, evaluate
 from hetero_mpi.planning.types.cluster_changes import restricted
-from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan_report import IdleRank
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.words import counted, describe_items, describe_seconds, ratio
@@ -46,35 +47,31 @@ class Beaten:
         return f"{self.name}: {ratio(self.step_s, best_s):.2f}x slower ({describe_seconds(self.step_s)} per step)"
 
 
-def reasons(
-    decision: Decision, plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: SimulatedStep
-) -> tuple[str, ...]:
-    """Why ``plan``, the decision with figures, is the plan."""
-    lines = [_counts(plan, profile)]
-    lines += [other.sentence(plan.predicted_step_s) for other in beaten(plan, profile, request)]
+def reasons(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: SimulatedStep) -> tuple[str, ...]:
+    """Why ``plan`` is the plan."""
     return (
-        *lines,
+        _counts(plan, profile),
+        *(other.sentence(simulation.step_s) for other in beaten(plan, profile, request)),
         busiest(plan, profile, simulation),
         *_least(plan, profile, request, simulation),
-        _gap(plan),
     )
 
 
 def _least(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: SimulatedStep) -> Iterator[str]:
     """What the rank that computes least is there for, where the cluster is small: the best plan without it. (Of two ranks, how
-    fast the other is by itself is what ``Plan.alone`` says.)"""
+    fast the other is by itself is what ``PlanReport.alone`` says.)"""
     used = sorted(simulation.busy_s)
     if len(profile.devices) == 2 or not 2 <= len(used) <= SMALL or not request.allow_idle:
         return
     rank = min(used, key=lambda r: (simulation.busy_s[r], r))
     number, _, stage = next(entry for entry in stages(plan) if rank in entry[2].ranks)
-    held = describe_items(stage.first, stage.last, plan.items)
+    held = describe_items(stage.first, stage.last, plan.layers)
     found = decide(restricted(profile, [d.rank for d in profile.devices if d.rank != rank]), request)
     name = f"rank {rank} ({profile.devices[rank].name}) holds {held} (stage {number}): without it"
     if found is None:
         yield f"{name} the model does not fit in memory"
     else:
-        yield f"{name} the step is {ratio(found.step_s, plan.predicted_step_s) - 1:.1%} longer"
+        yield f"{name} the step is {ratio(found.step_s, simulation.step_s) - 1:.1%} longer"
 
 
 def _counts(plan: Plan, profile: ClusterProfile) -> str:
@@ -124,7 +121,7 @@ def _even_split(plan: Plan) -> Plan | None:
     pipelines = []
     for pipeline in plan.pipelines:
         count = len(pipeline.stages)
-        cuts = [round(i * plan.items / count) for i in range(count + 1)]
+        cuts = [round(i * plan.layers / count) for i in range(count + 1)]
         even = tuple(replace(stage, first=cuts[i], last=cuts[i + 1]) for i, stage in enumerate(pipeline.stages))
         pipelines.append(replace(pipeline, stages=even))
     changed = replace(plan, pipelines=tuple(pipelines))
@@ -137,12 +134,12 @@ def _data_parallel(plan: Plan, profile: ClusterProfile, request: PlanRequest) ->
     sizes = sorted(set(request.micro_batch_choices), reverse=True)
     tokens = sizes[-1] * request.sequence_length
     devices = [profile.devices[rank] for rank in ranks]
-    seconds = [sum(compute_s(profile, d, 0, plan.items, tokens, op) for op in (Op.F, Op.B)) for d in devices]
+    seconds = [sum(compute_s(profile, d, 0, plan.layers, tokens, op) for op in (Op.F, Op.B)) for d in devices]
     pipelines = []
     for rank, units in zip(ranks, _dealt(request.global_batch // sizes[-1], seconds), strict=True):
         share = units * sizes[-1]
         size = next(size for size in sizes if share % size == 0)
-        pipelines.append(PipelinePlan((StagePlan((rank,), 0, plan.items, 0),), size, share))
+        pipelines.append(PipelinePlan((StagePlan((rank,), 0, plan.layers, 0),), size, share))
     return replace(plan, pipelines=tuple(pipelines))
 
 
@@ -178,7 +175,7 @@ def busiest(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep) -> s
     numbered = stages(plan)
     rank = max(sorted(simulation.busy_s), key=lambda r: simulation.busy_s[r])
     number, _, stage = next(entry for entry in numbered if rank in entry[2].ranks)
-    held = describe_items(stage.first, stage.last, plan.items)
+    held = describe_items(stage.first, stage.last, plan.layers)
     share = ratio(simulation.busy_s[rank], simulation.step_s)
     text = f"busiest: stage {number} (rank {rank}: {held}) computes {share:.0%} of the step"
     costs, links = Durations(plan, profile), dict[tuple[int, int], float]()
@@ -192,12 +189,6 @@ def busiest(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep) -> s
     if link is not None and links[link] > simulation.busy_s[rank]:
         text += f"; the link {link[0]} -> {link[1]} is busy {ratio(links[link], simulation.step_s):.0%} of it"
     return text
-
-
-def _gap(plan: Plan) -> str:
-    more = max(0.0, ratio(plan.predicted_step_s, plan.bound_step_s) - 1)
-    text = f"predicted {describe_seconds(plan.predicted_step_s)}; no plan could take less than "
-    return text + f"{describe_seconds(plan.bound_step_s)} (+{more:.1%})"
 
 
 def idle_ranks(decision: Decision, profile: ClusterProfile, request: PlanRequest) -> tuple[IdleRank, ...]:

@@ -1,6 +1,6 @@
-"""``make_plan``: from a profile and a request to a plan with prediction, bound, memory and reasons.
+"""``make_plan``: from a profile and a request to a plan, with a report of its prediction, bound, memory and reasons.
 
-``complete_plan`` checks a plan that was written or edited by hand and works out the same figures for it.
+``complete_plan`` checks a plan that was written or edited by hand and works out the same for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from hetero_mpi.planning.packing.bound import packing_bound_s
 from hetero_mpi.planning.schedule import schedule_of, stages
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.single.optimum import space_of
-from hetero_mpi.planning.types.plan import IdleRank, Plan
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import FLUID, PACKING, IdleRank, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.words import describe_bytes
@@ -31,11 +32,11 @@ CLOSELY_BOUND = {False: 8, True: 12}
 ranks, up to a minute or more for 12. Beyond, it is the fluid one."""
 
 
-def make_plan(profile: ClusterProfile, request: PlanRequest) -> Plan:
+def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
     """The fastest plan that fits in memory, by simulated step time, with figures and reasons; deterministic.
 
     Decides which ranks take part in which pipelines and in which order, shares of the batch,
-    the items of every stage, micro-batches, warm-up depths, splitting and where to recompute. How ranks are numbered changes
+    the layers of every stage, micro-batches, warm-up depths, splitting and where to recompute. How ranks are numbered changes
     nothing, unless the request is indifferent to small differences: then ranks stand in their own order where that costs no
     more (``single.natural``). Of equally fast plans, the one with fewer ranks is taken. Copies of the trained state are
     counted where ranks compute in host memory, unless nothing fits beside them. Raises ``UserError`` when nothing fits: what is
@@ -54,17 +55,17 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> Plan:
     if decision is None:
         raise UserError(explain_shortage(space_of(profile, request)))
     simulation = outlined(decision.plan, profile)
-    plan = _with_figures(decision.plan, profile, request, simulation)
+    report = _figures(decision.plan, profile, request, simulation)
     idle = idle_ranks(decision, profile, request)
-    told = (*reasons(decision, plan, profile, request, simulation), *remarks)
-    return replace(plan, alone=best_alone(plain, request), idle=idle, reasons=told)
+    told = (*reasons(decision.plan, profile, request, simulation), *remarks)
+    return replace(report, alone=best_alone(plain, request), idle=idle, reasons=told)
 
 
-def _in_order(profile: ClusterProfile, request: PlanRequest) -> Plan:
+def _in_order(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
     """The plan for the nearest schedule that is searched for, computed in the order that the request names."""
     request, name = nearest_searched(request), request.schedule
     found = make_plan(profile, request)
-    full = complete_plan(in_order(found, name), profile, request)
+    full = complete_plan(in_order(found.plan, name), profile, request)
     told = f"{name}: {SCHEDULES[name]}", f"ranks and layers as for the schedule {request.schedule}"
     return replace(full, idle=found.idle, reasons=(*told, *full.reasons[1:]))
 
@@ -73,8 +74,8 @@ def _copies(request: PlanRequest) -> str:
     return f"copies of the trained state ({request.copy_bytes_per_trainable_parameter:g} bytes a trained parameter)"
 
 
-def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan:
-    """A hand-written plan, checked, with prediction, bound, memory, idle ranks and reasons filled in.
+def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> PlanReport:
+    """A hand-written plan, checked, with its prediction, bound, memory, idle ranks and reasons.
 
     Raises one ``UserError`` that lists every difference: stages that do not cover the chain exactly once, ranks that
     do not exist, occur twice or lack the dtype, batches that do not add up, a schedule that deadlocks, memory that is
@@ -85,16 +86,16 @@ def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
         raise UserError("\n".join(f"plan: {problem}" for problem in problems))
     validate(schedule_of(plan, profile.model), plan, profile.model)
     simulation = outlined(plan, profile)
-    full = _with_figures(plan, profile, request, simulation)
+    full = _figures(plan, profile, request, simulation)
     short = [m for m in full.memory if m.peak_bytes > m.usable_bytes]
     lines = [
         f"plan: rank {m.rank} needs {describe_bytes(m.peak_bytes)} of {describe_bytes(m.usable_bytes)} usable: "
-        f"short by {m.peak_bytes - m.usable_bytes} bytes; give it fewer items or less warm_up"
+        f"short by {m.peak_bytes - m.usable_bytes} bytes; give it fewer layers or less warm_up"
         for m in short
     ]
     lines += [
         f"plan: the ranks of host {host.host} need {describe_bytes(host.peak_bytes)} of its {describe_bytes(host.usable_bytes)} "
-        f"usable: short by {host.peak_bytes - host.usable_bytes} bytes; give them fewer items or less warm_up"
+        f"usable: short by {host.peak_bytes - host.usable_bytes} bytes; give them fewer layers or less warm_up"
         for host in full.hosts
         if host.peak_bytes > host.usable_bytes
     ]
@@ -104,7 +105,7 @@ def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
     idle = tuple(
         IdleRank(device.rank, "not named in the given plan") for device in profile.devices if device.rank not in named
     )
-    told = ("given by hand", busiest(full, profile, simulation))
+    told = ("given by hand", busiest(plan, profile, simulation))
     return replace(full, alone=best_alone(profile, request), idle=idle, reasons=told)
 
 
@@ -129,29 +130,32 @@ def differences(plan: Plan, request: PlanRequest) -> list[str]:
     return found
 
 
-def _with_figures(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: SimulatedStep) -> Plan:
-    return replace(
+def _figures(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: SimulatedStep) -> PlanReport:
+    bound_s, bound = _bound(plan, profile, request, simulation.step_s)
+    return PlanReport(
         plan,
         predicted_step_s=simulation.step_s,
-        bound_step_s=_bound_s(plan, profile, request, simulation.step_s),
+        bound_step_s=bound_s,
+        bound=bound,
         memory=predict_memory(plan, profile, request.memory_reserve),
         hosts=predict_hosts(plan, profile, request.memory_reserve),
     )
 
 
-def _bound_s(plan: Plan, profile: ClusterProfile, request: PlanRequest, step_s: float) -> float:
-    """The best bound in the time there is. A plan by hand that goes beyond the request may be under all but the fluid one."""
+def _bound(plan: Plan, profile: ClusterProfile, request: PlanRequest, step_s: float) -> tuple[float, str]:
+    """The best bound in the time there is, and its name. A plan by hand that goes beyond the request may be under all but the
+    fluid one."""
     ranks = len(profile.devices)
     if differences(plan, request) or ranks > CLOSELY_BOUND[request.thorough]:
-        return fluid_bound_s(profile, request)
-    return packing_bound_s(profile, request, step_s)
+        return fluid_bound_s(profile, request), FLUID
+    return packing_bound_s(profile, request, step_s), PACKING
 
 
 def _chain_problems(plan: Plan, profile: ClusterProfile) -> list[str]:
-    items = len(profile.model.layers)
+    layers = len(profile.model.layers)
     problems = []
-    if plan.items != items:
-        problems.append(f"items = {plan.items}: the model's chain has {items} items (embedding, blocks, head)")
+    if plan.layers != layers:
+        problems.append(f"layers = {plan.layers}: the model's chain has {layers} layers (embedding, blocks, head)")
     if not plan.pipelines:
         problems.append("no pipelines: at least one holds the model")
     for index, pipeline in enumerate(plan.pipelines):
@@ -161,14 +165,16 @@ def _chain_problems(plan: Plan, profile: ClusterProfile) -> list[str]:
         for place, stage in enumerate(pipeline.stages):
             if stage.first != expected or stage.last <= stage.first:
                 problems.append(
-                    f"pipelines[{index}].stages[{place}] holds items [{stage.first}, {stage.last}): it must begin with "
-                    f"item {expected} and hold at least one"
+                    f"pipelines[{index}].stages[{place}] holds layers [{stage.first}, {stage.last}): it must begin with "
+                    f"layer {expected} and hold at least one"
                 )
             if stage.warm_up < 0:
                 problems.append(f"pipelines[{index}].stages[{place}].warm_up = {stage.warm_up}: must not be negative")
             expected = stage.last
-        if expected != items:
-            problems.append(f"pipelines[{index}] ends with item {expected - 1}: the chain's last item is {items - 1}")
+        if expected != layers:
+            problems.append(
+                f"pipelines[{index}] ends with layer {expected - 1}: the chain's last layer is {layers - 1}"
+            )
     return problems
 
 

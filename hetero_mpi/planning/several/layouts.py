@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -75,12 +75,11 @@ class _Found:
         return self.layout.columns.fleet
 
 
-def several(profile: ClusterProfile, request: PlanRequest, fewest: int = 1) -> list[Plan]:
+def several(profile: ClusterProfile, request: PlanRequest, fewest: int = 1) -> list[tuple[float, Plan]]:
     """The best plan found of every promising number of pipelines, ``fewest`` or more, best first; empty: none fits.
     Deterministic.
 
-    Of their figures only the step time is filled in: what ``simulate`` says, or a little more where like columns hold unlike
-    ranks.
+    Each with the seconds of its step: what ``simulate`` says, or a little more where like columns hold unlike ranks.
 
     Their pipelines are cut alike. Single pipelines are looked at too, since depth is searched for more broadly here than in
     ``single``.
@@ -109,10 +108,10 @@ def several(profile: ClusterProfile, request: PlanRequest, fewest: int = 1) -> l
         other = unlike(found[0].fleet, _crews(counted_alike), fewest)
         plans += [other] if other is not None else []
     plans.sort(key=lambda one: one[0])
-    best: dict[int, Plan] = {}
+    best: dict[int, tuple[float, Plan]] = {}
     for step_s, plan in plans:
         if len(plan.pipelines) not in best and _hosts_suffice(plan, profile, request):
-            best[len(plan.pipelines)] = replace(plan, predicted_step_s=step_s)
+            best[len(plan.pipelines)] = step_s, plan
     return list(best.values())
 
 

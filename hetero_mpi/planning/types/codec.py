@@ -38,9 +38,14 @@ def encode(value: Any, infinity_as_text: bool = False) -> Any:
 def decode(kind: type[T], data: Any, where: str) -> T:
     """A ``kind`` from plain values. Raises one ``UserError`` with all problems; ``where`` names the source (a file)."""
     problems: list[str] = []
-    value = _decode(kind, data, "", problems)
+    value = decoded(kind, data, "", problems)
     raise_all(where, problems)
     return typing.cast(T, value)
+
+
+def decoded(kind: type[T], data: Any, path: str, problems: list[str]) -> T | None:
+    """A ``kind`` from plain values; None after adding to ``problems``, by their place below ``path``."""
+    return typing.cast(T | None, _decode(kind, data, path, problems))
 
 
 def raise_all(where: str, problems: list[str]) -> None:
@@ -52,6 +57,8 @@ def raise_all(where: str, problems: list[str]) -> None:
 def _decode(kind: Any, data: Any, path: str, problems: list[str]) -> Any:
     """The decoded value, or None after adding to ``problems``."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        if isinstance(data, kind):
+            return data
         return _decode_record(kind, data, path, problems)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple:

@@ -1,11 +1,11 @@
-"""A plan: who holds which items of the chain, and how a step is run. Kept as TOML, accepted back with ``--plan``."""
+"""A plan: who holds which layers of the chain, and how a step is run. Kept as TOML, accepted back with ``--plan``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Version of the plan file's layout."""
 WARM_UP = "warm_up"
 """The order that the planner makes plans for (``orders.warm_up``)."""
@@ -13,7 +13,7 @@ WARM_UP = "warm_up"
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Items ``[first, last)`` of the chain, held by a group of ranks (length 1 today; wider: sharded stages)."""
+    """Layers ``[first, last)`` of the chain, held by a group of ranks (length 1 today; wider: sharded stages)."""
 
     ranks: tuple[int, ...]
     first: int
@@ -25,7 +25,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Stages in chain order, together holding every item once."""
+    """Stages in chain order, together holding every layer once."""
 
     stages: tuple[StagePlan, ...]
     micro_batch: int
@@ -49,42 +49,8 @@ class PipelinePlan:
 
 
 @dataclass(frozen=True)
-class IdleRank:
-    rank: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Alone:
-    """One rank by itself, with the same tokens per step."""
-
-    rank: int
-    step_s: float | None = None
-    """Predicted; None: it cannot, for the reason ``problem``."""
-    problem: str = ""
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Predicted peak of one rank, against what it has."""
-
-    rank: int
-    peak_bytes: int
-    usable_bytes: int
-
-
-@dataclass(frozen=True)
-class HostMemory:
-    """Predicted peak of all ranks that compute in one host's memory, against what it has."""
-
-    host: str
-    peak_bytes: int
-    usable_bytes: int
-
-
-@dataclass(frozen=True)
 class Plan:
-    """What every rank is told before the first step.
+    """The decision, and nothing that is predicted of it (``plan_report.PlanReport``).
 
     Pipelines hold the whole model each and share the global batch: the first takes its first ``sequences`` rows, and so
     on. A rank holds one stage. A pipeline may be a single rank: many such make plain data parallelism.
@@ -93,19 +59,8 @@ class Plan:
     pipelines: tuple[PipelinePlan, ...]
     global_batch: int
     sequence_length: int
-    items: int
-    """Length of the chain: blocks + 2."""
-    predicted_step_s: float = 0.0
-    bound_step_s: float = 0.0
-    """No plan for this instance can be faster than this (``packing.bound`` for a few ranks, else the fluid bound of
-    ``bounds``)."""
-    alone: Alone | None = None
-    """The rank that is fastest by itself; None: not known."""
-    memory: tuple[RankMemory, ...] = ()
-    hosts: tuple[HostMemory, ...] = ()
-    idle: tuple[IdleRank, ...] = ()
-    reasons: tuple[str, ...] = ()
-    """Sentences for a person: why this plan, what was beaten and by how much."""
+    layers: int
+    """Length of the chain: the embedding, the blocks, the head."""
 
     @cached_property
     def numbered(self) -> tuple[tuple[int, int, StagePlan], ...]:

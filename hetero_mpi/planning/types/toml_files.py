@@ -16,8 +16,9 @@ from hetero_mpi.disk import write_whole
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types import plan as plan_types
 from hetero_mpi.planning.types import profile as profile_types
-from hetero_mpi.planning.types.codec import decode, encode, raise_all
+from hetero_mpi.planning.types.codec import decode, decoded, encode, raise_all
 from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.profile_rules import number_problems, profile_problems
 from hetero_mpi.planning.types.shorthand import expanded, shortened
@@ -32,8 +33,8 @@ PROFILE_HEADING = """\
 # many equal items follow each other; like = r: what a device does not say itself is as rank r says.
 """
 PLAN_HEADING = """\
-# Plan of a run. Stages hold the items [first, last) of the chain embedding = 0, blocks = 1 to items - 2, head = last.
-# Edit it and give it back with --plan: predictions, memory and reasons are worked out again.
+# Plan of a run. Stages hold the layers [first, last) of the chain embedding = 0, blocks = 1 to layers - 2, head = last.
+# Edit it and give it back with --plan: what [report] says of it is worked out again, and may be left out.
 """
 INLINE_COLUMNS = 120
 
@@ -57,22 +58,52 @@ def profile_from_dict(data: dict[str, Any], where: str = "profile") -> ClusterPr
     return profile
 
 
-def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """Plain values that survive JSON, with the layout's version."""
-    return {"schema_version": plan_types.SCHEMA_VERSION, **encode(plan, infinity_as_text=True)}
+def plan_to_dict(plan: Plan | PlanReport, infinity_as_text: bool = True) -> dict[str, Any]:
+    """Plain values, with the layout's version: the decision, and under ``report`` what is predicted of it, where it is given.
+
+    They survive JSON with ``infinity_as_text``.
+    """
+    version = {"schema_version": plan_types.SCHEMA_VERSION}
+    if isinstance(plan, Plan):
+        return {**version, **encode(plan, infinity_as_text)}
+    report = encode(plan, infinity_as_text)
+    return {**version, **report.pop("plan"), "report": report}
 
 
 def plan_from_dict(data: dict[str, Any], where: str = "plan") -> Plan:
-    """Inverse of ``plan_to_dict``. Raises ``UserError`` with all problems."""
+    """Inverse of ``plan_to_dict``: the decision. Raises ``UserError`` with all problems."""
+    return _plan_file(data, where)[0]
+
+
+def report_from_dict(data: dict[str, Any], where: str = "plan") -> PlanReport:
+    """Inverse of ``plan_to_dict``: the decision with what is predicted of it. Raises ``UserError`` with all problems."""
+    report = _plan_file(data, where)[1]
+    if report is None:
+        raise UserError(
+            f"{where}: has no table [report], with what is predicted of the plan: `plan --plan` works it out"
+        )
+    return report
+
+
+def _plan_file(data: dict[str, Any], where: str) -> tuple[Plan, PlanReport | None]:
     _check_version(data, plan_types.SCHEMA_VERSION, "plan", where)
-    plan = decode(Plan, {key: value for key, value in data.items() if key != "schema_version"}, where)
-    empty = [] if plan.pipelines else ["pipelines = []: a plan has a pipeline"]
-    for p, pipeline in enumerate(plan.pipelines):
-        empty += [] if pipeline.stages else [f"pipelines[{p}].stages = []: a pipeline has a stage"]
+    problems: list[str] = []
+    decision = {key: value for key, value in data.items() if key not in ("schema_version", "report")}
+    plan = decoded(Plan, decision, "", problems)
+    for p, pipeline in enumerate(plan.pipelines if plan is not None else ()):
+        problems += [] if pipeline.stages else [f"pipelines[{p}].stages = []: a pipeline has a stage"]
         for s, stage in enumerate(pipeline.stages):
-            empty += [] if stage.ranks else [f"pipelines[{p}].stages[{s}].ranks = []: a stage is held by a rank"]
-    raise_all(where, empty)
-    return plan
+            problems += [] if stage.ranks else [f"pipelines[{p}].stages[{s}].ranks = []: a stage is held by a rank"]
+    if plan is not None and not plan.pipelines:
+        problems.append("pipelines = []: a plan has a pipeline")
+    report: PlanReport | None = None
+    if "report" in data:
+        told = data["report"]
+        whole = {**told, "plan": plan or Plan((), 0, 0, 0)} if isinstance(told, dict) else told
+        report = decoded(PlanReport, whole, "report", problems)
+    raise_all(where, problems)
+    assert plan is not None
+    return plan, report
 
 
 def save_profile(profile: ClusterProfile, path: str | os.PathLike[str]) -> None:
@@ -88,15 +119,24 @@ def load_profile(path: str | os.PathLike[str]) -> ClusterProfile:
     return profile_from_dict(_read(file), str(file))
 
 
-def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Writes ``path`` in one step; its folder is made where it is missing."""
-    data = {"schema_version": plan_types.SCHEMA_VERSION, **encode(plan)}
-    write_whole(Path(path), PLAN_HEADING + to_toml(data), make_folder=True)
+def save_plan(plan: Plan | PlanReport, path: str | os.PathLike[str]) -> None:
+    """Writes ``path`` in one step; its folder is made where it is missing. Of a report, the plan and what is predicted of it."""
+    write_whole(Path(path), PLAN_HEADING + to_toml(plan_to_dict(plan, infinity_as_text=False)), make_folder=True)
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Raises ``UserError`` when the file is not a plan; whether it fits a model is for ``planner.complete_plan``."""
     return plan_from_dict(_read(Path(path)), str(path))
+
+
+def load_plan_file(path: str | os.PathLike[str]) -> tuple[Plan, PlanReport | None]:
+    """The decision, and what the file says besides. Raises ``UserError`` when the file is not a plan."""
+    return _plan_file(_read(Path(path)), str(path))
+
+
+def load_report(path: str | os.PathLike[str]) -> PlanReport:
+    """Raises ``UserError`` when the file is not a plan, or does not say what was predicted of it."""
+    return report_from_dict(_read(Path(path)), str(path))
 
 
 def to_toml(table: dict[str, Any]) -> str:

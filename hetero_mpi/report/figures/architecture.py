@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 
 from hetero_mpi.planning.schedule import summed_items
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.words import counted
 from hetero_mpi.report import units
@@ -55,17 +56,19 @@ class _StageBox:
 
 
 @drawn
-def architecture(plan: Plan, profile: ClusterProfile, title: str, busy: Mapping[int, float] | None = None) -> Figure:
+def architecture(
+    report: PlanReport, profile: ClusterProfile, title: str, busy: Mapping[int, float] | None = None
+) -> Figure:
     """The picture of a plan.
 
     Args:
         title: what is trained.
         busy: rank -> share of the predicted step in which it computes; drawn where given.
     """
-    sheet = Sheet()
-    y = _heading(sheet, plan, profile, title)
+    plan, sheet = report.plan, Sheet()
+    y = _heading(sheet, report, profile, title)
     colours = host_colours([device.host for device in profile.devices])
-    painter = _Painter(sheet, plan, profile, colours, busy or {})
+    painter = _Painter(sheet, report, profile, colours, busy or {})
     number, x, widest = 0, _MARGIN, 0.0
     strips: list[tuple[int, PipelinePlan, list[_StageBox]]] = []
     for index, pipeline in enumerate(plan.pipelines):
@@ -88,20 +91,18 @@ def architecture(plan: Plan, profile: ClusterProfile, title: str, busy: Mapping[
         x += width + 36
         widest = max(widest, x - 36)
     y = row_bottom
-    if plan.idle:
+    if report.idle:
         y, right = painter.idle(y + 4)
         widest = max(widest, right)
     width = max(widest, 640.0) + _MARGIN
     return sheet.finished(width, _footer(sheet, plan, profile, y, width))
 
 
-def _heading(sheet: Sheet, plan: Plan, profile: ClusterProfile, title: str) -> float:
-    used = sum(len(stage.ranks) for _, _, stage in plan.numbered)
+def _heading(sheet: Sheet, report: PlanReport, profile: ClusterProfile, title: str) -> float:
+    used = sum(len(stage.ranks) for _, _, stage in report.plan.numbered)
     hosts = len({device.host for device in profile.devices})
     facts = f"{used} of {len(profile.devices)} ranks on {hosts} host{'s' if hosts > 1 else ''}"
-    facts += f", {plan.global_batch} sequences per step"
-    if plan.predicted_step_s > 0:
-        facts += f", {units.seconds(plan.predicted_step_s)} predicted"
+    facts += f", {report.plan.global_batch} sequences per step, {units.seconds(report.predicted_step_s)} predicted"
     sheet.text(_MARGIN, 34, fitted(title, 17, WIDTH / 2, bold=True), 17, bold=True)
     sheet.text(_MARGIN, 54, facts, 12, "soft")
     if profile.emulated:
@@ -155,7 +156,7 @@ class _Painter:
     """Paints strips and idle ranks into a drawing."""
 
     sheet: Sheet
-    plan: Plan
+    report: PlanReport
     profile: ClusterProfile
     colours: Mapping[str, str]
     busy: Mapping[int, float]
@@ -187,7 +188,7 @@ class _Painter:
         """The ranks that the plan leaves out; returns (where they end below, on the right)."""
         self.sheet.text(_MARGIN, y + 12, "idle, by the plan", 12, "soft")
         y, x, right = y + 20, _MARGIN, _MARGIN
-        for reason, ranks in idle_alike(self.plan).items():
+        for reason, ranks in idle_alike(self.report.idle).items():
             if x + _IDLE_WIDTH > WIDTH - _MARGIN:
                 x, y = _MARGIN, y + _IDLE_HEIGHT + 8
             devices = (self.profile.devices[rank] for rank in ranks)
@@ -213,7 +214,7 @@ class _Painter:
         self.sheet.text(x + 10, y + 19, f"rank {box.rank}", 13, bold=True)
         self.sheet.text(x + _BOX_WIDTH - 10, y + 19, f"stage {box.number}", 11, "soft", "right")
         self.sheet.text(x + 10, y + 36, fitted(units.device_name(device.name, 24), 11.5, inside), 11.5)
-        items = items_text(box.stage.first, box.stage.last, self.plan.items)
+        items = items_text(box.stage.first, box.stage.last, self.report.plan.layers)
         again = " (recompute)" if box.stage.recompute else ""
         self.sheet.text(
             x + 10, y + 53, fitted(_short(items) + again, 11.5, inside, bold=True), 11.5, "accent", bold=True
@@ -221,7 +222,7 @@ class _Painter:
         share = self.busy.get(box.rank)
         if share is not None:
             self._bar(x + 10, y + 70, "busy", share, units.percent(share), "good")
-        memory = next((m for m in self.plan.memory if m.rank == box.rank), None)
+        memory = next((m for m in self.report.memory if m.rank == box.rank), None)
         if memory is not None:
             of = memory.peak_bytes / max(memory.usable_bytes, 1)
             text = f"{units.size(memory.peak_bytes)} of {units.size(memory.usable_bytes)}"

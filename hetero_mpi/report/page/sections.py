@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from hetero_mpi.planning.schedule import Event
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import PACKING, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.alike import least_most
@@ -24,7 +25,7 @@ from hetero_mpi.report.figures.timeline import MOST_LANES, Panel, timeline
 from hetero_mpi.report.page.job import job_rows
 from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.run_files.measured import last_usage
-from hetero_mpi.report.tables import headline, idle_lines, items_text, schedule_text
+from hetero_mpi.report.tables import bound_text, headline, idle_lines, items_text, schedule_text
 from hetero_mpi.report.traffic import sums, traffic
 
 USAGE_NOTE = (
@@ -118,10 +119,10 @@ def key_figures(run: PastRun) -> list[tuple[str, str, str]]:
         found.append(("tokens per second", f"{speed:,.0f}", kind))
     if seconds is not None:
         remark = kind
-        if run.plan is not None and run.plan.predicted_step_s > 0:
-            more = seconds / run.plan.predicted_step_s - 1
+        if run.report is not None:
+            more = seconds / run.report.predicted_step_s - 1
             sign = "+" if more >= 0 else "-"
-            remark = f"{units.seconds(run.plan.predicted_step_s)} predicted ({sign}{units.percent(abs(more))})"
+            remark = f"{units.seconds(run.report.predicted_step_s)} predicted ({sign}{units.percent(abs(more))})"
         found.append(("time per step", units.seconds(seconds), remark))
     if steps:
         total_s = sum(step.step_s for step in steps)
@@ -227,7 +228,7 @@ def memory(run: PastRun) -> Section:
     """Per rank: predicted and measured peak, and what it may use."""
     used = last_usage(run.rank_steps)
     rows, uncounted = [], []
-    for known in run.plan.memory if run.plan is not None else ():
+    for known in run.report.memory if run.report is not None else ():
         # What an emulated rank holds is the model that stands in for the profile's: no measurement of this plan.
         peak = used[known.rank].peak_bytes if known.rank in used and not run.emulated else 0
         if run.profile is not None and run.profile.devices[known.rank].backend == "cpu" and peak > known.peak_bytes:
@@ -316,17 +317,17 @@ def _all_reduce_text(expected: Mapping[int, float], seen: Mapping[int, float]) -
 def topology(run: PastRun, predicted: SimulatedStep | None) -> Section:
     """The architecture."""
     drawn = None
-    if run.plan is not None and run.profile is not None:
-        drawn = architecture(run.plan, run.profile, run.name, _busy(predicted))
+    if run.report is not None and run.profile is not None:
+        drawn = architecture(run.report, run.profile, run.name, _busy(predicted))
     return Section("Where everything is", times=True, picture=_picture(drawn, f"architecture: {run.name}"))
 
 
 def plan(run: PastRun) -> Section:
-    """Stages, reasons, idle ranks, and how far from the bound."""
+    """Stages, reasons, idle ranks, and how far from a close bound."""
     section = Section("The plan, and why", times=True)
-    if run.plan is None:
+    if run.report is None:
         return section
-    return replace(section, table=_stages(run.plan, run.profile), points=_reasons(run.plan))
+    return replace(section, table=_stages(run.report.plan, run.profile), points=_reasons(run.report))
 
 
 def _stages(plan: Plan, profile: ClusterProfile | None) -> Table | None:
@@ -340,7 +341,7 @@ def _stages(plan: Plan, profile: ClusterProfile | None) -> Table | None:
                 str(number),
                 ", ".join(map(str, stage.ranks)),
                 _place(profile, stage.ranks[0]),
-                items_text(stage.first, stage.last, plan.items),
+                items_text(stage.first, stage.last, plan.layers),
                 f"{pipeline.micro_batches} x {pipeline.micro_batch}",
                 str(stage.warm_up),
                 "yes" if stage.recompute else "",
@@ -350,15 +351,13 @@ def _stages(plan: Plan, profile: ClusterProfile | None) -> Table | None:
     return Table.of(headers, rows, right=(0, 1, 2, 6))
 
 
-def _reasons(plan: Plan) -> list[str]:
-    found = [f"Schedule{schedule_text(plan).removeprefix(', schedule')}."] if schedule_text(plan) else []
-    if plan.predicted_step_s > 0:
-        found.insert(0, f"Predicted: {headline(plan)}.")
-    if plan.predicted_step_s > 0 and plan.bound_step_s > 0:
-        gap = units.percent(plan.predicted_step_s / plan.bound_step_s - 1)
-        found.append(f"No plan could take less than {units.seconds(plan.bound_step_s)} (this one {gap} more).")
-    found += [f"Because: {reason}" for reason in plan.reasons]
-    return found + [line[:1].upper() + line[1:] for line in idle_lines(plan)]
+def _reasons(report: PlanReport) -> list[str]:
+    schedule = schedule_text(report.plan).removeprefix(", schedule")
+    found = [f"Predicted: {headline(report)}.", *([f"Schedule{schedule}."] if schedule else [])]
+    if report.bound == PACKING:
+        found.append(f"{bound_text(report).capitalize()}.")
+    found += [f"Because: {reason}" for reason in report.reasons]
+    return found + [line[:1].upper() + line[1:] for line in idle_lines(report.idle)]
 
 
 def checkpoints(run: PastRun) -> Section:

@@ -33,7 +33,8 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart, Start
 from hetero_mpi.model.tuning import Tuning, adapter_tuning, nothing_trained
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, RankMemory, StagePlan
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan_report import RankMemory
 from hetero_mpi.profiling.host_profiles import sharing_ranks
 from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say, setup_logging
@@ -118,9 +119,9 @@ def generate(world: World, options: GenerateOptions) -> int:
     with world.together("reading the model's configuration"):
         chain = TransformersChain(read_config(task.source.config))
         tuning = _tuning(task.source, chain)
-    plan = _plan(world, backend, chain, tuning, task, cluster.memory_bytes)
+    plan, memory = _plan(world, backend, chain, tuning, task, cluster.memory_bytes)
     if opened is not None:
-        _say_task(opened, options, task, chain, plan, world.size)
+        _say_task(opened, options, task, chain, plan, memory, world.size)
     with MpiTransport(world.comm, threaded=cluster.communication_thread) as transport:
         run_task(GenerateSetup(world, transport, backend, chain, tuning, plan, task, opened))
     return 0
@@ -225,8 +226,9 @@ def _tuning(source: GenerateSource, chain: TransformersChain) -> Tuning:
 
 def _plan(
     world: World, backend: Backend, chain: TransformersChain, tuning: Tuning, task: Task, memory_bytes: int | None
-) -> Plan:
-    """One stage for each rank that takes part; the KV cache, which is small beside the parameters, is not counted. Collective.
+) -> tuple[Plan, tuple[RankMemory, ...]]:
+    """One stage for each rank that takes part, and how full it is; the KV cache, which is small beside the parameters, is not
+    counted. Collective.
 
     Raises:
         UserError: the model does not fit.
@@ -247,15 +249,16 @@ def _plan(
         )
     stages = tuple(StagePlan((rank,), first, last, 0) for rank, (first, last) in enumerate(shares) if first < last)
     fill = tuple(RankMemory(stage.ranks[0], held[stage.ranks[0]], usable[stage.ranks[0]]) for stage in stages)
-    return Plan((PipelinePlan(stages, 1, 1),), 1, len(task.prompt) + task.limit, chain.items, memory=fill)
+    return Plan((PipelinePlan(stages, 1, 1),), 1, len(task.prompt) + task.limit, chain.items), fill
 
 
 def _say_task(
-    opened: Opened, options: GenerateOptions, task: Task, chain: TransformersChain, plan: Plan, ranks: int
-) -> None:
+    opened: Opened, options: GenerateOptions, task: Task, chain: TransformersChain, plan: Plan,
+    fill: tuple[RankMemory, ...], ranks: int,
+) -> None:  # fmt: skip
     say(f"model: {chain.config.model_type}, {chain.blocks} blocks, {task.source.dtype}" + ", NF4" * task.source.nf4)
     stages = plan.pipelines[0].stages
-    for stage, memory in zip(stages, plan.memory, strict=True):
+    for stage, memory in zip(stages, fill, strict=True):
         of = f"{units.size(memory.peak_bytes)} of parameters, {units.size(memory.usable_bytes)} of memory"
         say(f"  rank {memory.rank}: items {stage.first}-{stage.last - 1} of {chain.items}, {of}")
     idle = ranks - len(stages)

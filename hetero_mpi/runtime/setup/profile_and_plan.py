@@ -15,15 +15,16 @@ from hetero_mpi.planning.analysis.plausible import profile_doubts
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import (
     load_plan,
     load_profile,
-    plan_from_dict,
     plan_to_dict,
     profile_from_dict,
     profile_to_dict,
+    report_from_dict,
     save_plan,
     save_profile,
 )
@@ -79,28 +80,28 @@ def obtain_profile(
 
 def obtain_plan(
     world: World, profile: ClusterProfile, request: PlanRequest, run_dir: Path, given: Path | Plan | None
-) -> Plan:
+) -> PlanReport:
     """The plan ``given`` by the user (rank 0's view), completed, or the planner's; its schedule has passed a dry run. Collective.
 
     Raises:
         UserError: nothing fits, or the given plan does not.
     """
-    plan: Plan | None = None
+    report: PlanReport | None = None
     with world.led("planning"):
         if world.rank == 0:
             from hetero_mpi.planning.decision.planner import make_plan  # 50 modules that no other rank needs
 
             if given is not None:
-                plan = _given_plan(given, profile, request)
+                report = _given_plan(given, profile, request)
             else:
-                plan = make_plan(profile, request)
-            validate(schedule_of(plan, profile.model), plan, profile.model)
+                report = make_plan(profile, request)
+            validate(schedule_of(report.plan, profile.model), report.plan, profile.model)
             with unharmed("plan.toml"):
-                save_plan(plan, run_dir / "plan.toml")
-    return plan_from_dict(world.broadcast_json(plan_to_dict(plan) if plan is not None else None))
+                save_plan(report, run_dir / "plan.toml")
+    return report_from_dict(world.broadcast_json(plan_to_dict(report) if report is not None else None))
 
 
-def _given_plan(given: Path | Plan, profile: ClusterProfile, request: PlanRequest) -> Plan:
+def _given_plan(given: Path | Plan, profile: ClusterProfile, request: PlanRequest) -> PlanReport:
     from hetero_mpi.planning.decision.planner import complete_plan
 
     plan = given if isinstance(given, Plan) else load_plan(given)

@@ -32,6 +32,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain, language
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import Tuning, tuning_of
 from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import save_profile
@@ -273,7 +274,7 @@ def planning_request(setup: RunSetup, profile: ClusterProfile) -> PlanRequest:
     return replace(request, sequence_length=profile.model.sequence_length)
 
 
-def plan_run(setup: RunSetup, options: TrainOptions) -> tuple[ClusterProfile, Plan]:
+def plan_run(setup: RunSetup, options: TrainOptions) -> tuple[ClusterProfile, PlanReport]:
     """Profile and plan, both shown; the plan's schedule has passed a dry run. Collective."""
     world = setup.world
     subject, reason = subject_of(setup)
@@ -297,6 +298,6 @@ def plan_run(setup: RunSetup, options: TrainOptions) -> tuple[ClusterProfile, Pl
         )
     say(*profile_lines(profile))
     request = planning_request(setup, profile)
-    plan = obtain_plan(world, profile, request, setup.run_dir, options.plan)
-    say(*plan_lines(plan, profile), reason)
-    return profile, plan
+    report = obtain_plan(world, profile, request, setup.run_dir, options.plan)
+    say(*plan_lines(report, profile), reason)
+    return profile, report

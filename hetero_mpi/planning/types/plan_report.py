@@ -1,0 +1,63 @@
+"""What is predicted of a plan, and why it is the plan: for a person, the watchdog, and messages about a lack of memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetero_mpi.planning.types.plan import Plan
+
+PACKING, FLUID = "packing", "fluid"
+"""Bounds on a step: the close one of a few ranks (``packing.bound``), and that of many (``bounds``), far below what is possible."""
+
+
+@dataclass(frozen=True)
+class IdleRank:
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Alone:
+    """One rank by itself, with the same tokens per step."""
+
+    rank: int
+    step_s: float | None = None
+    """Predicted; None: it cannot, for the reason ``problem``."""
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Predicted peak of one rank, against what it has."""
+
+    rank: int
+    peak_bytes: int
+    usable_bytes: int
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Predicted peak of all ranks that compute in one host's memory, against what it has."""
+
+    host: str
+    peak_bytes: int
+    usable_bytes: int
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """A plan with its prediction, bound and reasons, as ``planner.make_plan`` and ``planner.complete_plan`` work them out."""
+
+    plan: Plan
+    predicted_step_s: float
+    bound_step_s: float
+    """No plan for this instance can be faster than this."""
+    bound: str
+    """Which bound that is: ``PACKING`` or ``FLUID``."""
+    alone: Alone | None = None
+    """The rank that is fastest by itself; None: not known."""
+    memory: tuple[RankMemory, ...] = ()
+    hosts: tuple[HostMemory, ...] = ()
+    idle: tuple[IdleRank, ...] = ()
+    reasons: tuple[str, ...] = ()
+    """Sentences for a person: why this plan, what was beaten and by how much."""
