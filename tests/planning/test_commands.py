@@ -85,7 +85,7 @@ def test_a_plan_edited_by_hand_is_costed_just_the_same(folder: Path, capsys: pyt
     text = run(capsys, *arguments)
     assert "given by hand" in text and "The planner's own plan: " in text and "this plan (the planner's own" in text
     save_plan(make_plan_of((0, 2, 7), (0, 1), 8), "short.toml")
-    assert "items" in run(capsys, *arguments[:-1], "short.toml", code=2)
+    assert "layers" in run(capsys, *arguments[:-1], "short.toml", code=2)
 
 
 @pytest.mark.parametrize(

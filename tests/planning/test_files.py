@@ -76,7 +76,7 @@ def test_plan_survives_toml_and_json(tmp_path: Path) -> None:
 def test_a_plan_is_read_without_what_is_predicted_of_it(tmp_path: Path) -> None:
     plan, path = make_plan_of((0, 2, 4), (1, 0), 4), tmp_path / "plan.toml"
     save_plan(PlanReport(plan, 1.0, 0.5, FLUID), path)
-    path.write_text(path.read_text().partition("[report]")[0])
+    path.write_text(path.read_text().partition("\n[report]")[0])
     assert load_plan(path) == plan == plan_from_dict(json.loads(json.dumps(plan_to_dict(plan))))
     with pytest.raises(UserError, match=r"plan.toml: has no table \[report\]"):
         load_report(path)
@@ -89,7 +89,7 @@ def test_figures_of_one_curve_stay_on_one_line(tmp_path: Path) -> None:
 
 def test_a_hand_written_plan_may_leave_out_what_planning_fills_in(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text(
-        "schema_version = 2\nglobal_batch = 2\nsequence_length = 10\nitems = 4\n"
+        "schema_version = 3\nglobal_batch = 2\nsequence_length = 10\nlayers = 4\n"
         "[[pipelines]]\nmicro_batch = 1\nsequences = 2\n"
         "stages = [{ ranks = [0], first = 0, last = 2, warm_up = 1 }, "
         "{ ranks = [1], first = 2, last = 4, warm_up = 0 }]\n"

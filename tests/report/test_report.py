@@ -145,8 +145,7 @@ Plan: 2 stages, schedule 1F1B
   rank 2 idles: it would slow the pipeline down by 14 %
   because: 2 ranks beat 3 by 14 %
 Batch: 64 sequences = 8 micro-batches x 8 sequences, 128 tokens each: 8,192 tokens per step
-Predicted: 2.00 s per step, 4,096 tokens/s; no plan could take less than 1.60 s (packing bound; this one 25 %
-           more)"""
+Predicted: 2.00 s per step, 4,096 tokens/s; no plan could take less than 1.60 s (packing bound; this one 25 % more)"""
 
 
 def test_the_profile_in_a_few_lines() -> None:

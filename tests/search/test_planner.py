@@ -348,9 +348,9 @@ def test_a_thorough_request_is_told_a_better_bound() -> None:
     ("cuts", "ranks", "batches", "expected"),
     [
         ((0, 2, 3), (0, 1), 4, "layers = 3: the model's chain has 4 layers"),
-        ((0, 2, 3), (0, 1), 4, "ends with item 2: the chain's last item is 3"),
-        ((0, 2, 2, 4), (0, 1, 2), 4, "holds items [2, 2): it must begin with item 2 and hold at least one"),
-        ((1, 2, 4), (0, 1), 4, "holds items [1, 2): it must begin with item 0"),
+        ((0, 2, 3), (0, 1), 4, "ends with layer 2: the chain's last layer is 3"),
+        ((0, 2, 2, 4), (0, 1, 2), 4, "holds layers [2, 2): it must begin with layer 2 and hold at least one"),
+        ((1, 2, 4), (0, 1), 4, "holds layers [1, 2): it must begin with layer 0"),
         ((0, 2, 4), (0, 0), 4, "stage 1 names rank 0 again"),
         ((0, 2, 4), (0, 7), 4, "stage 1 names rank 7: the profile has ranks 0 to 2"),
         ((0, 2, 4), (0, 1), 5, "global_batch = 5: the job says 4"),

@@ -145,10 +145,11 @@ def _figures(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulati
 def _bound(plan: Plan, profile: ClusterProfile, request: PlanRequest, step_s: float) -> tuple[float, str]:
     """The best bound in the time there is, and its name. A plan by hand that goes beyond the request may be under all but the
     fluid one."""
-    ranks = len(profile.devices)
-    if differences(plan, request) or ranks > CLOSELY_BOUND[request.thorough]:
-        return fluid_bound_s(profile, request), FLUID
-    return packing_bound_s(profile, request, step_s), PACKING
+    if len(profile.devices) <= CLOSELY_BOUND[request.thorough] and not differences(plan, request):
+        packing_s = packing_bound_s(profile, request, step_s)
+        if packing_s is not None:
+            return packing_s, PACKING
+    return fluid_bound_s(profile, request), FLUID
 
 
 def _chain_problems(plan: Plan, profile: ClusterProfile) -> list[str]:

@@ -41,16 +41,16 @@ TOLERANCE = 0.006
 """The search for the largest step time that can be shown ends within this share of it."""
 
 
-def packing_bound_s(profile: ClusterProfile, request: PlanRequest, known_s: float) -> float:
+def packing_bound_s(profile: ClusterProfile, request: PlanRequest, known_s: float) -> float | None:
     """No plan of as many pipelines as the request allows is faster; within a ``TOLERANCE`` of what the relaxation can show.
 
-    ``known_s``: some plan's step time, where the search begins. Of too many unlike ranks to be counted, the fluid bound.
+    ``known_s``: some plan's step time, where the search begins. None: too many unlike ranks to be counted.
     """
     low_s = fluid_bound_s(profile, request)
     if not profile.model.layers[1:-1] or not low_s < known_s or math.isinf(known_s):
         return low_s
     facts = classes_apart(Facts(profile, request))
-    return low_s if facts is None else _search(facts, low_s, known_s)
+    return None if facts is None else _search(facts, low_s, known_s)
 
 
 def _search(facts: Facts, low_s: float, known_s: float) -> float:
