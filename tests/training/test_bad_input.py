@@ -198,7 +198,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     ),
     "plan-of-other-items": (
         lambda s, n: s.planned(n, plan_of((0, 1, 3))),
-        ("ends with item 2", "the chain's last item is 3"),
+        ("ends with layer 2", "the chain's last layer is 3"),
     ),
     "plan-of-other-rank": (
         lambda s, n: s.planned(n, plan_of((0, 1, 4), (0, 5))),
