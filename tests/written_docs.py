@@ -5,6 +5,9 @@
 * the fenced block after ``<!-- prints -->``: what the last command of the ``sh`` block before it prints;
 * after ``<!-- draws: NAME.png -->``: ``docs/images/NAME.png``, the timeline that the command before it draws.
 
+``--run`` makes the other pictures, in two minutes: ``architecture.png`` and ``report.png`` of the run in ``docs/reading-a-run.md``
+(the second one needs ``chromium``).
+
 Commands run in a directory with the repository's ``jobs/`` and ``profiles/``, and the files that the document itself shows after
 ``<!-- file: NAME -->``.
 """
@@ -16,6 +19,8 @@ import io
 import os
 import re
 import shlex
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +35,8 @@ from tests.support.planning_samples import grid, make_model
 
 REWRITE = "python -m tests.written_docs"
 CONCEPTS = ROOT / "docs" / "concepts.md"
+READING = ROOT / "docs" / "reading-a-run.md"
+IMAGES = ROOT / "docs" / "images"
 FENCE = r"```\w*\n(?P<text>.*?)```"
 GRID = re.compile(
     r"<!-- grid: (?P<kind>\w+), (?P<stages>\d+) stages, (?P<count>\d+) micro-batch\w* -->\n" + FENCE, re.S
@@ -42,6 +49,9 @@ SHOWS = "Shows"
 """Under this name a picture carries the figures that it shows, so that a test can see whether it is still true."""
 COLOURS = 64
 """Of a picture in docs/images: a timeline has a dozen, and lettering wants some shades."""
+RUN = re.compile(r"^python -m hetero_mpi (?P<command>launch -np 3 -- train homelab.toml)$", re.M)
+CROPPED = "<style>header, .tiles, footer, section:not(:nth-of-type(n+4):nth-of-type(-n+6)) {display: none}</style>"
+"""Leaves of a report what the ranks do, memory, and a step."""
 
 
 def whole_files() -> dict[Path, str]:
@@ -126,13 +136,42 @@ def simulated(output: str) -> str:
     return found[0]
 
 
+def draw_run() -> None:
+    """Take the run of ``reading-a-run.md``, and save its architecture and the middle of its report."""
+    text = READING.read_text(encoding="utf-8")
+    found = RUN.search(text)
+    assert found is not None, READING
+    with workplace(text) as place:
+        subprocess.run([sys.executable, "-m", "hetero_mpi", *shlex.split(found["command"])], check=True)
+        run = place / "runs" / "homelab"
+        page = (run / "report.html").read_text(encoding="utf-8")
+        (run / "middle.html").write_text(page.replace("</head>", CROPPED + "</head>"), encoding="utf-8")
+        browser = ["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1150,2000"]
+        subprocess.run([*browser, f"--screenshot={run}/middle.png", f"file://{run}/middle.html"], check=True)
+        _save(run / "architecture.png", IMAGES / "architecture.png")
+        _save(run / "middle.png", IMAGES / "report.png")
+
+
+def _save(drawn: Path, saved: Path) -> None:
+    """The picture in few colours, without the empty rest of the page below."""
+    from PIL import Image, ImageChops
+
+    picture = Image.open(drawn).convert("RGB")
+    box = ImageChops.difference(picture, Image.new("RGB", picture.size, picture.getpixel((0, 0)))).getbbox()
+    assert box is not None, drawn
+    picture.crop((0, 0, picture.width, min(box[3] + 30, picture.height))).quantize(COLOURS).save(saved, optimize=True)
+
+
 def write() -> None:
     for path, text in whole_files().items():
         path.write_text(text, encoding="utf-8")
     CONCEPTS.write_text(renewed(CONCEPTS.read_text(encoding="utf-8")), encoding="utf-8")
-    for path in draw(CONCEPTS.read_text(encoding="utf-8"), ROOT / "docs" / "images"):
+    for path in draw(CONCEPTS.read_text(encoding="utf-8"), IMAGES):
         print(path.relative_to(ROOT), path.stat().st_size, "bytes")
 
 
 if __name__ == "__main__":
-    write()
+    if "--run" in sys.argv:
+        draw_run()
+    else:
+        write()
