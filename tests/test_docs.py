@@ -206,7 +206,7 @@ def test_commands_are_understood(document: Path, capsys: pytest.CaptureFixture[s
         job = getattr(namespace, "job", None)
         if job is not None and Path(job).parts[0] == "jobs":
             assert (ROOT / job).is_file(), command.place
-        for override in getattr(namespace, "set", []):
+        for override in getattr(namespace, "overrides", []):
             known_key(override.partition("=")[0], command.place)
 
 

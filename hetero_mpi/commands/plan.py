@@ -153,7 +153,7 @@ def simulation(
     overrides: tuple[str, ...],
     profile: Path,
     given: Path | None,
-    directory: Path | None,
+    output: Path | None,
     network: Network = THREADED,
 ) -> list[str]:
     """Simulate a step; writes ``timeline.png``, ``timeline.svg`` and ``trace.json``. Returns the lines to print."""
@@ -164,7 +164,7 @@ def simulation(
     question = ask(job, overrides, profile)
     chosen = _chosen(question, given)
     result = simulate(chosen.plan, question.profile, network=network)
-    folder = directory if directory is not None else run_directory(question.loaded) / "simulation"
+    folder = output if output is not None else run_directory(question.loaded) / "simulation"
     labels = {device.rank: device.name for device in question.profile.devices}
     used, ranks = len(result.busy_s), len(question.profile.devices)
     title = f"predicted step: {units.seconds(result.step_s)}, {used} of {ranks} ranks, {question.loaded.name}"

@@ -94,6 +94,6 @@ def _supervise(
         raise UserError(f"--elastic is for `train`, which can go on from a checkpoint; `{program[0]}` cannot.")
     training = parse(program)
     options.check()
-    loaded = load_job(training.job, training.set)
+    loaded = load_job(training.job, training.overrides)
     steps = 0 if training.dry_run else loaded.job.train.steps
     return Supervisor(options, find_launcher(), program, run_directory(loaded, training.run_dir), steps).run()
