@@ -25,7 +25,8 @@ from, received into, and summed in, where it lies.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar
@@ -229,6 +230,21 @@ def check_group(rank: int, size: int, group: Group, earlier: dict[int, Group]) -
     if group.number in earlier:
         taken = earlier[group.number].ranks
         raise ValueError(f"Every group needs a number of its own (number: {group.number}, taken by ranks {taken}).")
+
+
+SENDS_AHEAD = 2
+"""Messages under way at once: enough to keep the link busy, few enough to bound memory."""
+
+
+def send_in_order(transport: Transport, messages: Iterable[tuple[int, int, Buffer]]) -> None:
+    """Send messages (destination, tag, bytes) that are made as they are asked for; returns when all have left."""
+    under_way: deque[Request] = deque()
+    for message in messages:
+        under_way.append(transport.send(*message))
+        if len(under_way) == SENDS_AHEAD:
+            transport.wait(under_way.popleft())
+    while under_way:
+        transport.wait(under_way.popleft())
 
 
 def length_problem(expected: int, arrived: int) -> TransportError:

@@ -43,7 +43,7 @@ from hetero_mpi.checkpoint import (
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.ulfm import RankLost
 from hetero_mpi.comm.ranks.world import CollectiveUserError
-from hetero_mpi.comm.transport import Request, Transport
+from hetero_mpi.comm.transport import Request, Transport, send_in_order
 from hetero_mpi.device.backend import Backend, host_memory
 from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _TAG = 1
-_SENDS_AHEAD = 2
 PIECES_HELD = 4
 """Pieces of other ranks that rank 0 has in memory at most: enough to keep links busy while one is being written."""
 _LONG_WAIT_S = 0.5
@@ -250,9 +249,7 @@ class Saver:
             coming: Iterator[NDArray[np.float32]] = flat_pieces(parcel, task.values)
         else:
             coming = (next(arriving).view(np.float32) for _ in pieces(parcel.shape, parcel.dtype.itemsize))
-        for piece in coming:
-            self.world.activity.marks += 1
-            yield piece
+        return self.world.marked(coming)
 
     def _arriving(self) -> Iterator[NDArray[np.uint8]]:
         """Rank 0: the pieces of other ranks, in the order of the list; each is valid until the next one is asked for."""
@@ -283,30 +280,26 @@ class Saver:
 
     def _send(self, values: Live) -> None:
         """Other ranks: what they hold, in the order of the list."""
-        under_way: deque[Request] = deque()
-        for parcel in self._listed:
-            if parcel.owner != self.world.rank:
-                continue
-            for piece in flat_pieces(parcel, values):
-                if len(under_way) == _SENDS_AHEAD:
-                    self._transport.wait(under_way.popleft())
-                under_way.append(self._transport.send(0, _TAG, piece.view(np.uint8)))
-                self.world.activity.marks += 1
-        while under_way:
-            self._transport.wait(under_way.popleft())
+        own = (piece for p in self._listed if p.owner == self.world.rank for piece in flat_pieces(p, values))
+        send_in_order(self._transport, ((0, _TAG, piece.view(np.uint8)) for piece in self.world.marked(own)))
 
 
 def lack_of_memory(world: World, needed_bytes: int) -> str | None:
-    """Which hosts have no room for what their ranks would keep, in words. Collective.
+    """Which hosts have no memory for what their ranks would keep, in words. Collective."""
+    return lack_of_space(world, needed_bytes, host_memory().usable_bytes, MEMORY_SHARE)
+
+
+def lack_of_space(world: World, needed_bytes: int, free_bytes: int, allowed: float) -> str | None:
+    """Which hosts' ranks together need more than the share ``allowed`` of what is free there, in words. Collective.
 
     Ranks of a host need unlike amounts: a GPU's trains most of the model.
     """
-    rows = world.all_gather_json([needed_bytes, host_memory().usable_bytes])
+    rows = world.all_gather_json([needed_bytes, free_bytes])
     lacking = []
     for host in dict.fromkeys(world.hosts):
         own = [row for row, name in zip(rows, world.hosts, strict=True) if name == host]
         needs, has = sum(needs for needs, _ in own), min(has for _, has in own)
-        if needs > MEMORY_SHARE * has:
+        if needs > allowed * has:
             lacking.append(f"{host} would need {units.size(needs)} and has {units.size(has)} free")
     return ", ".join(lacking) or None
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from hetero_mpi.model.layer.interface import ItemChain, ParameterSpec
 from hetero_mpi.model.optimizer import MOMENTS
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.state.background_save import Saver
-from hetero_mpi.state.redistribute import Delivery, Parcel, align, collect, deliveries, distribute, move, parcels
+from hetero_mpi.state.redistribute import Delivery, Parcel, collect, deliveries, distribute, move, parcels
 
 KINDS = ("parameters", "moments1", "moments2")
 LATEST = "latest"
@@ -226,14 +227,9 @@ def align_replicas(trainer: Trainer, updates: int) -> None:
     Args:
         updates: steps of the optimizer so far.
     """
-    listed = parcels(trainer.tuning, trainer.plan, KINDS)
+    listed = [Delivery(one, one.owner, one.others) for one in parcels(trainer.tuning, trainer.plan, KINDS)]
     live = live_state(trainer)
-
-    def own(parcel: Parcel) -> torch.Tensor:
-        return trainer.backend.to_host(live(parcel))
-
-    align(trainer.rank, trainer.transport, listed, own, _keeper(trainer, updates))
-    trainer.share_tied_weight()
+    take_over(trainer, listed, lambda parcel: trainer.backend.to_host(live(parcel)), updates)
 
 
 def _keeper(trainer: Trainer, updates: int) -> Callable[[Parcel, torch.Tensor], None]:
@@ -264,8 +260,8 @@ def save_model(trainer: Trainer, directory: Path, shard_bytes: int, tokenizer: P
             pass
         return
     with trainer.chain.writer(directory, shard_bytes) as writer:
-        for state in _by_item(trainer.chain, coming):
-            writer.add(state)
+        for _, of_item in groupby(coming, key=lambda pair: trainer.chain.item_of(pair[0].name)):
+            writer.add({parcel.name: tensor for parcel, tensor in of_item})
         if tokenizer is not None:
             save_tokenizer(tokenizer, writer.path)
 
@@ -296,14 +292,3 @@ def load_adapter(trainer: Trainer, directory: Path | None) -> None:
         lambda parcel: stored[parcel.name],
         lambda parcel, tensor: trainer.set_parameter(parcel.name, tensor),
     )
-
-
-def _by_item(chain: ItemChain, coming: Iterator[tuple[Parcel, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    item = 0
-    state: dict[str, torch.Tensor] = {}
-    for parcel, tensor in coming:
-        if chain.item_of(parcel.name) != item:
-            yield state
-            item, state = chain.item_of(parcel.name), {}
-        state[parcel.name] = tensor
-    yield state

@@ -23,9 +23,8 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.disk import free_bytes
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch.hosts.processes import VARIABLE
-from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.state.background_save import flat_pieces
+from hetero_mpi.state.background_save import flat_pieces, lack_of_space
 from hetero_mpi.state.redistribute import Parcel
 
 _LOG = logging.getLogger(__name__)
@@ -104,10 +103,9 @@ class LocalCheckpoint:
         path = piece_path(self._run_dir, self._world.rank, said["step"], generation)
         try:
             with contextlib.ExitStack() as alone, CheckpointWriter(path, metadata) as writer:
-                for parcel in self._parcels:
+                for parcel in self._world.marked(self._parcels):
                     coming = flat_pieces(parcel, lambda one: tensors[one.kind, one.name])
                     writer.write_pieces(parcel.kind, parcel.name, parcel.shape, "float32", coming)
-                    self._world.activity.marks += 1
                 alone.enter_context(self._world.busy())  # nobody sees how far a slow disk is
         except (UserError, OSError) as error:
             _LOG.warning("step %d: no copy on disk: %s", said["step"], error)
@@ -136,16 +134,7 @@ def lack_of_disk(world: World, run_dir: Path, own_bytes: int) -> str | None:
     Args:
         own_bytes: of one piece of this rank.
     """
-    free: int | None
-    try:
+    free = 0
+    with contextlib.suppress(OSError):
         free = free_bytes(run_dir)
-    except OSError:
-        free = None
-    rows = world.all_gather_json([world.host, own_bytes, free])
-    lacking = []
-    for host in dict.fromkeys(row[0] for row in rows):
-        needs = GENERATIONS_ON_DISK * sum(row[1] for row in rows if row[0] == host)
-        has = min((row[2] for row in rows if row[0] == host and row[2] is not None), default=0)
-        if needs > DISK_SHARE * has:
-            lacking.append(f"{host} would need {units.size(needs)} and has {units.size(has)} free")
-    return ", ".join(lacking) or None
+    return lack_of_space(world, GENERATIONS_ON_DISK * own_bytes, free, DISK_SHARE)

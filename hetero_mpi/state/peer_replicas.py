@@ -35,7 +35,7 @@ from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.ulfm import RankLost
 from hetero_mpi.comm.ranks.world import CollectiveUserError
-from hetero_mpi.comm.transport import Request
+from hetero_mpi.comm.transport import send_in_order
 from hetero_mpi.device.backend import Backend, host_bytes
 from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from hetero_mpi.state.training_state import TrainingState
 
 _TAG = 1
-_SENDS_AHEAD = 2
 _FIRST_LOOK = 4
 """Steps before the first decision how often; the first few of a run are slower than the rest."""
 _STEPS_ALONE = 3
@@ -248,16 +247,12 @@ class PeerReplicas:
         coming = [
             self._transport.post_receive(ward, _TAG, piece) for ward, flat in slot.wards.items() for piece in _cut(flat)
         ]
-        leaving: deque[Request] = deque()
         buddy = self.buddy_of.get(self.world.rank)
-        for piece in _cut(slot.own.flat) if buddy is not None else ():
-            if len(leaving) == _SENDS_AHEAD:
-                self._transport.wait(leaving.popleft())
-            leaving.append(self._transport.send(buddy, _TAG, piece))  # type: ignore[arg-type]
-            self.world.activity.marks += 1
-        for request in (*leaving, *coming):
+        if buddy is not None:
+            pieces = self.world.marked(_cut(slot.own.flat))
+            send_in_order(self._transport, ((buddy, _TAG, piece) for piece in pieces))
+        for request in self.world.marked(coming):
             self._transport.wait(request)
-            self.world.activity.marks += 1
 
     def _slot(self) -> _Slot:
         return _Slot(self._own, self._wards, self.trainer.backend)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hetero_mpi.comm.transport import Request, Transport
+from hetero_mpi.comm.transport import Request, Transport, send_in_order
 from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.engine.placement import holders
 from hetero_mpi.model.tuning import Tuning
@@ -63,7 +63,7 @@ def collect(
         on rank 0 each parcel with its host tensor, valid until the next one is asked for; nothing on other ranks.
     """
     if rank != 0:
-        _send_all((parcel for parcel in listed if parcel.owner == rank), transport, own)
+        send_in_order(transport, ((0, _TAG, host_bytes(own(parcel))) for parcel in listed if parcel.owner == rank))
         return
     coming: deque[tuple[Parcel, torch.Tensor | None, Request | None]] = deque()
     queue = deque(listed)
@@ -135,22 +135,6 @@ def distribute(
     move(rank, transport, deliveries(listed, lambda parcel: (0,)), produce, keep)
 
 
-def align(
-    rank: int,
-    transport: Transport,
-    listed: Iterable[Parcel],
-    own: Callable[[Parcel], torch.Tensor],
-    keep: Callable[[Parcel, torch.Tensor], None],
-) -> None:
-    """Bring every parcel from its first holder to the others. Collective.
-
-    Args:
-        own: gives a parcel this rank speaks for, as a contiguous host tensor.
-        keep: takes a parcel this rank holds too.
-    """
-    move(rank, transport, (Delivery(parcel, parcel.owner, parcel.others) for parcel in listed), own, keep)
-
-
 def move(
     rank: int,
     transport: Transport,
@@ -199,14 +183,3 @@ def move(
     while under_way:
         finish()
     return received
-
-
-def _send_all(listed: Iterable[Parcel], transport: Transport, own: Callable[[Parcel], torch.Tensor]) -> None:
-    under_way: deque[tuple[torch.Tensor, Request]] = deque()
-    for parcel in listed:
-        if len(under_way) == _AHEAD:
-            transport.wait(under_way.popleft()[1])
-        tensor = own(parcel)
-        under_way.append((tensor, transport.send(0, _TAG, host_bytes(tensor))))
-    while under_way:
-        transport.wait(under_way.popleft()[1])

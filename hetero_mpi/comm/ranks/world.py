@@ -6,10 +6,10 @@ Only JSON and raw arrays travel. Nothing is pickled: mpi4py's lower-case methods
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from hetero_mpi.comm.ranks.collectives import DROWSY_S, Collectives, decode, enc
 from hetero_mpi.comm.ranks.versions import MPI_LIBRARY, Rule, version_problem
 from hetero_mpi.errors import UserError
 
+T = TypeVar("T")
 RELEASE_POLL_S = 0.05
 """How often a sleeping rank looks whether it may go on."""
 _RELEASE_TAG, _ASK_TAG = 1, 2
@@ -109,6 +110,12 @@ class World(Collectives):
             yield
         finally:
             self.activity.busy -= 1
+
+    def marked(self, things: Iterable[T]) -> Iterator[T]:
+        """``things``, each of which is progress that the watchdog sees. On any thread."""
+        for thing in things:
+            self.activity.marks += 1
+            yield thing
 
     def agree(self, problem: str | None) -> None:
         """If any rank has a problem, every rank raises it.
