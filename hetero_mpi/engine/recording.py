@@ -14,13 +14,12 @@ from hetero_mpi.comm.transport import Transport
 from hetero_mpi.emulation.emulated_links import compare_clocks
 from hetero_mpi.engine.trainer import StepResult, Trainer
 from hetero_mpi.planning.schedule import Event
-from hetero_mpi.report.run_files.line_files import LineFile
+from hetero_mpi.report.run_files.line_files import LineFile, keep_until
 from hetero_mpi.report.run_files.measured import (
     STEPS_NAME,
     MeasuredEvent,
     RankStep,
     Usage,
-    keep_until,
     rank_step_line,
     rank_step_to_dict,
 )

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import statistics
@@ -24,6 +25,7 @@ from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import load_profile, load_report
+from hetero_mpi.report.run_files.line_files import objects
 from hetero_mpi.report.run_files.measured import STEPS_NAME, RankStep, read_rank_steps
 from hetero_mpi.report.run_files.metrics import Metrics, StepMetrics, read_metrics
 from hetero_mpi.report.summary import warm_steps
@@ -230,15 +232,11 @@ def _speeds(directory: Path, told: Mapping[str, Any]) -> dict[int, float]:
 
 
 def _events(directory: Path) -> list[dict[str, Any]]:
-    path = directory / "events.jsonl"
     found = []
-    for line in _text(path).splitlines():
-        try:
-            values = json.loads(line)
+    for _, values in objects(directory / "events.jsonl"):
+        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):  # not an event
             known = {"unix_s": float(values["unix_s"]), "event": str(values["event"]), "text": str(values["text"])}
-        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
-            continue  # torn by a crash, or not an event
-        found.append({**values, **known})
+            found.append({**values, **known})
     return found
 
 

@@ -32,12 +32,12 @@ from hetero_mpi.report.figures.style import COLOURS, save, svg
 from hetero_mpi.report.page.document import report_html, write_report
 from hetero_mpi.report.page.sections import key_figures
 from hetero_mpi.report.past_run import USED_PROFILE, describe_run, read_run
+from hetero_mpi.report.run_files.line_files import keep_until
 from hetero_mpi.report.run_files.measured import (
     STEPS_NAME,
     MeasuredEvent,
     RankStep,
     Usage,
-    keep_until,
     newest_step,
     on_one_clock,
     rank_step_from_dict,

@@ -4,11 +4,13 @@ is room again."""
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from hetero_mpi.disk import write_whole
 from hetero_mpi.report.run_files.logs import say
@@ -75,6 +77,25 @@ def rewrite(path: Path, lines: Iterable[str]) -> None:
         with contextlib.suppress(OSError):
             if path.read_bytes().startswith(kept):
                 os.truncate(path, len(kept))
+
+
+def objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(line with its end, values) of every line that is a JSON object; without a file, none. Others were torn by a crash."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, RecursionError):
+                values = json.loads(line)
+                if isinstance(values, dict):
+                    yield line, values
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drop the lines of steps after ``step``, and of none: a run that is resumed there does these steps again."""
+    if path.exists():
+        until = [(line, values.get("step")) for line, values in objects(path)]
+        rewrite(path, [line for line, at in until if type(at) is int and at <= step])
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ time since training began. Reports and traces are made from these lines and from
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -15,7 +16,7 @@ from typing import Any
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.schedule import COMPUTE, Action, Event, Op, parse_action
 from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.report.run_files.line_files import rewrite
+from hetero_mpi.report.run_files.line_files import objects
 
 STEPS_NAME = "steps.jsonl"
 _DIGITS = 7
@@ -137,31 +138,11 @@ def rank_step_line(record: Mapping[str, Any]) -> str:
 def read_rank_steps(path: Path) -> tuple[RankStep, ...]:
     """All whole lines of a file of recorded steps, in its order; nothing where there is no file."""
     found = []
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return ()
-    for line in lines:
-        try:
-            found.append(rank_step_from_dict(json.loads(line)))
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError, AttributeError, UserError):
-            continue  # torn by a crash, or of another version
+    for _, values in objects(path):
+        # What is of another version is left out.
+        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, AttributeError, UserError):
+            found.append(rank_step_from_dict(values))
     return tuple(found)
-
-
-def keep_until(path: Path, step: int) -> None:
-    """Drop what was recorded after ``step``: a run that is resumed there does these steps again."""
-    if not path.exists():
-        return
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    rewrite(path, [line for line in lines if _is_until(line, step)])
-
-
-def _is_until(line: str, step: int) -> bool:
-    try:
-        return int(json.loads(line)["step"]) <= step
-    except (ValueError, KeyError, TypeError):
-        return False  # torn by a crash
 
 
 def steps_under(records: Sequence[RankStep], plan: Plan) -> list[tuple[RankStep, ...]]:

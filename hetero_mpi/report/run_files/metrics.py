@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from hetero_mpi.report.run_files.line_files import LineFile, rewrite
+from hetero_mpi.report.run_files.line_files import LineFile, keep_until, objects
 from hetero_mpi.report.run_files.logs import say
 
 
@@ -71,8 +71,7 @@ class MetricsWriter:
         self.path = Path(path)
         self._board = board
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            rewrite(self.path, [line for line, values in _lines(self.path) if values["step"] <= resume_step])
+        keep_until(self.path, resume_step)
         self._file = LineFile(self.path, say)
 
     def step(self, metrics: StepMetrics) -> None:
@@ -115,9 +114,9 @@ def read_metrics(path: str | Path) -> Metrics:
     newer version."""
     steps: list[StepMetrics] = []
     evaluations: list[Evaluation] = []
-    for _, values in _lines(Path(path)):
+    for _, values in objects(Path(path)):
         if "evaluation_loss" in values:
-            known = _numbers({"step": values["step"], "loss": values["evaluation_loss"]}, Evaluation)
+            known = _numbers({"step": values.get("step"), "loss": values["evaluation_loss"]}, Evaluation)
             evaluations += [Evaluation(**known)] if known is not None else []
         else:
             known = _numbers(values, StepMetrics)
@@ -136,15 +135,3 @@ def _numbers(values: Mapping[str, Any], kind: type[StepMetrics] | type[Evaluatio
             return None
         found[field.name] = value
     return found
-
-
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(line, values) of every whole line that says which step it is of."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                values = json.loads(line)
-            except (ValueError, RecursionError):
-                continue  # torn by a crash, or no metrics
-            if isinstance(values, dict) and type(values.get("step")) is int:
-                yield line, values

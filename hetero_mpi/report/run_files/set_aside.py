@@ -6,7 +6,6 @@ crash between two moves loses nothing: the next start goes on with the same targ
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,23 +14,15 @@ from typing import Any
 
 from hetero_mpi.disk import write_whole
 from hetero_mpi.errors import UserError
+from hetero_mpi.report.run_files.line_files import objects
 
 _PLANNED = ("profile.toml", "plan.toml", "architecture.png", "architecture.svg")
 _LOGS = "logs"
 _EVENTS = "events.jsonl"
 _MOVED = (
-    *("adapter", "model", "sample.txt", "simulation", "tensorboard"),
-    *(
-        "report.html",
-        "trace.json",
-        "used-profile.toml",
-        "steps.jsonl",
-        _EVENTS,
-        "run.json",
-        "metrics.jsonl",
-        "checkpoints",
-    ),
-)
+    "adapter", "model", "sample.txt", "simulation", "tensorboard", "report.html", "trace.json", "used-profile.toml",
+    "steps.jsonl", _EVENTS, "run.json", "metrics.jsonl", "checkpoints",
+)  # fmt: skip
 
 
 def holds_run(run_dir: Path) -> bool:
@@ -108,16 +99,8 @@ class EarlierRun:
 
 def _bring_back(source: Path, target: Path, own: Callable[[Mapping[str, Any]], bool]) -> None:
     """Events of the new run, such as its supervisor's start, which may write more of them at this moment."""
-
-    def is_own(line: str) -> bool:
-        try:
-            values = json.loads(line)
-        except ValueError:
-            return False  # torn by a crash
-        return isinstance(values, dict) and own(values)
-
-    lines = source.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    if mine := [line for line in lines if is_own(line)]:
+    if mine := [line for line, values in objects(source) if own(values)]:
+        lines = source.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         with target.open("a", encoding="utf-8") as file:
             file.writelines(mine)
         write_whole(source, "".join(line for line in lines if line not in mine))
