@@ -32,7 +32,6 @@ from hetero_mpi.report.inspection import (
     idling_lines,
     inspection_lines,
     network_lines,
-    plan_inspection_lines,
     what_if_lines,
 )
 from hetero_mpi.report.lines import wrapped
@@ -86,7 +85,8 @@ def inspect(path: Path, picture: Path | None, every: bool = False) -> list[str]:
             f"{path}: neither an HDF5 nor a TOML file ({error}); give a profile, a plan or a checkpoint"
         ) from error
     if "pipelines" in content:
-        return plan_inspection_lines(*load_plan_file(path), every)
+        decision, report = load_plan_file(path)
+        return plan_lines(report or decision, None, every)
     if "devices" not in content:
         hint = "; it looks like a job: ask with `plan` or `simulate`" if "train" in content or "data" in content else ""
         raise UserError(f"{path}: neither a profile ([[devices]]), nor a plan ([[pipelines]]), nor a checkpoint{hint}")

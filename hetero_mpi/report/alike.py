@@ -6,8 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from hetero_mpi.planning.analysis.idle_time import Idling
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import PlanReport, RankMemory
+from hetero_mpi.planning.types.plan_report import RankMemory
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
 from hetero_mpi.planning.words import counted
 from hetero_mpi.report import units
@@ -47,55 +46,6 @@ def least_most(values: Sequence[float], show: Callable[[float], str]) -> str:
 
 def whole(value: float) -> str:
     return f"{value:.0f}"
-
-
-def stage_rows(
-    report: PlanReport, profile: ClusterProfile, seconds: Callable[[PipelinePlan, StagePlan], float],
-    parameters: Callable[[StagePlan], float],
-) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:  # fmt: skip
-    """Headings and rows: all stages on one kind of device together, least to most."""
-    plan, groups = report.plan, dict[str, list[tuple[PipelinePlan, StagePlan]]]()
-    for _, index, stage in plan.numbered:
-        kind = device_text(profile.devices[stage.ranks[0]])
-        groups.setdefault(kind, []).append((plan.pipelines[index], stage))
-    peaks = {one.rank: one for one in report.memory}
-    rows: list[tuple[str, ...]] = []
-    for kind, held in groups.items():
-        stages = [stage for _, stage in held]
-        again = sum(stage.recompute for stage in stages)
-        rows.append((
-            str(len(stages)),
-            kind,
-            least_most([stage.last - stage.first for stage in stages], whole),
-            least_most([parameters(stage) for stage in stages], units.count),
-            fullest_text([peaks[stage.ranks[0]] for stage in stages if stage.ranks[0] in peaks]),
-            least_most([seconds(pipeline, stage) for pipeline, stage in held], units.seconds),
-            f"{again} of them" if again else "",
-            least_most([stage.warm_up for stage in stages], whole),
-        ))  # fmt: skip
-    headers = ("stages", "device", "layers each", "weights", "fullest memory", "compute", "recompute", "warm-up")
-    return headers, rows
-
-
-def plan_rows(plan: Plan, memory: Sequence[RankMemory]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The same of a plan without its profile: stages that hold equally many layers together."""
-    groups: dict[int, list[tuple[PipelinePlan, StagePlan]]] = {}
-    for _, index, stage in plan.numbered:
-        groups.setdefault(stage.last - stage.first, []).append((plan.pipelines[index], stage))
-    peaks = {one.rank: one for one in memory}
-    rows: list[tuple[str, ...]] = []
-    for layers, held in sorted(groups.items()):
-        stages = [stage for _, stage in held]
-        again = sum(stage.recompute for stage in stages)
-        rows.append((
-            str(len(stages)),
-            str(layers),
-            least_most([pipeline.micro_batches for pipeline, _ in held], whole),
-            f"{again} of them" if again else "",
-            least_most([stage.warm_up for stage in stages], whole),
-            fullest_text([peaks[stage.ranks[0]] for stage in stages if stage.ranks[0] in peaks]),
-        ))  # fmt: skip
-    return ("stages", "layers each", "micro-batches", "recompute", "warm-up", "fullest memory"), rows
 
 
 def fullest_text(memory: Sequence[RankMemory]) -> str:

@@ -10,10 +10,8 @@ from hetero_mpi.planning.analysis.idle_time import Idling
 from hetero_mpi.planning.analysis.what_if import NO_CHANGE, Losses, WhatIf
 from hetero_mpi.planning.types.codec import encode
 from hetero_mpi.planning.types.network import Network
-from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport, RankMemory
 from hetero_mpi.planning.types.profile import ANY_HOST, ClusterProfile, Curve, DeviceProfile, LinkProfile
-from hetero_mpi.planning.words import describe_items
 from hetero_mpi.report import units
 from hetero_mpi.report.alike import (
     MOST_ROWS,
@@ -23,22 +21,12 @@ from hetero_mpi.report.alike import (
     host_rows,
     link_rows,
     mean_idling,
-    plan_rows,
     utilisation,
 )
 from hetero_mpi.report.lines import table, wrapped
-from hetero_mpi.report.tables import (
-    bound_text,
-    headline,
-    host_lines,
-    idle_lines,
-    plan_lines,
-    profile_lines,
-    schedule_text,
-)
+from hetero_mpi.report.tables import plan_lines, profile_lines
 
 ALL = "Like ranks share a row; `inspect FILE --all` shows every one"
-NOT_PREDICTED = "nothing is predicted in this file; `plan --profile PROFILE --plan FILE` works it out"
 MOST_CLASSED = 240
 """Of more links than these, those of 16 ranks, classes are shown as well."""
 MOST_LINKS = 12
@@ -98,49 +86,6 @@ def _middle(devices: Sequence[DeviceProfile]) -> tuple[list[int], DeviceProfile]
         return sum(times.forward_s.seconds[-1] + times.backward_s.seconds[-1] for times in device.layers.values())
 
     return [device.rank for device in devices], sorted(devices, key=slowness)[len(devices) // 2]
-
-
-def plan_inspection_lines(plan: Plan, report: PlanReport | None, every: bool = False) -> list[str]:
-    """A plan file by itself, without the profile it was made for.
-
-    Args:
-        report: None: the file does not say what is predicted of the plan.
-        every: a row for each stage, however many there are.
-    """
-    rows: list[tuple[str, ...]] = []
-    memory = report.memory if report is not None else ()
-    sizes = {m.rank: (units.size(m.peak_bytes), units.size(m.usable_bytes)) for m in memory}
-    for index, pipeline in enumerate(plan.pipelines):
-        for stage in pipeline.stages:
-            rows.append((
-                str(index) if len(plan.pipelines) > 1 else "",
-                str(len(rows)),
-                ", ".join(map(str, stage.ranks)),
-                describe_items(stage.first, stage.last, plan.layers),
-                f"{pipeline.micro_batches} x {pipeline.micro_batch}",
-                "yes" if stage.recompute else "",
-                str(stage.warm_up),
-                *sizes.get(stage.ranks[0], ("", "")),
-            ))  # fmt: skip
-    lines = wrapped("", headline(report)) if report is not None else []
-    lines += [f"Plan: {len(rows)} stages{schedule_text(plan)}, global batch {plan.global_batch} "
-             f"sequences of {plan.sequence_length} tokens, chain of {plan.layers} layers"]  # fmt: skip
-    headers = ("pipeline", "stage", "rank", "layers", "micro-batches", "recompute", "warm-up", "memory", "of")
-    if every or len(rows) <= MOST_STAGES:
-        lines += table(headers, rows)
-    else:
-        lines += [*table(*plan_rows(plan, memory)), f"  {ALL}"]
-    return lines + (_report_lines(report) if report is not None else [f"  {NOT_PREDICTED}"])
-
-
-def _report_lines(report: PlanReport) -> list[str]:
-    """What a plan file says besides the decision."""
-    lines = [*host_lines(report.hosts), *wrapped("  ", bound_text(report))]
-    for line in idle_lines(report.idle):
-        lines += wrapped("  ", line)
-    for reason in report.reasons:
-        lines += wrapped("  because: ", reason)
-    return lines
 
 
 def costed_plan_lines(

@@ -10,9 +10,9 @@ from hetero_mpi.planning.durations import compute_s, recompute_s
 from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import PACKING, HostMemory, IdleRank, PlanReport
+from hetero_mpi.planning.types.plan_report import PACKING, HostMemory, IdleRank, PlanReport, RankMemory
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LinkProfile
-from hetero_mpi.planning.words import ratio
+from hetero_mpi.planning.words import describe_items, ratio
 from hetero_mpi.report import units
 from hetero_mpi.report.alike import (
     EVERY_STAGE,
@@ -20,10 +20,13 @@ from hetero_mpi.report.alike import (
     MOST_STAGES,
     device_text,
     fullest_text,
+    least_most,
     rank_rows,
-    stage_rows,
+    whole,
 )
 from hetero_mpi.report.lines import table, wrapped
+
+NOT_PREDICTED = "nothing is predicted in this file; `plan --profile PROFILE --plan FILE` works it out"
 
 
 def profile_lines(profile: ClusterProfile) -> list[str]:
@@ -80,29 +83,35 @@ def headline(report: PlanReport) -> str:
     return f"{text}; {what}, rank {best.rank}, {units.seconds(best.step_s)} ({gain:.2f}x)"
 
 
-def plan_lines(report: PlanReport, profile: ClusterProfile) -> list[str]:
-    """The verdict; the plan as a table: who holds what, how full and how busy it makes them; who idles, why; what to expect."""
-    plan = report.plan
+def plan_lines(told: PlanReport | Plan, profile: ClusterProfile | None, every: bool = False) -> list[str]:
+    """The verdict; the plan as a table: who holds what, how full and how busy it makes them; who idles, why; what to expect.
+
+    Args:
+        told: a plan alone: nothing is predicted of it.
+        profile: for which the plan was made; None: what only that tells is left out.
+        every: a row for each stage, however many there are.
+    """
+    plan, report = (told, None) if isinstance(told, Plan) else (told.plan, told)
     stages = len(plan.numbered)
+    many = stages > MOST_STAGES and not every
     pipelines = "" if len(plan.pipelines) == 1 else f" in {len(plan.pipelines)} pipelines"
-    emulated = " on emulated devices" if profile.emulated else ""
-    lines = wrapped("", headline(report))
+    emulated = " on emulated devices" if profile is not None and profile.emulated else ""
+    lines = wrapped("", headline(report)) if report is not None else []
     lines += [f"Plan: {units.plural(stages, 'stage')}{pipelines}{emulated}{schedule_text(plan)}"]
-    lines += table(*_stage_table(report, profile))
+    lines += table(*_stage_table(plan, profile, report.memory if report is not None else (), many))
     tokens = " or ".join(dict.fromkeys(f"{one.micro_batch * plan.sequence_length:,}" for one in plan.pipelines))
-    lines.append(
-        f"  weights: parameters; compute: forward + backward of {tokens} tokens; "
-        "warm-up: micro-batches ahead of the first backward"
-    )
-    if stages > MOST_STAGES:
+    shown = f"weights: parameters; compute: forward + backward of {tokens} tokens; " if profile is not None else ""
+    lines.append(f"  {shown}warm-up: micro-batches ahead of the first backward")
+    if many:
         lines.append(f"  {EVERY_STAGE}")
-    lines += host_lines(report.hosts)
-    for line in idle_lines(report.idle):
-        lines += wrapped("  ", line)
-    for reason in report.reasons:
-        lines += wrapped("  because: ", reason)
+    if report is not None:
+        lines += host_lines(report.hosts)
+        for line in idle_lines(report.idle):
+            lines += wrapped("  ", line)
+        for reason in report.reasons:
+            lines += wrapped("  because: ", reason)
     lines += [f"Batch: {line}" for line in _batch_lines(plan)]
-    lines += wrapped("", _prediction(report))
+    lines += wrapped("", _prediction(report, profile is None)) if report is not None else [f"  {NOT_PREDICTED}"]
     return lines
 
 
@@ -158,65 +167,64 @@ def _places(profile: ClusterProfile) -> tuple[str, str]:
 
 
 def items_text(first: int, last: int, items: int) -> str:
-    """Items [first, last) of a chain of ``items``, by name: ``embedding, blocks 0-3``."""
-    parts = ["embedding"] if first == 0 else []
-    low, high = max(first - 1, 0), min(last - 1, items - 2) - 1  # block i is item i + 1
-    if low == high:
-        parts.append(f"block {low}")
-    elif low < high:
-        parts.append(f"blocks {low}-{high}")
-    if last == items:
-        parts.append("head")
-    return ", ".join(parts)
+    """Layers [first, last) of a chain of ``layers``, by name: ``embedding, blocks 0-3``."""
+    return describe_items(first, last, items).replace(" + ", ", ")
 
 
-def _stage_table(report: PlanReport, profile: ClusterProfile) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    plan = report.plan
-    if len(plan.numbered) > MOST_STAGES:
-        headers, rows = stage_rows(
-            report,
-            profile,
-            lambda pipeline, stage: _micro_batch_s(pipeline, stage, plan, profile),
-            lambda stage: _parameters(stage, profile),
-        )
-        return (headers[0], _places(profile)[1], *headers[2:]), rows
-    device = _places(profile)[1]
-    headers = (
-        "pipeline", "stage", "rank", device, "layers", "weights", "memory", "compute", "recompute", "warm-up",
-    )  # fmt: skip
-    return headers, _stage_rows(report, profile)
-
-
-def _stage_rows(report: PlanReport, profile: ClusterProfile) -> list[tuple[str, ...]]:
-    plan = report.plan
+def _stage_table(
+    plan: Plan, profile: ClusterProfile | None, memory: Sequence[RankMemory], many: bool
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headings and rows. ``many``: those on one kind of device share a row, least to most; without a profile those that hold
+    equally many layers."""
+    groups: dict[object, list[tuple[PipelinePlan, StagePlan]]] = {}
+    for number, index, stage in plan.numbered:
+        kind = (_devices(stage, profile) or stage.last - stage.first) if many else number
+        groups.setdefault(kind, []).append((plan.pipelines[index], stage))
     rows: list[tuple[str, ...]] = []
-    for index, pipeline in enumerate(plan.pipelines):
-        for stage in pipeline.stages:
-            rows.append(
-                (
-                    str(index) if len(plan.pipelines) > 1 else "",
-                    str(len(rows)),
-                    ", ".join(map(str, stage.ranks)),
-                    ", ".join(dict.fromkeys(device_text(profile.devices[rank]) for rank in stage.ranks)),
-                    items_text(stage.first, stage.last, plan.layers),
-                    units.count(_parameters(stage, profile)),
-                    _memory(report, stage),
-                    units.seconds(_micro_batch_s(pipeline, stage, plan, profile)),
-                    "yes" if stage.recompute else "",
-                    str(stage.warm_up),
-                )
-            )
-    return rows
+    for (first, stage), *others in groups.values():
+        held = [(first, stage), *others]
+        stages = [one for _, one in held]
+        weights = compute = micro_batches = ""
+        if profile is not None:
+            weights = least_most([_parameters(one, profile) for one in stages], units.count)
+            compute = least_most([_micro_batch_s(*one, plan, profile) for one in held], units.seconds)
+        else:
+            micro_batches = least_most([pipeline.micro_batches for pipeline, _ in held], whole)
+            micro_batches += "" if many else f" x {first.micro_batch}"
+        again = sum(one.recompute for one in stages)
+        pipeline = str(plan.pipelines.index(first)) if len(plan.pipelines) > 1 else ""
+        who = ("", str(len(held)), "") if many else (pipeline, str(len(rows)), ", ".join(map(str, stage.ranks)))
+        rows.append((
+            *who,
+            _devices(stage, profile),
+            least_most([one.last - one.first for one in stages], whole) if many
+            else items_text(stage.first, stage.last, plan.layers),
+            micro_batches,
+            weights,
+            fullest_text([known for known in memory if any(known.rank in one.ranks for one in stages)]),
+            compute,
+            "" if not again else f"{again} of them" if many else "yes",
+            least_most([one.warm_up for one in stages], whole),
+        ))  # fmt: skip
+    names = (
+        ("", "stages", "", "layers each", "fullest memory")
+        if many
+        else ("pipeline", "stage", "rank", "layers", "memory")
+    )
+    device = _places(profile)[1] if profile is not None else ""
+    headers = (*names[:3], device, names[3], "micro-batches", "weights", names[4], "compute", "recompute", "warm-up")
+    return headers, rows
+
+
+def _devices(stage: StagePlan, profile: ClusterProfile | None) -> str:
+    """Of the stage's ranks; "" without a profile."""
+    known = [device_text(profile.devices[rank]) for rank in stage.ranks] if profile is not None else []
+    return ", ".join(dict.fromkeys(known))
 
 
 def _parameters(stage: StagePlan, profile: ClusterProfile) -> int:
     layers = profile.model.layers[stage.first : stage.last]
     return sum(layer.parameters for layer in layers) - shared_parameters(profile.model, stage.first, stage.last)
-
-
-def _memory(report: PlanReport, stage: StagePlan) -> str:
-    """``1.20 of 8.00 GB``, of the stage's fullest rank."""
-    return fullest_text([memory for memory in report.memory if memory.rank in stage.ranks])
 
 
 def _micro_batch_s(pipeline: PipelinePlan, stage: StagePlan, plan: Plan, profile: ClusterProfile) -> float:
@@ -243,13 +251,13 @@ def _batch_lines(plan: Plan) -> list[str]:
     return [f"{text}, {plan.sequence_length:,} tokens each: {tokens:,} tokens per step"]
 
 
-def _prediction(report: PlanReport) -> str:
+def _prediction(report: PlanReport, bound: bool) -> str:
     plan = report.plan
     tokens_per_s = ratio(plan.global_batch * plan.sequence_length, report.predicted_step_s)
     text = f"Predicted: {units.seconds(report.predicted_step_s)} per step, {tokens_per_s:,.0f} "
     text += f"{units.unit_of(plan.sequence_length)}/s"
     # The fluid bound is far below what any plan can do: it tells nobody whether to look for a better one.
-    return f"{text}; {bound_text(report)}" if report.bound == PACKING else text
+    return f"{text}; {bound_text(report)}" if bound or report.bound == PACKING else text
 
 
 def bound_text(report: PlanReport) -> str:

@@ -14,7 +14,7 @@ from hetero_mpi.planning.types.plan_report import FLUID, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import save_plan, save_profile
 from hetero_mpi.report.alike import counted, least_most, mean_idling, utilisation, whole
-from hetero_mpi.report.inspection import inspection_lines, plan_inspection_lines
+from hetero_mpi.report.inspection import inspection_lines
 from hetero_mpi.report.lines import WIDTH
 from hetero_mpi.report.tables import plan_lines, profile_lines
 from tests.support.planning_samples import SEQUENCE, noisy_profile
@@ -58,9 +58,9 @@ def test_a_plan_of_two_hundred_ranks(profile: ClusterProfile) -> None:
     assert len(lines) < 20 and max(map(len, lines)) <= WIDTH
     assert any(line.split()[:5] == ["64", "cuda", "GeForce", "RTX", "4090"] and "10 to 12" in line for line in lines)
     assert any("`inspect PLAN --all`" in line for line in lines)
-    alone = plan_inspection_lines(report.plan, report)
+    alone = plan_lines(report, None)
     assert len(alone) < 20 and any(line.split()[:2] == ["144", "10"] for line in alone)
-    assert len(plan_inspection_lines(report.plan, report, every=True)) > 192
+    assert len(plan_lines(report, None, every=True)) > 192
 
 
 def test_the_commands_say_it(profile: ClusterProfile, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
