@@ -136,9 +136,9 @@ def _profile(job: Path, overrides: Sequence[str], output: Path, reprofile: bool)
     def command(world: World) -> int:
         loaded = _read_early(world, job, overrides)
         with _eager_imports():
-            from hetero_mpi.commands.profile import ProfileOptions, profile
+            from hetero_mpi.commands.profile import profile
 
-        return profile(world, ProfileOptions(loaded, output, reprofile))
+        return profile(world, loaded, output, reprofile)
 
     return _on_all_ranks(command)
 

@@ -6,7 +6,6 @@ is touched.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
@@ -22,16 +21,6 @@ from hetero_mpi.profiling.cluster import profile_cluster
 from hetero_mpi.report.run_files.logs import say, setup_logging
 from hetero_mpi.report.tables import profile_lines
 from hetero_mpi.runtime.setup import setup
-
-
-@dataclass(frozen=True)
-class ProfileOptions:
-    """The command line of ``profile``."""
-
-    job: Path | LoadedJob
-    output: Path
-    reprofile: bool = False
-    """Take nothing that was measured before."""
 
 
 def measure(world: World, job: Path | LoadedJob, reprofile: bool) -> ClusterProfile:
@@ -61,16 +50,14 @@ def measure(world: World, job: Path | LoadedJob, reprofile: bool) -> ClusterProf
     return measured
 
 
-def profile(world: World, options: ProfileOptions) -> int:
+def profile(world: World, job: Path | LoadedJob, output: Path, reprofile: bool) -> int:
     """The command: measure and write. Collective; returns the exit code. Raises: as ``measure``."""
-    measured = measure(world, options.job, options.reprofile)
+    measured = measure(world, job, reprofile)
     with world.led("writing the profile"):
         if world.rank == 0:
             try:
-                save_profile(measured, options.output)
+                save_profile(measured, output)
             except OSError as error:
-                raise UserError(
-                    f"{options.output}: cannot be written ({error.strerror}); name another file with -o"
-                ) from error
-            say(f"Written: {options.output}")
+                raise UserError(f"{output}: cannot be written ({error.strerror}); name another file with -o") from error
+            say(f"Written: {output}")
     return 0

@@ -120,7 +120,7 @@ class EmulatedTransport(Transport):
     Args:
         delay_s: seconds of a message by itself.
         nics: NICs shared by ranks; None: every pair of ranks has a link to itself.
-        offsets_s: each rank's clock minus rank 0's, as ``clock_offsets_s`` says.
+        offsets_s: each rank's clock minus rank 0's, as ``clock_offset_s`` says.
         sum_s: seconds of a sum by itself.
     """
 
@@ -218,16 +218,17 @@ class EmulatedTransport(Transport):
         """Nothing of its own is to be closed."""
 
 
-def clock_offsets_s(world: World, transport: Transport) -> list[float]:
-    """Each rank's clock minus rank 0's, in seconds: 0 for ranks of rank 0's host, others by ping-pong. Collective."""
-    far = [rank for rank in range(world.size) if world.hosts[rank] != world.hosts[0]]
-    own = 0.0
-    for rank in far:
+def clock_offset_s(world: World, transport: Transport) -> float:
+    """This rank's clock minus that of the first rank of ``world``, in seconds: 0 on its host, else by ping-pong. Collective."""
+    numbers, own = list(world.numbers or range(world.size)), 0.0
+    for index in range(1, world.size):
+        if world.hosts[index] == world.hosts[0]:
+            continue
         if world.rank == 0:
-            compare_clocks(transport, rank, "leads")
-        elif world.rank == rank:
-            own = compare_clocks(transport, 0, "follows")
-    return [float(offset) for offset in world.all_gather_json(own)]
+            compare_clocks(transport, numbers[index], "leads")
+        elif world.rank == index:
+            own = compare_clocks(transport, numbers[0], "follows")
+    return own
 
 
 def compare_clocks(

@@ -19,7 +19,7 @@ from hetero_mpi.comm.precise_sleep import Sleeper
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.device.backend import DTYPES
-from hetero_mpi.emulation.emulated_links import Delay, EmulatedTransport, clock_offsets_s
+from hetero_mpi.emulation.emulated_links import Delay, EmulatedTransport, clock_offset_s
 from hetero_mpi.emulation.emulated_nics import Nics, shared_nics
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob
@@ -256,7 +256,7 @@ def emulate(
     scale = loaded.job.cluster.time_scale
     hosts = [device.host for device in profile.devices]
     nics, end_nics = shared_nics(world, hosts), shared_nics(world, hosts)
-    offsets_s = clock_offsets_s(world, transport)
+    offsets_s = world.all_gather_json(clock_offset_s(world, transport))
     pace = ActionPacer(plan, profile, scale, sleeper, loaded.job.cluster.speed_changes())
     own = loaded.job.data.sequence_length
     row_bytes = own * chain.config.hidden_size * DTYPES[loaded.job.train.dtype].itemsize

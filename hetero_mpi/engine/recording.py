@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
-from hetero_mpi.emulation.emulated_links import compare_clocks
+from hetero_mpi.emulation.emulated_links import clock_offset_s
 from hetero_mpi.engine.trainer import StepResult, Trainer
 from hetero_mpi.planning.schedule import Event
 from hetero_mpi.report.run_files.line_files import LineFile, keep_until
@@ -87,20 +87,6 @@ class Recorder:
     def _events(self, result: StepResult) -> Sequence[Event]:
         scale = self._scale
         return result.events if scale == 1.0 else [_told(event, scale) for event in result.events]
-
-
-def clock_offset_s(world: World, transport: Transport) -> float:
-    """This rank's clock minus that of the first rank of ``world``: 0 on its host, elsewhere by ping-pong. Collective."""
-    numbers = list(world.numbers or range(world.size))
-    own = 0.0
-    for index in range(1, world.size):
-        if world.hosts[index] == world.hosts[0]:
-            continue
-        if world.rank == 0:
-            compare_clocks(transport, numbers[index], "leads")
-        elif world.rank == index:
-            own = compare_clocks(transport, numbers[0], "follows")
-    return own
 
 
 def _told(event: Event, scale: float) -> MeasuredEvent:

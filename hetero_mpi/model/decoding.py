@@ -7,7 +7,6 @@ is another rank's and holds nothing; so here the layers of other stages count th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -91,9 +90,7 @@ class Decoder:
         set_training(self.stage.model, False)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         set_training(self.stage.model, True)
         self.begin()
 

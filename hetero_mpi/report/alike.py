@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from hetero_mpi.planning.analysis.idle_time import Idling
 from hetero_mpi.planning.types.plan_report import RankMemory
-from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
+from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostProfile, LinkProfile
 from hetero_mpi.planning.words import counted
 from hetero_mpi.report import units
 
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 MOST_ROWS = 16
 """Ranks of a profile, and hosts, up to which each has a row of its own."""
 MOST_STAGES = 48
@@ -28,11 +31,11 @@ def device_text(device: DeviceProfile) -> str:
     return units.device_name(name, LONGEST_NAME)
 
 
-def by_device(devices: Iterable[DeviceProfile]) -> dict[str, list[DeviceProfile]]:
-    """Devices of one name and backend together."""
-    found: dict[str, list[DeviceProfile]] = {}
-    for device in devices:
-        found.setdefault(device_text(device), []).append(device)
+def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Values of one key together, in the order in which keys first come."""
+    found: dict[K, list[T]] = {}
+    for value in values:
+        found.setdefault(key(value), []).append(value)
     return found
 
 
@@ -78,7 +81,7 @@ def rank_rows(
 ) -> list[tuple[str, ...]]:
     """How many ranks of a kind there are, on how many hosts; forward and backward, memory, and why so much."""
     rows: list[tuple[str, ...]] = []
-    for kind, devices in by_device(profile.devices).items():
+    for kind, devices in grouped(profile.devices, device_text).items():
         hosts = sorted({device.host for device in devices})
         forward, backward = zip(*map(seconds, devices), strict=True)
         reasons = dict.fromkeys(device.memory_reason for device in devices)
@@ -96,14 +99,12 @@ def rank_rows(
 
 def host_rows(profile: ClusterProfile) -> list[tuple[str, ...]]:
     """Hosts with the same devices together: how many, of which, what they have in common."""
-    groups: dict[str, list[str]] = {}
-    for host in profile.hosts:
-        devices = [device for device in profile.devices if device.host == host.name]
-        groups.setdefault(counted(map(device_text, devices), ", "), []).append(host.name)
-    known = {host.name: host for host in profile.hosts}
+
+    def kinds(host: HostProfile) -> str:
+        return counted((device_text(device) for device in profile.devices if device.host == host.name), ", ")
+
     rows: list[tuple[str, ...]] = []
-    for kind, names in groups.items():
-        hosts = [known[name] for name in names]
+    for kind, hosts in grouped(profile.hosts, kinds).items():
         sharing = sum(host.shared_nic for host in hosts)
         nic = "shared" if sharing == len(hosts) else f"shared on {sharing}" if sharing else "not shared"
         flows = [host.flows_bytes_per_s for host in hosts if host.flows_bytes_per_s != float("inf")]
@@ -113,23 +114,20 @@ def host_rows(profile: ClusterProfile) -> list[tuple[str, ...]]:
 
 def link_rows(profile: ClusterProfile) -> list[tuple[str, ...]]:
     """Links in classes: inside a host or between two, and from which kind of device to which."""
-    kind_of = {device.rank: kind for kind, devices in by_device(profile.devices).items() for device in devices}
-    groups: dict[tuple[bool, str], list[tuple[float, float]]] = {}
-    for link in profile.told_links():
-        names = (units.device_name(kind_of[rank], SHORT_NAME) for rank in (link.source, link.destination))
-        ends = " - ".join(sorted(names))
-        groups.setdefault((not link.same_host, ends), []).append((link.latency_s, link.bytes_per_s))
-    rows: list[tuple[str, ...]] = []
-    for (between, ends), figures in sorted(groups.items()):
-        latencies, speeds = zip(*figures, strict=True)
-        where = "between hosts" if between else "inside a host"
-        rows.append(
-            (
-                where,
-                ends,
-                f"{len(figures):,}",
-                least_most(latencies, units.seconds),
-                least_most(speeds, units.bandwidth),
-            )
+
+    def ends(link: LinkProfile) -> tuple[bool, str]:
+        devices = profile.devices[link.source], profile.devices[link.destination]
+        return not link.same_host, " - ".join(
+            sorted(units.device_name(device_text(one), SHORT_NAME) for one in devices)
         )
-    return rows
+
+    return [
+        (
+            "between hosts" if between else "inside a host",
+            devices,
+            f"{len(links):,}",
+            least_most([link.latency_s for link in links], units.seconds),
+            least_most([link.bytes_per_s for link in links], units.bandwidth),
+        )
+        for (between, devices), links in sorted(grouped(profile.told_links(), ends).items())
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from hetero_mpi.planning.analysis.idle_time import Idling
 from hetero_mpi.planning.analysis.what_if import NO_CHANGE, Losses, WhatIf
@@ -16,8 +17,9 @@ from hetero_mpi.report import units
 from hetero_mpi.report.alike import (
     MOST_ROWS,
     MOST_STAGES,
-    by_device,
+    device_text,
     fullest_text,
+    grouped,
     host_rows,
     link_rows,
     mean_idling,
@@ -61,7 +63,7 @@ def inspection_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
     few = every or len(devices) <= MOST_ROWS
     if not few:
         lines += ["", ALL]
-        devices = [_middle(like) for like in by_device(profile.devices).values()]
+        devices = [_middle(like) for like in grouped(profile.devices, device_text).values()]
     for ranks, device in devices:
         of = "" if few else f"; the curves of rank {device.rank}, the median of {len(ranks)}"
         name = f"{device.name} ({device.backend}), {units.size(device.memory_bytes)} usable"
@@ -129,30 +131,19 @@ def idling_lines(
     """Per rank, in shares of the step: computing, and idling by cause; and its peak of memory. Of many ranks, those with the same
     label (their device) share a row: the mean, and the fullest memory."""
     many = len(busy_s) > MOST_STAGES
-    groups: dict[str, list[int]] = {}
-    for rank in sorted(busy_s):
-        groups.setdefault((labels or {}).get(rank, "") if many else str(rank), []).append(rank)
-    headers = (
-        "ranks" if many else "rank",
-        "device" if many else "",
-        "computes",
-        "idles",
-        "waits for activations",
-        "gradients",
-        "the link",
-        "all-reduce",
-        "the end",
-        "fullest memory" if many else "memory peak",
-    )
-    peaks = {peak.rank: peak for peak in memory}
+    groups = grouped(sorted(busy_s), lambda rank: (labels or {}).get(rank, "") if many else str(rank))
+    who, device, peak = ("ranks", "device", "fullest memory") if many else ("rank", "", "memory peak")
+    causes_of = ("waits for activations", "gradients", "the link", "all-reduce", "the end")
+    headers = (who, device, "computes", "idles", *causes_of, peak)
+    peaks = {one.rank: one for one in memory}
     rows = []
     for name, ranks in groups.items():
         cause = mean_idling([causes[rank] for rank in ranks])
         busy = sum(busy_s[rank] for rank in ranks) / len(ranks)
         parts = (cause.total_s, cause.activations_s, cause.gradients_s, cause.link_s, cause.sums_s, cause.end_s)
         shares = (units.percent(_share(seconds, step_s)) for seconds in (busy, *parts))
-        who = (str(len(ranks)), name) if many else (name, "")
-        rows.append((*who, *shares, fullest_text([peaks[rank] for rank in ranks if rank in peaks])))
+        names = (str(len(ranks)), name) if many else (name, "")
+        rows.append((*names, *shares, fullest_text([peaks[rank] for rank in ranks if rank in peaks])))
     return [
         *table(headers, rows),
         *(["  on average; every rank by itself: trace.json"] if many else []),
@@ -177,11 +168,11 @@ def what_if_lines(answers: Sequence[WhatIf], step_s: float) -> list[str]:
 
 def distinct_devices(profile: ClusterProfile) -> list[tuple[list[int], DeviceProfile]]:
     """Devices that differ in more than rank and host, each with the ranks that are like it."""
-    groups: dict[str, list[DeviceProfile]] = {}
-    for device in profile.devices:
-        figures = {key: value for key, value in encode(device).items() if key not in ("rank", "host", "memory_reason")}
-        groups.setdefault(repr(figures), []).append(device)
-    return [([device.rank for device in members], members[0]) for members in groups.values()]
+
+    def figures(device: DeviceProfile) -> str:
+        return repr(encode(replace(device, rank=0, host="", memory_reason="")))
+
+    return [([device.rank for device in like], like[0]) for like in grouped(profile.devices, figures).values()]
 
 
 def _curve_rows(device: DeviceProfile) -> list[tuple[str, ...]]:

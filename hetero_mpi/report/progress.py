@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from hetero_mpi.planning.types.plan import Plan
@@ -132,11 +131,9 @@ class ProgressDisplay:
             self._screen.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._screen is not None:
-            self._screen.__exit__(kind, error, trace)
+            self._screen.__exit__()
 
     def view(self, rows: int) -> Group:
         """The screen, in so many rows at most."""

@@ -20,6 +20,7 @@ from hetero_mpi.report.alike import (
     MOST_STAGES,
     device_text,
     fullest_text,
+    grouped,
     least_most,
     rank_rows,
     whole,
@@ -143,10 +144,8 @@ def idle_lines(idle: Sequence[IdleRank]) -> list[str]:
 
 def idle_alike(idle: Sequence[IdleRank]) -> dict[str, list[int]]:
     """Reason -> the ranks that idle for it, in their order."""
-    alike: dict[str, list[int]] = {}
-    for one in sorted(idle, key=lambda one: one.rank):
-        alike.setdefault(one.reason, []).append(one.rank)
-    return alike
+    alike = grouped(sorted(idle, key=lambda one: one.rank), lambda one: one.reason)
+    return {reason: [one.rank for one in members] for reason, members in alike.items()}
 
 
 def host_lines(hosts: Sequence[HostMemory]) -> list[str]:

@@ -15,6 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 from hetero_mpi.planning.types.codec import encode
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile
 from hetero_mpi.report import units
+from hetero_mpi.report.alike import grouped
 from hetero_mpi.report.figures.style import COLOURS, INK, drawn, fitted, key
 
 LINES = tuple(COLOURS[role][0] for role in ("accent", "warm", "good", "violet", "alert", "soft"))
@@ -54,9 +55,7 @@ def profile_picture(profile: ClusterProfile) -> Figure:
 
 def _distinct(profile: ClusterProfile) -> list[tuple[str, DeviceProfile]]:
     """Devices with equal curves once, as (their ranks and name, one of them)."""
-    groups: dict[str, list[DeviceProfile]] = {}
-    for device in profile.devices:
-        groups.setdefault(repr(encode(device.layers)), []).append(device)
+    groups = grouped(profile.devices, lambda device: repr(encode(device.layers)))
     return [
         (f"{units.ranks([d.rank for d in members])}: {units.device_name(members[0].name, 28)}", members[0])
         for members in groups.values()
