@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import h5py
@@ -107,9 +106,7 @@ class CheckpointWriter:
         if summary.problem(kind, trained=True) is not None:
             self._infinite[name] = summary
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None:
             self._discard(error)
             return

@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 from hetero_mpi.background import Background
@@ -214,9 +213,7 @@ class MpiTransport(Transport):
                 self._progress.begin(request)
             self._progress.abandon(grace_s)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         # After a failure nobody may be left to take the messages: do not wait for them.
         self._close(CLOSE_S if error is None else 0.0)
 

@@ -28,7 +28,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -185,9 +184,7 @@ class Transport(Protocol):
     def __enter__(self: T) -> T:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self.close()
 
 

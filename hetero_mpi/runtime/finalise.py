@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 from hetero_mpi.emulation.pace import punctuality_lines
@@ -10,6 +11,7 @@ from hetero_mpi.model.files.hub import is_hub_id
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.profiling.time_cache import device_key, forget_times
 from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.report.run_files.metrics import Evaluation
 from hetero_mpi.report.summary import final_lines, measured_step_s, misled
 from hetero_mpi.runtime.build import Share
 from hetero_mpi.runtime.generate.sample import write_sample
@@ -36,18 +38,25 @@ def outcome(context: RunContext, report: PlanReport, state: TrainingState) -> Tr
     """What rank 0 knows of the end, on every rank, which keeps no device times that misled the planner. Collective over all
     ranks of the job."""
     world = context.world
+    own = {
+        "losses": state.losses,
+        "evaluations": [asdict(one) for one in state.evaluations],
+        "step_s": measured_step_s(state.metrics),
+        "checkpoint": str(state.newest_checkpoint) if state.newest_checkpoint is not None else None,
+        "skipped": state.skipped,
+    }
+    told = world.broadcast_json(own if world.rank == 0 else None)
     found = TrainResult(
         run_dir=context.run_dir,
-        losses=tuple(state.losses),
-        evaluations=tuple(state.evaluations),
-        step_s=measured_step_s(state.metrics),
+        losses=tuple(told["losses"]),
+        evaluations=tuple(Evaluation(**one) for one in told["evaluations"]),
+        step_s=told["step_s"],
         report=report,
         profile=context.profile,
         result=_result_directory(context),
-        checkpoint=state.newest_checkpoint,
-        skipped=state.skipped,
+        checkpoint=Path(told["checkpoint"]) if told["checkpoint"] is not None else None,
+        skipped=told["skipped"],
     )
-    found = TrainResult.from_dict(world.broadcast_json(found.to_dict() if world.rank == 0 else None))
     if found.profile.source == "measured" and misled(found.step_s, found.report.predicted_step_s):
         subject, _ = subject_of(context)
         forget_times(device_key(world, context.backend, subject, context.job.profile.repeats))

@@ -44,22 +44,16 @@ Own = Callable[[Parcel], torch.Tensor]
 """Gives a parcel that this rank has, as a contiguous host tensor."""
 
 
-def deliveries_between(context: RunContext, old: Plan, new: Plan) -> list[Delivery]:
-    """What a change of plans moves, when every rank that held something under ``old`` is still there."""
-    listed = parcels(context.tuning, new, KINDS)
-    return deliveries(listed, held_under(context.tuning, old))
-
-
 def lack_of_room(share: Share) -> str | None:
     """Which hosts have not the memory for what ``keep`` copies, in words. Collective over the active ranks."""
     assert share.members is not None and share.trainer is not None
     members, trainer = share.members, share.trainer
-    held = [parcel for parcel in parcels(trainer.tuning, trainer.plan, KINDS) if trainer.rank in _holders_of(parcel)]
+    held = [
+        parcel
+        for parcel in parcels(trainer.tuning, trainer.plan, KINDS)
+        if trainer.rank in (parcel.owner, *parcel.others)
+    ]
     return lack_of_memory(members, 4 * numbers(held))
-
-
-def _holders_of(parcel: Parcel) -> tuple[int, ...]:
-    return parcel.owner, *parcel.others
 
 
 def keep(trainer: Trainer, listed: Sequence[Delivery]) -> Snapshot:
@@ -133,7 +127,7 @@ def change(context: RunContext, before: Share, report: PlanReport, state: Traini
     world, rank = context.world, context.world.rank
     world.doing = "changing to another plan"
     begin = time.perf_counter()
-    listed = deliveries_between(context, before.plan, report.plan)
+    listed = deliveries(parcels(context.tuning, report.plan, KINDS), held_under(context.tuning, before.plan))
     brought: Snapshot | None = None
     kept: Kept = {}
     if before.trainer is not None:

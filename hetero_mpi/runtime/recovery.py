@@ -32,7 +32,6 @@ from hetero_mpi.device.memory_kills import memory_kills, memory_kills_text
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob
-from hetero_mpi.job.plan_request import request_of
 from hetero_mpi.launch.supervisor.event_log import append_event
 from hetero_mpi.model.files.hub import is_hub_id
 from hetero_mpi.planning.types.cluster_changes import restricted
@@ -44,9 +43,9 @@ from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.tables import plan_lines
 from hetero_mpi.runtime.setup.material import prepare
 from hetero_mpi.runtime.setup.profile_and_plan import obtain_plan
-from hetero_mpi.runtime.setup.setup import RunSetup
+from hetero_mpi.runtime.setup.setup import RunSetup, planning_request
 from hetero_mpi.state.copies import Copies
-from hetero_mpi.state.local_checkpoint import SAID, LocalCheckpoint, generations_in_memory, supervised
+from hetero_mpi.state.local_checkpoint import SAID, LocalCheckpoint, supervised
 from hetero_mpi.state.peer_replicas import PeerReplicas
 from hetero_mpi.state.redistribute import Parcel
 from hetero_mpi.state.training_state import TrainingState
@@ -258,10 +257,8 @@ def plan_again(setup: RunSetup, history: RunHistory, profile: ClusterProfile) ->
     Raises:
         CollectiveUserError: the model does not fit into their memory.
     """
-    job, dropout = setup.job, setup.tuning.uses_dropout(setup.chain)
-    asked = request_of(setup.loaded, history.profiled_ranks, dropout, generations_in_memory(job.checkpoint.buddy_every))
     # Every rank waits for it.
-    request = replace(asked, sequence_length=profile.model.sequence_length, thorough=False)
+    request = replace(planning_request(setup, profile, history.profiled_ranks), thorough=False)
     report = obtain_plan(setup.world, profile, request, setup.run_dir, None)
     say(*plan_lines(report, profile))
     return report

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.planning.types.toml_files import plan_to_dict, profile_from_dict, profile_to_dict, report_from_dict
 from hetero_mpi.report.run_files.metrics import Evaluation
 
 
@@ -34,33 +32,3 @@ class TrainResult:
     """The newest one; None: none could be written."""
     skipped: int
     """Steps without an update, since gradients were not finite."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON-able values, to be broadcast."""
-        return {
-            **{key: str(path) if path is not None else None for key, path in self._paths().items()},
-            "losses": self.losses,
-            "evaluations": [asdict(one) for one in self.evaluations],
-            "step_s": self.step_s,
-            "report": plan_to_dict(self.report),
-            "profile": profile_to_dict(self.profile),
-            "skipped": self.skipped,
-        }
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> TrainResult:
-        """The inverse of ``to_dict``."""
-        return cls(
-            run_dir=Path(values["run_dir"]),
-            losses=tuple(values["losses"]),
-            evaluations=tuple(Evaluation(**one) for one in values["evaluations"]),
-            step_s=values["step_s"],
-            report=report_from_dict(values["report"]),
-            profile=profile_from_dict(values["profile"]),
-            result=Path(values["result"]),
-            checkpoint=Path(values["checkpoint"]) if values["checkpoint"] is not None else None,
-            skipped=values["skipped"],
-        )
-
-    def _paths(self) -> dict[str, Path | None]:
-        return {"run_dir": self.run_dir, "result": self.result, "checkpoint": self.checkpoint}

@@ -16,9 +16,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -49,20 +48,12 @@ class FilesReport:
 
     lack: str | None = None
     """Why it cannot read the model from its own disk; None: it can."""
-    missing: tuple[int, ...] = ()
+    missing: Sequence[int] = ()
     """Items that rank 0 must send it, in the order in which they are loaded."""
     cached: int = 0
     """Items that its shard cache holds."""
-    remarks: tuple[str, ...] = ()
+    remarks: Sequence[str] = ()
     """Entries of the cache that did not match."""
-
-    def to_list(self) -> list[Any]:
-        return [self.lack, self.missing, self.cached, self.remarks]
-
-    @classmethod
-    def from_list(cls, values: Sequence[Any]) -> FilesReport:
-        lack, missing, cached, remarks = values
-        return cls(lack, tuple(missing), cached, tuple(remarks))
 
 
 class FileSupply:
@@ -87,9 +78,7 @@ class FileSupply:
     def __enter__(self) -> FileSupply:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if self._incoming is not None and isinstance(error, UserError):
             self._incoming.stop()
 
@@ -142,10 +131,10 @@ def open_files(
         if incoming is not None and lack is not None:
             needed = [item for item in needed_items(chain, plan, rank) if item not in kept]
             report = incoming.look(lack, needed, start.keys_of_item)
-    rows = world.all_gather_json(report.to_list())
+    rows = [FilesReport(**row) for row in world.all_gather_json(asdict(report))]
     if files is None or rank != 0:
         return FileSupply(start, incoming=incoming)
-    reports = dict(zip(world.numbers or range(world.size), map(FilesReport.from_list, rows), strict=True))
+    reports = dict(zip(world.numbers or range(world.size), rows, strict=True))
     hosts = dict(zip(reports, world.hosts, strict=True))
     return FileSupply(start, Outgoing(transport, files, contents, start.keys_of_item, reports, hosts))
 
@@ -187,7 +176,7 @@ class Incoming:
                 coming = (tensor for item in missing for tensor in self._listed(keys_of_item[item]).values())
                 self._cache.prepare(sum(tensor.bytes for tensor in coming))
         self._missing = deque(missing)
-        return FilesReport(lack, tuple(missing), len(needed) - len(missing), tuple(remarks))
+        return FilesReport(lack, missing, len(needed) - len(missing), remarks)
 
     def read_item(self, item: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """As ``TensorSource.read_item``; receives what is not in the cache, and keeps it there."""

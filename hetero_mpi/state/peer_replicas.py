@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -154,9 +153,7 @@ class PeerReplicas:
     def __enter__(self) -> PeerReplicas:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None or isinstance(error, CollectiveUserError):
             self.finish()
         elif isinstance(error, RankLost) and self._transport is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import torch
@@ -50,9 +49,7 @@ class LayersWriter:
     def __enter__(self) -> LayersWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:
             with self._appearing, self._file:
                 if error is not None:

@@ -6,7 +6,6 @@ import os
 import secrets
 import shutil
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 from safetensors import SafetensorError
@@ -48,9 +47,7 @@ class WholeDirectory:
     def __enter__(self: T) -> T:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None:
             self.close()
             return

@@ -267,10 +267,11 @@ def subject_of(setup: RunSetup) -> tuple[Subject, str]:
     return subject, reason
 
 
-def planning_request(setup: RunSetup, profile: ClusterProfile) -> PlanRequest:
-    """What the planner is asked. Local."""
+def planning_request(setup: RunSetup, profile: ClusterProfile, ranks: int = 0) -> PlanRequest:
+    """What the planner is asked. Local. ``ranks``: for so many the measured micro-batches were chosen; 0: all there are."""
     generations = generations_in_memory(setup.job.checkpoint.buddy_every)
-    request = request_of(setup.loaded, setup.world.size, setup.tuning.uses_dropout(setup.chain), generations)
+    dropout = setup.tuning.uses_dropout(setup.chain)
+    request = request_of(setup.loaded, ranks or setup.world.size, dropout, generations)
     return replace(request, sequence_length=profile.model.sequence_length)
 
 
