@@ -6,7 +6,6 @@ Nothing here may end a run: what cannot be drawn or written is said, and trainin
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +28,6 @@ from hetero_mpi.report.trace import save_run_trace
 from hetero_mpi.runtime.setup.setup import RunContext
 from hetero_mpi.runtime.watchdog import Standing, Watchdog
 
-_LOG = logging.getLogger(__name__)
 TRACE_NAME = "trace.json"
 _COMPUTING = re.compile(r"\d+[FBIW]\d+")
 _LONG_S = 10.0
@@ -40,7 +38,7 @@ def draw_plan(context: RunContext, report: PlanReport) -> None:
     """``architecture.png`` and ``.svg`` of the plan. On rank 0, before training."""
     if context.world.rank != 0 or not context.job.report.write:
         return
-    with _told("architecture.png"):
+    with unharmed("architecture.png", Exception):
         from hetero_mpi.report.figures.architecture import architecture  # loads matplotlib
         from hetero_mpi.report.figures.style import save
 
@@ -115,7 +113,7 @@ def reported(context: RunContext) -> Iterator[None]:
 def write_files(context: RunContext) -> None:
     """``report.html`` and ``trace.json``, on rank 0."""
     if context.world.rank == 0 and context.job.report.write:
-        with _told("the report"):
+        with unharmed("the report", Exception):
             from hetero_mpi.report.page.document import write_report  # loads matplotlib
 
             run = read_run(context.run_dir)
@@ -138,13 +136,3 @@ def _words(standing: Standing) -> str:
     text = f"computes {place}" if _COMPUTING.fullmatch(place) else place
     text = f"waits for {standing.waits_for}" if standing.waits_for else text
     return f"{text}, for {units.seconds(standing.still_s)}" if standing.still_s >= _LONG_S else text
-
-
-@contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Training must not fail for a picture."""
-    try:
-        yield
-    except Exception as error:
-        _LOG.exception("%s could not be written", what)
-        say(f"{what} could not be written ({error}); the run is not affected")

@@ -69,17 +69,13 @@ def architecture(
     y = _heading(sheet, report, profile, title)
     colours = host_colours([device.host for device in profile.devices])
     painter = _Painter(sheet, report, profile, colours, busy or {})
-    number, x, widest = 0, _MARGIN, 0.0
-    strips: list[tuple[int, PipelinePlan, list[_StageBox]]] = []
+    x, widest, row_bottom = _MARGIN, 0.0, y
     for index, pipeline in enumerate(plan.pipelines):
-        boxes = []
-        for stage in pipeline.stages:
-            boxes.append(_StageBox(number, stage, stage.ranks[0], profile.devices[stage.ranks[0]].host))
-            number += 1
-        strips.append((index, pipeline, boxes))
-    row_bottom = y
-    for index, pipeline, boxes in strips:
-        rows = _rows(boxes)
+        rows = _rows([
+            _StageBox(number, stage, stage.ranks[0], profile.devices[stage.ranks[0]].host)
+            for number, of, stage in plan.numbered
+            if of == index
+        ])  # fmt: skip
         label = _pipeline_label(index, pipeline, plan)
         width = max(max(_row_width(row) for row in rows), width_of(label, 12))
         if x > _MARGIN and x + width > WIDTH - _MARGIN:

@@ -99,10 +99,10 @@ def keep_until(path: Path, step: int) -> None:
 
 
 @contextlib.contextmanager
-def unharmed(what: str) -> Iterator[None]:
-    """A block that writes ``what``. Training must not fail for it: a disk that is full is told."""
+def unharmed(what: str, errors: type[Exception] = OSError) -> Iterator[None]:
+    """A block that writes ``what``. Training must not fail for it: a disk that is full is told, and what else ``errors`` holds."""
     try:
         yield
-    except OSError as error:
-        _LOG.warning("%s could not be written: %s", what, error)
-        say(f"{what} could not be written ({error.strerror}); the run is not affected")
+    except errors as error:
+        _LOG.warning("%s could not be written", what, exc_info=True)
+        say(f"{what} could not be written ({getattr(error, 'strerror', None) or error}); the run is not affected")
