@@ -73,6 +73,21 @@ def test_plan_survives_toml_and_json(tmp_path: Path) -> None:
     assert report_from_dict(json.loads(json.dumps(plan_to_dict(report), allow_nan=False))) == report
 
 
+def test_a_plan_that_nobody_can_count_is_refused_with_all_its_problems(tmp_path: Path) -> None:
+    plan, path = make_plan_of((0, 2, 4), (1, 0), 4), tmp_path / "plan.toml"
+    save_plan(PlanReport(plan, 1.0, 0.5, FLUID), path)
+    text = path.read_text().replace("micro_batch = 1", "micro_batch = 0").replace("ranks = [0]", "ranks = []")
+    path.write_text(text.replace('bound = "fluid"', "bond = 1"))
+    with pytest.raises(UserError) as caught:
+        load_plan(path)
+    assert str(caught.value).splitlines() == [
+        f"{path}: pipelines[0].micro_batch = 0: must be at least 1",
+        f"{path}: pipelines[0].stages[1].ranks = []: a stage is held by a rank",
+        f"{path}: report.bond = 1: unknown key; did you mean bound?",
+        f"{path}: report.bound: missing key",
+    ]
+
+
 def test_a_plan_is_read_without_what_is_predicted_of_it(tmp_path: Path) -> None:
     plan, path = make_plan_of((0, 2, 4), (1, 0), 4), tmp_path / "plan.toml"
     save_plan(PlanReport(plan, 1.0, 0.5, FLUID), path)

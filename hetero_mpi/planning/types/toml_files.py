@@ -91,6 +91,8 @@ def _plan_file(data: dict[str, Any], where: str) -> tuple[Plan, PlanReport | Non
     decision = {key: value for key, value in data.items() if key not in ("schema_version", "report")}
     plan = decoded(Plan, decision, "", problems)
     for p, pipeline in enumerate(plan.pipelines if plan is not None else ()):
+        if pipeline.micro_batch < 1:
+            problems.append(f"pipelines[{p}].micro_batch = {pipeline.micro_batch}: must be at least 1")
         problems += [] if pipeline.stages else [f"pipelines[{p}].stages = []: a pipeline has a stage"]
         for s, stage in enumerate(pipeline.stages):
             problems += [] if stage.ranks else [f"pipelines[{p}].stages[{s}].ranks = []: a stage is held by a rank"]
