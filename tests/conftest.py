@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.rank_pool import close_pools
+
+
+def pytest_collection_finish() -> None:
+    """Tests that free memory do not look through all modules and all tests each time."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
