@@ -20,6 +20,7 @@ from hetero_mpi.planning.types.toml_files import load_plan, save_plan, save_prof
 from hetero_mpi.report import units
 from tests.support.planning_folder import REQUEST, cluster, fill, run
 from tests.support.planning_samples import make_model, make_plan_of, make_profile, random_instance
+from tests.support.seeds import seeds
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_causes_of_idling_are_those_of_a_pipeline_drawn_by_hand() -> None:
         assert vars(found[rank]) == pytest.approx(vars(causes))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(20, 8)
 def test_computing_and_idling_add_up_to_the_step(seed: int) -> None:
     profile, request = random_instance(seed, ranks=4, items=8)
     try:

@@ -15,9 +15,12 @@ from unittest import mock
 from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.errors import UserError
-from hetero_mpi.runtime import run
-from hetero_mpi.runtime.generate import generate as command
-from hetero_mpi.runtime.setup.setup import TrainOptions
+from hetero_mpi.model.eager_imports import eager_imports
+
+with eager_imports():  # as a rank of ``train`` does
+    from hetero_mpi.runtime import run
+    from hetero_mpi.runtime.generate import generate as command
+    from hetero_mpi.runtime.setup.setup import TrainOptions
 
 
 def perform(world: World, entry: dict[str, Any]) -> None:

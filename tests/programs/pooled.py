@@ -38,22 +38,13 @@ def captured(number: int, answer: dict[str, Any]) -> Iterator[None]:
             answer[name] = file.read().decode(errors="replace")
 
 
-def imported(program: str) -> Any:
-    """The program's module. A rank of a run does not look through what its imports made when it frees memory; nor does one here."""
-    name = f"tests.programs.{program}"
-    if name not in sys.modules:
-        importlib.import_module(name)
-        gc.freeze()
-    return sys.modules[name]
-
-
 def perform(program: str, *arguments: str) -> dict[str, Any]:
     """Run ``main`` of a program in a world made anew, with communicators of its own."""
     answer: dict[str, Any] = {"code": 1, "traceback": ""}
     sys.argv = [program, *arguments]
     with captured(1, answer), captured(2, answer):
         try:
-            answer["code"] = imported(program).main(join())
+            answer["code"] = importlib.import_module(f"tests.programs.{program}").main(join())
         except BaseException:
             answer["traceback"] = traceback.format_exc()
     gc.collect()  # as if the process had ended: what one program leaves is not on the account of the next

@@ -13,10 +13,13 @@ from unittest import mock
 
 from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import World
-from hetero_mpi.data.sequences import Batch, Dataset
-from hetero_mpi.runtime.run import train
-from hetero_mpi.runtime.setup.setup import TrainOptions
-from tests.support.training_cases import changed
+from hetero_mpi.model.eager_imports import eager_imports
+
+with eager_imports():  # as a rank of ``train`` does
+    from hetero_mpi.data.sequences import Batch, Dataset
+    from hetero_mpi.runtime.run import train
+    from hetero_mpi.runtime.setup.setup import TrainOptions
+    from tests.support.changing_batches import changed
 
 
 def main(world: World) -> int:

@@ -19,27 +19,31 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
-from hetero_mpi.device.backend import Memory
-from hetero_mpi.engine import trainer
-from hetero_mpi.engine.trainer import StepResult
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.files.model_files import ModelFiles
-from hetero_mpi.model.optimizer import Optimizer, StepDecider
-from hetero_mpi.model.stage import MicroBatch, Stage
+from hetero_mpi.model.eager_imports import eager_imports
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import Curve
 from hetero_mpi.planning.types.toml_files import load_plan
-from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
-from hetero_mpi.runtime import build, run
-from hetero_mpi.runtime.build import Share
-from hetero_mpi.runtime.run import train
-from hetero_mpi.runtime.setup.setup import TrainOptions
-from hetero_mpi.state import background_save
+
+with eager_imports():  # as a rank of ``train`` does
+    import torch
+
+    from hetero_mpi.device.backend import Memory
+    from hetero_mpi.engine import trainer
+    from hetero_mpi.engine.trainer import StepResult
+    from hetero_mpi.model.files.model_files import ModelFiles
+    from hetero_mpi.model.optimizer import Optimizer, StepDecider
+    from hetero_mpi.model.stage import MicroBatch, Stage
+    from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
+    from hetero_mpi.runtime import build, run
+    from hetero_mpi.runtime.build import Share
+    from hetero_mpi.runtime.run import train
+    from hetero_mpi.runtime.setup.setup import TrainOptions
+    from hetero_mpi.state import background_save
 
 Breaking = contextlib.AbstractContextManager[None]
 

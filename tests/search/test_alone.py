@@ -25,6 +25,7 @@ from hetero_mpi.report.tables import headline
 from tests.support.past_runs import WHOLE_JOB, make_run
 from tests.support.planning_folder import cluster, fill, run
 from tests.support.planning_samples import SEQUENCE, make_plan_of, make_profile, random_instance
+from tests.support.seeds import seeds
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = 3
@@ -66,7 +67,7 @@ def test_plan_what_if_baseline_and_report_say_the_same(
         assert re.search(rf"without rank {other} .*\({re.escape(seconds)} per step\)", planned)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@seeds(12, 5)
 def test_one_rank_alone_is_the_fastest_of_all_it_could_do(seed: int) -> None:
     """By trying every micro-batch, with recompute and without; the best rank by trying all ranks."""
     profile, request = random_instance(seed, 4, 5)

@@ -27,6 +27,7 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes, LinkProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from tests.support.planning_samples import SEQUENCE, make_device, make_model, make_profile, renumbered
+from tests.support.seeds import seeds
 
 MOST_SLOWER = 1 + 1e-9
 
@@ -329,7 +330,7 @@ def tiny(seed: int) -> float:
     return compared(*joint_instance(seed, ranks, draw.randint(1, 2 if ranks == 3 else 4), draw.choice((2, 3, 4))))
 
 
-@pytest.mark.parametrize("block", range(6))
+@seeds(6, 2, "block")
 def test_the_planner_finds_what_brute_force_finds(block: int) -> None:
     for seed in range(block * 10, block * 10 + 10):
         assert tiny(seed) <= MOST_SLOWER, f"seed {seed}"
@@ -345,7 +346,7 @@ def test_two_hundred_instances_are_planned_nearly_as_brute_force_does() -> None:
 # What the planner makes of it
 
 
-@pytest.mark.parametrize("seed", range(30))
+@seeds(30, 10)
 def test_how_ranks_are_numbered_changes_nothing(seed: int) -> None:
     """Pipelines, shares, stages, depths: all the same, on the same devices; so which of equal plans is taken is no accident."""
     profile, request = joint_instance(seed, 3, 3, 4)

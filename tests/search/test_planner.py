@@ -36,6 +36,7 @@ from tests.support.planning_samples import (
     random_instance,
     renumbered,
 )
+from tests.support.seeds import seeds
 
 EQUAL = 1 + 1e-9
 
@@ -90,7 +91,7 @@ def planned_as_brute_force_does(seed: int) -> None:
     assert complete_plan(report.plan, profile, request).predicted_step_s == report.predicted_step_s
 
 
-@pytest.mark.parametrize("block", range(10))
+@seeds(10, 3, "block")
 def test_classic_search_equals_brute_force_and_the_plan_is_no_slower(block: int) -> None:
     for seed in range(block * 15, block * 15 + 15):
         planned_as_brute_force_does(seed)
@@ -129,7 +130,7 @@ def described(plan: Plan, profile: ClusterProfile) -> list[tuple[str, int, int, 
     return [(name, s.first, s.last, s.warm_up, plan.pipelines[0].micro_batch) for name, s in names]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@seeds(12, 5)
 def test_how_ranks_are_numbered_changes_nothing(seed: int) -> None:
     profile, request = random_instance(seed * 7, ranks=4, items=6)
     order = random.Random(seed).sample(range(4), 4)

@@ -24,6 +24,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
 from tests.search.pipeline_bound import pipeline_bound_s
 from tests.support.planning_samples import SEQUENCE, make_model, make_profile, random_instance, with_split
+from tests.support.seeds import seeds
 
 EQUAL = 1 + 1e-9
 
@@ -123,7 +124,7 @@ def test_many_noisy_ranks_numbered_anew_give_the_same_plan() -> None:
     )
 
 
-@pytest.mark.parametrize("seed", range(6))
+@seeds(6, 2)
 def test_equal_ranks_measured_with_noise_stand_in_their_own_order(seed: int) -> None:
     profile = noisy(make_profile([1.0] * 4, make_model(10), latency_s=0.01), seed, noise=0.003)
     request = PlanRequest(32, SEQUENCE, (1,))

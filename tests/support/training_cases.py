@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, Trainer, get_scheduler
 
-from hetero_mpi.data.sequences import IGNORED, Batch, Dataset, build_sequences
+from hetero_mpi.data.sequences import Dataset, build_sequences
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer, train_bpe
 from hetero_mpi.model.stage import MicroBatch, dropout_seed
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan
+from tests.support.changing_batches import changed
 from tests.support.family_configs import tiny_keys
 
 STEPS, GLOBAL_BATCH, SEQUENCE, BLOCKS, SEED = 3, 8, 24, 4, 7
@@ -248,17 +249,6 @@ def _pipeline(case: Case, order: list[int], edges: list[int], micro_batch: int, 
         StagePlan((rank,), edges[i], edges[i + 1], depths[i], case.recompute) for i, rank in enumerate(order)
     )
     return PipelinePlan(stages, micro_batch, sequences, case.schedule == "split")
-
-
-CHANGES = ((5, 16), (8, SEQUENCE), (2, 11))
-"""(rows, tokens per sequence) of the steps' batches where they change."""
-
-
-def changed(batch: Batch, step: int) -> Batch:
-    """The first rows and tokens of a batch only."""
-    rows, length = CHANGES[step % len(CHANGES)]
-    targets = batch.targets[:rows, :length]
-    return Batch(batch.tokens[:rows, :length], targets, int(np.count_nonzero(targets != IGNORED)))
 
 
 def adapter_directory(directory: Path, case: Case) -> Path:
