@@ -4,10 +4,30 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.support.rank_pool import close_pools
+
+
+LONGEST = [
+    "training/test_equality.py", "training/test_bad_input.py", "training/test_command.py", "training/test_factory.py",
+    "launch/test_self_test.py", "device/test_accelerators.py", "commands/test_generate.py", "training/test_files.py",
+    "training/test_emulated.py", "training/test_changing.py", "training/test_recovery.py", "checkpoint/test_kills.py",
+    "commands/test_python_api.py", "search/test_planner.py", "search/test_exact.py", "launch/test_elastic.py",
+    "training/test_watchdog.py", "training/test_signals.py", "checkpoint/test_copies.py", "launch/test_slurm.py",
+]  # fmt: skip
+"""Files that begin first, so that no process ends long after the other. The order of all others does not matter."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # else files with the most tests begin first: mostly the quickest ones
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_collection_finish() -> None:

@@ -98,8 +98,19 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    shop = Workshop(tmp_path_factory.mktemp("accelerators"), () if REAL else THROUGH)
-    directory = shop.directory
+    """One mpirun: a GPU's part of a model with tied ends, and its checkpoint."""
+    return run_all(tmp_path_factory.mktemp("accelerators"), {"alone", "all", "resumed"})
+
+
+@pytest.fixture(scope="module")
+def more_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Two pipelines, adapters over packed weights, a scaled loss, and a run that goes on without GPUs as well."""
+    return run_all(tmp_path_factory.mktemp("accelerators"))
+
+
+def run_all(directory: Path, names: set[str] | None = None) -> Runs:
+    """``names``: of the jobs; None: all."""
+    shop = Workshop(directory, () if REAL else THROUGH)
     for name, one in PLANS.items():
         save_plan(one, directory / f"{name}.toml")
     values = shop.values(shop.model("tied", BLOCKS, tied=True))
@@ -138,6 +149,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     entry("lora", "lora", "cards")
     entry("lora-again", "lora", "cards")
     entry("fp16", "fp16", "all")
+    entries = {name: one for name, one in entries.items() if names is None or name in names}
     outcomes = shop.run_entries(CPU + 1, entries, timeout_s=400)
     return Runs(directory, outcomes, counters_in(shop.printed_errors))
 
@@ -149,9 +161,17 @@ def counters_in(text: str) -> dict[int, dict[str, Any]]:
     return dict(sorted(found.items()))
 
 
-@pytest.mark.parametrize("name", ["all", "two"])
-def test_gpus_and_a_processor_compute_what_one_process_does(runs: Runs, name: str) -> None:
-    """In one pipeline, and in two; both ends of the model share a matrix."""
+def test_gpus_and_a_processor_compute_what_one_process_does(runs: Runs) -> None:
+    check_as_alone(runs, "all")
+
+
+@pytest.mark.long
+def test_two_pipelines_of_gpus_and_a_processor_compute_what_one_process_does(more_runs: Runs) -> None:
+    check_as_alone(more_runs, "two")
+
+
+def check_as_alone(runs: Runs, name: str) -> None:
+    """Both ends of the model share a matrix."""
     assert runs.losses(name) == pytest.approx(runs.losses("alone"), rel=TOLERANCE)
     ours, theirs = runs.metrics(name).evaluations, runs.metrics("alone").evaluations
     assert [one.step for one in ours] == [2, 4]
@@ -167,23 +187,35 @@ def test_a_run_that_is_resumed_goes_on_with_the_same_bits(runs: Runs) -> None:
     runs.check_equal("resumed", "all")
 
 
-def test_a_run_of_gpus_goes_on_without_them(runs: Runs) -> None:
-    assert runs.losses("resumed-alone") == pytest.approx(runs.losses("alone")[2:], rel=TOLERANCE)
+@pytest.mark.long
+def test_a_run_of_gpus_goes_on_without_them(more_runs: Runs) -> None:
+    assert more_runs.losses("resumed-alone") == pytest.approx(more_runs.losses("alone")[2:], rel=TOLERANCE)
 
 
-def test_dropout_over_packed_weights_is_the_same_every_time(runs: Runs) -> None:
-    assert runs.losses("lora") != pytest.approx(runs.losses("alone"), rel=TOLERANCE)
-    runs.check_equal("lora-again", "lora")
+@pytest.mark.long
+def test_dropout_over_packed_weights_is_the_same_every_time(more_runs: Runs) -> None:
+    assert more_runs.losses("lora") != pytest.approx(more_runs.losses("alone"), rel=TOLERANCE)
+    more_runs.check_equal("lora-again", "lora")
 
 
-def test_fp16_with_a_scaled_loss(runs: Runs) -> None:
-    assert runs.losses("fp16") == pytest.approx(runs.losses("alone"), rel=1e-2)
-    ours, theirs = ([step.grad_norm for step in runs.metrics(name).steps] for name in ("fp16", "alone"))
+@pytest.mark.long
+def test_fp16_with_a_scaled_loss(more_runs: Runs) -> None:
+    assert more_runs.losses("fp16") == pytest.approx(more_runs.losses("alone"), rel=1e-2)
+    ours, theirs = ([step.grad_norm for step in more_runs.metrics(name).steps] for name in ("fp16", "alone"))
     assert ours == pytest.approx(theirs, rel=2e-2), "the norm is of the gradients of the loss itself"
 
 
-@pytest.mark.parametrize("name", ["all", "two", "lora", "fp16"])
-def test_predicted_memory_is_what_a_gpu_takes(runs: Runs, name: str) -> None:
+def test_predicted_memory_is_what_a_gpu_takes(runs: Runs) -> None:
+    check_memory(runs, "all")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["two", "lora", "fp16"])
+def test_predicted_memory_is_what_a_gpu_takes_in_other_jobs(more_runs: Runs, name: str) -> None:
+    check_memory(more_runs, name)
+
+
+def check_memory(runs: Runs, name: str) -> None:
     """The second GPU of ``two`` has both ends of the model, whose matrix it holds and trains once."""
     past = read_run(runs.directory / name)
     used = {record.rank: record.usage.peak_bytes for record in past.rank_steps}

@@ -278,6 +278,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
+@pytest.mark.long
 def test_two_environments_on_one_host_train_together_np2(tmp_path: Path) -> None:
     """As for an NVIDIA and an AMD card in one box: one address twice, two Pythons. Losses are those of one process."""
     launcher_or_skip()

@@ -58,7 +58,13 @@ def test_a_gpu_that_computes_rightly_passes_and_its_copies_are_timed(gpus: pytes
 @pytest.mark.parametrize(
     ("fault", "check", "problem", "remedy"),
     [
-        ("aten::_softmax_backward_data nan", "attention fp32", "gradient of queries is not finite", "pytorch#160787"),
+        pytest.param(
+            "aten::_softmax_backward_data nan",
+            "attention fp32",
+            "gradient of queries is not finite",
+            "pytorch#160787",
+            marks=pytest.mark.long,
+        ),
         ("aten::mm wrong", "model fp32", "differs by", "driver"),
         ("aten::_fused_adamw_ crash", "AdamW", "ended by SIGSEGV", "driver"),
     ],
@@ -116,6 +122,7 @@ def test_the_processor_is_tested_where_there_is_no_gpu() -> None:
 
 
 @needs_gpu
+@pytest.mark.long
 def test_doctor_goes_on_with_the_next_device(gpus: pytest.MonkeyPatch) -> None:
     variables = {**os.environ, FAULT: "0 aten::_softmax crash", "STAND_IN_GPU_DTYPES": "fp32", "OMP_NUM_THREADS": "1"}
     result = run_bounded([sys.executable, "-m", "hetero_mpi", "doctor", "--selftest", "--json"], variables, 240)

@@ -28,7 +28,7 @@ from tests.support.planning_samples import SEQUENCE, make_plan_of, make_profile,
 from tests.support.seeds import seeds
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = 3
+QUICK = 2
 """Ranks up to which planning takes about a second."""
 SHIPPED = [
     pytest.param(path, id=path.stem, marks=[pytest.mark.long] if len(load_profile(path).devices) > QUICK else [])

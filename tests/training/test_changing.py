@@ -81,10 +81,22 @@ class Runs:
 ADAPTED: dict[str, Any] = {"adapter": {"method": "lora", "rank": 4, "dropout": 0.1}}
 
 
+QUICK = {"full-straight", "full-changed", "narrow"}
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    shop = Workshop(tmp_path_factory.mktemp("changing"))
-    directory = shop.directory
+    return run_all(tmp_path_factory.mktemp("changing"), quick=True)
+
+
+@pytest.fixture(scope="module")
+def more_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return run_all(tmp_path_factory.mktemp("changing"), quick=False)
+
+
+def run_all(directory: Path, quick: bool) -> Runs:
+    """The jobs in ``QUICK``, or all others."""
+    shop = Workshop(directory)
     for name, one in PLANS.items():
         save_plan(one, directory / f"{name}.toml")
     model = shop.model("tied", BLOCKS, tied=True, attention_dropout=0.1)
@@ -109,6 +121,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     plan_table = {"rebalance": True, "allow_idle": False}
     narrow = shop.job("narrow", shop.values(untied), train={"steps": 2}, checkpoint={"every": 0}, plan=plan_table)
     entries["narrow"] = {"job": narrow, "run_dir": directory / "narrow", "breaks": "no_room_to_change"}
+    entries = {name: one for name, one in entries.items() if (name in QUICK) == quick}
     return Runs(directory, shop.run_entries(3, entries, timeout_s=400))
 
 
@@ -151,7 +164,9 @@ def test_a_run_without_the_memory_for_changes_says_so(runs: Runs) -> None:
     assert len(lines) == 1 and " would need " in lines[0] and lines[0].endswith(" and has 1.00 kB free")
 
 
-def test_a_slow_device_gives_layers_away_and_takes_them_back(runs: Runs) -> None:
+@pytest.mark.long
+def test_a_slow_device_gives_layers_away_and_takes_them_back(more_runs: Runs) -> None:
+    runs = more_runs
     assert [line[:2] for line in runs.lines("drop")] == [line[:2] for line in runs.lines("plain")]
     events = [json.loads(line) for line in (runs.directory / "drop" / "events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events] == ["rebalanced", "rebalanced"], runs.outcomes["drop"].printed
@@ -169,8 +184,19 @@ def test_a_slow_device_gives_layers_away_and_takes_them_back(runs: Runs) -> None
     assert eased < 0.9 * slow
 
 
-@pytest.mark.parametrize("kind", ["full", "nf4", "two"])
-def test_changing_plans_gives_the_same_bits(runs: Runs, kind: str) -> None:
+def test_changing_plans_gives_the_same_bits(runs: Runs) -> None:
+    check_same_bits(runs, "full")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["nf4", "two"])
+def test_changing_plans_gives_the_same_bits_over_packed_weights_and_in_two_pipelines(
+    more_runs: Runs, kind: str
+) -> None:
+    check_same_bits(more_runs, kind)
+
+
+def check_same_bits(runs: Runs, kind: str) -> None:
     straight, changed = f"{kind}-straight", f"{kind}-changed"
     assert len(runs.lines(straight)) == STEPS
     assert runs.lines(changed) == runs.lines(straight)

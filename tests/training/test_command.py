@@ -1,6 +1,6 @@
 """The command ``train`` as its user meets it: options, files, idle ranks, bf16, resuming.
 
-One mpirun of 3 ranks and one of 4 go through all cases.
+One set of jobs on 3 ranks, and those with idle ranks on 3 and (long) on 4.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from hetero_mpi.planning.types.toml_files import load_plan, load_profile, load_r
 from hetero_mpi.report.past_run import read_run
 from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.report.tables import idle_lines
-from tests.support.mpi import ROOT, run_mpi
+from tests.support.mpi import ROOT, on_ranks, run_mpi
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 
 STEP_KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "predicted_step_s"}
@@ -259,19 +259,22 @@ def test_start_weights_depend_on_seed_and_names_alone_np3(outcomes: dict[str, Ou
             assert np.array_equal(found[key], parameter.detach().numpy()), key
 
 
-class Four(Workshop):
-    """4 ranks and a model of 3 items."""
+class Spare(Workshop):
+    """A model of 3 items, on more ranks than its plans use. With 4 ranks, one is left idle whatever the planner does."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, ranks: int) -> None:
         super().__init__(directory)
         values = self.values(self.model(blocks=1))
         values["profile"]["path"] = str(directory / "profile.toml")
         values["train"]["steps"] = 2
+        self.last = ranks - 1
         job = self.job("job", values)
-        plan, several = directory / "plan.toml", directory / "several.toml"
-        save_plan(plan_of((3, 1), (0, 2, 3)), plan)
-        first = PipelinePlan((StagePlan((3,), 0, 2, 1), StagePlan((1,), 2, 3, 0)), 2, GLOBAL_BATCH - 1)
-        save_plan(Plan((first, PipelinePlan((StagePlan((2,), 0, 3, 0),), 1, 1)), GLOBAL_BATCH, SEQUENCE, 3), several)
+        stages = {3: (StagePlan((2,), 0, 3, 0),), 4: (StagePlan((3,), 0, 2, 1), StagePlan((1,), 2, 3, 0))}[ranks]
+        other = PipelinePlan((StagePlan((ranks - 2,), 0, 3, 0),), 1, 1)
+        one, several = directory / "plan.toml", directory / "several.toml"
+        save_plan(Plan((PipelinePlan(stages, 1, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, 3), one)
+        first = PipelinePlan(stages, 2 if ranks == 4 else 1, GLOBAL_BATCH - 1)
+        save_plan(Plan((first, other), GLOBAL_BATCH, SEQUENCE, 3), several)
         sample = {"prompt": "abc", "max_new_tokens": 6}
         loose = {"packing": False}
         full = self.job("loose", values, data=loose)
@@ -280,30 +283,56 @@ class Four(Workshop):
         self.listed: dict[str, dict[str, Any]] = {
             "spare": {"job": job, "run_dir": directory / "spare"},
             "spare-lost": {"job": job, "run_dir": directory / "lost", "breaks": "loss_is_no_number_in_step_2"},
-            "leader-idle": {"job": job, "run_dir": directory / "leader", "plan": plan},
+            "leader-idle": {"job": job, "run_dir": directory / "leader", "plan": one},
             "several": {"job": asked, "run_dir": directory / "several", "plan": several},
-            "one": {"job": asked, "run_dir": directory / "one", "plan": plan},
+            "one": {"job": asked, "run_dir": directory / "one", "plan": one},
             "loose": {"job": full, "run_dir": directory / "loose", "plan": several},
             "padded": {"job": padded, "run_dir": directory / "padded", "plan": several},
             "leader-idle-lost": {
                 "job": job,
                 "run_dir": directory / "leader-lost",
-                "plan": plan,
+                "plan": one,
                 "breaks": "loss_is_no_number_in_step_2",
             },
-            "full": {"job": job, "run_dir": directory / "full", "plan": plan, "breaks": "loading_fails", "rank": 3},
+            "full": {
+                "job": job,
+                "run_dir": directory / "full",
+                "plan": one,
+                "breaks": "loading_fails",
+                "rank": self.last,
+            },
         }
+        if ranks == 3:  # the planner may use all of them
+            alone = directory / "alone.toml"
+            save_plan(plan_of((0,), (0, 3)), alone)
+            self.listed["spare"]["plan"] = self.listed["spare-lost"]["plan"] = alone
+
+
+@dataclass
+class Spares:
+    """Jobs by the number of ranks; each number is started once."""
+
+    directory: Path
+    done: dict[int, tuple[Path, dict[str, Outcome]]] = field(default_factory=dict)
+
+    def on(self, ranks: int) -> tuple[Path, dict[str, Outcome]]:
+        if ranks not in self.done:
+            directory = self.directory / f"np{ranks}"
+            directory.mkdir()
+            workshop = Spare(directory, ranks)
+            self.done[ranks] = directory, workshop.run_entries(ranks, workshop.listed)
+        return self.done[ranks]
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Outcome]]:
-    workshop = Four(tmp_path_factory.mktemp("np4"))
-    return workshop.directory, workshop.run_entries(4, workshop.listed)
+def spares(tmp_path_factory: pytest.TempPathFactory) -> Spares:
+    return Spares(tmp_path_factory.mktemp("spare"))
 
 
-def test_spare_ranks_idle_and_are_told_why_np4(four: tuple[Path, dict[str, Outcome]]) -> None:
-    directory, outcomes = four
-    assert outcomes["spare"].raised == ("",) * 4
+@on_ranks(3, 4)
+def test_spare_ranks_idle_and_are_told_why(spares: Spares, ranks: int) -> None:
+    directory, outcomes = spares.on(ranks)
+    assert outcomes["spare"].raised == ("",) * ranks
     left = load_report(directory / "spare" / "plan.toml").idle
     assert left and all(idle.reason for idle in left)
     for line in idle_lines(left):
@@ -314,22 +343,26 @@ def test_spare_ranks_idle_and_are_told_why_np4(four: tuple[Path, dict[str, Outco
 
 
 @pytest.mark.parametrize("name", ["spare-lost", "leader-idle-lost"])
-def test_an_error_wakes_idle_ranks_and_ends_them_np4(four: tuple[Path, dict[str, Outcome]], name: str) -> None:
-    outcome = four[1][name]
-    assert outcome.raised == ("CollectiveUserError",) * 4 and outcome.codes == (2,) * 4
+@on_ranks(3, 4)
+def test_an_error_wakes_idle_ranks_and_ends_them(spares: Spares, ranks: int, name: str) -> None:
+    outcome = spares.on(ranks)[1][name]
+    assert outcome.raised == ("CollectiveUserError",) * ranks and outcome.codes == (2,) * ranks
     assert len(set(outcome.texts)) == 1 and "step 2: the loss is nan" in outcome.texts[0]
 
 
-def test_messages_name_ranks_by_their_number_in_the_job_np4(four: tuple[Path, dict[str, Outcome]]) -> None:
-    outcome = four[1]["full"]  # active are 0, 1 and 3: rank 3 is the third of them
-    assert outcome.raised == ("CollectiveUserError",) * 4
-    assert outcome.texts[0].startswith("rank 3 on ") and "the shelf is full: make room" in outcome.texts[0]
+@on_ranks(3, 4)
+def test_messages_name_ranks_by_their_number_in_the_job(spares: Spares, ranks: int) -> None:
+    """Of 4 ranks 0, 1 and 3 are active, of 3 ranks 0 and 2: the last one has another number among them."""
+    outcome = spares.on(ranks)[1]["full"]
+    assert outcome.raised == ("CollectiveUserError",) * ranks
+    assert outcome.texts[0].startswith(f"rank {ranks - 1} on ") and "the shelf is full: make room" in outcome.texts[0]
 
 
-def test_rank_0_may_be_idle_np4(four: tuple[Path, dict[str, Outcome]]) -> None:
-    directory, outcomes = four
+@on_ranks(3, 4)
+def test_rank_0_may_be_idle(spares: Spares, ranks: int) -> None:
+    directory, outcomes = spares.on(ranks)
     run = directory / "leader"
-    assert outcomes["leader-idle"].raised == ("",) * 4
+    assert outcomes["leader-idle"].raised == ("",) * ranks
     assert losses(run) == losses(directory / "spare")
     assert read_metrics(run / "metrics.jsonl").evaluations
     idle = idle_lines(load_report(run / "plan.toml").idle)
@@ -388,9 +421,10 @@ def test_the_console_script_is_the_same_command(capsys: pytest.CaptureFixture[st
     assert main(["reference"]) == 0
 
 
-def test_several_pipelines_and_an_idle_leader_np4(four: tuple[Path, dict[str, Outcome]]) -> None:
-    directory, outcomes = four
-    assert outcomes["several"].raised == outcomes["one"].raised == ("",) * 4, outcomes["several"].texts
+@on_ranks(3, 4)
+def test_several_pipelines_and_an_idle_leader(spares: Spares, ranks: int) -> None:
+    directory, outcomes = spares.on(ranks)
+    assert outcomes["several"].raised == outcomes["one"].raised == ("",) * ranks, outcomes["several"].texts
     np.testing.assert_allclose(losses(directory / "several"), losses(directory / "one"), rtol=1e-6)
     held_out = [read_metrics(directory / run / "metrics.jsonl").evaluations[-1].loss for run in ("several", "one")]
     assert held_out[0] == pytest.approx(held_out[1], rel=1e-6)
@@ -401,9 +435,10 @@ def test_several_pipelines_and_an_idle_leader_np4(four: tuple[Path, dict[str, Ou
     assert (directory / "several" / "model" / "model.safetensors").exists()
 
 
-def test_padding_to_the_longest_sequence_learns_the_same_np4(four: tuple[Path, dict[str, Outcome]]) -> None:
-    directory, outcomes = four
-    assert outcomes["padded"].raised == ("",) * 4, outcomes["padded"].texts
+@on_ranks(3, 4)
+def test_padding_to_the_longest_sequence_learns_the_same(spares: Spares, ranks: int) -> None:
+    directory, outcomes = spares.on(ranks)
+    assert outcomes["padded"].raised == ("",) * ranks, outcomes["padded"].texts
     np.testing.assert_allclose(losses(directory / "padded"), losses(directory / "loose"), rtol=1e-6)
     tokens = [
         [step.tokens for step in read_metrics(directory / run / "metrics.jsonl").steps] for run in ("padded", "loose")

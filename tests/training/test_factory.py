@@ -345,6 +345,7 @@ def test_a_missing_module_is_told_with_the_place(refused: dict[str, Outcome], la
     assert f"there is no module no_such_module in {lab.directory} nor on the Python path" in text
 
 
+@pytest.mark.long
 def test_the_example_learns(tmp_path: Path) -> None:
     """jobs/cnn.toml as it is, but for its length."""
     command = ["-m", "hetero_mpi", "train", "jobs/cnn.toml", "--run-dir", str(tmp_path), "--set", "train.steps=40"]

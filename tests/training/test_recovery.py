@@ -85,6 +85,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> LongRun:
 @pytest.fixture(scope="module")
 def undisturbed(job: LongRun) -> list[float]:
     """Losses of all steps of a run in one process."""
+    return alone(job)
+
+
+def alone(job: LongRun) -> list[float]:
     run = job.directory / "one-process" / "run"  # deeper than where the other runs look for a profile
     program = job.command(run)[0]
     python = program.index("-m") - 1
@@ -145,6 +149,20 @@ def test_survivors_meet_and_go_on_np4() -> None:
     assert "the last one 0 1" in result.stdout
 
 
+def test_the_leader_dies_and_the_other_rank_goes_on_np2(tmp_path: Path) -> None:
+    job, run = LongRun(tmp_path, 2), tmp_path / "run"
+    expected = alone(job)
+    with job.started(*start(job, run, "--set", "checkpoint.buddy_every=2"), run) as running:
+        running.wait_for_steps(5)
+        kill(running, 0)
+        assert running.end() == 0, running.text()
+        told = running.text()
+    assert losses(run) == expected
+    assert "Died: rank 0 on " in told and told.count("from copies in memory") == 1, told
+    assert checkpoint_path(run / "checkpoints", STEPS).exists() and (run / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.long
 def test_two_deaths_in_one_run_one_of_them_the_leader_np4(job: LongRun, undisturbed: list[float]) -> None:
     """Rank 1 holds a stage; rank 0 leads, reads the data and writes the files; ranks 2 and 3 were idle by the first plan."""
     run = job.directory / "two-deaths"
