@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.rank_pool import close_pools
 
-
 LONGEST = [
     "training/test_equality.py", "training/test_bad_input.py", "training/test_command.py", "training/test_factory.py",
     "launch/test_self_test.py", "device/test_accelerators.py", "commands/test_generate.py", "training/test_files.py",
