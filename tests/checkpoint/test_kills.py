@@ -115,7 +115,7 @@ class Runs(Workshop):
         return process.returncode != 0, bool({*run.glob(writing)} - leftovers)
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.long)])
 def test_killed_while_saving_the_newest_is_whole_and_continues_to_the_bit_np2(kills: int, tmp_path: Path) -> None:
     """Until so many kills have come while a checkpoint was being written. Every second time all ranks, else rank 0 alone.
     Each start resumes what the kill before it has left."""

@@ -37,18 +37,23 @@ def test_git_ignores_what_slurm_writes_beside_the_jobs() -> None:
     assert len(names) > 4 and ignored == names
 
 
-def test_quickstart_trains_a_model_that_loads_elsewhere_np3(tmp_path: Path) -> None:
-    """A dry run, then 6 steps that use its profile and plan, as a careful person would do it."""
+@pytest.mark.parametrize(
+    "careful", [False, pytest.param(True, marks=pytest.mark.long)], ids=["at-once", "dry-run-first"]
+)
+def test_quickstart_trains_a_model_that_loads_elsewhere_np3(careful: bool, tmp_path: Path) -> None:
+    """6 steps; of a careful person after a dry run, with its profile and plan."""
     run = tmp_path / "run"
     command = ["-m", "hetero_mpi", "train", str(QUICKSTART), "--run-dir", str(run), "--set", "train.steps=6"]
-    dry = run_mpi(3, [*command, "--dry-run"], timeout_s=200)
-    assert dry.returncode == 0, dry.stderr
-    assert "Dry run" in dry.stdout and not (run / "model").exists()
-    assert len(load_profile(run / "profile.toml").devices) == 3
+    if careful:
+        dry = run_mpi(3, [*command, "--dry-run"], timeout_s=200)
+        assert dry.returncode == 0, dry.stderr
+        assert "Dry run" in dry.stdout and not (run / "model").exists()
+        command += ["--plan", str(run / "plan.toml")]
 
-    result = run_mpi(3, [*command, "--plan", str(run / "plan.toml")], timeout_s=300)
+    result = run_mpi(3, command, timeout_s=300)
     assert result.returncode == 0, result.stderr
-    assert f"Profile: {run / 'profile.toml'}" in result.stdout
+    assert len(load_profile(run / "profile.toml").devices) == 3
+    assert (f"Profile: {run / 'profile.toml'}" in result.stdout) == careful
     assert "Unigram entropy" in result.stdout
     metrics = read_metrics(run / "metrics.jsonl")
     assert [step.step for step in metrics.steps] == [1, 2, 3, 4, 5, 6]

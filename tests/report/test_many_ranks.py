@@ -47,9 +47,14 @@ def test_a_profile_of_two_hundred_unlike_ranks(profile: ClusterProfile) -> None:
     assert "  72 ranks  9 hosts  cuda GeForce RTX 4090       1.47 s to 1.53 s" in text
     assert "the median of 64" in text and "`inspect FILE --all`" in text
     assert "Links in classes, of 39,800" in text and "between hosts" in text and "inside a host" in text
-    whole_text = "\n".join(inspection_lines(profile, every=True))
-    assert "Rank 137: " in whole_text and "137 -> 99" in whole_text and "node24" in whole_text
     assert len(profile_lines(profile)) < 12
+
+
+@pytest.mark.parametrize("hosts", [3, pytest.param(25, marks=pytest.mark.long)])
+def test_every_rank_and_link_can_be_asked_for(hosts: int) -> None:
+    text = "\n".join(inspection_lines(noisy_profile(hosts), every=True))
+    last = 8 * hosts - 1
+    assert f"Rank {last}: " in text and f"{last} -> {last // 2}" in text and f"node{hosts - 1:02}" in text
 
 
 def test_a_plan_of_two_hundred_ranks(profile: ClusterProfile) -> None:

@@ -49,9 +49,11 @@ def equal_to_the_straight_run(job: LongRun, last: int) -> bool:
     return all(np.array_equal(array, theirs[key]) for key, array in ours.items())
 
 
-def test_a_signal_to_the_launcher_stops_in_order_and_the_run_goes_on_to_the_bit_np3(tmp_path: Path) -> None:
-    job, run = LongRun(tmp_path, 3), tmp_path / "run"
-    launch = [sys.executable, "-m", "hetero_mpi", "launch", "-np", "3", "--", *job.arguments(run)]
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)], ids=["np2", "np3"])
+def test_a_signal_to_the_launcher_stops_in_order_and_the_run_goes_on_to_the_bit(ranks: int, tmp_path: Path) -> None:
+    """Of three ranks one is idle."""
+    job, run = LongRun(tmp_path, ranks), tmp_path / "run"
+    launch = [sys.executable, "-m", "hetero_mpi", "launch", "-np", str(ranks), "--", *job.arguments(run)]
     with job.started(launch, job.environment(), run) as running:
         running.wait_for_steps(3)
         running.process.send_signal(signal.SIGINT)
