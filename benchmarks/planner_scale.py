@@ -89,7 +89,7 @@ def main() -> int:
         print_means(rows)
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(one) for one in runs], indent=1))
-    return verdict(runs, arguments.check)
+    return exit_code(runs, arguments.check)
 
 
 def asked(case: Case, arguments: argparse.Namespace) -> Case:
@@ -157,7 +157,7 @@ def print_means(rows: Sequence[Run]) -> None:
     )
 
 
-def verdict(runs: Sequence[Run], check: bool) -> int:
+def exit_code(runs: Sequence[Run], check: bool) -> int:
     """Prints the last line; 1 where a bar is missed and ``check``."""
     bounds = [(one, bound) for one in runs for bound in one.bounds if bound is not None]
     sound = all(one.step_s >= bound * (1 - 1e-9) for one, bound in bounds)

@@ -189,10 +189,10 @@ def text_of(test: SelfTest, driver: str) -> list[str]:
         f"{test.label}: " + ", ".join(f"{name} {value}" if name != "device" else value for name, value in about.items())
     ]
     for result in test.results:
-        verdict = "FAIL" if result.problem else "none" if result.short else "ok"
+        outcome = "FAIL" if result.problem else "none" if result.short else "ok"
         worst = "nan" if result.worst is None else f"{result.worst:.1e}"
         numbers = "" if result.error else f"{worst:>7} of {result.allowed:g}"
         text = result.problem or ("no memory left to try it" if result.short else "")
-        lines.append(f"  {verdict:<4} {result.check:<22} {numbers:<16} {result.took_s:7.2f} s  {text}".rstrip())
+        lines.append(f"  {outcome:<4} {result.check:<22} {numbers:<16} {result.took_s:7.2f} s  {text}".rstrip())
     lines += [f"       {name:<30} {speed / 1e9:6.2f} GB/s" for name, speed in test.speeds.items()]
     return lines

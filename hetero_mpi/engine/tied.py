@@ -85,7 +85,7 @@ class TiedMatrix:
             own.add_(self.optimizer.tied_gradient())
         else:
             self._share.wait()
-            # The verdict waits for the norms, and so for this copy, before the next step receives into the same memory.
+            # The step decision waits for the norms, and so for this copy, before the next step receives into the same memory.
             own.add_(self._share.tensor.to(own.device, non_blocking=True))
 
     def end(self) -> None:

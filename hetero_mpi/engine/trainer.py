@@ -1,4 +1,4 @@
-"""One rank's training state and the steps it takes: actions, sums of gradients, the common verdict, the optimizer."""
+"""One rank's training state and the steps it takes: actions, sums of gradients, the common step decision, the optimizer."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _NOTHING: NDArray[np.float64] = np.zeros(0)
 class StepResult:
     """What a step came to on one rank."""
 
-    verdict: StepDecision
+    decision: StepDecision
     heard: NDArray[np.float64] = field(default_factory=lambda: _NOTHING)
-    """What all ranks said ``along`` with the verdict, added up."""
+    """What all ranks said ``along`` with the decision, added up."""
     events: tuple[Event, ...] = ()
     """What took place on this rank, in seconds from ``began_s`` on; nothing without a stage."""
     began_s: float = 0.0
@@ -53,7 +53,7 @@ class Trainer:
     Attributes:
         stage, optimizer: this rank's share of the model; None without a stage.
         latest: the last step's result; None before the first.
-        loss_scale: fp16's; every step's verdict changes it.
+        loss_scale: fp16's; every step decision changes it.
         speaks_for: items of which this rank is the first holder: it alone counts and saves them.
     """
 
@@ -93,7 +93,7 @@ class Trainer:
         self.end_transport = emulation.end_transport if emulation is not None else transport
         self.chain, self.tuning, self.plan, self.backend = chain, tuning, plan, backend
         micro_batches = [pipeline.micro_batches for pipeline in plan.pipelines]
-        self.judge = StepDecider(list(tuning.trainable), train.clip_norm, sum(micro_batches))
+        self.decider = StepDecider(list(tuning.trainable), train.clip_norm, sum(micro_batches))
         self.place = place_of(rank, plan)
         self.dtype = DTYPES[train.dtype]
         self.loss_scale = loss_scale or LossScale.of(self.dtype)
@@ -169,8 +169,8 @@ class Trainer:
             tokens, targets: the global batch, int32 (B, T): at most ``plan.global_batch`` rows of at most
                 ``plan.sequence_length`` tokens; or samples and their targets (B, ...).
             target_tokens: targets that count in it (``ItemChain.counted``).
-            asked: has this rank been asked to end the run? The verdict of the step tells all ranks.
-            along: numbers that travel with the verdict, as many on every active rank, so that they cost no message.
+            asked: has this rank been asked to end the run? The step decision tells all ranks.
+            along: numbers that travel with the decision, as many on every active rank, so that they cost no message.
 
         Raises:
             UserError: this rank (alone) ran out of memory.
@@ -297,13 +297,13 @@ class Trainer:
         shares = torch.stack(self.executor.losses).tolist() if self.executor.losses else []
         losses = {first + index: loss for index, loss in enumerate(shares)}
         self._decided = self._decide(self._squared_norms(), losses)
-        verdict = self._decided.verdict
+        decision = self._decided.decision
         begin = self.executor.step_begins()
-        if verdict.finite:
-            self.optimizer.step(self._step, verdict.scale)
+        if decision.finite:
+            self.optimizer.step(self._step, decision.scale)
         if self.emulation is not None:
             self.emulation.pace.hold(action, begin)
-        if verdict.finite:
+        if decision.finite:
             self.share_tied_weight()
 
     def _squared_norms(self) -> dict[str, float]:
@@ -314,12 +314,12 @@ class Trainer:
         return {name: value for name, value in norms.items() if specs[name].item in self.speaks_for}
 
     def _decide(self, squared_norms: dict[str, float], losses: dict[int, float]) -> StepResult:
-        """The common verdict, without events. ``losses``: of this rank's micro-batches, by their place among all of the plan."""
+        """The common step decision, without events. ``losses``: of this rank's micro-batches, by place in the plan."""
         if self.emulation is not None:
             self.world.meet_asleep()  # ranks that are ahead take no core from those that emulate with it
-        with self.world.waiting("all ranks' part of the verdict on the step"):
-            own = self.judge.fill(squared_norms, losses, self._asked())
+        with self.world.waiting("all ranks' part of the step decision"):
+            own = self.decider.fill(squared_norms, losses, self._asked())
             summed = self.world.all_reduce_sum(np.concatenate([own, self._along]))
-        verdict = self.judge.decide(summed[: len(own)], self.loss_scale.value)
-        self.loss_scale.update(verdict.finite)
-        return StepResult(verdict, summed[len(own) :])
+        decision = self.decider.decide(summed[: len(own)], self.loss_scale.value)
+        self.loss_scale.update(decision.finite)
+        return StepResult(decision, summed[len(own) :])

@@ -221,14 +221,14 @@ class StepDecision:
     scale: float
     """Factor for the gradients (clipping)."""
     finite: bool
-    culprit: str | None = None
+    first_non_finite: str | None = None
     """Of a step that is not finite: the parameter whose gradient is not, the first in backward. None: only the sum is too large."""
     stop: bool = False
     """Some rank has been asked to end the run."""
 
 
 class StepDecider:
-    """Turns every rank's squared norms and losses into one verdict.
+    """Turns every rank's squared norms and losses into one decision.
 
     Each trained parameter, and each micro-batch of all pipelines, has its own slot of a vector that is summed over the ranks.
     Exactly one rank fills a slot, so the sum is exact in any order, and adding the slots in the order of names and of
@@ -253,17 +253,17 @@ class StepDecider:
         return vector
 
     def decide(self, summed: np.ndarray, loss_scale: float = 1.0) -> StepDecision:
-        """The verdict from the sum of all ranks' parts; gradients are ``loss_scale`` times too large."""
+        """The step decision from the sum of all ranks' parts; gradients are ``loss_scale`` times too large."""
         norms, losses = summed[: len(self.slots)], summed[len(self.slots) : -1]
         norm, loss = float(np.sqrt(added(norms))) / loss_scale, added(losses)
         finite = bool(np.isfinite(norm) and np.isfinite(loss))
         scale = 1.0 / loss_scale
         if finite and self.clip_norm is not None:
             scale *= min(1.0, self.clip_norm / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_'s formula
-        culprit = None if finite else self._culprit(norms)
-        return StepDecision(loss, norm, scale, finite, culprit, bool(summed[-1] > 0))
+        first_non_finite = None if finite else self._first_non_finite(norms)
+        return StepDecision(loss, norm, scale, finite, first_non_finite, bool(summed[-1] > 0))
 
-    def _culprit(self, norms: np.ndarray) -> str | None:
+    def _first_non_finite(self, norms: np.ndarray) -> str | None:
         """Backward goes from the end of the model to its beginning, and spreads what is not finite on its way."""
         broken = (name for name in reversed(self.names) if not np.isfinite(norms[self.slots[name]]))
         return next(broken, None)
@@ -279,7 +279,7 @@ def added(values: np.ndarray) -> float:
 
 @dataclass
 class LossScale:
-    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2), by the common verdict.
+    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2), by the common step decision.
 
     The loss is multiplied before backward so that small gradients do not vanish in fp16. An overflow halves the factor and skips
     the step on every rank; ``PATIENCE`` good steps in a row double it. In other dtypes the factor is 1 and stays so.

@@ -66,9 +66,9 @@ def profile_cluster(
     key = profile_key(world, backend, subject)
     memories = measure_memory(world, backend, subject.memory_bytes)
     table = _device_times(world, backend, subject, settings, say, settings.cache and not fresh)
-    verdict_s = _verdict_s(world, subject)
+    decision_s = _decision_s(world, subject)
     samples, flows = _messages(world, transport, settings, say)
-    own = _device_profile(world, backend, subject, table.times, memories[world.rank], verdict_s)
+    own = _device_profile(world, backend, subject, table.times, memories[world.rank], decision_s)
     gathered = world.all_gather_json([encode(own, infinity_as_text=True), encode(table, infinity_as_text=True)])
     tables = [decode(RankTimes, known, "profile") for _, known in gathered]
     model, ratios = _model_cost(subject, [table.times for table in tables])
@@ -180,14 +180,14 @@ def _measure(world: World, benchmark: DeviceBenchmark, say: Say) -> DeviceTimes:
     return replace(times, alone=alone)
 
 
-def _verdict_s(world: World, subject: Subject) -> float:
+def _decision_s(world: World, subject: Subject) -> float:
     """Seconds in which all ranks agree on a step when none has to wait for another: part of every optimizer step. Collective."""
-    judge = StepDecider(list(subject.tuning.trainable), subject.train.clip_norm)
+    decider = StepDecider(list(subject.tuning.trainable), subject.train.clip_norm)
     seconds = []
     for _ in range(7):
         world.barrier()
         begin = time.perf_counter()
-        judge.decide(world.all_reduce_sum(judge.fill({}, {})))
+        decider.decide(world.all_reduce_sum(decider.fill({}, {})))
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds)
 
@@ -212,7 +212,7 @@ def _messages(
 
 
 def _device_profile(
-    world: World, backend: Backend, subject: Subject, times: DeviceTimes, memory: MeasuredMemory, verdict_s: float
+    world: World, backend: Backend, subject: Subject, times: DeviceTimes, memory: MeasuredMemory, decision_s: float
 ) -> DeviceProfile:
     return DeviceProfile(
         rank=world.rank,
@@ -223,7 +223,7 @@ def _device_profile(
         memory_reason=memory.reason,
         dtypes=backend.dtypes(),
         layers=times.layers,
-        optimizer_fixed_s=verdict_s,
+        optimizer_fixed_s=decision_s,
         optimizer_s_per_parameter=times.optimizer_s_per_parameter,
         copy_latency_s=times.copy_latency_s,
         device_to_host_bytes_per_s=times.device_to_host_bytes_per_s,

@@ -119,11 +119,13 @@ def baseline_lines(
             )
         )
     lines = [f"The same {tokens:,} tokens per step{kind}:", *table(("", "device", "step", "tokens/s", ""), rows), ""]
-    lines += ["Was it worth adding the others?", *wrapped("  ", verdict(singles, report, profile, measured)), ""]
+    lines += ["Was it worth adding the others?", *wrapped("  ", worth_adding(singles, report, profile, measured)), ""]
     return [*lines, *(line for remark in remarks for line in wrapped("", remark))]
 
 
-def verdict(singles: Sequence[Alone], report: PlanReport, profile: ClusterProfile, measured_s: float | None) -> str:
+def worth_adding(
+    singles: Sequence[Alone], report: PlanReport, profile: ClusterProfile, measured_s: float | None
+) -> str:
     """One sentence, no kinder than the figures. ``measured_s``: per step of all devices together; None: not measured."""
     if len(singles) == 1 and len(report.memory) + len(report.idle) <= 1:
         return "There is one device only: nothing was added."

@@ -159,10 +159,10 @@ def what_if_lines(answers: Sequence[WhatIf], step_s: float) -> list[str]:
             lines.append(f"  {answer.change}: no plan ({answer.problem})")
         else:
             change = _share(answer.step_s, step_s) - 1
-            verdict = (
+            effect = (
                 "no change" if abs(change) < NO_CHANGE else f"{'+' if change > 0 else '-'}{units.percent(abs(change))}"
             )
-            lines.append(f"  {answer.change}: {verdict} ({units.seconds(answer.step_s)} per step)")
+            lines.append(f"  {answer.change}: {effect} ({units.seconds(answer.step_s)} per step)")
     return ["What if (planned again for each):", *lines] if lines else []
 
 

@@ -85,7 +85,7 @@ def headline(report: PlanReport) -> str:
 
 
 def plan_lines(told: PlanReport | Plan, profile: ClusterProfile | None, every: bool = False) -> list[str]:
-    """The verdict; the plan as a table: who holds what, how full and how busy it makes them; who idles, why; what to expect.
+    """The headline; the plan as a table: who holds what, how full and how busy it makes them; who idles, why; what to expect.
 
     Args:
         told: a plan alone: nothing is predicted of it.

@@ -1,4 +1,4 @@
-"""The loop over steps: batches from rank 0, one verdict per step, evaluation, checkpoints and what a person is told."""
+"""The loop over steps: batches from rank 0, one decision per step, evaluation, checkpoints and what a person is told."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Steering(Protocol):
     """Who may ask for another plan between two steps. Every active rank makes the same calls."""
 
     def word(self) -> NDArray[np.float64]:
-        """What this rank says along with the verdict on a step: as many numbers on every rank."""
+        """What this rank says along with the step decision: as many numbers on every rank."""
         ...
 
     def due(self, step: int, result: StepResult) -> bool:
@@ -102,21 +102,21 @@ class Loop:
             self.world.doing = f"training step {step + 1}"
             begin = time.perf_counter()
             result, target_tokens = self._step(step)
-            verdict = result.verdict
-            line = self._line(step, verdict, target_tokens, time.perf_counter() - begin)
+            decision = result.decision
+            line = self._line(step, decision, target_tokens, time.perf_counter() - begin)
             if metrics is not None and display is not None:
                 metrics.step(line)
                 display.update(line)
             self._recorder(line, result)
-            self.state.add_step(line, verdict.finite)
-            if not verdict.finite:
-                self._skipped(step, verdict)
+            self.state.add_step(line, decision.finite)
+            if not decision.finite:
+                self._skipped(step, decision)
             last = step + 1 == train.steps
             if len(self._held_out[0]) and (last or _due(step + 1, train.evaluate_every)):
                 self._evaluate(metrics)
-            if last or verdict.stop or _due(step + 1, every):
+            if last or decision.stop or _due(step + 1, every):
                 self._save()
-            if verdict.stop and not last:
+            if decision.stop and not last:
                 self._stop()
             if not last:
                 self._beside()
@@ -144,14 +144,14 @@ class Loop:
             ExitCode.STOPPED,
         )
 
-    def _line(self, step: int, verdict: StepDecision, target_tokens: int, seconds: float) -> StepMetrics:
+    def _line(self, step: int, decision: StepDecision, target_tokens: int, seconds: float) -> StepMetrics:
         emulation, tokens = self.trainer.emulation, float(target_tokens)
         if emulation is not None:
             seconds, tokens = emulation.step_s(seconds), emulation.tokens(target_tokens)
         return StepMetrics(
             step=step + 1,
-            loss=verdict.loss,
-            grad_norm=verdict.grad_norm,
+            loss=decision.loss,
+            grad_norm=decision.grad_norm,
             lr=self.schedule.at(step),
             tokens=target_tokens,
             tokens_per_s=tokens / seconds,
@@ -160,28 +160,28 @@ class Loop:
             emulated=emulation is not None,
         )
 
-    def _skipped(self, step: int, verdict: StepDecision) -> None:
-        """Tell of a step without an update; stop a run that has lost its way, on all ranks by the same verdict."""
+    def _skipped(self, step: int, decision: StepDecision) -> None:
+        """Tell of a step without an update; stop a run that has lost its way, on all ranks by the same decision."""
         in_a_row = self.state.skips_in_a_row
-        if not math.isfinite(verdict.loss):
-            self.world.agree(f"step {step + 1}: the loss is {verdict.loss}; {self._remedy()}")
+        if not math.isfinite(decision.loss):
+            self.world.agree(f"step {step + 1}: the loss is {decision.loss}; {self._remedy()}")
         if in_a_row == _SKIPS_IN_A_ROW:
             self.world.agree(
-                f"step {step + 1}: gradients were not finite in {in_a_row} steps in a row, {self._culprit(verdict)}; "
+                f"step {step + 1}: gradients were not finite in {in_a_row} steps in a row, {self._where_first(decision)}; "
                 f"{self._remedy()}"
             )
         scale = self.trainer.loss_scale.value
         then = "" if scale == 1.0 else f", and the loss is scaled by {scale:g} from now on"
-        culprit = self._culprit(verdict)
-        say(f"step {step + 1}: gradients are not finite; the step is skipped on every rank ({culprit}){then}")
+        where_first = self._where_first(decision)
+        say(f"step {step + 1}: gradients are not finite; the step is skipped on every rank ({where_first}){then}")
 
-    def _culprit(self, verdict: StepDecision) -> str:
+    def _where_first(self, decision: StepDecision) -> str:
         """Where they were not finite first: backward takes what is not finite on with it."""
-        if verdict.culprit is None:
+        if decision.first_non_finite is None:
             return "each is, but not the sum of their squares"
-        rank = holders(self.plan)[self.trainer.tuning.trainable[verdict.culprit].item][0]
+        rank = holders(self.plan)[self.trainer.tuning.trainable[decision.first_non_finite].item][0]
         numbers = self.world.numbers or range(self.world.size)
-        return f"first in {verdict.culprit} on rank {rank} ({self.world.hosts[list(numbers).index(rank)]})"
+        return f"first in {decision.first_non_finite} on rank {rank} ({self.world.hosts[list(numbers).index(rank)]})"
 
     def _remedy(self) -> str:
         """What to do about a run that has lost its way. Collective: only rank 0 sees whether a checkpoint is still there."""

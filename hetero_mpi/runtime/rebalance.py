@@ -1,8 +1,8 @@
 """Moves layers when machines change their speed while a run goes on: a laptop throttles, somebody else uses a GPU.
 
-Every rank compares what its computing took in a step with its profile, and says so along with the verdict on the next step: no
+Every rank compares what its computing took in a step with its profile, and says so along with the next step's decision: no
 message is sent for it. Rank 0 watches (``planning.analysis.drift``), asks for another plan in a process of its own
-(``runtime.replanner``), and when it pays says so along with its own verdict, so that all ranks change after the same step.
+(``runtime.replanner``), and when it pays says so along with its own decision, so that all ranks change after the same step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Signals that ask a run to end: SIGINT (Ctrl-C), SIGTERM and SIGUSR1.
 
-While steps are taken, the first one is only noted; the verdict of the next step carries it to all ranks, which then write a
+While steps are taken, the first one is only noted; the decision of the next step carries it to all ranks, which then write a
 checkpoint and end with ``ExitCode.STOPPED``. Before that there is nothing to save, and the job ends at once. A second
 SIGINT or SIGTERM ends the process at once, by that signal, so that no code of ours can stand in its way. A further SIGUSR1 asks
 for nothing new: SLURM sends it before the time limit, whatever a user has sent before.

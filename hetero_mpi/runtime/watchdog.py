@@ -220,7 +220,7 @@ def report(world: World, limit: float, heartbeat: Heartbeat) -> str:
             unheard.append(rank)
             line = f"not heard of for {units.seconds(silent_s)}; before that: {line}"
         lines.append(f"  {_name(world, rank)}: {line}")
-    lines.append(_verdict(world, unheard))
+    lines.append(_cause(world, unheard))
     return "\n".join(
         [
             f"No rank has made progress for {units.seconds(limit)} ([cluster] watchdog_s): the watchdog ends the job with "
@@ -230,7 +230,7 @@ def report(world: World, limit: float, heartbeat: Heartbeat) -> str:
     )
 
 
-def _verdict(world: World, unheard: Sequence[int]) -> str:
+def _cause(world: World, unheard: Sequence[int]) -> str:
     if unheard:
         names = ", ".join(_name(world, rank) for rank in unheard)
         return f"Stopped, or cut off from the others: {names}. Look at it, then go on with --resume."

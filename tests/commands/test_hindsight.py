@@ -15,7 +15,7 @@ from hetero_mpi.commands import runs as hindsight
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types.plan_report import Alone
 from hetero_mpi.planning.types.toml_files import save_profile
-from hetero_mpi.report.comparison import job_differences, loss_after, verdict
+from hetero_mpi.report.comparison import job_differences, loss_after, worth_adding
 from hetero_mpi.report.past_run import read_run
 from hetero_mpi.report.run_files.tensorboard import TensorBoard
 from tests.report.test_report import ODD_LINES
@@ -62,12 +62,12 @@ def test_the_answer_is_honest(
     profile = cluster(2)
     plan = replace(planned(profile), predicted_step_s=together_s)
     singles = [Alone(0, alone_s), Alone(1, None, "too small")]
-    assert verdict(singles, plan, profile, measured_s).startswith(expected)
+    assert worth_adding(singles, plan, profile, measured_s).startswith(expected)
 
 
 def test_a_plan_that_idles_the_others_says_no() -> None:
     profile = cluster(3)
-    assert "the plan itself uses rank 0 alone" in verdict([Alone(0, 1.0)], planned(profile, 1), profile, 1.0)
+    assert "the plan itself uses rank 0 alone" in worth_adding([Alone(0, 1.0)], planned(profile, 1), profile, 1.0)
 
 
 def test_the_baseline_of_a_profile_and_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

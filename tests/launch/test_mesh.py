@@ -24,7 +24,7 @@ from hetero_mpi.launch.hosts.interface import LocalAddress
 from hetero_mpi.launch.launcher import hosts_command as building
 from hetero_mpi.launch.launcher.hosts_command import hosts_command
 from hetero_mpi.launch.launcher.launcher import CommandLine, Launcher
-from hetero_mpi.launch.wireguard.check import Passed, judge
+from hetero_mpi.launch.wireguard.check import Passed, findings_of
 from hetero_mpi.launch.wireguard.mesh import Mesh, check_up, configuration, init, members, read_mesh
 from tests.support.mpi import ROOT, launcher_or_skip
 from tests.support.rack import Rack
@@ -223,7 +223,7 @@ def test_launch_refuses_to_go_around_the_mesh(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("counted", "verdict", "told"),
+    ("counted", "severity", "told"),
     [
         ({"wg": (100, 100), "eth0": (110, 110)}, Severity.FINE, "0.0 MB each way between each two of 2 hosts"),
         ({"wg": (5, 100), "eth0": (110, 110)}, Severity.FAILS, "eth0"),
@@ -231,20 +231,20 @@ def test_launch_refuses_to_go_around_the_mesh(tmp_path: Path) -> None:
         ({"eth0": (100, 100)}, Severity.FAILS, "passed eth0"),
     ],
 )
-def test_what_the_counters_say(counted: dict[str, tuple[int, int]], verdict: Severity, told: str) -> None:
+def test_what_the_counters_say(counted: dict[str, tuple[int, int]], severity: Severity, told: str) -> None:
     whole = Passed("b", "a", "wg", {"wg": (100, 100)})
-    findings = judge([Passed("a", "b", "wg", counted), whole], Mesh(), message_bytes=100)
-    assert [finding.verdict for finding in findings] == [verdict] and told in findings[0].text
-    assert findings[0].where == (() if verdict is Severity.FINE else ("a",)) and bool(findings[0].remedy) == bool(
+    findings = findings_of([Passed("a", "b", "wg", counted), whole], Mesh(), message_bytes=100)
+    assert [finding.severity for finding in findings] == [severity] and told in findings[0].text
+    assert findings[0].where == (() if severity is Severity.FINE else ("a",)) and bool(findings[0].remedy) == bool(
         findings[0].where
     )
 
 
 def test_what_the_doctor_says_of_a_mesh_without_ranks() -> None:
     up = {"a": ["127.0.0.1", "10.86.0.1"], "b": ["10.86.0.2"]}
-    assert check_up(Mesh(), up, "mesh/hosts.toml").verdict is Severity.NOTE
+    assert check_up(Mesh(), up, "mesh/hosts.toml").severity is Severity.NOTE
     down = check_up(Mesh(), {**up, "c": ["192.168.1.12"]}, "mesh/hosts.toml")
-    assert (down.verdict, down.where) == (Severity.FAILS, ("c",))
+    assert (down.severity, down.where) == (Severity.FAILS, ("c",))
 
 
 class Tunnelled:
@@ -351,15 +351,15 @@ def test_the_doctor_sends_messages_through_the_mesh_too(tunnelled: Tunnelled) ->
     for name in ("first", "second"):
         tunnelled.up(name)
     (asked,) = tunnelled.doctor(None)
-    assert asked["verdict"] == "note" and "mesh verify" in asked["remedy"]
+    assert asked["severity"] == "note" and "mesh verify" in asked["remedy"]
     (inside,) = tunnelled.doctor(tunnelled.inner)
-    assert inside["verdict"] == "ok" and "passed WireGuard's interfaces" in inside["text"]
+    assert inside["severity"] == "ok" and "passed WireGuard's interfaces" in inside["text"]
     outside = tunnelled.doctor(tunnelled.outer)
-    assert [(finding["verdict"], *finding["where"]) for finding in outside] == [("FAIL", "first"), ("FAIL", "second")]
+    assert [(finding["severity"], *finding["where"]) for finding in outside] == [("FAIL", "first"), ("FAIL", "second")]
     assert all("passed cable0" in finding["text"] for finding in outside)
     assert tunnelled.on("second", "ip link delete hetero0").returncode == 0
     (half,) = tunnelled.doctor(tunnelled.outer)
-    assert half["verdict"] == "FAIL" and half["where"] == ["second"] and "wg-quick up" in half["remedy"]
+    assert half["severity"] == "FAIL" and half["where"] == ["second"] and "wg-quick up" in half["remedy"]
 
 
 @pytest.mark.long

@@ -128,7 +128,7 @@ def test_doctor_goes_on_with_the_next_device(gpus: pytest.MonkeyPatch) -> None:
     result = run_bounded([sys.executable, "-m", "hetero_mpi", "doctor", "--selftest", "--json"], variables, 240)
     assert result.returncode == 1, result.stdout + result.stderr
     found = [one for one in json.loads(result.stdout)["findings"] if one["subject"] == "self-test"]
-    assert [one["verdict"] for one in found] == ["FAIL", "ok"]
+    assert [one["severity"] for one in found] == ["FAIL", "ok"]
     assert "cuda:0" in found[0]["text"] and "attention fp32: its process was ended by SIGSEGV" in found[0]["text"]
     assert "cuda:1" in found[1]["text"]
 

@@ -1,4 +1,4 @@
-"""The common verdict and fp16's loss scaling."""
+"""The common step decision and fp16's loss scaling."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from hetero_mpi.runtime.resume import rate_change
 from tests.support.family_configs import tiny_keys
 
 
-def test_the_verdict_does_not_depend_on_who_fills_which_slot() -> None:
+def test_the_decision_does_not_depend_on_who_fills_which_slot() -> None:
     """Three ranks or one: the same bits, though the squares are of very unlike size."""
     squares = {f"p{i}": 10.0 ** (7 - i) / 3 for i in range(14)}
     losses = {0: 2.0**53, 1: 1.0, 2: 1.0, 3: -(2.0**53)}  # in any other order another sum
-    judge = StepDecider(list(squares), clip_norm=1.0, micro_batches=4)
-    alone = judge.decide(judge.fill(squares, losses))
+    decider = StepDecider(list(squares), clip_norm=1.0, micro_batches=4)
+    alone = decider.decide(decider.fill(squares, losses))
     names, heads = list(squares), ({0: losses[0], 1: losses[1]}, {}, {2: losses[2], 3: losses[3]})
-    shares = [judge.fill({n: squares[n] for n in names[i::3]}, heads[i]) for i in range(3)]
-    together = judge.decide(shares[2] + shares[0] + shares[1])
+    shares = [decider.fill({n: squares[n] for n in names[i::3]}, heads[i]) for i in range(3)]
+    together = decider.decide(shares[2] + shares[0] + shares[1])
     assert together == alone
     assert alone.grad_norm == pytest.approx(math.sqrt(sum(squares.values())))
     assert alone.scale == pytest.approx(1 / alone.grad_norm) and alone.finite and alone.loss == 0.0
 
 
 def test_gradients_within_the_norm_are_not_scaled() -> None:
-    judge = StepDecider(["a"], clip_norm=10.0)
-    assert judge.decide(judge.fill({"a": 4.0}, {0: 1.0})).scale == 1.0
-    assert StepDecider(["a"], None).decide(judge.fill({"a": 4e8}, {0: 1.0})).scale == 1.0
+    decider = StepDecider(["a"], clip_norm=10.0)
+    assert decider.decide(decider.fill({"a": 4.0}, {0: 1.0})).scale == 1.0
+    assert StepDecider(["a"], None).decide(decider.fill({"a": 4e8}, {0: 1.0})).scale == 1.0
 
 
 @pytest.mark.parametrize("square, loss", [(math.inf, 1.0), (math.nan, 1.0), (1.0, math.nan)])
 def test_what_is_not_finite_is_seen(square: float, loss: float) -> None:
-    judge = StepDecider(["a", "b"], clip_norm=1.0)
-    assert not judge.decide(judge.fill({"a": square, "b": 1.0}, {0: loss})).finite
+    decider = StepDecider(["a", "b"], clip_norm=1.0)
+    assert not decider.decide(decider.fill({"a": square, "b": 1.0}, {0: loss})).finite
 
 
-def test_scaled_gradients_give_the_same_verdict() -> None:
-    judge = StepDecider(["a", "b"], clip_norm=0.5)
-    plain = judge.decide(judge.fill({"a": 9.0, "b": 16.0}, {0: 1.0}))
-    scaled = judge.decide(judge.fill({"a": 9.0 * 1024**2, "b": 16.0 * 1024**2}, {0: 1.0}), loss_scale=1024.0)
+def test_scaled_gradients_give_the_same_decision() -> None:
+    decider = StepDecider(["a", "b"], clip_norm=0.5)
+    plain = decider.decide(decider.fill({"a": 9.0, "b": 16.0}, {0: 1.0}))
+    scaled = decider.decide(decider.fill({"a": 9.0 * 1024**2, "b": 16.0 * 1024**2}, {0: 1.0}), loss_scale=1024.0)
     assert scaled.grad_norm == plain.grad_norm == 5.0
     assert scaled.scale * 1024 == pytest.approx(plain.scale)
 
@@ -105,16 +105,18 @@ def test_a_short_vector_has_the_norm_of_a_long_one(shape: tuple[int, ...]) -> No
     assert _short(gradient).norm().isnan()
 
 
-def test_the_culprit_is_the_first_in_backward_and_the_run_stops_if_any_rank_says_so() -> None:
-    judge = StepDecider(["embedding", "z", "a", "head"], clip_norm=1.0)
-    broken = judge.fill({"embedding": float("nan"), "z": float("inf")}, {0: 2.0})
-    fine = judge.fill({"a": 1.0, "head": 1.0}, {})
-    verdict = judge.decide(broken + fine)
-    assert (verdict.finite, verdict.culprit, verdict.stop) == (False, "z", False)
-    assert judge.decide(judge.fill({"a": 1e308, "z": 1e308}, {0: 2.0})).culprit is None, "only the sum is too large"
-    asked = judge.decide(fine + judge.fill({}, {0: 2.0}, stop=True))
-    assert asked.stop and asked.finite and asked.culprit is None
-    assert asked.loss == judge.decide(fine + judge.fill({}, {0: 2.0})).loss == 2.0
+def test_the_first_non_finite_parameter_is_named_and_the_run_stops_if_any_rank_says_so() -> None:
+    decider = StepDecider(["embedding", "z", "a", "head"], clip_norm=1.0)
+    broken = decider.fill({"embedding": float("nan"), "z": float("inf")}, {0: 2.0})
+    fine = decider.fill({"a": 1.0, "head": 1.0}, {})
+    decision = decider.decide(broken + fine)
+    assert (decision.finite, decision.first_non_finite, decision.stop) == (False, "z", False)
+    assert decider.decide(decider.fill({"a": 1e308, "z": 1e308}, {0: 2.0})).first_non_finite is None, (
+        "only the sum is too large"
+    )
+    asked = decider.decide(fine + decider.fill({}, {0: 2.0}, stop=True))
+    assert asked.stop and asked.finite and asked.first_non_finite is None
+    assert asked.loss == decider.decide(fine + decider.fill({}, {0: 2.0})).loss == 2.0
 
 
 def decayed_by_trainer(family: str) -> set[str]:

@@ -46,19 +46,21 @@ def test_plan_what_if_baseline_and_report_say_the_same(
     assert main(["plan", "--profile", str(path), *what_if, "-o", str(plan_path)]) == 0
     planned = capsys.readouterr().out
     plan = load_report(plan_path)
-    verdict = planned.splitlines()[0]
-    assert verdict == headline(plan) and plan.alone is not None
+    first_line = planned.splitlines()[0]
+    assert first_line == headline(plan) and plan.alone is not None
     assert main(["baseline", "--profile", str(path)]) == 0
     compared = capsys.readouterr().out
     run_directory = make_run(tmp_path / "run", plan, profile, steps=3)
     assert main(["report", str(run_directory)]) == 0
-    assert f"Predicted: {verdict}." in (run_directory / "report.html").read_text()
+    assert f"Predicted: {first_line}." in (run_directory / "report.html").read_text()
     name = f"rank {plan.alone.rank}"
     if plan.alone.step_s is None:
-        assert f"no rank can do it alone ({name}: " in verdict and "no single device can do this job at all" in compared
+        assert (
+            f"no rank can do it alone ({name}: " in first_line and "no single device can do this job at all" in compared
+        )
         return
     seconds, gain = units.seconds(plan.alone.step_s), plan.alone.step_s / plan.predicted_step_s
-    assert f"the best one alone, {name}, {seconds} ({gain:.2f}x)" in verdict
+    assert f"the best one alone, {name}, {seconds} ({gain:.2f}x)" in first_line
     rows = re.findall(rf"^  (rank \d+) alone +.*? {re.escape(seconds)} ", compared, re.M)
     assert name in rows, compared
     assert f"together they are {gain:.2f} times as fast" in compared
@@ -117,7 +119,7 @@ def test_ranks_that_share_cores_are_alone_as_fast_as_they_were_measured_alone() 
     assert slower is not None and slower.step_s == pytest.approx(3 * still), "a slow machine is slow alone, too"
 
 
-def test_the_verdict_stands_first(
+def test_the_headline_stands_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(fill(tmp_path))
@@ -134,15 +136,15 @@ def test_the_verdict_stands_first(
     assert "rank 0 alone: " not in text, "said once"
 
 
-def test_the_verdict_is_honest() -> None:
+def test_the_headline_is_honest() -> None:
     plan = replace(make_plan(make_profile((1.0, 1.0)), PlanRequest(8, SEQUENCE, (1,))), predicted_step_s=2.0)
-    verdicts = {
+    headlines = {
         Alone(0, 3.0): "2 ranks, 2.00 s per step; the best one alone, rank 0, 3.00 s (1.50x)",
         Alone(1, 1.0): "2 ranks, 2.00 s per step; one alone would be faster, rank 1, 1.00 s (0.50x)",
         Alone(1, None, "too small"): "2 ranks, 2.00 s per step; no rank can do it alone (rank 1: too small)",
         None: "2 ranks, 2.00 s per step",
     }  # fmt: skip
-    for one, words in verdicts.items():
+    for one, words in headlines.items():
         assert headline(replace(plan, alone=one)) == words
     single = make_plan(make_profile((1.0, 40.0)), PlanRequest(1, SEQUENCE, (1,)))
     assert headline(single).startswith("1 of 2 ranks, ") and headline(single).endswith(

@@ -558,7 +558,7 @@ def test_no_gradient_nor_tied_matrix_is_waited_for(standin: Any, gpu: Backend) -
 
     def step(trainer: Trainer) -> StepDecision:
         gpu.make_current()
-        return trainer.step(0, tokens, tokens, 48).verdict
+        return trainer.step(0, tokens, tokens, 48).decision
 
     threads.together(step)
     before = standin.blocking_bytes()

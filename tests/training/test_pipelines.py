@@ -75,7 +75,7 @@ def chain_of(tied: bool = False, family: str = "llama") -> TransformersChain:
 class Outcome:
     """What one step left behind."""
 
-    verdict: StepDecision
+    decision: StepDecision
     gradients: dict[str, torch.Tensor]
     """AdamW's first moments after one step: clipped gradients, times a constant."""
     held_out: float
@@ -94,8 +94,8 @@ def outcome_of(threads: Threads, rows: int = BATCH, length: int = LENGTH) -> Out
     """One step and one evaluation. All ranks must agree, and replicas must be equal."""
 
     def play(trainer: Trainer) -> tuple[StepDecision, float]:
-        verdict = trainer.step(0, *batch_of(0, rows, length)).verdict
-        return verdict, trainer.evaluate(*batch_of(9, 5)[:2])
+        decision = trainer.step(0, *batch_of(0, rows, length)).decision
+        return decision, trainer.evaluate(*batch_of(9, 5)[:2])
 
     with_all = threads.together(play)
     assert all(one == with_all[0] for one in with_all), "the ranks disagree"
@@ -115,8 +115,8 @@ def distance(found: Outcome, expected: Outcome) -> float:
 
 
 def check_close(found: Outcome, expected: Outcome, tolerance: float = TOLERANCE) -> None:
-    assert found.verdict.loss == pytest.approx(expected.verdict.loss, rel=TOLERANCE)
-    assert found.verdict.grad_norm == pytest.approx(expected.verdict.grad_norm, rel=TOLERANCE)
+    assert found.decision.loss == pytest.approx(expected.decision.loss, rel=TOLERANCE)
+    assert found.decision.grad_norm == pytest.approx(expected.decision.grad_norm, rel=TOLERANCE)
     assert found.held_out == pytest.approx(expected.held_out, rel=TOLERANCE)
     assert found.gradients.keys() == expected.gradients.keys()
     for name, gradient in expected.gradients.items():
@@ -125,7 +125,7 @@ def check_close(found: Outcome, expected: Outcome, tolerance: float = TOLERANCE)
 
 
 def check_same_bits(found: Outcome, expected: Outcome) -> None:
-    assert (found.verdict, found.held_out) == (expected.verdict, expected.held_out)
+    assert (found.decision, found.held_out) == (expected.decision, expected.held_out)
     for name, gradient in expected.gradients.items():
         assert torch.equal(found.gradients[name], gradient), name
 
@@ -365,7 +365,7 @@ def test_a_step_leaves_nothing_behind_and_allocates_no_buffer_twice() -> None:
 
 
 def stepped(trainer: Trainer, step: int, batch: tuple[Tokens, Tokens, int]) -> StepDecision:
-    return trainer.step(step, *batch).verdict
+    return trainer.step(step, *batch).decision
 
 
 def inboxes(trainer: Trainer) -> list[Any]:

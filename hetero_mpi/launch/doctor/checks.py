@@ -284,11 +284,11 @@ def check_disks(places: Sequence[Examined]) -> Iterator[Finding]:
                 continue
             free = units.size(room["free_bytes"])
             if room["problem"]:
-                verdict = FAILS if name == "run" else SLOW
+                severity = FAILS if name == "run" else SLOW
                 remedy = (
                     "choose another with --run-dir" if name == "run" else "set XDG_CACHE_HOME to a directory of yours"
                 )
-                yield Finding("disk", verdict, f"{room['path']}: {room['problem']}", remedy, (place.title,))
+                yield Finding("disk", severity, f"{room['path']}: {room['problem']}", remedy, (place.title,))
             elif room["free_bytes"] < LEAST_DISK_BYTES:
                 text = f"{free} left for {what} ({room['path']})"
                 fails = name == "run" and room["free_bytes"] < LEAST_RUN_BYTES

@@ -47,7 +47,7 @@ def check_links(links: Sequence[Link], how: str) -> Iterator[Finding]:
     speeds = {link: _speed(link, how, by_pair) for link in open_links}
     if len(open_links) > MANY:
         slowest = min(open_links, key=lambda link: link.bytes_per_s)
-        speeds = {link: found for link, found in speeds.items() if found.verdict is Severity.SLOW or link is slowest}
+        speeds = {link: found for link, found in speeds.items() if found.severity is Severity.SLOW or link is slowest}
         yield Finding(
             "links", Severity.FINE, f"{len(open_links)} measured; listed: the slowest, and those that are too slow"
         )

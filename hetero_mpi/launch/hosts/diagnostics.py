@@ -1,4 +1,4 @@
-"""What ``doctor`` finds: a verdict, what was seen, and the remedy; as lines for people and as JSON for scripts."""
+"""What ``doctor`` finds: a severity, what was seen, and the remedy; as lines for people and as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Severity(str, Enum):
 @dataclass(frozen=True)
 class Finding:
     subject: str
-    verdict: Severity
+    severity: Severity
     text: str
     remedy: str = ""
     where: tuple[str, ...] = ()
@@ -44,19 +44,19 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def would_fail(findings: Iterable[Finding]) -> bool:
-    return any(finding.verdict is Severity.FAILS for finding in findings)
+    return any(finding.severity is Severity.FAILS for finding in findings)
 
 
 def lines_of(findings: Sequence[Finding]) -> list[str]:
     """For a terminal: a line per finding, its remedy below it behind an arrow, and the sum at the end."""
     lines = []
     for finding in findings:
-        start = f"{finding.verdict.value:<5} {finding.subject}"
+        start = f"{finding.severity.value:<5} {finding.subject}"
         places = f"{', '.join(finding.where)}: " if finding.where else ""
         lines += _paragraph(f"{start:<{_INDENT}}", places + finding.text)
         for remedy in finding.remedy.splitlines():
             lines += _paragraph(" " * (_INDENT - 3) + "-> ", remedy)
-    counts = {verdict: sum(finding.verdict is verdict for finding in findings) for verdict in Severity}
+    counts = {severity: sum(finding.severity is severity for finding in findings) for severity in Severity}
     if counts[Severity.FAILS]:
         lines.append(f"A run would fail: {_number(counts[Severity.FAILS], 'finding')} marked FAIL.")
     elif counts[Severity.SLOW]:
@@ -67,7 +67,7 @@ def lines_of(findings: Sequence[Finding]) -> list[str]:
 
 
 def as_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    return [{**asdict(finding), "verdict": finding.verdict.value} for finding in findings]
+    return [{**asdict(finding), "severity": finding.severity.value} for finding in findings]
 
 
 def _number(count: int, noun: str) -> str:

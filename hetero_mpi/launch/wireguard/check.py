@@ -82,7 +82,7 @@ def verify(world: World, transport: Transport, mesh: Mesh) -> list[Finding]:
             seen.append(Passed(world.host, other, interfaces[world.rank], counted))
         world.meet_asleep()  # nobody begins the next round before all have read their counters
     gathered = world.all_gather_json([[own.host, own.other, own.interface, own.counted] for own in seen])
-    return judge([_from_json(values) for ranks_own in gathered for values in ranks_own], mesh)
+    return findings_of([_from_json(values) for ranks_own in gathered for values in ranks_own], mesh)
 
 
 def is_tunnel(interface: str) -> bool:
@@ -95,7 +95,7 @@ def is_tunnel(interface: str) -> bool:
         return True  # not to be known here
 
 
-def judge(passed: Sequence[Passed], mesh: Mesh, message_bytes: int = MESSAGE_BYTES) -> list[Finding]:
+def findings_of(passed: Sequence[Passed], mesh: Mesh, message_bytes: int = MESSAGE_BYTES) -> list[Finding]:
     """What the counters say, one finding for each way on which the mesh was passed by, or one for all that is well."""
     findings = []
     for one in passed:

@@ -58,7 +58,7 @@ class Usage:
 
     @property
     def end_s(self) -> float:
-        """All other seconds: waiting for the batch, for the verdict on the step, and for the others."""
+        """All other seconds: waiting for the batch, for the step decision, and for the others."""
         known = self.computing_s + self.activations_s + self.gradients_s + self.copies_s + self.sums_s
         return max(0.0, self.seconds - known)
 
