@@ -25,7 +25,7 @@ KINDS = {
     "on disk": ([], {VARIABLE: "benchmark.1"}, "auto"),
     "none, once more": ALONE,
 }
-"""Launcher's options, environment, ``buddy_every``."""
+"""Launcher's options, environment, ``replicate_every``."""
 
 
 class _Run:
@@ -70,7 +70,7 @@ def copies(folder: Path) -> list[Row]:
     with ExitStack() as stack:
         runs: dict[str, _Run] = {}
         for kind, (options, variables, wanted) in KINDS.items():
-            more = ["--set", f"checkpoint.buddy_every={wanted}", "--set", f"train.steps={2 * LAST}"]
+            more = ["--set", f"checkpoint.replicate_every={wanted}", "--set", f"train.steps={2 * LAST}"]
             name = re.sub(r"\W+", "-", kind)
             begun = stack.enter_context(started(folder, job, folder / name, RANKS, options, more, **variables))
             runs[kind] = _Run(folder, name, *begun)

@@ -1,6 +1,6 @@
 """Copies of the trained state on the disks of hosts: ``RUN/copies/rank-0002/step-00000120.5f2c09aa.h5``.
 
-Each file is a *piece* of a generation: what one rank holds of one moment, its own part and those of the ranks whose buddy it is,
+Each file is a *piece* of a generation: what one rank holds of one moment, its own part and those of the ranks whose peer it is,
 in the format of checkpoints. All pieces of a generation bear its id and nothing else does, so pieces of different moments, or
 of the same step taken twice, never make one whole. Only names, headers and removal are here; who writes what, and which
 generation is whole, is known in ``training``.

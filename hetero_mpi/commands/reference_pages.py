@@ -69,7 +69,7 @@ UNITS = {
     ("checkpoint", "every"): "steps",
     ("checkpoint", "keep"): "files",
     ("checkpoint", "keep_best"): "files",
-    ("checkpoint", "buddy_every"): "steps",
+    ("checkpoint", "replicate_every"): "steps",
     ("output", "shard_bytes"): "bytes",
     ("sample", "max_new_tokens"): "tokens",
     ("sample", "top_p"): "share",

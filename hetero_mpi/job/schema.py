@@ -176,7 +176,7 @@ class CheckpointTable(JobTable):
     background: bool = True
     """Write while training goes on, from a copy in host memory (as much as a rank's trained parameters and moments);
     false: training waits."""
-    buddy_every: NotNegative | Literal["auto"] = "auto"
+    replicate_every: NotNegative | Literal["auto"] = "auto"
     """Steps between copies of the trained state in the memory of other ranks, from which the survivors of a rank's death go on
     (``launch --recover``), and on the disks of other hosts, from which a lost machine's work goes on (``launch --elastic``);
     "auto": as few as cost at most 2 % of the time, by measured times; 0: never."""

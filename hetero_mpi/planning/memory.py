@@ -120,7 +120,7 @@ def usable_bytes(memory_bytes: int, reserve: float) -> int:
 def with_copies(profile: ClusterProfile, request: PlanRequest) -> ClusterProfile:
     """The profile with a model whose trained parameters take the copies' memory as well, where ranks compute in host memory.
 
-    A rank keeps its own copies and, as a buddy, others', which are counted as if they were as large as its own. Where some rank
+    A rank keeps its own copies and, as a peer, others', which are counted as if they were as large as its own. Where some rank
     has a GPU, whose copies lie in the host's memory too, that memory is planned without what copies may take of it.
     """
     more = request.copy_bytes_per_trainable_parameter

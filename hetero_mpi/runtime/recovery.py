@@ -274,7 +274,7 @@ def beside_steps(
     Args:
         described: what every checkpoint carries besides tensors; used on rank 0.
     """
-    every, world = setup.job.checkpoint.buddy_every, trainer.world
+    every, world = setup.job.checkpoint.replicate_every, trainer.world
     if not (ulfm.active() or supervised()) or every == 0:
         yield lambda: history.tell_first_step(setup, state.step)
         return
@@ -285,11 +285,11 @@ def beside_steps(
         shelf = partial(LocalCheckpoint, world, setup.run_dir, said, kept=history.shelved)
     threaded = setup.job.cluster.communication_thread and world.thread_level == "multiple"
     fixed = every if isinstance(every, int) else None
-    with PeerReplicas(trainer, history.copies, fixed, threaded, shelf, setup.run_dir) as buddies:
-        buddies.begin(state)
+    with PeerReplicas(trainer, history.copies, fixed, threaded, shelf, setup.run_dir) as peers:
+        peers.begin(state)
 
         def after() -> None:
             history.tell_first_step(setup, state.step)
-            buddies.after(state)
+            peers.after(state)
 
         yield after

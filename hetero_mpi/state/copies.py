@@ -75,11 +75,11 @@ def newest_whole(
     return None
 
 
-def buddies(sizes: Sequence[int], hosts: Sequence[str]) -> dict[int, int]:
+def peers(sizes: Sequence[int], hosts: Sequence[str]) -> dict[int, int]:
     """rank -> the rank that keeps its copy: on another host where there is one, and of these the one with the least to hold.
 
     Args:
-        sizes: bytes that each rank has to give; ranks with none need no buddy.
+        sizes: bytes that each rank has to give; ranks with none need no peer.
     """
     held, found = list(sizes), {}
     count = len(sizes)

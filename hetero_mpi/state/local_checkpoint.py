@@ -1,7 +1,7 @@
 """Generations on disk: what each rank leaves on its host while a supervisor may have to start the run again.
 
-A rank writes one piece per generation (``checkpoint.local_shards``): its own part, and the parts it keeps as a buddy. So when a
-machine is lost with its disk, the checkpoints perhaps among what was there, its ranks' parts are on the disks of their buddies.
+A rank writes one piece per generation (``checkpoint.local_shards``): its own part, and the parts it keeps as a peer. So when a
+machine is lost with its disk, the checkpoints perhaps among what was there, its ranks' parts are on the disks of their peers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def generations_in_memory(every: int | str) -> int:
     """How many generations of copies a rank of this run holds in memory (``state.peer_replicas``).
 
     Args:
-        every: ``[checkpoint] buddy_every``.
+        every: ``[checkpoint] replicate_every``.
     """
     if every == 0:
         return 0

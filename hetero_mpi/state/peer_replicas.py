@@ -2,13 +2,13 @@
 
     rank 0   step 20 | copy | step 21 | ...        own copy of step 20, and rank 1's
     rank 1   step 20 | copy | step 21 | ...        own copy of step 20, and rank 0's
-    background        each sends its copy to its *buddy*, on another host where there is one
+    background        each sends its copy to its *peer*, on another host where there is one
                       and writes what it has then to its own disk, where a supervisor stands by (``shelf``)
 
 A *generation* is all ranks' trained parameters and moments after one step. Every rank keeps its own part, as its device has
-moved on when somebody dies, and its buddy's wards keep theirs with it. A generation takes the place of the one before the last
+moved on when somebody dies, and a peer keeps what it received with it. A generation takes the place of the one before the last
 when the last one has arrived everywhere, on which all ranks agree first: so at any moment there is one that is whole, and survivors
-never go on from different steps. (Checkpoints in memory with a buddy: Zheng, Shi, Kale 2004, FTC-Charm++.) Copies in memory
+never go on from different steps. (Checkpoints in memory with a peer: Zheng, Shi, Kale 2004, FTC-Charm++.) Copies in memory
 serve ranks that outlive others; without such ranks one generation in memory is enough, as it only passes through to the disk.
 """
 
@@ -40,7 +40,7 @@ from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.state.background_save import MEMORY_SHARE, Snapshot, lack_of_memory, numbers, views
 from hetero_mpi.state.checkpointing import KINDS, live_state
-from hetero_mpi.state.copies import Copies, CopyCosts, Generation, buddies, steps_between
+from hetero_mpi.state.copies import Copies, CopyCosts, Generation, peers, steps_between
 from hetero_mpi.state.local_checkpoint import DISK_SHARE, GENERATIONS, LocalCheckpoint, lack_of_disk
 from hetero_mpi.state.redistribute import Parcel, parcels
 
@@ -56,13 +56,13 @@ _STEPS_ALONE = 3
 
 
 class _Slot:
-    """Host memory for one generation, made once: the own part in one piece, and those of the wards."""
+    """Host memory for one generation, made once: the own part in one piece, and the parts received."""
 
-    def __init__(self, own: Sequence[Parcel], wards: dict[int, list[Parcel]], backend: Backend) -> None:
+    def __init__(self, own: Sequence[Parcel], received: dict[int, list[Parcel]], backend: Backend) -> None:
         self.own = Snapshot(own, backend)
-        self.wards = {rank: torch.empty(numbers(listed), dtype=torch.float32) for rank, listed in wards.items()}
-        self.ward_views = {
-            key: view for rank, listed in wards.items() for key, view in views(self.wards[rank], listed).items()
+        self.received = {rank: torch.empty(numbers(listed), dtype=torch.float32) for rank, listed in received.items()}
+        self.received_views = {
+            key: view for rank, listed in received.items() for key, view in views(self.received[rank], listed).items()
         }
 
 
@@ -100,19 +100,19 @@ class PeerReplicas:
             replace(parcel, owner=active.index(parcel.owner)) for parcel in parcels(trainer.tuning, trainer.plan, KINDS)
         ]
         sizes = [4 * numbers(p for p in listed if p.owner == rank) for rank in range(world.size)]
-        self.buddy_of = buddies(sizes, world.hosts)
+        self.peer_of = peers(sizes, world.hosts)
         self._own = [parcel for parcel in listed if parcel.owner == world.rank]
-        self._wards = {
-            ward: [parcel for parcel in listed if parcel.owner == ward]
-            for ward, buddy in self.buddy_of.items()
-            if buddy == world.rank
+        self._received = {
+            sender: [parcel for parcel in listed if parcel.owner == sender]
+            for sender, peer in self.peer_of.items()
+            if peer == world.rank
         }
         specs = (*trainer.tuning.trainable.values(), *trainer.tuning.constants.values())
         self._item = {spec.name: spec.item for spec in specs}
         self.enabled = (world.size > 1 or shelf is not None) and self._there_is_room(sizes)
         self._shelf: LocalCheckpoint | None = None
         if self.enabled and shelf is not None and run_dir is not None and self._there_is_disk(sizes, run_dir):
-            self._shelf = shelf([*self._own, *(parcel for listed in self._wards.values() for parcel in listed)])
+            self._shelf = shelf([*self._own, *(parcel for listed in self._received.values() for parcel in listed)])
         self.enabled = self.enabled and (self._shelf is not None or (self._in_memory and world.size > 1))
         self._transport = MpiTransport(world.comm, threaded=False) if self.enabled else None
         self._slots = deque([self._slot() for _ in range(self._generations)]) if self.enabled else deque()
@@ -228,11 +228,11 @@ class PeerReplicas:
         self.copies.generations[:] = self._new = self._new[-1:]
 
     def _exchange(self, slot: _Slot, generation: Generation, number: str) -> None:
-        """Send the own part, receive those of the wards, and write them all where that is asked for. Runs in the background."""
+        """Send the own part, receive the others', and write them all where that is asked for. Runs in the background."""
         begin_s = time.thread_time()
         self._transfer(slot)
-        wards = [parcel for listed in self._wards.values() for parcel in listed]
-        generation.add(slot.ward_views, self._items(wards))
+        received = [parcel for listed in self._received.values() for parcel in listed]
+        generation.add(slot.received_views, self._items(received))
         if self._shelf is not None:
             self._shelf.write(number, generation.state, sorted(generation.items), generation.tensors)
         if self._threaded:  # else it is a part of what training stood still
@@ -242,17 +242,19 @@ class PeerReplicas:
         assert self._transport is not None
         # All receives at once: no two ranks can wait for each other's, whoever keeps whose copies.
         coming = [
-            self._transport.post_receive(ward, _TAG, piece) for ward, flat in slot.wards.items() for piece in _cut(flat)
+            self._transport.post_receive(sender, _TAG, piece)
+            for sender, flat in slot.received.items()
+            for piece in _cut(flat)
         ]
-        buddy = self.buddy_of.get(self.world.rank)
-        if buddy is not None:
+        peer = self.peer_of.get(self.world.rank)
+        if peer is not None:
             pieces = self.world.marked(_cut(slot.own.flat))
-            send_in_order(self._transport, ((buddy, _TAG, piece) for piece in pieces))
+            send_in_order(self._transport, ((peer, _TAG, piece) for piece in pieces))
         for request in self.world.marked(coming):
             self._transport.wait(request)
 
     def _slot(self) -> _Slot:
-        return _Slot(self._own, self._wards, self.trainer.backend)
+        return _Slot(self._own, self._received, self.trainer.backend)
 
     def _items(self, listed: Sequence[Parcel]) -> set[int]:
         return {self._item[parcel.name] for parcel in listed}
@@ -278,8 +280,11 @@ class PeerReplicas:
         return lacking is None
 
     def _held(self, sizes: Sequence[int]) -> list[int]:
-        """Bytes of one generation on each rank: its own part and those of its wards."""
-        return [size + sum(sizes[w] for w, b in self.buddy_of.items() if b == r) for r, size in enumerate(sizes)]
+        """Bytes of one generation on each rank: its own part and those it receives."""
+        return [
+            size + sum(sizes[sender] for sender, peer in self.peer_of.items() if peer == r)
+            for r, size in enumerate(sizes)
+        ]
 
 
 def _cut(flat: torch.Tensor) -> Iterator[NDArray[np.uint8]]:

@@ -64,7 +64,7 @@ def damage(path: Path) -> None:
 
 def killed(job: LongRun, run: Path) -> None:
     """A run as under a supervisor, of which nothing but disks is left."""
-    arguments, environment = job.command(run, "--set", "checkpoint.buddy_every=2")
+    arguments, environment = job.command(run, "--set", "checkpoint.replicate_every=2")
     with job.started(arguments, {**environment, VARIABLE: "test.1"}, run) as running:
         running.wait_for("copies", lambda: newest_copy_step(run) >= 6)
         running.find_ranks()
@@ -146,7 +146,7 @@ def test_copies_of_another_job_or_other_data_are_refused_np2(left: Left) -> None
 
 
 def test_what_a_piece_says_of_itself_np2(left: Left) -> None:
-    """Each of two ranks is the other's buddy: its piece holds both parts."""
+    """Each of two ranks is the other's peer: its piece holds both parts."""
     pieces, remarks = pieces_on_disk(left.run)
     assert remarks == [] and [piece.writer for piece in pieces] == [0, 1]
     assert [piece.items for piece in pieces] == [(0, 1, 2, 3)] * 2 and len({p.generation for p in pieces}) == 1
@@ -185,7 +185,7 @@ def test_copies_on_disk_of_ranks_that_outlived_another_np4(tmp_path: Path) -> No
     """A rank dies, the others go on by themselves; then all die. What the survivors left is of after the first death."""
     job = LongRun(tmp_path, 4)
     run, straight = tmp_path / "run", tmp_path / "straight"
-    arguments, environment = job.command(run, "--set", "checkpoint.buddy_every=2")
+    arguments, environment = job.command(run, "--set", "checkpoint.replicate_every=2")
     arguments = [arguments[0], *outliving_or_skip(), *arguments[1:]]
     with job.started(arguments, {**environment, VARIABLE: "test.2"}, run) as running:
         running.wait_for_steps(5)

@@ -241,7 +241,7 @@ def test_the_death_of_a_gpus_rank_is_outlived(tmp_path: Path) -> None:
     """By ``launch --recover``: the ranks that are left go on from copies in memory, with the losses of a run on the processor."""
     outliving_or_skip()
     job, run, steps = LongRun(tmp_path, CPU + 1, "hetero_mpi" if REAL else THROUGH[1]), tmp_path / "run", 40
-    words = ["--set", f"train.steps={steps}", "--set", "train.dtype=fp32", "--set", "checkpoint.buddy_every=2"]
+    words = ["--set", f"train.steps={steps}", "--set", "train.dtype=fp32", "--set", "checkpoint.replicate_every=2"]
     launch = [
         sys.executable,
         "-m",

@@ -37,7 +37,7 @@ class Elastic(Workshop):
     """One job, always cut over all its ranks, and commands that supervise it."""
 
     def __init__(
-        self, directory: Path, steps: int = STEPS, buddy_every: int | str = "auto", text: Path | None = None
+        self, directory: Path, steps: int = STEPS, replicate_every: int | str = "auto", text: Path | None = None
     ) -> None:
         super().__init__(directory)
         values = self.values(self.model(blocks=2))
@@ -46,7 +46,7 @@ class Elastic(Workshop):
         # One pipeline with fixed micro-batches computes the same bits however it is cut.
         plan = {"allow_idle": False, "pipelines": 1}
         self.steps = steps
-        checkpoint = {"every": 1, "keep": 2, "buddy_every": buddy_every}
+        checkpoint = {"every": 1, "keep": 2, "replicate_every": replicate_every}
         self.file = self.job("job", values, train={"steps": steps}, plan=plan, checkpoint=checkpoint)
 
     def command(self, run: Path, ranks: int, *options: str) -> list[str]:
@@ -255,8 +255,8 @@ def hosts_of_starts(run: Path, rack: Rack) -> list[list[str]]:
 @pytest.mark.long
 def test_a_host_without_power_whose_disk_held_the_checkpoints(tmp_path: Path) -> None:
     """Every host has a run directory of its own. The one that leads is gone for good, and no connection is closed towards the
-    others: they go on from the copies that it and they have left on the disks of buddies, and end as an undisturbed run."""
-    job, runs = Elastic(tmp_path, buddy_every=2), tmp_path / "runs"
+    others: they go on from the copies that it and they have left on the disks of peers, and end as an undisturbed run."""
+    job, runs = Elastic(tmp_path, replicate_every=2), tmp_path / "runs"
     with (
         Cluster(tmp_path / "rack", ("hB", "hA", "hC"), own=runs) as rack,
         rack.start(job, runs / "run", "--heartbeat-timeout", "4") as running,
@@ -286,7 +286,7 @@ def test_a_host_without_power_whose_disk_held_the_checkpoints(tmp_path: Path) ->
 def test_hosts_that_cannot_read_the_data_do_not_lead(tmp_path: Path) -> None:
     """The data is on the disk that is lost: each host that is left is tried, and then the run ends and says what is amiss."""
     runs = tmp_path / "runs"
-    job = Elastic(tmp_path, steps=100_000, buddy_every=2, text=runs / "text.txt")
+    job = Elastic(tmp_path, steps=100_000, replicate_every=2, text=runs / "text.txt")
     with Cluster(tmp_path / "rack", ("hB", "hA", "hC"), own=runs) as rack:
         shutil.copy(job.text, rack.disks["hB"] / "text.txt")
         with rack.start(job, runs / "run", "--heartbeat-timeout", "4") as running:

@@ -19,7 +19,7 @@ from hetero_mpi.comm.ranks.library import MPICH, MpiLibrary
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.launch.launcher.launcher import Launcher, outliving_ranks
 from hetero_mpi.report.run_files.metrics import read_metrics
-from hetero_mpi.state.copies import CopyCosts, buddies, newest_whole, steps_between
+from hetero_mpi.state.copies import CopyCosts, newest_whole, peers, steps_between
 from tests.launch.test_elastic import Cluster, Elastic, events
 from tests.support.long_run import LongRun, Running
 from tests.support.mpi import launcher_or_skip, run_bounded, run_mpi
@@ -39,8 +39,8 @@ STEPS = 150
         ([8], "a", {}),
     ],
 )
-def test_a_buddy_is_on_another_host_and_has_room(sizes: list[int], hosts: str, expected: dict[int, int]) -> None:
-    assert buddies(sizes, list(hosts)) == expected
+def test_a_peer_is_on_another_host_and_has_room(sizes: list[int], hosts: str, expected: dict[int, int]) -> None:
+    assert peers(sizes, list(hosts)) == expected
 
 
 def test_the_newest_generation_that_is_whole() -> None:
@@ -166,7 +166,7 @@ def test_the_leader_dies_and_the_other_rank_goes_on_np2(tmp_path: Path) -> None:
 def test_two_deaths_in_one_run_one_of_them_the_leader_np4(job: LongRun, undisturbed: list[float]) -> None:
     """Rank 1 holds a stage; rank 0 leads, reads the data and writes the files; ranks 2 and 3 were idle by the first plan."""
     run = job.directory / "two-deaths"
-    with job.started(*start(job, run, "--set", "checkpoint.buddy_every=2"), run) as running:
+    with job.started(*start(job, run, "--set", "checkpoint.replicate_every=2"), run) as running:
         running.wait_for_steps(5)
         kill(running, 1)
         running.wait_for("more steps", lambda: newest_step(run) >= 60)
@@ -206,7 +206,7 @@ def test_any_ranks_at_any_moment_until_one_is_left_np4(job: LongRun, undisturbed
 
 @pytest.mark.long
 def test_without_a_living_copy_the_newest_checkpoint_serves_np4(job: LongRun, undisturbed: list[float]) -> None:
-    """The two ranks with stages are each other's buddies, and die together."""
+    """The two ranks with stages are each other's peers, and die together."""
     run = job.directory / "both"
     with job.started(*start(job, run, "--set", "checkpoint.every=10"), run) as running:
         running.wait_for_steps(25)
@@ -220,7 +220,7 @@ def test_without_a_living_copy_the_newest_checkpoint_serves_np4(job: LongRun, un
 @pytest.mark.long
 def test_with_nothing_left_the_run_begins_anew_np4(job: LongRun, undisturbed: list[float]) -> None:
     run = job.directory / "nothing"
-    with job.started(*start(job, run, "--set", "checkpoint.buddy_every=0"), run) as running:
+    with job.started(*start(job, run, "--set", "checkpoint.replicate_every=0"), run) as running:
         running.wait_for_steps(10)
         kill(running, 1)
         assert running.end() == 0, running.text()

@@ -36,5 +36,5 @@ class PlanRequest:
     memory_reserve: float = 0.05
     """Share of every device's usable memory that is kept free."""
     copy_bytes_per_trainable_parameter: float = 0.0
-    """Host memory for copies of the trained state (snapshots of checkpoints, copies for and of buddies) that the run makes where
+    """Host memory for copies of the trained state (snapshots of checkpoints, copies for and of peers) that the run makes where
     there is room."""

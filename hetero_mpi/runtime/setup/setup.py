@@ -269,7 +269,7 @@ def subject_of(setup: RunSetup) -> tuple[Subject, str]:
 
 def planning_request(setup: RunSetup, profile: ClusterProfile, ranks: int = 0) -> PlanRequest:
     """What the planner is asked. Local. ``ranks``: for so many the measured micro-batches were chosen; 0: all there are."""
-    generations = generations_in_memory(setup.job.checkpoint.buddy_every)
+    generations = generations_in_memory(setup.job.checkpoint.replicate_every)
     dropout = setup.tuning.uses_dropout(setup.chain)
     request = request_of(setup.loaded, ranks or setup.world.size, dropout, generations)
     return replace(request, sequence_length=profile.model.sequence_length)
