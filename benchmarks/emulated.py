@@ -6,7 +6,7 @@ RTX 5090 + Strix Halo and M4 Max + 2 TITAN X from ``profiles/``, eight mixed dev
 Ethernet, and four and six cards in two and in four hosts, all derived from data sheets by the rules of ``profile_parts``. A
 Llama with hidden size 32 stands in for their models, with as many blocks. ``train`` plans each as it would for a user, so that
 they are run as one, two and three pipelines. For the four cards in two hosts, a plan by hand of one pipeline in each host is
-run too, to have unlike cuts and sums of gradients over a slow link. Every forward and backward lasts at least some 10 ms.
+run too, to have unlike cuts and gradient all-reduces over a slow link. Every forward and backward lasts at least some 10 ms.
 
 Printed, in seconds of the emulated cluster: the bound that nothing can beat (total work over total speed, ``fluid_bound_s``); the
 limit that whole items, whole sequences and filling set to any plan, with links at no cost (``packing_bound_s``); the prediction;

@@ -62,7 +62,7 @@ BYTES_PER_S = {
     ("Titan-RTX", "Titan-RTX"): 2.94e9,
 }
 """Between nodes of these GPUs, large messages: ``sailor/providers/mit/bandwidth_sockets.json`` of the publication."""
-NETWORK = Network(blocking_sends=True, shared_nic=True, late_sums=True)
+NETWORK = Network(blocking_sends=True, shared_nic=True, late_all_reduce=True)
 """The engine sends from the stream that computes and sums gradients after the last backward; a message is cut over all GPUs
 of a node (each sends its share), so that the node's card carries it once."""
 APART = replace(NETWORK, shared_nic=False)

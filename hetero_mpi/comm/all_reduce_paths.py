@@ -1,4 +1,4 @@
-"""Which way a sum's numbers take between the ranks of a group. Pure, since the planner prices the same way.
+"""Which way an all-reduce's numbers take between the ranks of a group. Pure, since the planner prices the same way.
 
 Direct exchange takes two hops, but of h ranks on one host every one sends to every rank elsewhere: ``h (n - h)`` of 1/n of the
 bytes leave the host per hop, through its one NIC. A ring that visits host after host leaves each host once per hop: ``n - 1``

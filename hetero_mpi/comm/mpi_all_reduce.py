@@ -1,6 +1,6 @@
-"""Sums over a group of ranks, by messages that the transport's own polling moves.
+"""All-reduces over a group of ranks, by messages that the transport's own polling moves.
 
-The numbers are cut into pieces, each piece into one segment per member. ``sum_paths`` says which of two ways they take.
+The numbers are cut into pieces, each piece into one segment per member. ``all_reduce_paths`` says which of two ways they take.
 
 Directly: every member sends each segment to its owner, the owner adds what it gets in the order of the ranks, and sends the
 result back to all::
@@ -35,7 +35,7 @@ import numpy as np
 from hetero_mpi.comm import huge_pages
 from hetero_mpi.comm.all_reduce_paths import ring_of
 from hetero_mpi.comm.mpi_progress import MpiProgress
-from hetero_mpi.comm.transport import Group, Numbers, Sum
+from hetero_mpi.comm.transport import AllReduce, Group, Numbers
 
 PIECE_NUMBERS = 1 << 20
 """4 MiB: large enough that messages cost nothing, small enough to add in the cache while the next piece travels."""
@@ -48,8 +48,8 @@ _ALIGNMENT = 16
 """Segments begin at multiples of a cache line."""
 
 
-class GroupSums:
-    """The sums of one group, first started first. ``comm`` is used by sums alone; ``hosts``: of the group's ranks."""
+class GroupAllReduce:
+    """The all-reduces of one group, first started first. ``comm`` is theirs alone; ``hosts``: of the group's ranks."""
 
     def __init__(self, progress: MpiProgress, comm: Any, rank: int, group: Group, hosts: Sequence[str]) -> None:
         assert 0 <= group.number < MOST_GROUPS, f"group numbers go up to {MOST_GROUPS - 1}"
@@ -64,12 +64,12 @@ class GroupSums:
         self._waiting: deque[_DirectPiece | _RingPiece] = deque()
         self._begun = 0
         self._under_way = 0
-        self._pieces_left: dict[Sum, int] = {}
+        self._pieces_left: dict[AllReduce, int] = {}
         self._scratch: list[Numbers] = []
         self._room = 0
 
-    def start(self, request: Sum) -> None:
-        """Begin a sum, or queue it behind the group's others."""
+    def start(self, request: AllReduce) -> None:
+        """Begin an all-reduce, or queue it behind the group's others."""
         self.progress.begin(request)
         numbers: Numbers = request.buffer
         if self.size == 1:
@@ -117,49 +117,51 @@ def _segments(numbers: Numbers, members: int) -> list[Numbers]:
 
 
 class _DirectPiece:
-    """A range of a sum's numbers, a segment of which belongs to each member."""
+    """A range of an all-reduce's numbers, a segment of which belongs to each member."""
 
-    def __init__(self, sums: GroupSums, request: Sum, numbers: Numbers) -> None:
-        self.sums, self.request = sums, request
-        self._segments = _segments(numbers, sums.size)
-        self._own = self._segments.pop(sums.position)
+    def __init__(self, all_reduce: GroupAllReduce, request: AllReduce, numbers: Numbers) -> None:
+        self.all_reduce, self.request = all_reduce, request
+        self._segments = _segments(numbers, all_reduce.size)
+        self._own = self._segments.pop(all_reduce.position)
         self.scratch: Numbers = np.empty(0, np.float32)
-        self._contributions_left = self._results_left = self._sends_left = len(sums.others)
+        self._contributions_left = self._results_left = self._sends_left = len(all_reduce.others)
         self._tag = 0
 
     def begin(self, tag: int) -> None:
         """The first hop: contributions to the owners of their segments. ``tag + 1`` is the second hop's."""
-        sums, progress = self.sums, self.sums.progress
+        all_reduce, progress = self.all_reduce, self.all_reduce.progress
         self._tag = tag
-        self.scratch = sums.take_scratch(self._own.size * len(sums.others))
-        for other, row in zip(sums.others, self._rows(), strict=True):
-            progress.receive(sums.comm, self.request, row, other, tag, self._contribution_has_come)
-        for other, segment in zip(sums.others, self._segments, strict=True):
+        self.scratch = all_reduce.take_scratch(self._own.size * len(all_reduce.others))
+        for other, row in zip(all_reduce.others, self._rows(), strict=True):
+            progress.receive(all_reduce.comm, self.request, row, other, tag, self._contribution_has_come)
+        for other, segment in zip(all_reduce.others, self._segments, strict=True):
             then = partial(self._contribution_has_left, other, segment)
-            progress.send(sums.comm, self.request, segment, other, tag, then)
+            progress.send(all_reduce.comm, self.request, segment, other, tag, then)
 
     def _rows(self) -> Numbers:
         """Others' contributions to the own segment, by rank."""
-        count = len(self.sums.others)
+        count = len(self.all_reduce.others)
         return self.scratch[: self._own.size * count].reshape(count, self._own.size)
 
     def _contribution_has_left(self, other: int, segment: Numbers) -> None:
         # Not earlier: MPI forbids to receive into what is still being sent.
-        sums = self.sums
-        sums.progress.receive(sums.comm, self.request, segment, other, self._tag + 1, self._result_has_come)
+        all_reduce = self.all_reduce
+        all_reduce.progress.receive(all_reduce.comm, self.request, segment, other, self._tag + 1, self._result_has_come)
 
     def _contribution_has_come(self) -> None:
         self._contributions_left -= 1
         if self._contributions_left:
             return
         self._add()
-        sums = self.sums
-        for other in sums.others:
-            sums.progress.send(sums.comm, self.request, self._own, other, self._tag + 1, self._result_has_left)
+        all_reduce = self.all_reduce
+        for other in all_reduce.others:
+            all_reduce.progress.send(
+                all_reduce.comm, self.request, self._own, other, self._tag + 1, self._result_has_left
+            )
 
     def _add(self) -> None:
         """``own = ((r0 + r1) + ...)``; the own contribution has its place in that order."""
-        rows, position = self._rows(), self.sums.position
+        rows, position = self._rows(), self.all_reduce.position
         if position > 0:
             for row in rows[1:position]:
                 np.add(rows[0], row, out=rows[0])
@@ -177,20 +179,20 @@ class _DirectPiece:
 
     def _finish_if_done(self) -> None:
         if self._results_left == 0 and self._sends_left == 0:
-            self.sums.finish(self)
+            self.all_reduce.finish(self)
 
 
 class _RingPiece:
-    """A range of a sum's numbers, a segment of which is sent to the next member in every hop.
+    """A range of an all-reduce's numbers, a segment of which is sent to the next member in every hop.
 
     In hop t the member at position p sends segment p - t and receives segment p - t - 1 (modulo the members). In the first
     half of the hops the latter is added to its own, in the second half it is whole and takes its place.
     """
 
-    def __init__(self, sums: GroupSums, request: Sum, numbers: Numbers) -> None:
-        self.sums, self.request = sums, request
-        self._segments = _segments(numbers, sums.size)
-        self._half = sums.size - 1
+    def __init__(self, all_reduce: GroupAllReduce, request: AllReduce, numbers: Numbers) -> None:
+        self.all_reduce, self.request = all_reduce, request
+        self._segments = _segments(numbers, all_reduce.size)
+        self._half = all_reduce.size - 1
         self._left = [False] * (2 * self._half)
         """Which hops' segments have been sent."""
         self._hop = 0
@@ -202,31 +204,35 @@ class _RingPiece:
     def begin(self, tag: int) -> None:
         """The first hop. All hops use the same tag: they follow one another from each member to the next."""
         self._tag = tag
-        self.scratch = self.sums.take_scratch(self._segments[0].size)
+        self.scratch = self.all_reduce.take_scratch(self._segments[0].size)
         self._announce()
         self._send(0)
 
     def _segment(self, number: int) -> Numbers:
-        return self._segments[number % self.sums.size]
+        return self._segments[number % self.all_reduce.size]
 
     def _send(self, hop: int) -> None:
-        sums, segment = self.sums, self._segment(self.sums.position - hop)
-        sums.progress.send(sums.comm, self.request, segment, sums.ahead, self._tag, partial(self._has_left, hop))
+        all_reduce, segment = self.all_reduce, self._segment(self.all_reduce.position - hop)
+        all_reduce.progress.send(
+            all_reduce.comm, self.request, segment, all_reduce.ahead, self._tag, partial(self._has_left, hop)
+        )
 
     def _announce(self) -> None:
         """Be ready for the next segment, once there is room for it: MPI forbids to receive into what is still being sent."""
-        arriving = self._segment(self.sums.position - self._hop - 1)
+        arriving = self._segment(self.all_reduce.position - self._hop - 1)
         if self._hop < self._half:
             arriving = self.scratch[: arriving.size]
         elif not self._left[self._hop - self._half]:
             return
         self._announced = True
-        sums = self.sums
-        sums.progress.receive(sums.comm, self.request, arriving, sums.behind, self._tag, self._has_come)
+        all_reduce = self.all_reduce
+        all_reduce.progress.receive(
+            all_reduce.comm, self.request, arriving, all_reduce.behind, self._tag, self._has_come
+        )
 
     def _has_come(self) -> None:
         if self._hop < self._half:
-            own = self._segment(self.sums.position - self._hop - 1)
+            own = self._segment(self.all_reduce.position - self._hop - 1)
             np.add(self.scratch[: own.size], own, out=own)
         self._hop += 1
         self._announced = False
@@ -243,4 +249,4 @@ class _RingPiece:
 
     def _finish_if_done(self) -> None:
         if self._hop == 2 * self._half and all(self._left):
-            self.sums.finish(self)
+            self.all_reduce.finish(self)

@@ -1,6 +1,6 @@
 """Moving bytes between ranks, and summing over them, beside the computation: the contract that all transports keep.
 
-Bytes and tags, nothing about models. A message's buffer is a one-dimensional, contiguous ``uint8`` numpy array, a sum's a
+Bytes and tags, nothing about models. A message's buffer is a one-dimensional, contiguous ``uint8`` numpy array, an all-reduce's a
 one-dimensional, contiguous ``float32`` one. It belongs to the transport from the call until ``wait`` returns: it is sent
 from, received into, and summed in, where it lies.
 
@@ -9,15 +9,15 @@ from, received into, and summed in, where it lies.
   receives early.
 * A message must be exactly as long as the buffer that receives it; the receiver's ``wait`` raises if it is not. (That tells a
   defect, it does not undo it: Open MPI 5.0 writes beyond the buffer when a message of some 100 KB or more is too long.)
-* All members of a group start its sums in the same order and with equal lengths. Sums of different groups, and messages, may
-  be under way at the same time.
-* A sum adds in the order of the group's ranks, ``((r0 + r1) + r2) + ...``, element by element in fp32: every member gets
-  the same bits, whatever arrives first and however the elements are divided among sums. Only where a group has several
+* All members of a group start its all-reduces in the same order and with equal lengths. All-reduces of
+  different groups, and messages, may be under way at the same time.
+* An all-reduce adds in the order of the group's ranks, ``((r0 + r1) + r2) + ...``, element by element in fp32: every member gets
+  the same bits, whatever arrives first and however the elements are divided among all-reduces. Only where a group has several
   ranks on one of several hosts, a transport may add in an order that depends on the element's place; then too every member
   gets the same bits, and again the same ones whenever as many numbers are summed over the same ranks and hosts.
-* A send or a sum may be *held back* until its bytes are there (``ready``), a receive or a sum may say when they have come
-  (``arrived``): both are called by whatever thread looks after the messages, and must be quick. Sends of one (destination, tag)
-  leave in order all the same, and sums of one group start in order.
+* A send or an all-reduce may be *held back* until its bytes are there (``ready``), a receive or all-reduce may say when they
+  have come (``arrived``): both are called by the thread that moves the messages, and must be quick. Sends of one (destination, tag)
+  leave in order all the same, and all-reduces of one group start in order.
 * Requests are made by one thread; any may ask whether they are complete.
 * Whatever goes wrong with a request is raised by ``wait`` for it.
 """
@@ -114,8 +114,8 @@ class Message(Request):
         return f"{self.kind} of {self.buffer.size} bytes {direction} rank {self.peer}, tag {self.tag}"
 
 
-class Sum(Request):
-    """A sum over ``group``, in place."""
+class AllReduce(Request):
+    """An all-reduce over ``group``, in place."""
 
     def __init__(
         self, group: Group, buffer: Numbers, ready: Ready | None = None, arrived: Arrived | None = None
@@ -154,15 +154,15 @@ class Transport(Protocol):
         ...
 
     def dissolve(self, group: Group) -> None:
-        """The group sums no more, and its number is free again. Every member calls it, with no sum of it under way on any."""
+        """The group's number is free again. Every member calls it, with no all-reduce of the group under way on any."""
         ...
 
     def all_reduce(
         self, group: Group, buffer: Numbers, ready: Ready | None = None, arrived: Arrived | None = None
     ) -> Request:
-        """Start to replace the buffer's numbers by their sums over the group's members, once ``ready()`` says that they are there.
+        """Start to replace the buffer's numbers by their sums over the members, once ``ready()`` says that they are there.
 
-        ``arrived`` is called when the sums are, before the request is complete; never if anything went wrong.
+        ``arrived`` is called when the sums are there, before the request is complete; never if anything went wrong.
         """
         ...
 
@@ -251,6 +251,8 @@ def length_problem(expected: int, arrived: int) -> TransportError:
     )
 
 
-def sum_length_problem() -> TransportError:
-    """The error for members that start sums of different lengths, or in different orders."""
-    return TransportError("the members do not agree on the length: all must start the group's sums in the same order")
+def all_reduce_length_problem() -> TransportError:
+    """The error for members that start all-reduces of different lengths, or in different orders."""
+    return TransportError(
+        "the members do not agree on the length: all must start the group's all-reduces in the same order"
+    )

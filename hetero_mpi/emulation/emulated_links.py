@@ -9,10 +9,10 @@ The real transfer is hidden in that time, if it is the shorter one.
   ``planning.types.network.Network(shared_nic=True)`` says. The times until which NICs are taken lie in a file that the ranks of
   one real host map into memory (``emulated_cards``), so ranks on different real hosts do not see each other's messages:
   each real host's ranks share a NIC of their own.
-* A sum lasts as long as the profile says, counted from the moment when its last member started it, and the NICs of all its
+* An all-reduce lasts as long as the profile says, counted from the moment when its last member started it, and the NICs of all its
   hosts are free, if it has several: every member sends its own moment to the others, and whoever first sees that all have
-  come takes the NICs, in both directions, until the sum's end; the others look that end up. So sums take NICs in the
-  order in which they are noticed, nearly that in which they begin. A rank takes part in one sum at a time, first
+  come takes the NICs, in both directions, until the all-reduce's end; the others look that end up. So all-reduces take NICs in the
+  order in which they are noticed, nearly that in which they begin. A rank takes part in one all-reduce at a time, first
   started first.
 * Moments are read off the sender's clock. Ranks of one host share a clock; between hosts the clocks are compared once,
   by ping-pong, to about half the variation of a round trip (clocks then drift apart, by milliseconds per minute at worst).
@@ -28,19 +28,19 @@ import numpy as np
 
 from hetero_mpi.comm.precise_sleep import Sleeper
 from hetero_mpi.comm.ranks.world import World
-from hetero_mpi.comm.transport import Arrived, Buffer, Group, Message, Numbers, Ready, Request, Sum, Transport
+from hetero_mpi.comm.transport import AllReduce, Arrived, Buffer, Group, Message, Numbers, Ready, Request, Transport
 from hetero_mpi.emulation.emulated_nics import Nics
 
 STAMP_TAG = 1 << 14
 """Added to a message's tag for the moment that goes with it; MPI promises tags up to 32767."""
 _PING_TAG = STAMP_TAG - 1
 _SUM_TAG = STAMP_TAG - 2
-"""Less a group's number: for the moments at which its members start sums."""
+"""Less a group's number: for the moments at which its members start all-reduces."""
 _PINGS = 20
 
 Delay = Callable[[int, int, int], float]
 """(source rank, destination rank, bytes of the message) -> seconds that it takes."""
-SumTime = Callable[[tuple[int, ...], int], float]
+AllReduceTime = Callable[[tuple[int, ...], int], float]
 """(ranks of the group, bytes that are summed) -> seconds that it takes."""
 Clock = Callable[[], float]
 
@@ -74,8 +74,8 @@ class _Held(Message):
         return all(part.completed for part in self.parts) and time.perf_counter() >= self.moment_s
 
 
-class _HeldSum(Sum):
-    """A sum with the moments of its members, after the one that this rank started before it."""
+class _HeldAllReduce(AllReduce):
+    """An all-reduce with the moments of its members, after the one that this rank started before it."""
 
     def __init__(
         self,
@@ -84,9 +84,9 @@ class _HeldSum(Sum):
         starts: Sequence[_Start],
         own_offset_s: float,
         ends_s: SumEnd,
-        before: _HeldSum | None,
+        before: _HeldAllReduce | None,
     ) -> None:
-        assert isinstance(request, Sum), "transports make sums"
+        assert isinstance(request, AllReduce), "transports make all-reduces"
         super().__init__(request.group, request.buffer)
         self.parts = (request, *parts)
         self.before = before
@@ -121,7 +121,7 @@ class EmulatedTransport(Transport):
         delay_s: seconds of a message by itself.
         nics: NICs shared by ranks; None: every pair of ranks has a link to itself.
         offsets_s: each rank's clock minus rank 0's, as ``clock_offset_s`` says.
-        sum_s: seconds of a sum by itself.
+        all_reduce_s: seconds of an all-reduce by itself.
     """
 
     def __init__(
@@ -132,12 +132,12 @@ class EmulatedTransport(Transport):
         nics: Nics | None,
         offsets_s: Sequence[float],
         sleeper: Sleeper,
-        sum_s: SumTime = lambda ranks, size_bytes: 0.0,
+        all_reduce_s: AllReduceTime = lambda ranks, size_bytes: 0.0,
     ) -> None:
-        self.inner, self.rank, self.delay_s, self.nics, self.sum_s = inner, rank, delay_s, nics, sum_s
+        self.inner, self.rank, self.delay_s, self.nics, self.all_reduce_s = inner, rank, delay_s, nics, all_reduce_s
         self._offsets_s, self._sleeper = dict(enumerate(offsets_s)), sleeper
         self._link_free_s: dict[int, float] = {}
-        self._last_sum: _HeldSum | None = None
+        self._last_all_reduce: _HeldAllReduce | None = None
 
     def post_receive(self, source: int, tag: int, buffer: Buffer, arrived: Arrived | None = None) -> Request:
         request = self.inner.post_receive(source, tag, buffer, arrived)
@@ -173,15 +173,15 @@ class EmulatedTransport(Transport):
                 stamp = np.empty(8, np.uint8)
                 starts.append((stamp, self._offsets_s.get(other, 0.0)))
                 parts += (self.inner.post_receive(other, tag, stamp), self.inner.send(other, tag, own))
-        sum_s = self.sum_s(group.ranks, buffer.nbytes)
+        all_reduce_s = self.all_reduce_s(group.ranks, buffer.nbytes)
 
         def ends_s(begun_s: float, earliest_s: float) -> float:
-            if self.nics is None or sum_s == 0:
-                return earliest_s + sum_s
-            return self.nics.book_sum(group, begun_s, earliest_s, sum_s)
+            if self.nics is None or all_reduce_s == 0:
+                return earliest_s + all_reduce_s
+            return self.nics.reserve_all_reduce(group, begun_s, earliest_s, all_reduce_s)
 
-        held = _HeldSum(request, parts, starts, own_offset_s, ends_s, self._last_sum)
-        self._last_sum = held
+        held = _HeldAllReduce(request, parts, starts, own_offset_s, ends_s, self._last_all_reduce)
+        self._last_all_reduce = held
         return held
 
     def _offset_s(self, other: int) -> float:
@@ -192,7 +192,7 @@ class EmulatedTransport(Transport):
         duration_s = self.delay_s(self.rank, destination, size_bytes)
         earliest_s = max(time.perf_counter(), self._link_free_s.get(destination, 0.0))
         if self.nics is not None:
-            end_s = self.nics.book(self.rank, destination, earliest_s, duration_s)
+            end_s = self.nics.reserve(self.rank, destination, earliest_s, duration_s)
         else:
             end_s = earliest_s + duration_s
         self._link_free_s[destination] = end_s
@@ -200,12 +200,12 @@ class EmulatedTransport(Transport):
 
     def wait(self, request: Request) -> None:
         """Returns when the message has been moved and its moment has come, for sender and receiver."""
-        assert isinstance(request, (_Held, _HeldSum)), "a request is waited for where it was made"
+        assert isinstance(request, (_Held, _HeldAllReduce)), "a request is waited for where it was made"
         self._wait_until_moved(request)
         self._sleeper.until(request.moment_s)
 
-    def _wait_until_moved(self, request: _Held | _HeldSum) -> None:
-        if isinstance(request, _HeldSum) and request.before is not None:
+    def _wait_until_moved(self, request: _Held | _HeldAllReduce) -> None:
+        if isinstance(request, _HeldAllReduce) and request.before is not None:
             self._wait_until_moved(request.before)
         for part in request.parts:
             self.inner.wait(part)

@@ -2,7 +2,7 @@
 
 ``[cluster] emulate = PROFILE``. The profile's model is what is planned; the job's model, with as many blocks, is what is
 computed. Every forward, backward (whole or in parts) and optimizer step runs its real arithmetic and then waits until
-``durations.duration`` times ``[cluster] time_scale`` has passed; messages and sums are held back by ``emulation.emulated_links``.
+``durations.duration`` times ``[cluster] time_scale`` has passed; ``emulation.emulated_links`` delays messages and all-reduces.
 The profile is looked at through ``NETWORK`` once, when it is read: planner, prediction and ranks see the same NICs.
 Nothing else differs from a run without emulation: losses have the same bits.
 """
@@ -95,15 +95,15 @@ class ActionPacer:
         """The number of the step that runs: devices may change their speed."""
         self._step = step
 
-    def begin_sum(self, item: int) -> None:
-        """Whose gradients this rank is about to sum; ``sum_s`` is asked for it."""
+    def begin_all_reduce(self, item: int) -> None:
+        """Whose gradients this rank is about to sum; ``all_reduce_s`` is asked for it."""
         self._summed_item = item
 
     def go_on_from(self, before: ActionPacer) -> None:
         """Count on, after a change of plans."""
         self.actions, self.late, self.late_s = before.actions, before.late, before.late_s
 
-    def sum_s(self, ranks: tuple[int, ...], size_bytes: int) -> float:
+    def all_reduce_s(self, ranks: tuple[int, ...], size_bytes: int) -> float:
         """Seconds of wall clock that the sum of the item named last is to last. The stand-in's bytes do not matter."""
         emulated_bytes = summed_bytes(self._profile.model, self._summed_item)
         if emulated_bytes == 0:
@@ -262,7 +262,7 @@ def emulate(
     row_bytes = own * chain.config.hidden_size * DTYPES[loaded.job.train.dtype].itemsize
 
     def links(delay_s: Delay, nics: Nics) -> EmulatedTransport:
-        return EmulatedTransport(transport, world.rank, delay_s, nics, offsets_s, sleeper, pace.sum_s)
+        return EmulatedTransport(transport, world.rank, delay_s, nics, offsets_s, sleeper, pace.all_reduce_s)
 
     return Emulation(
         profile,

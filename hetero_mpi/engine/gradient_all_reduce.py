@@ -1,8 +1,8 @@
-"""Sums of the gradients of items that several ranks hold, started while the last backward still runs.
+"""All-reduces of the gradients of items that several ranks hold, started while the last backward still runs.
 
 Every such item has one flat fp32 buffer, whose views are its parameters' gradients. As backward finishes an item, the last
 one first, its buffer is summed where it lies (on CPU ranks) or in a copy in host memory, over exactly the ranks that hold
-it; REDUCE waits for that. All members of a group start its sums in this one order, and no start waits for another rank, so
+it; REDUCE waits for that. All members of a group start its all-reduces in this one order, and no start waits for another rank, so
 nothing can deadlock. Copies go and come beside what the device computes: nobody waits for one before REDUCE.
 
 The matrix of a tied model belongs to item 0. Within each pipeline the head's rank sends its share of the gradient to the
@@ -38,8 +38,8 @@ def shared_items(plan: Plan, schedule: Schedule, tuning: Tuning) -> dict[int, tu
     return dict(sorted(found.items(), reverse=True))
 
 
-class GradientSums:
-    """A rank's part in the sums of a step.
+class GradientAllReduce:
+    """A rank's part in the all-reduces of a step.
 
     Args:
         rank: this rank's number in the plan.
@@ -47,8 +47,8 @@ class GradientSums:
         shared: as ``shared_items`` says, of the whole plan.
         tied: its end of the matrix, if that is tied and trained.
         optimizer: holds the gradients.
-        transport: of messages and sums.
-        pace: in an emulation, told which item's sum starts. A rank then sums one item at a time, as simulated.
+        transport: of messages and all-reduces.
+        pace: in an emulation, told which item's all-reduce starts. A rank then sums one item at a time, as simulated.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class GradientSums:
         self.transport, self.pace = transport, pace
         groups, backend = _groups(rank, shared, transport), optimizer.stage.backend
         out, back = backend.copying(), backend.copying()  # two: what is summed waits for no later item's backward
-        self._sums = {
-            item: _Sum(groups[ranks], optimizer.flat_gradients(item), backend, out, back)
+        self._all_reduces = {
+            item: _LayerAllReduce(groups[ranks], optimizer.flat_gradients(item), backend, out, back)
             for item, ranks in shared.items()
             if rank in ranks
         }
@@ -88,27 +88,27 @@ class GradientSums:
     def reduce(self, item: int) -> None:
         """Return when the gradients of ``item`` are those of all ranks that hold it."""
         self._start_down_to(0)  # backward is over: all are whole
-        if item in self._sums:
+        if item in self._all_reduces:
             self._complete(item)
 
     def end(self) -> None:
         """Before the optimizer's step: what needs no REDUCE, and the books."""
         if self.tied is not None:
             self.tied.end()
-        for item, own in self._sums.items():
+        for item, own in self._all_reduces.items():
             self._complete(item)
             own.end()
 
     def dissolve(self) -> None:
         """No step follows: the transport may use the groups' numbers for others."""
-        for group in {own.group for own in self._sums.values()}:
+        for group in {own.group for own in self._all_reduces.values()}:
             self.transport.dissolve(group)
 
     def _start_down_to(self, item: int) -> None:
-        """Start the sums of this item and of later ones, in the common order. An emulated rank sums one at a time: it starts
+        """Start the all-reduces of this item and of later ones, in the common order. An emulated rank sums one at a time: it starts
         none while one of another group is under way."""
         under_way: set[Group] = set()
-        for other, own in self._sums.items():
+        for other, own in self._all_reduces.items():
             if other < item:
                 return
             if own.request is None:
@@ -123,18 +123,18 @@ class GradientSums:
         if item == 0 and self.tied is not None:
             self.tied.join()
         if self.pace is not None:
-            self.pace.begin_sum(item)
-        self._sums[item].start(self.transport)
+            self.pace.begin_all_reduce(item)
+        self._all_reduces[item].start(self.transport)
 
     def _complete(self, item: int) -> None:
-        """Wait for an item's sum, once; nothing if that has been done."""
-        own = self._sums[item]
+        """Wait for an item's all-reduce, once; nothing if that has been done."""
+        own = self._all_reduces[item]
         if own.request is None:
             self._start(item)
         own.wait(self.transport)
 
 
-class _Sum:
+class _LayerAllReduce:
     """The gradients of an item, and where they are summed: in place on CPU ranks, else in a copy in host memory."""
 
     def __init__(self, group: Group, gradients: torch.Tensor, backend: Backend, out: Copying, back: Copying) -> None:

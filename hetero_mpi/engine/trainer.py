@@ -1,4 +1,4 @@
-"""One rank's training state and the steps it takes: actions, sums of gradients, the common step decision, the optimizer."""
+"""One rank's training state and the steps it takes: actions, gradient all-reduces, the common step decision, the optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetero_mpi.comm.transport import Transport
 from hetero_mpi.device.backend import DTYPES, Backend
 from hetero_mpi.emulation.pace import Emulation
 from hetero_mpi.engine.executor import Executor, StepData
-from hetero_mpi.engine.gradient_all_reduce import GradientSums, shared_items
+from hetero_mpi.engine.gradient_all_reduce import GradientAllReduce, shared_items
 from hetero_mpi.engine.out_of_memory import memory_explained
 from hetero_mpi.engine.placement import Tokens, evaluation_shares, holders, place_of, slots, training_share
 from hetero_mpi.engine.tied import TiedEnds, TiedMatrix
@@ -138,7 +138,7 @@ class Trainer:
         if self.chain.tied is not None and self.tuning.full and self.rank in ends:
             tied = TiedEnds(*ends, self.chain.tied[1])
             self.tied = TiedMatrix(self.rank, tied, self.optimizer, self.end_transport, pace is not None)
-        self.sums = GradientSums(
+        self.all_reduce = GradientAllReduce(
             self.rank, self.plan.layers - 1, shared, self.tied, self.optimizer, self.end_transport, pace
         )
         self.executor = Executor(
@@ -148,7 +148,7 @@ class Trainer:
             schedule[self.rank],
             self.transport,
             {Op.REDUCE: self._reduce, Op.STEP: self._finish_step},
-            self.sums.finished,
+            self.all_reduce.finished,
             self.emulation,
         )
         self.backend.begin_peak()
@@ -184,7 +184,7 @@ class Trainer:
             self.emulation.pace.begin_step(step)
         share = training_share(self.plan, self.place.pipeline, tokens, targets)
         self.optimizer.zero()
-        self.sums.begin()
+        self.all_reduce.begin()
         data = self._data(step, share.tokens, share.targets, share.sizes, share.first_samples, target_tokens)
         with memory_explained(self._action, self._memory, self.backend):
             events = self.executor.run(data)
@@ -214,7 +214,7 @@ class Trainer:
     def close(self) -> None:
         """No step follows: another trainer may use the transport. Called by every active rank."""
         if self.executor is not None:
-            self.sums.dissolve()
+            self.all_reduce.dissolve()
 
     def parameter(self, name: str) -> torch.Tensor:
         """The fp32 value of a parameter or constant of this rank, in host memory."""
@@ -287,11 +287,11 @@ class Trainer:
 
     def _reduce(self, action: Action) -> None:
         assert action.item is not None
-        self.sums.reduce(action.item)
+        self.all_reduce.reduce(action.item)
 
     def _finish_step(self, action: Action) -> None:
         assert self.executor is not None and self.optimizer is not None and self.place is not None
-        self.sums.end()
+        self.all_reduce.end()
         self.executor.flush()
         first = self._loss_slots[self.place.pipeline]
         shares = torch.stack(self.executor.losses).tolist() if self.executor.losses else []

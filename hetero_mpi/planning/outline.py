@@ -1,6 +1,6 @@
 """What a simulated step comes to, without its events: as ``simulator.simulate`` has it to the last bit, many times as fast.
 
-Where no messages queue for a shared card, pipelines meet only in the sums of gradients and the STEP: each is timed by itself
+Where no messages queue for a shared card, pipelines meet only in the gradient all-reduces and the STEP: each is timed by itself
 (``simulator.spans_s``), equal ones once.
 """
 
@@ -26,11 +26,11 @@ def outlined(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
     return outline.summary()
 
 
-def add_sum(free: dict[int, float], ranks: Sequence[int], whole_s: float, sum_s: float) -> None:
-    """One more sum of gradients, whole everywhere at ``whole_s``: ``ranks`` begin it when each has done its earlier ones
-    (``free``, by rank), and are free again after ``sum_s``."""
+def add_sum(free: dict[int, float], ranks: Sequence[int], whole_s: float, all_reduce_s: float) -> None:
+    """One more gradient all-reduce, whole everywhere at ``whole_s``: ``ranks`` begin it when each has done its earlier ones
+    (``free``, by rank), and are free again after ``all_reduce_s``."""
     begun_s = max(whole_s, *(free.get(rank, 0.0) for rank in ranks))
-    free.update(dict.fromkeys(ranks, begun_s + sum_s))
+    free.update(dict.fromkeys(ranks, begun_s + all_reduce_s))
 
 
 class _Outline:
@@ -76,7 +76,7 @@ class _Outline:
                     self.whole[rank, item] = begun + after_s
 
     def sum(self) -> None:
-        """As ``simulator`` does: all ranks take part in the sums of their items from the last one to the first."""
+        """As ``simulator`` does: all ranks take part in the all-reduces of their items from the last one to the first."""
         costs = self.costs
         free: dict[int, float] = {}
         for number, first in costs.tied_heads.items():

@@ -62,7 +62,7 @@ def simulate(
     state = _State(lists, Durations(plan, network.seen_by(profile)), network, dict.fromkeys(sorted(lists), 0.0))
     if not _micro_batches(state):
         validate(lists, plan, profile.model)  # says where they are stuck
-    _sums(state)
+    _all_reduces(state)
     _steps(state)
     return _summary(state)
 
@@ -117,10 +117,10 @@ def _perform(rank: int, action: Action, message: Action | None, state: _State) -
     state.events.append(Event(rank, 0, action, start, end, size))
 
 
-def _sums(state: _State) -> None:
-    """Sums of gradients, each as soon as all its ranks have theirs whole, while the others' last backward may still run.
+def _all_reduces(state: _State) -> None:
+    """Gradient all-reduces, each as soon as all its ranks have theirs whole, while the others' last backward may still run.
 
-    A rank takes part in one sum at a time, in the order of its list. Sums queue for shared cards among themselves; the few
+    A rank takes part in one all-reduce at a time, in the order of its list. They queue for shared NICs among themselves; the few
     messages that still pass beside them are left out of account.
     """
     costs = state.costs
@@ -160,7 +160,7 @@ def _whole_s(state: _State) -> dict[tuple[int, int], float]:
     costs, whole = state.costs, {}
     for rank, (action, start) in state.last_backward.items():
         for item, after_s in finished_items_s(action, costs.plan, costs.profile).items():
-            whole[rank, item] = state.clock[rank] if state.network.late_sums else start + after_s
+            whole[rank, item] = state.clock[rank] if state.network.late_all_reduce else start + after_s
     return whole
 
 

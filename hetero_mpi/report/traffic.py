@@ -24,7 +24,7 @@ class Traffic:
 
 
 def traffic(events: Iterable[Event], plan: Plan) -> dict[tuple[int, int], Traffic]:
-    """(sender, receiver) -> what passes, of one step's events; sums of gradients are not in it (``sums`` has their time)."""
+    """(sender, receiver) -> what passes, of one step's events; gradient all-reduces are not in it (``sums`` has their time)."""
     rank_of = {number: stage.ranks[0] for number, _, stage in plan.numbered}
     found: dict[tuple[int, int], Traffic] = {}
     for event in events:
@@ -39,7 +39,7 @@ def traffic(events: Iterable[Event], plan: Plan) -> dict[tuple[int, int], Traffi
 
 
 def sums(events: Iterable[Event]) -> dict[int, float]:
-    """Rank -> seconds of a step in which it takes part in sums of gradients; ranks that sum nothing are absent."""
+    """Rank -> seconds of a step in which it takes part in gradient all-reduces; ranks that sum nothing are absent."""
     found: dict[int, float] = {}
     for event in events:
         if event.action.op is Op.REDUCE:

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hetero_mpi.comm.mpi_all_reduce import GroupSums
+from hetero_mpi.comm.mpi_all_reduce import GroupAllReduce
 from hetero_mpi.comm.mpi_progress import Then
 from hetero_mpi.comm.precise_sleep import Sleeper
-from hetero_mpi.comm.transport import Group, Numbers, Sum, Transport
+from hetero_mpi.comm.transport import AllReduce, Group, Numbers, Transport
 from hetero_mpi.emulation.emulated_links import EmulatedTransport
 from hetero_mpi.emulation.emulated_nics import Nics
 from tests.programs.comm_conformance import CASES, HELD_CASES, PIECE_CASES, SUM_CASES
@@ -90,9 +90,9 @@ def test_sums_of_an_emulated_cluster(case: Callable[..., None]) -> None:
 
 def test_a_sum_of_an_emulated_cluster_lasts_from_its_last_member_s_start() -> None:
     """Two sums at once: the second waits for the first, and neither begins before the member that comes late."""
-    starts, ends, sum_s, late_s = [0.0] * 3, [0.0] * 3, 0.05, 0.1
+    starts, ends, all_reduce_s, late_s = [0.0] * 3, [0.0] * 3, 0.05, 0.1
     held = [
-        EmulatedTransport(end, rank, lambda *_: 0.0, None, [0.0] * 3, Sleeper(False), lambda ranks, size: sum_s)
+        EmulatedTransport(end, rank, lambda *_: 0.0, None, [0.0] * 3, Sleeper(False), lambda ranks, size: all_reduce_s)
         for rank, end in enumerate(LoopbackNetwork(3).transports)
     ]
 
@@ -108,17 +108,17 @@ def test_a_sum_of_an_emulated_cluster_lasts_from_its_last_member_s_start() -> No
 
     between_threads(held, case)
     # The moments are read between the start noted here and the end: at most a waking early, at least two sums later.
-    assert min(ends) - max(starts) >= 2 * sum_s - 1e-3
+    assert min(ends) - max(starts) >= 2 * all_reduce_s - 1e-3
     assert starts[2] - min(starts) >= late_s / 2, "the late member was not late"
 
 
 def test_sums_of_an_emulated_cluster_queue_for_the_cards_of_their_hosts(tmp_path: Path) -> None:
     """Ranks 0, 1 on host a, 2, 3 on b. Groups (0, 2) and (1, 3) sum between the hosts, one after the other; a third of ranks
     0 and 1 does not wait for the card, which is taken, and no rank sees another end than its peer."""
-    sum_s, taken_s = 0.1, 0.3
+    all_reduce_s, taken_s = 0.1, 0.3
     starts, inside_ends, ends = [0.0] * 2, [0.0] * 2, [0.0] * 4
     begin = time.perf_counter()
-    Nics.create(str(tmp_path / "cards"), "aabb").book(0, 2, begin, taken_s)
+    Nics.create(str(tmp_path / "cards"), "aabb").reserve(0, 2, begin, taken_s)
     held = [
         EmulatedTransport(
             end,
@@ -127,7 +127,7 @@ def test_sums_of_an_emulated_cluster_queue_for_the_cards_of_their_hosts(tmp_path
             Nics.create(str(tmp_path / "cards"), "aabb"),
             [0.0] * 4,
             Sleeper(False),
-            lambda *_: sum_s,
+            lambda *_: all_reduce_s,
         )
         for rank, end in enumerate(LoopbackNetwork(4).transports)
     ]
@@ -146,9 +146,9 @@ def test_sums_of_an_emulated_cluster_queue_for_the_cards_of_their_hosts(tmp_path
         ends[rank] = request.moment_s  # type: ignore[attr-defined]
 
     between_threads(held, case)
-    assert inside_ends[0] == inside_ends[1] <= max(starts) + sum_s
-    assert ends[:2] == ends[2:] and min(ends) >= begin + taken_s + sum_s
-    assert abs(ends[0] - ends[1]) >= sum_s * (1 - 1e-9)
+    assert inside_ends[0] == inside_ends[1] <= max(starts) + all_reduce_s
+    assert ends[:2] == ends[2:] and min(ends) >= begin + taken_s + all_reduce_s
+    assert abs(ends[0] - ends[1]) >= all_reduce_s * (1 - 1e-9)
 
 
 class Wire:
@@ -189,21 +189,21 @@ class Wire:
 
 
 class WiredProgress:
-    """What ``GroupSums`` asks of ``Progress``, for one rank on a ``Wire``."""
+    """What ``GroupAllReduce`` asks of ``Progress``, for one rank on a ``Wire``."""
 
     def __init__(self, wire: Wire, rank: int) -> None:
         self.wire, self.rank, self.ended = wire, rank, 0
 
-    def begin(self, request: Sum) -> None: ...
+    def begin(self, request: AllReduce) -> None: ...
 
-    def end(self, request: Sum) -> None:
+    def end(self, request: AllReduce) -> None:
         self.ended += 1
 
-    def send(self, comm: object, request: Sum, buffer: Numbers, peer: int, tag: int, then: Then) -> None:
+    def send(self, comm: object, request: AllReduce, buffer: Numbers, peer: int, tag: int, then: Then) -> None:
         self.wire.being_sent.append(buffer)
         self.wire.sends[self.rank, peer, tag].append((buffer, then))
 
-    def receive(self, comm: object, request: Sum, buffer: Numbers, peer: int, tag: int, then: Then) -> None:
+    def receive(self, comm: object, request: AllReduce, buffer: Numbers, peer: int, tag: int, then: Then) -> None:
         used = any(np.shares_memory(buffer, other) for other in self.wire.being_sent)
         assert not used, "MPI forbids to receive into what is still being sent"
         self.wire.receives[peer, self.rank, tag].append((buffer, then))
@@ -216,13 +216,13 @@ def test_sums_leave_every_host_as_seldom_as_a_ring(hosts: str, seed: int) -> Non
     count, size, wire = len(hosts), 16 * 5 * len(hosts), Wire(hosts, seed)
     group = Group(tuple(range(count)), 0)
     sides = [WiredProgress(wire, rank) for rank in range(count)]
-    sums = [GroupSums(side, None, side.rank, group, hosts) for side in sides]  # type: ignore[arg-type]
+    sums = [GroupAllReduce(side, None, side.rank, group, hosts) for side in sides]  # type: ignore[arg-type]
     draw = np.random.default_rng(seed)
     turns = [[draw.normal(0, 1e3, size).astype(np.float32) for _ in range(count)] for _ in range(2)]
     expected = [np.sum(np.stack(parts).astype(np.float64), axis=0) for parts in turns]
     for parts in turns:
         for rank in draw.permutation(count):
-            sums[rank].start(Sum(group, parts[rank]))
+            sums[rank].start(AllReduce(group, parts[rank]))
     wire.deliver()
     assert [side.ended for side in sides] == [2] * count
     for parts, total in zip(turns, expected, strict=True):

@@ -1,4 +1,4 @@
-"""Blocking sends, shared network cards, sums of gradients: makespans worked out by hand.
+"""Blocking sends, shared network cards, gradient all-reduces: makespans worked out by hand.
 
 Stages of ``make_plan_of((0, 2, 4), ...)``: stage 0 takes 1.1 s forward and 2.2 s backward, stage 1 takes 1.5 s and 3.0 s; a message
 of 1,000 bytes takes 1 s at 1,000 bytes/s. Gradients: 4,000 bytes of the embedding and of the head, 1,600 of a block.

@@ -165,7 +165,7 @@ def test_unlike_pipelines_with_a_short_last_micro_batch_by_hand() -> None:
     }
     assert result.step_s == pytest.approx(30.4)
     assert {e.bytes for e in result.events if e.action.op is Op.REDUCE} == {4000, 1600}
-    late = simulate(plan, profile, network=Network(late_sums=True))
+    late = simulate(plan, profile, network=Network(late_all_reduce=True))
     assert late.step_s == pytest.approx(23.4 + 4 + 1.6 + 1.6 + 4)
     causes = idling(result.events, plan)
     # Rank 1 waits 1.1 s for an activation, then from 10.1 to 19.2 for rank 2, sums until 24.8, and waits for the others.
@@ -349,7 +349,7 @@ def test_sums_wait_for_whole_gradients_and_for_each_other(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(80))
 def test_computing_and_idling_add_up_to_the_step_on_any_network(seed: int) -> None:
     plan, profile = random_plan(seed)
-    for network in (Network(), Network(blocking_sends=True), Network(shared_nic=True, late_sums=True)):
+    for network in (Network(), Network(blocking_sends=True), Network(shared_nic=True, late_all_reduce=True)):
         result = simulate(plan, profile, network=network)
         assert busy(result.events) == pytest.approx(result.busy_s)
         for rank, causes in idling(result.events, plan).items():

@@ -448,7 +448,7 @@ def sums_around_a_ring(make: MakeTransport, rank: int, size: int) -> None:
             for count, seed, buffer in zip(SUM_SIZES, seeds, own, strict=True):
                 expected = in_order_of_the_ring([numbers(count, seed + other) for other in order])
                 assert np.array_equal(buffer.view(np.uint32), expected.view(np.uint32)), (turn, count)
-            rooms.append(sorted(id(array) for array in transport._sums[group]._scratch))  # type: ignore[attr-defined]
+            rooms.append(sorted(id(array) for array in transport._all_reduces[group]._scratch))  # type: ignore[attr-defined]
         assert transport.pending() == 0
         assert rooms[-1] == rooms[-2], "every piece takes rooms of earlier ones"
 

@@ -241,7 +241,7 @@ def timed(pipeline: PipelinePlan, prices: Prices) -> Timed:
 
 
 def together_s(parts: list[Timed], plan: Plan, profile: ClusterProfile) -> float:
-    """The end of a step: sums of gradients, then STEP, where messages do not queue for cards."""
+    """The end of a step: gradient all-reduces, then STEP, where messages do not queue for cards."""
     ends = {rank: seconds for part in parts for rank, seconds in part.clocks.items()}
     whole = {key: seconds for part in parts for key, seconds in part.whole.items()}
     numbered = stages(plan)
@@ -408,7 +408,7 @@ def test_backward_is_split_where_that_fills_gaps(batch: int) -> None:
 
 @pytest.mark.parametrize("batch", [4, 64])
 def test_slow_links_make_pipelines_of_their_own(batch: int) -> None:
-    """Sums of gradients once per step cost less than a message per micro-batch; shares follow speed."""
+    """Gradient all-reduces once per step cost less than a message per micro-batch; shares follow speed."""
     profile = make_profile((1.0, 3.0), make_model(4), bytes_per_s=1e3)
     report = make_plan(profile, PlanRequest(batch, SEQUENCE, (1,), max_pipelines=2))
     shares = {pipeline.stages[0].ranks[0]: pipeline.sequences for pipeline in report.plan.pipelines}

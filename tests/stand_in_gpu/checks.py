@@ -23,7 +23,7 @@ from hetero_mpi.device import accelerators
 from hetero_mpi.device.accelerators import has_kernels, open_backend, usable, visible_devices
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.look import look
-from hetero_mpi.engine.gradient_all_reduce import GradientSums
+from hetero_mpi.engine.gradient_all_reduce import GradientAllReduce
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import AdapterTable, TrainTable
@@ -513,7 +513,7 @@ def test_gradients_leave_for_their_sum_beside_what_the_device_computes(standin: 
     values = torch.rand(flat.shape)
     flat.copy_(values)
     with MpiTransport(MPI.COMM_SELF) as transport:
-        sums = GradientSums(0, model.items - 1, {2: (0,)}, None, optimizer, transport)
+        sums = GradientAllReduce(0, model.items - 1, {2: (0,)}, None, optimizer, transport)
         sums.begin()
         with standing_still(standin, standin.current_stream(1)):
             sums.finished(2)

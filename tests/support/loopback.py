@@ -13,6 +13,7 @@ from collections import defaultdict, deque
 import numpy as np
 
 from hetero_mpi.comm.transport import (
+    AllReduce,
     Arrived,
     Buffer,
     Group,
@@ -20,12 +21,11 @@ from hetero_mpi.comm.transport import (
     Numbers,
     Ready,
     Request,
-    Sum,
     Transport,
     TransportError,
+    all_reduce_length_problem,
     check_group,
     length_problem,
-    sum_length_problem,
 )
 
 Route = tuple[int, int, int]
@@ -39,7 +39,7 @@ class LoopbackNetwork:
         self._lock = threading.Lock()
         self._sends: dict[Route, deque[Message]] = defaultdict(deque)
         self._receives: dict[Route, deque[Message]] = defaultdict(deque)
-        self._sums: dict[Group, dict[int, deque[Sum]]] = {}
+        self._sums: dict[Group, dict[int, deque[AllReduce]]] = {}
         self.transports = tuple(LoopbackTransport(self, rank, n) for rank in range(n))
 
     def _post(self, route: Route, request: Message) -> None:
@@ -61,7 +61,7 @@ class LoopbackNetwork:
         receive.complete(error)
         send.complete()
 
-    def _sum(self, rank: int, request: Sum) -> None:
+    def _sum(self, rank: int, request: AllReduce) -> None:
         """Queue a sum; the last member to come adds up, in the order of the ranks."""
         with self._lock:
             queues = self._sums.setdefault(request.group, {member: deque() for member in request.group.ranks})
@@ -71,7 +71,7 @@ class LoopbackNetwork:
             parts = [queue.popleft() for queue in queues.values()]
         error = None
         if len({part.buffer.size for part in parts}) > 1:
-            error = sum_length_problem()
+            error = all_reduce_length_problem()
         else:
             total = parts[0].buffer.copy()
             for part in parts[1:]:
@@ -133,7 +133,7 @@ class LoopbackTransport(Transport):
         """See ``Transport``."""
         assert self._groups.get(group.number) == group, f"{group} was not made by this transport"
         _wait_for(ready)
-        request = Sum(group, buffer, arrived=arrived)
+        request = AllReduce(group, buffer, arrived=arrived)
         self._remember(request)
         self._network._sum(self.rank, request)
         return request

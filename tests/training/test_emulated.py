@@ -96,7 +96,7 @@ class NotingSleeper(Sleeper):
 
 
 def test_items_of_the_last_backward_count_as_finished_while_it_runs() -> None:
-    """Not all at its end: their sums are to start one after the other."""
+    """Not all at its end: their all-reduces are to start one after the other."""
     profile, plan, sleeper = three_ranks(), pipelines_of(TOKENS), NotingSleeper(spare_core=False)
     pace, told = ActionPacer(plan, profile, 1.0, sleeper), []
     last = Action(Op.B, 2, 1)  # of the pipeline that is one rank
@@ -280,12 +280,12 @@ def test_cards_serve_one_message_per_direction(tmp_path: Path) -> None:
     a in     2->0
     """
     cards, others = (Nics.create(str(tmp_path / "cards"), ["a", "a", "b", "c"]) for _ in range(2))
-    assert cards.book(0, 2, 10.0, 1.0) == 11.0
-    assert others.book(1, 3, 10.0, 1.0) == 12.0  # another process sees the same cards
-    assert cards.book(2, 0, 10.0, 1.0) == 11.0
-    assert cards.book(0, 2, 10.0, 1.0) == 13.0
-    assert cards.book(0, 1, 10.0, 1.0) == 11.0  # inside the host: no card
-    assert others.book(3, 2, 20.0, 1.0) == 21.0
+    assert cards.reserve(0, 2, 10.0, 1.0) == 11.0
+    assert others.reserve(1, 3, 10.0, 1.0) == 12.0  # another process sees the same cards
+    assert cards.reserve(2, 0, 10.0, 1.0) == 11.0
+    assert cards.reserve(0, 2, 10.0, 1.0) == 13.0
+    assert cards.reserve(0, 1, 10.0, 1.0) == 11.0  # inside the host: no card
+    assert others.reserve(3, 2, 20.0, 1.0) == 21.0
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if "close" not in name])

@@ -24,8 +24,8 @@ class Network:
     shared_nic: bool = False
     """All messages of *every* host to others pass through one NIC per host, full duplex, first come, first served;
     otherwise so where the profile says it of a host."""
-    late_sums: bool = False
-    """Sums of gradients wait until a rank's backward has ended, instead of starting item by item while it runs."""
+    late_all_reduce: bool = False
+    """Gradient all-reduces wait until a rank's backward has ended, instead of starting item by item while it runs."""
 
     def seen_by(self, profile: ClusterProfile) -> ClusterProfile:
         """The profile with every host's NIC shared, where these options say so."""

@@ -50,7 +50,7 @@ class Usage:
     copies_s: float = 0.0
     """Copying between device and host memory."""
     sums_s: float = 0.0
-    """Waiting for sums of gradients."""
+    """Waiting for gradient all-reduces."""
     sent_bytes: int = 0
     received_bytes: int = 0
     peak_bytes: int = 0
