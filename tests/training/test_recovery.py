@@ -152,7 +152,7 @@ def test_survivors_meet_and_go_on_np4() -> None:
 def test_the_leader_dies_and_the_other_rank_goes_on_np2(tmp_path: Path) -> None:
     job, run = LongRun(tmp_path, 2), tmp_path / "run"
     expected = alone(job)
-    with job.started(*start(job, run, "--set", "checkpoint.buddy_every=2"), run) as running:
+    with job.started(*start(job, run, "--set", "checkpoint.replicate_every=2"), run) as running:
         running.wait_for_steps(5)
         kill(running, 0)
         assert running.end() == 0, running.text()
