@@ -26,8 +26,10 @@ from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.eager_imports import eager_imports
 from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import Curve
 from hetero_mpi.planning.types.toml_files import load_plan
+from tests.support.planning_samples import reported
 
 with eager_imports():  # as a rank of ``train`` does
     import torch
@@ -179,8 +181,8 @@ class Forced:
         self._next = self._plans.get(step + 1, "")
         return bool(self._next)
 
-    def chosen(self) -> Plan:
-        return load_plan(self._next)
+    def chosen(self) -> PlanReport:
+        return reported(load_plan(self._next))
 
     def changed(self, step: int, old: Plan, new: Plan, stall_s: float) -> None:
         print(f"changed after step {step}")
