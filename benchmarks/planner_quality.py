@@ -45,8 +45,8 @@ from hetero_mpi.planning.analysis.what_if import whole_model_s  # noqa: E402
 from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.memory import stage_memory, usable_bytes  # noqa: E402
 from hetero_mpi.planning.outline import outlined  # noqa: E402
-from hetero_mpi.planning.single.optimum import Space  # noqa: E402
-from hetero_mpi.planning.single.search import evaluate  # noqa: E402
+from hetero_mpi.planning.pacing import classic_depths  # noqa: E402
+from hetero_mpi.planning.several.fitting import Fitter  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.plan_report import PlanReport  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile  # noqa: E402
@@ -161,19 +161,29 @@ def rule_step_s(rule: str, profile: ClusterProfile, request: PlanRequest) -> flo
     if rule == "data":
         return min(data_parallel_s(profile, request, able, size) for size in request.micro_batch_choices)
     items = len(profile.model.layers)
-    space = Space(profile, request, [[device.rank] for device in able])
-    instances = [outlook.instance for outlook in space.outlooks]
     if rule == "single":
-        return min(
-            evaluate(instance, (kind,), (0, items)).step_s for instance in instances for kind in range(len(able))
-        )
+        return min(one_pipeline_s(profile, request, [device], (0, items)) for device in able)
     figures = figures_of(rule, profile, able)
     if figures is None:
         return None
-    largest = sorted(range(len(able)), key=lambda kind: (-figures[kind], kind))[:items]
-    order = tuple(sorted(largest))
-    cuts = proportional([figures[kind] for kind in order], items)
-    return min(evaluate(instance, order, cuts).step_s for instance in instances)
+    largest = sorted(range(len(able)), key=lambda index: (-figures[index], index))[:items]
+    order = sorted(largest)
+    cuts = proportional([figures[index] for index in order], items)
+    return one_pipeline_s(profile, request, [able[index] for index in order], cuts)
+
+
+def one_pipeline_s(
+    profile: ClusterProfile, request: PlanRequest, devices: Sequence[DeviceProfile], cuts: Sequence[int]
+) -> float:
+    """Step time of one pipeline at 1F1B's own depths, with the micro-batch that suits it best; infinite: it does not fit."""
+    fitter, best = Fitter(profile, replace(request, schedule="1f1b")), math.inf
+    for size in request.micro_batch_choices:
+        depths = classic_depths(len(devices), request.global_batch // size)
+        stages = tuple(StagePlan((device.rank,), cuts[i], cuts[i + 1], depths[i]) for i, device in enumerate(devices))
+        pipeline = PipelinePlan(stages, size, request.global_batch)
+        plan = fitter.fitted(Plan((pipeline,), request.global_batch, request.sequence_length, cuts[-1]))
+        best = min(best, math.inf if plan is None else fitter.step_s(plan))
+    return best
 
 
 def data_parallel_s(

@@ -1,30 +1,24 @@
-"""What any stage would cost on any kind of rank, tabulated per micro-batch size: the planner's view of an instance.
+"""Which ranks are interchangeable, what their memory may hold, and the bytes of every stage.
 
-Ranks that can be exchanged without changing anything form a *class*; the planner decides over sequences of classes.
-Tables are indexed [first, last] by the items a stage would hold; entries with first >= last are infinite.
+Ranks that can be exchanged without changing anything form a *class*. Tables are indexed [first, last] by the layers a stage would
+hold; entries with first >= last are infinite.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.planning.bounds import usable_devices
-from hetero_mpi.planning.durations import layer_s, repeated_s, return_s, tied_s
 from hetero_mpi.planning.memory import stage_memory, usable_bytes
-from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.types.cost import ModelCost
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
-from hetero_mpi.planning.types.request import PlanRequest
 
 Table = NDArray[np.float64]
 
@@ -107,28 +101,6 @@ def _numbered(texts: dict[int, str]) -> dict[int, int]:
     return {rank: order[text] for rank, text in texts.items()}
 
 
-@dataclass(frozen=True)
-class StageTable:
-    """One class at one in-flight depth; infinite where the stage does not fit in memory."""
-
-    forward_s: Table
-    backward_s: Table
-    """Includes the repeated forward where ``recompute``."""
-    total_s: Table
-    recompute: NDArray[np.bool_]
-
-
-class Times(NamedTuple):
-    """Seconds of every stage on one device, by what it does."""
-
-    forward_s: Table
-    backward_s: Table
-    repeated_s: Table
-    """What backward takes longer when it repeats the forwards of blocks."""
-    input_s: Table
-    weight_s: Table
-
-
 def rank_usable_bytes(profile: ClusterProfile, rank: int, reserve: float) -> int:
     """What a plan may use on ``rank``: of a rank that alone computes in its host's memory, no more than that has."""
     device, host = profile.devices[rank], profile.host(rank)
@@ -198,157 +170,3 @@ def stage_bytes(model: ModelCost, tokens: int, recompute: bool) -> tuple[Table, 
             known[alike] = parts.total - parts.activations, parts.activations
         fixed[a, b], per_micro_batch[a, b] = known[alike]
     return fixed, per_micro_batch
-
-
-@lru_cache(maxsize=64)
-def deferred_bytes(model: ModelCost, tokens: int) -> Table:
-    """Bytes that every stage keeps of a micro-batch from its input gradients until its weight gradients."""
-    items = len(model.layers)
-    table = np.full((items + 1, items + 1), np.inf)
-    for a, b in itertools.combinations(range(items + 1), 2):
-        table[a, b] = math.ceil(sum(layer.deferred_bytes_per_token for layer in model.layers[a:b]) * tokens)
-    return table
-
-
-class Instance:
-    """The tables of one micro-batch size."""
-
-    def __init__(
-        self, profile: ClusterProfile, request: PlanRequest, micro_batch: int, classes: list[list[int]]
-    ) -> None:
-        self.profile, self.request, self.classes = profile, request, classes
-        self.most_in_flight: int | None = None
-        self.micro_batch = micro_batch
-        self.micro_batches = request.global_batch // micro_batch
-        self.items = len(profile.model.layers)
-        self.tokens = micro_batch * request.sequence_length
-        self.choices = set(request.recompute_choices)
-        self.memory = [
-            {choice: stage_bytes(profile.model_on(members[0]), self.tokens, choice) for choice in self.choices}
-            for members in classes
-        ]
-        # Classes that differ in their links only share their tables.
-        costs = [
-            (
-                d.layers,
-                d.optimizer_fixed_s,
-                d.optimizer_s_per_parameter,
-                d.memory_bytes,
-                d.forward_overhead_s,
-                d.backward_overhead_s,
-                d.activation_ratio,
-            )
-            for d in profile.devices
-        ]
-        self.like = [costs.index(costs[members[0]]) for members in classes]
-        times = {rank: self._times(rank) for rank in set(self.like)}
-        step_s = {rank: self._optimizer(rank) for rank in set(self.like)}
-        self.times = [times[rank] for rank in self.like]
-        self.step_s = [step_s[rank] for rank in self.like]
-        self.usable = [rank_usable_bytes(profile, members[0], request.memory_reserve) for members in classes]
-        # Remembered per instance: the keys are few, the tables are not.
-        self.stage_of = lru_cache(maxsize=None)(self._stage)
-        self.messages = lru_cache(maxsize=None)(self._messages)
-        self.tied_s = lru_cache(maxsize=None)(self._tied_s)
-
-    def stage(self, kind: int, depth: int) -> StageTable:
-        """A stage on a rank of class ``kind`` with ``depth`` micro-batches in flight."""
-        return self.stage_of(self.like[kind], depth)
-
-    def need_bytes(self, kind: int, depth: int, recompute: bool) -> Table:
-        """Peak bytes of every stage on a rank of class ``kind`` with ``depth`` micro-batches in flight."""
-        fixed, per_micro_batch = self.memory[kind][recompute]
-        return fixed + depth * per_micro_batch
-
-    def shortage_bytes(self, kind: int, depth: int) -> Table:
-        """Bytes that a rank of class ``kind`` lacks, at the cheapest choice of recompute; negative where it fits."""
-        needs = [self.need_bytes(kind, depth, choice) for choice in self.choices]
-        return np.asarray(np.minimum.reduce(needs) - self.usable[kind])
-
-    def _times(self, rank: int) -> Times:
-        """Seconds of every stage, added up item by item exactly as ``durations.compute_s`` does."""
-        device, kinds = self.profile.devices[rank], [layer.kind for layer in self.profile.model.layers]
-        inside = set(kinds[1:-1])
-        again = {kind: repeated_s(device.layers[kind], self.tokens) if kind in inside else 0.0 for kind in set(kinds)}
-        held = np.triu(np.ones((self.items + 1, self.items + 1), dtype=bool), 1)
-
-        def table(seconds: list[float], overhead: float) -> Table:
-            # Row a: zeros, the overhead at a, then the seconds of items a, a + 1, ...: summed in this order.
-            summands = np.where(held, np.array([0.0, *seconds]), 0.0)
-            np.fill_diagonal(summands, overhead)
-            return np.where(held, np.cumsum(summands, axis=1), np.inf)
-
-        def of(op: Op) -> list[float]:
-            known = {kind: layer_s(device.layers[kind], op, self.tokens) for kind in set(kinds)}
-            return [known[kind] for kind in kinds]
-
-        return Times(
-            table(of(Op.F), device.forward_overhead_s),
-            table(of(Op.B), device.backward_overhead_s),
-            table([0.0, *(again[kind] for kind in kinds[1:-1]), 0.0], 0.0),
-            table(of(Op.I), device.backward_overhead_s),
-            table(of(Op.W), 0.0),
-        )
-
-    def _optimizer(self, rank: int) -> Table:
-        device = self.profile.devices[rank]
-        table = np.full((self.items + 1, self.items + 1), np.inf)
-        trainable = [layer.trainable_parameters for layer in self.profile.model.layers]
-        for a in range(self.items):
-            table[a, a + 1 :] = device.optimizer_fixed_s + device.optimizer_s_per_parameter * np.cumsum(
-                trainable[a:], dtype=np.int64
-            )
-        return table
-
-    def _stage(self, rank: int, depth: int) -> StageTable:
-        """Recompute only where the stage does not fit without: it never makes a step shorter."""
-        kind = self.like.index(rank)
-        forward, backward, repeated = self.times[kind][:3]
-        fits = {choice: self.need_bytes(kind, depth, choice) <= self.usable[kind] for choice in self.choices}
-        nowhere = np.zeros(forward.shape, dtype=bool)
-        plain, again = fits.get(False, nowhere), fits.get(True, nowhere)
-        recompute = again & ~plain
-        ahead = np.where(plain | again, forward, np.inf)
-        back = np.where(recompute, repeated + backward, backward)
-        back = np.where(plain | again, back, np.inf)
-        return StageTable(ahead, back, ahead + back, recompute)
-
-    def pair(self, kind: int, other: int) -> tuple[int, int]:
-        """Two different ranks that stand for these classes."""
-        return self.classes[kind][0], self.classes[other][1 if kind == other else 0]
-
-    def _messages(self, kind: int, other: int) -> tuple[Table, Table]:
-        """Seconds of the messages out and back when a stage on ``kind`` ends before item ``last`` (the index)."""
-        a, b = self.pair(kind, other)
-        sizes = [layer.boundary_bytes_per_token * self.tokens for layer in self.profile.model.layers]
-        out = {size: self.profile.transfer_s(a, b, size) for size in set(sizes)}
-        back = {size: self.profile.transfer_s(b, a, size) for size in set(sizes)}
-        return np.array([0.0, *(out[s] for s in sizes)]), np.array([0.0, *(back[s] for s in sizes)])
-
-    def _tied_s(self, kind: int, other: int) -> tuple[float, float]:
-        """Of a tied matrix with the embedding on ``kind`` and the head on ``other``: seconds from the beginning of the head's
-        last backward until its share of the gradient has come to the embedding (negative where there is none), and seconds of
-        the new values' way back."""
-        if not self.profile.model.tied or not self.profile.model.layers[0].trainable_parameters:
-            return -math.inf, 0.0
-        ranks = self.pair(kind, other)
-        whole_s = float(self.times[other].backward_s[self.items - 1, self.items])
-        return whole_s + tied_s(self.profile, *ranks), return_s(self.profile, *ranks)
-
-    def ranks(self, order: tuple[int, ...]) -> tuple[int, ...]:
-        """The ranks that fill a sequence of classes: of each class, the first ones, in order."""
-        taken = dict.fromkeys(order, 0)
-        result = []
-        for kind in order:
-            result.append(self.classes[kind][taken[kind]])
-            taken[kind] += 1
-        return tuple(result)
-
-    def plan(
-        self, order: tuple[int, ...], cuts: tuple[int, ...], warm_up: tuple[int, ...], recompute: tuple[bool, ...]
-    ) -> Plan:
-        """The plan whose stage i holds the items [cuts[i], cuts[i + 1]) on a rank of class ``order[i]``."""
-        ranks = self.ranks(order)
-        held = tuple(StagePlan((rank,), cuts[i], cuts[i + 1], warm_up[i], recompute[i]) for i, rank in enumerate(ranks))
-        pipeline = PipelinePlan(held, self.micro_batch, self.micro_batch * self.micro_batches)
-        return Plan((pipeline,), self.request.global_batch, self.request.sequence_length, self.items)

@@ -75,7 +75,10 @@ def test_changed_pipelines_take_as_long_as_their_plan_simulates(ranks: tuple[tup
     """With their bound at or under it, and within memory."""
     profile, seen = cluster(), 0
     annealer = Annealer(profile, REQUEST)
-    changes, lines = Changes(annealer.costs, random.Random(1)), annealer.lines(even_plan(ranks))
+    changes, lines = (
+        Changes(annealer.costs, annealer.rounds.estimates, random.Random(1)),
+        annealer.lines(even_plan(ranks)),
+    )
     for _ in range(150):
         changed = changes.changed(lines)
         fitting = [annealer.costs[line.micro_batch].fitted(line) for line in changed]
@@ -142,7 +145,10 @@ def test_every_start_goes_on_with_its_own_number_of_pipelines() -> None:
 def test_a_whole_hosts_stages_are_moved_and_turned_round() -> None:
     profile = cluster()
     annealer = Annealer(profile, REQUEST)
-    changes, lines = Changes(annealer.costs, random.Random(3)), annealer.lines(even_plan(((0, 1, 2, 3, 4, 5, 6),)))
+    changes, lines = (
+        Changes(annealer.costs, annealer.rounds.estimates, random.Random(3)),
+        annealer.lines(even_plan(((0, 1, 2, 3, 4, 5, 6),))),
+    )
     seen = {tuple(annealer.ranks[rank] for rank in changes._run_moved(lines, 0)[0].ranks) for _ in range(300)}
     assert {(5, 6, 0, 1, 2, 3, 4), (1, 0, 2, 3, 4, 5, 6), (0, 1, 6, 5, 2, 3, 4)} <= seen
 
@@ -160,4 +166,5 @@ def test_indifference_keeps_a_plan_that_is_as_good(monkeypatch: pytest.MonkeyPat
     kept, _ = annealed(best.plan, profile, replace(REQUEST, indifference=0.5))
     assert kept == best.plan
     monkeypatch.setattr(anneal, "EFFORT", 0)
+    monkeypatch.setattr(anneal, "ORDERS", 0)
     assert annealed(best.plan, profile, REQUEST) == (best.plan, best.step_s)

@@ -105,9 +105,9 @@ def test_a_chain_takes_as_long_as_the_simulator_says(pipelines: int) -> None:
         assert Pipelines(columns, chain).step_s([48 // pipelines] * pipelines) == pytest.approx(chain.step_s, rel=1e-12)
 
 
-def several(profile: ClusterProfile, request: PlanRequest, fewest: int = 1) -> Plan | None:
+def several(profile: ClusterProfile, request: PlanRequest) -> Plan | None:
     """The best layout."""
-    return next((plan for _, plan in layouts_of(profile, request, fewest)), None)
+    return next((plan for _, plan in layouts_of(profile, request)), None)
 
 
 def test_shares_make_unlike_pipelines_end_together() -> None:
@@ -137,7 +137,7 @@ def test_many_ranks_are_planned_into_pipelines_that_fit_and_repeat() -> None:
     assert len(plan.pipelines) > 1 and sum(p.sequences for p in plan.pipelines) == 48
     step_s = simulate(plan, CLUSTER).step_s
     assert all(m.peak_bytes <= m.usable_bytes for m in predict_memory(plan, CLUSTER, REQUEST.memory_reserve))
-    alone = several(CLUSTER, replace(REQUEST, max_pipelines=1), fewest=1)
+    alone = several(CLUSTER, replace(REQUEST, max_pipelines=1))
     assert alone is not None and len(alone.pipelines) == 1
     assert step_s < simulate(alone, CLUSTER).step_s
     assert step_s <= 1.25 * packing_bound_s(CLUSTER, REQUEST, step_s)

@@ -9,21 +9,18 @@ import pytest
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
+from hetero_mpi.planning.decision.decide import decide, fits
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.decision.remedies import is_packed, is_trained_whole, with_adapters
+from hetero_mpi.planning.decision.room import closest
 from hetero_mpi.planning.memory import stage_memory
 from hetero_mpi.planning.noise import smoothed
-from hetero_mpi.planning.pacing import classic_depths
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.single.lines import Lines, orders_along_lines
-from hetero_mpi.planning.single.optimum import Space, optimise, space_of
-from hetero_mpi.planning.single.room import rescued
-from hetero_mpi.planning.single.search import Effort, deepen, evaluate, paced
 from hetero_mpi.planning.tables import rank_classes, stage_bytes
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
 from tests.search.pipeline_bound import pipeline_bound_s
-from tests.support.planning_samples import SEQUENCE, make_model, make_profile, random_instance, with_split
+from tests.support.planning_samples import SEQUENCE, make_model, make_profile, with_split
 from tests.support.seeds import seeds
 
 EQUAL = 1 + 1e-9
@@ -145,46 +142,11 @@ def test_order_is_not_preferred_to_more_than_the_indifference() -> None:
     assert fastest.predicted_step_s <= report.predicted_step_s <= 1.005 * fastest.predicted_step_s
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_line_yields_the_best_of_its_subsequences(seed: int) -> None:
-    """Each rank a class; memory plentiful, so that depth does not matter and the dynamic programming is exact."""
-    profile, request = random_instance(seed, ranks=4, items=6)
-    roomy = tuple(replace(device, memory_bytes=10**9) for device in profile.devices)
-    space = Space(replace(profile, devices=roomy), request, [[rank] for rank in range(4)])
-    outlook = space.outlooks[0]
-    line = tuple(random.Random(seed).sample(range(4), 4))
-    subsequences = [part for count in range(1, 5) for part in itertools.combinations(line, count)]
-    expected = min(float(outlook.remainder(part).work_s[0]) for part in subsequences)
-    value, order = Lines(outlook, space.sizes, False).best(line)[0]
-    assert value == pytest.approx(expected, rel=1e-12)
-    assert order in subsequences
-    assert float(outlook.remainder(order).work_s[0]) == pytest.approx(expected, rel=1e-12)
-    whole, everyone = Lines(outlook, space.sizes, True).best(line)[0]
-    assert everyone == line and whole == pytest.approx(float(outlook.remainder(line).work_s[0]), rel=1e-12)
-    assert Lines(outlook, space.sizes, True).cuts_of(line) is not None
-
-
-def test_all_ranks_are_used_when_none_may_idle() -> None:
+@pytest.mark.parametrize("pipelines", [1, 3])
+def test_all_ranks_are_used_when_none_may_idle(pipelines: int) -> None:
     profile = on_hosts(make_profile([1.0, 1.0, 30.0] * 3, make_model(12), latency_s=0.01), 3)
-    space = space_of(profile, PlanRequest(16, SEQUENCE, (1,), allow_idle=False))
-    for _, _, order in orders_along_lines(space.outlooks, space.sizes, [[1.0] * len(space.sizes)], True):
-        assert len(order) == 9
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_paced_depths_come_near_the_greedy_ones(seed: int) -> None:
-    """Six equal stages over links that a classic depth does not hide."""
-    draw = random.Random(seed)
-    profile = make_profile([1.0] * 6, make_model(22), latency_s=draw.uniform(1.0, 4.0))
-    space = space_of(profile, PlanRequest(64, SEQUENCE, (1,)))
-    outlook = space.outlooks[0]
-    order = (0,) * 6
-    shallow = evaluate(outlook.instance, order, outlook.best_cuts(order))
-    assert shallow.warm_up == classic_depths(6, 64)
-    deep = deepen(shallow, 0.0, Effort(10**8))
-    quick = min(paced(shallow, allowance).step_s for allowance in (0.1, 0.3))
-    assert quick < 0.95 * shallow.step_s
-    assert quick <= 1.03 * deep.step_s
+    report = make_plan(profile, PlanRequest(16, SEQUENCE, (1,), allow_idle=False, max_pipelines=pipelines))
+    assert sum(len(pipeline.stages) for pipeline in report.plan.pipelines) == 9 and not report.idle
 
 
 def test_tables_hold_what_stage_memory_counts() -> None:
@@ -267,12 +229,14 @@ def test_a_rank_that_fits_only_with_recompute_is_told_so() -> None:
         assert 'with train.recompute = "auto" it fits' in told
 
 
-def test_what_fits_is_planned_even_if_the_fast_orders_do_not() -> None:
-    """Memory just enough in one order: the search over many ranks may miss it, ``rescued`` does not."""
-    profile, request = many(2)
-    space = space_of(profile, request)
-    assert optimise(space).best is not None
-    plenty = rescued(space)
-    assert plenty is not None and plenty.best is not None and plenty.best.step_s < math.inf
+@pytest.mark.parametrize("seed", range(4))
+def test_what_just_fits_is_planned(seed: int) -> None:
+    """As much memory as the split that leaves most free needs, not a byte more."""
+    profile, request = many(seed)
+    request = replace(request, memory_reserve=0.0, micro_batch_choices=(1,))
     tiny = replace(profile, devices=tuple(replace(d, memory_bytes=5000) for d in profile.devices))
-    assert rescued(space_of(tiny, request)) is None
+    short = closest(tiny, request)
+    assert short.shortage_bytes > 0 and not fits(tiny, request) and decide(tiny, request) is None
+    enough = 5000 + math.ceil(short.shortage_bytes)
+    just = replace(profile, devices=tuple(replace(d, memory_bytes=enough) for d in profile.devices))
+    assert fits(just, request) and decide(just, request) is not None

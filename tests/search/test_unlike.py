@@ -1,4 +1,4 @@
-"""Pipelines that are not alike: crews, how they are cut, what they take together; and step times without events."""
+"""Step times without events, sums of gradients, and plans to begin with."""
 
 import random
 from dataclasses import replace
@@ -7,14 +7,9 @@ import numpy as np
 import pytest
 
 from hetero_mpi.planning.durations import all_reduce_s
-from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.outline import outlined
-from hetero_mpi.planning.several.crews import Crews
-from hetero_mpi.planning.several.cutting import Cutter
 from hetero_mpi.planning.several.fleet import Fleet
 from hetero_mpi.planning.several.layouts import several
-from hetero_mpi.planning.several.pace import Pace
-from hetero_mpi.planning.several.together import dealt, plan_of, sums_of, together_s
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile
@@ -61,54 +56,6 @@ def test_sums_take_as_long_as_durations_say(members: tuple[int, ...]) -> None:
     sizes = np.array([0.0, 10.0, 4000.0])
     expected = [0.0, *(all_reduce_s(profile, members, size) for size in (10.0, 4000.0))]
     assert Fleet(profile, REQUEST, 1).all_reduce_s(members, sizes).tolist() == pytest.approx(expected)
-
-
-def crews_of(seed: int) -> list[tuple[int, ...]]:
-    """Two to four crews of some of eight ranks."""
-    draw = random.Random(seed)
-    ranks = draw.sample(range(8), draw.randint(4, 8))
-    cuts = sorted(draw.sample(range(1, len(ranks)), draw.randint(1, 3)))
-    return [tuple(ranks[a:b]) for a, b in zip([0, *cuts], [*cuts, len(ranks)], strict=True)]
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_unlike_pipelines_take_together_what_the_simulator_says_and_fit(seed: int) -> None:
-    profile = cluster(seed)
-    fleet = Fleet(profile, REQUEST, 1)
-    pace, cutter, crews = Pace(fleet), Cutter(fleet, 10**6), crews_of(seed)
-    counts = [48 // len(crews)] * len(crews)
-    counts[0] += 48 - sum(counts)
-    runs = dealt(crews, counts, cutter, sums_of(pace, crews), 8)
-    if not all(run.cuts for run in runs):
-        return  # a crew cannot hold the model
-    plan = plan_of(runs, cutter)
-    assert sum(pipeline.sequences for pipeline in plan.pipelines) == 48
-    assert all(m.peak_bytes <= m.usable_bytes for m in predict_memory(plan, profile, REQUEST.memory_reserve))
-    assert together_s(runs, cutter) == pytest.approx(simulate(plan, profile).step_s, rel=1e-12)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_estimate_is_near_what_a_crew_takes(seed: int) -> None:
-    """One crew, so that nothing waits for sums: the estimate leaves jitter out, and rounding to whole blocks in part."""
-    fleet = Fleet(cluster(seed, 24, 10_000_000), REQUEST, 1)
-    pace, cutter = Pace(fleet), Cutter(fleet, 10**6)
-    crew = tuple(random.Random(seed).sample(range(8), 4))
-    estimate_s = Crews(pace, 1000).step_s([crew])
-    run = cutter.best(crew, 48, np.zeros(fleet.items))
-    assert 0.97 * estimate_s <= run.step_s <= 1.12 * estimate_s
-    assert pace.counts([crew], estimate_s * 1.02, (0.0, 0.0, 0.0))[0] >= 48
-
-
-def test_crews_are_made_better_than_they_are() -> None:
-    """Fast and slow ranks paired crosswise, one idle: exchanges and the idle rank bring the batch done sooner."""
-    fleet = Fleet(cluster(3, memory_bytes=10_000_000), REQUEST, 1)
-    crews = Crews(Pace(fleet), 20_000)
-    start = crews.of([(6, 0), (3, 1)])
-    assert start.idle == [2, 4, 5, 7]
-    better = crews.improved(start)
-    assert better.step_s < 0.8 * start.step_s
-    ranks = [rank for crew in better.crews for rank in crew]
-    assert sorted([*ranks, *better.idle]) == list(range(8))
 
 
 def test_several_is_no_slower_than_alike_pipelines_and_indifferent_to_numbers() -> None:

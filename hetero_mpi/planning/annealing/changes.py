@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from typing import Literal
 
-from hetero_mpi.planning.annealing.lines import Costs, Line
-from hetero_mpi.planning.pacing import scheduled_depths
+from hetero_mpi.planning.annealing.costs import Costs
+from hetero_mpi.planning.annealing.estimate import Estimate
+from hetero_mpi.planning.annealing.lines import Line, Lines
 
 ALLOWANCES = (0.0, 0.1, 0.25, 0.5, 0.9)
 """Shares of a period by which gradients may come back early, for guessing depths."""
@@ -22,35 +23,53 @@ AT_ONCE = (1, 1, 1, 2, 3)
 """How many changes are made before the result is looked at: one of these."""
 SLOPES = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 """Micro-batches that a stage is deeper than the next, for guessing depths."""
+DEPTHS = (1.0, 1.2, 1.5, 2.0)
+"""For cutting anew: see ``Estimate.placed``."""
+CUT_ANEW = 0.5
+"""How often a pipeline whose ranks have changed is cut anew."""
 TOGETHER = 0.5
 """How often a change is made in all pipelines of as many stages, which then stay alike."""
 
-Lines = tuple[Line, ...]
+What = Literal["all", "ranks", "cuts"]
+"""What is changed: everything; which ranks stand in which order, and shares, for ``Estimate`` to find cuts and depths; or cuts and
+depths."""
 
 
 class Changes:
-    """``costs``: by micro-batch size. ``draw`` decides everything."""
+    """``costs``, ``estimates``: by micro-batch size. ``draw`` decides everything."""
 
-    def __init__(self, costs: Mapping[int, Costs], draw: random.Random) -> None:
-        self.costs, self.draw = costs, draw
+    def __init__(
+        self,
+        costs: Mapping[int, Costs],
+        estimates: Mapping[int, Estimate],
+        draw: random.Random,
+        of: What = "all",
+    ) -> None:
+        self.estimates, self.costs, self.draw, self.ranks_only = estimates, costs, draw, of == "ranks"
         self.sizes = sorted(costs)
         first = costs[self.sizes[0]]
         self.request, self.ranks, self.host = first.fleet.request, range(first.count), first.host
         self.splits = first.splits
         self.may_toggle = self.request.schedule == "auto" and len(set(self.request.split_choices)) > 1
-        kinds: list[tuple[int, Callable[[Lines, int], Lines | None]]] = [
-            (30, self._item_moved),
-            (12, self._stage_moved),
-            (6, self._run_moved),
-            (10, self._rank_exchanged),
-            (10, self._stage_added_or_dropped),
-            (15, self._deeper_or_shallower),
-            (10, self._share_moved),
-            (3, self._resized),
-            (7, self._paced_anew),
-            (4, self._sloped),
-            (3 if self.may_toggle else 0, self._split),
-        ]
+        kinds: list[tuple[int, Callable[[Lines, int], Lines | None]]] = []
+        if of != "cuts":
+            kinds += [
+                (12, self._stage_moved),
+                (6, self._run_moved),
+                (10, self._rank_exchanged),
+                (10, self._stage_added_or_dropped),
+                (10, self._share_moved),
+                (3, self._resized),
+            ]
+        if of == "all":
+            kinds += [(8, self._cut_anew), (3 if self.may_toggle else 0, self._split)]
+        if of != "ranks":
+            kinds += [
+                (30, self._item_moved),
+                (15, self._deeper_or_shallower),
+                (7, self._paced_anew),
+                (4, self._sloped),
+            ]
         self._weights, self._kinds = zip(*kinds, strict=True)
 
     def changed(self, lines: Lines) -> Lines:
@@ -60,11 +79,28 @@ class Changes:
         return lines
 
     def _paced(self, line: Line) -> Line:
-        schedule, count = self.request.schedule, len(line.ranks)
-        if schedule != "auto":
-            depths = scheduled_depths(schedule, count, line.micro_batches)
-            return replace(line, flying=tuple(min(depth + 1, line.micro_batches) for depth in depths))
-        return self.costs[line.micro_batch].paced(line, self.draw.choice(ALLOWANCES))
+        if self.ranks_only:
+            return line
+        return self.costs[line.micro_batch].paced(line, self.draw.choice(ALLOWANCES), self.draw.random() < 0.5)
+
+    def _formed(self, line: Line, ranks: tuple[int, ...], counts: tuple[int, ...]) -> Line:
+        """``line`` of these ranks, with these items or cut anew."""
+        line = line._replace(ranks=ranks, counts=counts)
+        if self.ranks_only:
+            return line
+        cut = self._cut(line) if self.draw.random() < CUT_ANEW else None
+        return cut or self._paced(line)
+
+    def _cut(self, line: Line) -> Line | None:
+        found = self.estimates[line.micro_batch].cut(line, self.draw.choice(DEPTHS))
+        return None if found is None else self._paced(found[1])
+
+    def _cut_anew(self, lines: Lines, index: int) -> Lines | None:
+        cut = self._cut(lines[index])
+        if cut is None or len(cut.ranks) < len(lines[index].ranks):
+            return None if cut is None else _with(lines, {index: cut})
+        alike = {i: self._paced(lines[i]._replace(counts=cut.counts)) for i in self._alike(lines, index)}
+        return _with(lines, alike | {index: cut})
 
     def _alike(self, lines: Lines, index: int) -> list[int]:
         """The pipeline alone, or all of as many stages."""
@@ -86,7 +122,7 @@ class Changes:
                 return one
             counts = list(one.counts)
             counts[giving], counts[taking] = counts[giving] - 1, counts[taking] + 1
-            one = replace(one, counts=tuple(counts))
+            one = one._replace(counts=tuple(counts))
             return self._paced(one) if anew else one
 
         return _with(lines, {i: moved(lines[i]) for i in self._alike(lines, index)})
@@ -115,23 +151,26 @@ class Changes:
         """Stages in this order."""
 
         def moved(line: Line) -> Line:
-            ranks, counts = (tuple(values[p] for p in places) for values in (line.ranks, line.counts))
-            return self._paced(replace(line, ranks=ranks, counts=counts))
+            return self._formed(line, *(tuple(values[p] for p in places) for values in (line.ranks, line.counts)))
 
         return _with(lines, {i: moved(lines[i]) for i in self._alike(lines, index)})
 
     def _rank_exchanged(self, lines: Lines, index: int) -> Lines | None:
-        """For an idle one, or for one of any pipeline; each takes over what the other holds."""
+        """For an idle one, or for one of any pipeline."""
         line, idle = lines[index], self._idle(lines)
         place = self.draw.randrange(len(line.ranks))
         if idle and self.draw.random() < 0.3:
-            return _with(lines, {index: self._paced(_at(line, place, self.draw.choice(idle)))})
+            return _with(
+                lines, {index: self._formed(line, _at(line.ranks, place, self.draw.choice(idle)), line.counts)}
+            )
         other = self.draw.randrange(len(lines))
         there = self.draw.randrange(len(lines[other].ranks))
         a, b = line.ranks[place], lines[other].ranks[there]
         if other == index:
-            return _with(lines, {index: self._paced(_at(_at(line, place, b), there, a))})
-        return _with(lines, {index: self._paced(_at(line, place, b)), other: self._paced(_at(lines[other], there, a))})
+            return _with(lines, {index: self._formed(line, _at(_at(line.ranks, place, b), there, a), line.counts)})
+        mine, others = _at(line.ranks, place, b), _at(lines[other].ranks, there, a)
+        changed = self._formed(lines[other], others, lines[other].counts)
+        return _with(lines, {index: self._formed(line, mine, line.counts), other: changed})
 
     def _stage_added_or_dropped(self, lines: Lines, index: int) -> Lines | None:
         """An idle rank is put to work; or one is taken off, and perhaps put to work elsewhere."""
@@ -142,13 +181,12 @@ class Changes:
         if len(line.ranks) < 2:
             return None
         place = self.draw.randrange(len(line.ranks))
-        counts = list(_without(line.counts, place))
-        for _ in range(line.counts[place]):
-            counts[self.draw.randrange(len(counts))] += 1
-        dropped = replace(
-            line, ranks=_without(line.ranks, place), counts=tuple(counts), flying=_without(line.flying, place)
-        )
-        lines = _with(lines, {index: self._paced(dropped)})
+        counts = [*line.counts[:place], *line.counts[place + 1 :]]
+        if not self.ranks_only:
+            for _ in range(line.counts[place]):
+                counts[self.draw.randrange(len(counts))] += 1
+        ranks = (*line.ranks[:place], *line.ranks[place + 1 :])
+        lines = _with(lines, {index: self._formed(line, ranks, tuple(counts))})
         others = [i for i in range(len(lines)) if i != index]
         if others and self.draw.random() < 0.8:
             return self._added(lines, self.draw.choice(others), line.ranks[place])
@@ -157,23 +195,17 @@ class Changes:
     def _added(self, lines: Lines, index: int, rank: int) -> Lines | None:
         """The rank takes some items off a stage, at either end of it."""
         line = lines[index]
-        place = self.draw.randrange(len(line.ranks))
-        count = line.counts[place]
+        place, before = self.draw.randrange(len(line.ranks)), self.draw.random() < 0.5
+        count, at = line.counts[place], place + (not before)
+        ranks = (*line.ranks[:at], rank, *line.ranks[at:])
+        if self.ranks_only:
+            return _with(lines, {index: line._replace(ranks=ranks, counts=(*line.counts, 1))})
         if count < 2:
             return None
         taken = self.draw.randrange(1, count)
-        before = self.draw.random() < 0.5
-        pair = ((rank, taken), (line.ranks[place], count - taken))
-        ranks, counts = zip(*(pair if before else pair[::-1]), strict=True)
-        grown = Line(
-            (*line.ranks[:place], *ranks, *line.ranks[place + 1 :]),
-            (*line.counts[:place], *counts, *line.counts[place + 1 :]),
-            (),
-            line.micro_batch,
-            line.sequences,
-            line.split,
-        )
-        return _with(lines, {index: self._paced(grown)})
+        pair = (taken, count - taken) if before else (count - taken, taken)
+        counts = (*line.counts[:place], *pair, *line.counts[place + 1 :])
+        return _with(lines, {index: self._formed(line, ranks, counts)})
 
     def _deeper_or_shallower(self, lines: Lines, index: int) -> Lines | None:
         """At one stage; none before it stays shallower, none behind it deeper."""
@@ -185,7 +217,7 @@ class Changes:
                 max(now, depth) if i <= place and by > 0 else min(now, depth) if i >= place and by < 0 else now
                 for i, now in enumerate(line.flying)
             )
-            return replace(line, flying=flying)
+            return line._replace(flying=flying)
 
         if self.request.schedule != "auto":
             return None
@@ -197,7 +229,7 @@ class Changes:
 
         def changed(line: Line) -> Line:
             behind = range(len(line.ranks) - 1, -1, -1)
-            return replace(line, flying=tuple(min(1 + math.ceil(slope * k), line.micro_batches) for k in behind))
+            return line._replace(flying=tuple(min(1 + math.ceil(slope * k), line.micro_batches) for k in behind))
 
         if self.request.schedule != "auto":
             return None
@@ -209,7 +241,7 @@ class Changes:
         chosen = self._alike(lines, index)
         if split and not all(self.splits[rank] and len(lines[i].ranks) > 1 for i in chosen for rank in lines[i].ranks):
             return None
-        return _with(lines, {i: replace(lines[i], split=split) for i in chosen})
+        return _with(lines, {i: lines[i]._replace(split=split) for i in chosen})
 
     def _share_moved(self, lines: Lines, index: int) -> Lines | None:
         others = [i for i in range(len(lines)) if i != index]
@@ -226,14 +258,14 @@ class Changes:
         fitting = [size for size in self.sizes if size <= line.micro_batch and sequences % size == 0]
         if not fitting:
             return None
-        changed = replace(line, sequences=sequences, micro_batch=fitting[-1])
+        changed = line._replace(sequences=sequences, micro_batch=fitting[-1])
         return self._paced(changed) if self.request.schedule != "auto" else changed
 
     def _resized(self, lines: Lines, index: int) -> Lines | None:
         line, size = lines[index], self.draw.choice(self.sizes)
         if line.sequences % size:
             return None
-        return _with(lines, {index: self._paced(replace(line, micro_batch=size))})
+        return _with(lines, {index: self._paced(line._replace(micro_batch=size))})
 
     def _paced_anew(self, lines: Lines, index: int) -> Lines | None:
         return _with(lines, {index: self._paced(lines[index])})
@@ -247,9 +279,5 @@ def _with(lines: Lines, other: Mapping[int, Line]) -> Lines:
     return tuple(other.get(index, line) for index, line in enumerate(lines))
 
 
-def _at(line: Line, place: int, rank: int) -> Line:
-    return replace(line, ranks=(*line.ranks[:place], rank, *line.ranks[place + 1 :]))
-
-
-def _without(values: Sequence[int], place: int) -> tuple[int, ...]:
-    return (*values[:place], *values[place + 1 :])
+def _at(ranks: tuple[int, ...], place: int, rank: int) -> tuple[int, ...]:
+    return (*ranks[:place], rank, *ranks[place + 1 :])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hetero_mpi.planning.annealing.lines import Costs, Fitting
+from hetero_mpi.planning.annealing.costs import Costs
+from hetero_mpi.planning.annealing.lines import Fitting
 from hetero_mpi.planning.outline import add_sum
 from hetero_mpi.planning.several.fleet import Fleet
 from hetero_mpi.planning.tables import shared_memories, shares_cards

@@ -6,29 +6,22 @@ changed cluster asks here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.annealing.anneal import Annealer, always_split
+from hetero_mpi.planning.decision.natural import in_natural_order
+from hetero_mpi.planning.decision.room import closest, with_hosts_divided
 from hetero_mpi.planning.orders import OTHER_ORDERS
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.pacing import classic_depths, scheduled_depths
 from hetero_mpi.planning.several import layouts
 from hetero_mpi.planning.several.fitting import Fitter
-from hetero_mpi.planning.single.natural import in_natural_order
-from hetero_mpi.planning.single.optimum import Optimum, check, optimise, space_of
-from hetero_mpi.planning.single.room import closest, few_classes, rescued, with_hosts_divided
 from hetero_mpi.planning.tables import may_split
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-
-LARGE, ANNEALED = 32, 64
-"""With more ranks than the first, and several pipelines allowed, ``several.layouts`` is asked alone; with more than the second
-nothing is annealed."""
-MUCH_SLOWER = 1.05
-"""Plans of other numbers of pipelines are annealed too, unless they take so many times as long."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +31,10 @@ class Decision:
     plan: Plan
     step_s: float
     """Simulated."""
-    optimum: Optimum | None = None
-    """What the search over single pipelines found, where the plan came of it."""
 
 
 def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
-    """The fastest plan that fits, by simulated step time; None: nothing fits. Deterministic.
+    """The fastest plan found that fits, by simulated step time; None: nothing fits. Deterministic.
 
     Raises ``UserError`` when the request cannot be planned for at all.
     """
@@ -52,22 +43,42 @@ def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
         plan = None if nearest is None else in_order(nearest.plan, request.schedule)
         return None if plan is None else Decision(plan, outlined(plan, profile).step_s)
     check(profile, request)
+    starts = list(_starts(profile, request))
+    if len(profile.devices) > layouts.SEARCHED:
+        best = min(starts, key=lambda one: one[1], default=None)
+        return None if best is None else Decision(*best)
+    annealer = Annealer(profile, request)
+    best = annealer.best(starts)
+    if best is None:
+        return None
+    plan, step_s = in_natural_order(*best, annealer)
+    return Decision(_scheduled(plan, request) if request.schedule != "auto" else plan, step_s)
+
+
+def check(profile: ClusterProfile, request: PlanRequest) -> None:
+    """Raises ``UserError`` unless the request can be planned for, memory apart."""
+    bad = [b for b in request.micro_batch_choices if b < 1 or request.global_batch % b]
+    if bad or not request.micro_batch_choices:
+        raise UserError(
+            f"each micro-batch size must divide the global batch (global_batch: {request.global_batch}, "
+            f"micro-batch sizes: {list(request.micro_batch_choices)}); change train.micro_batch or train.global_batch"
+        )
+    usable = [device.rank for device in profile.devices if profile.model.dtype in device.dtypes]
+    if not usable:
+        offers = ", ".join(f"rank {device.rank}: {'/'.join(device.dtypes)}" for device in profile.devices)
+        raise UserError(f"no rank's device offers the job's dtype {profile.model.dtype} ({offers}); change train.dtype")
+    most = len(profile.model.layers) * min(request.max_pipelines, request.global_batch)
+    if not request.allow_idle and len(profile.devices) > min(len(usable), most):
+        raise UserError(
+            f"plan.allow_idle = false asks for work on all {len(profile.devices)} ranks, but {len(usable)} offer "
+            f"{profile.model.dtype} and {most} can be given something: a stage holds one of {len(profile.model.layers)} "
+            f"items of the model; start fewer ranks"
+        )
     if request.schedule == "split" and not any(may_split(profile, device.rank) for device in profile.devices):
         raise UserError(
             'schedule = "split": the profile has no times of a backward in two parts (input_s and weight_s of blocks '
             "and head), which are measured where all weights are trained; profile again, or use another schedule"
         )
-    fitter = Fitter(profile, request)
-    found: list[Decision] = []
-    for plan, optimum in _candidates(profile, request):
-        fitting = fitter.fitted(plan)
-        if fitting is not None:
-            found.append(Decision(fitting, fitter.step_s(fitting), optimum))
-    best = found[0] if found else None
-    for other in found[1:]:
-        assert best is not None
-        best = other if other.step_s < best.step_s * (1 - request.indifference) else best
-    return _annealed(best, found, profile, request)
 
 
 def nearest_searched(request: PlanRequest) -> PlanRequest:
@@ -96,38 +107,21 @@ def fits(profile: ClusterProfile, request: PlanRequest) -> bool:
         return False
     smallest = (min(request.micro_batch_choices),)
     request = replace(request, max_pipelines=1, micro_batch_choices=smallest)  # whatever fits, fits so
-    spaces = (few_classes(space_of(divided, request)) for divided in with_hosts_divided(profile))
-    return any(closest(space).shortage_bytes <= 0 for space in spaces)
+    return any(closest(divided, request).shortage_bytes <= 0 for divided in with_hosts_divided(profile))
 
 
-def _annealed(
-    best: Decision | None, found: Sequence[Decision], profile: ClusterProfile, request: PlanRequest
-) -> Decision | None:
-    """``best``, or a better plan annealed from the best plans of all numbers of pipelines."""
-    if len(profile.devices) > ANNEALED:
-        return best
-    starts = [(best.plan, best.step_s)] if best is not None else []
-    numbers = {len(plan.pipelines) for plan, _ in starts}
-    for other in sorted(found, key=lambda one: one.step_s):
-        if len(other.plan.pipelines) not in numbers and best is not None and other.step_s < best.step_s * MUCH_SLOWER:
-            numbers.add(len(other.plan.pipelines))
-            starts.append((other.plan, other.step_s))
-    annealer = Annealer(profile, request)
-    fitter = annealer.fitter
-    for toggled in _otherwise_split(best.plan, profile, request) if best is not None else ():
-        fitting = fitter.fitted(toggled)
-        starts += [(fitting, fitter.step_s(fitting))] if fitting is not None else []
-    chosen = annealer.best(starts)
-    if chosen is None:
-        return None
-    plan, step_s = chosen
-    # What a further rank would do is asked of the single pipeline that was found: of other ranks it says nothing.
-    optimum = best.optimum if best is not None and _used(plan) == _used(best.plan) else None
-    return Decision(_scheduled(plan, request) if request.schedule != "auto" else plan, step_s, optimum)
-
-
-def _used(plan: Plan) -> set[int]:
-    return {rank for pipeline in plan.pipelines for stage in pipeline.stages for rank in stage.ranks}
+def _starts(profile: ClusterProfile, request: PlanRequest) -> Iterator[tuple[Plan, float]]:
+    """Plans that fit, and their step times: of every promising number of pipelines; where there is none, the one that leaves most
+    memory free. With their backward split otherwise too."""
+    fitter = Fitter(profile, request)
+    found = [fitter.fitted(_scheduled(plan, request)) for _, plan in layouts.several(profile, request)]
+    if not any(found):
+        spare = (closest(divided, request).plan(request) for divided in with_hosts_divided(profile))
+        found = [fitter.fitted(_scheduled(plan, request) if request.schedule != "auto" else plan) for plan in spare]
+    for plan in found:
+        if plan is not None:
+            otherwise = map(fitter.fitted, _otherwise_split(plan, profile, request))
+            yield from ((one, fitter.step_s(one)) for one in (plan, *otherwise) if one is not None)
 
 
 def _otherwise_split(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[Plan]:
@@ -154,32 +148,6 @@ def with_classic_depths(plan: Plan) -> Plan:
         stages = tuple(replace(stage, warm_up=depth) for stage, depth in zip(pipeline.stages, warm_up, strict=True))
         pipelines_.append(replace(pipeline, stages=stages))
     return replace(plan, pipelines=tuple(pipelines_))
-
-
-def _candidates(profile: ClusterProfile, request: PlanRequest) -> Iterator[tuple[Plan, Optimum | None]]:
-    usable = sum(profile.model.dtype in device.dtypes for device in profile.devices)
-    large = usable > LARGE and request.max_pipelines > 1 and request.schedule == "auto"
-    plans = layouts.several(profile, request) if request.max_pipelines > 1 else []
-    if not (large and plans) and (request.allow_idle or usable <= len(profile.model.layers)):
-        for divided in with_hosts_divided(profile):
-            found = _one_pipeline(divided, request)
-            if found.best is not None:
-                found = in_natural_order(found, request.indifference)
-                assert found.best is not None
-                yield _scheduled(found.best.plan(), request), found
-    for _, plan in plans:
-        yield _scheduled(plan, request), None
-
-
-def _one_pipeline(profile: ClusterProfile, request: PlanRequest) -> Optimum:
-    """The best single pipeline found: from classic depths where these fit, else from shallower ones."""
-    space = space_of(profile, request)
-    found = optimise(space)
-    if found.best is None and request.schedule == "auto":
-        shallow = [optimise(replace(space, most_in_flight=most)) for most in (1, 2)]
-        fitting = [one for one in shallow if one.best is not None]
-        found = min(fitting, key=lambda one: one.best.step_s if one.best else 0.0, default=found)
-    return found if found.best is not None else rescued(space) or found
 
 
 def _scheduled(plan: Plan, request: PlanRequest) -> Plan:

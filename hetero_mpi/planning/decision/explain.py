@@ -12,8 +12,6 @@ from hetero_mpi.planning.durations import Durations, compute_s
 from hetero_mpi.planning.schedule import Action, Op, stages
 from hetero_mpi.planning.several.fitting import Fitter
 from hetero_mpi.planning.simulator import SimulatedStep
-from hetero_mpi.planning.single.optimum import Space, added
-from hetero_mpi.planning.single.search import ROUNDING, Candidate, Effort, evaluate
 from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import IdleRank
@@ -21,14 +19,13 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.words import counted, describe_items, describe_seconds, ratio
 
-IDLE_EFFORT = 100_000
-"""Effort for trying to use the ranks that a plan leaves out."""
 SMALL = 6
 """Up to so many ranks in use, the reasons say what the one that computes least is good for."""
 FEW_RANKS = 12
 """With more ranks than this, alternatives are not planned one by one."""
 MOST_ACTIONS = 20_000
 """Of plans with more actions, alternatives are not simulated: it takes longer than planning."""
+ROUNDING = 1e-9
 UNTRIED = "the search over many ranks found no faster plan with it (not simulated one by one)"
 
 
@@ -205,7 +202,6 @@ class _Tried:
     def __init__(self, decision: Decision, profile: ClusterProfile, request: PlanRequest, used: list[int]) -> None:
         self.decision, self.profile, self.request, self.used = decision, profile, request, used
         self.known: dict[str, str] = {}
-        self.effort = Effort(IDLE_EFFORT)
 
     def why_not(self, rank: int) -> str:
         device, model = self.profile.devices[rank], self.profile.model
@@ -237,9 +233,6 @@ class _Tried:
 
     def _with(self, rank: int, request: PlanRequest) -> float | None:
         """Step time of the best plan found on the ranks in use and ``rank``; infinite: none fits; None: not tried."""
-        optimum = self.decision.optimum
-        if optimum is not None and optimum.best is not None:
-            return self._added(rank, optimum.best, Space(optimum.space.profile, request, optimum.space.classes))
         if len(self.used) >= FEW_RANKS:
             return None
         smaller = restricted(self.profile, [*sorted(self.used), rank])
@@ -248,13 +241,3 @@ class _Tried:
         except UserError:
             return float("inf")
         return found.step_s if found is not None else float("inf")
-
-    def _added(self, rank: int, best: Candidate, space: Space) -> float | None:
-        """One more stage somewhere in the pipeline."""
-        if self.effort.left <= 0:
-            return None
-        kind = next(k for k, members in enumerate(space.classes) if rank in members)
-        sizes = [outlook.instance.micro_batch for outlook in space.outlooks]
-        instance = space.outlooks[sizes.index(best.instance.micro_batch)].instance
-        larger = added(evaluate(instance, best.order, best.cuts, best.warm_up), kind, space, self.effort)
-        return larger.step_s if larger is not None else float("inf")

@@ -20,7 +20,6 @@ from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.packing.bound import packing_bound_s
 from hetero_mpi.planning.schedule import schedule_of, stages
 from hetero_mpi.planning.simulator import SimulatedStep
-from hetero_mpi.planning.single.optimum import space_of
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import FLUID, PACKING, IdleRank, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -38,7 +37,7 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
     Decides which ranks take part in which pipelines and in which order, shares of the batch,
     the layers of every stage, micro-batches, warm-up depths, splitting and where to recompute. How ranks are numbered changes
     nothing, unless the request is indifferent to small differences: then ranks stand in their own order where that costs no
-    more (``single.natural``). Of equally fast plans, the one with fewer ranks is taken. Copies of the trained state are
+    more (``natural``). Of equally fast plans, the one with fewer ranks is taken. Copies of the trained state are
     counted where ranks compute in host memory, unless nothing fits beside them. Raises ``UserError`` when nothing fits: what is
     short by how much, and which changes were found to help.
     """
@@ -53,7 +52,7 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
     elif profile is not plain:
         remarks = (f"memory: {_copies(request)} are counted",)
     if decision is None:
-        raise UserError(explain_shortage(space_of(profile, request)))
+        raise UserError(explain_shortage(profile, request))
     simulation = outlined(decision.plan, profile)
     report = _figures(decision.plan, profile, request, simulation)
     idle = idle_ranks(decision, profile, request)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.decision.decide import fits
-from hetero_mpi.planning.single.optimum import Space
 from hetero_mpi.planning.types.cluster_changes import with_copy_of
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -36,9 +35,8 @@ class Change:
     text: str
 
 
-def remedies(space: Space) -> Iterator[str]:
+def remedies(profile: ClusterProfile, request: PlanRequest) -> Iterator[str]:
     """Single changes that make it fit; when there are none, the shortest row of changes that does together."""
-    profile, request = space.profile, space.request
     found = False
     for change in (
         _recompute(profile, request),

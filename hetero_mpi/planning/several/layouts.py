@@ -18,9 +18,7 @@ from hetero_mpi.planning.memory import predict_hosts
 from hetero_mpi.planning.several.chains import Chain, Chains, ColumnOrder
 from hetero_mpi.planning.several.columns import Column, Columns, along_hosts, in_hosts, of_all
 from hetero_mpi.planning.several.fleet import FEW, Fleet, in_own_order
-from hetero_mpi.planning.several.pace import Crew
 from hetero_mpi.planning.several.shares import Pipelines
-from hetero_mpi.planning.several.unlike import unlike
 from hetero_mpi.planning.tables import stage_bytes
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -28,6 +26,8 @@ from hetero_mpi.planning.types.request import PlanRequest
 
 EVERY, RATIO = 12, 1.12
 """Up to so many pipelines every number of them is looked at; beyond, every so often."""
+SEARCHED = 64
+"""Up to so many ranks plans are begun with here and made better by ``annealing``."""
 COARSE = 6, 1.25
 """The same where there are very many ranks."""
 MOST_COLUMNS = 96
@@ -75,14 +75,13 @@ class _Found:
         return self.layout.columns.fleet
 
 
-def several(profile: ClusterProfile, request: PlanRequest, fewest: int = 1) -> list[tuple[float, Plan]]:
-    """The best plan found of every promising number of pipelines, ``fewest`` or more, best first; empty: none fits.
-    Deterministic.
+def several(profile: ClusterProfile, request: PlanRequest) -> list[tuple[float, Plan]]:
+    """A plan of every promising number of pipelines, best first; empty: none fits. Deterministic. Their pipelines are cut alike.
 
     Each with the seconds of its step: what ``simulate`` says, or a little more where like columns hold unlike ranks.
 
-    Their pipelines are cut alike. Single pipelines are looked at too, since depth is searched for more broadly here than in
-    ``single``.
+    Of up to ``SEARCHED`` ranks, of every number of pipelines that memory may hold, each found without regard to how many are
+    allowed: begun with, not polished, since ``annealing`` goes on from there.
     """
     sizes = sorted(set(request.micro_batch_choices))
     smallest = Fleet(profile, request, sizes[0], None, in_own_order(profile, sizes[0] * request.sequence_length))
@@ -90,37 +89,45 @@ def several(profile: ClusterProfile, request: PlanRequest, fewest: int = 1) -> l
     if len(smallest.devices) <= FEW:
         # Which of several like ranks come together in a column goes by this order.
         fleets.append(Fleet(profile, request, sizes[0], None, smallest.devices[::-1]))
-    layouts = _ranked(smallest, _numbers(smallest, fewest))
-    for turned in fleets[1:]:
-        # Which numbers of pipelines are promising does not depend on that order.
-        layouts += _ranked(turned, sorted({layout.columns.pipelines for layout in layouts}))
+    numbers = _numbers(smallest)
+    if len(smallest.devices) <= SEARCHED:
+        groups = [_sized([one for fleet in fleets for one in _ranked(fleet, [number])], sizes) for number in numbers]
+        plans = [min(map(_dealt, group[:IMPROVED]), key=_seconds) for group in groups if group]
+    else:
+        layouts = _ranked(smallest, numbers)
+        for turned in fleets[1:]:
+            # Which numbers of pipelines are promising does not depend on that order.
+            layouts += _ranked(turned, sorted({layout.columns.pipelines for layout in layouts}))
+        plans = [plan for one in _sized(layouts, sizes)[:IMPROVED] for plan in _finished(one)]
+    best: dict[int, tuple[float, Plan]] = {}
+    for plan in sorted(plans, key=_seconds):
+        best.setdefault(len(plan[1].pipelines), plan)
+    return [one for one in best.values() if _hosts_suffice(one[1], profile, request)]
+
+
+def _seconds(found: tuple[float, Plan]) -> float:
+    return found[0]
+
+
+def _sized(layouts: Sequence[_Layout], sizes: Sequence[int]) -> list[_Found]:
+    """The layouts' chains at the smallest micro-batch, and those of the best at the others, best first."""
     found = _simulated(layouts)
     for size in sizes[1:]:
         again = []
         for one in found[:IMPROVED]:
-            fleet = Fleet(profile, request, size, one.fleet)
+            if one.layout.columns.pipelines > one.fleet.request.global_batch // size:
+                continue
+            fleet = Fleet(one.fleet.profile, one.fleet.request, size, one.fleet)
             again.append(_estimated(Columns(fleet, one.layout.columns.members), FIRST_LINES))
         found += _simulated([layout for layout in again if layout is not None])
-    found.sort(key=lambda one: one.chain.step_s)
-    plans = [plan for one in found[:IMPROVED] for plan in _finished(one)]
-    if found:
-        counted_alike = [one for one in found if one.fleet.devices is found[0].fleet.devices]
-        other = unlike(found[0].fleet, _crews(counted_alike), fewest)
-        plans += [other] if other is not None else []
-    plans.sort(key=lambda one: one[0])
-    best: dict[int, tuple[float, Plan]] = {}
-    for step_s, plan in plans:
-        if len(plan.pipelines) not in best and _hosts_suffice(plan, profile, request):
-            best[len(plan.pipelines)] = step_s, plan
-    return list(best.values())
+    return sorted(found, key=lambda one: one.chain.step_s)
 
 
-def _crews(found: Sequence[_Found]) -> list[list[Crew]]:
-    """The ranks of the pipelines of each chain."""
-    return [
-        [tuple(one.layout.columns.members[k][p] for k in one.chain.picks) for p in range(one.layout.columns.pipelines)]
-        for one in found
-    ]
+def _dealt(found: _Found) -> tuple[float, Plan]:
+    """The chain's pipelines with shares such that all end together."""
+    pipelines = Pipelines(found.layout.columns, found.chain)
+    sequences = pipelines.dealt()
+    return pipelines.step_s(sequences), _plan(found, sequences)
 
 
 def _hosts_suffice(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> bool:
@@ -129,7 +136,7 @@ def _hosts_suffice(plan: Plan, profile: ClusterProfile, request: PlanRequest) ->
     return all(one.peak_bytes <= one.usable_bytes for one in hosts)
 
 
-def _numbers(fleet: Fleet, fewest: int) -> list[int]:
+def _numbers(fleet: Fleet) -> list[int]:
     """Numbers of pipelines to look at: as many as there may be and as memory holds."""
     request = fleet.request
     fixed = min(float(stage_bytes(fleet.model, fleet.tokens, choice)[0][0, -1]) for choice in request.recompute_choices)
@@ -137,7 +144,7 @@ def _numbers(fleet: Fleet, fewest: int) -> list[int]:
         request.max_pipelines, len(fleet.devices), request.global_batch, int(fleet.usable.sum() / max(fixed, 1.0))
     )
     every, ratio = (EVERY, RATIO) if len(fleet.devices) <= FEW else COARSE
-    numbers, number = [], float(fewest)
+    numbers, number = [], 1.0
     while number <= most:
         numbers.append(int(number))
         number = number + 1 if number < every else max(number + 1, math.floor(number * ratio))
@@ -258,7 +265,7 @@ def _chain(layout: _Layout, paces: Sequence[tuple[float, float]] = PACES) -> Cha
 
 
 def _finished(found: _Found) -> Iterator[tuple[float, Plan]]:
-    """(seconds, plan) made of one chain, each with better shares than the one before."""
+    """Plans made of one chain, each with better shares than the one before."""
     found = _reordered(found, REORDERED // len(found.layout.line))
     found = _Found(found.layout, _polished(found.layout.chains, found.chain))
     for _ in range(AGAIN):

@@ -1,0 +1,140 @@
+"""What stages of annealed pipelines cost: whether memory holds them, how long they take, and no less than what."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from hetero_mpi.planning.annealing.lines import Fitting, Line, LineTimes, falling
+from hetero_mpi.planning.cycles import cycle_bound_s
+from hetero_mpi.planning.pacing import paced_each, period_s, scheduled_depths
+from hetero_mpi.planning.several.fleet import Fleet
+from hetero_mpi.planning.tables import may_split
+
+ROUNDING = 1e-9
+
+
+class Costs:
+    """What stages cost at one micro-batch size. Tables of plain lists: single figures are asked for, millions of them."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet, self.count = fleet, len(fleet.devices)
+        self.host: list[int] = fleet.host.tolist()
+        self.splits = [may_split(fleet.profile, device.rank) for device in fleet.devices]
+        self.forward, self.backward, self.repeated = (
+            [[0.0, *itertools.accumulate(row)] for row in table.tolist()]
+            for table in (fleet.forward_s, fleet.backward_s, fleet.repeated_s)
+        )
+        """[rank][item]: seconds of all items before."""
+        self.overhead: list[tuple[float, float]] = fleet.overhead_s.tolist()
+        place = fleet.place
+        self.latency: list[list[float]] = fleet.latency_s[place][:, place].tolist()
+        self.per_byte: list[list[float]] = fleet.per_byte_s[place][:, place].tolist()
+        self._message: list[float] = fleet.message_bytes.tolist()
+        self.step_fixed: list[float] = fleet.step_fixed_s.tolist()
+        self.step_per_parameter: list[float] = fleet.step_per_parameter_s.tolist()
+        trainable = itertools.accumulate(float(layer.trainable_parameters) for layer in fleet.model.layers)
+        self.trainable = [0.0, *trainable]
+        self.deepest = {again: self._deepest(again) for again in sorted(set(fleet.request.recompute_choices))}
+        """By whether forwards are repeated, [rank][first][items - 1]: most micro-batches in flight; longer stages fit nowhere."""
+
+    def _deepest(self, recompute: bool) -> list[list[list[float]]]:
+        fleet, known = self.fleet, dict[tuple[float, float], list[list[float]]]()
+        stages = fleet.stages(float(fleet.usable.max()))
+        rooms = list(zip(fleet.usable.tolist(), fleet.ratio.tolist(), strict=True))
+        for room in rooms:
+            if room not in known:
+                known[room] = stages.deepest(*room, recompute).tolist()
+        return [known[room] for room in rooms]
+
+    def room(self, again: bool, rank: int, first: int, count: int) -> int:
+        """Most micro-batches in flight of a stage that repeats its forwards, or does not."""
+        of = self.deepest[again][rank][first]
+        return max(0, int(of[count - 1])) if count <= len(of) else 0
+
+    def fitted(self, line: Line) -> Fitting | None:
+        """``line``, no deeper than memory allows, forwards repeated where it asks for that; None: it does not fit."""
+        flying, recompute, cuts = [], [], line.cuts
+        most = line.micro_batches
+        for place, rank in enumerate(line.ranks):
+            most = min(most, line.flying[place])
+            deepest, repeated = 0, False
+            for again in self.deepest:
+                depth = self.room(again, rank, cuts[place], line.counts[place])
+                if depth > deepest:
+                    deepest, repeated = depth, again
+                if deepest >= most:
+                    break
+            most = min(most, deepest)
+            if most < 1:
+                return None
+            flying.append(most)
+            recompute.append(repeated)
+        line = line._replace(flying=tuple(flying))
+        times = self._times(line, recompute)
+        bound_s = 0.0
+        if not line.is_split:
+            seconds = times.forward, times.backward, times.out, times.back
+            bound_s = cycle_bound_s(*seconds, [depth - 1 for depth in flying], line.micro_batches)
+        step_s = self._step_s(line)
+        return Fitting(line, tuple(recompute), times, step_s, (bound_s + step_s) * (1 - ROUNDING))
+
+    def paced(self, line: Line, allowance: float, repeat: bool) -> Line:
+        """``line`` so deep that gradients are back in time at the pace of its slowest stage or link, ``allowance`` periods
+        earlier than they have to be. ``repeat``: also where forwards are repeated for that depth alone. A schedule given by name
+        leaves no choice."""
+        schedule = self.fleet.request.schedule
+        if schedule != "auto":
+            depths = scheduled_depths(schedule, len(line.ranks), line.micro_batches)
+            return line._replace(flying=tuple(min(depth + 1, line.micro_batches) for depth in depths))
+        times = self._times(line, [False] * len(line.ranks))
+        compute = [f + b for f, b in zip(times.forward, times.backward, strict=True)]
+        hops = [out + back for out, back in zip(times.out, times.back, strict=True)]
+        warm_up = paced_each(compute, hops, period_s(compute, hops), allowance)
+        flying = [min(line.micro_batches, depth + 1) for depth in warm_up]
+        if repeat or len(self.deepest) < 2:
+            return line._replace(flying=tuple(flying))
+        for place, (rank, first) in enumerate(zip(line.ranks, line.cuts, strict=False)):
+            plain = self.room(False, rank, first, line.counts[place])
+            flying[place] = min(flying[place], plain) if plain >= len(line.ranks) - place else flying[place]
+        return line._replace(flying=falling(flying))
+
+    def hop_s(self, a: int, b: int) -> float:
+        """A message there and one back, behind the first item."""
+        size = self._message[0]
+        return self.latency[a][b] + self.latency[b][a] + size * (self.per_byte[a][b] + self.per_byte[b][a])
+
+    def _times(self, line: Line, recompute: Sequence[bool]) -> LineTimes:
+        times, cuts, previous = LineTimes([], [], [], []), line.cuts, -1
+        for place, rank in enumerate(line.ranks):
+            first, last = cuts[place], cuts[place + 1]
+            forward, backward, overhead = self.forward[rank], self.backward[rank], self.overhead[rank]
+            again = self.repeated[rank][last] - self.repeated[rank][first] if recompute[place] else 0.0
+            times.forward.append(forward[last] - forward[first] + overhead[0])
+            times.backward.append(backward[last] - backward[first] + overhead[1] + again)
+            if place:
+                size = self._message[first - 1]
+                times.out.append(self.latency[previous][rank] + size * self.per_byte[previous][rank])
+                times.back.append(self.latency[rank][previous] + size * self.per_byte[rank][previous])
+            previous = rank
+        return times
+
+    def whole_s(self, fitting: Fitting) -> Iterator[tuple[int, int, float]]:
+        """(item, rank, when the item's gradients are whole there), of every stage from its last item to its first."""
+        line, begun, cuts = fitting.line, fitting.spans_s[0], fitting.line.cuts
+        for place, rank in enumerate(line.ranks):
+            first, last = cuts[place], cuts[place + 1]
+            backward, repeated = self.backward[rank], self.repeated[rank]
+            for item in range(last - 1, first - 1, -1):
+                again = repeated[last] - repeated[item] if fitting.recompute[place] else 0.0
+                yield item, rank, begun[place] + self.overhead[rank][1] + again + backward[last] - backward[item]
+
+    def _step_s(self, line: Line) -> float:
+        """The longest STEP; of a tied model, whose ends count their matrix otherwise, nothing."""
+        if self.fleet.model.tied:
+            return 0.0
+        longest_s, cuts = 0.0, line.cuts
+        for place, rank in enumerate(line.ranks):
+            trainable = self.trainable[cuts[place + 1]] - self.trainable[cuts[place]]
+            longest_s = max(longest_s, self.step_fixed[rank] + self.step_per_parameter[rank] * trainable)
+        return longest_s

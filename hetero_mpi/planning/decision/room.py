@@ -1,0 +1,163 @@
+"""Does a model fit at all, and how: the split whose worst shortage of memory is least, at the fewest micro-batches in flight."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_mpi.planning.pacing import scheduled_depths
+from hetero_mpi.planning.several.fleet import in_own_order
+from hetero_mpi.planning.tables import rank_usable_bytes, shared_memories, stage_bytes
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
+
+LOOKS, STARTS = 200, 3
+"""Orders looked at besides those sorted by memory, and how many of these are changed."""
+
+Order = tuple[int, ...]
+"""Kinds of ranks, by stage."""
+
+
+@dataclass(frozen=True)
+class Closest:
+    """The split whose worst shortage is least; negative: it fits."""
+
+    shortage_bytes: float
+    micro_batch: int
+    ranks: tuple[int, ...]
+    cuts: tuple[int, ...]
+    in_flight: tuple[int, ...]
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """One pipeline of this split; recompute is left to ``Fitter.fitted``."""
+        stages = tuple(
+            StagePlan((rank,), self.cuts[i], self.cuts[i + 1], self.in_flight[i] - 1)
+            for i, rank in enumerate(self.ranks)
+        )
+        pipeline = PipelinePlan(stages, self.micro_batch, request.global_batch)
+        return Plan((pipeline,), request.global_batch, request.sequence_length, self.cuts[-1])
+
+
+class _Shortages:
+    """Ranks are of a kind that have as much memory and keep as many bytes of activations. At the smallest micro-batch, which takes
+    least."""
+
+    def __init__(self, profile: ClusterProfile, request: PlanRequest) -> None:
+        self.profile, self.request = profile, request
+        self.items, self.micro_batch = len(profile.model.layers), min(request.micro_batch_choices)
+        self.tokens = self.micro_batch * request.sequence_length
+        rooms: dict[tuple[int, float], list[int]] = {}
+        for device in in_own_order(profile, self.tokens):
+            usable = rank_usable_bytes(profile, device.rank, request.memory_reserve)
+            rooms.setdefault((usable, device.activation_ratio), []).append(device.rank)
+        self.rooms = sorted(rooms, key=lambda room: (-room[0], room[1]))
+        self.ranks = [rooms[room] for room in self.rooms]
+        self.longest = min(sum(map(len, self.ranks)), self.items)
+        self.shortest = 1 if request.allow_idle else self.longest
+        self._of = lru_cache(maxsize=None)(self._least)
+        self._own = lru_cache(maxsize=None)(self._by_stage)
+
+    def in_flight(self, stages: int) -> int:
+        """Micro-batches that the first of the last ``stages`` stages must keep: one, unless a schedule given by name keeps more."""
+        if self.request.schedule == "auto":
+            return 1
+        count = self.request.global_batch // self.micro_batch
+        return min(scheduled_depths(self.request.schedule, stages, count)[0] + 1, count)
+
+    def _by_stage(self, kind: int, in_flight: int) -> NDArray[np.float64]:
+        """[first, last]: bytes that such a stage lacks, at the cheapest choice of recompute; negative where it fits."""
+        usable, ratio = self.rooms[kind]
+        tables = [
+            stage_bytes(self.profile.model.keeping(ratio), self.tokens, again)
+            for again in self.request.recompute_choices
+        ]
+        return np.asarray(np.minimum.reduce([fixed + in_flight * each for fixed, each in tables]) - usable)
+
+    def _by_cut(self, order: Order) -> NDArray[np.float64]:
+        """[first, last]: the worst shortage of the stages of ``order``, the first of which is this one."""
+        return np.asarray(np.maximum(self._own(order[0], self.in_flight(len(order))), self._of(order[1:])))
+
+    def _least(self, order: Order) -> NDArray[np.float64]:
+        """[first]: that, by the item that they begin with."""
+        if order:
+            return np.asarray(self._by_cut(order).min(axis=1))
+        nothing = np.full(self.items + 1, np.inf)
+        nothing[self.items] = -np.inf
+        return nothing
+
+    def ranking(self, order: Order) -> tuple[float, int, Order]:
+        return float(self._of(order)[0]), len(order), order
+
+    def closest(self, order: Order) -> Closest:
+        """The best cuts over ``order``."""
+        cuts, waiting = [0], [iter(members) for members in self.ranks]
+        for place in range(len(order)):
+            cuts.append(int(self._by_cut(order[place:])[cuts[-1]].argmin()))
+        in_flight = tuple(self.in_flight(len(order) - place) for place in range(len(order)))
+        ranks = tuple(next(waiting[kind]) for kind in order)
+        return Closest(self.ranking(order)[0], self.micro_batch, ranks, tuple(cuts), in_flight)
+
+    def starts(self) -> Iterator[Order]:
+        """The ranks with most memory, of every number of them, the largest first or last."""
+        largest = [kind for kind, members in enumerate(self.ranks) for _ in members]
+        for count in range(self.shortest, self.longest + 1):
+            yield tuple(largest[:count])
+            yield tuple(largest[:count][::-1])
+
+    def near(self, order: Order) -> set[Order]:
+        """Orders one change away: two ranks exchanged, one moved, left out, put to work, or replaced."""
+        spare = [kind for kind, members in enumerate(self.ranks) if order.count(kind) < len(members)]
+        count, found = len(order), set[Order]()
+        for i in range(count):
+            without = order[:i] + order[i + 1 :]
+            found |= {without} if count > self.shortest else set()
+            found |= {(*order[:i], kind, *order[i + 1 :]) for kind in spare}
+            found |= {(*without[:j], order[i], *without[j:]) for j in range(count)}
+            found |= {(*order[:j], order[i], *order[j + 1 : i], order[j], *order[i + 1 :]) for j in range(i)}
+        if count < self.longest:
+            found |= {(*order[:i], kind, *order[i:]) for i in range(count + 1) for kind in spare}
+        return found - {order}
+
+
+def closest(profile: ClusterProfile, request: PlanRequest) -> Closest:
+    """Over orders sorted by memory, and what local search makes of the best of them: the first change that helps is taken."""
+    shortages = _Shortages(profile, request)
+    best = sorted(set(shortages.starts()), key=shortages.ranking)
+    known, left = set(best), LOOKS
+    for start in best[:STARTS]:
+        here: Order | None = start
+        while here is not None and left > 0:
+            new = itertools.islice((there for there in sorted(shortages.near(here)) if there not in known), left)
+            now, here = shortages.ranking(here), None
+            for there in new:
+                known.add(there)
+                left -= 1
+                if shortages.ranking(there) < now:
+                    here = there
+                    break
+    return shortages.closest(min(known, key=shortages.ranking))
+
+
+def with_hosts_divided(profile: ClusterProfile) -> Iterator[ClusterProfile]:
+    """Hosts whose memory ranks share: divided evenly among them first; then half of it to one of them, or all."""
+    shared = shared_memories(profile)
+    if not shared:
+        yield profile
+        return
+    most = max(len(ranks) for _, ranks in shared)
+    for favoured, share in [(0, 0.0), *((place, share) for share in (0.5, 0.75, 1.0) for place in range(min(most, 4)))]:
+        devices = list(profile.devices)
+        for host, ranks in shared:
+            for place, rank in enumerate(ranks):
+                part = share if place == favoured % len(ranks) else (1 - share) / (len(ranks) - 1)
+                part = part if share else 1 / len(ranks)
+                devices[rank] = replace(
+                    devices[rank], memory_bytes=min(devices[rank].memory_bytes, int(host.memory_bytes * part))
+                )
+        yield replace(profile, devices=tuple(devices))
