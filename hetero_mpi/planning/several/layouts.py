@@ -28,6 +28,8 @@ EVERY, RATIO = 12, 1.12
 """Up to so many pipelines every number of them is looked at; beyond, every so often."""
 SEARCHED = 64
 """Up to so many ranks plans are begun with here and made better by ``annealing``."""
+ALONE = 32
+"""Of more ranks than these the best one is polished here: simulating whole plans, annealing looks at too few of them."""
 COARSE = 6, 1.25
 """The same where there are very many ranks."""
 MOST_COLUMNS = 96
@@ -81,7 +83,7 @@ def several(profile: ClusterProfile, request: PlanRequest) -> list[tuple[float, 
     Each with the seconds of its step: what ``simulate`` says, or a little more where like columns hold unlike ranks.
 
     Of up to ``SEARCHED`` ranks, of every number of pipelines that memory may hold, each found without regard to how many are
-    allowed: begun with, not polished, since ``annealing`` goes on from there.
+    allowed: begun with and mostly not polished, since ``annealing`` goes on from there.
     """
     sizes = sorted(set(request.micro_batch_choices))
     smallest = Fleet(profile, request, sizes[0], None, in_own_order(profile, sizes[0] * request.sequence_length))
@@ -93,6 +95,8 @@ def several(profile: ClusterProfile, request: PlanRequest) -> list[tuple[float, 
     if len(smallest.devices) <= SEARCHED:
         groups = [_sized([one for fleet in fleets for one in _ranked(fleet, [number])], sizes) for number in numbers]
         plans = [min(map(_dealt, group[:IMPROVED]), key=_seconds) for group in groups if group]
+        if len(smallest.devices) > ALONE and plans:
+            plans += _finished(min((group[0] for group in groups if group), key=lambda one: one.chain.step_s))
     else:
         layouts = _ranked(smallest, numbers)
         for turned in fleets[1:]:
