@@ -7,8 +7,9 @@ Layers keep their global indices, so parameter names are the whole model's every
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,10 +45,21 @@ class MicroBatch:
     target_tokens: int
     """Targets of the whole global batch, over all micro-batches and pipelines: the loss is divided by it once."""
 
+    def slices(self, rows: int, size: int | None) -> Slices:
+        """The parts of at most ``size`` of the micro-batch's ``rows`` sequences (None: one part), and which rows each has."""
+        size = size or rows
+        return [
+            (replace(self, first_sample=self.first_sample + begin), slice(begin, min(begin + size, rows)))
+            for begin in range(0, rows, size)
+        ]
+
+
+Slices = list[tuple[MicroBatch, slice]]
+
 
 @dataclass(frozen=True)
 class _Kept:
-    """What backward of a micro-batch needs: its input (not of a first stage), its output, and where its items begin."""
+    """What backward of a slice needs: its input (not of a first stage), its output, and where its items begin."""
 
     position: MicroBatch
     x: torch.Tensor | None
@@ -79,6 +91,7 @@ class Stage:
         recompute: bool = False,
         split_backward: bool = False,
         kept: Kept | None = None,
+        slice_sequences: int | None = None,
     ) -> None:
         """Build own layers only.
 
@@ -89,12 +102,14 @@ class Stage:
             split_backward: backward will come in two parts, ``backward_input`` and ``backward_weights``. Where adapters are
                 trained the second part is empty.
             kept: items whose frozen weights are there already (``frozen_items``); ``start`` is not asked for them.
+            slice_sequences: a micro-batch is computed in slices of so many sequences, one after the other; None: at once.
 
         :raises UserError: the model's files do not fit its configuration.
         """
         self.chain, self.first, self.last = chain, first, last
         self.backend, self.dtype, self.seed = backend, DTYPES[dtype], seed
         self.tuning = tuning if tuning is not None else full_training(chain)
+        self.slice_sequences = slice_sequences
         self.masters: dict[str, torch.Tensor] = {}
         self.tied_head: nn.Parameter | None = None
         self.model: Any = chain.frame()
@@ -111,7 +126,7 @@ class Stage:
             self._put_off_matrices(recompute)
         self._trained_items = self._items_with_gradients()
         self._beginnings = Beginnings(chain, self.model, first, last)
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, list[_Kept]] = {}
         self._position: MicroBatch | None = None
         if self.tuning.uses_dropout(chain):
             self._key_dropout()
@@ -141,13 +156,19 @@ class Stage:
         Returns: Output, shaped as the next stage's ``x``, detached; on the last stage this micro-batch's share of the loss, a
         scalar (fp32).
         """
-        if not self.is_first:
-            x = x.detach().requires_grad_(True)
-        self._position = position
-        self._beginnings.start()
-        y = self._run(x, targets, position.target_tokens)
-        self._kept[position.index] = _Kept(position, None if self.is_first else x, y, self._beginnings.stop())
-        return y.detach()
+        kept = []
+        for part, rows in position.slices(len(x), self.slice_sequences):
+            own = x[rows] if self.is_first else x[rows].detach().requires_grad_(True)
+            self._position = part
+            self._beginnings.start()
+            y = self._run(own, None if targets is None else targets[rows], position.target_tokens)
+            kept.append(_Kept(part, None if self.is_first else own, y, self._beginnings.stop()))
+        self._kept[position.index] = kept
+        return self._together([one.y.detach() for one in kept])
+
+    def _together(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The micro-batch's output, of its slices': rows one after the other; on the last stage the sum of the losses."""
+        return joined(outputs) if outputs[0].dim() else functools.reduce(torch.add, outputs)
 
     def backward(
         self, index: int, dy: torch.Tensor | None = None, finished: Finished | None = None
@@ -185,21 +206,26 @@ class Stage:
     def _backward(
         self, index: int, dy: torch.Tensor | None, finished: Finished | None = None, borrowed: bool = False
     ) -> torch.Tensor | None:
-        kept = self._kept.pop(index)
-        # Recomputing has the same input and draws the same random numbers again.
-        self._position, self._input = kept.position, kept.x
-        if self.deferred is not None:
-            self.deferred.begin(index)
+        slices = self._kept.pop(index)
         report = GradientReadyHooks(self._trained_items, finished) if finished is not None else None
-        if report is not None:
-            report.follow(kept.beginnings)
-        if kept.y.requires_grad:  # not where a first stage holds nothing that is trained
-            torch.autograd.backward(kept.y, dy)
-        if self.deferred is not None and borrowed:
-            self.deferred.detach_from((kept.x, dy))
+        dxs = []
+        for kept, own_dy in zip(slices, parts(dy, [len(one.y) if one.y.dim() else 1 for one in slices]), strict=True):
+            # Recomputing has the same input and draws the same random numbers again.
+            self._position, self._input = kept.position, kept.x
+            if self.deferred is not None:
+                self.deferred.begin(index)
+            if report is not None and kept is slices[-1]:
+                report.follow(kept.beginnings)
+            if kept.y.requires_grad:  # not where a first stage holds nothing that is trained
+                torch.autograd.backward(kept.y, own_dy)
+            if self.deferred is not None and borrowed:
+                self.deferred.detach_from((kept.x, own_dy))
+            if kept.x is not None:
+                assert kept.x.grad is not None
+                dxs.append(kept.x.grad)
         if report is not None:
             report.down_to(self.first)
-        return None if kept.x is None else kept.x.grad
+        return joined(dxs) if dxs else None
 
     def forget(self) -> None:
         """Drop what forwards kept for backwards that will not come."""
@@ -212,9 +238,14 @@ class Stage:
         """Forward without dropout and without keeping anything; the last stage returns the *sum* of the targets' losses."""
         set_training(self.model, False)
         try:
-            return self._run(x, targets, 1)
+            return self._together(
+                self._evaluated(MicroBatch(0, 0, 0, 1).slices(len(x), self.slice_sequences), x, targets)
+            )
         finally:
             set_training(self.model, True)
+
+    def _evaluated(self, slices: Slices, x: torch.Tensor, targets: torch.Tensor | None) -> list[torch.Tensor]:
+        return [self._run(x[rows], None if targets is None else targets[rows], 1) for _, rows in slices]
 
     def apply(self, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
         """Own layers on ``x``, as the model is called with ``keywords``; the last stage gives what the loss takes."""
@@ -248,6 +279,7 @@ class Stage:
         for item in range(chain.items):
             if item in own and item in kept:
                 take_over(model, kept[item])
+                self._placed(item)
                 continue
             if item in own or (item == 0 and needs_tied_copy):
                 self._fill(start, item)
@@ -255,6 +287,7 @@ class Stage:
                 self._tie()
             if item in own:
                 self._place(item)
+                self._placed(item)
                 return_freed_memory()
             else:
                 for name in chain.module_names(item):
@@ -292,6 +325,9 @@ class Stage:
         if item == 0 and self.tied_head is not None:
             assert self.chain.tied is not None
             self.tied_head.data = self.model.get_parameter(self.chain.tied[1]).data
+
+    def _placed(self, item: int) -> None:
+        """An item's weights are on the device now."""
 
     def _place_parameter(self, name: str, parameter: nn.Parameter) -> None:
         value = parameter.detach()
@@ -345,6 +381,16 @@ class Stage:
     def _seed(self, item: int, module: nn.Module, arguments: object) -> None:
         if module.training and self._position is not None:
             self.backend.seed(dropout_seed(self.seed, self._position, item))
+
+
+def joined(slices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows of all slices; the tensor itself where there is one."""
+    return slices[0] if len(slices) == 1 else torch.cat(list(slices))
+
+
+def parts(dy: torch.Tensor | None, sizes: Sequence[int]) -> Sequence[torch.Tensor | None]:
+    """``dy`` by slices of so many rows. The factor of a loss (or None) is every slice's."""
+    return [dy] * len(sizes) if dy is None or not dy.dim() or len(sizes) == 1 else dy.split(list(sizes))
 
 
 def _repeat_shared_keys() -> None:

@@ -1,0 +1,180 @@
+"""Frozen weights of a streamed stage, layer by layer: their home is host memory, the device holds few layers at a time.
+
+A layer's tensors lie in one block of bytes, so that one copy brings them to the device. On a rank that computes in host memory
+(a CPU) nothing is copied: the block is a file of the rank's own, mapped into memory, and the system keeps of it what there is
+room for.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero_mpi.device.backend import HOST, Backend
+from hetero_mpi.device.copying import Copied
+from hetero_mpi.disk import free_bytes
+from hetero_mpi.errors import UserError
+
+_ALIGNMENT = 256
+"""Bytes: tensors start where every kernel reads well."""
+_SPARE_BYTES = 100_000_000
+"""Stays free on the disk."""
+SLOTS = 2
+"""Layers on the device at once: the one that computes and the next one."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor belongs, and where it lies in its layer's block."""
+
+    holder: Any
+    attribute: str
+    begin: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.dtype.itemsize * int(torch.Size(self.shape).numel())
+
+    def attach(self, block: torch.Tensor) -> None:
+        """From now on the holder's tensor is the one in ``block``."""
+        setattr(self.holder, self.attribute, block[self.begin : self.end].view(self.dtype).view(self.shape))
+
+
+class HostLayer:
+    """The frozen tensors of one layer in a block of host memory, to which its modules refer as long as it is not on the device."""
+
+    def __init__(self, modules: Iterable[nn.Module], backend: Backend, folder: Path | None) -> None:
+        """Move the modules' frozen tensors to host memory.
+
+        ``folder``: where to put the mapped file on a rank that computes in host memory; None: ordinary memory.
+
+        :raises UserError: the folder cannot be written to, or its disk is too full.
+        """
+        self.places: list[_Place] = []
+        self.bytes = 0
+        for holder, attribute in _frozen(modules):
+            tensor = getattr(holder, attribute)
+            self.places.append(_Place(holder, attribute, self.bytes, tensor.dtype, tuple(tensor.shape)))
+            self.bytes = -(-self.places[-1].end // _ALIGNMENT) * _ALIGNMENT
+        self._file: mmap.mmap | None = None
+        self.block = self._mapped(folder) if folder is not None and self.bytes else self._copied(backend)
+        self.attach(self.block)
+
+    def attach(self, block: torch.Tensor) -> None:
+        """The modules' tensors are those in ``block`` from now on."""
+        for place in self.places:
+            place.attach(block)
+
+    def prefetch(self) -> None:
+        """Have the system read the mapped file, since the layer is needed soon."""
+        if self._file is not None and hasattr(mmap, "MADV_WILLNEED"):
+            self._file.madvise(mmap.MADV_WILLNEED)
+
+    def _copied(self, backend: Backend) -> torch.Tensor:
+        block = backend.host_buffer((self.bytes,), torch.uint8)
+        for place in self.places:
+            block[place.begin : place.end].copy_(_bytes_of(getattr(place.holder, place.attribute)))
+        return block
+
+    def _mapped(self, folder: Path) -> torch.Tensor:
+        """A file that has no name any more: nobody else can change it, and it goes with the process."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if free_bytes(folder) < self.bytes + _SPARE_BYTES:
+                raise UserError(
+                    f"{folder}: a streamed layer is to be kept there, {self.bytes:,} bytes, and {free_bytes(folder):,} bytes are "
+                    f"free: make room, or set another [model] shard_cache"
+                )
+            with tempfile.TemporaryFile(dir=folder) as file:
+                for place in self.places:
+                    file.seek(place.begin)
+                    file.write(_bytes_of(getattr(place.holder, place.attribute).to(HOST)).numpy())
+                file.truncate(self.bytes)
+                file.flush()
+                # Written through, since only clean pages can be dropped when memory is short.
+                os.fsync(file.fileno())
+                self._file = mmap.mmap(file.fileno(), self.bytes, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise UserError(
+                f"{folder}: streamed layers cannot be kept there ({error.strerror}): choose another [model] shard_cache"
+            ) from error
+        return torch.frombuffer(self._file, dtype=torch.uint8)
+
+
+class HostWeights:
+    """The layers of a streamed stage; ``layers``: number of the layer -> its block in host memory."""
+
+    def __init__(self, layers: Mapping[int, HostLayer], backend: Backend) -> None:
+        self.layers = layers
+        self._copying = backend.copying() if backend.device != HOST and layers else None
+        self._slots: list[torch.Tensor] = []
+        self._in_slot: list[int | None] = [None] * SLOTS
+        self._coming: dict[int, Copied] = {}
+        self._computing: int | None = None
+        if self._copying is not None:
+            largest = max(layer.bytes for layer in layers.values())
+            self._slots = [torch.empty(largest, dtype=torch.uint8, device=backend.device) for _ in range(SLOTS)]
+
+    @property
+    def bytes(self) -> int:
+        """Host memory, or mapped files, of all layers together."""
+        return sum(layer.bytes for layer in self.layers.values())
+
+    def need(self, layer: int) -> None:
+        """Computing from now on finds the layer's weights on the device."""
+        if self._copying is None or layer not in self.layers or layer == self._computing:
+            return
+        if layer not in self._in_slot:
+            self._begin_copy(layer, keeping=None)
+        if layer in self._coming:
+            self._coming.pop(layer).hold_compute()
+        self.layers[layer].attach(self._slots[self._in_slot.index(layer)])
+        self._computing = layer
+
+    def prefetch(self, layer: int, keeping: int) -> None:
+        """The layer is needed after ``keeping``, which computes now."""
+        if layer not in self.layers:
+            return
+        if self._copying is None:
+            self.layers[layer].prefetch()
+        elif layer not in self._in_slot:
+            self._begin_copy(layer, keeping)
+
+    def _begin_copy(self, layer: int, keeping: int | None) -> None:
+        assert self._copying is not None
+        slot = next(place for place, held in enumerate(self._in_slot) if held is None or held != keeping)
+        before = self._in_slot[slot]
+        if before is not None:
+            self._coming.pop(before, None)
+            self.layers[before].attach(self.layers[before].block)
+        host = self.layers[layer]
+        self._in_slot[slot] = layer
+        self._copying.after_compute()  # the slot's former layer has been computed with until now
+        self._coming[layer] = self._copying.copy(self._slots[slot][: host.bytes], host.block)
+
+
+def _frozen(modules: Iterable[nn.Module]) -> list[tuple[Any, str]]:
+    """(holder, attribute) of every tensor that is not trained; of packed weights also the scales."""
+    found: list[tuple[Any, str]] = []
+    for parameter in dict.fromkeys(p for root in modules for p in root.parameters() if not p.requires_grad):
+        found.append((parameter, "data"))
+        packing = getattr(parameter, "quant_state", None)
+        if packing is not None:
+            found.append((packing, "absmax"))
+            if packing.nested:
+                found.append((packing.state2, "absmax"))
+    return found
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

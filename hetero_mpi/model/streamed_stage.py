@@ -1,0 +1,170 @@
+"""A stage that holds more than its device: layer by layer, each on all slices of a micro-batch.
+
+Forward keeps the inputs of all layers. Backward takes the layers from the last to the first: it repeats a layer's forward and
+goes back through it. Frozen weights are in host memory (``host_weights``) and come to the device one layer ahead, so one copy
+serves all slices (Cephalo, arXiv:2411.01075, calls it layered gradient accumulation). Trained parameters and their state stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero_mpi.device.backend import HOST, Backend
+from hetero_mpi.model.frozen_weight_cache import Kept
+from hetero_mpi.model.host_weights import HostLayer, HostWeights
+from hetero_mpi.model.layer.gradient_ready import Finished, GradientReadyHooks
+from hetero_mpi.model.layer.interface import ItemChain, PassThrough
+from hetero_mpi.model.stage import MicroBatch, Slices, Stage, joined, parts
+from hetero_mpi.model.transformers.weights import Start
+from hetero_mpi.model.tuning import Tuning
+
+Inputs = dict[int, list[torch.Tensor]]
+"""Layer -> its input of every slice."""
+
+
+class StreamedStage(Stage):
+    """A ``Stage`` whose layers are computed one by one; the same numbers as of one that recomputes, in slices as large.
+
+    Attributes:
+        weights: the frozen weights' home.
+    """
+
+    def __init__(
+        self,
+        chain: ItemChain,
+        first: int,
+        last: int,
+        backend: Backend,
+        dtype: str,
+        start: Start | None,
+        seed: int = 0,
+        tuning: Tuning | None = None,
+        kept: Kept | None = None,
+        slice_sequences: int | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        """As ``Stage``. ``folder``: where a rank that computes in host memory keeps the mapped files; None: in memory.
+
+        :raises UserError: also where the folder cannot take the files.
+        """
+        self._folder = folder if backend.device == HOST else None
+        self._host_layers: dict[int, HostLayer] = {}
+        super().__init__(
+            chain, first, last, backend, dtype, start, seed, tuning, kept=kept, slice_sequences=slice_sequences
+        )
+        self.weights = HostWeights(self._host_layers, backend)
+        self._modules = {
+            item: {name: self.model.get_submodule(name) for name in chain.module_names(item)}
+            for item in range(first, last)
+        }
+        self._shown = set(self._modules)
+        self._layer_inputs: dict[int, tuple[Slices, torch.Tensor | None, Inputs]] = {}
+        for item in range(first, last):
+            entrance = self._modules[item][chain.module_names(item)[0]]
+            entrance.register_forward_pre_hook(partial(self._arrive, item))
+            if item > first:
+                entrance.register_forward_pre_hook(self._enter_alone, with_kwargs=True)
+
+    def forward(self, position: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        slices = position.slices(len(x), self.slice_sequences)
+        inputs: Inputs = {}
+        with torch.no_grad():
+            outputs = self._through(slices, x, targets, position.target_tokens, inputs)
+        self._layer_inputs[position.index] = slices, targets, inputs
+        return self._together(outputs)
+
+    def _evaluated(self, slices: Slices, x: torch.Tensor, targets: torch.Tensor | None) -> list[torch.Tensor]:
+        return self._through(slices, x, targets, 1, None)
+
+    def forget(self) -> None:
+        super().forget()
+        self._layer_inputs.clear()
+
+    def frozen_items(self, items: Iterable[int]) -> Kept:
+        """None: another stage would have to bring them to the device, and reads them from the model's files as well."""
+        return {}
+
+    def _placed(self, item: int) -> None:
+        if not self.tuning.full:
+            modules = [self.model.get_submodule(name) for name in self.chain.module_names(item)]
+            self._host_layers[item] = HostLayer(modules, self.backend, self._folder)
+
+    def _through(
+        self,
+        slices: Slices,
+        x: torch.Tensor,
+        targets: torch.Tensor | None,
+        divisor: int,
+        inputs: Inputs | None,
+    ) -> list[torch.Tensor]:
+        """All layers forward, each on every slice; their inputs are noted."""
+        values = [x[rows] for _, rows in slices]
+        for item in self._one_by_one(range(self.first, self.last)):
+            if inputs is not None:
+                inputs[item] = values
+            values = [
+                self._layer(item, part, value, None if targets is None else targets[rows], divisor)
+                for (part, rows), value in zip(slices, values, strict=True)
+            ]
+        return values
+
+    def _layer(
+        self, item: int, part: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None, divisor: int
+    ) -> torch.Tensor:
+        """One layer on one slice; after the last one the loss."""
+        self._position, self._input = part, x
+        y = self.chain.run(self.model, item, item + 1, x)
+        if item + 1 < self.chain.items:
+            return y
+        assert targets is not None
+        return self.chain.loss(y, targets) / divisor
+
+    def _backward(
+        self, index: int, dy: torch.Tensor | None, finished: Finished | None = None, borrowed: bool = False
+    ) -> torch.Tensor | None:
+        slices, targets, inputs = self._layer_inputs.pop(index)
+        report = GradientReadyHooks(self._trained_items, finished) if finished is not None else None
+        gradients = list(parts(dy, [rows.stop - rows.start for _, rows in slices]))
+        for item in self._one_by_one(reversed(range(self.first, self.last))):
+            for place, ((part, rows), value) in enumerate(zip(slices, inputs.pop(item), strict=True)):
+                x = value if item == 0 else value.detach().requires_grad_(True)
+                y = self._layer(item, part, x, None if targets is None else targets[rows], part.target_tokens)
+                if y.requires_grad:  # not of an embedding that is not trained
+                    torch.autograd.backward(y, gradients[place])
+                gradients[place] = x.grad
+            if report is not None:
+                report.down_to(item)
+        return None if self.is_first else joined([dx for dx in gradients if dx is not None])
+
+    def _one_by_one(self, items: Iterable[int]) -> Iterator[int]:
+        """Each of ``items``, which computes alone meanwhile; whoever calls the model between actions finds all layers."""
+        try:
+            for item in items:
+                self._show([item])
+                yield item
+        finally:
+            self._show(self._modules)
+
+    def _show(self, items: Iterable[int]) -> None:
+        """Only these layers compute when the model is called; others hand their input on."""
+        wanted = set(items)
+        for item in self._shown ^ wanted:
+            for name, module in self._modules[item].items():
+                self.model.set_submodule(name, module if item in wanted else PassThrough())
+        self._shown = wanted
+
+    def _enter_alone(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """The layer's input, where no layer before it makes it now."""
+        return self._enter(module, arguments, keywords) if len(self._shown) == 1 else None
+
+    def _arrive(self, item: int, *_: object) -> None:
+        """A layer begins: its weights must be there, and those of the next one may come."""
+        self.weights.need(item)
+        backwards = torch.is_grad_enabled() and len(self._shown) == 1
+        self.weights.prefetch(item - 1 if backwards else item + 1, keeping=item)
