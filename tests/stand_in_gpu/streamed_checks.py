@@ -1,0 +1,120 @@
+"""Streamed stages on a GPU made of host memory; run by tests/device/test_stand_in_gpu.py in a process of its own."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_mpi.device.accelerators import open_backend
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.job.load import AdapterTable, TrainTable
+from hetero_mpi.model.host_weights import SLOTS
+from hetero_mpi.model.optimizer import Optimizer
+from hetero_mpi.model.stage import MicroBatch, Stage
+from hetero_mpi.model.streamed_stage import StreamedStage
+from hetero_mpi.model.transformers.chain import TransformersChain
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.weights import SeededStart
+from hetero_mpi.model.tuning import Tuning, adapter_tuning
+from tests.stand_in_gpu import backend, module
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+}
+ROWS, SLICE, TOKENS = 4, 2, 8
+
+backend.install()
+
+
+@pytest.fixture
+def gpu() -> Iterator[Backend]:
+    gc.collect()
+    yield open_backend("auto", 1)
+    module.device.set_delays(0.0, 0.0)
+    module.device.maybe_set_device(0)
+
+
+@pytest.fixture
+def chain() -> TransformersChain:
+    return TransformersChain(read_config(CONFIG))
+
+
+def tuning(chain: TransformersChain, nf4: bool) -> Tuning:
+    return adapter_tuning(chain, AdapterTable(method="lora", rank=2, dropout=0.1), nf4, True)
+
+
+def steps(stage: Stage, gpu: Backend, count: int = 2) -> list[torch.Tensor]:
+    """Losses and gradients of steps of one micro-batch, then the held-out loss, in host memory."""
+    optimizer, found = Optimizer(stage, TrainTable(steps=count)), []
+    for number in range(count):
+        optimizer.zero()
+        tokens = torch.randint(1, 512, (ROWS, TOKENS), generator=torch.Generator().manual_seed(number)).to(gpu.device)
+        found.append(stage.forward(MicroBatch(0, number, 0, ROWS * TOKENS), tokens, tokens))
+        stage.backward(0)
+        found += [optimizer.gradient(name).clone() for name in optimizer.targets]
+        optimizer.step(number, 1.0)
+    return [tensor.cpu() for tensor in (*found, stage.evaluate(tokens, tokens))]
+
+
+@pytest.mark.parametrize("nf4", [False, True])
+def test_copies_that_take_long_are_waited_for(chain: TransformersChain, gpu: Backend, nf4: bool) -> None:
+    given: Any = chain, 0, chain.items, gpu, "bf16", SeededStart(0), 7, tuning(chain, nf4)
+    resident = steps(Stage(*given, recompute=True, slice_sequences=SLICE), gpu)
+    streamed = StreamedStage(*given, slice_sequences=SLICE)
+    module.device.set_delays(0.02, 0.0)  # a copy that nobody waits for gives the weights of another layer
+    for one, other in zip(resident, steps(streamed, gpu), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_few_layers_are_on_the_device(chain: TransformersChain, gpu: Backend) -> None:
+    gc.collect()
+    before = module.device.used(1)
+    stage = StreamedStage(chain, 0, chain.items, gpu, "bf16", SeededStart(0), 7, tuning(chain, False))
+    gc.collect()
+    layers = stage.weights.layers.values()
+    trained = sum(value.nbytes for value in (*stage.parameters.values(), *stage.masters.values()))
+    slots = SLOTS * max(layer.bytes for layer in layers)
+    assert slots < stage.weights.bytes / 2
+    assert module.device.used(1) - before <= slots + trained + (1 << 16)
+
+
+def test_weights_are_copied_once_for_all_slices(
+    chain: TransformersChain, gpu: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = StreamedStage(chain, 0, chain.items, gpu, "bf16", SeededStart(0), 7, tuning(chain, True), slice_sequences=1)
+    begun: list[int] = []
+    copying = stage.weights._copying
+    assert copying is not None
+    copy = copying.copy
+    monkeypatch.setattr(copying, "copy", lambda to, source: (begun.append(len(source)), copy(to, source))[1])
+    tokens = torch.ones((ROWS, TOKENS), dtype=torch.int64, device=gpu.device)
+    stage.forward(MicroBatch(0, 0, 0, ROWS * TOKENS), tokens, tokens)
+    assert sum(begun) == stage.weights.bytes
+    stage.backward(0)
+    # The last layers are there from the forward.
+    assert len(begun) == 2 * chain.items - SLOTS
+
+
+def test_weights_stay_until_they_have_been_computed_with(chain: TransformersChain, gpu: Backend) -> None:
+    weights = StreamedStage(chain, 0, chain.items, gpu, "bf16", SeededStart(0), 7, tuning(chain, False)).weights
+    weights.need(1)
+    weights.prefetch(2, keeping=1)
+    weights.need(2)
+    stream = module.device.current_stream(1)
+    module.device.compute_for(stream, 0.2)
+    weights.prefetch(3, keeping=2)  # in the place of layer 1, with which the device may still compute
+    coming = weights._coming[3]
+    time.sleep(0.05)
+    assert not coming.done()
+    module.device.compute_for(stream, 0.0)
+    coming.wait()
