@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from hetero_mpi.model.frozen_weight_cache import Kept
 from hetero_mpi.model.layer.interface import ItemChain, as_input
 from hetero_mpi.model.optimizer import LossScale, Optimizer, StepDecider, StepDecision, added
 from hetero_mpi.model.stage import Stage
+from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.schedule import Action, Event, Op, Schedule
@@ -73,6 +75,7 @@ class Trainer:
         kept: Kept | None = None,
         loss_scale: LossScale | None = None,
         memory: RankMemory | None = None,
+        stream_folder: Path | None = None,
     ) -> None:
         """Build this rank's stage. Local: ranks need not come here together.
 
@@ -84,6 +87,7 @@ class Trainer:
             kept: frozen weights that this rank has already.
             loss_scale: the run's; None: its start.
             memory: what is predicted for this rank; None: not known.
+            stream_folder: where a streamed stage that computes in host memory keeps its frozen weights; None: in memory.
 
         Raises:
             UserError: the model's files do not fit, or the memory does not suffice.
@@ -110,28 +114,25 @@ class Trainer:
         self._decided: StepResult | None = None
         if self.place is not None:
             with memory_explained(lambda: "loading its stage", memory, backend):
-                self._build(schedule, train, start, kept)
+                self.stage = self._stage(train, start, kept, stream_folder)
+                self._build(self.stage, schedule, train)
 
-    def _build(self, schedule: Schedule, train: TrainTable, start: Start | None, kept: Kept | None) -> None:
+    def _stage(self, train: TrainTable, start: Start | None, kept: Kept | None, folder: Path | None) -> Stage:
         assert self.place is not None
         pipeline = self.plan.pipelines[self.place.pipeline]
         own = pipeline.stages[self.place.position]
-        self.stage = Stage(
-            self.chain,
-            own.first,
-            own.last,
-            self.backend,
-            train.dtype,
-            start,
-            train.seed,
-            self.tuning,
-            own.recompute,
-            pipeline.split_backward and self.place.position > 0,
-            kept,
-        )
+        given = self.chain, own.first, own.last, self.backend, train.dtype, start, train.seed, self.tuning
+        if own.streamed:
+            return StreamedStage(*given, kept=kept, slice_sequences=own.slice_sequences, folder=folder)
+        split = pipeline.split_backward and self.place.position > 0
+        return Stage(*given, own.recompute, split, kept, own.slice_sequences)
+
+    def _build(self, stage: Stage, schedule: Schedule, train: TrainTable) -> None:
+        assert self.place is not None
+        pipeline = self.plan.pipelines[self.place.pipeline]
         shared = shared_items(self.plan, schedule, self.tuning)
         self.optimizer = Optimizer(
-            self.stage, train, flat_items=[item for item, ranks in shared.items() if self.rank in ranks]
+            stage, train, flat_items=[item for item, ranks in shared.items() if self.rank in ranks]
         )
         ends = pipeline.stages[0].ranks[0], pipeline.stages[-1].ranks[0]
         pace = self.emulation.pace if self.emulation is not None else None
@@ -142,7 +143,7 @@ class Trainer:
             self.rank, self.plan.layers - 1, shared, self.tied, self.optimizer, self.end_transport, pace
         )
         self.executor = Executor(
-            self.stage,
+            stage,
             self.place,
             pipeline,
             schedule[self.rank],

@@ -22,13 +22,12 @@ from hetero_mpi.device.backend import HOST, Backend
 from hetero_mpi.device.copying import Copied
 from hetero_mpi.disk import free_bytes
 from hetero_mpi.errors import UserError
+from hetero_mpi.planning.memory import STREAMED_LAYERS
 
 _ALIGNMENT = 256
 """Bytes: tensors start where every kernel reads well."""
 _SPARE_BYTES = 100_000_000
 """Stays free on the disk."""
-SLOTS = 2
-"""Layers on the device at once: the one that computes and the next one."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +117,14 @@ class HostWeights:
         self.layers = layers
         self._copying = backend.copying() if backend.device != HOST and layers else None
         self._slots: list[torch.Tensor] = []
-        self._in_slot: list[int | None] = [None] * SLOTS
+        self._in_slot: list[int | None] = [None] * STREAMED_LAYERS
         self._coming: dict[int, Copied] = {}
         self._computing: int | None = None
         if self._copying is not None:
             largest = max(layer.bytes for layer in layers.values())
-            self._slots = [torch.empty(largest, dtype=torch.uint8, device=backend.device) for _ in range(SLOTS)]
+            self._slots = [
+                torch.empty(largest, dtype=torch.uint8, device=backend.device) for _ in range(STREAMED_LAYERS)
+            ]
 
     @property
     def bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import reduce
 from operator import add
@@ -11,12 +12,9 @@ import numpy as np
 from hetero_mpi.comm.all_reduce_paths import ring_of
 from hetero_mpi.planning.memory import GRADIENT_BYTES, stage_trainable
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by, stages, summed_items, tied_heads
-from hetero_mpi.planning.types.cost import ModelCost
+from hetero_mpi.planning.types.cost import DTYPE_BYTES, ModelCost
 from hetero_mpi.planning.types.plan import Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LayerTimes
-
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of a value in each compute dtype."""
 
 
 def compute_s(profile: ClusterProfile, device: DeviceProfile, first: int, last: int, tokens: int, op: Op) -> float:
@@ -160,18 +158,65 @@ def duration(action: Action, plan: Plan, profile: ClusterProfile) -> float:
     """
     numbered = stages(plan)
     _, index, stage = numbered[action.stage]
-    device = profile.devices[stage.ranks[0]]
     if action.op in COMPUTE:
-        tokens = _tokens(plan, index, action)
-        again = action.op in (Op.B, Op.I) and stage.recompute
-        repeated = recompute_s(profile, device, stage.first, stage.last, tokens) if again else 0.0
-        return repeated + compute_s(profile, device, stage.first, stage.last, tokens, action.op)
+        assert action.micro_batch is not None
+        return stage_s(profile, stage, plan.pipelines[index].size(action.micro_batch), plan.sequence_length, action.op)
     if action.op in (Op.SEND_F, Op.SEND_B):
         peer = numbered[action.stage + (1 if action.op is Op.SEND_F else -1)][2]
         return profile.transfer_s(stage.ranks[0], peer.ranks[0], message_bytes(action, plan, profile))
     if action.op is Op.STEP:
         return _step_s(action, plan, profile)
     return _reduce_s(action, plan, profile) if action.op is Op.REDUCE else 0.0
+
+
+def stage_s(profile: ClusterProfile, stage: StagePlan, size: int, sequence_length: int, op: Op) -> float:
+    """Seconds of forward, backward or a part of it of a stage of a plan, for a micro-batch of ``size`` sequences."""
+    if stage.streamed:
+        return sum(_streamed_s(profile, stage, _slices(stage, size, sequence_length), op))
+    device = profile.devices[stage.ranks[0]]
+    seconds = [_slice_s(profile, device, stage, tokens, op) for tokens in _slices(stage, size, sequence_length)]
+    return reduce(add, seconds)
+
+
+def _slices(stage: StagePlan, size: int, sequence_length: int) -> list[int]:
+    """Tokens of each slice of a micro-batch of ``size`` sequences."""
+    part = stage.slice_sequences or size
+    return [min(part, size - begin) * sequence_length for begin in range(0, size, part)]
+
+
+def _slice_s(profile: ClusterProfile, device: DeviceProfile, stage: StagePlan, tokens: int, op: Op) -> float:
+    again = op in (Op.B, Op.I) and stage.recompute
+    repeated = recompute_s(profile, device, stage.first, stage.last, tokens) if again else 0.0
+    return repeated + compute_s(profile, device, stage.first, stage.last, tokens, op)
+
+
+def _streamed_s(profile: ClusterProfile, stage: StagePlan, slices: Sequence[int], op: Op) -> list[float]:
+    """Seconds until the first layer's weights are there, then of every layer in the order of computing.
+
+    A layer takes as long as all of its slices or as the copy of the next one's weights, whichever is longer. Each layer is called
+    by itself and costs what a stage of one layer does. In backward it repeats its forward.
+    """
+    device, back = profile.devices[stage.ranks[0]], op is not Op.F
+    order = range(stage.last - 1, stage.first - 1, -1) if back else range(stage.first, stage.last)
+    overhead_s = _overhead_s(device, op) + (device.forward_overhead_s if back else 0.0)
+
+    def computing_s(item: int) -> float:
+        times = device.layers[profile.model.layers[item].kind]
+        again = repeated_s if back else lambda *_: 0.0
+        return sum(overhead_s + layer_s(times, op, tokens) + again(times, tokens) for tokens in slices)
+
+    copies = [weights_s(device, profile.model.frozen_bytes(item)) for item in order]
+    return [
+        copies[0],
+        *(max(copy_s, computing_s(item)) for item, copy_s in zip(order, [*copies[1:], 0.0], strict=True)),
+    ]
+
+
+def weights_s(device: DeviceProfile, size_bytes: int) -> float:
+    """Seconds to bring so many bytes of weights from host memory to the device; 0 on a rank that computes there."""
+    if device.shares_host_memory or not size_bytes:
+        return 0.0
+    return device.copy_latency_s + size_bytes / device.host_to_device_bytes_per_s
 
 
 def finished_items_s(action: Action, plan: Plan, profile: ClusterProfile) -> dict[int, float]:
@@ -182,7 +227,13 @@ def finished_items_s(action: Action, plan: Plan, profile: ClusterProfile) -> dic
     done after as long as the backward of a stage that begins with it takes.
     """
     _, index, stage = stages(plan)[action.stage]
-    device, tokens = profile.devices[stage.ranks[0]], _tokens(plan, index, action)
+    assert action.micro_batch is not None
+    size, device = plan.pipelines[index].size(action.micro_batch), profile.devices[stage.ranks[0]]
+    *before, tokens = _slices(stage, size, plan.sequence_length)
+    if stage.streamed:
+        ends = itertools.accumulate(_streamed_s(profile, stage, [*before, tokens], action.op))
+        return dict(zip(reversed(range(stage.first, stage.last)), itertools.islice(ends, 1, None), strict=True))
+    before_s = sum(_slice_s(profile, device, stage, part, action.op) for part in before)
     of_kind = {kind: layer_s(times, action.op, tokens) for kind, times in device.layers.items()}
     seconds = [of_kind[layer.kind] for layer in profile.model.layers]
     again = [0.0] * plan.layers
@@ -192,7 +243,8 @@ def finished_items_s(action: Action, plan: Plan, profile: ClusterProfile) -> dic
     # The same additions as for a stage that begins with the item.
     overhead = _overhead_s(device, action.op)
     return {
-        item: reduce(add, again[item : stage.last], 0.0) + reduce(add, seconds[item : stage.last], overhead)
+        item: before_s
+        + (reduce(add, again[item : stage.last], 0.0) + reduce(add, seconds[item : stage.last], overhead))
         for item in reversed(range(stage.first, stage.last))
     }
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.schedule import Action, Op, schedule_of, stages
-from hetero_mpi.planning.types.cost import ModelCost
+from hetero_mpi.planning.types.cost import LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import HostMemory, RankMemory
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -15,6 +15,8 @@ from hetero_mpi.planning.types.request import PlanRequest
 
 STAGING_BUFFERS = 2
 """Host buffers per boundary and direction: one in transfer while the other is filled or read."""
+STREAMED_LAYERS = 2
+"""Layers of a streamed stage whose frozen weights are on the device: the one that computes and the next one."""
 GRADIENT_BYTES = 4
 """Gradients are exchanged in fp32."""
 
@@ -49,10 +51,18 @@ def stage_trainable(model: ModelCost, first: int, last: int) -> int:
 
 
 def stage_memory(
-    model: ModelCost, first: int, last: int, tokens: int, in_flight: int, recompute: bool = False, deferred: int = 0
+    model: ModelCost,
+    first: int,
+    last: int,
+    tokens: int,
+    in_flight: int,
+    recompute: bool = False,
+    deferred: int = 0,
+    slice_tokens: int | None = None,
 ) -> StageMemory:
     """Bytes for the items [first, last), ``in_flight`` micro-batches of ``tokens`` tokens kept for their backward and
-    ``deferred`` ones for their weight gradients."""
+    ``deferred`` ones for their weight gradients. ``slice_tokens``: what is computed at once, where that is less."""
+    slice_tokens = tokens if slice_tokens is None else min(tokens, slice_tokens)
     layers, matrix = model.layers[first:last], model.layers[0]
     # Both ends on one rank share the values of a tied matrix; the head keeps a gradient of its own.
     shared_bytes = shared_parameters(model, first, last) * matrix.parameter_bytes // max(1, matrix.parameters)
@@ -60,15 +70,54 @@ def stage_memory(
     output_bytes = layers[-1].boundary_bytes_per_token * tokens if last < len(model.layers) else 0
     kept = sum(_kept_per_token(model, item, recompute) for item in range(first, last))
     put_off = sum(layer.deferred_bytes_per_token for layer in layers)
-    workspace = max(math.ceil(layer.workspace_bytes_per_token * tokens) + layer.workspace_bytes for layer in layers)
+    workspace = _workspace(layers, slice_tokens)
     again = max((layer.activation_bytes_per_token for layer in layers), default=0.0) if recompute else 0.0
     return StageMemory(
         parameters=sum(layer.parameter_bytes for layer in layers) - shared_bytes,
         state=math.ceil(stage_trainable(model, first, last) * model.state_bytes_per_trainable_parameter),
         activations=in_flight * math.ceil(kept * tokens) + deferred * math.ceil(put_off * tokens),
-        workspace=workspace + math.ceil(again * tokens),
+        workspace=workspace + math.ceil(again * slice_tokens),
         staging=2 * STAGING_BUFFERS * (input_bytes + output_bytes),
     )
+
+
+def streamed_memory(
+    model: ModelCost, first: int, last: int, tokens: int, in_flight: int, slice_tokens: int
+) -> StageMemory:
+    """Bytes on the device for the items [first, last) of a streamed stage: trained parameters and their state, the frozen ones of
+    ``STREAMED_LAYERS`` layers, every layer's input of each micro-batch in flight, and one layer's activations of a slice.
+
+    Where the device computes in host memory, what is not counted lies in mapped files, of which the system keeps what there is
+    room for.
+    """
+    whole = stage_memory(model, first, last, tokens, in_flight)
+    layers = model.layers[first:last]
+    frozen = [model.frozen_bytes(item) for item in range(first, last)]
+    inputs = sum(layer.boundary_bytes_per_token for layer in model.layers[max(0, first - 1) : last - 1])
+    # Beside a layer's activations there are its outputs of all slices, forward, or their gradients, backward.
+    between = 2 * max((layer.boundary_bytes_per_token for layer in model.layers[max(0, first - 1) : last]), default=0)
+    again = max(layer.activation_bytes_per_token for layer in layers)
+    return replace(
+        whole,
+        parameters=whole.parameters - sum(frozen) + STREAMED_LAYERS * max(frozen),
+        activations=in_flight * inputs * tokens,
+        workspace=_workspace(layers, slice_tokens) + math.ceil(again * slice_tokens) + between * tokens,
+    )
+
+
+def memory_of(
+    model: ModelCost, pipeline: PipelinePlan, stage: StagePlan, sequence_length: int, holding: tuple[int, int]
+) -> StageMemory:
+    """Bytes of a stage of a plan that holds so many micro-batches: (in flight, deferred)."""
+    tokens, (in_flight, deferred) = pipeline.size(0) * sequence_length, holding
+    at_once = min(pipeline.size(0), stage.slice_sequences or pipeline.size(0)) * sequence_length
+    if stage.streamed:
+        return streamed_memory(model, stage.first, stage.last, tokens, in_flight, at_once)
+    return stage_memory(model, stage.first, stage.last, tokens, in_flight, stage.recompute, deferred, at_once)
+
+
+def _workspace(layers: Sequence[LayerCost], tokens: int) -> int:
+    return max(math.ceil(layer.workspace_bytes_per_token * tokens) + layer.workspace_bytes for layer in layers)
 
 
 def _kept_per_token(model: ModelCost, item: int, recompute: bool) -> float:
@@ -110,6 +159,11 @@ def stage_holdings(pipeline: PipelinePlan, stage: StagePlan, model: ModelCost) -
         return ((min(stage.warm_up + 1, pipeline.micro_batches), 0),)
     alone = Plan((pipeline,), pipeline.sequences, 1, len(model.layers))
     return holdings(schedule_of(alone, model)[stage.ranks[0]])
+
+
+def streamed_bytes(stage: StagePlan, model: ModelCost) -> int:
+    """Bytes of a streamed stage's frozen weights, which are in host memory or mapped files."""
+    return sum(model.frozen_bytes(item) for item in range(stage.first, stage.last))
 
 
 def usable_bytes(memory_bytes: int, reserve: float) -> int:
@@ -162,12 +216,12 @@ def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) ->
     """Peak against usable bytes of every rank that holds a stage, in rank order."""
     peaks: dict[int, int] = {}
     for _, index, stage in stages(plan):
-        tokens = plan.pipelines[index].size(0) * plan.sequence_length
+        pipeline = plan.pipelines[index]
         for rank in stage.ranks:
             model = profile.model_on(rank)
             needs = (
-                stage_memory(model, stage.first, stage.last, tokens, flying, stage.recompute, deferred).total
-                for flying, deferred in stage_holdings(plan.pipelines[index], stage, model)
+                memory_of(model, pipeline, stage, plan.sequence_length, holding).total
+                for holding in stage_holdings(pipeline, stage, model)
             )
             peaks[rank] = peaks.get(rank, 0) + max(needs)
     return tuple(
@@ -179,16 +233,19 @@ def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) ->
 def predict_hosts(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[HostMemory, ...]:
     """Peak against usable bytes of every host that has a limit, in the profile's order.
 
-    Ranks that compute in the host's own memory (CPU, integrated GPUs) take all they need from it; of the others, their
-    staging buffers lie there, which are small enough to leave out.
+    Ranks that compute in the host's own memory (CPU, integrated GPUs) take all they need from it; of the others, the frozen
+    weights of streamed stages lie there. Their staging buffers are small enough to leave out.
     """
     if not profile.hosts:
         return ()
     peaks = {memory.rank: memory.peak_bytes for memory in predict_memory(plan, profile, reserve)}
+    streams = {stage.ranks[0]: streamed_bytes(stage, profile.model) for _, _, stage in stages(plan) if stage.streamed}
+    takes = {
+        device.rank: (peaks if device.shares_host_memory else streams).get(device.rank, 0) for device in profile.devices
+    }
     found = []
     for host in profile.hosts:
-        ranks = [d.rank for d in profile.devices if d.host == host.name and d.shares_host_memory and d.rank in peaks]
-        if ranks:
-            peak = sum(peaks[rank] for rank in ranks)
+        peak = sum(takes[device.rank] for device in profile.devices if device.host == host.name)
+        if peak:
             found.append(HostMemory(host.name, peak, usable_bytes(host.memory_bytes, reserve)))
     return tuple(found)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from hetero_mpi.planning.analysis.plausible import profile_doubts
-from hetero_mpi.planning.durations import compute_s, recompute_s
+from hetero_mpi.planning.durations import compute_s, stage_s
 from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
@@ -190,7 +190,6 @@ def _stage_table(
         else:
             micro_batches = least_most([pipeline.micro_batches for pipeline, _ in held], whole)
             micro_batches += "" if many else f" x {first.micro_batch}"
-        again = sum(one.recompute for one in stages)
         pipeline = str(plan.pipelines.index(first)) if len(plan.pipelines) > 1 else ""
         who = ("", str(len(held)), "") if many else (pipeline, str(len(rows)), ", ".join(map(str, stage.ranks)))
         rows.append((
@@ -202,7 +201,7 @@ def _stage_table(
             weights,
             fullest_text([known for known in memory if any(known.rank in one.ranks for one in stages)]),
             compute,
-            "" if not again else f"{again} of them" if many else "yes",
+            _recomputes(stages, many),
             least_most([one.warm_up for one in stages], whole),
         ))  # fmt: skip
     names = (
@@ -213,6 +212,17 @@ def _stage_table(
     device = _places(profile)[1] if profile is not None else ""
     headers = (*names[:3], device, names[3], "micro-batches", "weights", names[4], "compute", "recompute", "warm-up")
     return headers, rows
+
+
+def _recomputes(stages: Sequence[StagePlan], many: bool) -> str:
+    """How many of the stages repeat forwards, and how many stream their weights (and repeat forwards, too)."""
+    found = {
+        "yes": sum(one.recompute and not one.streamed for one in stages),
+        "streamed": sum(one.streamed for one in stages),
+    }
+    if not many:
+        return next((word for word, count in found.items() if count), "")
+    return ", ".join(f"{count} {word if word == 'streamed' else 'of them'}" for word, count in found.items() if count)
 
 
 def _devices(stage: StagePlan, profile: ClusterProfile | None) -> str:
@@ -227,10 +237,7 @@ def _parameters(stage: StagePlan, profile: ClusterProfile) -> int:
 
 
 def _micro_batch_s(pipeline: PipelinePlan, stage: StagePlan, plan: Plan, profile: ClusterProfile) -> float:
-    tokens = pipeline.size(0) * plan.sequence_length
-    device = profile.devices[stage.ranks[0]]
-    again_s = recompute_s(profile, device, stage.first, stage.last, tokens) if stage.recompute else 0.0
-    return again_s + sum(compute_s(profile, device, stage.first, stage.last, tokens, op) for op in (Op.F, Op.B))
+    return sum(stage_s(profile, stage, pipeline.size(0), plan.sequence_length, op) for op in (Op.F, Op.B))
 
 
 def _batch_lines(plan: Plan) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -101,8 +103,19 @@ def build(context: RunContext, share: Share, resuming: bool, loss_scale: LossSca
             kept,
             loss_scale,
             next((memory for memory in share.report.memory if memory.rank == context.world.rank), None),
+            _stream_folder(context),
         )
     return replace(share, trainer=trainer)
+
+
+def _stream_folder(context: RunContext) -> Path:
+    """Where a streamed stage that computes in host memory keeps its weights: the job's shard cache, or where large temporary files
+    belong. (/tmp is often in memory.)"""
+    cache = context.job.model.shard_cache
+    if cache is not None:
+        return context.loaded.resolve(cache)
+    large = Path("/var/tmp")
+    return large if "TMPDIR" not in os.environ and large.is_dir() else Path(tempfile.gettempdir())
 
 
 def start_adapter(context: RunContext, members: World, trainer: Trainer) -> None:

@@ -14,7 +14,16 @@ from tests.support.mpi import run_bounded
 def test_device_code_on_a_stand_in_gpu() -> None:
     if (reason := build.missing()) is not None:
         pytest.skip(reason)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/stand_in_gpu/checks.py", "tests/stand_in_gpu/streamed_checks.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/stand_in_gpu/checks.py",
+        "tests/stand_in_gpu/streamed_checks.py",
+    ]
     result = run_bounded(command, {**os.environ, "OMP_NUM_THREADS": "1"}, 600)
     assert result.returncode == 0, result.stdout + result.stderr
     assert " passed" in result.stdout and "skipped" not in result.stdout, result.stdout

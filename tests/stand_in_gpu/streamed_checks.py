@@ -13,7 +13,6 @@ import torch
 from hetero_mpi.device.accelerators import open_backend
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.load import AdapterTable, TrainTable
-from hetero_mpi.model.host_weights import SLOTS
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.streamed_stage import StreamedStage
@@ -21,6 +20,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning, adapter_tuning
+from hetero_mpi.planning.memory import STREAMED_LAYERS
 from tests.stand_in_gpu import backend, module
 
 CONFIG = {
@@ -83,7 +83,7 @@ def test_few_layers_are_on_the_device(chain: TransformersChain, gpu: Backend) ->
     gc.collect()
     layers = stage.weights.layers.values()
     trained = sum(value.nbytes for value in (*stage.parameters.values(), *stage.masters.values()))
-    slots = SLOTS * max(layer.bytes for layer in layers)
+    slots = STREAMED_LAYERS * max(layer.bytes for layer in layers)
     assert slots < stage.weights.bytes / 2
     assert module.device.used(1) - before <= slots + trained + (1 << 16)
 
@@ -102,7 +102,7 @@ def test_weights_are_copied_once_for_all_slices(
     assert sum(begun) == stage.weights.bytes
     stage.backward(0)
     # The last layers are there from the forward.
-    assert len(begun) == 2 * chain.items - SLOTS
+    assert len(begun) == 2 * chain.items - STREAMED_LAYERS
 
 
 def test_weights_stay_until_they_have_been_computed_with(chain: TransformersChain, gpu: Backend) -> None:

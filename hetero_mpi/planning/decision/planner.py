@@ -170,6 +170,15 @@ def _chain_problems(plan: Plan, profile: ClusterProfile) -> list[str]:
                 )
             if stage.warm_up < 0:
                 problems.append(f"pipelines[{index}].stages[{place}].warm_up = {stage.warm_up}: must not be negative")
+            if stage.slice_sequences is not None and stage.slice_sequences < 1:
+                problems.append(
+                    f"pipelines[{index}].stages[{place}].slice_sequences = {stage.slice_sequences}: must be at least 1"
+                )
+            if pipeline.split_backward and place > 0 and (stage.streamed or stage.slice_sequences is not None):
+                problems.append(
+                    f"pipelines[{index}].stages[{place}] is streamed or computed in slices, which goes back in one part: leave out "
+                    f"split_backward"
+                )
             expected = stage.last
         if expected != layers:
             problems.append(

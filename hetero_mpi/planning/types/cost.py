@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of a value in each compute dtype."""
 EMBEDDING = "embedding"
 HEAD = "head"
 
@@ -58,6 +60,11 @@ class ModelCost:
     """The chain: embedding, blocks, head."""
     tied_bytes: int = 0
     """Bytes of the fp32 gradient exchanged between both ends when tied, else 0."""
+
+    def frozen_bytes(self, item: int) -> int:
+        """Bytes of an item's parameters that are not trained: what is streamed."""
+        layer = self.layers[item]
+        return max(0, layer.parameter_bytes - layer.trainable_parameters * DTYPE_BYTES[self.dtype])
 
     def keeping(self, ratio: float) -> ModelCost:
         """The costs on a device whose blocks keep so many times as much from forward to backward."""

@@ -344,7 +344,7 @@ def _stages(plan: Plan, profile: ClusterProfile | None) -> Table | None:
                 items_text(stage.first, stage.last, plan.layers),
                 f"{pipeline.micro_batches} x {pipeline.micro_batch}",
                 str(stage.warm_up),
-                "yes" if stage.recompute else "",
+                "streamed" if stage.streamed else "yes" if stage.recompute else "",
             )
         )
     headers = ("pipeline", "stage", "rank", "device", "layers", "micro-batches", "warm-up", "recompute")
