@@ -239,7 +239,7 @@ def test_the_result_loads_in_a_plain_process(bench: Bench, case: Case) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("case", FULL, ids=lambda case: case.name)
 @on_ranks(*RANKS)
-def test_full_product(full_bench: Bench, ranks: int, case: Case) -> None:
+def test_pairs_of_everything(full_bench: Bench, ranks: int, case: Case) -> None:
     check_against_reference(full_bench, ranks, case)
     if case.pipelines == "one":
         assert losses(full_bench.run(ranks, case)) == losses(full_bench.run(1, case))
