@@ -72,6 +72,10 @@ class Case:
     """``1f1b``, ``gpipe`` or ``split`` (1F1B with split backward)."""
     changing: bool = False
     """Batches are short and of changing length (``changed``)."""
+    streamed: bool = False
+    """Every other stage of a pipeline, beginning with the first, is streamed."""
+    slice_sequences: int | None = None
+    """Of all stages' slices."""
 
     @property
     def config(self) -> dict[str, object]:
@@ -149,6 +153,21 @@ NORMAL = (
         recompute=True,
     ),
     Case("llama-lora-two-gpipe", "llama", True, 0.0, True, 1, "even", tuning="lora", pipelines="two", schedule="gpipe"),
+    Case("llama-dropout-streamed", "llama", False, 0.1, False, 4, "uneven", 2, streamed=True, slice_sequences=2),
+    Case(
+        "qwen3-tied-lora-streamed",
+        "qwen3",
+        True,
+        0.0,
+        True,
+        4,
+        "reversed",
+        1,
+        tuning="lora",
+        streamed=True,
+        slice_sequences=1,
+    ),
+    Case("gemma2-nf4-bf16-streamed", "gemma2", True, 0.0, True, 2, "even", tuning="nf4", dtype="bf16", streamed=True),
     Case("gpt_oss-wide-biases", "gpt_oss", False, 0.0, True, 2, "uneven"),
     Case("llama-tied-bf16-tail", "llama", True, 0.0, True, 2, "even", pipelines="tail", shares="unequal", dtype="bf16"),
 )
@@ -248,7 +267,16 @@ def _pipeline(case: Case, order: list[int], edges: list[int], micro_batch: int, 
     count = -(-sequences // micro_batch)
     depths = [count if case.schedule == "gpipe" else min(len(order) - 1 - i, count) for i in range(len(order))]
     stages = tuple(
-        StagePlan((rank,), edges[i], edges[i + 1], depths[i], case.recompute) for i, rank in enumerate(order)
+        StagePlan(
+            (rank,),
+            edges[i],
+            edges[i + 1],
+            depths[i],
+            case.recompute,
+            case.streamed and i % 2 == 0,
+            case.slice_sequences,
+        )
+        for i, rank in enumerate(order)
     )
     return PipelinePlan(stages, micro_batch, sequences, case.schedule == "split")
 
