@@ -58,6 +58,7 @@ def request_of(loaded: LoadedJob, ranks: int, dropout: bool, generations: int = 
         max_pipelines=wanted,
         split_choices=(False, True) if trains_all else (False,),
         schedule=job.plan.schedule,
+        streaming={False: "never", "auto": "auto", True: "shorter"}[job.plan.stream],
         recompute_choices=(False, True) if job.train.recompute == "auto" else (job.train.recompute,),
         allow_idle=job.plan.allow_idle,
         thorough=job.plan.thorough,

@@ -13,6 +13,7 @@ from hetero_mpi.planning.decision.alone import best_alone
 from hetero_mpi.planning.decision.decide import decide, in_order, nearest_searched
 from hetero_mpi.planning.decision.explain import busiest, idle_ranks, reasons
 from hetero_mpi.planning.decision.shortage import explain_shortage
+from hetero_mpi.planning.decision.streaming import decide_streamed, streamed_texts
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copies
 from hetero_mpi.planning.orders import ORDERS, OTHER_ORDERS, SCHEDULES
@@ -51,6 +52,9 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
         profile, decision = plain, decide(plain, request)
     elif profile is not plain:
         remarks = (f"memory: {_copies(request)} are counted",)
+    streamed = decide_streamed(plain, request, decision)
+    if streamed is not None:
+        profile, decision, remarks = plain, streamed, tuple(streamed_texts(streamed.plan, plain))
     if decision is None:
         raise UserError(explain_shortage(profile, request))
     simulation = outlined(decision.plan, profile)
@@ -144,6 +148,9 @@ def _figures(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulati
 def _bound(plan: Plan, profile: ClusterProfile, request: PlanRequest, step_s: float) -> tuple[float, str]:
     """The best bound in the time there is, and its name. A plan by hand that goes beyond the request may be under all but the
     fluid one."""
+    if any(stage.streamed for _, _, stage in stages(plan)):  # which no bound that counts memory knows
+        endless = tuple(replace(device, memory_bytes=1 << 60) for device in profile.devices)
+        return fluid_bound_s(replace(profile, devices=endless), request), FLUID
     if len(profile.devices) <= CLOSELY_BOUND[request.thorough] and not differences(plan, request):
         packing_s = packing_bound_s(profile, request, step_s)
         if packing_s is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hetero_mpi.planning.memory import stage_holdings, stage_memory, usable_bytes
+from hetero_mpi.planning.memory import memory_of, stage_holdings, usable_bytes
 from hetero_mpi.planning.orders.warm_up import weight_lag
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.tables import shared_memories
@@ -74,13 +74,12 @@ class Fitter:
         lists = (split, lag, min(stage.warm_up, pipeline.micro_batches - 1), pipeline.micro_batches)
         model = self.profile.model_on(stage.ranks[0])
         ratio = self.profile.devices[stage.ranks[0]].activation_ratio
-        key = (stage.first, stage.last, stage.recompute, pipeline.micro_batch, lists, ratio)
+        way = stage.recompute, stage.streamed, stage.slice_sequences
+        key = (stage.first, stage.last, way, pipeline.micro_batch, lists, ratio)
         if key not in self._needs:
-            tokens = pipeline.micro_batch * self.request.sequence_length
-            held = stage_holdings(pipeline, stage, model)
             self._needs[key] = max(
-                stage_memory(model, stage.first, stage.last, tokens, flying, stage.recompute, late).total
-                for flying, late in held
+                memory_of(model, pipeline, stage, self.request.sequence_length, holding).total
+                for holding in stage_holdings(pipeline, stage, model)
             )
         return self._needs[key]
 

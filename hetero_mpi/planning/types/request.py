@@ -25,6 +25,9 @@ class PlanRequest:
     recompute_choices: tuple[bool, ...] = (False,)
     split_choices: tuple[bool, ...] = (False,)
     """May a pipeline split its backward? Full training only."""
+    streaming: str = "never"
+    """May stages be streamed: ``never``, where nothing fits otherwise or a step gets clearly shorter (``auto``), or wherever it
+    gets ``shorter``?"""
     schedule: str = "auto"
     """``auto`` leaves depth and splitting to the planner; a name of ``orders.SCHEDULES`` fixes them."""
     allow_idle: bool = True

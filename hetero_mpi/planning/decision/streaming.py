@@ -1,0 +1,220 @@
+"""Plans with streamed stages, for models that fit into the devices' memory in no other way.
+
+The searches know nothing of streaming. They are given a cluster whose layers cost what streamed ones do (``streamed_view``): no
+frozen weights on the device, of every layer its input, forward and backward in slices, never faster than the weights are copied.
+What they find is then written with streamed stages, of which those that fit without go back to holding their weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hetero_mpi.planning.decision.decide import Decision, decide
+from hetero_mpi.planning.durations import layer_s, repeated_s, stage_s, weights_s
+from hetero_mpi.planning.memory import (
+    STREAMED_LAYERS,
+    memory_of,
+    predict_hosts,
+    predict_memory,
+    stage_holdings,
+    streamed_bytes,
+    usable_bytes,
+)
+from hetero_mpi.planning.schedule import Op
+from hetero_mpi.planning.several.fitting import Fitter
+from hetero_mpi.planning.types.cost import LayerCost, ModelCost
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes
+from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.words import describe_bytes
+
+LIMITING = 0.1
+"""Copies that take more than this share of a stage's time are said to limit it."""
+WORTHWHILE = 0.02
+"""A plan with streamed stages must be shorter by this share than one without, unless the job asks for streaming."""
+FULL = 0.8
+"""Memory stands in the way where a rank uses more than this share of it."""
+SLICES = 3
+"""Sizes of slices that are looked at: the smallest and the largest micro-batch of the request, and one between."""
+
+
+def decide_streamed(profile: ClusterProfile, request: PlanRequest, resident: Decision | None) -> Decision | None:
+    """The fastest plan with streamed stages that is found; None: nothing fits even so, or ``resident`` is as good.
+
+    Where streaming is left to the planner, it is looked at only where memory may stand in the way of ``resident``, which must be
+    slower by ``WORTHWHILE``.
+    """
+    if request.streaming == "never" or not any(map(profile.model.frozen_bytes, range(len(profile.model.layers)))):
+        return None
+    left = request.streaming == "auto"
+    if left and resident is not None and not _memory_binds(resident.plan, profile, request):
+        return None
+    best = _fastest(profile, request)
+    if best is None or resident is None:
+        return best
+    return best if best.step_s < resident.step_s * (1 - WORTHWHILE * left) else None
+
+
+def _memory_binds(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> bool:
+    """Is some rank's memory nearly full, or does a stage repeat forwards to spare it?"""
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    memory = predict_memory(plan, profile, request.memory_reserve)
+    return any(stage.recompute for stage in stages) or any(one.peak_bytes > FULL * one.usable_bytes for one in memory)
+
+
+def _fastest(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
+    best: Decision | None = None
+    fitter = Fitter(profile, request)
+    sizes = sorted(set(request.micro_batch_choices))
+    larger = sorted({*sizes, *_doubled(sizes[-1], request.global_batch)}) if len(sizes) > 1 else sizes
+    for place in sorted({0, len(sizes) // 2, len(sizes) - 1})[:SLICES]:
+        slice_sequences = sizes[place]
+        view = streamed_view(profile, slice_sequences, request)
+        asked = replace(
+            request,
+            micro_batch_choices=tuple(size for size in larger if size >= slice_sequences),
+            recompute_choices=(False,),
+            split_choices=(False,),
+            streaming="never",
+        )
+        found = decide(view, asked)
+        plan = None if found is None else fitter.fitted(_streamed(found.plan, profile, request, slice_sequences))
+        if plan is None or any(
+            one.peak_bytes > one.usable_bytes for one in predict_hosts(plan, profile, request.memory_reserve)
+        ):
+            continue
+        step_s = fitter.step_s(plan)
+        if best is None or step_s < best.step_s:
+            best = Decision(plan, step_s)
+    return best
+
+
+def _doubled(size: int, batch: int) -> Iterator[int]:
+    """Twice, four times ... ``size``, as far as they divide the batch."""
+    while batch % (size := 2 * size) == 0:
+        yield size
+
+
+def streamed_view(profile: ClusterProfile, slice_sequences: int, request: PlanRequest) -> ClusterProfile:
+    """The cluster as it looks where all stages are streamed in such slices: layers' bytes and times are those of streamed ones."""
+    tokens = slice_sequences * request.sequence_length
+    model = profile.model
+    frozen = [model.frozen_bytes(item) for item in range(len(model.layers))]
+    slots = STREAMED_LAYERS * max(frozen)
+    kinds = {layer.kind: size for layer, size in zip(model.layers, frozen, strict=True)}
+    counts = [1 << power for power in range(max(1, math.ceil(math.log2(request.global_batch / slice_sequences))) + 1)]
+
+    def seen(device: DeviceProfile) -> DeviceProfile:
+        inner = max((layer.activation_bytes_per_token for layer in model.layers), default=0.0)
+        taken = slots + (device.activation_ratio - 1) * inner * tokens
+        layers = {
+            kind: _times(device, times, weights_s(device, kinds.get(kind, 0)), tokens, counts)
+            for kind, times in device.layers.items()
+        }
+        first_s = weights_s(device, max(frozen))
+        return replace(
+            device,
+            layers=layers,
+            memory_bytes=max(0, int(device.memory_bytes - taken / (1 - request.memory_reserve))),
+            forward_overhead_s=first_s,
+            backward_overhead_s=first_s,
+            activation_ratio=1.0,
+        )
+
+    return replace(profile, model=_costs(model, tokens), devices=tuple(map(seen, profile.devices)))
+
+
+def _costs(model: ModelCost, tokens: int) -> ModelCost:
+    layers = []
+    for item, layer in enumerate(model.layers):
+        before = model.layers[item - 1].boundary_bytes_per_token if item else 0
+        at_once = math.ceil((layer.workspace_bytes_per_token + layer.activation_bytes_per_token) * tokens)
+        layers.append(
+            LayerCost(
+                kind=layer.kind,
+                parameters=layer.parameters,
+                trainable_parameters=layer.trainable_parameters,
+                parameter_bytes=layer.parameter_bytes - model.frozen_bytes(item),
+                activation_bytes_per_token=before,
+                workspace_bytes_per_token=2 * max(before, layer.boundary_bytes_per_token),
+                boundary_bytes_per_token=layer.boundary_bytes_per_token,
+                workspace_bytes=layer.workspace_bytes + at_once,
+            )
+        )
+    return replace(model, layers=tuple(layers))
+
+
+def _times(device: DeviceProfile, times: LayerTimes, copy_s: float, tokens: int, counts: list[int]) -> LayerTimes:
+    forward_s = device.forward_overhead_s + layer_s(times, Op.F, tokens)
+    backward_s = device.backward_overhead_s + layer_s(times, Op.B, tokens)
+    backward_s += device.forward_overhead_s + repeated_s(times, tokens)
+    samples = tuple(count * tokens for count in counts)
+    return LayerTimes(
+        Curve(samples, tuple(max(copy_s, count * forward_s) for count in counts)),
+        Curve(samples, tuple(max(copy_s, count * backward_s) for count in counts)),
+    )
+
+
+def _streamed(plan: Plan, profile: ClusterProfile, request: PlanRequest, slice_sequences: int) -> Plan:
+    """``plan`` with streamed stages; a stage that fits without, and is faster then, holds its weights."""
+    pipelines = []
+    for pipeline in plan.pipelines:
+        size = None if slice_sequences >= pipeline.micro_batch else slice_sequences
+        stages = tuple(
+            min(
+                (way for way in _ways(stage, request, size) if way.streamed or _fits(pipeline, way, profile, request)),
+                key=lambda way: sum(
+                    stage_s(profile, way, pipeline.micro_batch, request.sequence_length, op) for op in (Op.F, Op.B)
+                ),
+            )
+            for stage in pipeline.stages
+        )
+        pipelines.append(replace(pipeline, stages=stages))
+    return replace(plan, pipelines=tuple(pipelines))
+
+
+def _ways(stage: StagePlan, request: PlanRequest, size: int | None) -> Iterator[StagePlan]:
+    yield replace(stage, streamed=True, slice_sequences=size)
+    for recompute in sorted(set(request.recompute_choices)):
+        for at_once in {None, size}:
+            yield replace(stage, recompute=recompute, slice_sequences=at_once)
+
+
+def _fits(pipeline: PipelinePlan, stage: StagePlan, profile: ClusterProfile, request: PlanRequest) -> bool:
+    device, model = profile.devices[stage.ranks[0]], profile.model_on(stage.ranks[0])
+    needs = (
+        memory_of(model, pipeline, stage, request.sequence_length, holding).total
+        for holding in stage_holdings(pipeline, stage, model)
+    )
+    return max(needs) <= usable_bytes(device.memory_bytes, request.memory_reserve)
+
+
+def streamed_texts(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
+    """For a person: what each rank streams, and what the copies cost."""
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            if stage.streamed:
+                yield _text(plan, pipeline, stage, profile)
+
+
+def _text(plan: Plan, pipeline: PipelinePlan, stage: StagePlan, profile: ClusterProfile) -> str:
+    rank, size_bytes = stage.ranks[0], streamed_bytes(stage, profile.model)
+    device = profile.devices[rank]
+    if weights_s(device, size_bytes) == 0.0:
+        return f"rank {rank} streams {describe_bytes(size_bytes)} from mapped files, of which its memory keeps what it has room for"
+    free = replace(device, copy_latency_s=0.0, host_to_device_bytes_per_s=math.inf)
+    without = replace(profile, devices=tuple(free if one.rank == rank else one for one in profile.devices))
+    seconds, computing = (
+        sum(stage_s(known, stage, pipeline.micro_batch, plan.sequence_length, op) for op in (Op.F, Op.B))
+        for known in (profile, without)
+    )
+    share = 1 - computing / seconds
+    speed = f"{describe_bytes(device.host_to_device_bytes_per_s)}/s"
+    cost = (
+        f"copies take {share:.0%} of its time"
+        if share < LIMITING
+        else f"copies limit it: {speed}, {share:.0%} of its time"
+    )
+    return f"rank {rank} streams {describe_bytes(size_bytes)} from host memory, {cost}"
