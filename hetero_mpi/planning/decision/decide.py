@@ -13,6 +13,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.annealing.anneal import Annealer, always_split
 from hetero_mpi.planning.decision.natural import in_natural_order
 from hetero_mpi.planning.decision.room import closest, with_hosts_divided
+from hetero_mpi.planning.decision.streaming import with_streamed_stages
 from hetero_mpi.planning.orders import OTHER_ORDERS
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.pacing import classic_depths, scheduled_depths
@@ -43,16 +44,27 @@ def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
         plan = None if nearest is None else in_order(nearest.plan, request.schedule)
         return None if plan is None else Decision(plan, outlined(plan, profile).step_s)
     check(profile, request)
+    resident = _resident(profile, request)
+    found = with_streamed_stages(profile, request, resident, _searched) or resident
+    return None if found is None else Decision(*found)
+
+
+def _searched(profile: ClusterProfile, request: PlanRequest) -> Plan | None:
+    decision = decide(profile, request)
+    return None if decision is None else decision.plan
+
+
+def _resident(profile: ClusterProfile, request: PlanRequest) -> tuple[Plan, float] | None:
+    """The best plan in which every rank holds its stage, and its seconds."""
     starts = list(_starts(profile, request))
     if len(profile.devices) > layouts.SEARCHED:
-        best = min(starts, key=lambda one: one[1], default=None)
-        return None if best is None else Decision(*best)
+        return min(starts, key=lambda one: one[1], default=None)
     annealer = Annealer(profile, request)
     best = annealer.best(starts)
     if best is None:
         return None
     plan, step_s = in_natural_order(*best, annealer)
-    return Decision(_scheduled(plan, request) if request.schedule != "auto" else plan, step_s)
+    return _scheduled(plan, request) if request.schedule != "auto" else plan, step_s
 
 
 def check(profile: ClusterProfile, request: PlanRequest) -> None:

@@ -13,7 +13,7 @@ from hetero_mpi.planning.decision.alone import best_alone
 from hetero_mpi.planning.decision.decide import decide, in_order, nearest_searched
 from hetero_mpi.planning.decision.explain import busiest, idle_ranks, reasons
 from hetero_mpi.planning.decision.shortage import explain_shortage
-from hetero_mpi.planning.decision.streaming import decide_streamed, streamed_texts
+from hetero_mpi.planning.decision.streaming import streamed_texts
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copies
 from hetero_mpi.planning.orders import ORDERS, OTHER_ORDERS, SCHEDULES
@@ -52,15 +52,12 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
         profile, decision = plain, decide(plain, request)
     elif profile is not plain:
         remarks = (f"memory: {_copies(request)} are counted",)
-    streamed = decide_streamed(plain, request, decision)
-    if streamed is not None:
-        profile, decision, remarks = plain, streamed, tuple(streamed_texts(streamed.plan, plain))
     if decision is None:
         raise UserError(explain_shortage(profile, request))
     simulation = outlined(decision.plan, profile)
     report = _figures(decision.plan, profile, request, simulation)
     idle = idle_ranks(decision, profile, request)
-    told = (*reasons(decision.plan, profile, request, simulation), *remarks)
+    told = (*reasons(decision.plan, profile, request, simulation), *streamed_texts(decision.plan, profile), *remarks)
     return replace(report, alone=best_alone(plain, request), idle=idle, reasons=told)
 
 
@@ -108,7 +105,7 @@ def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
     idle = tuple(
         IdleRank(device.rank, "not named in the given plan") for device in profile.devices if device.rank not in named
     )
-    told = ("given by hand", busiest(plan, profile, simulation))
+    told = ("given by hand", busiest(plan, profile, simulation), *streamed_texts(plan, profile))
     return replace(full, alone=best_alone(profile, request), idle=idle, reasons=told)
 
 

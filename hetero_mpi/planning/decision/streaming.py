@@ -8,10 +8,9 @@ What they find is then written with streamed stages, of which those that fit wit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from hetero_mpi.planning.decision.decide import Decision, decide
 from hetero_mpi.planning.durations import layer_s, repeated_s, stage_s, weights_s
 from hetero_mpi.planning.memory import (
     STREAMED_LAYERS,
@@ -22,6 +21,7 @@ from hetero_mpi.planning.memory import (
     streamed_bytes,
     usable_bytes,
 )
+from hetero_mpi.planning.pacing import classic_depths
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.several.fitting import Fitter
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost
@@ -40,8 +40,15 @@ SLICES = 3
 """Sizes of slices that are looked at: the smallest and the largest micro-batch of the request, and one between."""
 
 
-def decide_streamed(profile: ClusterProfile, request: PlanRequest, resident: Decision | None) -> Decision | None:
-    """The fastest plan with streamed stages that is found; None: nothing fits even so, or ``resident`` is as good.
+Timed = tuple[Plan, float]
+"""A plan and the seconds of a step."""
+Search = Callable[[ClusterProfile, PlanRequest], Plan | None]
+
+
+def with_streamed_stages(
+    profile: ClusterProfile, request: PlanRequest, resident: Timed | None, search: Search
+) -> Timed | None:
+    """The fastest plan with streamed stages that ``search`` finds; None: nothing fits even so, or ``resident`` is as good.
 
     Where streaming is left to the planner, it is looked at only where memory may stand in the way of ``resident``, which must be
     slower by ``WORTHWHILE``.
@@ -49,12 +56,12 @@ def decide_streamed(profile: ClusterProfile, request: PlanRequest, resident: Dec
     if request.streaming == "never" or not any(map(profile.model.frozen_bytes, range(len(profile.model.layers)))):
         return None
     left = request.streaming == "auto"
-    if left and resident is not None and not _memory_binds(resident.plan, profile, request):
+    if left and resident is not None and not _memory_binds(resident[0], profile, request):
         return None
-    best = _fastest(profile, request)
+    best = _fastest(profile, request, search)
     if best is None or resident is None:
         return best
-    return best if best.step_s < resident.step_s * (1 - WORTHWHILE * left) else None
+    return best if best[1] < resident[1] * (1 - WORTHWHILE * left) else None
 
 
 def _memory_binds(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> bool:
@@ -64,8 +71,8 @@ def _memory_binds(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
     return any(stage.recompute for stage in stages) or any(one.peak_bytes > FULL * one.usable_bytes for one in memory)
 
 
-def _fastest(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
-    best: Decision | None = None
+def _fastest(profile: ClusterProfile, request: PlanRequest, search: Search) -> Timed | None:
+    best: Timed | None = None
     fitter = Fitter(profile, request)
     sizes = sorted(set(request.micro_batch_choices))
     larger = sorted({*sizes, *_doubled(sizes[-1], request.global_batch)}) if len(sizes) > 1 else sizes
@@ -79,16 +86,33 @@ def _fastest(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
             split_choices=(False,),
             streaming="never",
         )
-        found = decide(view, asked)
-        plan = None if found is None else fitter.fitted(_streamed(found.plan, profile, request, slice_sequences))
-        if plan is None or any(
-            one.peak_bytes > one.usable_bytes for one in predict_hosts(plan, profile, request.memory_reserve)
-        ):
+        found = search(view, asked)
+        if found is None:
             continue
-        step_s = fitter.step_s(plan)
-        if best is None or step_s < best.step_s:
-            best = Decision(plan, step_s)
+        streamed = _streamed(found, profile, request, slice_sequences)
+        for plan in map(fitter.fitted, (streamed, _deep(streamed))):
+            if plan is None or not _hosts_suffice(plan, profile, request):
+                continue
+            step_s = fitter.step_s(plan)
+            if best is None or step_s < best[1]:
+                best = plan, step_s
     return best
+
+
+def _deep(plan: Plan) -> Plan:
+    """``plan`` with 1F1B's own depths: the view takes a little more memory than streamed stages do, and may have found shallower
+    ones."""
+    pipelines = []
+    for pipeline in plan.pipelines:
+        depths = classic_depths(len(pipeline.stages), pipeline.micro_batches - 1)
+        stages = tuple(replace(stage, warm_up=depth) for stage, depth in zip(pipeline.stages, depths, strict=True))
+        pipelines.append(replace(pipeline, stages=stages))
+    return replace(plan, pipelines=tuple(pipelines))
+
+
+def _hosts_suffice(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> bool:
+    hosts = predict_hosts(plan, profile, request.memory_reserve)
+    return all(one.peak_bytes <= one.usable_bytes for one in hosts)
 
 
 def _doubled(size: int, batch: int) -> Iterator[int]:
