@@ -1,0 +1,167 @@
+"""Streamed stages in plans: what they cost, what they take, and when the planner chooses them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning.decision.planner import complete_plan, make_plan
+from hetero_mpi.planning.durations import duration, finished_items_s
+from hetero_mpi.planning.memory import STREAMED_LAYERS, predict_hosts, predict_memory, stage_memory, streamed_memory
+from hetero_mpi.planning.schedule import Action, Op
+from hetero_mpi.planning.types.cost import LayerCost, ModelCost
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostProfile
+from hetero_mpi.planning.types.request import PlanRequest
+from tests.support.planning_samples import SEQUENCE, make_device, make_model, make_profile
+
+COPY_S = 0.5
+"""Seconds in which a block's frozen weights are copied."""
+
+
+def adapters(model: ModelCost) -> ModelCost:
+    """``model`` with a tenth of every block trained and nothing else."""
+
+    def frozen(layer: LayerCost) -> LayerCost:
+        return replace(layer, trainable_parameters=layer.parameters // 10 if layer.kind == "block" else 0)
+
+    return replace(model, layers=tuple(map(frozen, model.layers)))
+
+
+def cluster(ranks: int = 2, blocks: int = 8, **device: object) -> ClusterProfile:
+    """Blocks have 1,440 bytes that are not trained and take 1 s forward for 10 tokens."""
+    copies = {"host_to_device_bytes_per_s": 1440 / COPY_S, **device}
+    return of_devices([make_device(rank, **copies) for rank in range(ranks)], adapters(make_model(blocks)))
+
+
+def of_devices(devices: list[DeviceProfile], model: ModelCost) -> ClusterProfile:
+    return replace(make_profile([1.0] * len(devices), model), devices=tuple(devices))
+
+
+def plan_of(profile: ClusterProfile, *stages: StagePlan, micro_batch: int = 4) -> Plan:
+    return Plan((PipelinePlan(stages, micro_batch, 8),), 8, SEQUENCE, len(profile.model.layers))
+
+
+def seconds(profile: ClusterProfile, stage: StagePlan, op: Op) -> float:
+    rest = StagePlan((1,), stage.last, len(profile.model.layers), 0)
+    return duration(Action(op, 0, 0), plan_of(profile, stage, rest), profile)
+
+
+def test_a_layer_takes_as_long_as_its_slices_or_the_next_copy() -> None:
+    profile = cluster()
+    embedding_s = 4000 / (1440 / COPY_S)
+    # Embedding (0.1 s a sequence) and two blocks (1 s), four sequences.
+    for slices, size in ((None, 1), (2, 2)):
+        stage = StagePlan((0,), 0, 3, 1, streamed=True, slice_sequences=slices)
+        assert seconds(profile, stage, Op.F) == pytest.approx(embedding_s + max(COPY_S, 0.4) + 4 + 4), size
+        # The second block's weights, then blocks with their forwards (1 + 2 s), and the embedding while nothing comes.
+        assert seconds(profile, stage, Op.B) == pytest.approx(COPY_S + 12 + 12 + max(0.0, 1.2))
+    slow = replace(profile, devices=tuple(replace(d, host_to_device_bytes_per_s=144.0) for d in profile.devices))
+    stage = StagePlan((0,), 1, 4, 1, streamed=True)
+    assert seconds(slow, stage, Op.F) == pytest.approx(10 + 10 + 10 + 4)
+
+
+def test_slices_of_a_resident_stage_follow_one_another() -> None:
+    profile = cluster()
+    whole, sliced = (StagePlan((0,), 1, 4, 1, slice_sequences=size) for size in (None, 3))
+    for op in (Op.F, Op.B):
+        assert seconds(profile, sliced, op) == pytest.approx(seconds(profile, whole, op))
+    overhead = replace(profile, devices=tuple(replace(d, forward_overhead_s=0.25) for d in profile.devices))
+    assert seconds(overhead, sliced, Op.F) == pytest.approx(seconds(overhead, whole, Op.F) + 0.25)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_layers_are_finished_from_the_last_on(streamed: bool) -> None:
+    profile = cluster()
+    stage = StagePlan((0,), 0, 4, 1, streamed=streamed, slice_sequences=2)
+    plan = plan_of(profile, stage, StagePlan((1,), 4, len(profile.model.layers), 0))
+    action = Action(Op.B, 0, 1)
+    ends = finished_items_s(action, plan, profile)
+    assert list(ends) == [3, 2, 1, 0]
+    assert sorted(ends.values()) == list(ends.values())
+    assert ends[0] == pytest.approx(duration(action, plan, profile))
+
+
+def test_frozen_weights_of_few_layers_count() -> None:
+    profile = cluster()
+    model, tokens = profile.model, 40
+    resident, streamed = stage_memory(model, 1, 9, tokens, 2), streamed_memory(model, 1, 9, tokens, 2, 10)
+    assert resident.parameters - streamed.parameters == (8 - STREAMED_LAYERS) * 1440
+    assert streamed.state == resident.state
+    assert streamed.activations == 2 * 8 * 100 * tokens
+    # One layer's activations and workspace of a slice, and outputs of all slices.
+    assert streamed.workspace == (300 + 50) * 10 + 2 * 100 * tokens
+
+
+def test_the_host_holds_what_gpus_stream() -> None:
+    profile = cluster(memory_bytes=100_000)
+    host = profile.devices[0].host
+    profile = replace(profile, hosts=(HostProfile(host, 1_000_000, "all of it"),))
+    plan = plan_of(profile, StagePlan((0,), 0, 5, 1, streamed=True), StagePlan((1,), 5, 10, 0))
+    (there,) = predict_hosts(plan, profile)
+    assert there.peak_bytes == 4000 + 4 * 1440
+    small = replace(profile, hosts=(HostProfile(host, 5000, "little"),))
+    request = PlanRequest(8, SEQUENCE, (4,))
+    with pytest.raises(UserError, match=rf"ranks of host {host} need 9.76 kB"):
+        complete_plan(plan, small, request)
+
+
+def heavy() -> ModelCost:
+    """Adapters of 40 parameters on blocks of 32 kB, between an embedding and a head of 80 kB."""
+    model = adapters(make_model(8))
+    layers = (replace(layer, parameter_bytes=20 * layer.parameter_bytes) for layer in model.layers)
+    return replace(model, layers=tuple(layers))
+
+
+def heavy_cluster(memory_bytes: int) -> ClusterProfile:
+    copies = {"memory_bytes": memory_bytes, "host_to_device_bytes_per_s": 1e6}
+    return of_devices([make_device(rank, **copies) for rank in range(2)], heavy())
+
+
+def request(**changes: object) -> PlanRequest:
+    return replace(PlanRequest(8, SEQUENCE, (1, 2), recompute_choices=(False, True), streaming="auto"), **changes)
+
+
+def streamed_in(plan: Plan) -> int:
+    return sum(stage.streamed for pipeline in plan.pipelines for stage in pipeline.stages)
+
+
+def test_stages_are_streamed_where_nothing_fits_otherwise() -> None:
+    roomy = make_plan(heavy_cluster(10_000_000), request())
+    assert streamed_in(roomy.plan) == 0
+    small = heavy_cluster(200_000)
+    with pytest.raises(UserError, match="does not fit in memory"):
+        make_plan(small, request(streaming="never"))
+    report = make_plan(small, request())
+    assert streamed_in(report.plan) > 0
+    assert all(one.peak_bytes <= one.usable_bytes for one in predict_memory(report.plan, small, 0.05))
+    assert any("streams" in reason and "copies" in reason for reason in report.reasons)
+    assert 0 < report.bound_step_s <= report.predicted_step_s
+
+
+def test_stages_are_streamed_where_a_step_gets_shorter() -> None:
+    """The fast rank has room for few layers' weights."""
+    devices = [
+        make_device(0, 0.25, 200_000, host_to_device_bytes_per_s=1e6),
+        make_device(1, 4.0, 10_000_000, host_to_device_bytes_per_s=1e6),
+    ]
+    profile = of_devices(devices, heavy())
+    without, with_ = (make_plan(profile, request(streaming=how)) for how in ("never", "auto"))
+    assert streamed_in(with_.plan) > 0
+    assert with_.predicted_step_s < 0.9 * without.predicted_step_s
+
+
+def test_full_training_has_nothing_to_stream() -> None:
+    profile = make_profile(model=make_model(8), memory_bytes=22_000)
+    with pytest.raises(UserError, match="does not fit in memory"):
+        make_plan(profile, request())
+
+
+def test_a_streamed_stage_goes_back_in_one_part() -> None:
+    profile = cluster()
+    plan = plan_of(profile, StagePlan((0,), 0, 5, 1), StagePlan((1,), 5, 10, 0, streamed=True))
+    split = replace(plan, pipelines=(replace(plan.pipelines[0], split_backward=True),))
+    with pytest.raises(UserError, match="goes back in one part"):
+        complete_plan(split, profile, PlanRequest(8, SEQUENCE, (4,)))
