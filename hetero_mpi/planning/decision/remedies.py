@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hetero_mpi.planning.decision.decide import fits
+from hetero_mpi.planning.decision.decide import decide, fits
 from hetero_mpi.planning.types.cluster_changes import with_copy_of
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -39,6 +39,7 @@ def remedies(profile: ClusterProfile, request: PlanRequest) -> Iterator[str]:
     """Single changes that make it fit; when there are none, the shortest row of changes that does together."""
     found = False
     for change in (
+        _streaming(profile, request),
         _recompute(profile, request),
         _smaller_micro_batch(profile, request),
         _shorter(profile, request),
@@ -65,6 +66,15 @@ def nothing_helps() -> str:
 
 def _verified(profile: ClusterProfile, request: PlanRequest, text: str) -> Change | None:
     return Change(profile, request, text) if fits(profile, request) else None
+
+
+def _streaming(profile: ClusterProfile, request: PlanRequest) -> Change | None:
+    if request.streaming != "never":
+        return None
+    changed = replace(request, streaming="auto")
+    if decide(profile, changed) is None:
+        return None
+    return Change(profile, changed, 'frozen weights streamed from host memory: plan.stream = "auto"')
 
 
 def _recompute(profile: ClusterProfile, request: PlanRequest) -> Change | None:
