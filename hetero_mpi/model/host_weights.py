@@ -49,6 +49,12 @@ class _Place:
         setattr(self.holder, self.attribute, block[self.begin : self.end].view(self.dtype).view(self.shape))
 
 
+def large_files_folder() -> Path:
+    """Where large temporary files belong: ``TMPDIR``, or /var/tmp. (/tmp is often in memory.)"""
+    large = Path("/var/tmp")
+    return large if "TMPDIR" not in os.environ and large.is_dir() else Path(tempfile.gettempdir())
+
+
 class HostLayer:
     """The frozen tensors of one layer in a block of host memory, to which its modules refer as long as it is not on the device."""
 

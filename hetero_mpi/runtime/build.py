@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import ELSEWHERE, as_toml, leads_out
 from hetero_mpi.model.adapter_files import check_adapter
 from hetero_mpi.model.frozen_weight_cache import Kept
+from hetero_mpi.model.host_weights import large_files_folder
 from hetero_mpi.model.optimizer import LossScale
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.model.transformers.weights import SeededStart, Start
@@ -109,13 +108,8 @@ def build(context: RunContext, share: Share, resuming: bool, loss_scale: LossSca
 
 
 def _stream_folder(context: RunContext) -> Path:
-    """Where a streamed stage that computes in host memory keeps its weights: the job's shard cache, or where large temporary files
-    belong. (/tmp is often in memory.)"""
     cache = context.job.model.shard_cache
-    if cache is not None:
-        return context.loaded.resolve(cache)
-    large = Path("/var/tmp")
-    return large if "TMPDIR" not in os.environ and large.is_dir() else Path(tempfile.gettempdir())
+    return context.loaded.resolve(cache) if cache is not None else large_files_folder()
 
 
 def start_adapter(context: RunContext, members: World, trainer: Trainer) -> None:

@@ -72,6 +72,8 @@ MODELS = (
         shares=UNEVEN,
     ),
 )
+SMALL = 100_000
+"""Bytes of a rank's memory: room for two layers of the first of these models, not for half of it."""
 LORA = written("qwen3-lora", "qwen3", True, tuning="lora")
 STOPPING = written("stopping", "llama", True)
 ANSWERING = written("answering", "llama", True)
@@ -124,6 +126,8 @@ def entries(place: Path, tokenizer: Path) -> dict[str, dict[str, Any]]:
     for case in MODELS:
         add(case.name, model_with_tokenizer(place, tokenizer, case), shares=case.shares)
     llama = model_directory(place, MODELS[0])
+    add("streamed", llama)
+    found["streamed"]["memory"] = SMALL
 
     lora = adapter_directory(place, LORA)
     written_config = json.loads((lora / "adapter_config.json").read_text())
@@ -249,6 +253,12 @@ def test_greedy_tokens_are_those_of_transformers(case: Written, ranks: int, outc
     assert tokens_of(outcomes, ranks, case.name) == expected
     part = [rank for rank in outcomes[ranks][case.name] if rank["tokens"]]
     assert len(part) == (1 if ranks == 1 else 2 if case.shares == IDLE else 3)
+
+
+@RANKS
+def test_a_model_larger_than_the_memory_is_streamed(ranks: int, outcomes: Outcomes, place: Path) -> None:
+    assert tokens_of(outcomes, ranks, "streamed") == reference(model_directory(place, MODELS[0]))
+    assert ("streamed layer by layer" in outcomes[ranks]["streamed"][0]["printed"]) is (ranks == 1)
 
 
 @RANKS

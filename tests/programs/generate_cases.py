@@ -1,7 +1,8 @@
 """Generates from what a list names, one after the other, in one MPI job: ``generate_cases.py LIST.json OUT.json``.
 
 An entry holds the options of ``generate``, or of ``train`` (``job``, ``run_dir``); ``shares`` are items [first, last) for each
-rank instead of the program's division. The output holds for each entry and rank the tokens, what was raised, and what was printed.
+rank instead of the program's division, ``memory`` the bytes that every rank may use. The output holds for each entry and rank
+the tokens, what was raised, and what was printed.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from unittest import mock
 
 from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.device.backend import Backend, Memory
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.eager_imports import eager_imports
 
@@ -27,7 +29,7 @@ def perform(world: World, entry: dict[str, Any]) -> None:
     if "job" in entry:
         run.train(world, TrainOptions(Path(entry["job"]), run_dir=entry["run_dir"]))
         return
-    chosen = {key: value for key, value in entry.items() if key != "shares"}
+    chosen = {key: value for key, value in entry.items() if key not in ("shares", "memory")}
     command.generate(world, command.GenerateOptions(**{**chosen, "source": Path(entry["source"])}))
 
 
@@ -48,6 +50,9 @@ def outcome_of(world: World, entry: dict[str, Any]) -> dict[str, Any]:
         if "shares" in entry and world.size == len(entry["shares"]):
             shares = [tuple(share) for share in entry["shares"]]
             stack.enter_context(mock.patch.object(command, "share_out", lambda sizes, memory: shares))
+        if "memory" in entry:
+            given = Memory(entry["memory"], "given")
+            stack.enter_context(mock.patch.object(Backend, "memory", lambda self, sharing=1: given))
         try:
             perform(world, entry)
         except UserError as problem:

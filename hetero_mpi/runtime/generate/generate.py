@@ -27,12 +27,15 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import AdapterTable, ClusterTable
 from hetero_mpi.model.adapter_files import read_adapter
 from hetero_mpi.model.decoding import Sampling
+from hetero_mpi.model.host_weights import large_files_folder
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.stage import Stage
+from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart, Start
 from hetero_mpi.model.tuning import Tuning, adapter_tuning, nothing_trained
+from hetero_mpi.planning.memory import STREAMED_LAYERS
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import RankMemory
 from hetero_mpi.profiling.host_profiles import sharing_ranks
@@ -241,13 +244,22 @@ def _plan(
     sizes = [layer.parameter_bytes for layer in cost.layers]
     shares = share_out(sizes, usable)
     held = [sum(sizes[first:last]) for first, last in shares]
+    streamed = any(bytes_ > limit for bytes_, limit in zip(held, usable, strict=True))
+    if streamed:  # of which every rank holds a few layers at a time
+        at_once = STREAMED_LAYERS * max(sizes)
+        shares = share_out(sizes, [limit if limit >= at_once else 0 for limit in usable])
+        held = [at_once if first < last else 0 for first, last in shares]
     if any(bytes_ > limit for bytes_, limit in zip(held, usable, strict=True)):
         has = ", ".join(f"rank {rank} {units.size(limit)}" for rank, limit in enumerate(usable))
         raise CollectiveUserError(
-            f"the model's parameters need {units.size(sum(sizes))} in {dtype}, and do not fit the usable memory ({has}; 0 B: "
-            f"cannot compute in {dtype}): start more ranks"
+            f"the model's parameters need {units.size(sum(sizes))} in {dtype}, and {STREAMED_LAYERS} layers at a time do not "
+            f"fit the usable memory either ({has}; 0 B: cannot compute in {dtype}): use ranks with more memory"
         )
-    stages = tuple(StagePlan((rank,), first, last, 0) for rank, (first, last) in enumerate(shares) if first < last)
+    stages = tuple(
+        StagePlan((rank,), first, last, 0, streamed=streamed)
+        for rank, (first, last) in enumerate(shares)
+        if first < last
+    )
     fill = tuple(RankMemory(stage.ranks[0], held[stage.ranks[0]], usable[stage.ranks[0]]) for stage in stages)
     return Plan((PipelinePlan(stages, 1, 1),), 1, len(task.prompt) + task.limit, chain.items), fill
 
@@ -260,7 +272,8 @@ def _say_task(
     stages = plan.pipelines[0].stages
     for stage, memory in zip(stages, fill, strict=True):
         of = f"{units.size(memory.peak_bytes)} of parameters, {units.size(memory.usable_bytes)} of memory"
-        say(f"  rank {memory.rank}: items {stage.first}-{stage.last - 1} of {chain.items}, {of}")
+        streamed = ", streamed layer by layer" * stage.streamed
+        say(f"  rank {memory.rank}: items {stage.first}-{stage.last - 1} of {chain.items}, {of}{streamed}")
     idle = ranks - len(stages)
     if ranks > 1:
         others = f"; {idle} rank{'s' if idle > 1 else ''} idle" if idle else ""
@@ -292,7 +305,8 @@ def _stage(setting: GenerateSetup, start: Start) -> Stage | None:
     for own in setting.plan.pipelines[0].stages:
         if rank in own.ranks:
             backend, tuning = setting.backend, setting.tuning
-            return Stage(setting.chain, own.first, own.last, backend, source.dtype, start, source.seed, tuning)
+            given = setting.chain, own.first, own.last, backend, source.dtype, start, source.seed, tuning
+            return StreamedStage(*given, folder=large_files_folder()) if own.streamed else Stage(*given)
     return None
 
 
