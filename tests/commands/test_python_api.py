@@ -62,7 +62,8 @@ assert not set(sys.modules) & {{"numpy", "pydantic", "hetero_mpi.job.load"}}, "i
 job = hetero_mpi.Job.build({{"model": {{"factory": "tests.programs.layers_model:plain"}},
     "train": {{"global_batch": 4, "micro_batch": 2}}}})
 report = hetero_mpi.plan(job, {str(out / "profile.toml")!r})
-assert report == hetero_mpi.load_report({str(out / "plan.toml")!r})
+there = hetero_mpi.load_report({str(out / "plan.toml")!r})
+assert (report.plan, report.predicted_step_s) == (there.plan, there.predicted_step_s)
 step = hetero_mpi.simulate(job, report.plan, {str(out / "profile.toml")!r})
 assert step.report.plan == report.plan and step.step_s == report.predicted_step_s and set(step.use) == set(step.busy_s)
 assert all(0 < share <= 1 for share in step.use.values()) and len(step.memory) == len(step.use)
