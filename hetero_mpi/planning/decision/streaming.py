@@ -36,8 +36,9 @@ WORTHWHILE = 0.02
 """A plan with streamed stages must be shorter by this share than one without, unless the job asks for streaming."""
 FULL = 0.8
 """Memory stands in the way where a rank uses more than this share of it."""
-SLICES = 3
-"""Sizes of slices that are looked at: the smallest and the largest micro-batch of the request, and one between."""
+FEW = 8
+"""Up to so many ranks three sizes of slices are looked at: the smallest and the largest micro-batch of the request, and the one
+between. Beyond, that one alone, since each takes a search."""
 
 
 Timed = tuple[Plan, float]
@@ -76,7 +77,8 @@ def _fastest(profile: ClusterProfile, request: PlanRequest, search: Search) -> T
     fitter = Fitter(profile, request)
     sizes = sorted(set(request.micro_batch_choices))
     larger = sorted({*sizes, *_doubled(sizes[-1], request.global_batch)}) if len(sizes) > 1 else sizes
-    for place in sorted({0, len(sizes) // 2, len(sizes) - 1})[:SLICES]:
+    places = {0, len(sizes) // 2, len(sizes) - 1} if len(profile.devices) <= FEW else {len(sizes) // 2}
+    for place in sorted(places):
         slice_sequences = sizes[place]
         view = streamed_view(profile, slice_sequences, request)
         asked = replace(
