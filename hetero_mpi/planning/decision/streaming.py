@@ -92,7 +92,7 @@ def _fastest(profile: ClusterProfile, request: PlanRequest, search: Search) -> T
         if found is None:
             continue
         streamed = _streamed(found, profile, request, slice_sequences)
-        for plan in map(fitter.fitted, (streamed, _deep(streamed))):
+        for plan in map(fitter.fitted, (streamed, _deep(streamed)) if request.schedule == "auto" else (streamed,)):
             if plan is None or not _hosts_suffice(plan, profile, request):
                 continue
             step_s = fitter.step_s(plan)
