@@ -17,7 +17,7 @@ from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.tuning import Tuning, adapter_tuning
-from tests.family_configs import VOCABULARY, dropout_rates
+from tests.support.family_configs import VOCABULARY, dropout_rates
 from tests.model.test_all_families import UNLIKE
 from tests.model.test_split_backward import NormalStart, chain_of
 

@@ -286,3 +286,10 @@ def plans_of(profile, request, order, lengths, items, size):  # type: ignore[no-
                 m.peak_bytes <= m.usable_bytes for m in predict_memory(plan, profile)
             ):
                 yield plan
+
+
+@pytest.mark.parametrize("ranks", [3, 5])
+def test_every_pipeline_has_a_whole_micro_batch(ranks: int) -> None:
+    """Four sequences in micro-batches of two: two pipelines at most, whatever the number of ranks."""
+    found = layouts_of(make_profile([1.0] * ranks), PlanRequest(4, SEQUENCE, (2,), max_pipelines=4))
+    assert {len(plan.pipelines) for _, plan in found} == {1, 2}

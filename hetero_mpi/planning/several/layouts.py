@@ -144,9 +144,8 @@ def _numbers(fleet: Fleet) -> list[int]:
     """Numbers of pipelines to look at: as many as there may be and as memory holds."""
     request = fleet.request
     fixed = min(float(stage_bytes(fleet.model, fleet.tokens, choice)[0][0, -1]) for choice in request.recompute_choices)
-    most = min(
-        request.max_pipelines, len(fleet.devices), request.global_batch, int(fleet.usable.sum() / max(fixed, 1.0))
-    )
+    shares = request.global_batch // fleet.micro_batch  # of one micro-batch at least
+    most = min(request.max_pipelines, len(fleet.devices), shares, int(fleet.usable.sum() / max(fixed, 1.0)))
     every, ratio = (EVERY, RATIO) if len(fleet.devices) <= FEW else COARSE
     numbers, number = [], 1.0
     while number <= most:
