@@ -17,9 +17,9 @@ from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.tuning import Tuning, adapter_tuning
-from tests.support.family_configs import VOCABULARY, dropout_rates
 from tests.model.test_all_families import UNLIKE
 from tests.model.test_split_backward import NormalStart, chain_of
+from tests.support.family_configs import VOCABULARY, dropout_rates
 
 ROWS, SLICE, TOKENS = (4, 4, 3), 2, 24
 """Sequences of the micro-batches, of which the last is short; sequences of a slice; tokens of a sequence."""
