@@ -2,7 +2,7 @@
 
     python benchmarks/streaming.py [--rounds 3] [--quantization none|nf4] [--check]
 
-Two CPU ranks hold half of a Llama of 70 M parameters each (fp32, or NF4), one thread per rank. Both plans compute micro-batches of
+Two CPU ranks hold half of a Llama of 74 M parameters each (fp32, or NF4), one thread per rank. Both plans compute micro-batches of
 4 sequences of 128 tokens in slices of one and repeat forwards; in one of them both stages are streamed from mapped files, which are
 in the page cache. The runs alternate; the time of a step is the median of each, without the first two. ``--check``: the streamed
 step is no longer than 1 / 0.9 of the resident one, and its prediction within 15 %.
