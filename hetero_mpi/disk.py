@@ -10,6 +10,8 @@ from pathlib import Path
 
 PROCESS_MARK = os.urandom(4).hex()
 """In the names of this process's temporary files: those with another mark may be left of a process that died."""
+SPARE_BYTES = 100_000_000
+"""What is kept for later, or beside what memory holds, leaves so much of a disk free."""
 
 
 @contextlib.contextmanager

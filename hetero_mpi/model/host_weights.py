@@ -20,14 +20,12 @@ from torch import nn
 
 from hetero_mpi.device.backend import HOST, Backend
 from hetero_mpi.device.copying import Copied
-from hetero_mpi.disk import free_bytes
+from hetero_mpi.disk import SPARE_BYTES, free_bytes
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.memory import STREAMED_LAYERS
 
 _ALIGNMENT = 256
 """Bytes: tensors start where every kernel reads well."""
-_SPARE_BYTES = 100_000_000
-"""Stays free on the disk."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ class HostLayer:
         """A file that has no name any more: nobody else can change it, and it goes with the process."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if free_bytes(folder) < self.bytes + _SPARE_BYTES:
+            if free_bytes(folder) < self.bytes + SPARE_BYTES:
                 raise UserError(
                     f"{folder}: a streamed layer is to be kept there, {self.bytes:,} bytes, and {free_bytes(folder):,} bytes are "
                     f"free: make room, or set another [model] shard_cache"

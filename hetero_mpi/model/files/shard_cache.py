@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from hetero_mpi.disk import atomic_write, free_bytes, write_whole
+from hetero_mpi.disk import SPARE_BYTES, atomic_write, free_bytes, write_whole
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import ListedTensor, StoredTensor, header_of, read_header, read_tensor
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     import torch
 
 _CHUNK_BYTES = 1 << 20
-_SPARE_BYTES = 100_000_000
-"""Stays free on the disk."""
 
 
 class ShardCache:
@@ -77,7 +75,7 @@ class ShardCache:
             write_whole(self.directory / "trial", b"x")
         (self.directory / "trial").unlink(missing_ok=True)
         free = free_bytes(self.directory)
-        if free < coming_bytes + _SPARE_BYTES:
+        if free < coming_bytes + SPARE_BYTES:
             raise UserError(
                 f"the shard cache {self.directory} is to keep {coming_bytes:,} bytes, and {free:,} bytes are free there: "
                 f"delete what is old in {self.directory.parent}, or set another [model] shard_cache"
