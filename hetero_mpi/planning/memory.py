@@ -249,3 +249,8 @@ def predict_hosts(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> 
         if peak:
             found.append(HostMemory(host.name, peak, usable_bytes(host.memory_bytes, reserve)))
     return tuple(found)
+
+
+def hosts_suffice(plan: Plan, profile: ClusterProfile, reserve: float) -> bool:
+    """Does every host hold what the plan asks of its memory? (That each rank's own suffices is another question.)"""
+    return all(one.peak_bytes <= one.usable_bytes for one in predict_hosts(plan, profile, reserve))

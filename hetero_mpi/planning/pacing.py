@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+
+from hetero_mpi.planning.types.plan import Plan
 
 ROUNDING = 1e-9
 SHORTEST_S = 1e-12
@@ -17,6 +20,16 @@ SHORTEST_S = 1e-12
 def classic_depths(stages: int, micro_batches: int) -> tuple[int, ...]:
     """1F1B's own warm-up depths: as many micro-batches ahead as stages follow, and never more than there are."""
     return tuple(min(stages - 1 - i, micro_batches) for i in range(stages))
+
+
+def with_classic_depths(plan: Plan) -> Plan:
+    """Every stage as many micro-batches ahead as stages follow it."""
+    pipelines_ = []
+    for pipeline in plan.pipelines:
+        warm_up = classic_depths(len(pipeline.stages), pipeline.micro_batches - 1)
+        stages = tuple(replace(stage, warm_up=depth) for stage, depth in zip(pipeline.stages, warm_up, strict=True))
+        pipelines_.append(replace(pipeline, stages=stages))
+    return replace(plan, pipelines=tuple(pipelines_))
 
 
 def scheduled_depths(schedule: str, stages: int, micro_batches: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from hetero_mpi.planning.decision.room import closest, with_hosts_divided
 from hetero_mpi.planning.decision.streaming import with_streamed_stages
 from hetero_mpi.planning.orders import OTHER_ORDERS
 from hetero_mpi.planning.outline import outlined
-from hetero_mpi.planning.pacing import classic_depths, scheduled_depths
+from hetero_mpi.planning.pacing import scheduled_depths, with_classic_depths
 from hetero_mpi.planning.several import layouts
 from hetero_mpi.planning.several.fitting import Fitter
 from hetero_mpi.planning.tables import may_split
@@ -150,16 +150,6 @@ def _otherwise_split(plan: Plan, profile: ClusterProfile, request: PlanRequest) 
         toggled = replace(plan, pipelines=tuple(pipelines_))
         yield toggled
         yield with_classic_depths(toggled)
-
-
-def with_classic_depths(plan: Plan) -> Plan:
-    """Every stage as many micro-batches ahead as stages follow it."""
-    pipelines_ = []
-    for pipeline in plan.pipelines:
-        warm_up = classic_depths(len(pipeline.stages), pipeline.micro_batches - 1)
-        stages = tuple(replace(stage, warm_up=depth) for stage, depth in zip(pipeline.stages, warm_up, strict=True))
-        pipelines_.append(replace(pipeline, stages=stages))
-    return replace(plan, pipelines=tuple(pipelines_))
 
 
 def _scheduled(plan: Plan, request: PlanRequest) -> Plan:

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.decision.decide import Decision, decide, with_classic_depths
+from hetero_mpi.planning.decision.decide import Decision, decide
 from hetero_mpi.planning.durations import Durations, compute_s
+from hetero_mpi.planning.pacing import with_classic_depths
 from hetero_mpi.planning.schedule import Action, Op, stages
 from hetero_mpi.planning.several.fitting import Fitter
 from hetero_mpi.planning.simulator import SimulatedStep

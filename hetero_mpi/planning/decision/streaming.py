@@ -12,16 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from hetero_mpi.planning.durations import layer_s, repeated_s, stage_s, weights_s
-from hetero_mpi.planning.memory import (
-    STREAMED_LAYERS,
-    memory_of,
-    predict_hosts,
-    predict_memory,
-    stage_holdings,
-    streamed_bytes,
-    usable_bytes,
-)
-from hetero_mpi.planning.pacing import classic_depths
+from hetero_mpi.planning.memory import STREAMED_LAYERS, hosts_suffice, predict_memory, streamed_bytes
+from hetero_mpi.planning.pacing import with_classic_depths
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.several.fitting import Fitter
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost
@@ -39,7 +31,6 @@ FULL = 0.8
 FEW = 8
 """Up to so many ranks three sizes of slices are looked at: the smallest and the largest micro-batch of the request, and the one
 between. Beyond, that one alone, since each takes a search."""
-
 
 Timed = tuple[Plan, float]
 """A plan and the seconds of a step."""
@@ -91,30 +82,16 @@ def _fastest(profile: ClusterProfile, request: PlanRequest, search: Search) -> T
         found = search(view, asked)
         if found is None:
             continue
-        streamed = _streamed(found, profile, request, slice_sequences)
-        for plan in map(fitter.fitted, (streamed, _deep(streamed)) if request.schedule == "auto" else (streamed,)):
-            if plan is None or not _hosts_suffice(plan, profile, request):
+        streamed = _streamed(found, fitter, slice_sequences)
+        # The view takes a little more memory than streamed stages do, and may have found too shallow depths.
+        deep = [with_classic_depths(streamed)] if request.schedule == "auto" else []
+        for plan in map(fitter.fitted, (streamed, *deep)):
+            if plan is None or not hosts_suffice(plan, profile, request.memory_reserve):
                 continue
             step_s = fitter.step_s(plan)
             if best is None or step_s < best[1]:
                 best = plan, step_s
     return best
-
-
-def _deep(plan: Plan) -> Plan:
-    """``plan`` with 1F1B's own depths: the view takes a little more memory than streamed stages do, and may have found shallower
-    ones."""
-    pipelines = []
-    for pipeline in plan.pipelines:
-        depths = classic_depths(len(pipeline.stages), pipeline.micro_batches - 1)
-        stages = tuple(replace(stage, warm_up=depth) for stage, depth in zip(pipeline.stages, depths, strict=True))
-        pipelines.append(replace(pipeline, stages=stages))
-    return replace(plan, pipelines=tuple(pipelines))
-
-
-def _hosts_suffice(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> bool:
-    hosts = predict_hosts(plan, profile, request.memory_reserve)
-    return all(one.peak_bytes <= one.usable_bytes for one in hosts)
 
 
 def _doubled(size: int, batch: int) -> Iterator[int]:
@@ -183,14 +160,14 @@ def _times(device: DeviceProfile, times: LayerTimes, copy_s: float, tokens: int,
     )
 
 
-def _streamed(plan: Plan, profile: ClusterProfile, request: PlanRequest, slice_sequences: int) -> Plan:
+def _streamed(plan: Plan, fitter: Fitter, slice_sequences: int) -> Plan:
     """``plan`` with streamed stages; a stage that fits without, and is faster then, holds its weights."""
-    pipelines = []
+    profile, request, pipelines = fitter.profile, fitter.request, []
     for pipeline in plan.pipelines:
         size = None if slice_sequences >= pipeline.micro_batch else slice_sequences
         stages = tuple(
             min(
-                (way for way in _ways(stage, request, size) if way.streamed or _fits(pipeline, way, profile, request)),
+                (way for way in _ways(stage, request, size) if way.streamed or fitter.fits(pipeline, way)),
                 key=lambda way: sum(
                     stage_s(profile, way, pipeline.micro_batch, request.sequence_length, op) for op in (Op.F, Op.B)
                 ),
@@ -206,15 +183,6 @@ def _ways(stage: StagePlan, request: PlanRequest, size: int | None) -> Iterator[
     for recompute in sorted(set(request.recompute_choices)):
         for at_once in {None, size}:
             yield replace(stage, recompute=recompute, slice_sequences=at_once)
-
-
-def _fits(pipeline: PipelinePlan, stage: StagePlan, profile: ClusterProfile, request: PlanRequest) -> bool:
-    device, model = profile.devices[stage.ranks[0]], profile.model_on(stage.ranks[0])
-    needs = (
-        memory_of(model, pipeline, stage, request.sequence_length, holding).total
-        for holding in stage_holdings(pipeline, stage, model)
-    )
-    return max(needs) <= usable_bytes(device.memory_bytes, request.memory_reserve)
 
 
 def streamed_texts(plan: Plan, profile: ClusterProfile) -> Iterator[str]:

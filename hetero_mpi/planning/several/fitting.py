@@ -49,7 +49,7 @@ class Fitter:
         for place in range(len(pipeline.stages)):
             while True:
                 ways = (_with_stage(pipeline, place, recompute=again) for again in choices)
-                found = next((way for way in ways if self._fits(way, way.stages[place])), None)
+                found = next((way for way in ways if self.fits(way, way.stages[place])), None)
                 stage = pipeline.stages[place]
                 if found is not None:
                     pipeline = found
@@ -63,7 +63,8 @@ class Fitter:
                 pipeline = replace(pipeline, stages=stages)
         return pipeline
 
-    def _fits(self, pipeline: PipelinePlan, stage: StagePlan) -> bool:
+    def fits(self, pipeline: PipelinePlan, stage: StagePlan) -> bool:
+        """Does its rank hold ``stage``, as one of the pipeline's?"""
         device = self.profile.devices[stage.ranks[0]]
         return self._need(pipeline, stage) <= usable_bytes(device.memory_bytes, self.request.memory_reserve)
 

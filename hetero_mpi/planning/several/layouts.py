@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_mpi.planning.memory import predict_hosts
+from hetero_mpi.planning.memory import hosts_suffice
 from hetero_mpi.planning.several.chains import Chain, Chains, ColumnOrder
 from hetero_mpi.planning.several.columns import Column, Columns, along_hosts, in_hosts, of_all
 from hetero_mpi.planning.several.fleet import FEW, Fleet, in_own_order
@@ -106,7 +106,7 @@ def several(profile: ClusterProfile, request: PlanRequest) -> list[tuple[float, 
     best: dict[int, tuple[float, Plan]] = {}
     for plan in sorted(plans, key=_seconds):
         best.setdefault(len(plan[1].pipelines), plan)
-    return [one for one in best.values() if _hosts_suffice(one[1], profile, request)]
+    return [one for one in best.values() if hosts_suffice(one[1], profile, request.memory_reserve)]
 
 
 def _seconds(found: tuple[float, Plan]) -> float:
@@ -132,12 +132,6 @@ def _dealt(found: _Found) -> tuple[float, Plan]:
     pipelines = Pipelines(found.layout.columns, found.chain)
     sequences = pipelines.dealt()
     return pipelines.step_s(sequences), _plan(found, sequences)
-
-
-def _hosts_suffice(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> bool:
-    """Do ranks that compute in one host's memory fit together? (That each fits by itself was seen to.)"""
-    hosts = predict_hosts(plan, profile, request.memory_reserve) if profile.hosts else ()
-    return all(one.peak_bytes <= one.usable_bytes for one in hosts)
 
 
 def _numbers(fleet: Fleet) -> list[int]:
