@@ -99,7 +99,7 @@ def _jobs(wanted: str) -> Iterator[tuple[str, bool]]:
 
 
 def _fits(profile: ClusterProfile, request: PlanRequest) -> bool:
-    """Can the devices hold all items, each as deep in flight as a pipeline of all of them would ask of its first stage?"""
+    """Can the devices hold all layers, each as deep in flight as a pipeline of all of them would ask of its first stage?"""
     model, room = profile.model, 0
     deepest = min(len(profile.devices), len(model.layers))
     for one in profile.devices:

@@ -9,7 +9,7 @@ they are run as one, two and three pipelines. For the four cards in two hosts, a
 run too, to have unlike cuts and gradient all-reduces over a slow link. Every forward and backward lasts at least some 10 ms.
 
 Printed, in seconds of the emulated cluster: the bound that nothing can beat (total work over total speed, ``fluid_bound_s``); the
-limit that whole items, whole sequences and filling set to any plan, with links at no cost (``packing_bound_s``); the prediction;
+limit that whole layers, whole sequences and filling set to any plan, with links at no cost (``packing_bound_s``); the prediction;
 the measured step, median of ``--rounds`` runs' medians; measured / predicted. Then, for RTX 5090 + Strix Halo, the question that
 is asked most: the same tokens on the fast card alone and on both.
 

@@ -45,7 +45,7 @@ class EmptyStage:
     """Has the shape of a stage and computes nothing."""
 
     def __init__(self, first: bool, last: bool) -> None:
-        self.chain = SimpleNamespace(boundary=lambda item, rows, length: (rows, length, HIDDEN))
+        self.chain = SimpleNamespace(boundary=lambda layer, rows, length: (rows, length, HIDDEN))
         self.first, self.last = (0, 1) if first else (1, 3)
         self.backend, self.dtype = Backend(), torch.float32
         self.is_first, self.is_last = first, last
@@ -75,7 +75,7 @@ def work(world: World) -> int:
     with transport:
         stage = cast(Stage, EmptyStage(world.rank == 0, world.rank == 1))
         actions = [action for action in schedule_of(plan, model)[world.rank] if action.op not in WHOLE_STEP]
-        executor = Executor(stage, place, plan.pipelines[0], actions, transport, {}, lambda item: None)
+        executor = Executor(stage, place, plan.pipelines[0], actions, transport, {}, lambda layer: None)
         tokens = torch.zeros(MICRO_BATCHES, LENGTH, dtype=torch.int64)
         data = StepData(0, (1,) * MICRO_BATCHES, tuple(range(MICRO_BATCHES)), LENGTH, tokens, tokens, 1)
         if world.rank == 1:

@@ -6,7 +6,7 @@
 as ``plan`` asks without a job, and of generated clusters (``clusters.py``): five of each size from 3 to 64 devices, three of them
 with LoRA over NF4 and two with full training, and six of 128 to 1,024 devices. Clusters of odd seeds have 5 % measurement noise.
 A plan is reduced to what is decided: micro-batch, share of the batch, whether backward is split, and of every stage its rank, its
-last item (exclusive), warm-up and recompute.
+last layer (exclusive), warm-up and recompute.
 
 Each cluster is planned anew. Both plans are timed by the present simulator: the ratio is the new plan's step time over the frozen
 one's, exactly 1 where the planner decides the same. What the frozen plan took by the simulator of its day is compared as well.

@@ -12,7 +12,7 @@ Most rules make one pipeline of all ranks in their own order and split the block
     data       no pipelines: every rank that can hold the whole model does, and takes a share of the batch by its measured speed
 
 The rules get the best of the micro-batch sizes, recompute where memory asks for it, and 1F1B's own warm-up depths; with more
-ranks than items they take those with the largest figures. A rule whose plan does not fit in memory is counted as such and left
+ranks than layers they take those with the largest figures. A rule whose plan does not fit in memory is counted as such and left
 out of the means. Clusters: the generated suite with 5 % measurement noise, and the profiles of ``profiles/``.
 
 The planner may use any number of pipelines. Of Zorse's 2 x L4 + A6000 + P40 it is also told what the plan does with the P40.
@@ -160,15 +160,15 @@ def rule_step_s(rule: str, profile: ClusterProfile, request: PlanRequest) -> flo
     able = [device for device in profile.devices if profile.model.dtype in device.dtypes]
     if rule == "data":
         return min(data_parallel_s(profile, request, able, size) for size in request.micro_batch_choices)
-    items = len(profile.model.layers)
+    layers = len(profile.model.layers)
     if rule == "single":
-        return min(one_pipeline_s(profile, request, [device], (0, items)) for device in able)
+        return min(one_pipeline_s(profile, request, [device], (0, layers)) for device in able)
     figures = figures_of(rule, profile, able)
     if figures is None:
         return None
-    largest = sorted(range(len(able)), key=lambda index: (-figures[index], index))[:items]
+    largest = sorted(range(len(able)), key=lambda index: (-figures[index], index))[:layers]
     order = sorted(largest)
-    cuts = proportional([figures[index] for index in order], items)
+    cuts = proportional([figures[index] for index in order], layers)
     return one_pipeline_s(profile, request, [able[index] for index in order], cuts)
 
 
@@ -190,12 +190,12 @@ def data_parallel_s(
     profile: ClusterProfile, request: PlanRequest, able: Sequence[DeviceProfile], micro_batch: int
 ) -> float:
     """Step time of the ranks that hold the whole model by themselves, each with a share by its speed."""
-    items, tokens = len(profile.model.layers), micro_batch * request.sequence_length
+    layers, tokens = len(profile.model.layers), micro_batch * request.sequence_length
     fitting = []
     for device in able:
         usable = usable_bytes(device.memory_bytes, request.memory_reserve)
         for recompute in sorted(set(request.recompute_choices)):
-            if stage_memory(profile.model, 0, items, tokens, 1, recompute).total <= usable:
+            if stage_memory(profile.model, 0, layers, tokens, 1, recompute).total <= usable:
                 fitting.append((device, recompute))
                 break
     if not fitting:
@@ -203,7 +203,7 @@ def data_parallel_s(
     speeds = [1 / whole_model_s(profile, device) for device, _ in fitting]
     edges = [round(request.global_batch * sum(speeds[:n]) / sum(speeds)) for n in range(len(speeds) + 1)]
     pipelines = tuple(
-        PipelinePlan((StagePlan((device.rank,), 0, items, 0, recompute),), micro_batch, last - first)
+        PipelinePlan((StagePlan((device.rank,), 0, layers, 0, recompute),), micro_batch, last - first)
         for (device, recompute), (first, last) in zip(fitting, itertools.pairwise(edges), strict=True)
         if last - first >= micro_batch
     )
@@ -211,7 +211,7 @@ def data_parallel_s(
     if not pipelines:
         return math.inf
     pipelines = (replace(pipelines[0], sequences=pipelines[0].sequences + left_out), *pipelines[1:])
-    return outlined(Plan(pipelines, request.global_batch, request.sequence_length, items), profile).step_s
+    return outlined(Plan(pipelines, request.global_batch, request.sequence_length, layers), profile).step_s
 
 
 def figures_of(rule: str, profile: ClusterProfile, able: Sequence[DeviceProfile]) -> list[float] | None:
@@ -222,13 +222,13 @@ def figures_of(rule: str, profile: ClusterProfile, able: Sequence[DeviceProfile]
     return [1.0 if rule == "even" else 1 / whole_model_s(profile, one) for one in able]
 
 
-def proportional(figures: Sequence[float], items: int) -> tuple[int, ...]:
-    """Cuts that give every rank at least one item and otherwise shares in proportion, rounded to whole items."""
+def proportional(figures: Sequence[float], layers: int) -> tuple[int, ...]:
+    """Cuts that give every rank at least one layer and otherwise shares in proportion, rounded to whole layers."""
     cuts, reached = [0], 0.0
     for place, figure in enumerate(figures, 1):
         reached += figure
-        wanted = round(items * reached / sum(figures))
-        cuts.append(min(max(wanted, cuts[-1] + 1), items - (len(figures) - place)))
+        wanted = round(layers * reached / sum(figures))
+        cuts.append(min(max(wanted, cuts[-1] + 1), layers - (len(figures) - place)))
     return tuple(cuts)
 
 

@@ -6,7 +6,7 @@
 The clusters are those of ``clusters.py``; of more than 128 devices only the first ``--large`` seeds are run. Seconds are CPU
 seconds of ``make_plan``, explanations included. Two bounds:
 
-* *fluid*: all devices always busy with nothing to wait for, items divisible at will. It knows neither links nor sums;
+* *fluid*: all devices always busy with nothing to wait for, layers divisible at will. It knows neither links nor sums;
 * *packing* (with ``--bounds``, up to 12 devices): whole blocks, sequences and pipelines, filling and draining, memory in flight,
   links and sums (``planning/packing/bound.py``). About a second per cluster of 8 devices, up to minutes for 12.
 

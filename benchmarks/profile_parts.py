@@ -127,7 +127,7 @@ def model_of(shape: Shape, dtype: str, sequence: int, adapters: bool = False) ->
 
 
 def ends_like(block: LayerTimes, shape: Shape, sequence: int) -> dict[str, LayerTimes]:
-    """Times of all kinds of item from a block's."""
+    """Times of all kinds of layer from a block's."""
 
     def scaled(share: float) -> LayerTimes:
         curves = (

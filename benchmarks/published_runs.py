@@ -73,7 +73,7 @@ PUBLISHED = {
     "file": "run",
     "mbs": "micro_batch",
     "gbs": "global_batch",
-    "layers_per_stage": "items",
+    "layers_per_stage": "layers",
     "gpu_per_stage": "nodes",
     "real_s": "step_s",
     "red_grads_s": "sync_s",
@@ -95,7 +95,7 @@ class Run:
     name: str
     micro_batch: int
     global_batch: int
-    items: tuple[int, ...]
+    layers: tuple[int, ...]
     nodes: tuple[tuple[Node, ...], ...]
     step_s: float
     sync_s: float
@@ -178,7 +178,7 @@ def read_runs(path: Path) -> list[Run]:
                 name=Path(row["run"]).stem.removeprefix("plan_config_"),
                 micro_batch=int(row["micro_batch"]),
                 global_batch=int(row["global_batch"]),
-                items=tuple(int(count) for count in row["items"].split("|")),
+                layers=tuple(int(count) for count in row["layers"].split("|")),
                 nodes=tuple(tuple(_node(text) for text in stage.split("+")) for stage in row["nodes"].split("|")),
                 step_s=float(row.get("step_s") or 0),
                 sync_s=float(row.get("sync_s") or 0),
@@ -204,7 +204,7 @@ def predict(run: Run, times: Times) -> Prediction:
         if event.action.op is Op.REDUCE:
             sums[event.rank] = sums.get(event.rank, 0.0) + event.end_s - event.start_s
     sync = max(sums.values(), default=0.0)
-    nodes = [run.nodes[s][p] for p in range(len(run.nodes[0])) for s in range(len(run.items))]
+    nodes = [run.nodes[s][p] for p in range(len(run.nodes[0])) for s in range(len(run.layers))]
     peak = 0
     for number, _, stage in stages(plan):
         flying = max(flying for flying, _ in holdings(schedule[stage.ranks[0]]))
@@ -240,8 +240,8 @@ def plan_of(run: Run) -> Plan:
     """One pipeline per column of nodes; micro-batches that do not come out even go to the first pipelines."""
     count = len(run.nodes[0])
     share, left = divmod(run.global_batch // run.micro_batch, count)
-    cuts = [sum(run.items[:s]) for s in range(len(run.items) + 1)]
-    depth = len(run.items)
+    cuts = [sum(run.layers[:s]) for s in range(len(run.layers) + 1)]
+    depth = len(run.layers)
     pipelines = []
     for p in range(count):
         held = tuple(StagePlan((p * depth + s,), cuts[s], cuts[s + 1], depth - 1 - s) for s in range(depth))
@@ -251,7 +251,7 @@ def plan_of(run: Run) -> Plan:
 
 def profile_of(run: Run, times: Times) -> ClusterProfile:
     """The run's nodes as ranks, pipeline by pipeline, in the order of ``plan_of``."""
-    nodes = [run.nodes[s][p] for p in range(len(run.nodes[0])) for s in range(len(run.items))]
+    nodes = [run.nodes[s][p] for p in range(len(run.nodes[0])) for s in range(len(run.layers))]
     links = tuple(
         LinkProfile(a, b, 0.0, BYTES_PER_S[min(gpus), max(gpus)], False)
         for a in range(len(nodes))

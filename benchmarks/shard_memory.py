@@ -5,12 +5,12 @@
 Creates a random Llama of about 1.1 GB (fp32) in a temporary directory and has 1, 2 and 4 ranks load their shares of it from
 the files, by an even split of the chain: for full training in fp32, for LoRA over bf16 weights and for LoRA over NF4 weights.
 Printed per rank: bytes of its own parameters, growth of the resident set after loading, and growth of its peak while loading.
-The promise: growth is the own shard; the peak exceeds it by two items in fp32 at most (one as read, one while it is packed).
-``--check`` exits 1 where a rank's peak exceeds its shard by more than twice the largest item and 100 MB.
+The promise: growth is the own shard; the peak exceeds it by two layers in fp32 at most (one as read, one while it is packed).
+``--check`` exits 1 where a rank's peak exceeds its shard by more than twice the largest layer and 100 MB.
 
 ``--streamed``: stages are streamed from mapped files, with LoRA over bf16 and over NF4 weights. Loading and two steps of a
 micro-batch of 4 sequences of 64 tokens, in slices of one, are watched: by how much what the rank cannot give back (RssAnon) grows
-at most, every 2 ms, and its clean mapped pages (RssFile) at the end. Bar: three items in fp32 and 80 MB.
+at most, every 2 ms, and its clean mapped pages (RssFile) at the end. Bar: three layers in fp32 and 80 MB.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ def main() -> int:
         print(f"Llama of {total / 1e9:.2f} GB (fp32), {CONFIG['num_hidden_layers']} blocks, in {model.name}/")
         rows = [row for held in HELD for ranks in RANKS for row in _measure(ranks, model, held)]
     print(
-        f"{'held':>5} {'ranks':>5} {'rank':>4} {'own shard':>10} {'RSS growth':>11} {'peak growth':>12} {'largest item':>13}"
+        f"{'held':>5} {'ranks':>5} {'rank':>4} {'own shard':>10} {'RSS growth':>11} {'peak growth':>12} {'largest layer':>13}"
     )
     for row in rows:
-        own, rss, peak, item = (row[key] / 1e6 for key in ("shard_bytes", "rss_bytes", "peak_bytes", "item_bytes"))
+        own, rss, peak, layer = (row[key] / 1e6 for key in ("shard_bytes", "rss_bytes", "peak_bytes", "layer_bytes"))
         print(
-            f"{row['held']:>5} {row['ranks']:>5} {row['rank']:>4} {own:>7.0f} MB {rss:>8.0f} MB {peak:>9.0f} MB {item:>10.0f} MB"
+            f"{row['held']:>5} {row['ranks']:>5} {row['rank']:>4} {own:>7.0f} MB {rss:>8.0f} MB {peak:>9.0f} MB {layer:>10.0f} MB"
         )
-    worst = max(row["peak_bytes"] - row["shard_bytes"] - 2 * row["item_bytes"] for row in rows)
+    worst = max(row["peak_bytes"] - row["shard_bytes"] - 2 * row["layer_bytes"] for row in rows)
     if arguments.json:
         arguments.json.write_text(json.dumps({"model_bytes": total, "rows": rows}, indent=1) + "\n")
-    print(f"largest peak above own shard + two items: {worst / 1e6:.0f} MB (bar: {ALLOWANCE_BYTES / 1e6:.0f} MB)")
+    print(f"largest peak above own shard + two layers: {worst / 1e6:.0f} MB (bar: {ALLOWANCE_BYTES / 1e6:.0f} MB)")
     return int(arguments.check and worst > ALLOWANCE_BYTES)
 
 
@@ -80,18 +80,18 @@ def _streamed(arguments: argparse.Namespace) -> int:
             row for held in ("lora", "nf4") for ranks in (1, 2) for row in _measure(ranks, model, held, "--streamed")
         ]
     print(
-        f"{'held':>5} {'ranks':>5} {'rank':>4} {'in files':>9} {'RssAnon grows':>14} {'RssFile grows':>14} {'largest item':>13}"
+        f"{'held':>5} {'ranks':>5} {'rank':>4} {'in files':>9} {'RssAnon grows':>14} {'RssFile grows':>14} {'largest layer':>13}"
     )
     for row in rows:
-        streamed, anon, file, item = (
-            row[key] / 1e6 for key in ("streamed_bytes", "anon_bytes", "file_bytes", "item_bytes")
+        streamed, anon, file, layer = (
+            row[key] / 1e6 for key in ("streamed_bytes", "anon_bytes", "file_bytes", "layer_bytes")
         )
         who = f"{row['held']:>5} {row['ranks']:>5} {row['rank']:>4}"
-        print(f"{who} {streamed:>6.0f} MB {anon:>11.0f} MB {file:>11.0f} MB {item:>10.0f} MB")
+        print(f"{who} {streamed:>6.0f} MB {anon:>11.0f} MB {file:>11.0f} MB {layer:>10.0f} MB")
     if arguments.json:
         arguments.json.write_text(json.dumps({"model_bytes": total, "rows": rows}, indent=1) + "\n")
-    worst = max(row["anon_bytes"] - 3 * row["item_bytes"] for row in rows)
-    print(f"largest growth above three items: {worst / 1e6:.0f} MB (bar: {STREAMED_BYTES / 1e6:.0f} MB)")
+    worst = max(row["anon_bytes"] - 3 * row["layer_bytes"] for row in rows)
+    print(f"largest growth above three layers: {worst / 1e6:.0f} MB (bar: {STREAMED_BYTES / 1e6:.0f} MB)")
     return int(arguments.check and worst > STREAMED_BYTES)
 
 
@@ -134,7 +134,7 @@ def _measure(ranks: int, model: Path, held: str, *options: str) -> list[dict[str
 
 
 def _opened(directory: Path, held: str) -> tuple[Any, Any, Any, list[int]]:
-    """(start weights, chain, what is trained, bytes of each item in fp32)"""
+    """(start weights, chain, what is trained, bytes of each layer in fp32)"""
     import bitsandbytes.functional  # noqa: F401  (its own memory is not the shard's)
     from transformers.utils import logging
 
@@ -151,7 +151,7 @@ def _opened(directory: Path, held: str) -> tuple[Any, Any, Any, list[int]]:
     model = {"path": str(directory), "quantization": "nf4" if held == "nf4" else "none"}
     adapter = {"method": "none" if held == "full" else "lora"}
     tuning = tuning_of(JobConfig.model_validate({"model": model, "adapter": adapter, "data": {"text": ["-"]}}), chain)
-    sizes = [sum(spec.count for spec in chain.specs(item, item + 1)) * 4 for item in range(chain.items)]
+    sizes = [sum(spec.count for spec in chain.specs(layer, layer + 1)) * 4 for layer in range(chain.layer_count)]
     return FileStart(files, chain), chain, tuning, sizes
 
 
@@ -192,7 +192,7 @@ def _stream(directory: Path, held: str) -> int:
             "streamed_bytes": stage.weights.bytes,
             "anon_bytes": anon,
             "file_bytes": file,
-            "item_bytes": max(sizes[first:last]),
+            "layer_bytes": max(sizes[first:last]),
         }
         rows = world.gather_json(row)
         if rows is not None:
@@ -251,7 +251,7 @@ def _load(directory: Path, held: str) -> int:
             "shard_bytes": _held_bytes(stage.model),
             "rss_bytes": process.memory_info().rss - before,
             "peak_bytes": max(0, backend.peak_bytes() - max(before, peak_before)),
-            "item_bytes": max(sizes[first:last]),
+            "layer_bytes": max(sizes[first:last]),
         }
         rows = world.gather_json(row)
         if rows is not None:
@@ -274,9 +274,9 @@ def _held_bytes(model: Any) -> int:
 
 
 def _cut(sizes: list[int], share: float) -> int:
-    """The item boundary nearest to ``share`` of all bytes."""
-    reached = [sum(sizes[:item]) for item in range(len(sizes) + 1)]
-    return min(range(len(reached)), key=lambda item: abs(reached[item] - share * reached[-1]))
+    """The layer boundary nearest to ``share`` of all bytes."""
+    reached = [sum(sizes[:layer]) for layer in range(len(sizes) + 1)]
+    return min(range(len(reached)), key=lambda layer: abs(reached[layer] - share * reached[-1]))
 
 
 if __name__ == "__main__":

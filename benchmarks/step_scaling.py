@@ -57,7 +57,7 @@ from hetero_mpi.planning.memory import stage_memory  # noqa: E402
 from hetero_mpi.planning.schedule import schedule_of  # noqa: E402
 from hetero_mpi.planning.simulator import simulate  # noqa: E402
 from hetero_mpi.planning.types.cost import ModelCost  # noqa: E402
-from hetero_mpi.planning.types.network import with_shared_cards  # noqa: E402
+from hetero_mpi.planning.types.network import with_shared_nics  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile  # noqa: E402
 
@@ -356,11 +356,11 @@ def _cluster(cost: ModelCost, ranks: int) -> ClusterProfile:
         for r in range(ranks)
     )
     links = tuple(LinkProfile(a, b, 2e-4, 1e10, False) for a in range(ranks) for b in range(ranks) if a != b)
-    return with_shared_cards(ClusterProfile("emulated", "", "scaling", "none", {}, cost, devices, links))
+    return with_shared_nics(ClusterProfile("emulated", "", "scaling", "none", {}, cost, devices, links))
 
 
 def cost_kinds(cost: ModelCost) -> list[str]:
-    """Kinds of the chain's items, each once."""
+    """Kinds of the chain's layers, each once."""
     return list(dict.fromkeys(layer.kind for layer in cost.layers))
 
 

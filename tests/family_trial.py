@@ -127,7 +127,7 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _stages(chain: TransformersChain, start: FileStart, *cuts: int, tuning: Tuning | None = None) -> list[Stage]:
-    bounds = zip((0, *cuts), (*cuts, chain.items), strict=True)
+    bounds = zip((0, *cuts), (*cuts, chain.layer_count), strict=True)
     return [Stage(chain, first, last, Backend(), "fp32", start, tuning=tuning) for first, last in bounds]
 
 
@@ -151,7 +151,7 @@ def _compare(chain: TransformersChain, whole: PreTrainedModel, start: FileStart)
     values = whole.state_dict()
     for stage in stages:
         for name, parameter in stage.model.named_parameters():
-            if stage.first <= chain.item_of(name) < stage.last and not torch.equal(parameter, values[name]):
+            if stage.first <= chain.layer_of(name) < stage.last and not torch.equal(parameter, values[name]):
                 raise Different(f"{name} is loaded with other values")
     loss, found = _run(chain, stages)
     _require_equal(
@@ -193,8 +193,8 @@ def _compare_adapter(
 ) -> list[str]:
     """Three stages with LoRA against plain peft, from a random B; ``whole`` is changed. Returns the adapted modules."""
     modules, shapes = adapter_shapes(build_on_meta(chain.config), adapter)
-    trainable = {name: ParameterSpec(name, chain.item_of(name), shape) for name, shape in shapes.items()}
-    tuning = Tuning(trainable, adapter=adapter, modules=tuple((chain.item_of(name), name) for name in modules))
+    trainable = {name: ParameterSpec(name, chain.layer_of(name), shape) for name, shape in shapes.items()}
+    tuning = Tuning(trainable, adapter=adapter, modules=tuple((chain.layer_of(name), name) for name in modules))
     stages = _stages(chain, start, 2, 4, tuning=tuning)
     values = {name: parameter for stage in stages for name, parameter in stage.parameters.items()}
     for name, parameter in values.items():
@@ -243,7 +243,7 @@ def _require_equal(
 
 def _can_start_from_scratch(chain: TransformersChain) -> bool:
     try:
-        Stage(chain, 0, chain.items, Backend(), "fp32", SeededStart(1))
+        Stage(chain, 0, chain.layer_count, Backend(), "fp32", SeededStart(1))
     except UserError:
         return False
     return True

@@ -37,8 +37,8 @@ class Piece:
     """Which run it belongs to (``new_lineage``)."""
     writer: int
     """Rank that wrote it."""
-    items: tuple[int, ...]
-    """Items of the model of which every trained tensor is in it."""
+    layers: tuple[int, ...]
+    """Layers of the model of which every trained tensor is in it."""
 
 
 def new_lineage() -> str:
@@ -63,10 +63,10 @@ def pieces_on_disk(run_dir: Path) -> tuple[list[Piece], list[str]]:
         try:
             with CheckpointReader(path) as reader:
                 said = reader.metadata
-                items = tuple(int(item) for item in said["items"])
+                layers = tuple(int(layer) for layer in said["layers"])
                 found.append(
                     Piece(
-                        path, str(said["generation"]), int(said["step"]), str(said["begun"]), int(said["rank"]), items
+                        path, str(said["generation"]), int(said["step"]), str(said["begun"]), int(said["rank"]), layers
                     )
                 )
         except CheckpointError as error:

@@ -14,7 +14,7 @@ MOST_VALUES = 1 << 22
 """Values in a JSON text: each takes up to a hundred times its length in memory."""
 REQUIRED = ("step", "updates", "losses", "loss_scale", "job")
 """Without these nothing can go on from a checkpoint."""
-REQUIRED_OF_PIECES = ("begun", "rank", "items", "books")
+REQUIRED_OF_PIECES = ("begun", "rank", "layers", "books")
 """A rank's copy, which says its generation, must hold these too."""
 
 
@@ -93,7 +93,7 @@ _RULES: dict[str, _Rule] = {
     "begun": _TEXT_OR_NONE,
     "generation": _TEXT,
     "rank": _COUNT,
-    "items": (lambda value: isinstance(value, list) and all(map(_is_count, value)), "a list of counts"),
+    "layers": (lambda value: isinstance(value, list) and all(map(_is_count, value)), "a list of counts"),
     "books": _TABLE,
 }
 _BOOKS: dict[str, _Rule] = {

@@ -1,6 +1,6 @@
 """The command ``export``: a checkpoint, or the newest one of a run, becomes a Hugging Face or PEFT directory. One process, no MPI.
 
-Tensors pass one item at a time, so a model larger than memory can be exported.
+Tensors pass one layer at a time, so a model larger than memory can be exported.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def export(source: Path, target: Path, merge: bool) -> str:
     Raises:
         UserError: no whole checkpoint, nothing to merge, or the base weights are not there.
     """
-    transformers_logging.disable_progress_bar()  # one for each item would say nothing
+    transformers_logging.disable_progress_bar()  # one for each layer would say nothing
     path = _checkpoint(source)
     with CheckpointReader(path) as reader:
         opened = _open(reader, path)
@@ -63,9 +63,9 @@ def export(source: Path, target: Path, merge: bool) -> str:
         if merge and (opened.base is None or not opened.base.is_dir()):
             raise UserError(f"merging needs the base weights, which are not at {opened.base}: export without --merge")
         if opened.tuning.full:
-            what = _write_model(opened, target, _trained_items(opened), DTYPES[opened.job.train.dtype])
+            what = _write_model(opened, target, _trained_layers(opened), DTYPES[opened.job.train.dtype])
         elif merge:
-            what = _write_model(opened, target, _merged_items(opened), _base_dtype(opened))
+            what = _write_model(opened, target, _merged_layers(opened), _base_dtype(opened))
         else:
             what = _write_adapter(opened, target)
     return f"{target}: {what}, from {path}"
@@ -103,10 +103,10 @@ def _open(reader: CheckpointReader, path: Path) -> ExportSource:
 
 
 def _write_model(
-    source: ExportSource, target: Path, items: Iterator[dict[str, torch.Tensor]], dtype: torch.dtype
+    source: ExportSource, target: Path, layers: Iterator[dict[str, torch.Tensor]], dtype: torch.dtype
 ) -> str:
     with ModelDirectoryWriter(source.chain.model, target, source.job.output.shard_bytes) as writer:
-        for state in items:
+        for state in layers:
             writer.add({name: tensor.to(dtype) for name, tensor in state.items()})
         _copy_tokenizer(source, writer.path)
     added = "" if source.tuning.full else f": the weights of {source.base}, not quantised, with the adapter added"
@@ -123,25 +123,25 @@ def _write_adapter(source: ExportSource, target: Path) -> str:
     return "a PEFT adapter"
 
 
-def _trained_items(source: ExportSource) -> Iterator[dict[str, torch.Tensor]]:
-    for item in range(source.chain.items):
-        yield {spec.name: _read(source, spec.name) for spec in source.chain.specs(item, item + 1)}
+def _trained_layers(source: ExportSource) -> Iterator[dict[str, torch.Tensor]]:
+    for layer in range(source.chain.layer_count):
+        yield {spec.name: _read(source, spec.name) for spec in source.chain.specs(layer, layer + 1)}
 
 
-def _merged_items(source: ExportSource) -> Iterator[dict[str, torch.Tensor]]:
+def _merged_layers(source: ExportSource) -> Iterator[dict[str, torch.Tensor]]:
     """Base weights from their files, fp32, each adapted matrix plus its alpha / rank * B A."""
     chain, adapter = source.chain, source.tuning.adapter
     assert adapter is not None and source.base is not None
     start = FileStart(ModelFiles(source.base), chain)
     model = build_on_meta(chain.config)
-    for item in range(chain.items):
-        start.fill(chain, model, item)
-        state = {spec.name: model.get_parameter(spec.name).detach() for spec in chain.specs(item, item + 1)}
-        for module in source.tuning.modules_in(item, item + 1):
+    for layer in range(chain.layer_count):
+        start.fill(chain, model, layer)
+        state = {spec.name: model.get_parameter(spec.name).detach() for spec in chain.specs(layer, layer + 1)}
+        for module in source.tuning.modules_in(layer, layer + 1):
             a, b = (_read(source, f"{module}.lora_{side}.weight") for side in "AB")
             state[f"{module}.weight"] += adapter.alpha / adapter.rank * (b @ a)
         yield state
-        for name in chain.module_names(item):
+        for name in chain.module_names(layer):
             model.set_submodule(name, PassThrough())
 
 

@@ -15,7 +15,7 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Group
 
 _ALL_REDUCES_KEPT = 4096
-"""Far more than can be under way at once: a rank has at most one for every item of the model."""
+"""Far more than can be under way at once: a rank has at most one for every layer of the model."""
 
 
 class Nics:

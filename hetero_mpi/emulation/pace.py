@@ -29,7 +29,7 @@ from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.durations import (
     Durations,
     all_reduce_s,
-    finished_items_s,
+    finished_layers_s,
     optimizer_s,
     return_s,
     summed_bytes,
@@ -74,7 +74,7 @@ class ActionPacer:
         self._known = Durations(plan, profile)
         self._finished_s: dict[Action, dict[int, float]] = {}
         self.actions, self.late, self.late_s = 0, 0, 0.0
-        self._summed_item = 0
+        self._summed_layer = 0
 
     def lasts_s(self, action: Action) -> float:
         """Seconds of wall clock that an action is to last; STEP without what it waits for (the other end of a tied matrix)."""
@@ -95,45 +95,45 @@ class ActionPacer:
         """The number of the step that runs: devices may change their speed."""
         self._step = step
 
-    def begin_all_reduce(self, item: int) -> None:
+    def begin_all_reduce(self, layer: int) -> None:
         """Whose gradients this rank is about to sum; ``all_reduce_s`` is asked for it."""
-        self._summed_item = item
+        self._summed_layer = layer
 
     def go_on_from(self, before: ActionPacer) -> None:
         """Count on, after a change of plans."""
         self.actions, self.late, self.late_s = before.actions, before.late, before.late_s
 
     def all_reduce_s(self, ranks: tuple[int, ...], size_bytes: int) -> float:
-        """Seconds of wall clock that the sum of the item named last is to last. The stand-in's bytes do not matter."""
-        emulated_bytes = summed_bytes(self._profile.model, self._summed_item)
+        """Seconds of wall clock that the sum of the layer named last is to last. The stand-in's bytes do not matter."""
+        emulated_bytes = summed_bytes(self._profile.model, self._summed_layer)
         if emulated_bytes == 0:
             return 0.0  # the stand-in trains what the emulated model does not
-        return self._scale * all_reduce_s(self._profile, held_by(self._plan, self._summed_item), emulated_bytes)
+        return self._scale * all_reduce_s(self._profile, held_by(self._plan, self._summed_layer), emulated_bytes)
 
     def hold(self, action: Action, start_s: float, finished: Callable[[int], None] | None = None) -> None:
         """Wait until an action that began at ``start_s`` (``time.perf_counter``) has lasted long enough.
 
-        ``finished``: is told each item when a last backward would have finished it.
+        ``finished``: is told each layer when a last backward would have finished it.
         """
         if action.op not in _PACED:
             return
         end_s = start_s + self.lasts_s(action)
         late_s = time.perf_counter() - end_s
         if finished is not None:
-            for item, after_s in self._items_s(action).items():
+            for layer, after_s in self._layers_s(action).items():
                 self._sleeper.until(start_s + after_s)
-                finished(item)
+                finished(layer)
         self.actions += 1
         if late_s > 0:
             self.late, self.late_s = self.late + 1, self.late_s + late_s
         else:
             self._sleeper.until(end_s)
 
-    def _items_s(self, action: Action) -> dict[int, float]:
+    def _layers_s(self, action: Action) -> dict[int, float]:
         if action not in self._finished_s:
-            self._finished_s[action] = finished_items_s(action, self._plan, self._profile)
+            self._finished_s[action] = finished_layers_s(action, self._plan, self._profile)
         scale = self._scale_now(action)
-        return {item: scale * seconds for item, seconds in self._finished_s[action].items()}
+        return {layer: scale * seconds for layer, seconds in self._finished_s[action].items()}
 
 
 @dataclass(frozen=True)

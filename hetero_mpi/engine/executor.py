@@ -25,7 +25,7 @@ Rows = tuple[int, int]
 """[first, last) of a micro-batch within its pipeline's share of a batch."""
 WholeStep = Callable[[Action], None]
 Finished = Callable[[int], None]
-"""Is told the number of an item whose gradients are whole for this step."""
+"""Is told the number of a layer whose gradients are whole for this step."""
 
 
 def tag_of(stage: int, direction: int) -> int:
@@ -36,7 +36,7 @@ def tag_of(stage: int, direction: int) -> int:
 @dataclass(frozen=True)
 class StepData:
     """What a pipeline computes on. Tensors on the device, (rows of its share, T) int64, or samples (rows, ...) in the dtypes of
-    ``items.as_input``; None where this rank does not need them."""
+    ``layers.as_input``; None where this rank does not need them."""
 
     step: int
     sizes: tuple[int, ...]
@@ -63,7 +63,7 @@ class Executor:
         actions: this rank's list.
         transport: how tensors reach the neighbours.
         whole_step: what REDUCE and STEP do.
-        finished: is told each item whose gradients are whole while the last backward still runs, the last item first.
+        finished: is told each layer whose gradients are whole while the last backward still runs, the last layer first.
         emulation: makes actions and messages of steps last as those of other devices.
 
     Attributes:
@@ -208,13 +208,13 @@ class Executor:
     def _begin(self, data: StepData) -> None:
         self.losses = []
         self._rows = _consecutive(data.sizes)
-        for inbox, item in ((self.activations_in, self.stage.first - 1), (self.gradients_in, self.stage.last - 1)):
+        for inbox, layer in ((self.activations_in, self.stage.first - 1), (self.gradients_in, self.stage.last - 1)):
             if inbox is not None:
-                inbox.begin(self._shapes(data, item))
+                inbox.begin(self._shapes(data, layer))
 
-    def _shapes(self, data: StepData, item: int) -> list[tuple[int, ...]]:
-        """Of the tensors that follow ``item``, and of their gradients."""
-        return [self.stage.chain.boundary(item, size, data.length) for size in data.sizes]
+    def _shapes(self, data: StepData, layer: int) -> list[tuple[int, ...]]:
+        """Of the tensors that follow ``layer``, and of their gradients."""
+        return [self.stage.chain.boundary(layer, size, data.length) for size in data.sizes]
 
     def _perform(self, action: Action, data: StepData) -> int:
         """One action of one micro-batch; returns the bytes sent or received."""
@@ -275,7 +275,7 @@ class Executor:
                 inbox.release()
 
     def _listener(self, action: Action) -> Finished | None:
-        """Who hears of finished items. In an emulation the pace says when they count as finished."""
+        """Who hears of finished layers. In an emulation the pace says when they count as finished."""
         return self.finished if action is self._last_backward and self.pace is None else None
 
 

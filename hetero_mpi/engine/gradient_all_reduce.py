@@ -1,12 +1,12 @@
-"""All-reduces of the gradients of items that several ranks hold, started while the last backward still runs.
+"""All-reduces of the gradients of layers that several ranks hold, started while the last backward still runs.
 
-Every such item has one flat fp32 buffer, whose views are its parameters' gradients. As backward finishes an item, the last
+Every such layer has one flat fp32 buffer, whose views are its parameters' gradients. As backward finishes a layer, the last
 one first, its buffer is summed where it lies (on CPU ranks) or in a copy in host memory, over exactly the ranks that hold
 it; REDUCE waits for that. All members of a group start its all-reduces in this one order, and no start waits for another rank, so
 nothing can deadlock. Copies go and come beside what the device computes: nobody waits for one before REDUCE.
 
-The matrix of a tied model belongs to item 0. Within each pipeline the head's rank sends its share of the gradient to the
-embedding's, which adds it to its own; then item 0 is summed over the pipelines as any other.
+The matrix of a tied model belongs to layer 0. Within each pipeline the head's rank sends its share of the gradient to the
+embedding's, which adds it to its own; then layer 0 is summed over the pipelines as any other.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from hetero_mpi.planning.schedule import Schedule
 from hetero_mpi.planning.types.plan import Plan
 
 
-def shared_items(plan: Plan, schedule: Schedule, tuning: Tuning) -> dict[int, tuple[int, ...]]:
-    """item -> the ranks that sum its gradients, increasing; the last item first. Items held by one rank are absent.
+def shared_layers(plan: Plan, schedule: Schedule, tuning: Tuning) -> dict[int, tuple[int, ...]]:
+    """layer -> the ranks that sum its gradients, increasing; the last layer first. Layers held by one rank are absent.
 
     Those that the schedule REDUCEs, and whatever else is trained: an emulated model may train less than its stand-in.
     """
-    items = {spec.item for spec in tuning.trainable.values()}
-    items |= {action.item for actions in schedule.values() for action in actions if action.item is not None}
-    found = {item: tuple(sorted(ranks)) for item, ranks in holders(plan).items() if item in items and len(ranks) > 1}
+    layers = {spec.layer for spec in tuning.trainable.values()}
+    layers |= {action.layer for actions in schedule.values() for action in actions if action.layer is not None}
+    found = {
+        layer: tuple(sorted(ranks)) for layer, ranks in holders(plan).items() if layer in layers and len(ranks) > 1
+    }
     return dict(sorted(found.items(), reverse=True))
 
 
@@ -43,31 +45,31 @@ class GradientAllReduce:
 
     Args:
         rank: this rank's number in the plan.
-        last_item: of the chain.
-        shared: as ``shared_items`` says, of the whole plan.
+        last_layer: of the chain.
+        shared: as ``shared_layers`` says, of the whole plan.
         tied: its end of the matrix, if that is tied and trained.
         optimizer: holds the gradients.
         transport: of messages and all-reduces.
-        pace: in an emulation, told which item's all-reduce starts. A rank then sums one item at a time, as simulated.
+        pace: in an emulation, told which layer's all-reduce starts. A rank then sums one layer at a time, as simulated.
     """
 
     def __init__(
         self,
         rank: int,
-        last_item: int,
+        last_layer: int,
         shared: Mapping[int, tuple[int, ...]],
         tied: TiedMatrix | None,
         optimizer: Optimizer,
         transport: Transport,
         pace: ActionPacer | None = None,
     ) -> None:
-        self.last_item, self.tied = last_item, tied
+        self.last_layer, self.tied = last_layer, tied
         self.transport, self.pace = transport, pace
         groups, backend = _groups(rank, shared, transport), optimizer.stage.backend
-        out, back = backend.copying(), backend.copying()  # two: what is summed waits for no later item's backward
+        out, back = backend.copying(), backend.copying()  # two: what is summed waits for no later layer's backward
         self._all_reduces = {
-            item: _LayerAllReduce(groups[ranks], optimizer.flat_gradients(item), backend, out, back)
-            for item, ranks in shared.items()
+            layer: _LayerAllReduce(groups[ranks], optimizer.flat_gradients(layer), backend, out, back)
+            for layer, ranks in shared.items()
             if rank in ranks
         }
 
@@ -76,27 +78,27 @@ class GradientAllReduce:
         if self.tied is not None:
             self.tied.begin()
 
-    def finished(self, item: int) -> None:
-        """The gradients of ``item`` are whole on this rank: what can start without waiting starts."""
+    def finished(self, layer: int) -> None:
+        """The gradients of ``layer`` are whole on this rank: what can start without waiting starts."""
         if self.tied is not None:
-            if item == 0 and self.tied.receives:
+            if layer == 0 and self.tied.receives:
                 return  # the head's share may still be on its way: ``reduce`` waits for it
-            if item == (self.last_item if self.tied.sends else 0):
+            if layer == (self.last_layer if self.tied.sends else 0):
                 self.tied.join()
-        self._start_down_to(item)
+        self._start_down_to(layer)
 
-    def reduce(self, item: int) -> None:
-        """Return when the gradients of ``item`` are those of all ranks that hold it."""
+    def reduce(self, layer: int) -> None:
+        """Return when the gradients of ``layer`` are those of all ranks that hold it."""
         self._start_down_to(0)  # backward is over: all are whole
-        if item in self._all_reduces:
-            self._complete(item)
+        if layer in self._all_reduces:
+            self._complete(layer)
 
     def end(self) -> None:
         """Before the optimizer's step: what needs no REDUCE, and the books."""
         if self.tied is not None:
             self.tied.end()
-        for item, own in self._all_reduces.items():
-            self._complete(item)
+        for layer, own in self._all_reduces.items():
+            self._complete(layer)
             own.end()
 
     def dissolve(self) -> None:
@@ -104,12 +106,12 @@ class GradientAllReduce:
         for group in {own.group for own in self._all_reduces.values()}:
             self.transport.dissolve(group)
 
-    def _start_down_to(self, item: int) -> None:
-        """Start the all-reduces of this item and of later ones, in the common order. An emulated rank sums one at a time: it starts
+    def _start_down_to(self, layer: int) -> None:
+        """Start the all-reduces of this layer and of later ones, in the common order. An emulated rank sums one at a time: it starts
         none while one of another group is under way."""
         under_way: set[Group] = set()
         for other, own in self._all_reduces.items():
-            if other < item:
+            if other < layer:
                 return
             if own.request is None:
                 if self.pace is not None and under_way - {own.group}:
@@ -119,23 +121,23 @@ class GradientAllReduce:
             if not own.request.completed:
                 under_way.add(own.group)
 
-    def _start(self, item: int) -> None:
-        if item == 0 and self.tied is not None:
+    def _start(self, layer: int) -> None:
+        if layer == 0 and self.tied is not None:
             self.tied.join()
         if self.pace is not None:
-            self.pace.begin_all_reduce(item)
-        self._all_reduces[item].start(self.transport)
+            self.pace.begin_all_reduce(layer)
+        self._all_reduces[layer].start(self.transport)
 
-    def _complete(self, item: int) -> None:
-        """Wait for an item's all-reduce, once; nothing if that has been done."""
-        own = self._all_reduces[item]
+    def _complete(self, layer: int) -> None:
+        """Wait for a layer's all-reduce, once; nothing if that has been done."""
+        own = self._all_reduces[layer]
         if own.request is None:
-            self._start(item)
+            self._start(layer)
         own.wait(self.transport)
 
 
 class _LayerAllReduce:
-    """The gradients of an item, and where they are summed: in place on CPU ranks, else in a copy in host memory."""
+    """The gradients of a layer, and where they are summed: in place on CPU ranks, else in a copy in host memory."""
 
     def __init__(self, group: Group, gradients: torch.Tensor, backend: Backend, out: Copying, back: Copying) -> None:
         self.group, self._gradients, self._out, self._back = group, gradients, out, back

@@ -43,8 +43,8 @@ def active_ranks(plan: Plan) -> list[int]:
 
 
 def holders(plan: Plan) -> dict[int, tuple[int, ...]]:
-    """item -> the ranks that hold it, one per pipeline, in plan order. The first speaks for all of them."""
-    return {item: held_by(plan, item) for item in range(plan.layers)}
+    """layer -> the ranks that hold it, one per pipeline, in plan order. The first speaks for all of them."""
+    return {layer: held_by(plan, layer) for layer in range(plan.layers)}
 
 
 @dataclass(frozen=True)

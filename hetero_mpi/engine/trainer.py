@@ -15,13 +15,13 @@ from hetero_mpi.comm.transport import Transport
 from hetero_mpi.device.backend import DTYPES, Backend
 from hetero_mpi.emulation.pace import Emulation
 from hetero_mpi.engine.executor import Executor, StepData
-from hetero_mpi.engine.gradient_all_reduce import GradientAllReduce, shared_items
+from hetero_mpi.engine.gradient_all_reduce import GradientAllReduce, shared_layers
 from hetero_mpi.engine.out_of_memory import memory_explained
 from hetero_mpi.engine.placement import Tokens, evaluation_shares, holders, place_of, slots, training_share
 from hetero_mpi.engine.tied import TiedEnds, TiedMatrix
 from hetero_mpi.job.load import TrainTable
 from hetero_mpi.model.frozen_weight_cache import Kept
-from hetero_mpi.model.layer.interface import ItemChain, as_input
+from hetero_mpi.model.layer.interface import LayerChain, as_input
 from hetero_mpi.model.optimizer import LossScale, Optimizer, StepDecider, StepDecision, added
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.streamed_stage import StreamedStage
@@ -56,7 +56,7 @@ class Trainer:
         stage, optimizer: this rank's share of the model; None without a stage.
         latest: the last step's result; None before the first.
         loss_scale: fp16's; every step decision changes it.
-        speaks_for: items of which this rank is the first holder: it alone counts and saves them.
+        speaks_for: layers of which this rank is the first holder: it alone counts and saves them.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Trainer:
         rank: int,
         world: World,
         transport: Transport,
-        chain: ItemChain,
+        chain: LayerChain,
         tuning: Tuning,
         plan: Plan,
         schedule: Schedule,
@@ -101,7 +101,7 @@ class Trainer:
         self.place = place_of(rank, plan)
         self.dtype = DTYPES[train.dtype]
         self.loss_scale = loss_scale or LossScale.of(self.dtype)
-        self.speaks_for = {item for item, ranks in holders(plan).items() if ranks[0] == rank}
+        self.speaks_for = {layer for layer, ranks in holders(plan).items() if ranks[0] == rank}
         self.latest: StepResult | None = None
         self.stage: Stage | None = None
         self.optimizer: Optimizer | None = None
@@ -130,9 +130,9 @@ class Trainer:
     def _build(self, stage: Stage, schedule: Schedule, train: TrainTable) -> None:
         assert self.place is not None
         pipeline = self.plan.pipelines[self.place.pipeline]
-        shared = shared_items(self.plan, schedule, self.tuning)
+        shared = shared_layers(self.plan, schedule, self.tuning)
         self.optimizer = Optimizer(
-            stage, train, flat_items=[item for item, ranks in shared.items() if self.rank in ranks]
+            stage, train, flat_layers=[layer for layer, ranks in shared.items() if self.rank in ranks]
         )
         ends = pipeline.stages[0].ranks[0], pipeline.stages[-1].ranks[0]
         pace = self.emulation.pace if self.emulation is not None else None
@@ -169,7 +169,7 @@ class Trainer:
             step: number of the step, from 0.
             tokens, targets: the global batch, int32 (B, T): at most ``plan.global_batch`` rows of at most
                 ``plan.sequence_length`` tokens; or samples and their targets (B, ...).
-            target_tokens: targets that count in it (``ItemChain.counted``).
+            target_tokens: targets that count in it (``LayerChain.counted``).
             asked: has this rank been asked to end the run? The step decision tells all ranks.
             along: numbers that travel with the decision, as many on every active rank, so that they cost no message.
 
@@ -287,8 +287,8 @@ class Trainer:
         return f"{self.executor.current} (step {self._step + 1})"
 
     def _reduce(self, action: Action) -> None:
-        assert action.item is not None
-        self.all_reduce.reduce(action.item)
+        assert action.layer is not None
+        self.all_reduce.reduce(action.layer)
 
     def _finish_step(self, action: Action) -> None:
         assert self.executor is not None and self.optimizer is not None and self.place is not None
@@ -312,7 +312,7 @@ class Trainer:
         assert self.optimizer is not None
         specs = self.tuning.trainable
         norms = self.optimizer.squared_norms()
-        return {name: value for name, value in norms.items() if specs[name].item in self.speaks_for}
+        return {name: value for name, value in norms.items() if specs[name].layer in self.speaks_for}
 
     def _decide(self, squared_norms: dict[str, float], losses: dict[int, float]) -> StepResult:
         """The common step decision, without events. ``losses``: of this rank's micro-batches, by place in the plan."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from hetero_mpi.model.layer.interface import ItemChain
+from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.quantize import packed_bytes
 from hetero_mpi.model.transformers.chain import TransformersChain, language
 from hetero_mpi.model.tuning import Tuning
@@ -21,11 +21,13 @@ ADAM_BYTES = 8
 
 
 def model_cost(
-    chain: ItemChain, tuning: Tuning, dtype: str, sequence_length: int, activation_bytes: Mapping[str, float]
+    chain: LayerChain, tuning: Tuning, dtype: str, sequence_length: int, activation_bytes: Mapping[str, float]
 ) -> ModelCost:
-    """The cost of every item of the chain. ``activation_bytes``: kind -> bytes kept from forward to backward, per token."""
+    """The cost of every layer of the chain. ``activation_bytes``: kind -> bytes kept from forward to backward, per token."""
     tied = chain.parameters[chain.tied[1]].count if chain.tied is not None else 0
-    layers = tuple(_layer_cost(chain, tuning, item, dtype, tied, activation_bytes) for item in range(chain.items))
+    layers = tuple(
+        _layer_cost(chain, tuning, layer, dtype, tied, activation_bytes) for layer in range(chain.layer_count)
+    )
     master_bytes = 4 if dtype != "fp32" else 0
     return ModelCost(
         model_type=chain.name,
@@ -39,14 +41,14 @@ def model_cost(
 
 
 def _layer_cost(
-    chain: ItemChain, tuning: Tuning, item: int, dtype: str, tied: int, activation_bytes: Mapping[str, float]
+    chain: LayerChain, tuning: Tuning, layer: int, dtype: str, tied: int, activation_bytes: Mapping[str, float]
 ) -> LayerCost:
-    head, kind = item == chain.items - 1, chain.kinds[item]
-    trained = sum(spec.count for spec in chain.specs(item, item + 1))
-    held = trained + sum(spec.count for spec in chain.constant_specs(item, item + 1))
+    head, kind = layer == chain.layer_count - 1, chain.kinds[layer]
+    trained = sum(spec.count for spec in chain.specs(layer, layer + 1))
+    held = trained + sum(spec.count for spec in chain.constant_specs(layer, layer + 1))
     copy = tied if head else 0
-    adapters = 0 if tuning.full else sum(spec.count for spec in tuning.specs(item, item + 1))
-    packed, largest = _packed(language(chain), item) if tuning.nf4 and 0 < item < chain.items - 1 else (0, 0)
+    adapters = 0 if tuning.full else sum(spec.count for spec in tuning.specs(layer, layer + 1))
+    packed, largest = _packed(language(chain), layer) if tuning.nf4 and 0 < layer < chain.layer_count - 1 else (0, 0)
     parameter_bytes = (held - packed + copy + adapters) * BYTES[dtype] + packed_bytes(packed, tuning.double)
     # The head's copy of a trained tied matrix has a gradient but neither moments nor a master of its own.
     parameter_bytes += copy * GRADIENT_BYTES if tuning.full else 0
@@ -56,26 +58,26 @@ def _layer_cost(
         trainable_parameters=trained if tuning.full else adapters,
         parameter_bytes=parameter_bytes,
         activation_bytes_per_token=activation_bytes[kind],
-        # Backward holds the gradients of one item's activations; the head those of its logits, and
+        # Backward holds the gradients of one layer's activations; the head those of its logits, and
         # what the loss computes in fp32, a piece at a time (``loss.piece_size``).
         workspace_bytes_per_token=(
             2.0 * chain.logits * BYTES[dtype] if head and chain.logits is not None else activation_bytes[kind]
         ),
-        boundary_bytes_per_token=0 if head else math.prod(chain.boundary(item, 1, 1)) * BYTES[dtype],
+        boundary_bytes_per_token=0 if head else math.prod(chain.boundary(layer, 1, 1)) * BYTES[dtype],
         workspace_bytes=largest * BYTES[dtype],
     )
 
 
 def fused_experts(chain: TransformersChain) -> int:
     """Parameters of experts held as one tensor of three dimensions, which bitsandbytes does not pack."""
-    return sum(spec.count for spec in chain.specs(1, chain.items - 1) if len(spec.shape) == 3)
+    return sum(spec.count for spec in chain.specs(1, chain.layer_count - 1) if len(spec.shape) == 3)
 
 
-def _packed(chain: TransformersChain, item: int) -> tuple[int, int]:
+def _packed(chain: TransformersChain, layer: int) -> tuple[int, int]:
     """(weights that NF4 packs, weights of the largest matrix, which is unpacked to compute) of a block."""
     weights = [
         module.weight.numel()
-        for name in chain.module_names(item)
+        for name in chain.module_names(layer)
         for module in chain.model.get_submodule(name).modules()
         if type(module) is nn.Linear
     ]

@@ -58,8 +58,8 @@ class Optimizer:
     them, AdamW steps the fp32 masters, and the parameters are rounded from these.
     """
 
-    def __init__(self, stage: Stage, train: TrainTable, flat_items: Iterable[int] = ()) -> None:
-        """``flat_items``: items whose gradients lie in one buffer each, for ``flat_gradients``."""
+    def __init__(self, stage: Stage, train: TrainTable, flat_layers: Iterable[int] = ()) -> None:
+        """``flat_layers``: layers whose gradients lie in one buffer each, for ``flat_gradients``."""
         self.stage = stage
         self.targets: dict[str, torch.nn.Parameter] = dict(stage.parameters)
         self._tied: torch.nn.Parameter | SimpleNamespace | None = stage.tied_head
@@ -72,8 +72,8 @@ class Optimizer:
                 _accumulate_in_fp32(stage, stage.tied_head, self._tied)
         self._flat: dict[int, torch.Tensor] = {}
         self._views: dict[str, torch.Tensor] = {}
-        for item in flat_items:
-            self._flatten(item)
+        for layer in flat_layers:
+            self._flatten(layer)
         self.schedule = LearningRate(train)
         groups = [
             {
@@ -104,24 +104,24 @@ class Optimizer:
         if self._tied is not None:
             self._tied.grad = None
 
-    def flat_gradients(self, item: int) -> torch.Tensor:
-        """The fp32 gradients of one of the ``flat_items``, of which the parameters' are views: (n,), the same memory for good.
+    def flat_gradients(self, layer: int) -> torch.Tensor:
+        """The fp32 gradients of one of the ``flat_layers``, of which the parameters' are views: (n,), the same memory for good.
 
         Parameters follow each other in the model's order, with a few zeros between them; the layout is the same wherever the
-        item is held. Valid from ``zero`` on.
+        layer is held. Valid from ``zero`` on.
         """
-        return self._flat[item]
+        return self._flat[layer]
 
-    def _flatten(self, item: int) -> None:
-        names = [name for name in self.targets if self.stage.chain.item_of(name) == item]
+    def _flatten(self, layer: int) -> None:
+        names = [name for name in self.targets if self.stage.chain.layer_of(name) == layer]
         starts, length = [], 0
         for name in names:
             starts.append(length)
             length += -(-self.targets[name].numel() // _ALIGNMENT) * _ALIGNMENT
-        self._flat[item] = torch.zeros(length, dtype=torch.float32, device=self.stage.backend.device)
+        self._flat[layer] = torch.zeros(length, dtype=torch.float32, device=self.stage.backend.device)
         for name, start in zip(names, starts, strict=True):
             target = self.targets[name]
-            self._views[name] = self._flat[item][start : start + target.numel()].view(target.shape)
+            self._views[name] = self._flat[layer][start : start + target.numel()].view(target.shape)
             target.grad = self._views[name]
 
     def tied_gradient(self) -> torch.Tensor:

@@ -110,7 +110,7 @@ def _model(backend: Backend, dtype: str) -> Compared:
     tokens, targets = torch.randint(0, int(_CONFIG["vocab_size"]), (2, 2, _TOKENS))  # type: ignore[call-overload]
     losses, stages = [], []
     for side, own in ((backend, dtype), (Backend(), "fp32")):
-        stage = Stage(chain, 0, chain.items, side, own, SeededStart(0))
+        stage = Stage(chain, 0, chain.layer_count, side, own, SeededStart(0))
         if side is not backend:
             stage.model.double()
         inputs = (side.from_host(tokens), side.from_host(targets))

@@ -1,4 +1,4 @@
-"""A stage: the items ``[first, last)`` of the chain on one device, with forward and backward of one micro-batch.
+"""A stage: the layers ``[first, last)`` of the chain on one device, with forward and backward of one micro-batch.
 
 The whole model's frame is there; the layers this rank does not hold are replaced by modules that pass their input through. So of
 a language model transformers' own class runs: attention masks, rotary embeddings, soft-capping and the like are the library's.
@@ -20,9 +20,9 @@ from transformers.integrations import sdpa_attention
 
 from hetero_mpi.device.backend import DTYPES, Backend, return_freed_memory
 from hetero_mpi.model.adapter import adapter_parameters, inject
-from hetero_mpi.model.frozen_weight_cache import Kept, frozen_items, take_over
+from hetero_mpi.model.frozen_weight_cache import Kept, frozen_layers, take_over
 from hetero_mpi.model.layer.gradient_ready import Beginnings, Finished, GradientReadyHooks
-from hetero_mpi.model.layer.interface import ItemChain
+from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.interface import PassThrough as PassThrough
 from hetero_mpi.model.layer.loss import IGNORED as IGNORED
 from hetero_mpi.model.layer.quantize import quantize_linears, set_training
@@ -59,7 +59,7 @@ Slices = list[tuple[MicroBatch, slice]]
 
 @dataclass(frozen=True)
 class _Kept:
-    """What backward of a slice needs: its input (not of a first stage), its output, and where its items begin."""
+    """What backward of a slice needs: its input (not of a first stage), its output, and where its layers begin."""
 
     position: MicroBatch
     x: torch.Tensor | None
@@ -80,7 +80,7 @@ class Stage:
 
     def __init__(
         self,
-        chain: ItemChain,
+        chain: LayerChain,
         first: int,
         last: int,
         backend: Backend,
@@ -101,7 +101,7 @@ class Stage:
             tuning: what is trained; everything by default.
             split_backward: backward will come in two parts, ``backward_input`` and ``backward_weights``. Where adapters are
                 trained the second part is empty.
-            kept: items whose frozen weights are there already (``frozen_items``); ``start`` is not asked for them.
+            kept: layers whose frozen weights are there already (``frozen_layers``); ``start`` is not asked for them.
             slice_sequences: a micro-batch is computed in slices of so many sequences, one after the other; None: at once.
 
         :raises UserError: the model's files do not fit its configuration.
@@ -124,7 +124,7 @@ class Stage:
         self.deferred: WeightGradients | None = None
         if split_backward and self.tuning.full:
             self._put_off_matrices(recompute)
-        self._trained_items = self._items_with_gradients()
+        self._trained_layers = self._layers_with_gradients()
         self._beginnings = Beginnings(chain, self.model, first, last)
         self._kept: dict[int, list[_Kept]] = {}
         self._position: MicroBatch | None = None
@@ -142,7 +142,7 @@ class Stage:
 
     @property
     def is_last(self) -> bool:
-        return self.last == self.chain.items
+        return self.last == self.chain.layer_count
 
     def forward(self, position: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Forward of one micro-batch; what backward needs is kept until ``backward`` of the same index.
@@ -177,7 +177,7 @@ class Stage:
 
         Args:
             dy: gradient of the output; on the last stage the factor of the loss (a scalar), None for 1.
-            finished: for the last micro-batch of a step: called with each item of this stage that has trained parameters, the
+            finished: for the last micro-batch of a step: called with each layer of this stage that has trained parameters, the
                 last first, as soon as their gradients are whole, while backward goes on.
 
         Returns: Gradient of the input, or None on the first stage.
@@ -197,7 +197,7 @@ class Stage:
 
     def backward_weights(self, index: int, finished: Finished | None = None) -> None:
         """The rest of the backward of a micro-batch; ``finished`` as in ``backward``."""
-        report = GradientReadyHooks(self._trained_items, finished) if finished is not None else None
+        report = GradientReadyHooks(self._trained_layers, finished) if finished is not None else None
         if self.deferred is not None:
             self.deferred.compute(index, report.down_to if report is not None else None)
         if report is not None:
@@ -207,7 +207,7 @@ class Stage:
         self, index: int, dy: torch.Tensor | None, finished: Finished | None = None, borrowed: bool = False
     ) -> torch.Tensor | None:
         slices = self._kept.pop(index)
-        report = GradientReadyHooks(self._trained_items, finished) if finished is not None else None
+        report = GradientReadyHooks(self._trained_layers, finished) if finished is not None else None
         dxs = []
         for kept, own_dy in zip(slices, parts(dy, [len(one.y) if one.y.dim() else 1 for one in slices]), strict=True):
             # Recomputing has the same input and draws the same random numbers again.
@@ -266,38 +266,38 @@ class Stage:
             return (self._input, *arguments[1:]), keywords
         return arguments, {**keywords, "hidden_states": self._input}
 
-    def frozen_items(self, items: Iterable[int]) -> Kept:
-        """The frozen weights of those of ``items`` that the stage holds; nothing where all weights are trained."""
+    def frozen_layers(self, layers: Iterable[int]) -> Kept:
+        """The frozen weights of those of ``layers`` that the stage holds; nothing where all weights are trained."""
         if self.tuning.full:
             return {}
-        return frozen_items(self.chain, self.model, [item for item in items if self.first <= item < self.last])
+        return frozen_layers(self.chain, self.model, [layer for layer in layers if self.first <= layer < self.last])
 
     def _materialize(self, start: Start | None, kept: Kept) -> None:
         chain, model = self.chain, self.model
         own = range(self.first, self.last)
         needs_tied_copy = chain.tied is not None and self.is_last
-        for item in range(chain.items):
-            if item in own and item in kept:
-                take_over(model, kept[item])
-                self._placed(item)
+        for layer in range(chain.layer_count):
+            if layer in own and layer in kept:
+                take_over(model, kept[layer])
+                self._placed(layer)
                 continue
-            if item in own or (item == 0 and needs_tied_copy):
-                self._fill(start, item)
-            if item == 0 and needs_tied_copy:
+            if layer in own or (layer == 0 and needs_tied_copy):
+                self._fill(start, layer)
+            if layer == 0 and needs_tied_copy:
                 self._tie()
-            if item in own:
-                self._place(item)
-                self._placed(item)
+            if layer in own:
+                self._place(layer)
+                self._placed(layer)
                 return_freed_memory()
             else:
-                for name in chain.module_names(item):
+                for name in chain.module_names(layer):
                     model.set_submodule(name, PassThrough())
 
-    def _fill(self, start: Start | None, item: int) -> None:
+    def _fill(self, start: Start | None, layer: int) -> None:
         if start is not None:
-            start.fill(self.chain, self.model, item)
+            start.fill(self.chain, self.model, layer)
         else:
-            self.chain.vacate(self.model, item)
+            self.chain.vacate(self.model, layer)
 
     def _tie(self) -> None:
         """Give the head its own Parameter over the embedding's values.
@@ -313,21 +313,21 @@ class Stage:
         self.tied_head = nn.Parameter(weight, requires_grad=self.tuning.full)
         setattr(self.model.get_submodule(module), attribute, self.tied_head)
 
-    def _place(self, item: int) -> None:
-        """Move an item to the device in the compute dtype; keep fp32 masters where that is narrower and weights are trained."""
-        if self.tuning.nf4 and 0 < item < self.chain.items - 1:
-            for name in self.chain.module_names(item):
+    def _place(self, layer: int) -> None:
+        """Move a layer to the device in the compute dtype; keep fp32 masters where that is narrower and weights are trained."""
+        if self.tuning.nf4 and 0 < layer < self.chain.layer_count - 1:
+            for name in self.chain.module_names(layer):
                 quantize_linears(self.model.get_submodule(name), self.backend.device, self.dtype, self.tuning.double)
-        for name in self.chain.module_names(item):
+        for name in self.chain.module_names(layer):
             for full_name, parameter in self.model.get_submodule(name).named_parameters(prefix=name):
                 if parameter is not self.tied_head and parameter.is_floating_point():
                     self._place_parameter(full_name, parameter)
-        if item == 0 and self.tied_head is not None:
+        if layer == 0 and self.tied_head is not None:
             assert self.chain.tied is not None
             self.tied_head.data = self.model.get_parameter(self.chain.tied[1]).data
 
-    def _placed(self, item: int) -> None:
-        """An item's weights are on the device now."""
+    def _placed(self, layer: int) -> None:
+        """A layer's weights are on the device now."""
 
     def _place_parameter(self, name: str, parameter: nn.Parameter) -> None:
         value = parameter.detach()
@@ -357,30 +357,30 @@ class Stage:
                 parameter.data = parameter.data.to(self.dtype)
         return own
 
-    def _items_with_gradients(self) -> set[int]:
-        """Items that hold something trained, be it the head's copy of a tied matrix."""
-        items = {self.chain.item_of(name) for name in self.parameters}
+    def _layers_with_gradients(self) -> set[int]:
+        """Layers that hold something trained, be it the head's copy of a tied matrix."""
+        layers = {self.chain.layer_of(name) for name in self.parameters}
         if self.tied_head is not None and self.tied_head.requires_grad:
-            items.add(self.last - 1)
-        return items
+            layers.add(self.last - 1)
+        return layers
 
     def _put_off_matrices(self, recompute: bool) -> None:
         self.deferred = WeightGradients(recompute)
-        for item in range(self.first, self.last):
-            for name in self.chain.module_names(item):
+        for layer in range(self.first, self.last):
+            for name in self.chain.module_names(layer):
                 for module in self.model.get_submodule(name).modules():
                     if type(module) is nn.Linear and module.weight.requires_grad:
-                        self.deferred.watch(module, item)
+                        self.deferred.watch(module, layer)
 
     def _key_dropout(self) -> None:
-        """Seed the generators before every item, so that masks depend on (seed, step, first sample, item) alone."""
-        for item in range(self.first, self.last):
-            module = self.model.get_submodule(self.chain.module_names(item)[0])
-            module.register_forward_pre_hook(partial(self._seed, item))
+        """Seed the generators before every layer, so that masks depend on (seed, step, first sample, layer) alone."""
+        for layer in range(self.first, self.last):
+            module = self.model.get_submodule(self.chain.module_names(layer)[0])
+            module.register_forward_pre_hook(partial(self._seed, layer))
 
-    def _seed(self, item: int, module: nn.Module, arguments: object) -> None:
+    def _seed(self, layer: int, module: nn.Module, arguments: object) -> None:
         if module.training and self._position is not None:
-            self.backend.seed(dropout_seed(self.seed, self._position, item))
+            self.backend.seed(dropout_seed(self.seed, self._position, layer))
 
 
 def joined(slices: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -398,6 +398,6 @@ def _repeat_shared_keys() -> None:
     sdpa_attention.use_gqa_in_sdpa = lambda *_: False
 
 
-def dropout_seed(seed: int, position: MicroBatch, item: int) -> int:
-    """Seed of the generator before ``item`` runs in a micro-batch."""
-    return seed_from(seed, "dropout", position.step, position.first_sample, item)
+def dropout_seed(seed: int, position: MicroBatch, layer: int) -> int:
+    """Seed of the generator before ``layer`` runs in a micro-batch."""
+    return seed_from(seed, "dropout", position.step, position.first_sample, layer)

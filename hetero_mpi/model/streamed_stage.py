@@ -19,7 +19,7 @@ from hetero_mpi.device.backend import HOST, Backend
 from hetero_mpi.model.frozen_weight_cache import Kept
 from hetero_mpi.model.host_weights import HostLayer, HostWeights
 from hetero_mpi.model.layer.gradient_ready import Finished, GradientReadyHooks
-from hetero_mpi.model.layer.interface import ItemChain, PassThrough
+from hetero_mpi.model.layer.interface import LayerChain, PassThrough
 from hetero_mpi.model.stage import MicroBatch, Slices, Stage, joined, parts
 from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.model.tuning import Tuning
@@ -37,7 +37,7 @@ class StreamedStage(Stage):
 
     def __init__(
         self,
-        chain: ItemChain,
+        chain: LayerChain,
         first: int,
         last: int,
         backend: Backend,
@@ -60,15 +60,15 @@ class StreamedStage(Stage):
         )
         self.weights = HostWeights(self._host_layers, backend)
         self._modules = {
-            item: {name: self.model.get_submodule(name) for name in chain.module_names(item)}
-            for item in range(first, last)
+            layer: {name: self.model.get_submodule(name) for name in chain.module_names(layer)}
+            for layer in range(first, last)
         }
         self._shown = set(self._modules)
         self._layer_inputs: dict[int, tuple[Slices, torch.Tensor | None, Inputs]] = {}
-        for item in range(first, last):
-            entrance = self._modules[item][chain.module_names(item)[0]]
-            entrance.register_forward_pre_hook(partial(self._arrive, item))
-            if item > first:
+        for layer in range(first, last):
+            entrance = self._modules[layer][chain.module_names(layer)[0]]
+            entrance.register_forward_pre_hook(partial(self._arrive, layer))
+            if layer > first:
                 entrance.register_forward_pre_hook(self._enter_alone, with_kwargs=True)
 
     def forward(self, position: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
@@ -86,14 +86,14 @@ class StreamedStage(Stage):
         super().forget()
         self._layer_inputs.clear()
 
-    def frozen_items(self, items: Iterable[int]) -> Kept:
+    def frozen_layers(self, layers: Iterable[int]) -> Kept:
         """None: another stage would have to bring them to the device, and reads them from the model's files as well."""
         return {}
 
-    def _placed(self, item: int) -> None:
+    def _placed(self, layer: int) -> None:
         if not self.tuning.full:
-            modules = [self.model.get_submodule(name) for name in self.chain.module_names(item)]
-            self._host_layers[item] = HostLayer(modules, self.backend, self._folder)
+            modules = [self.model.get_submodule(name) for name in self.chain.module_names(layer)]
+            self._host_layers[layer] = HostLayer(modules, self.backend, self._folder)
 
     def _through(
         self,
@@ -105,22 +105,22 @@ class StreamedStage(Stage):
     ) -> list[torch.Tensor]:
         """All layers forward, each on every slice; their inputs are noted."""
         values = [x[rows] for _, rows in slices]
-        for item in self._one_by_one(range(self.first, self.last)):
+        for layer in self._one_by_one(range(self.first, self.last)):
             if inputs is not None:
-                inputs[item] = values
+                inputs[layer] = values
             values = [
-                self._layer(item, part, value, None if targets is None else targets[rows], divisor)
+                self._layer(layer, part, value, None if targets is None else targets[rows], divisor)
                 for (part, rows), value in zip(slices, values, strict=True)
             ]
         return values
 
     def _layer(
-        self, item: int, part: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None, divisor: int
+        self, layer: int, part: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None, divisor: int
     ) -> torch.Tensor:
         """One layer on one slice; after the last one the loss."""
         self._position, self._input = part, x
-        y = self.chain.run(self.model, item, item + 1, x)
-        if item + 1 < self.chain.items:
+        y = self.chain.run(self.model, layer, layer + 1, x)
+        if layer + 1 < self.chain.layer_count:
             return y
         assert targets is not None
         return self.chain.loss(y, targets) / divisor
@@ -129,42 +129,42 @@ class StreamedStage(Stage):
         self, index: int, dy: torch.Tensor | None, finished: Finished | None = None, borrowed: bool = False
     ) -> torch.Tensor | None:
         slices, targets, inputs = self._layer_inputs.pop(index)
-        report = GradientReadyHooks(self._trained_items, finished) if finished is not None else None
+        report = GradientReadyHooks(self._trained_layers, finished) if finished is not None else None
         gradients = list(parts(dy, [rows.stop - rows.start for _, rows in slices]))
-        for item in self._one_by_one(reversed(range(self.first, self.last))):
-            for place, ((part, rows), value) in enumerate(zip(slices, inputs.pop(item), strict=True)):
-                x = value if item == 0 else value.detach().requires_grad_(True)
-                y = self._layer(item, part, x, None if targets is None else targets[rows], part.target_tokens)
+        for layer in self._one_by_one(reversed(range(self.first, self.last))):
+            for place, ((part, rows), value) in enumerate(zip(slices, inputs.pop(layer), strict=True)):
+                x = value if layer == 0 else value.detach().requires_grad_(True)
+                y = self._layer(layer, part, x, None if targets is None else targets[rows], part.target_tokens)
                 if y.requires_grad:  # not of an embedding that is not trained
                     torch.autograd.backward(y, gradients[place])
                 gradients[place] = x.grad
             if report is not None:
-                report.down_to(item)
+                report.down_to(layer)
         return None if self.is_first else joined([dx for dx in gradients if dx is not None])
 
-    def _one_by_one(self, items: Iterable[int]) -> Iterator[int]:
-        """Each of ``items``, which computes alone meanwhile; whoever calls the model between actions finds all layers."""
+    def _one_by_one(self, layers: Iterable[int]) -> Iterator[int]:
+        """Each of ``layers``, which computes alone meanwhile; whoever calls the model between actions finds all layers."""
         try:
-            for item in items:
-                self._show([item])
-                yield item
+            for layer in layers:
+                self._show([layer])
+                yield layer
         finally:
             self._show(self._modules)
 
-    def _show(self, items: Iterable[int]) -> None:
+    def _show(self, layers: Iterable[int]) -> None:
         """Only these layers compute when the model is called; others hand their input on."""
-        wanted = set(items)
-        for item in self._shown ^ wanted:
-            for name, module in self._modules[item].items():
-                self.model.set_submodule(name, module if item in wanted else PassThrough())
+        wanted = set(layers)
+        for layer in self._shown ^ wanted:
+            for name, module in self._modules[layer].items():
+                self.model.set_submodule(name, module if layer in wanted else PassThrough())
         self._shown = wanted
 
     def _enter_alone(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """The layer's input, where no layer before it makes it now."""
         return self._enter(module, arguments, keywords) if len(self._shown) == 1 else None
 
-    def _arrive(self, item: int, *_: object) -> None:
+    def _arrive(self, layer: int, *_: object) -> None:
         """A layer begins: its weights must be there, and those of the next one may come."""
-        self.weights.need(item)
+        self.weights.need(layer)
         backwards = torch.is_grad_enabled() and len(self._shown) == 1
-        self.weights.prefetch(item - 1 if backwards else item + 1, keeping=item)
+        self.weights.prefetch(layer - 1 if backwards else layer + 1, keeping=layer)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import AdapterTable, JobConfig
 from hetero_mpi.model.adapter import adapter_shapes
-from hetero_mpi.model.layer.interface import ItemChain, ParameterSpec
+from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
 from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta, language
 
 
@@ -22,7 +22,7 @@ class Tuning:
     adapter: AdapterTable | None = None
     """None: full training."""
     modules: tuple[tuple[int, str], ...] = ()
-    """(item, full name) of every adapted module."""
+    """(layer, full name) of every adapted module."""
     nf4: bool = False
     """Linear layers of blocks are held in NF4."""
     double: bool = True
@@ -35,20 +35,20 @@ class Tuning:
         return self.adapter is None and not self.frozen
 
     def modules_in(self, first: int, last: int) -> list[str]:
-        return [name for item, name in self.modules if first <= item < last]
+        return [name for layer, name in self.modules if first <= layer < last]
 
     def specs(self, first: int, last: int) -> list[ParameterSpec]:
-        return [spec for spec in self.trainable.values() if first <= spec.item < last]
+        return [spec for spec in self.trainable.values() if first <= spec.layer < last]
 
     def suffixes(self) -> list[str]:
         """Last parts of the adapted modules' names, as adapter configurations list them."""
         return sorted({name.rpartition(".")[2] for _, name in self.modules})
 
-    def uses_dropout(self, chain: ItemChain) -> bool:
+    def uses_dropout(self, chain: LayerChain) -> bool:
         return chain.draws() or (self.adapter is not None and self.adapter.dropout > 0)
 
 
-def full_training(chain: ItemChain) -> Tuning:
+def full_training(chain: LayerChain) -> Tuning:
     return Tuning(dict(chain.parameters), dict(chain.constants))
 
 
@@ -57,7 +57,7 @@ def nothing_trained() -> Tuning:
     return Tuning({}, frozen=True)
 
 
-def tuning_of(job: JobConfig, chain: ItemChain) -> Tuning:
+def tuning_of(job: JobConfig, chain: LayerChain) -> Tuning:
     """The job's tuning of a model.
 
     :raises UserError: as ``adapter_tuning``.
@@ -79,6 +79,6 @@ def adapter_tuning(chain: TransformersChain, adapter: AdapterTable, nf4: bool, d
             f"[adapter] targets = {adapter.targets!r} match {outside[0]}, which is not inside a block; "
             f"adapt linear layers of blocks only"
         )
-    trainable = {name: ParameterSpec(name, chain.item_of(name), shape) for name, shape in shapes.items()}
-    placed = tuple((chain.item_of(name), name) for name in modules)
+    trainable = {name: ParameterSpec(name, chain.layer_of(name), shape) for name, shape in shapes.items()}
+    placed = tuple((chain.layer_of(name), name) for name in modules)
     return Tuning(trainable, {}, adapter, placed, nf4, double)

@@ -23,8 +23,8 @@ def usable_devices(profile: ClusterProfile) -> list[DeviceProfile]:
 def fluid_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
     """Total work over total speed under memory: no plan over these ranks is faster.
 
-    Items are taken to be divisible at will among the ranks, messages and the filling of the pipeline to cost nothing;
-    every rank holds, per share of an item, its parameters, state and the activations of one micro-batch. The best over
+    Layers are taken to be divisible at will among the ranks, messages and the filling of the pipeline to cost nothing;
+    every rank holds, per share of a layer, its parameters, state and the activations of one micro-batch. The best over
     the micro-batch choices, of every rank by itself where several pipelines may choose differently. Infinite: the model
     does not fit even so.
     """
@@ -44,7 +44,7 @@ def least_s(times: LayerTimes, tokens: int, request: PlanRequest) -> float:
 
 
 def _fluid_s(profile: ClusterProfile, request: PlanRequest, micro_batches: Sequence[int]) -> float:
-    """The linear program: least T such that every kind of item is dealt out, and no rank works longer than T or holds
+    """The linear program: least T such that every kind of layer is dealt out, and no rank works longer than T or holds
     more than it can. Equal ranks share one row: dealing out evenly among them is as good as any other way."""
     devices = usable_devices(profile)
     if not devices:
@@ -94,8 +94,8 @@ def _deal_out_s(
 ) -> float:
     """A lower bound on T by linear programming duality; optimal but for rounding.
 
-    For any prices y, z >= 0 of the ranks' time and memory with sum(y) = 1, dealing out item kind k costs at least
-    ``min over r (y_r work_rk + z_r held_k)`` per item, so ``T >= sum_k count_k min_r(...) - sum_r z_r usable_r``. The
+    For any prices y, z >= 0 of the ranks' time and memory with sum(y) = 1, dealing out layer kind k costs at least
+    ``min over r (y_r work_rk + z_r held_k)`` per layer, so ``T >= sum_k count_k min_r(...) - sum_r z_r usable_r``. The
     simplex method finds the best prices; the formula is then evaluated as it stands, so that rounding cannot break the
     bound.
     """

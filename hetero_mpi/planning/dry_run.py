@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Op, Schedule, stages, summed_items
+from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Op, Schedule, reduced_layers, stages
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import Plan
 
@@ -51,7 +51,7 @@ def interpret(schedule: Schedule) -> DryRunProgress:
     for rank, actions in schedule.items():
         for action in actions:
             if action.op in WHOLE_STEP:
-                meeting.setdefault((action.op, action.item), set()).add(rank)
+                meeting.setdefault((action.op, action.layer), set()).add(rank)
     arrived: dict[tuple[Op, int | None], set[int]] = {of: set() for of in meeting}
     moved = True
     while moved:
@@ -66,7 +66,7 @@ def interpret(schedule: Schedule) -> DryRunProgress:
                         break
                     clock[rank] = max(clock[rank], sent[message])
                 elif action.op in WHOLE_STEP:
-                    here = action.op, action.item
+                    here = action.op, action.layer
                     if rank not in arrived[here]:
                         arrived[here].add(rank)
                         moved = True
@@ -182,17 +182,17 @@ def _stage_problems(
 
 
 def _reduce_problems(schedule: Schedule, plan: Plan, model: ModelCost) -> list[tuple[int, int, str]]:
-    """Every rank REDUCEs exactly the items whose gradients it shares with others, after its last backward."""
-    summed = summed_items(plan, model)
+    """Every rank REDUCEs exactly the layers whose gradients it shares with others, after its last backward."""
+    summed = reduced_layers(plan, model)
     problems = []
     for rank in sorted(schedule):
         actions = schedule[rank]
-        found = [(i, action.item) for i, action in enumerate(actions) if action.op is Op.REDUCE]
-        wanted = {item for item, ranks in summed.items() if rank in ranks}
-        if sorted(item for _, item in found if item is not None) != sorted(wanted):
+        found = [(i, action.layer) for i, action in enumerate(actions) if action.op is Op.REDUCE]
+        wanted = {layer for layer, ranks in summed.items() if rank in ranks}
+        if sorted(layer for _, layer in found if layer is not None) != sorted(wanted):
             place = found[0][0] if found else len(actions) - 1
-            items = ", ".join(map(str, sorted(wanted))) or "none"
-            problems.append((rank, place, f"rank {rank} must REDUCE each of these items once: {items}"))
+            layers = ", ".join(map(str, sorted(wanted))) or "none"
+            problems.append((rank, place, f"rank {rank} must REDUCE each of these layers once: {layers}"))
         early = [i for i, _ in found if any(action.op in COMPUTE for action in actions[i:])]
         problems += [(rank, i, f"rank {rank} must REDUCE after its last backward") for i in early[:1]]
     return problems

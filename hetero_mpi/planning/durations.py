@@ -11,14 +11,14 @@ import numpy as np
 
 from hetero_mpi.comm.all_reduce_paths import ring_of
 from hetero_mpi.planning.memory import GRADIENT_BYTES, stage_trainable
-from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by, stages, summed_items, tied_heads
+from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by, reduced_layers, stages, tied_heads
 from hetero_mpi.planning.types.cost import DTYPE_BYTES, ModelCost
 from hetero_mpi.planning.types.plan import Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LayerTimes
 
 
 def compute_s(profile: ClusterProfile, device: DeviceProfile, first: int, last: int, tokens: int, op: Op) -> float:
-    """Seconds of forward, backward or a part of it (``F``, ``B``, ``I``, ``W``) through the items [first, last)."""
+    """Seconds of forward, backward or a part of it (``F``, ``B``, ``I``, ``W``) through the layers [first, last)."""
     total = _overhead_s(device, op)
     for layer in profile.model.layers[first:last]:
         total += layer_s(device.layers[layer.kind], op, tokens)
@@ -49,7 +49,7 @@ def repeated_s(times: LayerTimes, tokens: int) -> float:
 
 
 def recompute_s(profile: ClusterProfile, device: DeviceProfile, first: int, last: int, tokens: int) -> float:
-    """Seconds of the forward that backward repeats: of the blocks among the items [first, last)."""
+    """Seconds of the forward that backward repeats: of the blocks among the layers [first, last)."""
     blocks = profile.model.layers[max(first, 1) : min(last, len(profile.model.layers) - 1)]
     total = 0.0
     for layer in blocks:
@@ -58,7 +58,7 @@ def recompute_s(profile: ClusterProfile, device: DeviceProfile, first: int, last
 
 
 def optimizer_s(profile: ClusterProfile, device: DeviceProfile, first: int, last: int) -> float:
-    """Seconds of one optimizer step over the items [first, last)."""
+    """Seconds of one optimizer step over the layers [first, last)."""
     return device.optimizer_fixed_s + device.optimizer_s_per_parameter * stage_trainable(profile.model, first, last)
 
 
@@ -93,10 +93,10 @@ def all_reduce_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: floa
     """Seconds to sum ``size_bytes`` over ``ranks``, in whatever order these are given, the way the runtime does it.
 
     ``comm.all_reduce_paths`` says which. Around a ring from host to host: 2 (n - 1) hops of 1/n of the bytes from each rank to the
-    next. One message leaves every host in each hop, whose card it shares with none; a hop is taken to be as long as the
+    next. One message leaves every host in each hop, whose NIC it shares with none; a hop is taken to be as long as the
     slowest link between any two of the ranks, since the ring does not choose its neighbours. By direct exchange: two hops,
     in each of which every rank sends 1/n to every other, as long as the busiest rank sends or receives; its messages
-    follow one another, through its own network card.
+    follow one another, through its own NIC.
 
     Either way 2 (n - 1) / n of the bytes leave every rank (Patarasuk & Yuan 2009: no all-reduce moves fewer), so that both
     cost the same wherever all links are alike.
@@ -112,21 +112,21 @@ def all_reduce_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: floa
     return 2 * float(max(busiest))
 
 
-def summed_bytes(model: ModelCost, item: int) -> int:
-    """Bytes of the gradients of ``item`` as they are summed (fp32); a tied head's matrix is summed with item 0."""
-    return GRADIENT_BYTES * model.layers[item].trainable_parameters
+def summed_bytes(model: ModelCost, layer: int) -> int:
+    """Bytes of the gradients of ``layer`` as they are summed (fp32); a tied head's matrix is summed with layer 0."""
+    return GRADIENT_BYTES * model.layers[layer].trainable_parameters
 
 
-def sum_s(plan: Plan, profile: ClusterProfile, item: int) -> float:
-    """Seconds to sum the gradients of ``item`` over the ranks that hold it, one per pipeline."""
-    return all_reduce_s(profile, held_by(plan, item), summed_bytes(profile.model, item))
+def sum_s(plan: Plan, profile: ClusterProfile, layer: int) -> float:
+    """Seconds to sum the gradients of ``layer`` over the ranks that hold it, one per pipeline."""
+    return all_reduce_s(profile, held_by(plan, layer), summed_bytes(profile.model, layer))
 
 
 def _reduce_s(action: Action, plan: Plan, profile: ClusterProfile) -> float:
-    assert action.item is not None
-    embedding = tied_heads(plan, profile.model).get(action.stage) if action.item == 0 else None
+    assert action.layer is not None
+    embedding = tied_heads(plan, profile.model).get(action.stage) if action.layer == 0 else None
     if embedding is None:
-        return sum_s(plan, profile, action.item)
+        return sum_s(plan, profile, action.layer)
     numbered = stages(plan)
     return tied_s(profile, numbered[embedding][2].ranks[0], numbered[action.stage][2].ranks[0])
 
@@ -134,9 +134,9 @@ def _reduce_s(action: Action, plan: Plan, profile: ClusterProfile) -> float:
 def message_bytes(action: Action, plan: Plan, profile: ClusterProfile) -> int:
     """Bytes that a send or receive moves, or a REDUCE sums; 0 for other actions."""
     if action.op is Op.REDUCE:
-        assert action.item is not None
-        share = action.item == 0 and action.stage in tied_heads(plan, profile.model)
-        return profile.model.tied_bytes if share else summed_bytes(profile.model, action.item)
+        assert action.layer is not None
+        share = action.layer == 0 and action.stage in tied_heads(plan, profile.model)
+        return profile.model.tied_bytes if share else summed_bytes(profile.model, action.layer)
     _, index, stage = stages(plan)[action.stage]
     boundary = {Op.SEND_F: stage.last, Op.RECV_B: stage.last, Op.SEND_B: stage.first, Op.RECV_F: stage.first}
     if action.op not in boundary:
@@ -200,15 +200,15 @@ def _streamed_s(profile: ClusterProfile, stage: StagePlan, slices: Sequence[int]
     order = range(stage.last - 1, stage.first - 1, -1) if back else range(stage.first, stage.last)
     overhead_s = _overhead_s(device, op) + (device.forward_overhead_s if back else 0.0)
 
-    def computing_s(item: int) -> float:
-        times = device.layers[profile.model.layers[item].kind]
+    def computing_s(layer: int) -> float:
+        times = device.layers[profile.model.layers[layer].kind]
         again = repeated_s if back else lambda *_: 0.0
         return sum(overhead_s + layer_s(times, op, tokens) + again(times, tokens) for tokens in slices)
 
-    copies = [weights_s(device, profile.model.frozen_bytes(item)) for item in order]
+    copies = [weights_s(device, profile.model.frozen_bytes(layer)) for layer in order]
     return [
         copies[0],
-        *(max(copy_s, computing_s(item)) for item, copy_s in zip(order, [*copies[1:], 0.0], strict=True)),
+        *(max(copy_s, computing_s(layer)) for layer, copy_s in zip(order, [*copies[1:], 0.0], strict=True)),
     ]
 
 
@@ -219,11 +219,11 @@ def weights_s(device: DeviceProfile, size_bytes: int) -> float:
     return device.copy_latency_s + size_bytes / device.host_to_device_bytes_per_s
 
 
-def finished_items_s(action: Action, plan: Plan, profile: ClusterProfile) -> dict[int, float]:
-    """item -> seconds from the beginning of a stage's last backward (B or W) until the item's gradients are whole, in the
+def finished_layers_s(action: Action, plan: Plan, profile: ClusterProfile) -> dict[int, float]:
+    """layer -> seconds from the beginning of a stage's last backward (B or W) until the layer's gradients are whole, in the
     order of time.
 
-    Backward runs from the last item to the first: gradients of later items can be summed while it still does. An item is
+    Backward runs from the last layer to the first: gradients of later layers can be summed while it still does. A layer is
     done after as long as the backward of a stage that begins with it takes.
     """
     _, index, stage = stages(plan)[action.stage]
@@ -240,12 +240,12 @@ def finished_items_s(action: Action, plan: Plan, profile: ClusterProfile) -> dic
     if stage.recompute and action.op is Op.B:
         of_kind = {kind: repeated_s(times, tokens) for kind, times in device.layers.items()}
         again = [0.0, *(of_kind[layer.kind] for layer in profile.model.layers[1:-1]), 0.0]
-    # The same additions as for a stage that begins with the item.
+    # The same additions as for a stage that begins with the layer.
     overhead = _overhead_s(device, action.op)
     return {
-        item: before_s
-        + (reduce(add, again[item : stage.last], 0.0) + reduce(add, seconds[item : stage.last], overhead))
-        for item in reversed(range(stage.first, stage.last))
+        number: before_s
+        + (reduce(add, again[number : stage.last], 0.0) + reduce(add, seconds[number : stage.last], overhead))
+        for number in reversed(range(stage.first, stage.last))
     }
 
 
@@ -255,19 +255,19 @@ class Durations:
     def __init__(self, plan: Plan, profile: ClusterProfile) -> None:
         self.plan, self.profile = plan, profile
         self.stages: list[StagePlan] = [stage for _, _, stage in stages(plan)]
-        self.summed = summed_items(plan, profile.model)
+        self.summed = reduced_layers(plan, profile.model)
         self.tied_heads = tied_heads(plan, profile.model)
         self._pipelines = [plan.pipelines[index] for _, index, _ in stages(plan)]
         self._known: dict[tuple[Op, int, int | None], tuple[float, int]] = {}
         self._sums: dict[tuple[tuple[int, ...], int], float] = {}
-        """(holders, bytes) -> seconds: most items are alike, and holders may be many."""
+        """(holders, bytes) -> seconds: most layers are alike, and holders may be many."""
 
     def of(self, action: Action) -> tuple[float, int]:
         """(seconds, bytes)"""
-        op, stage, size = action.op, action.stage, action.item
+        op, stage, size = action.op, action.stage, action.layer
         if action.micro_batch is not None:
             size = self._pipelines[stage].size(action.micro_batch)
-        elif op is Op.REDUCE and (action.item != 0 or stage not in self.tied_heads):
+        elif op is Op.REDUCE and (action.layer != 0 or stage not in self.tied_heads):
             stage = -1  # a sum takes all its ranks equally long
         key = (op, stage, size)
         if key not in self._known:
@@ -276,10 +276,10 @@ class Durations:
 
     def _computed(self, action: Action) -> tuple[float, int]:
         size = message_bytes(action, self.plan, self.profile)
-        if action.op is not Op.REDUCE or (action.item == 0 and action.stage in self.tied_heads):
+        if action.op is not Op.REDUCE or (action.layer == 0 and action.stage in self.tied_heads):
             return duration(action, self.plan, self.profile), size
-        assert action.item is not None
-        sum_of = held_by(self.plan, action.item), size
+        assert action.layer is not None
+        sum_of = held_by(self.plan, action.layer), size
         if sum_of not in self._sums:
             self._sums[sum_of] = duration(action, self.plan, self.profile)
         return self._sums[sum_of], size

@@ -31,7 +31,7 @@ class StageMemory:
     activations: int
     """Of all micro-batches in flight together, and of those whose weight gradients are put off."""
     workspace: int
-    """The largest of any one item (logits, for a head), and what recomputing brings back at once."""
+    """The largest of any one layer (logits, for a head), and what recomputing brings back at once."""
     staging: int
 
     @property
@@ -46,7 +46,7 @@ def shared_parameters(model: ModelCost, first: int, last: int) -> int:
 
 
 def stage_trainable(model: ModelCost, first: int, last: int) -> int:
-    """Trainable parameters of the items [first, last); a tied matrix belongs to the embedding."""
+    """Trainable parameters of the layers [first, last); a tied matrix belongs to the embedding."""
     return sum(layer.trainable_parameters for layer in model.layers[first:last])
 
 
@@ -60,7 +60,7 @@ def stage_memory(
     deferred: int = 0,
     slice_tokens: int | None = None,
 ) -> StageMemory:
-    """Bytes for the items [first, last), ``in_flight`` micro-batches of ``tokens`` tokens kept for their backward and
+    """Bytes for the layers [first, last), ``in_flight`` micro-batches of ``tokens`` tokens kept for their backward and
     ``deferred`` ones for their weight gradients. ``slice_tokens``: what is computed at once, where that is less."""
     slice_tokens = tokens if slice_tokens is None else min(tokens, slice_tokens)
     layers, matrix = model.layers[first:last], model.layers[0]
@@ -68,7 +68,7 @@ def stage_memory(
     shared_bytes = shared_parameters(model, first, last) * matrix.parameter_bytes // max(1, matrix.parameters)
     input_bytes = model.layers[first - 1].boundary_bytes_per_token * tokens if first > 0 else 0
     output_bytes = layers[-1].boundary_bytes_per_token * tokens if last < len(model.layers) else 0
-    kept = sum(_kept_per_token(model, item, recompute) for item in range(first, last))
+    kept = sum(_kept_per_token(model, index, recompute) for index in range(first, last))
     put_off = sum(layer.deferred_bytes_per_token for layer in layers)
     workspace = _workspace(layers, slice_tokens)
     again = max((layer.activation_bytes_per_token for layer in layers), default=0.0) if recompute else 0.0
@@ -84,7 +84,7 @@ def stage_memory(
 def streamed_memory(
     model: ModelCost, first: int, last: int, tokens: int, in_flight: int, slice_tokens: int
 ) -> StageMemory:
-    """Bytes on the device for the items [first, last) of a streamed stage: trained parameters and their state, the frozen ones of
+    """Bytes on the device for the layers [first, last) of a streamed stage: trained parameters and their state, the frozen ones of
     ``STREAMED_LAYERS`` layers, every layer's input of each micro-batch in flight, and one layer's activations of a slice.
 
     Where the device computes in host memory, what is not counted lies in mapped files, of which the system keeps what there is
@@ -92,7 +92,7 @@ def streamed_memory(
     """
     whole = stage_memory(model, first, last, tokens, in_flight)
     layers = model.layers[first:last]
-    frozen = [model.frozen_bytes(item) for item in range(first, last)]
+    frozen = [model.frozen_bytes(index) for index in range(first, last)]
     inputs = sum(layer.boundary_bytes_per_token for layer in model.layers[max(0, first - 1) : last - 1])
     # Beside a layer's activations there are its outputs of all slices, forward, or their gradients, backward.
     between = 2 * max((layer.boundary_bytes_per_token for layer in model.layers[max(0, first - 1) : last]), default=0)
@@ -120,13 +120,13 @@ def _workspace(layers: Sequence[LayerCost], tokens: int) -> int:
     return max(math.ceil(layer.workspace_bytes_per_token * tokens) + layer.workspace_bytes for layer in layers)
 
 
-def _kept_per_token(model: ModelCost, item: int, recompute: bool) -> float:
-    """Bytes an item keeps until backward; a block that is recomputed keeps its input only."""
-    layer = model.layers[item]
-    block = 0 < item < len(model.layers) - 1
+def _kept_per_token(model: ModelCost, index: int, recompute: bool) -> float:
+    """Bytes a layer keeps until backward; a block that is recomputed keeps its input only."""
+    layer = model.layers[index]
+    block = 0 < index < len(model.layers) - 1
     if not (recompute and block):
         return layer.activation_bytes_per_token
-    return min(layer.activation_bytes_per_token, model.layers[item - 1].boundary_bytes_per_token)
+    return min(layer.activation_bytes_per_token, model.layers[index - 1].boundary_bytes_per_token)
 
 
 def holdings(actions: Sequence[Action]) -> tuple[tuple[int, int], ...]:
@@ -163,7 +163,7 @@ def stage_holdings(pipeline: PipelinePlan, stage: StagePlan, model: ModelCost) -
 
 def streamed_bytes(stage: StagePlan, model: ModelCost) -> int:
     """Bytes of a streamed stage's frozen weights, which are in host memory or mapped files."""
-    return sum(model.frozen_bytes(item) for item in range(stage.first, stage.last))
+    return sum(model.frozen_bytes(layer) for layer in range(stage.first, stage.last))
 
 
 def usable_bytes(memory_bytes: int, reserve: float) -> int:

@@ -1,6 +1,6 @@
 """What a simulated step comes to, without its events: as ``simulator.simulate`` has it to the last bit, many times as fast.
 
-Where no messages queue for a shared card, pipelines meet only in the gradient all-reduces and the STEP: each is timed by itself
+Where no messages queue for a shared NIC, pipelines meet only in the gradient all-reduces and the STEP: each is timed by itself
 (``simulator.spans_s``), equal ones once.
 """
 
@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hetero_mpi.planning.durations import Durations, finished_items_s
+from hetero_mpi.planning.durations import Durations, finished_layers_s
 from hetero_mpi.planning.schedule import Action, Op, held_by
 from hetero_mpi.planning.simulator import SimulatedStep, simulate, spans_s
-from hetero_mpi.planning.tables import shares_cards
+from hetero_mpi.planning.tables import shares_nics
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 
 
 def outlined(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
-    """A simulation of ``plan``; without events where that is possible: no shared cards, no short micro-batches, the usual order."""
+    """A simulation of ``plan``; without events where that is possible: no shared NICs, no short micro-batches, the usual order."""
     unusual = any(pipeline.sequences % pipeline.micro_batch or pipeline.order != WARM_UP for pipeline in plan.pipelines)
-    if shares_cards(profile) or unusual:
+    if shares_nics(profile) or unusual:
         return simulate(plan, profile)
     outline = _Outline(plan, profile)
     outline.sum()
@@ -40,7 +40,7 @@ class _Outline:
         self.clock: dict[int, float] = {}
         self.busy: dict[int, float] = {}
         self.whole: dict[tuple[int, int], float] = {}
-        """(rank, item) -> when its gradients are whole there."""
+        """(rank, layer) -> when its gradients are whole there."""
         known: dict[object, tuple[list[float], list[float]]] = {}
         number = 0
         for pipeline in plan.pipelines:
@@ -70,25 +70,25 @@ class _Outline:
             rank = stage.ranks[0]
             self.clock[rank] = end
             self.busy[rank] = count * (forward[place] + backward[place] + weights[place])
-            if any(item in self.costs.summed for item in range(stage.first, stage.last)) or self.costs.tied_heads:
+            if any(layer in self.costs.summed for layer in range(stage.first, stage.last)) or self.costs.tied_heads:
                 last = Action(Op.W if split[place] else Op.B, s, count - 1)
-                for item, after_s in finished_items_s(last, self.plan, self.profile).items():
-                    self.whole[rank, item] = begun + after_s
+                for layer, after_s in finished_layers_s(last, self.plan, self.profile).items():
+                    self.whole[rank, layer] = begun + after_s
 
     def sum(self) -> None:
-        """As ``simulator`` does: all ranks take part in the all-reduces of their items from the last one to the first."""
+        """As ``simulator`` does: all ranks take part in the all-reduces of their layers from the last one to the first."""
         costs = self.costs
         free: dict[int, float] = {}
         for number, first in costs.tied_heads.items():
             head, embedding = costs.stages[number].ranks[0], costs.stages[first].ranks[0]
-            end = self.whole[head, self.plan.layers - 1] + costs.of(Action(Op.REDUCE, number, item=0))[0]
+            end = self.whole[head, self.plan.layers - 1] + costs.of(Action(Op.REDUCE, number, layer=0))[0]
             self.clock[head] = max(self.clock[head], end)
             self.whole[embedding, 0] = max(self.whole[embedding, 0], end)
         numbers = {stage.ranks[0]: number for number, stage in enumerate(costs.stages)}
-        for item in sorted(costs.summed, reverse=True):
-            ranks = held_by(self.plan, item)
-            whole_s = max(self.whole[rank, item] for rank in ranks)
-            add_sum(free, ranks, whole_s, costs.of(Action(Op.REDUCE, numbers[ranks[0]], item=item))[0])
+        for layer in sorted(costs.summed, reverse=True):
+            ranks = held_by(self.plan, layer)
+            whole_s = max(self.whole[rank, layer] for rank in ranks)
+            add_sum(free, ranks, whole_s, costs.of(Action(Op.REDUCE, numbers[ranks[0]], layer=layer))[0])
         for rank, end in free.items():
             self.clock[rank] = max(self.clock[rank], end)
 

@@ -18,7 +18,7 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 
 class Op(str, enum.Enum):
     """What a rank does. F/B compute, where backward is split I (gradient of the input) and W (of the weights) instead of B;
-    SEND_F/RECV_F move activations, SEND_B/RECV_B gradients; REDUCE sums the gradients of an item held more than once (tied
+    SEND_F/RECV_F move activations, SEND_B/RECV_B gradients; REDUCE sums the gradients of a layer held more than once (tied
     ends included); STEP clips by the global norm and runs the optimizer."""
 
     F = "F"
@@ -48,16 +48,16 @@ class Action(NamedTuple):
     ``1SEND_F3``: stage 1 sends its output of micro-batch 3 to stage 2. ``1SEND_B3``: stage 1 sends the gradient of its
     input to stage 0. ``1RECV_F3``: stage 1 receives its input from stage 0. ``1RECV_B3``: stage 1 receives the gradient
     of its output from stage 2. Actions of the whole step have no micro-batch: ``0STEP``, and ``2REDUCE5``: stage 2 takes
-    part in summing the gradients of ``item`` 5 of the chain.
+    part in summing the gradients of ``layer`` 5 of the chain.
     """
 
     op: Op
     stage: int
     micro_batch: int | None = None
-    item: int | None = None
+    layer: int | None = None
 
     def __str__(self) -> str:
-        number = self.item if self.op is Op.REDUCE else self.micro_batch
+        number = self.layer if self.op is Op.REDUCE else self.micro_batch
         return f"{self.stage}{self.op.value}{'' if number is None else number}"
 
 
@@ -67,12 +67,12 @@ def parse_action(text: str) -> Action:
     names = {op.value: op for op in Op}
     if match is None or match[2] not in names or (match[3] == "") != (names[match[2]] is Op.STEP):
         raise UserError(
-            f"an action is written STAGE OP MICRO_BATCH, such as 2F0 or 1SEND_B3; 2REDUCE5 names an item, 0STEP nothing "
+            f"an action is written STAGE OP MICRO_BATCH, such as 2F0 or 1SEND_B3; 2REDUCE5 names a layer, 0STEP nothing "
             f"(got {text!r}); operations: {', '.join(names)}"
         )
     op, stage = names[match[2]], int(match[1])
     if op is Op.REDUCE:
-        return Action(op, stage, item=int(match[3]))
+        return Action(op, stage, layer=int(match[3]))
     return Action(op, stage, int(match[3]) if match[3] else None)
 
 
@@ -97,32 +97,32 @@ def stages(plan: Plan) -> tuple[tuple[int, int, StagePlan], ...]:
     return plan.numbered
 
 
-def held_by(plan: Plan, item: int) -> tuple[int, ...]:
-    """The ranks that hold ``item``, one per pipeline, in plan order."""
+def held_by(plan: Plan, layer: int) -> tuple[int, ...]:
+    """The ranks that hold ``layer``, one per pipeline, in plan order."""
     return tuple(
-        stage.ranks[0] for pipeline in plan.pipelines for stage in pipeline.stages if stage.first <= item < stage.last
+        stage.ranks[0] for pipeline in plan.pipelines for stage in pipeline.stages if stage.first <= layer < stage.last
     )
 
 
-def summed_items(plan: Plan, model: ModelCost) -> dict[int, tuple[int, ...]]:
-    """item -> the ranks that sum its gradients, in plan order; items held once, or without trained parameters, are absent.
+def reduced_layers(plan: Plan, model: ModelCost) -> dict[int, tuple[int, ...]]:
+    """layer -> the ranks that sum its gradients, in plan order; layers held once, or without trained parameters, are absent.
 
-    Item 0 of a tied model is the matrix of both ends: the ranks of the heads take part in its sum.
+    Layer 0 of a tied model is the matrix of both ends: the ranks of the heads take part in its sum.
     """
     found = {}
-    for item, layer in enumerate(model.layers):
-        ranks = held_by(plan, item)
-        if item == 0 and model.tied:
+    for index, layer in enumerate(model.layers):
+        ranks = held_by(plan, index)
+        if index == 0 and model.tied:
             ranks = tuple(dict.fromkeys((*ranks, *held_by(plan, plan.layers - 1))))
         if len(ranks) > 1 and layer.trainable_parameters > 0:
-            found[item] = ranks
+            found[index] = ranks
     return found
 
 
 def tied_heads(plan: Plan, model: ModelCost) -> dict[int, int]:
     """Head's stage -> embedding's stage of its pipeline, where a tied matrix that is trained lies on two ranks.
 
-    Of REDUCE of item 0 the head does its own part: it brings its share of the gradient to the embedding, which adds it before
+    Of REDUCE of layer 0 the head does its own part: it brings its share of the gradient to the embedding, which adds it before
     it sums with other pipelines; STEP brings the new values back.
     """
     if not model.tied or model.layers[0].trainable_parameters == 0:
@@ -140,17 +140,17 @@ def schedule_of(plan: Plan, model: ModelCost) -> Schedule:
 
     ``dry_run.validate`` says whether any schedule runs its plan and is free of deadlock.
 
-    After its last backward a rank REDUCEs the items held more than once, the last item first, as backward finishes them:
+    After its last backward a rank REDUCEs the layers held more than once, the last layer first, as backward finishes them:
     the same order everywhere, so that no two ranks wait for each other.
     """
     schedule: Schedule = {}
-    summed = summed_items(plan, model)
+    summed = reduced_layers(plan, model)
     for number, index, stage in stages(plan):
         pipeline = plan.pipelines[index]
         actions = _micro_batches(number, pipeline, pipeline.stages.index(stage))
         for rank in stage.ranks:
-            own = [item for item in sorted(summed, reverse=True) if rank in summed[item]]
-            reduces = [Action(Op.REDUCE, number, item=item) for item in own]
+            own = [layer for layer in sorted(summed, reverse=True) if rank in summed[layer]]
+            reduces = [Action(Op.REDUCE, number, layer=layer) for layer in own]
             schedule[rank] = (*actions, *reduces, Action(Op.STEP, number))
     return schedule
 

@@ -2,7 +2,7 @@
 
 Resources: every rank computes one action at a time; every directed link carries one message at a time, in the order in
 which they were sent. Sends do not block their rank: a communication thread moves them. ``network.Network`` says where
-that is otherwise (blocking sends, one network card per host).
+that is otherwise (blocking sends, one NIC per host).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from hetero_mpi.planning.dry_run import awaited, validate
-from hetero_mpi.planning.durations import Durations, finished_items_s
+from hetero_mpi.planning.durations import Durations, finished_layers_s
 from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Event, Op, Schedule, held_by, schedule_of
 from hetero_mpi.planning.types.network import THREADED, Network, Resource, resources
 from hetero_mpi.planning.types.plan import Plan
@@ -34,7 +34,7 @@ class SimulatedStep:
 
 @dataclass
 class _State:
-    """The simulated cluster: when each rank, link and card is free, when each message arrives."""
+    """The simulated cluster: when each rank, link and NIC is free, when each message arrives."""
 
     lists: Schedule
     costs: Durations
@@ -69,7 +69,7 @@ def simulate(
 
 def _micro_batches(state: _State) -> bool:
     """All but the end of the step; False on a deadlock. Always the action that can begin first (then the lower rank's):
-    senders that share a card queue as they come."""
+    senders that share a NIC queue as they come."""
     position = dict.fromkeys(state.clock, 0)
     stopped: dict[Action, int] = {}
     """message -> the rank that cannot go on without it"""
@@ -130,59 +130,59 @@ def _all_reduces(state: _State) -> None:
     taken: dict[Resource, float] = {}
     _bring_tied_shares(whole, taken, state)
     # The heads of a tied matrix have brought their shares: they do not hold it.
-    left = {item: held_by(costs.plan, item) for item in costs.summed}
+    left = {layer: held_by(costs.plan, layer) for layer in costs.summed}
     waiting = {
-        rank: [a for a in reversed(actions) if a.op is Op.REDUCE and (a.item != 0 or a.stage not in costs.tied_heads)]
+        rank: [a for a in reversed(actions) if a.op is Op.REDUCE and (a.layer != 0 or a.stage not in costs.tied_heads)]
         for rank, actions in state.lists.items()
     }
     free = dict.fromkeys(state.clock, 0.0)
     while left:
-        # The dry run has shown that some sum is the next one of all its ranks. Of these the first, then the last item.
-        nexts = {rank: actions[-1].item for rank, actions in waiting.items() if actions}
-        possible = (item for item, ranks in left.items() if all(nexts.get(rank) == item for rank in ranks))
+        # The dry run has shown that some sum is the next one of all its ranks. Of these the first, then the last layer.
+        nexts = {rank: actions[-1].layer for rank, actions in waiting.items() if actions}
+        possible = (layer for layer, ranks in left.items() if all(nexts.get(rank) == layer for rank in ranks))
         ready_s, last = min(
-            (max(max(whole[rank, item], free[rank]) for rank in left[item]), -item) for item in possible
+            (max(max(whole[rank, layer], free[rank]) for rank in left[layer]), -layer) for layer in possible
         )
         ranks = left.pop(-last)
-        cards = _cards(costs.profile, ranks)
-        start = max([ready_s, *(taken.get(card, 0.0) for card in cards)])
+        nics = _nics(costs.profile, ranks)
+        start = max([ready_s, *(taken.get(nic, 0.0) for nic in nics)])
         for rank in ranks:
             action = waiting[rank].pop()
             seconds, size = costs.of(action)
             free[rank] = end = start + seconds
             state.events.append(Event(rank, 0, action, start, end, size))
             state.clock[rank] = max(state.clock[rank], end)
-            taken.update(dict.fromkeys(cards, end))
+            taken.update(dict.fromkeys(nics, end))
 
 
 def _whole_s(state: _State) -> dict[tuple[int, int], float]:
-    """(rank, item) -> when the item's gradients are whole there: nothing is added to them any more."""
+    """(rank, layer) -> when the layer's gradients are whole there: nothing is added to them any more."""
     costs, whole = state.costs, {}
     for rank, (action, start) in state.last_backward.items():
-        for item, after_s in finished_items_s(action, costs.plan, costs.profile).items():
-            whole[rank, item] = state.clock[rank] if state.network.late_all_reduce else start + after_s
+        for layer, after_s in finished_layers_s(action, costs.plan, costs.profile).items():
+            whole[rank, layer] = state.clock[rank] if state.network.late_all_reduce else start + after_s
     return whole
 
 
 def _bring_tied_shares(whole: dict[tuple[int, int], float], taken: dict[Resource, float], state: _State) -> None:
-    """Each head's share of a tied matrix's gradient goes to the embedding's rank as soon as it is whole; there, that of item
-    0 is whole when it has come, which ``whole`` is told. ``taken``: until when shared cards are."""
+    """Each head's share of a tied matrix's gradient goes to the embedding's rank as soon as it is whole; there, that of layer
+    0 is whole when it has come, which ``whole`` is told. ``taken``: until when shared NICs are."""
     costs = state.costs
     for number, first in costs.tied_heads.items():
         head, embedding = costs.stages[number].ranks[0], costs.stages[first].ranks[0]
-        action = Action(Op.REDUCE, number, item=0)
+        action = Action(Op.REDUCE, number, layer=0)
         seconds, size = costs.of(action)
-        cards = _cards(costs.profile, (head, embedding), there_only=True)
-        start = max([whole[head, costs.plan.layers - 1], *(taken.get(card, 0.0) for card in cards)])
+        nics = _nics(costs.profile, (head, embedding), there_only=True)
+        start = max([whole[head, costs.plan.layers - 1], *(taken.get(nic, 0.0) for nic in nics)])
         end = start + seconds
-        taken.update(dict.fromkeys(cards, end))
+        taken.update(dict.fromkeys(nics, end))
         state.events.append(Event(head, 0, action, start, end, size))
         state.clock[head] = max(state.clock[head], end)
         whole[embedding, 0] = max(whole[embedding, 0], end)
 
 
-def _cards(profile: ClusterProfile, ranks: Sequence[int], there_only: bool = False) -> set[Resource]:
-    """The shared cards that messages around a ring of ``ranks`` pass through, or from the first to the second only."""
+def _nics(profile: ClusterProfile, ranks: Sequence[int], there_only: bool = False) -> set[Resource]:
+    """The shared NICs that messages around a ring of ``ranks`` pass through, or from the first to the second only."""
     hops = [ranks] if there_only else zip(ranks, (*ranks[1:], ranks[0]), strict=True)
     passed = {resource for a, b in hops if a != b for resource in resources(profile, a, b)}
     return {resource for resource in passed if resource[0] != "link"}

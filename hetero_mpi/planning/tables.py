@@ -124,8 +124,8 @@ def shared_memories(profile: ClusterProfile) -> list[tuple[HostProfile, tuple[in
     return found
 
 
-def shares_cards(profile: ClusterProfile) -> bool:
-    """May messages between hosts queue for a network card?"""
+def shares_nics(profile: ClusterProfile) -> bool:
+    """May messages between hosts queue for a NIC?"""
     names = {device.host for device in profile.devices}
     return len(names) > 1 and any(host.shared_nic and host.name in names for host in profile.hosts)
 
@@ -142,26 +142,26 @@ def alike_stages(model: ModelCost) -> dict[tuple[int, int], Hashable]:
 
     Most blocks of a model are alike, so that there are few keys: what holds of one stage need not be worked out again.
     """
-    items = len(model.layers)
+    layers = len(model.layers)
     kinds = list(dict.fromkeys(model.layers))
-    counts = np.zeros((items + 1, len(kinds)), dtype=int)
-    for item, layer in enumerate(model.layers):
-        counts[item + 1] = counts[item]
-        counts[item + 1, kinds.index(layer)] += 1
+    counts = np.zeros((layers + 1, len(kinds)), dtype=int)
+    for index, layer in enumerate(model.layers):
+        counts[index + 1] = counts[index]
+        counts[index + 1, kinds.index(layer)] += 1
     # What crosses a cut has one size in every transformer; where it has not, no two stages are taken to be alike.
     one_boundary = len({layer.boundary_bytes_per_token for layer in model.layers[:-1]}) <= 1
     keys: dict[tuple[int, int], Hashable] = {}
-    for a in range(items):
+    for a in range(layers):
         for b, held in enumerate((counts[a + 1 :] - counts[a]).tolist(), a + 1):
-            keys[a, b] = (a == 0, b == items, *held) if one_boundary else (a, b)
+            keys[a, b] = (a == 0, b == layers, *held) if one_boundary else (a, b)
     return keys
 
 
 @lru_cache(maxsize=64)
 def stage_bytes(model: ModelCost, tokens: int, recompute: bool) -> tuple[Table, Table]:
     """(bytes whatever the depth, bytes of every micro-batch in flight): ``stage_memory`` of every stage."""
-    items = len(model.layers)
-    fixed = np.full((items + 1, items + 1), np.inf)
+    layers = len(model.layers)
+    fixed = np.full((layers + 1, layers + 1), np.inf)
     per_micro_batch = np.zeros_like(fixed)
     known: dict[Hashable, tuple[int, int]] = {}
     for (a, b), alike in alike_stages(model).items():

@@ -1,4 +1,4 @@
-"""Numbers and items in words, for the sentences of planning."""
+"""Numbers and layers in words, for the sentences of planning."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def describe_bytes(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-def describe_items(first: int, last: int, items: int) -> str:
+def describe_layers(first: int, last: int, layers: int) -> str:
     """``embedding + blocks 0-3``."""
-    blocks = range(max(first, 1) - 1, min(last, items - 1) - 1)
+    blocks = range(max(first, 1) - 1, min(last, layers - 1) - 1)
     parts = ["embedding"] if first == 0 else []
     if len(blocks) == 1:
         parts.append(f"block {blocks[0]}")
     elif blocks:
         parts.append(f"blocks {blocks[0]}-{blocks[-1]}")
-    return " + ".join(parts + (["head"] if last == items else []))
+    return " + ".join(parts + (["head"] if last == layers else []))
 
 
 def counted(texts: Iterable[str], joint: str) -> str:

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from hetero_mpi.device.backend import DTYPES, Backend
-from hetero_mpi.model.layer.interface import ItemChain
+from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
-from hetero_mpi.profiling.layer_clock import ItemClock, Seconds
+from hetero_mpi.profiling.layer_clock import LayerClock, Seconds
 from hetero_mpi.profiling.subject import CACHE_BYTES, Subject
 
 _OPTIMIZER_STEPS = 4
@@ -24,9 +24,9 @@ _OPTIMIZER_STEPS = 4
 class ProfilingStart:
     """Weights that are quick to make and numerically harmless; timing does not depend on their values."""
 
-    def fill(self, chain: ItemChain, model: nn.Module, item: int) -> None:
-        chain.vacate(model, item)
-        for root in chain.module_names(item):
+    def fill(self, chain: LayerChain, model: nn.Module, layer: int) -> None:
+        chain.vacate(model, layer)
+        for root in chain.module_names(layer):
             for module in model.get_submodule(root).modules():
                 for parameter in module.parameters(recurse=False):
                     with torch.no_grad():
@@ -34,7 +34,7 @@ class ProfilingStart:
 
 
 class Bench:
-    """The items ``[first, last)`` with their optimizer, which takes part in backward where the compute dtype is narrow."""
+    """The layers ``[first, last)`` with their optimizer, which takes part in backward where the compute dtype is narrow."""
 
     def __init__(self, subject: Subject, backend: Backend, first: int, last: int, split: bool = False) -> None:
         train, chain = subject.train, subject.chain
@@ -42,13 +42,13 @@ class Bench:
         self.stage = Stage(
             chain, first, last, backend, train.dtype, ProfilingStart(), 0, subject.tuning, False, split_backward=split
         )
-        self.clock = ItemClock(self.stage)
+        self.clock = LayerClock(self.stage)
         self.optimizer = Optimizer(self.stage, train)
         self._kept: dict[int, tuple[int, int]] | None = None
-        """While activations are counted: address of a storage -> (item, bytes)."""
+        """While activations are counted: address of a storage -> (layer, bytes)."""
 
     def forward(self, rows: int, index: int = 0) -> tuple[Seconds, float]:
-        """Micro-batch ``index`` of ``rows`` sequences: seconds of every item, seconds outside of them."""
+        """Micro-batch ``index`` of ``rows`` sequences: seconds of every layer, seconds outside of them."""
         x, targets, _ = self._inputs(rows)
         position = MicroBatch(index, 0, 0, rows * self.subject.sequence_length)
         with self._counted():
@@ -65,20 +65,20 @@ class Bench:
         return self.clock.backward(lambda: self.stage.backward_input(index, dy))
 
     def backward_weights(self, index: int) -> Seconds:
-        """The weight part: seconds of every item."""
+        """The weight part: seconds of every layer."""
         return self.clock.weights(lambda finished: self.stage.backward_weights(index, finished))
 
     def recompute(self, enabled: bool) -> None:
         self.subject.chain.recompute(self.stage.model, enabled)
 
     def activation_bytes(self, run: Callable[[], object]) -> dict[int, int]:
-        """Item -> bytes that autograd keeps from forward to backward of the micro-batch that ``run`` passes; parameters are not
-        counted, a storage that several items keep counts for the first."""
+        """Layer -> bytes that autograd keeps from forward to backward of the micro-batch that ``run`` passes; parameters are not
+        counted, a storage that several layers keep counts for the first."""
         kept = self._kept = {}
         run()
         self._kept = None
-        items = range(self.stage.first, self.stage.last)
-        return {item: sum(size for holder, size in kept.values() if holder == item) for item in items}
+        layers = range(self.stage.first, self.stage.last)
+        return {layer: sum(size for holder, size in kept.values() if holder == layer) for layer in layers}
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -100,12 +100,12 @@ class Bench:
             yield
 
     def deferred_bytes(self, rows: int) -> dict[int, int]:
-        """Item -> bytes kept from the input part of backward to the weight part."""
+        """Layer -> bytes kept from the input part of backward to the weight part."""
         deferred = self.stage.deferred
         assert deferred is not None
         self.forward(rows)
         self.backward_input(rows, 0)
-        sizes = deferred.bytes_by_item()
+        sizes = deferred.bytes_by_layer()
         self.backward_weights(0)
         return sizes
 

@@ -19,7 +19,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types.profile import LayerTimes
 from hetero_mpi.profiling.bench import Bench, copy_speeds
 from hetero_mpi.profiling.layer_clock import Seconds
-from hetero_mpi.profiling.subject import Subject, cold_by_itself, item_groups, sampled_rows
+from hetero_mpi.profiling.subject import Subject, cold_by_itself, layer_groups, sampled_rows
 from hetero_mpi.profiling.timings import TimedPart, TimingSamples, layer_times
 
 Pass = Callable[[Sequence[Bench], int, TimingSamples], None]
@@ -65,7 +65,7 @@ class DeviceBenchmark:
         self.rows = sampled_rows(subject.micro_batches)
         self.repeats, self.few = repeats, min(repeats, _FEW)
         self.crowded = backend.name == "cpu" and subject.cores < 1
-        self.groups = item_groups(self.chain.kinds, cold_by_itself(subject))
+        self.groups = layer_groups(self.chain.kinds, cold_by_itself(subject))
         self._activations: dict[str, float] = {}
         self._deferred: dict[str, float] = {}
         self._slow_s = 0.0
@@ -112,7 +112,7 @@ class DeviceBenchmark:
             return {}
         with self._shortage_explained():
             for group in self.groups:
-                benches = [Bench(self.subject, self.backend, *items) for items in group]
+                benches = [Bench(self.subject, self.backend, *layers) for layers in group]
                 self._warm_up(benches)
                 self._count_by_count(self.few, samples, benches, self._pass)
                 del benches
@@ -136,7 +136,7 @@ class DeviceBenchmark:
         self, group: Sequence[tuple[int, int]], samples: TimingSamples
     ) -> tuple[list[tuple[int, float]], bool]:
         """Fill ``samples``; returns (parameters, seconds of an optimizer step) of each stage, and whether a pass takes too long."""
-        benches = [Bench(self.subject, self.backend, *items) for items in group]
+        benches = [Bench(self.subject, self.backend, *layers) for layers in group]
         first, first_s = self._first_pass(benches)
         if first_s > _TOO_LONG_S and self.backend.name != "cpu":  # a GPU's kernels may have been made meanwhile
             first, first_s = self._first_pass(benches)
@@ -168,7 +168,7 @@ class DeviceBenchmark:
 
     def _measure_split(self, group: Sequence[tuple[int, int]], samples: TimingSamples) -> None:
         """The same for backward in two parts, which every stage of a pipeline but the first may do."""
-        benches = [Bench(self.subject, self.backend, *items, split=True) for items in group if items[0] > 0]
+        benches = [Bench(self.subject, self.backend, *layers, split=True) for layers in group if layers[0] > 0]
         self._count_by_count(self.few, samples, benches, self._split_pass)
         for bench in benches:
             self._note(self._deferred, bench.deferred_bytes(self.rows[0]))
@@ -205,15 +205,15 @@ class DeviceBenchmark:
     ) -> None:
         """A micro-batch through all stages and back, as through a pipeline."""
         for bench in benches:
-            items, outside = bench.forward(rows)
+            layers, outside = bench.forward(rows)
             if part is TimedPart.BACKWARD:
-                self._add(samples, TimedPart.FORWARD, rows, items)
+                self._add(samples, TimedPart.FORWARD, rows, layers)
                 samples.add_overhead(TimedPart.FORWARD, bench.stage.first, rows, outside)
         for bench in reversed(benches):
-            items, outside = bench.backward(rows)
+            layers, outside = bench.backward(rows)
             if part is TimedPart.RECOMPUTE:  # of blocks only
-                items = {item: seconds for item, seconds in items.items() if 0 < item < self.chain.items - 1}
-            self._add(samples, part, rows, items)
+                layers = {layer: seconds for layer, seconds in layers.items() if 0 < layer < self.chain.layer_count - 1}
+            self._add(samples, part, rows, layers)
             samples.add_overhead(part, bench.stage.first, rows, outside)
 
     def _split_pass(self, benches: Sequence[Bench], rows: int, samples: TimingSamples) -> None:
@@ -221,19 +221,19 @@ class DeviceBenchmark:
         for bench in benches:
             for index in (0, 1):
                 bench.forward(rows, index)
-                items, _ = bench.backward_input(rows, index)
-                self._add(samples, TimedPart.INPUT, rows, items)
+                layers, _ = bench.backward_input(rows, index)
+                self._add(samples, TimedPart.INPUT, rows, layers)
             for index in (0, 1):
                 self._add(samples, TimedPart.WEIGHT, rows, bench.backward_weights(index))
 
-    def _add(self, samples: TimingSamples, part: TimedPart, rows: int, items: Seconds) -> None:
-        for item, seconds in items.items():
-            samples.add(part, self.chain.kinds[item], rows, seconds)
+    def _add(self, samples: TimingSamples, part: TimedPart, rows: int, layers: Seconds) -> None:
+        for layer, seconds in layers.items():
+            samples.add(part, self.chain.kinds[layer], rows, seconds)
 
     def _note(self, largest: dict[str, float], sizes: dict[int, int]) -> None:
-        """Keep the largest bytes per token of every kind; ``sizes``: bytes of items with the smallest micro-batch."""
-        for item, size in sizes.items():
-            kind = self.chain.kinds[item]
+        """Keep the largest bytes per token of every kind; ``sizes``: bytes of layers with the smallest micro-batch."""
+        for layer, size in sizes.items():
+            kind = self.chain.kinds[layer]
             largest[kind] = max(largest.get(kind, 0.0), size / (self.rows[0] * self.subject.sequence_length))
 
     def _layer_times(self, samples: TimingSamples, stretch: float) -> dict[str, LayerTimes]:

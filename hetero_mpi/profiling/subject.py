@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_mpi.job.load import TrainTable
-from hetero_mpi.model.layer.interface import ItemChain
+from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.model_cost import BYTES
 from hetero_mpi.model.tuning import Tuning
 
@@ -20,7 +20,7 @@ _COUNTS = 4
 class Subject:
     """What is profiled: the model and how it will run."""
 
-    chain: ItemChain
+    chain: LayerChain
     tuning: Tuning
     train: TrainTable
     sequence_length: int
@@ -54,16 +54,16 @@ def sampled_rows(choices: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(chosen))
 
 
-def item_groups(kinds: Sequence[str], one_by_one: bool) -> list[list[tuple[int, int]]]:
+def layer_groups(kinds: Sequence[str], one_by_one: bool) -> list[list[tuple[int, int]]]:
     """Stages ``[first, last)`` to build at the same time, one group after the other; every kind of the chain is in one.
 
     ``one_by_one``: each kind in a stage of its own; else the front and the back of the chain, each with two blocks, or as many
     as it takes to show every kind.
 
-    >>> item_groups(("embedding", "a", "a", "a", "a", "a", "head"), False)
+    >>> layer_groups(("embedding", "a", "a", "a", "a", "a", "head"), False)
     [[(0, 3), (4, 7)]]
     """
-    items, blocks = len(kinds), len(kinds) - 2
+    layers, blocks = len(kinds), len(kinds) - 2
     if one_by_one:
         return [[(kinds.index(kind), kinds.index(kind) + 1)] for kind in dict.fromkeys(kinds)]
     ends = min(2, blocks)
@@ -71,13 +71,13 @@ def item_groups(kinds: Sequence[str], one_by_one: bool) -> list[list[tuple[int, 
         ends += 1
     middle = 1 + (blocks + 1) // 2
     if 2 * ends >= blocks:
-        return [[(0, middle), (middle, items)]]
-    return [[(0, 1 + ends), (items - 1 - ends, items)]]
+        return [[(0, middle), (middle, layers)]]
+    return [[(0, 1 + ends), (layers - 1 - ends, layers)]]
 
 
 def cold_by_itself(subject: Subject) -> bool:
     """Is a block larger than caches, so that it finds them cold even when it runs over and over? Or is packing it slow?"""
     chain = subject.chain
-    blocks = (sum(spec.count for spec in chain.specs(item, item + 1)) for item in range(1, chain.items - 1))
+    blocks = (sum(spec.count for spec in chain.specs(layer, layer + 1)) for layer in range(1, chain.layer_count - 1))
     largest = max(blocks, default=0)
     return subject.tuning.nf4 or largest * BYTES[subject.train.dtype] > CACHE_BYTES

@@ -24,31 +24,31 @@ class TimingSamples:
     """Seconds by part, layer kind and sequences per micro-batch."""
 
     def __init__(self) -> None:
-        self._items: dict[tuple[TimedPart, str, int], list[float]] = defaultdict(list)
+        self._layers: dict[tuple[TimedPart, str, int], list[float]] = defaultdict(list)
         self._overheads: dict[tuple[TimedPart, int, int], list[float]] = defaultdict(list)
 
     def add(self, part: TimedPart, kind: str, rows: int, seconds: float) -> None:
-        self._items[part, kind, rows].append(seconds)
+        self._layers[part, kind, rows].append(seconds)
 
     def add_overhead(self, part: TimedPart, stage: int, rows: int, seconds: float) -> None:
-        """A stage (by its first item) spent so long outside of its items."""
+        """A stage (by its first layer) spent so long outside of its layers."""
         self._overheads[part, stage, rows].append(seconds)
 
     def update(self, others: TimingSamples) -> None:
-        for key, seconds in others._items.items():
-            self._items[key] += seconds
+        for key, seconds in others._layers.items():
+            self._layers[key] += seconds
         for stage, seconds in others._overheads.items():
             self._overheads[stage] += seconds
 
     def has(self, rows: int) -> bool:
-        return any(known == rows for _, _, known in self._items)
+        return any(known == rows for _, _, known in self._layers)
 
     def curve(self, part: TimedPart, kind: str, sequence_length: int, stretch: float) -> Curve | None:
         """Median seconds over tokens, times ``stretch``, with their spread; None where nothing was timed."""
-        rows = sorted(known for found, of, known in self._items if (found, of) == (part, kind))
+        rows = sorted(known for found, of, known in self._layers if (found, of) == (part, kind))
         if not rows:
             return None
-        lists = [self._items[part, kind, count] for count in rows]
+        lists = [self._layers[part, kind, count] for count in rows]
         return Curve(
             tuple(count * sequence_length for count in rows),
             tuple(stretch * statistics.median(times) for times in lists),
@@ -56,7 +56,7 @@ class TimingSamples:
         )
 
     def overhead_s(self, part: TimedPart, stretch: float) -> float:
-        """What a stage spends besides its items with the fewest sequences: it hardly depends on their number."""
+        """What a stage spends besides its layers with the fewest sequences: it hardly depends on their number."""
         rows = min((known for found, _, known in self._overheads if found is part), default=0)
         stages = [times for (found, _, known), times in self._overheads.items() if (found, known) == (part, rows)]
         return stretch * statistics.fmean(map(statistics.median, stages)) if stages else 0.0

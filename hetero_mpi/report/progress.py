@@ -16,7 +16,7 @@ from hetero_mpi.report import units
 from hetero_mpi.report.past_run import predicted_step
 from hetero_mpi.report.run_files.metrics import StepMetrics
 from hetero_mpi.report.run_files.terminal import is_terminal
-from hetero_mpi.report.tables import items_text, schedule_text
+from hetero_mpi.report.tables import layers_text, schedule_text
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -68,7 +68,7 @@ def overview(plan: Plan, profile: ClusterProfile, name: str) -> Overview:
     title += f"{schedule_text(plan)}{emulated}"
     rows = []
     for _, _, stage in plan.numbered:
-        holds = items_text(stage.first, stage.last, plan.layers)
+        holds = layers_text(stage.first, stage.last, plan.layers)
         for rank in stage.ranks:
             share = simulation.busy_s[rank] / simulation.step_s if simulation.step_s > 0 else 0.0
             rows.append(RankRow(rank, holds, share))

@@ -12,7 +12,7 @@ from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import PACKING, HostMemory, IdleRank, PlanReport, RankMemory
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LinkProfile
-from hetero_mpi.planning.words import describe_items, ratio
+from hetero_mpi.planning.words import describe_layers, ratio
 from hetero_mpi.report import units
 from hetero_mpi.report.alike import (
     EVERY_STAGE,
@@ -165,9 +165,9 @@ def _places(profile: ClusterProfile) -> tuple[str, str]:
     return ("emulated host", "emulated device") if profile.emulated else ("host", "device")
 
 
-def items_text(first: int, last: int, items: int) -> str:
+def layers_text(first: int, last: int, layers: int) -> str:
     """Layers [first, last) of a chain of ``layers``, by name: ``embedding, blocks 0-3``."""
-    return describe_items(first, last, items).replace(" + ", ", ")
+    return describe_layers(first, last, layers).replace(" + ", ", ")
 
 
 def _stage_table(
@@ -196,7 +196,7 @@ def _stage_table(
             *who,
             _devices(stage, profile),
             least_most([one.last - one.first for one in stages], whole) if many
-            else items_text(stage.first, stage.last, plan.layers),
+            else layers_text(stage.first, stage.last, plan.layers),
             micro_batches,
             weights,
             fullest_text([known for known in memory if any(known.rank in one.ranks for one in stages)]),
@@ -302,6 +302,6 @@ def _spread(values: Sequence[float]) -> tuple[float, float, float]:
 
 def _block_s(profile: ClusterProfile, device: DeviceProfile, op: Op) -> float:
     """Mean seconds of a block (kinds may differ) over one sequence."""
-    items = len(profile.model.layers)
-    total = compute_s(profile, device, 1, items - 1, profile.model.sequence_length, op)
-    return total / max(items - 2, 1)
+    layers = len(profile.model.layers)
+    total = compute_s(profile, device, 1, layers - 1, profile.model.sequence_length, op)
+    return total / max(layers - 2, 1)

@@ -139,7 +139,7 @@ def _write(values: dict[str, Any], path: Path) -> Path:
 
 
 def _lane(event: Event) -> tuple[int, str]:
-    return EMBEDDING if event.action.item == 0 else LANES.get(event.action.op, COMPUTE)
+    return EMBEDDING if event.action.layer == 0 else LANES.get(event.action.op, COMPUTE)
 
 
 def _begins_s(events: Sequence[Event]) -> dict[int, float]:

@@ -131,14 +131,14 @@ def start_layers(context: RunContext, members: World, trainer: Trainer) -> None:
         if context.world.rank == 0:
             values = start_values(context.loaded)
     members.doing = "sending the factory's weights"
-    item_of = context.chain.item_of
-    item = 0
+    layer_of = context.chain.layer_of
+    layer = 0
 
     def given(parcel: Parcel) -> torch.Tensor:
-        nonlocal item
-        if item_of(parcel.name) != item:
-            item = item_of(parcel.name)
-            return_freed_memory()  # of the items before: the model would be there twice
+        nonlocal layer
+        if layer_of(parcel.name) != layer:
+            layer = layer_of(parcel.name)
+            return_freed_memory()  # of the layers before: the model would be there twice
         return values.pop(parcel.name).contiguous()
 
     listed = parcels(trainer.tuning, trainer.plan, ("parameters",))

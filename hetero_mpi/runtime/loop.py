@@ -179,7 +179,7 @@ class Loop:
         """Where they were not finite first: backward takes what is not finite on with it."""
         if decision.first_non_finite is None:
             return "each is, but not the sum of their squares"
-        rank = holders(self.plan)[self.trainer.tuning.trainable[decision.first_non_finite].item][0]
+        rank = holders(self.plan)[self.trainer.tuning.trainable[decision.first_non_finite].layer][0]
         numbers = self.world.numbers or range(self.world.size)
         return f"first in {decision.first_non_finite} on rank {rank} ({self.world.hosts[list(numbers).index(rank)]})"
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from hetero_mpi.engine.trainer import StepResult
 from hetero_mpi.launch.supervisor.event_log import append_event
-from hetero_mpi.planning.analysis.drift import Decider, Move, moved_items
+from hetero_mpi.planning.analysis.drift import Decider, Move, moved_layers
 from hetero_mpi.planning.durations import Durations
 from hetero_mpi.planning.schedule import COMPUTE, Action
 from hetero_mpi.planning.types.plan import Plan
@@ -113,7 +113,7 @@ class Rebalancer:
     def changed(self, step: int, old: Plan, new: Plan, stall_s: float) -> None:
         """Layers have moved, and training stood still for ``stall_s`` (wall clock). Tells the person, on rank 0."""
         assert self._answer is not None
-        prospect, moves = self._answer.prospect, moved_items(old, new)
+        prospect, moves = self._answer.prospect, moved_layers(old, new)
         self._decider.moved()
         before, after = units.seconds(prospect.now_s), units.seconds(prospect.then_s)
         moved = _moves_text(moves, new.layers) or "no layer moves, but warm-up depths change"
@@ -127,7 +127,7 @@ class Rebalancer:
             text,
             step=step,
             speeds={str(rank): round(1 / ratio, 4) for rank, ratio in self._ratios.items()},
-            moved=[{"from": a, "to": b, "items": items} for (a, b), items in moves.items()],
+            moved=[{"from": a, "to": b, "layers": layers} for (a, b), layers in moves.items()],
             step_s_before=prospect.now_s,
             step_s_after=prospect.then_s,
             predicted_cost_s=prospect.cost_s,
@@ -195,18 +195,18 @@ def rebalancer_of(context: RunContext, plan_given: bool) -> Rebalancer | None:
     return None if alone or plan_given or not context.job.plan.rebalance else Rebalancer(context)
 
 
-def _moves_text(moves: dict[tuple[int, int], list[int]], items: int) -> str:
+def _moves_text(moves: dict[tuple[int, int], list[int]], layers: int) -> str:
     """Such as ``layers 9-11 move from rank 1 to rank 0``; layers count from 0 as in the model's parameter names."""
     return ", ".join(
-        f"{_items_text(moved, items)} from rank {a} to rank {b}" for (a, b), moved in sorted(moves.items())
+        f"{_layers_text(moved, layers)} from rank {a} to rank {b}" for (a, b), moved in sorted(moves.items())
     )
 
 
-def _items_text(moved: list[int], items: int) -> str:
+def _layers_text(moved: list[int], layers: int) -> str:
     names = ["the embedding"] if 0 in moved else []
-    blocks = [item - 1 for item in moved if 0 < item < items - 1]
+    blocks = [layer - 1 for layer in moved if 0 < layer < layers - 1]
     for _, run in groupby(enumerate(blocks), key=lambda pair: pair[1] - pair[0]):
         numbers = [number for _, number in run]
         names.append(f"layers {numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"layer {numbers[0]}")
-    names += ["the head"] if items - 1 in moved else []
+    names += ["the head"] if layers - 1 in moved else []
     return f"{' and '.join(names)} {'moves' if len(moved) == 1 else 'move'}"

@@ -1,9 +1,9 @@
 """From one plan to another inside the running processes, between two steps.
 
-    before      rank 0: items 0-3      rank 1: items 4-8       rank 2: idle
+    before      rank 0: layers 0-3      rank 1: layers 4-8       rank 2: idle
     keep        copies what it trains  copies what it trains                   in host memory; stages are given up
-    build       items 0-2              items 3-5               items 6-8       frozen weights that are new here: own files, or sent
-    move                item 3 -> 1    items 6-8 -> 2                          parameters and moments; the rest stays where it is
+    build       layers 0-2              layers 3-5               layers 6-8       frozen weights that are new here: own files, or sent
+    move                layer 3 -> 1    layers 6-8 -> 2                          parameters and moments; the rest stays where it is
     after       the loop goes on with the next step: the same data, the same numbers
 
 A change has three parts that others may put together in another way (after a death what is to be moved comes from copies that
@@ -133,7 +133,7 @@ def change(context: RunContext, before: Share, report: PlanReport, state: Traini
     if before.trainer is not None:
         brought = keep(before.trainer, listed)
         if before.trainer.stage is not None:
-            kept = before.trainer.stage.frozen_items(_items_of(world.rank, report.plan))
+            kept = before.trainer.stage.frozen_layers(_layers_of(world.rank, report.plan))
         before.give_up()
         context.backend.free_unused()
         gc.freeze()  # what lives on is not looked through again by the next change
@@ -149,8 +149,8 @@ def change(context: RunContext, before: Share, report: PlanReport, state: Traini
     return replace(share, seconds=seconds)
 
 
-def _items_of(rank: int, plan: Plan) -> list[int]:
-    return [item for item, ranks in holders(plan).items() if rank in ranks]
+def _layers_of(rank: int, plan: Plan) -> list[int]:
+    return [layer for layer, ranks in holders(plan).items() if rank in ranks]
 
 
 def _nothing(parcel: Parcel) -> torch.Tensor:

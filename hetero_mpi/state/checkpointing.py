@@ -17,7 +17,7 @@ from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import JobConfig, TrainTable
 from hetero_mpi.model.adapter_files import adapter_directory, read_adapter, write_adapter
-from hetero_mpi.model.layer.interface import ItemChain, ParameterSpec
+from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
 from hetero_mpi.model.optimizer import MOMENTS
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.state.background_save import Saver
@@ -80,7 +80,7 @@ def find_checkpoint(run_dir: Path, wanted: str) -> tuple[Path, list[str]]:
 
 
 def check_fits(
-    reader: CheckpointReader, path: Path, chain: ItemChain, tuning: Tuning, train: TrainTable, sequence_length: int
+    reader: CheckpointReader, path: Path, chain: LayerChain, tuning: Tuning, train: TrainTable, sequence_length: int
 ) -> None:
     """Refuse a checkpoint of another model or of a run whose steps would not continue in this one.
 
@@ -122,7 +122,7 @@ def check_shapes(reader: CheckpointReader, path: Path, name: str, spec: Paramete
 
 
 def check_settings(
-    reader: CheckpointReader, path: Path, chain: ItemChain, train: TrainTable, sequence_length: int
+    reader: CheckpointReader, path: Path, chain: LayerChain, train: TrainTable, sequence_length: int
 ) -> None:
     """Refuse a checkpoint, or a rank's copy, of a run whose steps would not continue in this one.
 
@@ -210,7 +210,7 @@ def take_over(trainer: Trainer, listed: Sequence[Delivery], own: Callable[[Parce
 
 
 def replicas_differ(trainer: Trainer) -> bool:
-    """May ranks that hold the same items round differently, since they compute on unlike devices? Collective."""
+    """May ranks that hold the same layers round differently, since they compute on unlike devices? Collective."""
     own = None
     if trainer.stage is not None:
         backend = trainer.backend
@@ -250,7 +250,7 @@ def _keeper(trainer: Trainer, updates: int) -> Callable[[Parcel, torch.Tensor], 
 
 
 def save_model(trainer: Trainer, directory: Path, shard_bytes: int, tokenizer: PreTrainedTokenizerFast | None) -> None:
-    """Write the model on rank 0, item by item: a Hugging Face directory with its tokenizer, or what else the chain writes.
+    """Write the model on rank 0, layer by layer: a Hugging Face directory with its tokenizer, or what else the chain writes.
 
     Collective."""
     listed = parcels(trainer.tuning, trainer.plan, ("parameters",), trainer.dtype)
@@ -260,8 +260,8 @@ def save_model(trainer: Trainer, directory: Path, shard_bytes: int, tokenizer: P
             pass
         return
     with trainer.chain.writer(directory, shard_bytes) as writer:
-        for _, of_item in groupby(coming, key=lambda pair: trainer.chain.item_of(pair[0].name)):
-            writer.add({parcel.name: tensor for parcel, tensor in of_item})
+        for _, of_layer in groupby(coming, key=lambda pair: trainer.chain.layer_of(pair[0].name)):
+            writer.add({parcel.name: tensor for parcel, tensor in of_layer})
         if tokenizer is not None:
             save_tokenizer(tokenizer, writer.path)
 

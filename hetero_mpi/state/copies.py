@@ -27,13 +27,13 @@ class Generation:
     """Where the run stood, as ``TrainingState.to_dict`` says it."""
     tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     """(kind, name) -> fp32 host tensor."""
-    items: set[int] = field(default_factory=set)
-    """Items of which every tensor is here."""
+    layers: set[int] = field(default_factory=set)
+    """Layers of which every tensor is here."""
 
-    def add(self, tensors: dict[tuple[str, str], torch.Tensor], items: set[int]) -> None:
+    def add(self, tensors: dict[tuple[str, str], torch.Tensor], layers: set[int]) -> None:
         """Those of another rank have arrived."""
         self.tensors |= tensors
-        self.items |= items
+        self.layers |= layers
 
 
 class Copies:
@@ -43,8 +43,8 @@ class Copies:
         self.generations: list[Generation] = []
 
     def inventory(self) -> list[tuple[int, list[int]]]:
-        """(step, items that are here) of every generation, JSON-able."""
-        return [(generation.step, sorted(generation.items)) for generation in self.generations]
+        """(step, layers that are here) of every generation, JSON-able."""
+        return [(generation.step, sorted(generation.layers)) for generation in self.generations]
 
     def tensor(self, step: int, parcel: Parcel) -> torch.Tensor:
         """A parcel as it was after ``step`` steps."""
@@ -59,7 +59,7 @@ class Copies:
 def newest_whole(
     inventories: Sequence[Sequence[tuple[int, Sequence[int]]]], needed: set[int]
 ) -> tuple[int, dict[int, tuple[int, ...]]] | None:
-    """The newest step of which the ranks together have all ``needed`` items, and item -> the ranks that have it then.
+    """The newest step of which the ranks together have all ``needed`` layers, and layer -> the ranks that have it then.
 
     Args:
         inventories: every rank's.
@@ -68,8 +68,8 @@ def newest_whole(
     for step in steps:
         having: dict[int, tuple[int, ...]] = {}
         for rank, inventory in enumerate(inventories):
-            for item in {item for at, items in inventory if at == step for item in items}:
-                having[item] = (*having.get(item, ()), rank)
+            for layer in {layer for at, layers in inventory if at == step for layer in layers}:
+                having[layer] = (*having.get(layer, ()), rank)
         if needed <= having.keys():
             return step, having
     return None

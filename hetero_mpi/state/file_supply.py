@@ -1,14 +1,14 @@
-"""One copy of the files is enough: ranks without the model directory get the tensors of their items from rank 0.
+"""One copy of the files is enough: ranks without the model directory get the tensors of their layers from rank 0.
 
 Each rank reads its own disk if the model is there and is the same as rank 0's, else its shard cache, and what it still lacks
 comes over the transport: raw bytes, in the files' own dtype and under their own names (the receiver converts them). What is
 missing is gathered once, before anything is sent; from it, the plan and the names follow all messages:
 
-    receiver, per item   post receives for the item's tensors; send GO
-    rank 0, in turns     item by item, one of each receiver: wait for GO, read and send tensor by tensor
+    receiver, per layer   post receives for the layer's tensors; send GO
+    rank 0, in turns     layer by layer, one of each receiver: wait for GO, read and send tensor by tensor
 
-So a receiver holds one item and rank 0 three tensors, and ranks that read their own disks wait for nobody. A receiver that
-fails sends STOP instead, and rank 0 passes over the rest of its items.
+So a receiver holds one layer and rank 0 three tensors, and ranks that read their own disks wait for nobody. A receiver that
+fails sends STOP instead, and rank 0 passes over the rest of its layers.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class FilesReport:
     lack: str | None = None
     """Why it cannot read the model from its own disk; None: it can."""
     missing: Sequence[int] = ()
-    """Items that rank 0 must send it, in the order in which they are loaded."""
+    """Layers that rank 0 must send it, in the order in which they are loaded."""
     cached: int = 0
-    """Items that its shard cache holds."""
+    """Layers that its shard cache holds."""
     remarks: Sequence[str] = ()
     """Entries of the cache that did not match."""
 
@@ -100,7 +100,7 @@ def open_files(
         rank: this rank's number in the plan.
         directory: where the model is; it must be there on rank 0.
         cache_root: where ranks without the model keep what they receive; None: nowhere.
-        kept: items that this rank has in memory and will not load.
+        kept: layers that this rank has in memory and will not load.
 
     Raises:
         UserError: rank 0's files are missing or damaged, or a rank's shard cache cannot be used.
@@ -129,26 +129,26 @@ def open_files(
         assert source is not None
         start = FileStart(source, chain)
         if incoming is not None and lack is not None:
-            needed = [item for item in needed_items(chain, plan, rank) if item not in kept]
-            report = incoming.look(lack, needed, start.keys_of_item)
+            needed = [layer for layer in needed_layers(chain, plan, rank) if layer not in kept]
+            report = incoming.look(lack, needed, start.keys_of_layer)
     rows = [FilesReport(**row) for row in world.all_gather_json(asdict(report))]
     if files is None or rank != 0:
         return FileSupply(start, incoming=incoming)
     reports = dict(zip(world.numbers or range(world.size), rows, strict=True))
     hosts = dict(zip(reports, world.hosts, strict=True))
-    return FileSupply(start, Outgoing(transport, files, contents, start.keys_of_item, reports, hosts))
+    return FileSupply(start, Outgoing(transport, files, contents, start.keys_of_layer, reports, hosts))
 
 
-def needed_items(chain: TransformersChain, plan: Plan, rank: int) -> list[int]:
-    """Items whose tensors a rank loads, in order: its own, and the embedding where its head is tied to it."""
-    items: set[int] = set()
+def needed_layers(chain: TransformersChain, plan: Plan, rank: int) -> list[int]:
+    """Layers whose tensors a rank loads, in order: its own, and the embedding where its head is tied to it."""
+    layers: set[int] = set()
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
             if rank in stage.ranks:
-                items.update(range(stage.first, stage.last))
-                if stage.last == chain.items and chain.tied is not None:
-                    items.add(0)
-    return sorted(items)
+                layers.update(range(stage.first, stage.last))
+                if stage.last == chain.layer_count and chain.tied is not None:
+                    layers.add(0)
+    return sorted(layers)
 
 
 class Incoming:
@@ -165,25 +165,25 @@ class Incoming:
     def names(self) -> Mapping[str, ListedTensor]:
         return self._contents.tensors
 
-    def look(self, lack: str, needed: Sequence[int], keys_of_item: Mapping[int, Sequence[str]]) -> FilesReport:
-        """Check what the cache holds of the needed items, and that the rest can be kept. Local."""
+    def look(self, lack: str, needed: Sequence[int], keys_of_layer: Mapping[int, Sequence[str]]) -> FilesReport:
+        """Check what the cache holds of the needed layers, and that the rest can be kept. Local."""
         remarks: Sequence[str] = ()
         missing = list(needed)
         if self._cache is not None:
-            missing = [item for item in needed if not self._cache.holds(item, self._listed(keys_of_item[item]))]
+            missing = [layer for layer in needed if not self._cache.holds(layer, self._listed(keys_of_layer[layer]))]
             remarks = self._cache.remarks
             if missing:
-                coming = (tensor for item in missing for tensor in self._listed(keys_of_item[item]).values())
+                coming = (tensor for layer in missing for tensor in self._listed(keys_of_layer[layer]).values())
                 self._cache.prepare(sum(tensor.bytes for tensor in coming))
         self._missing = deque(missing)
         return FilesReport(lack, missing, len(needed) - len(missing), remarks)
 
-    def read_item(self, item: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """As ``TensorSource.read_item``; receives what is not in the cache, and keeps it there."""
-        if item not in self._missing:
+    def read_layer(self, layer: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """As ``TensorSource.read_layer``; receives what is not in the cache, and keeps it there."""
+        if layer not in self._missing:
             assert self._cache is not None
-            return self._cache.read(item, names)
-        assert item == self._missing[0], "items are loaded in the order that rank 0 knows"
+            return self._cache.read(layer, names)
+        assert layer == self._missing[0], "layers are loaded in the order that rank 0 knows"
         tensors = {}
         for name, listed in self._listed(names).items():
             tensors[name] = torch.empty(listed.shape, dtype=getattr(torch, listed.dtype))
@@ -193,7 +193,7 @@ class Incoming:
             self._transport.wait(request)
         self._missing.popleft()
         if self._cache is not None:
-            self._cache.keep(item, tensors)
+            self._cache.keep(layer, tensors)
         return tensors
 
     def stop(self) -> None:
@@ -217,7 +217,7 @@ class Outgoing:
         transport: Transport,
         files: ModelFiles,
         contents: DirectoryContents,
-        keys_of_item: Mapping[int, Sequence[str]],
+        keys_of_layer: Mapping[int, Sequence[str]],
         reports: Mapping[int, FilesReport],
         hosts: Mapping[int, str],
     ) -> None:
@@ -225,30 +225,30 @@ class Outgoing:
         Args:
             reports, hosts: of each active rank, by its number.
         """
-        self._transport, self._files, self._keys_of_item = transport, files, keys_of_item
-        self._item_bytes = {
-            item: sum(contents.tensors[key].bytes for key in keys) for item, keys in keys_of_item.items()
+        self._transport, self._files, self._keys_of_layer = transport, files, keys_of_layer
+        self._layer_bytes = {
+            layer: sum(contents.tensors[key].bytes for key in keys) for layer, keys in keys_of_layer.items()
         }
         self._reports, self._hosts = reports, hosts
         self._under_way: deque[tuple[torch.Tensor, Request]] = deque()
 
     def send_all(self) -> None:
-        """Send every rank's missing items, one of each rank in turn, and say so."""
+        """Send every rank's missing layers, one of each rank in turn, and say so."""
         for rank, report in self._reports.items():
             if report.lack is not None:
                 say(*self._lines(rank, report))
-        turns = sorted((turn, rank, item) for rank, r in self._reports.items() for turn, item in enumerate(r.missing))
+        turns = sorted((turn, rank, layer) for rank, r in self._reports.items() for turn, layer in enumerate(r.missing))
         if not turns:
             return
-        progress = _Progress(sum(self._item_bytes.get(item, 0) for _, _, item in turns))
+        progress = _Progress(sum(self._layer_bytes.get(layer, 0) for _, _, layer in turns))
         stopped: set[int] = set()
-        for _, rank, item in turns:
+        for _, rank, layer in turns:
             if rank in stopped:
                 continue
             if self._hear(rank) == _STOP:
                 stopped.add(rank)
                 continue
-            for key in self._keys_of_item.get(item, ()):
+            for key in self._keys_of_layer.get(layer, ()):
                 progress.add(self._send(rank, key))
         while self._under_way:
             self._transport.wait(self._under_way.popleft()[1])
@@ -272,9 +272,11 @@ class Outgoing:
         lines = [f"{who}: {remark}" for remark in report.remarks]
         sources = []
         if report.cached:
-            sources.append(f"{report.cached} of its {report.cached + len(report.missing)} items are in its shard cache")
+            sources.append(
+                f"{report.cached} of its {report.cached + len(report.missing)} layers are in its shard cache"
+            )
         if report.missing:
-            size = units.size(sum(self._item_bytes.get(item, 0) for item in report.missing))
+            size = units.size(sum(self._layer_bytes.get(layer, 0) for layer in report.missing))
             sources.append(f"sending {size} to rank {rank}")
         return [*lines, f"{who}: {report.lack}; {', '.join(sources)}"]
 

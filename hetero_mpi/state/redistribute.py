@@ -40,14 +40,15 @@ class Parcel:
 
 
 def parcels(tuning: Tuning, plan: Plan, kinds: Iterable[str], dtype: torch.dtype = torch.float32) -> list[Parcel]:
-    """All tensors of the given kinds, in the model's order, item by item. Constants are parameters in fp32, without moments."""
+    """All tensors of the given kinds, in the model's order, layer by layer. Constants are parameters in fp32, without moments."""
     held, kinds = holders(plan), tuple(kinds)
     tensors = [(spec, kind, dtype) for spec in tuning.trainable.values() for kind in kinds]
     if "parameters" in kinds:
         tensors += [(spec, "parameters", torch.float32) for spec in tuning.constants.values()]
-    tensors.sort(key=lambda tensor: tensor[0].item)  # stable: the model's order within an item
+    tensors.sort(key=lambda tensor: tensor[0].layer)  # stable: the model's order within a layer
     return [
-        Parcel(kind, spec.name, spec.shape, own, held[spec.item][0], held[spec.item][1:]) for spec, kind, own in tensors
+        Parcel(kind, spec.name, spec.shape, own, held[spec.layer][0], held[spec.layer][1:])
+        for spec, kind, own in tensors
     ]
 
 
@@ -115,8 +116,8 @@ def deliveries(listed: Iterable[Parcel], having: Callable[[Parcel], Sequence[int
 def held_under(tuning: Tuning, plan: Plan) -> Callable[[Parcel], tuple[int, ...]]:
     """Gives the ranks that hold a parcel under ``plan``, the one that speaks for it first."""
     held = holders(plan)
-    items = {spec.name: spec.item for spec in (*tuning.trainable.values(), *tuning.constants.values())}
-    return lambda parcel: held[items[parcel.name]]
+    layers = {spec.name: spec.layer for spec in (*tuning.trainable.values(), *tuning.constants.values())}
+    return lambda parcel: held[layers[parcel.name]]
 
 
 def distribute(

@@ -25,8 +25,8 @@ from tests.support.small_jobs import GLOBAL_BATCH, Outcome, newest_copy_step
 from tests.training.test_recovery import newest_step, outliving_or_skip
 
 
-def offer(rank: int, generation: str, step: int, *items: int) -> Offer:
-    return Offer(rank, Piece(Path(f"{generation}-{rank}"), generation, step, "run", rank, items))
+def offer(rank: int, generation: str, step: int, *layers: int) -> Offer:
+    return Offer(rank, Piece(Path(f"{generation}-{rank}"), generation, step, "run", rank, layers))
 
 
 def test_only_pieces_of_one_moment_make_a_generation() -> None:
@@ -149,7 +149,7 @@ def test_what_a_piece_says_of_itself_np2(left: Left) -> None:
     """Each of two ranks is the other's peer: its piece holds both parts."""
     pieces, remarks = pieces_on_disk(left.run)
     assert remarks == [] and [piece.writer for piece in pieces] == [0, 1]
-    assert [piece.items for piece in pieces] == [(0, 1, 2, 3)] * 2 and len({p.generation for p in pieces}) == 1
+    assert [piece.layers for piece in pieces] == [(0, 1, 2, 3)] * 2 and len({p.generation for p in pieces}) == 1
     assert [verify(piece.path) for piece in pieces] == [None, None]
     with CheckpointReader(pieces[1].path) as reader:
         assert len(reader.metadata["losses"]) == left.step and reader.metadata["job"]["train"]["seed"] == 7
@@ -166,7 +166,7 @@ def test_copies_of_several_pipelines_np2(tmp_path: Path) -> None:
     run = tmp_path / "run"
     killed(job, run)
     pieces = pieces_on_disk(run)[0]
-    assert {item for piece in pieces for item in piece.items} == set(range(plan.layers))
+    assert {layer for piece in pieces for layer in piece.layers} == set(range(plan.layers))
     step = pieces[0].step
     more, straight = [f"train.steps={step + 4}"], tmp_path / "straight"
     entries = {

@@ -18,7 +18,7 @@ import peers  # noqa: E402
 
 
 def plan_of(*pipelines: int) -> Plan:
-    """A plan of pipelines with so many stages each, of a chain of four items."""
+    """A plan of pipelines with so many stages each, of a chain of four layers."""
     made = tuple(
         PipelinePlan(tuple(StagePlan((stage,), stage, stage + 1, 0) for stage in range(count)), 1, 4)
         for count in pipelines

@@ -61,7 +61,13 @@ def test_decoding_leaves_a_stage_in_training_as_it_was(tmp_path: Path) -> None:
     def losses(sample: bool) -> tuple[list[float], torch.Tensor]:
         chain = TransformersChain(read_config(ModelFiles(path).config))
         stage = Stage(
-            chain, 0, chain.items, open_backend("cpu", 0), "fp32", FileStart(ModelFiles(path), chain), recompute=True
+            chain,
+            0,
+            chain.layer_count,
+            open_backend("cpu", 0),
+            "fp32",
+            FileStart(ModelFiles(path), chain),
+            recompute=True,
         )
         torch.manual_seed(1)
         found = []
@@ -82,7 +88,7 @@ def test_decoding_leaves_a_stage_in_training_as_it_was(tmp_path: Path) -> None:
 
 def stages_of(path: Path, cuts: tuple[int, ...]) -> list[Stage]:
     chain = TransformersChain(read_config(ModelFiles(path).config))
-    edges = [0, *cuts, chain.items]
+    edges = [0, *cuts, chain.layer_count]
     backend = open_backend("cpu", 0)
     return [
         Stage(chain, first, last, backend, "fp32", FileStart(ModelFiles(path), chain), tuning=nothing_trained())

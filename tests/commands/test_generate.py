@@ -361,7 +361,7 @@ def test_command_line_np1(place: Path, outcomes: Outcomes) -> None:
 
 def test_shares_fill_memory_alike_on_few_ranks() -> None:
     table = [
-        # item bytes, memory of each rank, expected shares
+        # layer bytes, memory of each rank, expected shares
         ([1, 1, 1, 1], [10, 10], [(0, 2), (2, 4)]),
         ([1, 1, 1, 1], [30, 10], [(0, 3), (3, 4)]),
         ([1, 1, 1, 1], [0, 10, 10], [(0, 0), (0, 2), (2, 4)]),
@@ -369,5 +369,5 @@ def test_shares_fill_memory_alike_on_few_ranks() -> None:
         ([8, 1, 1, 1], [10, 10, 10], [(0, 1), (1, 4), (4, 4)]),
         ([5], [10], [(0, 1)]),
     ]
-    for item_bytes, memory, expected in table:
-        assert share_out(item_bytes, memory) == expected
+    for layer_bytes, memory, expected in table:
+        assert share_out(layer_bytes, memory) == expected

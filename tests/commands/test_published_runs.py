@@ -79,12 +79,12 @@ def test_other_runs_in_the_publications_columns(tmp_path: Path) -> None:
 
 def table_with(folder: Path, node: str) -> Path:
     path = folder / "unknown.csv"
-    path.write_text(f"run,micro_batch,global_batch,items,nodes\nz,2,8,26,{node}\n")
+    path.write_text(f"run,micro_batch,global_batch,layers,nodes\nz,2,8,26,{node}\n")
     return path
 
 
 def test_one_node_alone_takes_what_its_layers_take(times: runs.Times) -> None:
-    """26 items, 4 micro-batches of 2 sequences, no messages: the sum of the published times."""
+    """26 layers, 4 micro-batches of 2 sequences, no messages: the sum of the published times."""
     run = runs.Run("alone", 2, 8, (26,), ((runs.Node("RTX-3090", 8),),), 0.0, 0.0, 0)
     rows = {
         kind: next(r for r in times["RTX-3090", 8, kind] if r[0] == 2)

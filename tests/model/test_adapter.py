@@ -122,7 +122,7 @@ def test_costs_of_packed_and_adapted_blocks() -> None:
 def test_adapters_compute_in_the_models_dtype_and_step_fp32_masters(quantization: str) -> None:
     """In bf16: what is kept for backward holds no fp32 copy of an adapted layer's input, and small steps are not rounded away."""
     tuning = tuning_of(job(quantization, targets=["gate_proj", "down_proj"]), chain())
-    narrow, plain = (stage(tuning, 0, chain().items, dtype) for dtype in ("bf16", "fp32"))
+    narrow, plain = (stage(tuning, 0, chain().layer_count, dtype) for dtype in ("bf16", "fp32"))
     assert not plain.masters and narrow.masters.keys() == narrow.parameters.keys() == tuning.trainable.keys()
     for name, parameter in narrow.parameters.items():
         assert parameter.dtype == torch.bfloat16 and torch.equal(narrow.masters[name], plain.parameters[name])

@@ -83,7 +83,7 @@ def test_an_entry_comes_back_to_the_bit(contents: DirectoryContents, tmp_path: P
     cache.prepare(1000)
     cache.keep(3, TENSORS)
     entry = next(cache.directory.glob("*.safetensors"))
-    assert {path.name for path in cache.directory.iterdir()} == {"item-00003.safetensors", "item-00003.json"}
+    assert {path.name for path in cache.directory.iterdir()} == {"layer-00003.safetensors", "layer-00003.json"}
     assert load_file(entry).keys() == TENSORS.keys()  # an ordinary safetensors file
     again = ShardCache(tmp_path / "cache", contents.identity)
     assert again.holds(3, contents.tensors) and not again.holds(2, contents.tensors) and again.remarks == []
@@ -106,8 +106,8 @@ def lose(path: Path, manifest: Path) -> None:
     path.unlink()
 
 
-def other_item(path: Path, manifest: Path) -> None:
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "item": 4}))
+def other_layer(path: Path, manifest: Path) -> None:
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "layer": 4}))
 
 
 def other_model(path: Path, manifest: Path) -> None:
@@ -128,8 +128,8 @@ def no_object(path: Path, manifest: Path) -> None:
         (flip_a_bit, "its bytes do not give the manifest's sha256"),
         (truncate, "bytes, and its manifest says"),
         (lose, "the file is gone"),
-        (other_item, "its manifest is of another model or item"),
-        (other_model, "its manifest is of another model or item"),
+        (other_layer, "its manifest is of another model or layer"),
+        (other_model, "its manifest is of another model or layer"),
         (no_json, "it cannot be read"),
         (no_object, "it cannot be read"),
     ],
@@ -137,7 +137,7 @@ def no_object(path: Path, manifest: Path) -> None:
 def test_an_entry_that_does_not_match_is_named_and_removed(contents, tmp_path, spoil, reason) -> None:  # type: ignore[no-untyped-def]
     cache = ShardCache(tmp_path / "cache", contents.identity)
     cache.keep(3, TENSORS)
-    path = cache.directory / "item-00003.safetensors"
+    path = cache.directory / "layer-00003.safetensors"
     spoil(path, path.with_suffix(".json"))
     again = ShardCache(tmp_path / "cache", contents.identity)
     assert not again.holds(3, contents.tensors)
@@ -157,7 +157,7 @@ def test_an_entry_of_other_tensors_does_not_match(contents: DirectoryContents, t
 
 def test_what_a_crash_left_behind_is_no_entry(contents: DirectoryContents, tmp_path: Path) -> None:
     cache = ShardCache(tmp_path / "cache", contents.identity)
-    save_file({"x": torch.ones(3)}, cache.directory / "item-00003.safetensors")
+    save_file({"x": torch.ones(3)}, cache.directory / "layer-00003.safetensors")
     assert not cache.holds(3, contents.tensors) and cache.remarks == []
 
 

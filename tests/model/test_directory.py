@@ -48,7 +48,7 @@ def build(
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def items(model: PreTrainedModel) -> list[dict[str, torch.Tensor]]:
+def layers(model: PreTrainedModel) -> list[dict[str, torch.Tensor]]:
     """The state dict in pieces: what comes before the blocks, each block, the rest."""
     pieces: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     for name, tensor in model.state_dict().items():
@@ -59,7 +59,7 @@ def items(model: PreTrainedModel) -> list[dict[str, torch.Tensor]]:
 
 def export(model: PreTrainedModel, directory: Path, shard_bytes: int, skeleton: PreTrainedModel | None = None) -> Path:
     with ModelDirectoryWriter(skeleton or model, directory, shard_bytes) as writer:
-        for state in items(model):
+        for state in layers(model):
             writer.add(state)
     return directory
 
@@ -129,7 +129,7 @@ def test_tensors_may_change_after_add(tmp_path: Path) -> None:
     """Rank 0 gathers into one reused buffer."""
     model, wanted = build("llama"), build("llama")
     with ModelDirectoryWriter(model, tmp_path / "model", 10**9) as writer:
-        for state in items(model):
+        for state in layers(model):
             writer.add(state)
             for tensor in state.values():
                 tensor.zero_()
@@ -143,7 +143,7 @@ def test_replaces_a_former_result_and_keeps_other_files(tmp_path: Path) -> None:
     (directory / "notes.md").write_text("mine")
     with ModelDirectoryWriter(build("qwen3"), directory, 10**9) as writer:
         (writer.path / "tokenizer.json").write_text("{}")
-        for state in items(build("qwen3")):
+        for state in layers(build("qwen3")):
             writer.add(state)
     assert AutoModelForCausalLM.from_pretrained(directory).config.model_type == "qwen3"
     assert sorted(path.name for path in directory.iterdir()) == [
@@ -163,7 +163,7 @@ def test_a_failed_export_leaves_the_former_result(tmp_path: Path) -> None:
         pytest.raises(RuntimeError, match="gathering failed"),
         ModelDirectoryWriter(build("llama"), directory, 1) as writer,
     ):
-        writer.add(items(build("llama"))[0])
+        writer.add(layers(build("llama"))[0])
         raise RuntimeError("gathering failed")
     assert (directory / "model.safetensors").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -185,7 +185,7 @@ def test_a_directory_that_is_no_model_is_not_replaced(tmp_path: Path) -> None:
 
 def test_missing_and_repeated_tensors_are_noticed(tmp_path: Path) -> None:
     model = build("llama")
-    pieces = items(model)
+    pieces = layers(model)
     writer = ModelDirectoryWriter(model, tmp_path / "model", 10**9)
     writer.add(pieces[0])
     with pytest.raises(AssertionError, match=r"repeated.*model\.layers\.0\."):

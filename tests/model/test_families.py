@@ -108,7 +108,7 @@ def gradients(stages: list[Stage], chain: TransformersChain) -> dict[str, torch.
 def test_three_stages_equal_the_whole_model(family: str, tied: bool, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model, chain = whole_model(family, tied), chain_of(family, tied)
-    assert chain.items == ITEMS and (chain.tied is not None) is tied
+    assert chain.layer_count == ITEMS and (chain.tied is not None) is tied
     model.save_pretrained(tmp_path)
     stages = cut(chain, FileStart(ModelFiles(tmp_path), chain))
     loss = run_stages(stages)
@@ -167,10 +167,10 @@ def test_keys_are_repeated_where_attention_would_else_keep_all_scores(
         return attention(query, key, value, **options)
 
     chain = chain_of("llama", False)
-    whole = cut(chain, SeededStart(0), (0, chain.items))
+    whole = cut(chain, SeededStart(0), (0, chain.layer_count))
     loss = run_stages(whole)
     monkeypatch.setattr(F, "scaled_dot_product_attention", seen)
-    stage = Stage(chain, 0, chain.items, backend, "fp32", SeededStart(0))
+    stage = Stage(chain, 0, chain.layer_count, backend, "fp32", SeededStart(0))
     assert run_stages([stage]) == pytest.approx(loss, rel=1e-6)
     assert calls == [(heads_of_keys, heads_of_keys, heads_of_keys == 2)] * BLOCKS
     expected = gradients(whole, chain)
@@ -187,7 +187,7 @@ def test_recomputing_keeps_states_of_random_numbers_only_where_some_are_drawn(
     if adapter_dropout is not None:
         tuning = adapter_tuning(chain, AdapterTable(method="lora", rank=2, dropout=adapter_dropout), False, False)
     kept, once = (
-        Stage(chain, 0, chain.items, Backend(), "fp32", SeededStart(0), tuning=tuning, recompute=recompute)
+        Stage(chain, 0, chain.layer_count, Backend(), "fp32", SeededStart(0), tuning=tuning, recompute=recompute)
         for recompute in (False, True)
     )
     loss, states, state_of = run_stages([kept]), [], torch.get_rng_state

@@ -136,7 +136,7 @@ def test_what_decays_is_what_transformers_decays_in_every_family() -> None:
 def test_the_optimizer_decays_neither_wide_biases_nor_spares_what_is_narrow() -> None:
     """The experts of gpt-oss have biases of two dimensions, its attention sinks have one."""
     chain = TransformersChain(read_config(tiny_keys("gpt_oss")))
-    stage = Stage(chain, 0, chain.items, Backend(), "fp32", SeededStart(1))
+    stage = Stage(chain, 0, chain.layer_count, Backend(), "fp32", SeededStart(1))
     optimizer = Optimizer(stage, TrainTable(weight_decay=0.25))
     decays = {id(p): group["weight_decay"] for group in optimizer.adamw.param_groups for p in group["params"]}
     found = {name: decays[id(target)] for name, target in optimizer.targets.items()}

@@ -1,4 +1,4 @@
-"""Backward in two parts gives the bits of backward in one, and items are reported when their gradients are whole."""
+"""Backward in two parts gives the bits of backward in one, and layers are reported when their gradients are whole."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ TOKENS = 24
 class NormalStart:
     """Random values for every family, each matrix drawn from its own name."""
 
-    def fill(self, chain: TransformersChain, model: PreTrainedModel, item: int) -> None:
-        for root in chain.module_names(item):
+    def fill(self, chain: TransformersChain, model: PreTrainedModel, layer: int) -> None:
+        for root in chain.module_names(layer):
             for name, module in model.get_submodule(root).named_modules(prefix=root):
                 materialize(module)
                 generator = torch.Generator().manual_seed(seed_from(3, name))
@@ -55,7 +55,7 @@ def chain_of(family: str, **changes: Any) -> TransformersChain:
 def build(
     chain: TransformersChain, dtype: str = "fp32", cut: int = 3, tuning: Tuning | None = None, **options: Any
 ) -> list[Stage]:
-    bounds = ((0, cut), (cut, chain.items))
+    bounds = ((0, cut), (cut, chain.layer_count))
     return [Stage(chain, a, b, Backend(), dtype, NormalStart(), 7, tuning, **options) for a, b in bounds]
 
 
@@ -140,27 +140,27 @@ def test_matrices_wait_and_everything_else_does_not() -> None:
     optimizer = Optimizer(stage, TrainTable(steps=1))
     position, _, targets = data(0)
     stage.forward(position, torch.randn(ROWS[0], TOKENS, 32), targets)
-    assert stage.deferred is not None and not any(stage.deferred.bytes_by_item().values())
+    assert stage.deferred is not None and not any(stage.deferred.bytes_by_layer().values())
     stage.backward_input(0)
     waiting = matrices(stage)
     assert len(waiting) == 2 * 7 + 1, "two blocks and the head"
     for name in stage.parameters:
         assert bool(optimizer.gradient(name).count_nonzero() == 0) is (name in waiting), name
     stage.backward_weights(0)
-    assert not any(stage.deferred.bytes_by_item().values())
+    assert not any(stage.deferred.bytes_by_layer().values())
     assert all(optimizer.gradient(name).count_nonzero() > 0 for name in waiting)
 
 
-def gradients_of(stage: Stage, item: int) -> dict[str, torch.Tensor]:
-    """Clones of what the parameters of an item have so far, the head's copy of a tied matrix among them."""
-    owned = {name: p for name, p in stage.parameters.items() if stage.chain.item_of(name) == item}
-    if item == stage.chain.items - 1 and stage.tied_head is not None:
+def gradients_of(stage: Stage, layer: int) -> dict[str, torch.Tensor]:
+    """Clones of what the parameters of a layer have so far, the head's copy of a tied matrix among them."""
+    owned = {name: p for name, p in stage.parameters.items() if stage.chain.layer_of(name) == layer}
+    if layer == stage.chain.layer_count - 1 and stage.tied_head is not None:
         owned["tied head"] = stage.tied_head
     return {name: p.grad.clone() for name, p in owned.items() if p.grad is not None}
 
 
 def reports(stages: list[Stage], split: bool = False) -> list[int]:
-    """Items reported in one backward. Each must be whole when it is reported, and the next one must not have begun."""
+    """Layers reported in one backward. Each must be whole when it is reported, and the next one must not have begun."""
     order: list[int] = []
     position, x, targets = data(0)
     for stage in stages:
@@ -169,26 +169,26 @@ def reports(stages: list[Stage], split: bool = False) -> list[int]:
     for stage in reversed(stages):
         then: dict[int, dict[str, torch.Tensor]] = {}
 
-        def finished(item: int, stage: Stage = stage, then: dict[int, dict[str, torch.Tensor]] = then) -> None:
-            order.append(item)
-            then[item] = gradients_of(stage, item)
+        def finished(layer: int, stage: Stage = stage, then: dict[int, dict[str, torch.Tensor]] = then) -> None:
+            order.append(layer)
+            then[layer] = gradients_of(stage, layer)
             matrices_only = matrices(stage) if split else stage.parameters
-            assert item == stage.first or not gradients_of(stage, item - 1).keys() & matrices_only.keys(), "late"
+            assert layer == stage.first or not gradients_of(stage, layer - 1).keys() & matrices_only.keys(), "late"
 
         if split:
             gradient = stage.backward_input(0, gradient)
             stage.backward_weights(0, finished)
         else:
             gradient = stage.backward(0, gradient, finished)
-        for item, seen in then.items():
-            now = gradients_of(stage, item)
-            assert now.keys() == seen.keys() and all(torch.equal(now[name], seen[name]) for name in now), item
+        for layer, seen in then.items():
+            now = gradients_of(stage, layer)
+            assert now.keys() == seen.keys() and all(torch.equal(now[name], seen[name]) for name in now), layer
     return order
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", UNLIKE)
-def test_items_are_reported_when_their_gradients_are_whole(family: str, recompute: bool) -> None:
+def test_layers_are_reported_when_their_gradients_are_whole(family: str, recompute: bool) -> None:
     chain = chain_of(family)
     assert reports(build(chain, recompute=recompute)) == [5, 4, 3, 2, 1, 0]
     assert reports(build(chain, recompute=recompute, split_backward=True), split=True) == [5, 4, 3, 2, 1, 0]
@@ -229,39 +229,41 @@ def test_adapters_are_whole_after_the_first_part() -> None:
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_gradients_of_an_item_lie_in_one_buffer(dtype: str, split: bool) -> None:
-    """The same gradients as without, in the same memory step after step, for an item of experts and both ends."""
+def test_gradients_of_an_layer_lie_in_one_buffer(dtype: str, split: bool) -> None:
+    """The same gradients as without, in the same memory step after step, for a layer of experts and both ends."""
     chain = chain_of("mixtral", tie_word_embeddings=True)
     plain = step(build(chain, dtype, split_backward=split), split)
     stages = build(chain, dtype, split_backward=split)
     optimizers = [
-        Optimizer(stage, TrainTable(steps=1), flat_items=items)
-        for stage, items in zip(stages, ([0, 2], [5]), strict=True)
+        Optimizer(stage, TrainTable(steps=1), flat_layers=layers)
+        for stage, layers in zip(stages, ([0, 2], [5]), strict=True)
     ]
     flat = {
-        item: (o, o.flat_gradients(item)) for o, items in zip(optimizers, ([0, 2], [5]), strict=True) for item in items
+        layer: (o, o.flat_gradients(layer))
+        for o, layers in zip(optimizers, ([0, 2], [5]), strict=True)
+        for layer in layers
     }
-    addresses = {item: buffer.data_ptr() for item, (_, buffer) in flat.items()}
+    addresses = {layer: buffer.data_ptr() for layer, (_, buffer) in flat.items()}
     for _ in range(2):
         for optimizer in optimizers:
             optimizer.zero()
         assert not any(buffer.count_nonzero() for _, buffer in flat.values())
         found = step(stages, split, optimizers)
-        for item, (optimizer, buffer) in flat.items():
-            assert optimizer.flat_gradients(item).data_ptr() == addresses[item]
-            names = [name for name in optimizer.targets if chain.item_of(name) == item]
+        for layer, (optimizer, buffer) in flat.items():
+            assert optimizer.flat_gradients(layer).data_ptr() == addresses[layer]
+            names = [name for name in optimizer.targets if chain.layer_of(name) == layer]
             assert buffer.dtype == torch.float32 and buffer.is_contiguous()
             assert buffer.double().square().sum() == pytest.approx(
                 sum(optimizer.squared_norms()[name] for name in names)
             )
             for name in names:
-                distance = optimizer.gradient(name).data_ptr() - addresses[item]
+                distance = optimizer.gradient(name).data_ptr() - addresses[layer]
                 assert 0 <= distance < buffer.nbytes, f"{name}: a view"
         for name, gradient in plain.items():
             assert torch.equal(found[name], gradient), name
     buffer = flat[2][1]
     buffer.mul_(2)
-    name = next(name for name in plain if chain.item_of(name) == 2)
+    name = next(name for name in plain if chain.layer_of(name) == 2)
     assert torch.equal(optimizers[0].gradient(name), 2 * plain[name]), "what is summed in place is what AdamW sees"
 
 

@@ -35,7 +35,7 @@ def build(
     chain: TransformersChain, streamed: tuple[bool, ...], tuning: Tuning | None, dtype: str, folder: Path | None
 ) -> list[Stage]:
     """One stage for each entry of ``streamed``, with as many layers each as there are."""
-    cuts = [round(i * chain.items / len(streamed)) for i in range(len(streamed) + 1)]
+    cuts = [round(i * chain.layer_count / len(streamed)) for i in range(len(streamed) + 1)]
     found: list[Stage] = []
     for i, is_streamed in enumerate(streamed):
         given: Any = chain, cuts[i], cuts[i + 1], Backend(), dtype, NormalStart(), 7, tuning
@@ -119,7 +119,7 @@ def test_frozen_weights_are_in_mapped_files(tmp_path: Path) -> None:
     assert isinstance(stage, StreamedStage)
     frozen = {name: p.untyped_storage().data_ptr() for name, p in stage.model.named_parameters() if not p.requires_grad}
     blocks = {layer.block.untyped_storage().data_ptr() for layer in stage.weights.layers.values()}
-    assert set(frozen.values()) == blocks and len(blocks) == chain.items
+    assert set(frozen.values()) == blocks and len(blocks) == chain.layer_count
     assert stage.weights.bytes >= sum(p.nbytes for p in stage.model.parameters() if not p.requires_grad)
 
 

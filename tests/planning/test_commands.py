@@ -139,7 +139,7 @@ def test_what_limits_is_said_once_and_alternatives_are_priced(folder: Path, caps
     text = run(capsys, "plan", "job.toml", "--profile", "profile.toml")
     assert text.lower().count("limited by") == 1
     report = make_plan(cluster(), REQUEST)
-    assert "the same ranks with equally many items each: " in text and "busiest: stage " in text
+    assert "the same ranks with equally many layers each: " in text and "busiest: stage " in text
     without = make_plan(restricted(cluster(), [0, 2]), REQUEST).predicted_step_s / report.predicted_step_s - 1
     assert f"without it the step is {without:.1%} longer" in text, "what the rank that computes least is there for"
 
@@ -235,7 +235,7 @@ def test_faster_links_are_not_planned_for_where_messages_cost_nothing(monkeypatc
 
 
 def test_changed_clusters_are_what_they_are_called() -> None:
-    profile, _ = random_instance(seed=3, ranks=3, items=5)
+    profile, _ = random_instance(seed=3, ranks=3, layers=5)
     faster = with_faster_links(profile, [(0, 2)])
     for a, b in ((0, 1), (2, 1), (0, 2), (2, 0)):
         factor = 10 if {a, b} == {0, 2} else 1

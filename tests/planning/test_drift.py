@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-from hetero_mpi.planning.analysis.drift import FEWEST, Decider, Move, Prospect, SpeedWatch, moved_items, moving_s
+from hetero_mpi.planning.analysis.drift import FEWEST, Decider, Move, Prospect, SpeedWatch, moved_layers, moving_s
 from hetero_mpi.planning.analysis.replan import ReplanAnswer, ReplanQuestion, answer
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.simulator import simulate
@@ -94,7 +94,7 @@ def play(told: Speeds, true: Speeds, steps: int = 100, cost_s: float = 5.0, reba
 
 
 def loads(plan: Plan) -> dict[int, int]:
-    """rank -> items it holds."""
+    """rank -> layers it holds."""
     return {stage.ranks[0]: stage.last - stage.first for _, _, stage in plan.numbered}
 
 
@@ -193,12 +193,12 @@ def test_an_idle_rank_is_called_and_a_hopeless_one_is_left() -> None:
     assert set(loads(left.plan)) == {0, 2} and [idle.rank for idle in left.idle] == [1]
 
 
-def test_moved_items_and_their_seconds() -> None:
+def test_moved_layers_and_their_seconds() -> None:
     profile = make_profile([1.0] * 3, bytes_per_s=1000.0)
     old, new = make_plan_of([0, 2, 4], [0, 1], 4), make_plan_of([0, 1, 2, 4], [0, 2, 1], 4)
-    assert moved_items(old, new) == {(0, 2): [1]}
+    assert moved_layers(old, new) == {(0, 2): [1]}
     assert moving_s(profile, old, new) == pytest.approx(12 * 400 / 1000.0)
-    assert moved_items(new, new) == {} and moving_s(profile, new, new) == 0.0
+    assert moved_layers(new, new) == {} and moving_s(profile, new, new) == 0.0
 
 
 def test_the_program_answers_as_the_function_does() -> None:

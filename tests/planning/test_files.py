@@ -48,7 +48,7 @@ def test_curve_refuses_samples_that_make_no_function(tokens: tuple[int, ...], se
 
 
 def test_profile_survives_toml_and_json(tmp_path: Path) -> None:
-    profile, _ = random_instance(seed=1, ranks=3, items=5)
+    profile, _ = random_instance(seed=1, ranks=3, layers=5)
     odd = replace(profile, notes=('quotes " and \\ and \x7f\n', "ü"), versions={"a b.c": "1", "torch": "2"})
     save_profile(odd, tmp_path / "new" / "p.toml")
     assert load_profile(tmp_path / "new" / "p.toml") == odd

@@ -53,7 +53,7 @@ def test_causes_of_idling_are_those_of_a_pipeline_drawn_by_hand() -> None:
 
 @seeds(20, 8)
 def test_computing_and_idling_add_up_to_the_step(seed: int) -> None:
-    profile, request = random_instance(seed, ranks=4, items=8)
+    profile, request = random_instance(seed, ranks=4, layers=8)
     try:
         report = make_plan(profile, request)
     except UserError:

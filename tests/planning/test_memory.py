@@ -138,8 +138,8 @@ def test_peaks_are_those_of_counting_along_the_lists(seed: int) -> None:
     for _, index, stage in stages(plan):
         tokens = plan.pipelines[index].size(0) * plan.sequence_length
         layers = list(enumerate(model.layers))[stage.first : stage.last]
-        inside = [layer.activation_bytes_per_token for item, layer in layers if 0 < item < plan.layers - 1]
-        ends = [layer.activation_bytes_per_token for item, layer in layers if not 0 < item < plan.layers - 1]
+        inside = [layer.activation_bytes_per_token for number, layer in layers if 0 < number < plan.layers - 1]
+        ends = [layer.activation_bytes_per_token for number, layer in layers if not 0 < number < plan.layers - 1]
         kept = sum(ends) + (100 * len(inside) if stage.recompute else sum(inside))  # a recomputed block keeps its input
         deferred = sum(layer.deferred_bytes_per_token for _, layer in layers)
         held = counted_bytes(schedule[stage.ranks[0]], math.ceil(kept * tokens), math.ceil(deferred * tokens))
@@ -150,7 +150,7 @@ def test_peaks_are_those_of_counting_along_the_lists(seed: int) -> None:
 
 
 def test_ranks_that_compute_in_one_hosts_memory_fit_together_or_not_at_all() -> None:
-    """Ranks 0 and 1 compute in the memory of host alpha, rank 2 on a card in it, rank 3 alone in beta's; gamma is idle."""
+    """Ranks 0 and 1 compute in the memory of host alpha, rank 2 on a NIC in it, rank 3 alone in beta's; gamma is idle."""
     profile = make_profile([1.0] * 5)
     names = ("alpha", "alpha", "alpha", "beta", "gamma")
     devices = tuple(

@@ -1,4 +1,4 @@
-"""Blocking sends, shared network cards, gradient all-reduces: makespans worked out by hand.
+"""Blocking sends, shared NICs, gradient all-reduces: makespans worked out by hand.
 
 Stages of ``make_plan_of((0, 2, 4), ...)``: stage 0 takes 1.1 s forward and 2.2 s backward, stage 1 takes 1.5 s and 3.0 s; a message
 of 1,000 bytes takes 1 s at 1,000 bytes/s. Gradients: 4,000 bytes of the embedding and of the head, 1,600 of a block.
@@ -16,7 +16,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.durations import all_reduce_s
 from hetero_mpi.planning.schedule import Op, schedule_of
 from hetero_mpi.planning.simulator import SimulatedStep, simulate
-from hetero_mpi.planning.types.network import THREADED, Network, with_shared_cards
+from hetero_mpi.planning.types.network import THREADED, Network, with_shared_nics
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile, HostProfile
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, random_plan
@@ -60,21 +60,21 @@ def spans(result: SimulatedStep, op: Op) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    ("shared", "item_3", "step_s"),
+    ("shared", "layer_3", "step_s"),
     [
-        # Both pipelines as if alone: last stages 2.1-6.6, first ones 7.6-9.8; every item's sum has two rounds of half its bytes.
-        # Items 3 4.6-8.6, 2 8.6-10.2 (ranks 2, 3), items 1 9.6-11.2, 0 11.2-15.2 (ranks 0, 1).
+        # Both pipelines as if alone: last stages 2.1-6.6, first ones 7.6-9.8; every layer's sum has two rounds of half its bytes.
+        # Layers 3 4.6-8.6, 2 8.6-10.2 (ranks 2, 3), layers 1 9.6-11.2, 0 11.2-15.2 (ranks 0, 1).
         (False, 4.6, 15.2),
         # Rank 1's activation leaves the host of ranks 0 and 1 after rank 0's, and all that follows is a second later.
         (True, 5.6, 16.2),
     ],
 )
-def test_ranks_of_one_host_queue_for_its_card(shared: bool, item_3: float, step_s: float) -> None:
+def test_ranks_of_one_host_queue_for_its_card(shared: bool, layer_3: float, step_s: float) -> None:
     profile = on_one_host(make_profile([1.0] * 4, bytes_per_s=SLOW), (0, 1))
     found = replace(profile, hosts=(HostProfile("shared0", 10**9, "made up", shared_nic=shared),))
     by_option = simulate(two_pipelines(), profile, network=Network(shared_nic=shared))
     for result in (by_option, simulate(two_pipelines(), found)):
-        assert spans(result, Op.REDUCE)["1REDUCE3"] == (item_3, item_3 + 4)
+        assert spans(result, Op.REDUCE)["1REDUCE3"] == (layer_3, layer_3 + 4)
         assert result.step_s == pytest.approx(step_s)
 
 
@@ -96,8 +96,8 @@ def test_sums_of_two_stages_queue_for_the_card_between_their_hosts() -> None:
 
     ::
 
-        links of their own     items 3 4.6-8.6, 2 8.6-10.2, and beside them 1 9.6-11.2, 0 11.2-15.2
-        a card per host        items 3 4.6-8.6, 2 8.6-10.2, 1 10.2-11.8, 0 11.8-15.8
+        links of their own     layers 3 4.6-8.6, 2 8.6-10.2, and beside them 1 9.6-11.2, 0 11.2-15.2
+        a NIC per host        layers 3 4.6-8.6, 2 8.6-10.2, 1 10.2-11.8, 0 11.8-15.8
     """
     profile = on_one_host(make_profile([1.0] * 4, bytes_per_s=SLOW), (0, 1), (2, 3))
     plan = two_pipelines((0, 1, 2, 3))
@@ -114,7 +114,7 @@ def test_shares_of_a_tied_matrix_queue_for_the_card_too() -> None:
 
         rank 2   head whole at 4.6, share until 8.6
         rank 3   a second later, since rank 1's activation queued: whole at 5.6, its share waits until 8.6, there at 12.6
-        ranks 0, 1   item 1 10.6-12.2, item 0 12.6-16.6, STEP until 20.6
+        ranks 0, 1   layer 1 10.6-12.2, layer 0 12.6-16.6, STEP until 20.6
     """
     profile = on_one_host(make_profile([1.0] * 4, make_model(tied=True), bytes_per_s=SLOW), (0, 1), (2, 3))
     result = simulate(two_pipelines(), profile, network=Network(shared_nic=True))
@@ -138,20 +138,20 @@ def test_options_only_ever_add_time(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_profile_that_knows_of_shared_cards_needs_no_option(seed: int) -> None:
     plan, profile = random_plan(seed)
-    assert simulate(plan, with_shared_cards(profile)) == simulate(plan, profile, network=Network(shared_nic=True))
+    assert simulate(plan, with_shared_nics(profile)) == simulate(plan, profile, network=Network(shared_nic=True))
 
 
 def test_every_rank_sums_its_gradients_when_there_are_several_pipelines() -> None:
     plan, profile = two_pipelines(), make_profile([1.0] * 4)
     lists = schedule_of(plan, MODEL)
     without = {rank: tuple(a for a in actions if a.op is not Op.REDUCE) for rank, actions in lists.items()}
-    with pytest.raises(UserError, match="must REDUCE each of these items once: 0, 1"):
+    with pytest.raises(UserError, match="must REDUCE each of these layers once: 0, 1"):
         simulate(plan, profile, without)
 
 
 def sharing(*groups: tuple[int, ...]) -> ClusterProfile:
     ranks = 1 + max(rank for group in groups for rank in group)
-    return with_shared_cards(on_one_host(make_profile([1.0] * ranks, bytes_per_s=SLOW), *groups))
+    return with_shared_nics(on_one_host(make_profile([1.0] * ranks, bytes_per_s=SLOW), *groups))
 
 
 @pytest.mark.parametrize(

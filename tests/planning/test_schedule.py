@@ -91,17 +91,17 @@ def unlike(micro_batch: int = 2) -> Plan:
     return Plan((halves, PipelinePlan((StagePlan((2,), 0, 4, 0),), micro_batch, 3)), 5, SEQUENCE, 4)
 
 
-def test_items_of_several_pipelines_are_summed_last_item_first() -> None:
+def test_layers_of_several_pipelines_are_summed_last_layer_first() -> None:
     schedule = schedule_of(unlike(), MODEL)
     assert schedule[0][-3:] == actions("1REDUCE3 1REDUCE2 1STEP")
     assert schedule[1][-3:] == actions("0REDUCE1 0REDUCE0 0STEP")
     assert schedule[2] == actions("2F0 2B0 2F1 2B1 2REDUCE3 2REDUCE2 2REDUCE1 2REDUCE0 2STEP")
     tied = schedule_of(unlike(), TIED)
     assert tied[0][-3:] == actions("1REDUCE2 1REDUCE0 1STEP"), (
-        "the head brings its share of item 0, and has nothing else"
+        "the head brings its share of layer 0, and has nothing else"
     )
     assert tied[1] == schedule[1]
-    assert tied[2] == tuple(action for action in schedule[2] if action.item != 3)
+    assert tied[2] == tuple(action for action in schedule[2] if action.layer != 3)
 
 
 def test_what_is_not_trained_is_not_summed() -> None:
@@ -179,7 +179,7 @@ GOOD = {
         (0, "0F0 0SEND_F0 0B0 0RECV_B0 0REDUCE0 0STEP", "0B0 comes before 0RECV_B0"),
         (0, "0F0 0SEND_F0 0F0 0RECV_B0 0B0 0REDUCE0 0STEP", "0F0 occurs twice"),
         (0, "0F0 0RECV_B0 0B0 0REDUCE0 0STEP", "rank 0 never does 0SEND_F0"),
-        (0, "0F0 0SEND_F0 0RECV_B0 0B0 0STEP", "rank 0 must REDUCE each of these items once: 0"),
+        (0, "0F0 0SEND_F0 0RECV_B0 0B0 0STEP", "rank 0 must REDUCE each of these layers once: 0"),
         (0, "0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE0", "must end with its only STEP"),
         (0, "0F0 0SEND_F0 0RECV_B0 0B0 0SEND_B0 0REDUCE0 0STEP", "0SEND_B0 is no action of stage 0"),
         (1, "0F0 1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE0 1STEP", "rank 1 does not hold the stage of 0F0"),

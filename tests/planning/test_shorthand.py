@@ -1,4 +1,4 @@
-"""Large clusters in small files: equal blocks and cards told once, links by hosts; read back, edited, asked "what if?"."""
+"""Large clusters in small files: equal blocks and NICs told once, links by hosts; read back, edited, asked "what if?"."""
 
 from __future__ import annotations
 

@@ -11,7 +11,16 @@ import pytest
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.idle_time import Idling, busy, idling
 from hetero_mpi.planning.durations import compute_s, duration, recompute_s
-from hetero_mpi.planning.schedule import Action, Event, Op, parse_action, schedule_of, stages, summed_items, tied_heads
+from hetero_mpi.planning.schedule import (
+    Action,
+    Event,
+    Op,
+    parse_action,
+    reduced_layers,
+    schedule_of,
+    stages,
+    tied_heads,
+)
 from hetero_mpi.planning.simulator import SimulatedStep, simulate, spans_s
 from hetero_mpi.planning.types.network import Network
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
@@ -143,7 +152,7 @@ def unlike(tied: bool = False) -> tuple[Plan, ClusterProfile]:
 
 
 def test_unlike_pipelines_with_a_short_last_micro_batch_by_hand() -> None:
-    """Sums begin item by item while rank 2's last backward runs: its head is whole after 1 s of it, its blocks after 2 s each.
+    """Sums begin layer by layer while rank 2's last backward runs: its head is whole after 1 s of it, its blocks after 2 s each.
 
     ::
 
@@ -176,7 +185,7 @@ def test_unlike_pipelines_with_a_short_last_micro_batch_by_hand() -> None:
 
 
 def test_tied_ends_of_several_pipelines_by_hand() -> None:
-    """The head's matrix belongs to item 0: rank 1 brings its 4,000 bytes to rank 0 (2 s, from 8.6 s on), item 3 has nothing
+    """The head's matrix belongs to layer 0: rank 1 brings its 4,000 bytes to rank 0 (2 s, from 8.6 s on), layer 3 has nothing
     left to sum, and the new values take 2 s back to rank 1 after the last sum, which ends at 28.8 s."""
     result = simulate(*unlike(tied=True))
     assert drawn(result, Op.B)[1] == "1B0 3.1-6.1, 1B1 7.6-10.6" and drawn(result, Op.B)[0].endswith("0B1 11.1-13.3")
@@ -194,7 +203,7 @@ def test_the_new_values_of_a_tied_matrix_travel_in_the_compute_dtype() -> None:
     narrow = replace(profile, model=replace(profile.model, dtype="bf16"))
     assert duration(Action(Op.STEP, 1), plan, profile) == 2.0
     assert duration(Action(Op.STEP, 1), plan, narrow) == 1.0
-    assert duration(Action(Op.REDUCE, 1, item=0), plan, narrow) == 2.0, "gradients travel in fp32"
+    assert duration(Action(Op.REDUCE, 1, layer=0), plan, narrow) == 2.0, "gradients travel in fp32"
 
 
 def test_a_tied_matrix_on_a_slow_way_lengthens_the_step() -> None:
@@ -207,7 +216,7 @@ def test_a_tied_matrix_on_a_slow_way_lengthens_the_step() -> None:
 
 
 def test_a_sum_waits_for_the_heads_share_of_a_tied_matrix() -> None:
-    """40,000 bytes at 2,000 bytes/s: under way from 8.6 s to 28.6 s, long after item 0 is whole on ranks 0 and 2."""
+    """40,000 bytes at 2,000 bytes/s: under way from 8.6 s to 28.6 s, long after layer 0 is whole on ranks 0 and 2."""
     plan, profile = unlike(tied=True)
     result = simulate(plan, replace(profile, model=replace(profile.model, tied_bytes=40_000)))
     assert drawn(result, Op.REDUCE)[0] == "0REDUCE1 23.2-24.8, 0REDUCE0 28.6-32.6"
@@ -290,13 +299,13 @@ def test_no_bound_is_over_the_simulation(seed: int) -> None:
     assert all(found <= step_s for found in design_bounds_s(plan, profile))
 
 
-def by_item(result: SimulatedStep) -> dict[int, dict[int, Event]]:
-    """item -> rank -> its REDUCE."""
+def by_layer(result: SimulatedStep) -> dict[int, dict[int, Event]]:
+    """layer -> rank -> its REDUCE."""
     found: dict[int, dict[int, Event]] = {}
     for event in result.events:
         if event.action.op is Op.REDUCE:
-            assert event.action.item is not None
-            found.setdefault(event.action.item, {})[event.rank] = event
+            assert event.action.layer is not None
+            found.setdefault(event.action.layer, {})[event.rank] = event
     return found
 
 
@@ -309,25 +318,27 @@ def test_sums_wait_for_whole_gradients_and_for_each_other(seed: int) -> None:
         rank: [e for e in result.events if e.rank == rank and e.action.op in (Op.B, Op.W)][-1] for rank in number_of
     }
 
-    def whole_s(rank: int, item: int) -> float:
-        """Backward goes from the last item of the stage to the first."""
+    def whole_s(rank: int, layer: int) -> float:
+        """Backward goes from the last layer of the stage to the first."""
         stage, event = number_of[rank][1], last[rank]
         device, tokens = (
             profile.devices[rank],
             SEQUENCE * round(plan.pipelines[stages(plan)[number_of[rank][0]][1]].size(event.action.micro_batch or 0)),
         )
         again = stage.recompute and event.action.op is Op.B
-        repeated = recompute_s(profile, device, item, stage.last, tokens) if again else 0.0
-        return event.start_s + repeated + compute_s(profile, device, item, stage.last, tokens, event.action.op)
+        repeated = recompute_s(profile, device, layer, stage.last, tokens) if again else 0.0
+        return event.start_s + repeated + compute_s(profile, device, layer, stage.last, tokens, event.action.op)
 
-    sums, heads = by_item(result), tied_heads(plan, profile.model)
-    summed = summed_items(plan, profile.model)
-    assert {item: set(events) for item, events in sums.items()} == {item: set(ranks) for item, ranks in summed.items()}
-    for item, events in sums.items():
-        holders = {rank: e for rank, e in events.items() if item != 0 or number_of[rank][0] not in heads}
+    sums, heads = by_layer(result), tied_heads(plan, profile.model)
+    summed = reduced_layers(plan, profile.model)
+    assert {layer: set(events) for layer, events in sums.items()} == {
+        layer: set(ranks) for layer, ranks in summed.items()
+    }
+    for layer, events in sums.items():
+        holders = {rank: e for rank, e in events.items() if layer != 0 or number_of[rank][0] not in heads}
         assert len({(e.start_s, e.end_s) for e in holders.values()}) == 1, "all ranks take part at once"
         for rank, event in holders.items():
-            assert event.start_s >= whole_s(rank, item) - 1e-9
+            assert event.start_s >= whole_s(rank, layer) - 1e-9
         for head in events.keys() - holders.keys():
             share = events[head]
             assert share.start_s >= whole_s(head, plan.layers - 1) - 1e-9
@@ -336,8 +347,8 @@ def test_sums_wait_for_whole_gradients_and_for_each_other(seed: int) -> None:
     for rank in number_of:
         own = [
             events[rank]
-            for item, events in sums.items()
-            if rank in events and (item or number_of[rank][0] not in heads)
+            for layer, events in sums.items()
+            if rank in events and (layer or number_of[rank][0] not in heads)
         ]
         own.sort(key=lambda event: (event.start_s, event.end_s))
         assert all(before.end_s <= after.start_s + 1e-9 for before, after in pairwise(own)), "one sum at a time"
@@ -368,7 +379,7 @@ def test_events_are_those_of_the_lists_in_their_order(seed: int) -> None:
 
 
 def test_the_numbers_of_ranks_do_not_matter() -> None:
-    """The same plan on ranks that are numbered otherwise takes as long, shared cards included."""
+    """The same plan on ranks that are numbered otherwise takes as long, shared NICs included."""
     draw = random.Random(0)
     for seed in range(20):
         plan, profile = random_plan(seed)
@@ -380,5 +391,5 @@ def test_the_numbers_of_ranks_do_not_matter() -> None:
             replace(p, stages=tuple(replace(s, ranks=(held[s.ranks[0]],)) for s in p.stages)) for p in plan.pipelines
         )
         renamed = replace(profile, devices=tuple(devices), links=links)
-        if not any(host.shared_nic for host in profile.hosts):  # ties at a card go to the lower rank
+        if not any(host.shared_nic for host in profile.hosts):  # ties at a NIC go to the lower rank
             assert simulate(replace(plan, pipelines=pipelines), renamed).step_s == simulate(plan, profile).step_s

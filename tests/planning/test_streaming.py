@@ -8,7 +8,7 @@ import pytest
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
-from hetero_mpi.planning.durations import duration, finished_items_s
+from hetero_mpi.planning.durations import duration, finished_layers_s
 from hetero_mpi.planning.memory import STREAMED_LAYERS, predict_hosts, predict_memory, stage_memory, streamed_memory
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost
@@ -78,7 +78,7 @@ def test_layers_are_finished_from_the_last_on(streamed: bool) -> None:
     stage = StagePlan((0,), 0, 4, 1, streamed=streamed, slice_sequences=2)
     plan = plan_of(profile, stage, StagePlan((1,), 4, len(profile.model.layers), 0))
     action = Action(Op.B, 0, 1)
-    ends = finished_items_s(action, plan, profile)
+    ends = finished_layers_s(action, plan, profile)
     assert list(ends) == [3, 2, 1, 0]
     assert sorted(ends.values()) == list(ends.values())
     assert ends[0] == pytest.approx(duration(action, plan, profile))

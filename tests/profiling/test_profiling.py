@@ -26,7 +26,7 @@ from hetero_mpi.profiling.bench import Bench
 from hetero_mpi.profiling.cluster import _model_cost
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
 from hetero_mpi.profiling.host_profiles import MeasuredMemory, host_profiles
-from hetero_mpi.profiling.subject import Subject, cold_by_itself, item_groups, sampled_rows
+from hetero_mpi.profiling.subject import Subject, cold_by_itself, layer_groups, sampled_rows
 from hetero_mpi.profiling.timings import TimedPart, TimingSamples, layer_times
 
 BLOCKS, HIDDEN, SEQUENCE = 5, 16, 8
@@ -78,7 +78,7 @@ def test_stages_that_are_timed_show_every_kind(
     kinds: str, one_by_one: bool, expected: list[list[tuple[int, int]]]
 ) -> None:
     chain = kinds.split()
-    groups = item_groups(chain, one_by_one)
+    groups = layer_groups(chain, one_by_one)
     assert groups == expected
     assert {kind for group in groups for first, last in group for kind in chain[first:last]} == set(chain)
 
@@ -133,7 +133,7 @@ def test_memory_of_a_host_counts_once() -> None:
     assert (host.memory_bytes, host.memory_reason) == (10, "given as [cluster] memory_bytes to each of 2")
 
 
-def test_the_clock_gives_every_item_its_own_time(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_gives_every_layer_its_own_time(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block i takes 10 + i s forward and 100 + i s backward of a made-up time, the head's matrix 7 s and 70 s."""
     now = [0.0]
     monkeypatch.setattr(backend, "time", SimpleNamespace(perf_counter=lambda: now[0]))
@@ -150,13 +150,13 @@ def test_the_clock_gives_every_item_its_own_time(subject: Subject, monkeypatch: 
     for block in range(BLOCKS):
         passes(f"model.layers.{block}.mlp", 10 + block, 100 + block)
     passes("lm_head", 7, 70)
-    items = range(1, BLOCKS + 1)
+    layers = range(1, BLOCKS + 1)
     head = BLOCKS + 1
-    assert timed.forward(2)[0] == {**{item: 9.0 + item for item in items}, head: 7.0}
-    assert timed.backward(2)[0] == {**{item: 99.0 + item for item in items}, head: 70.0}
+    assert timed.forward(2)[0] == {**{layer: 9.0 + layer for layer in layers}, head: 7.0}
+    assert timed.backward(2)[0] == {**{layer: 99.0 + layer for layer in layers}, head: 70.0}
     assert timed.forward(2)[1] == 0.0
-    assert timed.backward_input(2, 0)[0] == {**{item: 99.0 + item for item in items}, head: 70.0}
-    assert set(timed.backward_weights(0)) == {*items, head}
+    assert timed.backward_input(2, 0)[0] == {**{layer: 99.0 + layer for layer in layers}, head: 70.0}
+    assert set(timed.backward_weights(0)) == {*layers, head}
 
 
 def test_recomputing_is_part_of_a_blocks_backward(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Generates from what a list names, one after the other, in one MPI job: ``generate_cases.py LIST.json OUT.json``.
 
-An entry holds the options of ``generate``, or of ``train`` (``job``, ``run_dir``); ``shares`` are items [first, last) for each
+An entry holds the options of ``generate``, or of ``train`` (``job``, ``run_dir``); ``shares`` are layers [first, last) for each
 rank instead of the program's division, ``memory`` the bytes that every rank may use. The output holds for each entry and rank
 the tokens, what was raised, and what was printed.
 """

@@ -2,7 +2,7 @@
 
 Each entry of the list (JSON) holds the options of ``train`` and what is particular: ``at`` (rank -> where the model lies on
 that rank's machine, which may be nowhere), ``spoil`` (patterns of files in which rank 0 beforehand flips a bit) and ``fails``
-(a rank that cannot convert the second item it loads). The output holds, for each entry and rank, what was raised, its text,
+(a rank that cannot convert the second layer it loads). The output holds, for each entry and rank, what was raised, its text,
 what was printed, how many bytes of tensors the rank received, and how many tensors it had under way at once.
 """
 
@@ -61,7 +61,7 @@ class Meter:
 
 
 @contextlib.contextmanager
-def failing_at_the_second_item() -> Iterator[None]:
+def failing_at_the_second_layer() -> Iterator[None]:
     calls = 0
     fill = FileStart.fill
 
@@ -69,7 +69,7 @@ def failing_at_the_second_item() -> Iterator[None]:
         nonlocal calls
         calls += 1
         if calls == 2:
-            raise UserError("this item cannot be converted")
+            raise UserError("this layer cannot be converted")
         fill(start, *arguments)
 
     with mock.patch.object(FileStart, "fill", failing):
@@ -83,7 +83,7 @@ def circumstances(world: World, entry: dict[str, Any]) -> Iterator[None]:
         if place is not None:
             stack.enter_context(mock.patch.object(build, "model_directory", lambda loaded: Path(place)))
         if entry.get("fails") == world.rank:
-            stack.enter_context(failing_at_the_second_item())
+            stack.enter_context(failing_at_the_second_layer())
         yield
 
 

@@ -33,10 +33,10 @@ from tests.support.planning_samples import (
 
 def predicted(ranks: int, micro_batches: int) -> tuple[Event, ...]:
     """A step of ``ranks`` unlike ranks over slow links, two blocks each; both ends tied."""
-    items = 2 * ranks + 2
+    layers = 2 * ranks + 2
     slowness = [1 + 0.1 * (rank % 4) for rank in range(ranks)]
-    profile = make_profile(slowness, make_model(items - 2, tied=True), latency_s=0.2, bytes_per_s=5e3)
-    cuts = [round(place * items / ranks) for place in range(ranks + 1)]
+    profile = make_profile(slowness, make_model(layers - 2, tied=True), latency_s=0.2, bytes_per_s=5e3)
+    cuts = [round(place * layers / ranks) for place in range(ranks + 1)]
     return simulate(make_plan_of(cuts, list(range(ranks)), micro_batches), profile).events
 
 
@@ -94,7 +94,7 @@ def test_a_timeline_of_measured_events_is_drawn_by_the_same_code(tmp_path: Path)
 
 @pytest.mark.parametrize("ranks", [1, 3, 20])
 def test_a_profile_is_a_picture_of_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
-    profile: ClusterProfile = random_instance(seed=1, ranks=ranks, items=6)[0]
+    profile: ClusterProfile = random_instance(seed=1, ranks=ranks, layers=6)[0]
     width, height, different = colours_of(save(profile_picture(profile), tmp_path / "p.png", "profile"))
     assert width >= 1300 and height >= 500 and different > 300
 

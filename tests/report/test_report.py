@@ -27,7 +27,7 @@ from hetero_mpi.report.run_files.logs import LOGGER, say, setup_logging
 from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, StepMetrics, read_metrics
 from hetero_mpi.report.run_files.run_directory import claim
 from hetero_mpi.report.summary import final_lines, measured_step_s, misled
-from hetero_mpi.report.tables import items_text, plan_lines, profile_lines
+from hetero_mpi.report.tables import layers_text, plan_lines, profile_lines
 
 ROOT = Path(__file__).parents[2]
 
@@ -226,8 +226,8 @@ def test_no_line_is_too_long() -> None:
         (7, 8, "head"),
     ],
 )
-def test_items_by_name(first: int, last: int, expected: str) -> None:
-    assert items_text(first, last, items=8) == expected
+def test_layers_by_name(first: int, last: int, expected: str) -> None:
+    assert layers_text(first, last, layers=8) == expected
 
 
 # Metrics

@@ -119,9 +119,9 @@ def test_names_are_shown_as_they_are() -> None:
 
 def test_pipelines_have_strips_of_their_own() -> None:
     profile = cluster(6)
-    items = len(profile.model.layers)
-    one = PipelinePlan((StagePlan((0,), 0, 7, 1), StagePlan((1,), 7, items, 0)), 1, 4)
-    plan = Plan((one, PipelinePlan((StagePlan((5,), 0, items, 0),), 2, 4)), 8, 10, items)
+    layers = len(profile.model.layers)
+    one = PipelinePlan((StagePlan((0,), 0, 7, 1), StagePlan((1,), 7, layers, 0)), 1, 4)
+    plan = Plan((one, PipelinePlan((StagePlan((5,), 0, layers, 0),), 2, 4)), 8, 10, layers)
     report = PlanReport(plan, 1.0, 0.9, PACKING)
     emulated = architecture(report, replace(profile, source="emulated, measured"), "a job")
     said = texts(emulated)
@@ -194,7 +194,7 @@ def test_every_second_of_a_step_is_accounted_for() -> None:
         MeasuredEvent(0, 1, Action(Op.F, 1, 0), 1.0, 3.0),
         MeasuredEvent(0, 1, Action(Op.B, 1, 0), 3.0, 6.0),
         MeasuredEvent(0, 1, Action(Op.SEND_B, 1, 0), 6.0, 6.5, 80, copied_s=0.5),
-        MeasuredEvent(0, 1, Action(Op.REDUCE, 1, item=2), 6.5, 7.0),
+        MeasuredEvent(0, 1, Action(Op.REDUCE, 1, layer=2), 6.5, 7.0),
         MeasuredEvent(0, 1, Action(Op.STEP, 1), 8.0, 9.0),
     ]
     used = Usage().and_step(events, 10.0).and_step(events, 10.0)

@@ -11,7 +11,7 @@ from hetero_mpi.planning.types.request import PlanRequest
 
 
 def pipeline_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
-    """What one pipeline of whole items cannot beat, whatever its links and warm-up: at or over ``fluid_bound_s``.
+    """What one pipeline of whole layers cannot beat, whatever its links and warm-up: at or over ``fluid_bound_s``.
 
     The largest of three, at the best micro-batch size:
 
@@ -20,7 +20,7 @@ def pipeline_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
       smallest of all such times (L blocks; a rank holds no more of them than fit);
     * filling: stage s cannot begin before the first micro-batch has passed all stages before it and come back after it, so
       that ``M c_s <= T - sum over j < s of c_j``. With speeds v in descending order that allows at most
-      ``T/M * sum over j of v_j (1 - 1/M)^j`` work, on no more ranks than items: the sum is linear in every c, so that each
+      ``T/M * sum over j of v_j (1 - 1/M)^j`` work, on no more ranks than layers: the sum is linear in every c, so that each
       stage is either as long as it may be or empty, and by rearrangement the fastest goes first.
     """
     return min(_pipeline_s(profile, request, micro_batch) for micro_batch in request.micro_batch_choices)

@@ -60,14 +60,14 @@ def cluster(memory_bytes: int = 80_000) -> ClusterProfile:
     return replace(profile, devices=hosts, links=links)
 
 
-def even_plan(ranks: tuple[tuple[int, ...], ...], items: int = 14) -> Plan:
-    """Pipelines of these ranks, items dealt out evenly, one micro-batch in flight."""
+def even_plan(ranks: tuple[tuple[int, ...], ...], layers: int = 14) -> Plan:
+    """Pipelines of these ranks, layers dealt out evenly, one micro-batch in flight."""
     pipelines = []
     for order in ranks:
-        cuts = [items * k // len(order) for k in range(len(order) + 1)]
+        cuts = [layers * k // len(order) for k in range(len(order) + 1)]
         stages = (StagePlan((rank,), cuts[k], cuts[k + 1], 0, True) for k, rank in enumerate(order))
         pipelines.append(PipelinePlan(tuple(stages), 1, REQUEST.global_batch // len(ranks)))
-    return Plan(tuple(pipelines), REQUEST.global_batch, SEQUENCE, items)
+    return Plan(tuple(pipelines), REQUEST.global_batch, SEQUENCE, layers)
 
 
 @pytest.mark.parametrize("ranks", [((6, 0, 5, 1, 4, 2, 3),), ((0, 2, 5), (1, 3, 6)), ((0,), (2, 1), (3, 4, 6))])
@@ -110,13 +110,13 @@ def test_a_bad_plan_becomes_a_good_one_and_the_same_every_time() -> None:
     assert best is not None and step_s <= 1.03 * best.step_s
 
 
-@pytest.mark.parametrize("shared", ["tied", "card", "memory"])
+@pytest.mark.parametrize("shared", ["tied", "NIC", "memory"])
 def test_pipelines_that_meet_elsewhere_than_in_sums_are_annealed_too(shared: str) -> None:
     profile = cluster()
     if shared == "tied":
         profile = replace(profile, model=replace(profile.model, tied=True))
     else:
-        hosts = tuple(HostProfile(f"host{k}", 400_000, "made up", shared == "card") for k in (1, 2, 4))
+        hosts = tuple(HostProfile(f"host{k}", 400_000, "made up", shared == "NIC") for k in (1, 2, 4))
         devices = tuple(replace(device, shares_host_memory=shared == "memory") for device in profile.devices)
         profile = replace(profile, hosts=hosts, devices=devices)
     start = even_plan(((6, 0, 5, 1, 4, 2, 3),))

@@ -17,9 +17,9 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.decision.planner import make_plan
-from hetero_mpi.planning.durations import duration, finished_items_s, sum_s, tied_s
+from hetero_mpi.planning.durations import duration, finished_layers_s, sum_s, tied_s
 from hetero_mpi.planning.memory import predict_hosts, predict_memory, usable_bytes
-from hetero_mpi.planning.schedule import Action, Op, held_by, stages, summed_items, tied_heads
+from hetero_mpi.planning.schedule import Action, Op, held_by, reduced_layers, stages, tied_heads
 from hetero_mpi.planning.simulator import simulate, spans_s
 from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD
@@ -105,7 +105,7 @@ def joint_instance(seed: int, ranks: int, blocks: int, batch: int) -> tuple[Clus
 
 @dataclass
 class Timed:
-    """A pipeline, when its stages have done their last backward, when their items' gradients are whole, its STEP."""
+    """A pipeline, when its stages have done their last backward, when their layers' gradients are whole, its STEP."""
 
     pipeline: PipelinePlan
     clocks: dict[int, float]
@@ -121,9 +121,9 @@ def pipelines(
     profile: ClusterProfile, request: PlanRequest, order: tuple[int, ...], share: int
 ) -> Iterator[PipelinePlan]:
     """Every pipeline over the ranks of ``order``."""
-    items, count = len(profile.model.layers), len(order)
-    for inner in itertools.combinations(range(1, items), count - 1):
-        cuts = (0, *inner, items)
+    layers, count = len(profile.model.layers), len(order)
+    for inner in itertools.combinations(range(1, layers), count - 1):
+        cuts = (0, *inner, layers)
         for size in request.micro_batch_choices:
             if share % size:
                 continue
@@ -157,12 +157,12 @@ class Prices:
     """Seconds of actions and peaks of stages, each worked out once: they depend on the stage and its neighbour alone."""
 
     def __init__(self, profile: ClusterProfile, request: PlanRequest) -> None:
-        self.profile, self.request, self.items = profile, request, len(profile.model.layers)
+        self.profile, self.request, self.layer_count = profile, request, len(profile.model.layers)
         self.known: dict[object, float] = {}
         self.finished: dict[object, dict[int, float]] = {}
 
     def plan(self, pipeline: PipelinePlan) -> Plan:
-        return Plan((pipeline,), pipeline.sequences, self.request.sequence_length, self.items)
+        return Plan((pipeline,), pipeline.sequences, self.request.sequence_length, self.layer_count)
 
     def seconds(self, op: Op, pipeline: PipelinePlan, s: int) -> float:
         stage, peer = pipeline.stages[s], {Op.SEND_F: s + 1, Op.SEND_B: s - 1}.get(op, s)
@@ -183,7 +183,7 @@ class Prices:
         stage = pipeline.stages[s]
         key = (op, pipeline.micro_batch, stage.ranks, stage.first, stage.last, stage.recompute)
         if key not in self.finished:
-            self.finished[key] = finished_items_s(Action(op, s, 0), self.plan(pipeline), self.profile)
+            self.finished[key] = finished_layers_s(Action(op, s, 0), self.plan(pipeline), self.profile)
         return self.finished[key]
 
     def step_s(self, pipeline: PipelinePlan) -> float:
@@ -234,14 +234,14 @@ def timed(pipeline: PipelinePlan, prices: Prices) -> Timed:
     whole = {}
     for s, stage in enumerate(pipeline.stages):
         begun = clocks[s] - (weights[s] if split[s] else backward[s])
-        for item, after in prices.whole_after_s(Op.W if split[s] else Op.B, pipeline, s).items():
-            whole[stage.ranks[0], item] = begun + after
+        for layer, after in prices.whole_after_s(Op.W if split[s] else Op.B, pipeline, s).items():
+            whole[stage.ranks[0], layer] = begun + after
     own = {stage.ranks[0]: clocks[s] for s, stage in enumerate(pipeline.stages)}
     return Timed(pipeline, own, whole, prices.step_s(pipeline))
 
 
 def together_s(parts: list[Timed], plan: Plan, profile: ClusterProfile) -> float:
-    """The end of a step: gradient all-reduces, then STEP, where messages do not queue for cards."""
+    """The end of a step: gradient all-reduces, then STEP, where messages do not queue for NICs."""
     ends = {rank: seconds for part in parts for rank, seconds in part.clocks.items()}
     whole = {key: seconds for part in parts for key, seconds in part.whole.items()}
     numbered = stages(plan)
@@ -251,34 +251,34 @@ def together_s(parts: list[Timed], plan: Plan, profile: ClusterProfile) -> float
         whole[destination, 0] = max(whole[destination, 0], come)
         ends[source] = max(ends[source], come)
     free = dict.fromkeys(ends, 0.0)
-    for item in sorted(summed_items(plan, profile.model), reverse=True):
-        ranks = held_by(plan, item)
-        start = max(max(free[rank], whole[rank, item]) for rank in ranks)
-        free.update(dict.fromkeys(ranks, start + sum_s(plan, profile, item)))
+    for layer in sorted(reduced_layers(plan, profile.model), reverse=True):
+        ranks = held_by(plan, layer)
+        start = max(max(free[rank], whole[rank, layer]) for rank in ranks)
+        free.update(dict.fromkeys(ranks, start + sum_s(plan, profile, layer)))
     return max(*ends.values(), *free.values()) + max(part.step_s for part in parts)
 
 
 def teams(profile: ClusterProfile, request: PlanRequest) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Orders of ranks, each for a pipeline; rings of three in both senses."""
     ranks = [device.rank for device in profile.devices if profile.model.dtype in device.dtypes]
-    items = len(profile.model.layers)
+    layers = len(profile.model.layers)
     for used in range(1, len(ranks) + 1):
-        if not request.allow_idle and used < min(len(ranks), items * request.max_pipelines):
+        if not request.allow_idle and used < min(len(ranks), layers * request.max_pipelines):
             continue
         for chosen in itertools.permutations(ranks, used):
             for ends in itertools.product((False, True), repeat=used - 1):
                 marks = [0, *(i + 1 for i, end in enumerate(ends) if end), used]
                 team = tuple(chosen[a:b] for a, b in itertools.pairwise(marks))
                 longest = max(map(len, team))
-                small_enough = len(team) <= min(request.max_pipelines, request.global_batch) and longest <= items
+                small_enough = len(team) <= min(request.max_pipelines, request.global_batch) and longest <= layers
                 if small_enough and team[0] == min(team):  # the ring turned round is the same
                     yield team
 
 
 def brute_force_s(profile: ClusterProfile, request: PlanRequest) -> float:
     """The least step time of all plans that fit; infinite: none does."""
-    items, best = len(profile.model.layers), math.inf
-    cards = any(host.shared_nic for host in profile.hosts)
+    layers, best = len(profile.model.layers), math.inf
+    nics = any(host.shared_nic for host in profile.hosts)
     prices, known = Prices(profile, request), {}  # type: tuple[Prices, dict[tuple[tuple[int, ...], int], list[Timed]]]
     for team in teams(profile, request):
         for inner in itertools.combinations(range(1, request.global_batch), len(team) - 1):
@@ -295,11 +295,11 @@ def brute_force_s(profile: ClusterProfile, request: PlanRequest) -> float:
                     break  # and so are all that follow: whatever else happens, a pipeline's own end is not earlier
                 if max(part.end_s for part in parts) >= best:
                     continue
-                plan = Plan(tuple(p.pipeline for p in parts), request.global_batch, request.sequence_length, items)
+                plan = Plan(tuple(p.pipeline for p in parts), request.global_batch, request.sequence_length, layers)
                 hosts = predict_hosts(plan, profile, request.memory_reserve) if profile.hosts else ()
                 if any(host.peak_bytes > host.usable_bytes for host in hosts):
                     continue
-                best = min(best, simulate(plan, profile).step_s if cards else together_s(list(parts), plan, profile))
+                best = min(best, simulate(plan, profile).step_s if nics else together_s(list(parts), plan, profile))
     return best
 
 

@@ -14,8 +14,8 @@ from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.memory import predict_hosts, predict_memory
 from hetero_mpi.planning.packing.bound import packing_bound_s
 from hetero_mpi.planning.several.chains import Chain, Chains
+from hetero_mpi.planning.several.cluster import ClusterArrays, levels
 from hetero_mpi.planning.several.columns import Columns, along_hosts, in_hosts
-from hetero_mpi.planning.several.fleet import Fleet, levels
 from hetero_mpi.planning.several.layouts import several as layouts_of
 from hetero_mpi.planning.several.shares import Pipelines
 from hetero_mpi.planning.simulator import simulate
@@ -61,17 +61,17 @@ CLUSTER = on_hosts("aaaabbbbccdddd", {"a": 1.0, "b": 1.0, "c": 2.0, "d": 4.0})
 REQUEST = PlanRequest(48, SEQUENCE, (1, 2), max_pipelines=14, recompute_choices=(False, True))
 
 
-def names(fleet: Fleet, columns: list[tuple[int, ...]]) -> list[str]:
-    return ["".join(fleet.devices[rank].host for rank in column) for column in columns]
+def names(cluster: ClusterArrays, columns: list[tuple[int, ...]]) -> list[str]:
+    return ["".join(cluster.devices[rank].host for rank in column) for column in columns]
 
 
 def test_columns_within_hosts_and_along_them() -> None:
-    fleet = Fleet(CLUSTER, REQUEST, 1)
-    keys = (fleet.memory_level, fleet.outward_level, fleet.speed_level)
-    assert names(fleet, in_hosts(fleet, 2, keys)) == ["aa", "aa", "bb", "bb", "cc", "dd", "dd"]
-    assert names(fleet, in_hosts(fleet, 3, keys)) == ["aaa", "bbb", "ddd", "abc"]
-    along = along_hosts(fleet, 2, keys)
-    assert names(fleet, along) == ["ab"] * 4 + ["cc"] + ["dd"] * 2
+    cluster = ClusterArrays(CLUSTER, REQUEST, 1)
+    keys = (cluster.memory_level, cluster.outward_level, cluster.speed_level)
+    assert names(cluster, in_hosts(cluster, 2, keys)) == ["aa", "aa", "bb", "bb", "cc", "dd", "dd"]
+    assert names(cluster, in_hosts(cluster, 3, keys)) == ["aaa", "bbb", "ddd", "abc"]
+    along = along_hosts(cluster, 2, keys)
+    assert names(cluster, along) == ["ab"] * 4 + ["cc"] + ["dd"] * 2
     assert [column[0] for column in along[:4]] == [0, 1, 2, 3]
 
 
@@ -80,23 +80,23 @@ def test_levels_join_what_noise_tells_apart() -> None:
 
 
 def chain_plan(columns: Columns, chain: Chain, shares: list[int]) -> Plan:
-    fleet = columns.fleet
+    cluster = columns.cluster
     pipelines = []
     for p, share in enumerate(shares):
         stages = tuple(
             StagePlan((columns.members[k][p],), chain.cuts[i], chain.cuts[i + 1], chain.warm_up[i], chain.recompute[i])
             for i, k in enumerate(chain.picks)
         )
-        pipelines.append(PipelinePlan(stages, fleet.micro_batch, share))
-    return Plan(tuple(pipelines), sum(shares), SEQUENCE, fleet.items)
+        pipelines.append(PipelinePlan(stages, cluster.micro_batch, share))
+    return Plan(tuple(pipelines), sum(shares), SEQUENCE, cluster.layer_count)
 
 
 @pytest.mark.parametrize("pipelines", [1, 2, 3])
 def test_a_chain_takes_as_long_as_the_simulator_says(pipelines: int) -> None:
     """Columns of like ranks: the chain is each of its pipelines, sums and optimizer included."""
-    fleet = Fleet(CLUSTER, replace(REQUEST, memory_reserve=0.0), 1)
-    keys = (fleet.memory_level, fleet.outward_level, fleet.speed_level)
-    columns = Columns(fleet, in_hosts(fleet, pipelines, keys)[:3])
+    cluster = ClusterArrays(CLUSTER, replace(REQUEST, memory_reserve=0.0), 1)
+    keys = (cluster.memory_level, cluster.outward_level, cluster.speed_level)
+    columns = Columns(cluster, in_hosts(cluster, pipelines, keys)[:3])
     chains = Chains(columns, 48 // pipelines)
     for warm_up in ((2, 1, 0), (5, 3, 1), (9, 4, 0)):
         chain = chains.evaluate((0, 1, 2), (0, 3, 5, 8), warm_up)
@@ -112,8 +112,8 @@ def several(profile: ClusterProfile, request: PlanRequest) -> Plan | None:
 
 def test_shares_make_unlike_pipelines_end_together() -> None:
     profile = make_profile([1.0, 1.0, 3.0, 3.0], make_model(4))
-    fleet = Fleet(profile, PlanRequest(48, SEQUENCE, (1,), max_pipelines=2), 1)
-    columns = Columns(fleet, [(0, 2), (1, 3)])
+    cluster = ClusterArrays(profile, PlanRequest(48, SEQUENCE, (1,), max_pipelines=2), 1)
+    columns = Columns(cluster, [(0, 2), (1, 3)])
     chain = Chains(columns, 24).evaluate((0, 1), (0, 3, 6), (1, 0))
     pipelines = Pipelines(columns, chain)
     shares = pipelines.dealt()
@@ -125,8 +125,8 @@ def test_shares_make_unlike_pipelines_end_together() -> None:
 
 def test_what_large_micro_batches_leave_over_is_dealt_out_too() -> None:
     profile = make_profile([1.0, 1.0, 1.0], make_model(4))
-    fleet = Fleet(profile, PlanRequest(20, SEQUENCE, (3,), max_pipelines=3), 3)
-    columns = Columns(fleet, [(0, 1, 2)])
+    cluster = ClusterArrays(profile, PlanRequest(20, SEQUENCE, (3,), max_pipelines=3), 3)
+    columns = Columns(cluster, [(0, 1, 2)])
     shares = Pipelines(columns, Chains(columns, 3).evaluate((0,), (0, 6), (0,))).dealt()
     assert sum(shares) == 20 and max(shares) - min(shares) <= 3
 
@@ -258,30 +258,30 @@ def test_the_packing_bound_is_at_or_under_the_best_of_all_alike_plans(seed: int)
 
 
 def all_plans(profile: ClusterProfile, request: PlanRequest):  # type: ignore[no-untyped-def]
-    items, size = len(profile.model.layers), min(request.micro_batch_choices)
+    layers, size = len(profile.model.layers), min(request.micro_batch_choices)
     ranks = range(len(profile.devices))
     for used in range(1, len(profile.devices) + 1):
         for order in itertools.permutations(ranks, used):
             for splits in itertools.product((False, True), repeat=used - 1):
                 lengths = [len(list(group)) for _, group in itertools.groupby(itertools.accumulate([0, *splits]))]
-                yield from plans_of(profile, request, order, lengths, items, size)
+                yield from plans_of(profile, request, order, lengths, layers, size)
 
 
-def plans_of(profile, request, order, lengths, items, size):  # type: ignore[no-untyped-def]
+def plans_of(profile, request, order, lengths, layers, size):  # type: ignore[no-untyped-def]
     batch = request.global_batch
     for shares in itertools.product(range(1, batch + 1), repeat=len(lengths)):
         if sum(shares) != batch or min(shares) < size:
             continue
-        for cuts in itertools.product(*(itertools.combinations(range(1, items), n - 1) for n in lengths)):
+        for cuts in itertools.product(*(itertools.combinations(range(1, layers), n - 1) for n in lengths)):
             place, pipelines = 0, []
             for length, inner, share in zip(lengths, cuts, shares, strict=True):
-                edges = [0, *inner, items]
+                edges = [0, *inner, layers]
                 stages = tuple(
                     StagePlan((order[place + i],), edges[i], edges[i + 1], length - 1 - i) for i in range(length)
                 )
                 pipelines.append(PipelinePlan(stages, size, share))
                 place += length
-            plan = Plan(tuple(pipelines), batch, SEQUENCE, items)
+            plan = Plan(tuple(pipelines), batch, SEQUENCE, layers)
             if random.Random(str(plan)).random() < 0.1 and all(
                 m.peak_bytes <= m.usable_bytes for m in predict_memory(plan, profile)
             ):

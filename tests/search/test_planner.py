@@ -41,18 +41,18 @@ EQUAL = 1 + 1e-9
 def brute_force_s(profile: ClusterProfile, request: PlanRequest) -> float:
     """The least simulated step over all sizes, subsets, orders, cuts and choices of recompute at classic warm-up; inf:
     nothing fits."""
-    items, best = len(profile.model.layers), math.inf
+    layers, best = len(profile.model.layers), math.inf
     for size in request.micro_batch_choices:
         count = request.global_batch // size
-        for stages in range(1, min(len(profile.devices), items) + 1):
+        for stages in range(1, min(len(profile.devices), layers) + 1):
             for order in itertools.permutations(range(len(profile.devices)), stages):
-                for inner in itertools.combinations(range(1, items), stages - 1):
-                    cuts = (0, *inner, items)
+                for inner in itertools.combinations(range(1, layers), stages - 1):
+                    cuts = (0, *inner, layers)
                     for again in itertools.product(request.recompute_choices, repeat=stages):
                         held = tuple(
                             StagePlan((r,), cuts[i], cuts[i + 1], stages - 1 - i, again[i]) for i, r in enumerate(order)
                         )
-                        plan = Plan((PipelinePlan(held, size, size * count),), request.global_batch, SEQUENCE, items)
+                        plan = Plan((PipelinePlan(held, size, size * count),), request.global_batch, SEQUENCE, layers)
                         memory = predict_memory(plan, profile, request.memory_reserve)
                         if all(m.peak_bytes <= m.usable_bytes for m in memory):
                             best = min(best, simulate(plan, profile).step_s)
@@ -61,7 +61,7 @@ def brute_force_s(profile: ClusterProfile, request: PlanRequest) -> float:
 
 def planned_as_brute_force_does(seed: int) -> None:
     """The plan of instance ``seed`` (two of seven may recompute) is no slower than the best at classic depths."""
-    profile, request = random_instance(seed, ranks=1 + seed % 3, items=2 + seed % 5)
+    profile, request = random_instance(seed, ranks=1 + seed % 3, layers=2 + seed % 5)
     if seed % 7 < 2:
         request = replace(request, recompute_choices=(False, True))
     expected = brute_force_s(profile, request)
@@ -86,12 +86,16 @@ def test_the_plan_is_no_slower_than_brute_force_at_classic_depths(block: int) ->
 
 
 @settings(max_examples=150, deadline=None)
-@given(seed=st.integers(0, 10**6), ranks=st.integers(1, 4), items=st.integers(2, 7), data=st.data())
-def test_bounds_are_at_or_under_every_simulation(seed: int, ranks: int, items: int, data: st.DataObject) -> None:
-    profile, request = random_instance(seed, ranks, items)
-    stages = data.draw(st.integers(1, min(ranks, items)))
+@given(seed=st.integers(0, 10**6), ranks=st.integers(1, 4), layers=st.integers(2, 7), data=st.data())
+def test_bounds_are_at_or_under_every_simulation(seed: int, ranks: int, layers: int, data: st.DataObject) -> None:
+    profile, request = random_instance(seed, ranks, layers)
+    stages = data.draw(st.integers(1, min(ranks, layers)))
     order = data.draw(st.permutations(range(ranks)))[:stages]
-    cuts = [0, *sorted(data.draw(st.sets(st.integers(1, items - 1), min_size=stages - 1, max_size=stages - 1))), items]
+    cuts = [
+        0,
+        *sorted(data.draw(st.sets(st.integers(1, layers - 1), min_size=stages - 1, max_size=stages - 1))),
+        layers,
+    ]
     extra = sorted(data.draw(st.lists(st.integers(0, 3), min_size=stages, max_size=stages)), reverse=True)
     plan = make_plan_of(cuts, order, request.global_batch, [stages - 1 - i + extra[i] for i in range(stages)])
     step_s = simulate(plan, profile).step_s
@@ -120,7 +124,7 @@ def described(plan: Plan, profile: ClusterProfile) -> list[tuple[str, int, int, 
 
 @seeds(12, 5)
 def test_how_ranks_are_numbered_changes_nothing(seed: int) -> None:
-    profile, request = random_instance(seed * 7, ranks=4, items=6)
+    profile, request = random_instance(seed * 7, ranks=4, layers=6)
     order = random.Random(seed).sample(range(4), 4)
     other = renumbered(profile, order)
     try:
@@ -181,7 +185,7 @@ def test_reasons_compare_with_the_even_split() -> None:
         make_plan_of((0, 4, 9), tuple(s.ranks[0] for s in report.plan.pipelines[0].stages), 16), profile
     ).step_s
     text = "\n".join(report.reasons)
-    assert f"equally many items each: {even / report.predicted_step_s:.2f}x slower" in text
+    assert f"equally many layers each: {even / report.predicted_step_s:.2f}x slower" in text
     assert "busiest: stage" in text
 
 
@@ -196,12 +200,12 @@ def test_every_rank_by_itself_is_priced_where_the_batch_has_a_share_for_each(
     assert ("every rank by itself, with a share of the batch" in names) == told
 
 
-def test_more_ranks_than_items_is_no_error() -> None:
+def test_more_ranks_than_layers_is_no_error() -> None:
     report = make_plan(make_profile([1.0] * 6), PlanRequest(64, SEQUENCE, (1,)))
     assert len(report.idle) >= 2
     assert len(report.idle) + len(report.plan.pipelines[0].stages) == 6
     report = make_plan(make_profile([1.0] * 3, make_model(0)), PlanRequest(64, SEQUENCE, (1,)))
-    assert [idle.reason for idle in report.idle] == ["2 items of work, 3 ranks"]
+    assert [idle.reason for idle in report.idle] == ["2 layers of work, 3 ranks"]
 
 
 def test_of_equally_fast_plans_the_one_with_fewer_ranks() -> None:
@@ -246,7 +250,7 @@ def test_recompute_is_used_only_where_memory_forces_it() -> None:
     request = PlanRequest(8, SEQUENCE, (1,), recompute_choices=(False, True), schedule="1f1b", memory_reserve=0.0)
     roomy = make_plan(make_profile((1.0,)), request)
     assert not roomy.plan.pipelines[0].stages[0].recompute
-    # 4 | 6 items need 63,700 and 70,500 bytes, 5 | 5 need 76,100 and 61,100; recomputing the first five, 63,100.
+    # 4 | 6 layers need 63,700 and 70,500 bytes, 5 | 5 need 76,100 and 61,100; recomputing the first five, 63,100.
     short = make_profile((1.0, 1.0), make_model(8), memory_bytes=66_000)
     with pytest.raises(UserError):
         make_plan(short, replace(request, recompute_choices=(False,)))

@@ -8,7 +8,7 @@ import pytest
 
 from hetero_mpi.planning.durations import all_reduce_s
 from hetero_mpi.planning.outline import outlined
-from hetero_mpi.planning.several.fleet import Fleet
+from hetero_mpi.planning.several.cluster import ClusterArrays
 from hetero_mpi.planning.several.layouts import several
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.tables import rank_classes
@@ -55,7 +55,7 @@ def test_sums_take_as_long_as_durations_say(members: tuple[int, ...]) -> None:
     profile = cluster(0)
     sizes = np.array([0.0, 10.0, 4000.0])
     expected = [0.0, *(all_reduce_s(profile, members, size) for size in (10.0, 4000.0))]
-    assert Fleet(profile, REQUEST, 1).all_reduce_s(members, sizes).tolist() == pytest.approx(expected)
+    assert ClusterArrays(profile, REQUEST, 1).all_reduce_s(members, sizes).tolist() == pytest.approx(expected)
 
 
 def test_several_is_no_slower_than_alike_pipelines_and_indifferent_to_numbers() -> None:

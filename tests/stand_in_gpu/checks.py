@@ -151,7 +151,7 @@ def copy():
 thread = threading.Thread(target=copy)
 thread.start(); thread.join(); copy()
 gpu.seed(5)
-print(module.device.contexts(), module.seeded, there.sum().item())
+print(module.device.contexts(), module.seeded, there.sum().layer())
 """
     import os
     import sys
@@ -169,7 +169,7 @@ def test_frozen_weights_reach_the_device_in_the_compute_dtype_only(standin: Any,
     gc.collect()
     standin.reset_peak(1)
     before = standin.used(1)
-    stage = Stage(model, 0, model.items, gpu, "bf16", SeededStart(0), tuning=lora(model))
+    stage = Stage(model, 0, model.layer_count, gpu, "bf16", SeededStart(0), tuning=lora(model))
     embedding = stage.model.get_parameter("model.embed_tokens.weight")
     assert embedding.dtype == torch.bfloat16 and embedding.device == gpu.device
     assert before < standin.used(1) <= standin.peak(1) < standin.used(1) + embedding.nbytes // 2
@@ -445,18 +445,18 @@ def test_marks_tell_when_the_device_computed_and_nobody_waits(standin: Any, gpu:
     assert second.seconds_since(first) >= 0.2
 
 
-def test_items_are_timed_while_the_devices_queue_runs_on(
+def test_layers_are_timed_while_the_devices_queue_runs_on(
     standin: Any, gpu: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host waits for the device after a pass, not at the ends of every item; and it warms the device up first."""
+    """The host waits for the device after a pass, not at the ends of every layer; and it warms the device up first."""
     benchmark = DeviceBenchmark(subject((1,)), gpu, 1)
-    bench = Bench(benchmark.subject, gpu, 0, benchmark.chain.items)
+    bench = Bench(benchmark.subject, gpu, 0, benchmark.chain.layer_count)
     block = bench.stage.model.get_submodule(benchmark.chain.module_names(2)[0])
     block.register_forward_hook(lambda *_: standin.compute_for(standin.current_stream(1), 0.2), prepend=True)
     for name in ("synchronize", "finish_compute"):
         monkeypatch.setattr(StandIn, name, lambda self: pytest.fail("the host waits"))
-    items, _ = bench.forward(1)
-    assert items[2] >= 0.2 and items[1] < 0.2
+    layers, _ = bench.forward(1)
+    assert layers[2] >= 0.2 and layers[1] < 0.2
     assert all(seconds >= 0 for seconds in bench.backward(1)[0].values())
     begin, passes = time.perf_counter(), []
     monkeypatch.setattr(benchmark, "_pass", lambda *_: passes.append(time.sleep(0.05)))
@@ -477,7 +477,7 @@ def test_events_of_a_pipeline_of_one_stage_are_the_devices_times(
         return gradient
 
     monkeypatch.setattr(Stage, "backward", longer)
-    threads = Threads(model, plan_of(model, [([0], [0, model.items], 2, 4)], 8), train, backend=lambda: gpu)
+    threads = Threads(model, plan_of(model, [([0], [0, model.layer_count], 2, 4)], 8), train, backend=lambda: gpu)
     tokens = np.ones((4, 8), np.int32)
     (result,) = threads.together(lambda trainer: trainer.step(0, tokens, tokens, 32))
     events = [event for event in result.events if event.action.op is Op.B]
@@ -502,18 +502,18 @@ def standing_still(standin: Any, stream: int) -> Iterator[None]:
 
 
 def test_gradients_leave_for_their_sum_beside_what_the_device_computes(standin: Any, gpu: Backend) -> None:
-    """Nobody waits for the device where a backward reports an item, and the numbers are sent once they are there."""
+    """Nobody waits for the device where a backward reports a layer, and the numbers are sent once they are there."""
     from mpi4py import MPI
 
     model = chain()
-    stage = Stage(model, 0, model.items, gpu, "fp32", SeededStart(0))
-    optimizer = Optimizer(stage, TrainTable(steps=1, global_batch=4), flat_items=[2])
+    stage = Stage(model, 0, model.layer_count, gpu, "fp32", SeededStart(0))
+    optimizer = Optimizer(stage, TrainTable(steps=1, global_batch=4), flat_layers=[2])
     flat = optimizer.flat_gradients(2)
     optimizer.zero()
     values = torch.rand(flat.shape)
     flat.copy_(values)
     with MpiTransport(MPI.COMM_SELF) as transport:
-        sums = GradientAllReduce(0, model.items - 1, {2: (0,)}, None, optimizer, transport)
+        sums = GradientAllReduce(0, model.layer_count - 1, {2: (0,)}, None, optimizer, transport)
         sums.begin()
         with standing_still(standin, standin.current_stream(1)):
             sums.finished(2)
@@ -552,7 +552,7 @@ def test_no_gradient_nor_tied_matrix_is_waited_for(standin: Any, gpu: Backend) -
         chain(vocab_size=1 << 15, tie_word_embeddings=True),
         TrainTable(steps=2, global_batch=6, dtype="fp32"),
     )
-    plan = plan_of(model, [([0, 1], [0, 3, model.items], 1, 3), ([2], [0, model.items], 1, 3)], 8)
+    plan = plan_of(model, [([0, 1], [0, 3, model.layer_count], 1, 3), ([2], [0, model.layer_count], 1, 3)], 8)
     threads = Threads(model, plan, train, backend=lambda: gpu)
     tokens = np.ones((6, 8), np.int32)
 

@@ -68,7 +68,7 @@ def steps(stage: Stage, gpu: Backend, count: int = 2) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("nf4", [False, True])
 def test_copies_that_take_long_are_waited_for(chain: TransformersChain, gpu: Backend, nf4: bool) -> None:
-    given: Any = chain, 0, chain.items, gpu, "bf16", SeededStart(0), 7, tuning(chain, nf4)
+    given: Any = chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7, tuning(chain, nf4)
     resident = steps(Stage(*given, recompute=True, slice_sequences=SLICE), gpu)
     streamed = StreamedStage(*given, slice_sequences=SLICE)
     module.device.set_delays(0.02, 0.0)  # a copy that nobody waits for gives the weights of another layer
@@ -79,7 +79,7 @@ def test_copies_that_take_long_are_waited_for(chain: TransformersChain, gpu: Bac
 def test_few_layers_are_on_the_device(chain: TransformersChain, gpu: Backend) -> None:
     gc.collect()
     before = module.device.used(1)
-    stage = StreamedStage(chain, 0, chain.items, gpu, "bf16", SeededStart(0), 7, tuning(chain, False))
+    stage = StreamedStage(chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7, tuning(chain, False))
     gc.collect()
     layers = stage.weights.layers.values()
     trained = sum(value.nbytes for value in (*stage.parameters.values(), *stage.masters.values()))
@@ -91,7 +91,9 @@ def test_few_layers_are_on_the_device(chain: TransformersChain, gpu: Backend) ->
 def test_weights_are_copied_once_for_all_slices(
     chain: TransformersChain, gpu: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = StreamedStage(chain, 0, chain.items, gpu, "bf16", SeededStart(0), 7, tuning(chain, True), slice_sequences=1)
+    stage = StreamedStage(
+        chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7, tuning(chain, True), slice_sequences=1
+    )
     begun: list[int] = []
     copying = stage.weights._copying
     assert copying is not None
@@ -102,11 +104,11 @@ def test_weights_are_copied_once_for_all_slices(
     assert sum(begun) == stage.weights.bytes
     stage.backward(0)
     # The last layers are there from the forward.
-    assert len(begun) == 2 * chain.items - STREAMED_LAYERS
+    assert len(begun) == 2 * chain.layer_count - STREAMED_LAYERS
 
 
 def test_weights_stay_until_they_have_been_computed_with(chain: TransformersChain, gpu: Backend) -> None:
-    weights = StreamedStage(chain, 0, chain.items, gpu, "bf16", SeededStart(0), 7, tuning(chain, False)).weights
+    weights = StreamedStage(chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7, tuning(chain, False)).weights
     weights.need(1)
     weights.prefetch(2, keeping=1)
     weights.need(2)

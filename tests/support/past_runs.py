@@ -122,8 +122,8 @@ def cluster(ranks: int, per_host: int = 2, source: str = "measured") -> ClusterP
 
 def planned(profile: ClusterProfile, ranks: int | None = None, micro_batches: int = 8) -> PlanReport:
     """One pipeline over the first ``ranks`` ranks; the others idle."""
-    used, items = ranks or len(profile.devices), len(profile.model.layers)
-    plan = make_plan_of([round(k * items / used) for k in range(used + 1)], list(range(used)), micro_batches)
+    used, layers = ranks or len(profile.devices), len(profile.model.layers)
+    plan = make_plan_of([round(k * layers / used) for k in range(used + 1)], list(range(used)), micro_batches)
     idle = tuple(
         IdleRank(rank, f"it would slow <everybody> down by {rank} %") for rank in range(used, len(profile.devices))
     )

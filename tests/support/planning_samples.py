@@ -113,23 +113,23 @@ def reported(plan: Plan, step_s: float = 1.0) -> PlanReport:
     return PlanReport(plan, step_s, step_s / 2, FLUID)
 
 
-def random_instance(seed: int, ranks: int, items: int) -> tuple[ClusterProfile, PlanRequest]:
+def random_instance(seed: int, ranks: int, layers: int) -> tuple[ClusterProfile, PlanRequest]:
     """A cluster of unlike devices, curves with an offset, uneven links, sometimes short memory; and a request."""
     draw = random.Random(seed)
-    model = make_model(items - 2, tied=draw.random() < 0.3)
+    model = make_model(layers - 2, tied=draw.random() < 0.3)
     batch = draw.choice((2, 4, 6))
     devices, links = [], []
     for rank in range(ranks):
         slowness = draw.choice((0.5, 1.0, 1.0, 3.0))
-        layers = {}
+        times = {}
         for kind, seconds in ((EMBEDDING, 0.1), ("block", 1.0), (HEAD, draw.uniform(0.2, 3))):
             offset, slope = draw.uniform(0, 0.5) * slowness, seconds * slowness
             forward = Curve((SEQUENCE, 2 * SEQUENCE), (offset + slope, offset + 2 * slope))
             backward = Curve((SEQUENCE, 2 * SEQUENCE), (offset + 2 * slope, offset + 4 * slope))
-            layers[kind] = LayerTimes(forward, backward)
+            times[kind] = LayerTimes(forward, backward)
         memory = draw.choice((10_000_000, 10_000_000, 45_000, 60_000))
         optimizer = draw.choice((0.0, 1e-4))
-        devices.append(replace(make_device(rank, slowness, memory), layers=layers, optimizer_s_per_parameter=optimizer))
+        devices.append(replace(make_device(rank, slowness, memory), layers=times, optimizer_s_per_parameter=optimizer))
     for a in range(ranks):
         for b in range(ranks):
             if a != b:
@@ -159,9 +159,9 @@ def random_plan(seed: int, most_pipelines: int = 3) -> tuple[Plan, ClusterProfil
     """Any plan that can run, fast or not, on a random cluster: pipelines of unlike cuts, sizes and shares, some with split
     backward, recompute, deep warm-up and a short last micro-batch; some links slow, some hosts with several ranks."""
     draw = random.Random(seed)
-    items, count = draw.randint(3, 7), draw.randint(1, most_pipelines)
-    lengths = [draw.randint(1, min(items, 4)) for _ in range(count)]
-    profile = with_split(random_instance(seed, sum(lengths), items)[0], draw.uniform(0.3, 0.7))
+    layers, count = draw.randint(3, 7), draw.randint(1, most_pipelines)
+    lengths = [draw.randint(1, min(layers, 4)) for _ in range(count)]
+    profile = with_split(random_instance(seed, sum(lengths), layers)[0], draw.uniform(0.3, 0.7))
     hosts = [f"host{draw.randrange(sum(lengths))}" for _ in profile.devices]
     deferred = tuple(
         replace(layer, deferred_bytes_per_token=draw.choice((0.0, 100.0, 700.0))) for layer in profile.model.layers
@@ -182,14 +182,14 @@ def random_plan(seed: int, most_pipelines: int = 3) -> tuple[Plan, ClusterProfil
     for length in lengths:
         own, ranks = ranks[:length], ranks[length:]
         sequences = draw.randint(1, 9)
-        cuts = [0, *sorted(draw.sample(range(1, items), length - 1)), items]
+        cuts = [0, *sorted(draw.sample(range(1, layers), length - 1)), layers]
         depths = sorted((draw.randint(0, sequences + 1) for _ in own), reverse=True)
         held = tuple(
             StagePlan((rank,), cuts[i], cuts[i + 1], depths[i], draw.random() < 0.3) for i, rank in enumerate(own)
         )
         pipelines.append(PipelinePlan(held, draw.randint(1, 3), sequences, draw.random() < 0.5))
     total = sum(pipeline.sequences for pipeline in pipelines)
-    return Plan(tuple(pipelines), total, SEQUENCE, items), profile
+    return Plan(tuple(pipelines), total, SEQUENCE, layers), profile
 
 
 def looks_possible(profile: ClusterProfile, request: PlanRequest, step_s: float) -> bool:

@@ -125,7 +125,7 @@ class Threads:
 def cost_of(chain: TransformersChain, tuning: Tuning) -> ModelCost:
     """As much of a model's cost as schedules depend on."""
     model = make_model(chain.blocks, chain.tied is not None and tuning.full)
-    trained = [sum(spec.count for spec in tuning.specs(item, item + 1)) for item in range(chain.items)]
+    trained = [sum(spec.count for spec in tuning.specs(layer, layer + 1)) for layer in range(chain.layer_count)]
     layers = tuple(replace(one, trainable_parameters=n) for one, n in zip(model.layers, trained, strict=True))
     return replace(model, layers=layers)
 
@@ -146,4 +146,4 @@ def plan_of(
         order = schedule if schedule in ORDERS else WARM_UP
         split = schedule == "split" or ORDERS[order].SPLITS
         made.append(PipelinePlan(stages, micro_batch, sequences, split, order))
-    return Plan(tuple(made), sum(p.sequences for p in made), length, chain.items)
+    return Plan(tuple(made), sum(p.sequences for p in made), length, chain.layer_count)

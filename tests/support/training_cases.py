@@ -214,7 +214,7 @@ FULL = _PRODUCT[::13]
 
 
 def cuts(split: str, ranks: int) -> list[int]:
-    """Boundaries of the stages along the chain of ``ITEMS`` items."""
+    """Boundaries of the stages along the chain of ``ITEMS`` layers."""
     if ranks == 1:
         return [0, ITEMS]
     if split in ("even", "reversed"):
@@ -408,7 +408,7 @@ def run_reference(case: Case, model_path: Path, adapter: Path | None, tokenizer:
     model.train()
     position: dict[str, MicroBatch] = {}
     if case.dropout:
-        _seed_before_items(model, position)
+        _seed_before_layers(model, position)
     trained = {_short(n): p for n, p in model.named_parameters() if p.requires_grad}
     decayed = {_short(name) for name in Trainer.get_decay_parameter_names(None, model)}  # type: ignore[arg-type]
     decay = [p for name, p in trained.items() if name in decayed]
@@ -470,12 +470,12 @@ def _summed_loss(model: torch.nn.Module, tokens: np.ndarray, targets: np.ndarray
     return F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(targets).long().flatten(), reduction="sum")
 
 
-def _seed_before_items(model: torch.nn.Module, position: dict[str, MicroBatch]) -> None:
+def _seed_before_layers(model: torch.nn.Module, position: dict[str, MicroBatch]) -> None:
     plain = model.get_base_model() if isinstance(model, PeftModel) else model
     embedding, base = plain.get_input_embeddings(), plain.base_model
-    for item, module in enumerate([embedding, *base.layers]):
+    for layer, module in enumerate([embedding, *base.layers]):
 
-        def seed(module: torch.nn.Module, arguments: object, item: int = item) -> None:
-            torch.manual_seed(dropout_seed(SEED, position["now"], item))
+        def seed(module: torch.nn.Module, arguments: object, layer: int = layer) -> None:
+            torch.manual_seed(dropout_seed(SEED, position["now"], layer))
 
         module.register_forward_pre_hook(seed)

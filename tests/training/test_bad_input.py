@@ -196,7 +196,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
         lambda s, n: s.entry(n, cluster={"memory_bytes": 100_000}),
         ("does not fit in memory", "rank 0", "rank 1", "is short by", " bytes: it needs", "more ranks"),
     ),
-    "plan-of-other-items": (
+    "plan-of-other-layers": (
         lambda s, n: s.planned(n, plan_of((0, 1, 3))),
         ("ends with layer 2", "the chain's last layer is 3"),
     ),
@@ -223,7 +223,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     ),
     "profile-of-other-model": (
         lambda s, n: named_profile(s, n, 2, 1),
-        ("in 3 items", "this job trains", "in 4: use a profile", "leave it out to measure"),
+        ("in 3 layers", "this job trains", "in 4: use a profile", "leave it out to measure"),
     ),
     "missing-profile": (
         lambda s, n: {**s.entry(n), "profile": s.directory / "absent.profile.toml"},

@@ -211,7 +211,7 @@ def check_same_bits(runs: Runs, kind: str) -> None:
 @pytest.mark.parametrize("quantization", ["none", "nf4"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_frozen_weights_that_stay_are_not_loaded_again(quantization: str, tied: bool) -> None:
-    """A stage of items [1, 6) takes what one of [0, 5) held; only what is new is asked for, and it computes the same bits."""
+    """A stage of layers [1, 6) takes what one of [0, 5) held; only what is new is asked for, and it computes the same bits."""
     case = replace(training_cases.NORMAL[0], tied=tied)
     chain = TransformersChain(read_config(dict(case.config)))
     tables = {"model": {"path": "x", "quantization": quantization}, "data": {"text": ["x"]}}
@@ -219,16 +219,16 @@ def test_frozen_weights_that_stay_are_not_loaded_again(quantization: str, tied: 
     asked: list[int] = []
 
     class Asked(SeededStart):
-        def fill(self, chain: TransformersChain, model: PreTrainedModel, item: int) -> None:
-            asked.append(item)
-            super().fill(chain, model, item)
+        def fill(self, chain: TransformersChain, model: PreTrainedModel, layer: int) -> None:
+            asked.append(layer)
+            super().fill(chain, model, layer)
 
     def stage(first: int, last: int, kept: Kept | None = None) -> Stage:
         return Stage(chain, first, last, Backend(), "bf16", Asked(1), 7, tuning, kept=kept)
 
     before, fresh = stage(0, 5), stage(1, 6)
     packed = before.model.get_submodule(chain.module_names(2)[0]).mlp.up_proj.weight.data_ptr()
-    kept = before.frozen_items(range(1, 6))
+    kept = before.frozen_layers(range(1, 6))
     asked.clear()
     again = stage(1, 6, kept)
     assert asked == ([0, 5] if tied else [5])  # the head's copy of a tied matrix is made from the embedding's
@@ -241,4 +241,4 @@ def test_frozen_weights_that_stay_are_not_loaded_again(quantization: str, tied: 
 
 def test_nothing_is_kept_where_all_weights_are_trained() -> None:
     chain = TransformersChain(read_config(dict(training_cases.NORMAL[0].config)))
-    assert Stage(chain, 0, 3, Backend(), "fp32", SeededStart(1)).frozen_items(range(6)) == {}
+    assert Stage(chain, 0, 3, Backend(), "fp32", SeededStart(1)).frozen_layers(range(6)) == {}

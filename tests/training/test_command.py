@@ -50,7 +50,7 @@ Tensors = dict[tuple[str, str], np.ndarray]
 
 
 def plan_of(ranks: tuple[int, ...], edges: tuple[int, ...]) -> Plan:
-    """Stages of the items between ``edges`` on ``ranks``; micro-batches of 1."""
+    """Stages of the layers between ``edges`` on ``ranks``; micro-batches of 1."""
     bounds = zip(ranks, edges[:-1], edges[1:], strict=True)
     stages = tuple(StagePlan((rank,), first, last, len(ranks) - 1 - i) for i, (rank, first, last) in enumerate(bounds))
     return Plan((PipelinePlan(stages, 1, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, edges[-1])
@@ -76,7 +76,7 @@ def losses(run: Path) -> list[float]:
 
 
 class Three(Workshop):
-    """What 3 ranks do with a model of 4 items. Runs of a name share the directory ``run(name)``."""
+    """What 3 ranks do with a model of 4 layers. Runs of a name share the directory ``run(name)``."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -251,7 +251,7 @@ def test_bf16_np3(outcomes: dict[str, Outcome], three: Three) -> None:
 def test_start_weights_depend_on_seed_and_names_alone_np3(outcomes: dict[str, Outcome], three: Three) -> None:
     # No padding token although the tokenizer names one: it is the end token, whose embedding has to learn.
     chain = TransformersChain(read_config({**CONFIG, "pad_token_id": None}))
-    expected = Stage(chain, 0, chain.items, Backend(), "fp32", SeededStart(7)).parameters
+    expected = Stage(chain, 0, chain.layer_count, Backend(), "fp32", SeededStart(7)).parameters
     for name in ("seeded", "seeded-alone"):
         found = {key: array for (kind, key), array in tensors(three.run(name), 1).items() if kind == "parameters"}
         assert found.keys() == expected.keys()
@@ -260,7 +260,7 @@ def test_start_weights_depend_on_seed_and_names_alone_np3(outcomes: dict[str, Ou
 
 
 class Spare(Workshop):
-    """A model of 3 items, on more ranks than its plans use. With 4 ranks, one is left idle whatever the planner does."""
+    """A model of 3 layers, on more ranks than its plans use. With 4 ranks, one is left idle whatever the planner does."""
 
     def __init__(self, directory: Path, ranks: int) -> None:
         super().__init__(directory)

@@ -17,7 +17,7 @@ from hetero_mpi.comm.precise_sleep import Sleeper
 from hetero_mpi.emulation.emulated_links import EmulatedTransport, compare_clocks
 from hetero_mpi.emulation.emulated_nics import Nics
 from hetero_mpi.emulation.pace import ActionPacer
-from hetero_mpi.planning.durations import finished_items_s
+from hetero_mpi.planning.durations import finished_layers_s
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.network import THREADED, Network
@@ -70,7 +70,7 @@ def three_ranks(tied: bool = False, speed: float = 1.0) -> ClusterProfile:
 
 
 def large(profile: ClusterProfile) -> ClusterProfile:
-    """With so many parameters that summing the gradients of an item takes as long as its backward."""
+    """With so many parameters that summing the gradients of a layer takes as long as its backward."""
     size = {"parameters": 400_000, "trainable_parameters": 400_000, "parameter_bytes": 1_600_000}
     layers = tuple(replace(layer, **size) for layer in profile.model.layers)
     return replace(profile, model=replace(profile.model, layers=layers))
@@ -95,17 +95,17 @@ class NotingSleeper(Sleeper):
         super().until(moment_s)
 
 
-def test_items_of_the_last_backward_count_as_finished_while_it_runs() -> None:
+def test_layers_of_the_last_backward_count_as_finished_while_it_runs() -> None:
     """Not all at its end: their all-reduces are to start one after the other."""
     profile, plan, sleeper = three_ranks(), pipelines_of(TOKENS), NotingSleeper(spare_core=False)
     pace, told = ActionPacer(plan, profile, 1.0, sleeper), []
     last = Action(Op.B, 2, 1)  # of the pipeline that is one rank
     begin = time.perf_counter()
-    pace.hold(last, begin, lambda item: told.append((item, sleeper.moments[-1] - begin, time.perf_counter() - begin)))
-    expected = finished_items_s(last, plan, profile)
-    assert [item for item, _, _ in told] == [3, 2, 1, 0]
-    for item, asked_s, after_s in told:
-        assert asked_s == pytest.approx(expected[item]) and after_s >= asked_s - 1e-3
+    pace.hold(last, begin, lambda layer: told.append((layer, sleeper.moments[-1] - begin, time.perf_counter() - begin)))
+    expected = finished_layers_s(last, plan, profile)
+    assert [layer for layer, _, _ in told] == [3, 2, 1, 0]
+    for layer, asked_s, after_s in told:
+        assert asked_s == pytest.approx(expected[layer]) and after_s >= asked_s - 1e-3
     # The head is 24 ms, a block 20 ms.
     assert expected[3] == pytest.approx(0.024) and pace.lasts_s(last) > 0.024 + 0.040
 

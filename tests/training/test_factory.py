@@ -184,11 +184,11 @@ def run_reference(factory: str) -> Reference:
     torch.set_num_threads(1)
     made, model, position = getattr(layers_model, factory)(), chain_of(factory), {}
     samples = Samples(made.data(), made.evaluation(), 0.02, SEED)
-    for item, layer in enumerate(model):
+    for index, layer in enumerate(model):
 
-        def seed(module: nn.Module, arguments: object, item: int = item) -> None:
+        def seed(module: nn.Module, arguments: object, index: int = index) -> None:
             if module.training:
-                torch.manual_seed(dropout_seed(SEED, position[0], item))
+                torch.manual_seed(dropout_seed(SEED, position[0], index))
 
         layer.register_forward_pre_hook(seed)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -1,4 +1,4 @@
-"""One copy of the files: ranks without the model train on exactly what rank 0 has, receive only their own items, and keep them.
+"""One copy of the files: ranks without the model train on exactly what rank 0 has, receive only their own layers, and keep them.
 
 One mpirun on 3 ranks goes through all entries (programs/train_files.py). Tied Qwen 3 in bf16, 4 blocks, several files:
 
@@ -26,7 +26,7 @@ from tests.support.training_cases import NORMAL, Case
 CASE = next(case for case in NORMAL if case.name == "qwen3-tied-unequal")
 RANKS = 3
 ITEMS_OF = {1: (2, 3), 2: (0, 4, 5)}
-"""What ranks 1 and 2 load under an even split of six items; the embedding (0) is rank 2's too, as the head is tied to it."""
+"""What ranks 1 and 2 load under an even split of six layers; the embedding (0) is rank 2's too, as the head is tied to it."""
 
 NF4 = ["model.quantization=nf4", "adapter.method=lora"]
 
@@ -72,8 +72,8 @@ class Scene:
     def hidden(self, *ranks: int) -> dict[str, str]:
         return {str(rank): str(self.nowhere) for rank in ranks}
 
-    def cached_items(self) -> dict[int, Path]:
-        return {int(path.stem.removeprefix("item-")): path for path in self.cache.glob("*/item-*.safetensors")}
+    def cached_layers(self) -> dict[int, Path]:
+        return {int(path.stem.removeprefix("layer-")): path for path in self.cache.glob("*/layer-*.safetensors")}
 
     def other_values(self) -> Path:
         """A model of the same shapes, file names and file sizes."""
@@ -93,15 +93,15 @@ class Scene:
         (folder / "refs").mkdir()
         (folder / "refs" / "main").write_text(snapshot.name)
 
-    def item_bytes(self) -> dict[int, int]:
-        """Item -> bytes of its tensors, from the files alone."""
+    def layer_bytes(self) -> dict[int, int]:
+        """Layer -> bytes of its tensors, from the files alone."""
         sizes = dict.fromkeys(range(6), 0)
         for path in self.model.glob("*.safetensors"):
             for name, tensor in load_file(path).items():
                 assert tensor.dtype == torch.bfloat16
                 block = name.removeprefix("model.layers.").split(".")[0]
-                item = int(block) + 1 if block.isdigit() else 0 if "embed_tokens" in name else 5
-                sizes[item] += tensor.nbytes
+                layer = int(block) + 1 if block.isdigit() else 0 if "embed_tokens" in name else 5
+                sizes[layer] += tensor.nbytes
         return sizes
 
     def losses(self, name: str) -> list[float]:
@@ -128,7 +128,7 @@ def outcomes(scene: Scene) -> dict[str, Outcome]:
     next((home / "hub" / "models--tiny--half" / "snapshots").rglob("model-00002-*")).unlink()
     (scene.directory / "file").write_text("not a directory")
     hidden = scene.hidden(1, 2)
-    spoilt = [str(scene.cache / "*" / "item-00002.safetensors")]
+    spoilt = [str(scene.cache / "*" / "layer-00002.safetensors")]
     entries = {
         "everywhere": scene.entry("everywhere"),
         "hidden": scene.entry("hidden", at=hidden),
@@ -166,9 +166,9 @@ def outcomes(scene: Scene) -> dict[str, Outcome]:
     }
 
 
-def expected_bytes(scene: Scene, items: dict[int, tuple[int, ...]]) -> list[int]:
-    sizes = scene.item_bytes()
-    return [sum(sizes[item] for item in items.get(rank, ())) for rank in range(RANKS)]
+def expected_bytes(scene: Scene, layers: dict[int, tuple[int, ...]]) -> list[int]:
+    sizes = scene.layer_bytes()
+    return [sum(sizes[layer] for layer in layers.get(rank, ())) for rank in range(RANKS)]
 
 
 @pytest.mark.parametrize("name", ["hidden", "damaged-there", "other-there", "cache-first", "cache-second",
@@ -183,16 +183,16 @@ def test_the_run_equals_the_one_where_all_ranks_have_the_files_np3(
     assert all(torch.equal(tensor, final[1][key]) for key, tensor in final[0].items())
 
 
-def test_every_holder_of_an_item_receives_it_np3(outcomes: dict[str, Outcome], scene: Scene) -> None:
+def test_every_holder_of_an_layer_receives_it_np3(outcomes: dict[str, Outcome], scene: Scene) -> None:
     """Rank 2 alone is one pipeline, ranks 0 and 1 another."""
     assert outcomes["pipelines"].raised == [""] * RANKS, outcomes["pipelines"].texts
     assert scene.losses("pipelines")[0] == pytest.approx(scene.losses("everywhere")[0], rel=1e-6)
-    items = {1: (0, 5), 2: tuple(range(6))}
-    assert outcomes["pipelines"].received_bytes == expected_bytes(scene, items)
+    layers = {1: (0, 5), 2: tuple(range(6))}
+    assert outcomes["pipelines"].received_bytes == expected_bytes(scene, layers)
 
 
 @pytest.mark.parametrize(
-    ("name", "items"),
+    ("name", "layers"),
     [
         ("everywhere", {}),
         ("hidden", ITEMS_OF),
@@ -206,9 +206,9 @@ def test_every_holder_of_an_item_receives_it_np3(outcomes: dict[str, Outcome], s
     ],
 )
 def test_a_rank_receives_only_what_it_lacks_np3(
-    outcomes: dict[str, Outcome], scene: Scene, name: str, items: dict[int, tuple[int, ...]]
+    outcomes: dict[str, Outcome], scene: Scene, name: str, layers: dict[int, tuple[int, ...]]
 ) -> None:
-    assert outcomes[name].received_bytes == expected_bytes(scene, items)
+    assert outcomes[name].received_bytes == expected_bytes(scene, layers)
     assert outcomes[name].most_at_once <= 2
 
 
@@ -227,20 +227,22 @@ def test_rank_0_says_what_it_sends_and_why_np3(outcomes: dict[str, Outcome], sce
     assert "damaged/model-00002-" in outcomes["damaged-there"].printed
     second = outcomes["cache-second"].printed
     assert (
-        "2 of its 2 items are in its shard cache" in second and "3 of its 3 items" in second and "sending" not in second
+        "2 of its 2 layers are in its shard cache" in second
+        and "3 of its 3 layers" in second
+        and "sending" not in second
     )
 
 
 def test_a_spoilt_entry_is_named_and_replaced_np3(outcomes: dict[str, Outcome], scene: Scene) -> None:
-    entry = scene.cached_items()[2]
+    entry = scene.cached_layers()[2]
     assert f"{entry} does not match (its bytes do not give the manifest's sha256)" in outcomes["cache-spoilt"].printed
-    assert set(scene.cached_items()) == {0, 2, 3, 4, 5}
+    assert set(scene.cached_layers()) == {0, 2, 3, 4, 5}
 
 
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("fails", ("rank 2 on ", "this item cannot be converted")),
+        ("fails", ("rank 2 on ", "this layer cannot be converted")),
         ("unusable", ("ranks 1 on ", "[model] shard_cache must be a directory", "/file ", "leave it empty")),
         ("hub-half", ('path = "tiny/half"', "1 of the ", "model-00002-", "hf download tiny/half", "HF_HUB_OFFLINE")),
         (

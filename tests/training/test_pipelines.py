@@ -344,8 +344,8 @@ def test_sums_start_while_the_last_backward_runs(monkeypatch: pytest.MonkeyPatch
     outcome_of(threads)
     for trainer, log in zip(threads.trainers, logs, strict=True):
         assert trainer.stage is not None and trainer.optimizer is not None
-        items = range(trainer.stage.first, trainer.stage.last)
-        expected = [f"sum {trainer.optimizer.flat_gradients(item).numel()}" for item in reversed(items)]
+        layers = range(trainer.stage.first, trainer.stage.last)
+        expected = [f"sum {trainer.optimizer.flat_gradients(layer).numel()}" for layer in reversed(layers)]
         last = max(index for index, line in enumerate(log) if line.startswith("backward"))
         backwards = [line for line in log if line.startswith("backward")]
         assert log == [*backwards[:-1], *expected, backwards[-1]] and last == len(log) - 1

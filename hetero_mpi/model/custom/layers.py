@@ -1,4 +1,4 @@
-"""A user's list of layers as a chain of items, each layer one of them (``model.custom.layered`` is what the user gives).
+"""A user's list of layers as a chain of layers, each layer one of them (``model.custom.layered`` is what the user gives).
 
 Rank 0 builds every layer once, one at a time, and sees what it makes of two real samples (``look_at``); what it has seen goes to
 all ranks, which build only their own.
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.custom.layered import Builder
 from hetero_mpi.model.custom.result_file import LayersWriter
-from hetero_mpi.model.layer.interface import Example, ItemChain, ParameterSpec, PassThrough, as_input
+from hetero_mpi.model.layer.interface import Example, LayerChain, ParameterSpec, PassThrough, as_input
 from hetero_mpi.model.layer.seeds import seeded
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD
 
@@ -73,7 +73,7 @@ class LayerShape:
         return None
 
 
-class LayerChain(ItemChain):
+class CustomChain(LayerChain):
     """The chain of a user's layers.
 
     Args:
@@ -92,22 +92,22 @@ class LayerChain(ItemChain):
         sample: tuple[NDArray[Any], NDArray[Any]],
         seed: int,
     ) -> None:
-        self.name, self.shapes, self.items, self.seed = name, shapes, len(shapes), seed
+        self.name, self.shapes, self.layer_count, self.seed = name, shapes, len(shapes), seed
         self.start_is_sent = existing
         self._builders, self._loss, self._sample = builders, loss, sample
-        self._item_of = {shape.name: item for item, shape in enumerate(shapes)}
+        self._layer_of = {shape.name: layer for layer, shape in enumerate(shapes)}
         # Planning calls the ends of every chain by these names.
         self.kinds = (EMBEDDING, *(f"layer_{shape.name}" for shape in shapes[1:-1]), HEAD)
         listed = [
-            (ParameterSpec(f"{shape.name}.{inner}", item, size), inner in shape.frozen)
-            for item, shape in enumerate(shapes)
+            (ParameterSpec(f"{shape.name}.{inner}", layer, size), inner in shape.frozen)
+            for layer, shape in enumerate(shapes)
             for inner, size in shape.parameters.items()
         ]
         self.parameters = {spec.name: spec for spec, frozen in listed if not frozen}
         self.constants = {spec.name: spec for spec, frozen in listed if frozen}
 
     def summary(self) -> str:
-        return f"{self.name}, {self.items} layers"
+        return f"{self.name}, {self.layer_count} layers"
 
     def to_dict(self) -> dict[str, Any]:
         return {"factory": self.name, "layers": [asdict(shape) for shape in self.shapes]}
@@ -124,11 +124,11 @@ class LayerChain(ItemChain):
         """Not to what has fewer than two dimensions, as norms, nor to what is called a bias."""
         return len(self.parameters[name].shape) >= 2 and not name.endswith("bias")
 
-    def module_names(self, item: int) -> tuple[str, ...]:
-        return (self.shapes[item].name,)
+    def module_names(self, layer: int) -> tuple[str, ...]:
+        return (self.shapes[layer].name,)
 
-    def item_of(self, name: str) -> int:
-        return self._item_of[name.partition(".")[0]]
+    def layer_of(self, name: str) -> int:
+        return self._layer_of[name.partition(".")[0]]
 
     def draws(self) -> bool:
         return any(shape.draws for shape in self.shapes)
@@ -136,18 +136,18 @@ class LayerChain(ItemChain):
     def frame(self) -> nn.Module:
         return nn.Sequential(OrderedDict((shape.name, PassThrough()) for shape in self.shapes))
 
-    def vacate(self, model: nn.Module, item: int) -> None:
-        self.initialise(model, item, self.seed)
+    def vacate(self, model: nn.Module, layer: int) -> None:
+        self.initialise(model, layer, self.seed)
 
-    def initialise(self, model: nn.Module, item: int, seed: int) -> None:
-        model.set_submodule(self.shapes[item].name, self.built(item, seed))
+    def initialise(self, model: nn.Module, layer: int, seed: int) -> None:
+        model.set_submodule(self.shapes[layer].name, self.built(layer, seed))
 
-    def built(self, item: int, seed: int) -> nn.Module:
+    def built(self, index: int, seed: int) -> nn.Module:
         """The layer as its builder makes it (fp32, host).
 
         :raises UserError: it is not the layer that rank 0 has seen, or starts from other values.
         """
-        shape = self.shapes[item]
+        shape = self.shapes[index]
         layer = build_layer(shape.name, self._builders[shape.name], seed)
         difference = shape.differences(layer)
         if difference is not None:
@@ -174,9 +174,9 @@ class LayerChain(ItemChain):
     def run(self, model: nn.Module, first: int, last: int, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
         """A batch of samples, or what layer ``first - 1`` makes of them, to what layer ``last - 1`` does."""
         y = x
-        for item in range(first, last):
-            layer = model.get_submodule(self.shapes[item].name)
-            again = getattr(model, "recompute", False) and 0 < item < self.items - 1 and torch.is_grad_enabled()
+        for index in range(first, last):
+            layer = model.get_submodule(self.shapes[index].name)
+            again = getattr(model, "recompute", False) and 0 < index < self.layer_count - 1 and torch.is_grad_enabled()
             y = checkpoint(layer, y, use_reentrant=False) if again else layer(y)
         # A view of the input (of a layer that only reshapes) would be overwritten with it while it is being sent.
         alias = first > 0 and y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
@@ -185,15 +185,15 @@ class LayerChain(ItemChain):
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return self._loss(outputs, targets)
 
-    def boundary(self, item: int, rows: int, length: int) -> tuple[int, ...]:
-        return rows, *self.shapes[item].output
+    def boundary(self, layer: int, rows: int, length: int) -> tuple[int, ...]:
+        return rows, *self.shapes[layer].output
 
     def example(self, first: int, last: int, rows: int, length: int, dtype: torch.dtype) -> Example:
         inputs, targets = (as_input(np.stack([array] * rows)) for array in self._sample)
         if first > 0:
             inputs = torch.linspace(0, 1, rows * int(np.prod(self.shapes[first - 1].output)), dtype=dtype)
             inputs = inputs.view(self.boundary(first - 1, rows, length))
-        if last == self.items:
+        if last == self.layer_count:
             return inputs, targets, None
         return inputs, None, torch.full(self.boundary(last - 1, rows, length), 1e-3, dtype=dtype)
 
@@ -206,18 +206,18 @@ class LayerChain(ItemChain):
     def writer(self, directory: Path, shard_bytes: int) -> LayersWriter:
         """``model.safetensors`` with the full state dict of ``torch.nn.Sequential`` of the layers, in one file of any size."""
         return LayersWriter(
-            directory, {shape.name: self._buffers(item) for item, shape in enumerate(self.shapes)}, self._sizes()
+            directory, {shape.name: self._buffers(layer) for layer, shape in enumerate(self.shapes)}, self._sizes()
         )
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
         return {spec.name: spec.shape for spec in (*self.parameters.values(), *self.constants.values())}
 
-    def _buffers(self, item: int) -> Callable[[], dict[str, torch.Tensor]]:
+    def _buffers(self, layer: int) -> Callable[[], dict[str, torch.Tensor]]:
         """Gives the layer's buffers under their names in a state dict: they never change, so the builder has them."""
-        shape = self.shapes[item]
+        shape = self.shapes[layer]
 
         def found() -> dict[str, torch.Tensor]:
-            state = self.built(item, self.seed).state_dict()
+            state = self.built(layer, self.seed).state_dict()
             return {f"{shape.name}.{name}": value for name, value in state.items() if name not in shape.parameters}
 
         return found

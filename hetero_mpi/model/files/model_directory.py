@@ -1,12 +1,12 @@
-"""From tensors, item by item, to a Hugging Face model directory that ``from_pretrained`` loads in a plain process.
+"""From tensors, layer by layer, to a Hugging Face model directory that ``from_pretrained`` loads in a plain process.
 
     with ModelDirectoryWriter(model, directory, shard_bytes=1_000_000_000) as writer:
-        for state in items:                       # the embedding, each block, norm + head
+        for state in layers:                       # the embedding, each block, norm + head
             writer.add(state)
         tokenizer.save_pretrained(writer.path)    # whatever else belongs into the directory
 
 The names and contents of the files are those of transformers' ``save_pretrained``, through its own conversion, but only
-one item and one shard are in memory at a time. The directory appears at the end, whole, in place of a former one.
+one layer and one shard are in memory at a time. The directory appears at the end, whole, in place of a former one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ModelDirectoryWriter(WholeDirectory):
 
     ``model`` gives class, configuration, generation configuration and names; its parameters may be on the meta device.
     ``shard_bytes`` bounds the size of each safetensors file (a single larger tensor gets a file of its own).
-    Host memory: at most ``shard_bytes`` plus one item and its converted copy.
+    Host memory: at most ``shard_bytes`` plus one layer and its converted copy.
     """
 
     def __init__(self, model: PreTrainedModel, directory: str | os.PathLike[str], shard_bytes: int) -> None:
@@ -47,9 +47,9 @@ class ModelDirectoryWriter(WholeDirectory):
         super().__init__(directory, "model directory", CONFIG, _WEIGHT_FILES)
 
     def add(self, state: dict[str, torch.Tensor]) -> None:
-        """Add one item's tensors, under the model's own parameter names.
+        """Add one layer's tensors, under the model's own parameter names.
 
-        An item holds whole conversion groups (all experts of a block). The tensors are copied. A name that is not the
+        A layer holds whole conversion groups (all experts of a block). The tensors are copied. A name that is not the
         model's, or comes twice, is a defect of the caller; the tied copy of a head is passed over.
         """
         tied = set(self._model.all_tied_weights_keys)

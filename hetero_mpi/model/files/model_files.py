@@ -198,8 +198,8 @@ class ModelFiles:
         """One tensor, in host memory of its own: nothing else of the file is read or kept."""
         return read_tensor(name, self.names[name])
 
-    def read_item(self, item: int, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """The tensors of one item of the chain (see ``TensorSource`` in weights.py)."""
+    def read_layer(self, layer: int, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The tensors of one layer of the chain (see ``TensorSource`` in weights.py)."""
         return {name: self.read(name) for name in names}
 
     def contents(self) -> DirectoryContents:

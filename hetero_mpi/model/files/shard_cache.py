@@ -1,7 +1,7 @@
 """The shard cache: what a rank without the model directory has received, kept on its own disk for the next start.
 
-    PATH/3f9a.../item-00004.safetensors      the tensors of item 4, as they came
-    PATH/3f9a.../item-00004.json             its manifest: sha256 of that file, identity of the model
+    PATH/3f9a.../layer-00004.safetensors      the tensors of layer 4, as they came
+    PATH/3f9a.../layer-00004.json             its manifest: sha256 of that file, identity of the model
 
 The sub-directory's name begins the model's identity (``Contents.identity``). An entry is used only if all of its bytes
 give the manifest's hash and its tensors are those wanted; else it is removed, with a remark, and the tensors are received
@@ -44,13 +44,13 @@ class ShardCache:
         with self._usable():
             self.directory.mkdir(parents=True, exist_ok=True)
 
-    def holds(self, item: int, wanted: Mapping[str, ListedTensor]) -> bool:
+    def holds(self, layer: int, wanted: Mapping[str, ListedTensor]) -> bool:
         """Is there a sound entry with exactly these tensors? Reads all of it; what does not match is removed."""
-        path, manifest = self._paths(item)
+        path, manifest = self._paths(layer)
         if not manifest.exists():  # never written, or its writer was ended in between
             return False
         try:
-            problem = self._problem(path, manifest, item, wanted)
+            problem = self._problem(path, manifest, layer, wanted)
         except (OSError, ValueError, TypeError, KeyError) as error:
             problem = f"it cannot be read: {type(error).__name__} {error}"
         if problem is None:
@@ -61,9 +61,9 @@ class ShardCache:
             path.unlink(missing_ok=True)
         return False
 
-    def read(self, item: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    def read(self, layer: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """The tensors of an entry that ``holds`` has found sound."""
-        found = self._found[item]
+        found = self._found[layer]
         return {name: read_tensor(name, found[name]) for name in names}
 
     def prepare(self, coming_bytes: int) -> None:
@@ -81,22 +81,22 @@ class ShardCache:
                 f"delete what is old in {self.directory.parent}, or set another [model] shard_cache"
             )
 
-    def keep(self, item: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def keep(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write an entry.
 
         :raises UserError: it cannot be written.
         """
-        path, manifest = self._paths(item)
+        path, manifest = self._paths(layer)
         with self._usable():  # nothing is forced to the disk: what a power loss spoils is found by its hash
             with atomic_write(path) as temporary, open(temporary, "wb") as file:
                 digest = _write(file, tensors)
-            described = {"sha256": digest, "model": self.identity, "item": item, "bytes": path.stat().st_size}
+            described = {"sha256": digest, "model": self.identity, "layer": layer, "bytes": path.stat().st_size}
             write_whole(manifest, json.dumps(described, indent=2) + "\n")
 
-    def _problem(self, path: Path, manifest: Path, item: int, wanted: Mapping[str, ListedTensor]) -> str | None:
+    def _problem(self, path: Path, manifest: Path, layer: int, wanted: Mapping[str, ListedTensor]) -> str | None:
         described = json.loads(manifest.read_bytes())
-        if (described["model"], described["item"]) != (self.identity, item):
-            return "its manifest is of another model or item"
+        if (described["model"], described["layer"]) != (self.identity, layer):
+            return "its manifest is of another model or layer"
         if not path.exists():
             return "the file is gone"
         size = path.stat().st_size
@@ -107,11 +107,11 @@ class ShardCache:
         found = read_header(path)
         if {n: (t.dtype, t.shape) for n, t in found.items()} != {n: (t.dtype, t.shape) for n, t in wanted.items()}:
             return "it holds other tensors than are needed now"
-        self._found[item] = found
+        self._found[layer] = found
         return None
 
-    def _paths(self, item: int) -> tuple[Path, Path]:
-        stem = self.directory / f"item-{item:05d}"
+    def _paths(self, layer: int) -> tuple[Path, Path]:
+        stem = self.directory / f"layer-{layer:05d}"
         return stem.with_suffix(".safetensors"), stem.with_suffix(".json")
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Tells, while backward still runs, which items' gradients are whole: their sums over the pipelines may start."""
+"""Tells, while backward still runs, which layers' gradients are whole: their sums over the pipelines may start."""
 
 from __future__ import annotations
 
@@ -10,59 +10,59 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from hetero_mpi.model.layer.interface import ItemChain
+from hetero_mpi.model.layer.interface import LayerChain
 
 Finished = Callable[[int], None]
-"""Is told the number of an item whose parameters' gradients are whole. On accelerators autograd calls it from a thread of its own,
+"""Is told the number of a layer whose parameters' gradients are whole. On accelerators autograd calls it from a thread of its own,
 in which work for the device follows that of the gradients; the caller of backward waits meanwhile."""
 
 
 class Beginnings:
-    """Notes where in autograd's graph each item of a stage begins.
+    """Notes where in autograd's graph each layer of a stage begins.
 
-    The node that made an item's input runs in backward when nothing later in the forward is left to do, since autograd runs
-    ready nodes in the reverse order of their making. So the item's gradients are whole then, whatever took part in them.
+    The node that made a layer's input runs in backward when nothing later in the forward is left to do, since autograd runs
+    ready nodes in the reverse order of their making. So the layer's gradients are whole then, whatever took part in them.
     """
 
-    def __init__(self, chain: ItemChain, model: nn.Module, first: int, last: int) -> None:
-        """Watch the items ``[first, last)``; the first one ends with backward itself."""
+    def __init__(self, chain: LayerChain, model: nn.Module, first: int, last: int) -> None:
+        """Watch the layers ``[first, last)``; the first one ends with backward itself."""
         self._nodes: dict[int, Node] | None = None
-        for item in range(first + 1, last):
-            for name in chain.module_names(item):
+        for layer in range(first + 1, last):
+            for name in chain.module_names(layer):
                 module = model.get_submodule(name)
-                module.register_forward_pre_hook(partial(self._note, item), with_kwargs=True)
+                module.register_forward_pre_hook(partial(self._note, layer), with_kwargs=True)
 
     def start(self) -> None:
         """A forward begins. (What runs outside of one, such as recomputation, is not noted.)"""
         self._nodes = {}
 
     def stop(self) -> dict[int, Node]:
-        """The forward is over: item -> the node that made its input."""
+        """The forward is over: layer -> the node that made its input."""
         nodes, self._nodes = self._nodes, None
         assert nodes is not None
         return nodes
 
-    def _note(self, item: int, module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        if self._nodes is None or item in self._nodes:
+    def _note(self, layer: int, module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        if self._nodes is None or layer in self._nodes:
             return
         x = arguments[0] if arguments else keywords.get("hidden_states")
         if isinstance(x, torch.Tensor) and x.grad_fn is not None:
-            self._nodes[item] = x.grad_fn
+            self._nodes[layer] = x.grad_fn
 
 
 class GradientReadyHooks:
-    """Reports each of ``items`` once, the last first."""
+    """Reports each of ``layers`` once, the last first."""
 
-    def __init__(self, items: Iterable[int], finished: Finished) -> None:
-        self._waiting = sorted(items)
+    def __init__(self, layers: Iterable[int], finished: Finished) -> None:
+        self._waiting = sorted(layers)
         self._finished = finished
 
     def follow(self, nodes: Mapping[int, Node]) -> None:
         """Report while the backward through ``nodes`` runs."""
-        for item, node in nodes.items():
-            node.register_prehook(lambda gradients, item=item: self.down_to(item))
+        for layer, node in nodes.items():
+            node.register_prehook(lambda gradients, layer=layer: self.down_to(layer))
 
-    def down_to(self, item: int) -> None:
-        """Everything from ``item`` on is whole."""
-        while self._waiting and self._waiting[-1] >= item:
+    def down_to(self, layer: int) -> None:
+        """Everything from ``layer`` on is whole."""
+        while self._waiting and self._waiting[-1] >= layer:
             self._finished(self._waiting.pop())

@@ -1,7 +1,7 @@
-"""What a stage, the benchmark, the planner's costs and a run ask of a model: a chain of items that is cut between any two.
+"""What a stage, the benchmark, the planner's costs and a run ask of a model: a chain of layers that is cut between any two.
 
-Two kinds of model answer. ``chain.Chain`` is transformers' language models: embedding, blocks, head. ``layers.LayerChain`` is a
-list of a user's own layers. What travels between items is one tensor, whose first dimension counts sequences (or samples).
+Two kinds of model answer. ``chain.Chain`` is transformers' language models: embedding, blocks, head. ``layers.CustomChain`` is a
+list of a user's own layers. What travels between layers is one tensor, whose first dimension counts sequences (or samples).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import nn
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter of the whole model: the item that holds it and its shape."""
+    """A parameter of the whole model: the layer that holds it and its shape."""
 
     name: str
-    item: int
+    layer: int
     shape: tuple[int, ...]
 
     @property
@@ -40,7 +40,7 @@ class PassThrough(nn.Module):
 
 
 class ResultWriter(Protocol):
-    """Takes a trained model item by item and writes it to a directory, which appears whole at the end."""
+    """Takes a trained model layer by layer and writes it to a directory, which appears whole at the end."""
 
     @property
     def path(self) -> Path:
@@ -48,7 +48,7 @@ class ResultWriter(Protocol):
         ...
 
     def add(self, state: dict[str, torch.Tensor]) -> None:
-        """One item's parameters and constants, in host memory; the items come in order."""
+        """One layer's parameters and constants, in host memory; the layers come in order."""
         ...
 
 
@@ -56,22 +56,22 @@ Example = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """(input of a stage, targets on the last one, gradient of the output on the others)."""
 
 
-class ItemChain(ABC):
-    """Names, shapes and kinds of a model's items, and how they are built and run.
+class LayerChain(ABC):
+    """Names, shapes and kinds of a model's layers, and how they are built and run.
 
     Attributes:
         name: of the model's family.
-        items: number of items.
-        kinds: kind of each item; items of one kind cost the same.
+        layers: number of layers.
+        kinds: kind of each layer; layers of one kind cost the same.
         parameters: name -> ``ParameterSpec``, in the model's own order, each tensor that can be trained once.
         constants: name -> ``ParameterSpec`` of what belongs to the model but is never trained.
-        tied: (head's name, embedding's name) when the last item's matrix *is* the first one's, else None.
+        tied: (head's name, embedding's name) when the last layer's matrix *is* the first one's, else None.
         start_is_sent: the start weights are rank 0's, which sends them; no other rank has them.
         logits: numbers per token of which the loss needs the gradient too; None: no more than other activations.
     """
 
     name: str
-    items: int
+    layer_count: int
     kinds: tuple[str, ...]
     parameters: dict[str, ParameterSpec]
     constants: dict[str, ParameterSpec]
@@ -80,12 +80,12 @@ class ItemChain(ABC):
     logits: int | None = None
 
     def specs(self, first: int, last: int) -> list[ParameterSpec]:
-        """Parameters of items ``[first, last)``."""
-        return [spec for spec in self.parameters.values() if first <= spec.item < last]
+        """Parameters of layers ``[first, last)``."""
+        return [spec for spec in self.parameters.values() if first <= spec.layer < last]
 
     def constant_specs(self, first: int, last: int) -> list[ParameterSpec]:
-        """Constants of items ``[first, last)``."""
-        return [spec for spec in self.constants.values() if first <= spec.item < last]
+        """Constants of layers ``[first, last)``."""
+        return [spec for spec in self.constants.values() if first <= spec.layer < last]
 
     def dtype_of(self, name: str, compute: torch.dtype) -> torch.dtype:
         """The dtype a tensor has where ``compute`` is the model's."""
@@ -108,52 +108,52 @@ class ItemChain(ABC):
         """What the model is, for checkpoints, as JSON-able values."""
 
     @abstractmethod
-    def module_names(self, item: int) -> tuple[str, ...]:
-        """Qualified names of the modules that make up an item."""
+    def module_names(self, layer: int) -> tuple[str, ...]:
+        """Qualified names of the modules that make up a layer."""
 
     @abstractmethod
-    def item_of(self, name: str) -> int:
-        """Index of the item that holds the parameter or module ``name``."""
+    def layer_of(self, name: str) -> int:
+        """Index of the layer that holds the parameter or module ``name``."""
 
     @abstractmethod
     def draws(self) -> bool:
-        """Does any item draw random numbers in training?"""
+        """Does any layer draw random numbers in training?"""
 
     @abstractmethod
     def frame(self) -> nn.Module:
         """The whole model without memory, under the names of its modules."""
 
     @abstractmethod
-    def vacate(self, model: nn.Module, item: int) -> None:
-        """Give an item of a frame modules with memory (fp32, host), whose values are still to be filled in."""
+    def vacate(self, model: nn.Module, layer: int) -> None:
+        """Give a layer of a frame modules with memory (fp32, host), whose values are still to be filled in."""
 
     @abstractmethod
-    def initialise(self, model: nn.Module, item: int, seed: int) -> None:
-        """Give an item of a frame its start values (fp32, host), which are functions of the seed and of names."""
+    def initialise(self, model: nn.Module, layer: int, seed: int) -> None:
+        """Give a layer of a frame its start values (fp32, host), which are functions of the seed and of names."""
 
     @abstractmethod
     def restore_buffers(self, model: nn.Module, device: torch.device) -> None:
-        """Bring the buffers of all items that are there to the device."""
+        """Bring the buffers of all layers that are there to the device."""
 
     @abstractmethod
     def recompute(self, model: nn.Module, enabled: bool) -> None:
-        """From now on, run the forward of the inner items again in backward instead of keeping their activations, or do not."""
+        """From now on, run the forward of the inner layers again in backward instead of keeping their activations, or do not."""
 
     @abstractmethod
     def run(self, model: nn.Module, first: int, last: int, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        """The items ``[first, last)`` on ``x``; ``keywords`` are the model's own."""
+        """The layers ``[first, last)`` on ``x``; ``keywords`` are the model's own."""
 
     @abstractmethod
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Sum of the losses of all targets, a scalar (fp32), differentiable. ``outputs``: the last item's."""
+        """Sum of the losses of all targets, a scalar (fp32), differentiable. ``outputs``: the last layer's."""
 
     @abstractmethod
-    def boundary(self, item: int, rows: int, length: int) -> tuple[int, ...]:
-        """Shape of the item's output for ``rows`` sequences of ``length`` tokens."""
+    def boundary(self, layer: int, rows: int, length: int) -> tuple[int, ...]:
+        """Shape of the layer's output for ``rows`` sequences of ``length`` tokens."""
 
     @abstractmethod
     def example(self, first: int, last: int, rows: int, length: int, dtype: torch.dtype) -> Example:
-        """What the benchmark gives the items ``[first, last)``, in host memory."""
+        """What the benchmark gives the layers ``[first, last)``, in host memory."""
 
     @abstractmethod
     def length(self, inputs: NDArray[Any]) -> int:

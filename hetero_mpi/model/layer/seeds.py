@@ -10,7 +10,7 @@ import torch
 
 
 def seed_from(*parts: int | str) -> int:
-    """A 63-bit seed from any parts, such as (seed, parameter name) or (seed, step, first sample, item)."""
+    """A 63-bit seed from any parts, such as (seed, parameter name) or (seed, step, first sample, layer)."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 

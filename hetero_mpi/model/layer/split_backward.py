@@ -32,10 +32,10 @@ class WeightGradients:
         self._kept: dict[int, dict[int, list[Entry]]] = {}
         self._running: dict[int, list[Entry]] = {}
 
-    def watch(self, module: nn.Linear, item: int) -> None:
-        """From now on keep what the weight gradient of ``module``, part of ``item``, needs instead of computing it."""
+    def watch(self, module: nn.Linear, layer: int) -> None:
+        """From now on keep what the weight gradient of ``module``, part of ``layer``, needs instead of computing it."""
         # The attribute of the instance stands before the method of the class; the module's parameters and names stay as they are.
-        module.forward = partial(self._forward, module, item)
+        module.forward = partial(self._forward, module, layer)
 
     def begin(self, index: int) -> None:
         """The input part of a micro-batch starts: what is kept from here on is its own."""
@@ -64,18 +64,18 @@ class WeightGradients:
         self._running = {}
 
     def compute(self, index: int, finished: Finished | None = None) -> None:
-        """The weight part of a micro-batch, last item first; frees what it needed item by item."""
-        items = self._kept.pop(index, {})
-        for item in sorted(items, reverse=True):
+        """The weight part of a micro-batch, last layer first; frees what it needed layer by layer."""
+        layers = self._kept.pop(index, {})
+        for layer in sorted(layers, reverse=True):
             uses: dict[nn.Parameter, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-            for weight, x, dy in items.pop(item):
+            for weight, x, dy in layers.pop(layer):
                 uses.setdefault(weight, []).append((x, dy))
             for weight, pairs in uses.items():
                 # A layer called several times: its shares are added before they are accumulated, in autograd's order.
                 gradient = reduce(torch.add, (dy.flatten(0, -2).t().mm(x.flatten(0, -2)) for x, dy in pairs))
                 self._accumulate(weight, gradient)
             if finished is not None:
-                finished(item)
+                finished(layer)
 
     def _accumulate(self, weight: nn.Parameter, gradient: torch.Tensor) -> None:
         """As autograd does it: at once, while the gradient is in the processor's cache."""
@@ -86,32 +86,32 @@ class WeightGradients:
         else:
             weight.grad.add_(gradient)
 
-    def bytes_by_item(self) -> dict[int, int]:
-        """Bytes that wait now, of all micro-batches, by item; a storage shared by several layers counts once."""
+    def bytes_by_layer(self) -> dict[int, int]:
+        """Bytes that wait now, of all micro-batches, by layer; a storage shared by several layers counts once."""
         storages = {
-            tensor.untyped_storage().data_ptr(): (item, tensor.untyped_storage().nbytes())
-            for items in self._kept.values()
-            for item, entries in items.items()
+            tensor.untyped_storage().data_ptr(): (layer, tensor.untyped_storage().nbytes())
+            for layers in self._kept.values()
+            for layer, entries in layers.items()
             for _, x, dy in entries
             for tensor in (x, dy)
         }
-        holders = {item for item, _ in storages.values()}
-        return {item: sum(size for holder, size in storages.values() if holder == item) for item in holders}
+        holders = {layer for layer, _ in storages.values()}
+        return {layer: sum(size for holder, size in storages.values() if holder == layer) for layer in holders}
 
-    def _forward(self, module: nn.Linear, item: int, x: torch.Tensor) -> torch.Tensor:
+    def _forward(self, module: nn.Linear, layer: int, x: torch.Tensor) -> torch.Tensor:
         """The layer in torch's own way, on a weight that needs no gradient: input and bias have theirs to the usual bit."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return F.linear(x, module.weight, module.bias)
         y = F.linear(x, module.weight.detach(), module.bias)
         if self.recompute:
-            return _Keep.apply(y, x.detach(), (self, item, module))
+            return _Keep.apply(y, x.detach(), (self, layer, module))
         kept = x.detach()
-        y.register_hook(lambda dy: self.keep(item, (module.weight, kept, dy)))
+        y.register_hook(lambda dy: self.keep(layer, (module.weight, kept, dy)))
         return y
 
-    def keep(self, item: int, entry: Entry) -> None:
+    def keep(self, layer: int, entry: Entry) -> None:
         """Called by backward."""
-        self._running.setdefault(item, []).append(entry)
+        self._running.setdefault(layer, []).append(entry)
 
 
 class _Keep(torch.autograd.Function):
@@ -131,6 +131,6 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        store, item, module = ctx.place
-        store.keep(item, (module.weight, ctx.saved_tensors[0], dy))
+        store, layer, module = ctx.place
+        store.keep(layer, (module.weight, ctx.saved_tensors[0], dy))
         return dy, None, None

@@ -1,4 +1,4 @@
-"""A language model as a chain of items: embedding, block 0 .. block L-1, head (final norm and output projection).
+"""A language model as a chain of layers: embedding, block 0 .. block L-1, head (final norm and output projection).
 
 ``base_model_pp_plan`` of transformers' configurations says which modules come before and after the blocks. Everything here is
 on torch's meta device: names and shapes, no memory.
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_directory import ModelDirectoryWriter
-from hetero_mpi.model.layer.interface import Example, ItemChain
+from hetero_mpi.model.layer.interface import Example, LayerChain
 from hetero_mpi.model.layer.interface import ParameterSpec as ParameterSpec
 from hetero_mpi.model.layer.loss import IGNORED, summed_loss
 from hetero_mpi.model.transformers.initial_values import initialise, materialize, restore_buffers
@@ -61,7 +61,7 @@ def uses_dropout(model: nn.Module) -> bool:
     )
 
 
-class TransformersChain(ItemChain):
+class TransformersChain(LayerChain):
     """A causal language model of transformers; ``model`` is all of it, on the meta device. Blocks with equal shapes and attention
     type are of one kind."""
 
@@ -88,10 +88,10 @@ class TransformersChain(ItemChain):
         self.before_names = tuple(inner[:position])
         self.after_names = tuple(inner[position + 1 :] + outer)
         self.blocks = len(self.model.get_submodule(self.blocks_name))
-        self.items = self.blocks + 2
+        self.layer_count = self.blocks + 2
         self.tied = self._tied_pair()
         held = {
-            name: (ParameterSpec(name, self.item_of(name), tuple(parameter.shape)), parameter.requires_grad)
+            name: (ParameterSpec(name, self.layer_of(name), tuple(parameter.shape)), parameter.requires_grad)
             for name, parameter in self.model.named_parameters()
             if self.tied is None or name != self.tied[0]
         }
@@ -100,21 +100,21 @@ class TransformersChain(ItemChain):
         self._refuse_strays()
         self.kinds = self._kinds()
 
-    def module_names(self, item: int) -> tuple[str, ...]:
-        """Qualified names of the modules that make up an item."""
-        if item == 0:
+    def module_names(self, layer: int) -> tuple[str, ...]:
+        """Qualified names of the modules that make up a layer."""
+        if layer == 0:
             return self.before_names
-        if item == self.items - 1:
+        if layer == self.layer_count - 1:
             return self.after_names
-        return (f"{self.blocks_name}.{item - 1}",)
+        return (f"{self.blocks_name}.{layer - 1}",)
 
-    def item_of(self, name: str) -> int:
-        """Index of the item that holds the parameter or module ``name``."""
+    def layer_of(self, name: str) -> int:
+        """Index of the layer that holds the parameter or module ``name``."""
         if name.startswith(f"{self.blocks_name}."):
             return int(name[len(self.blocks_name) + 1 :].split(".", 1)[0]) + 1
         if any(name == prefix or name.startswith(f"{prefix}.") for prefix in self.before_names):
             return 0
-        return self.items - 1
+        return self.layer_count - 1
 
     def dtype_of(self, name: str, compute: torch.dtype) -> torch.dtype:
         """The dtype a tensor has where ``compute`` is the model's: some families keep routers and decays in fp32."""
@@ -147,13 +147,13 @@ class TransformersChain(ItemChain):
     def frame(self) -> PreTrainedModel:
         return build_on_meta(self.config)
 
-    def vacate(self, model: nn.Module, item: int) -> None:
-        for name in self.module_names(item):
+    def vacate(self, model: nn.Module, layer: int) -> None:
+        for name in self.module_names(layer):
             for module in model.get_submodule(name).modules():
                 materialize(module)
 
-    def initialise(self, model: nn.Module, item: int, seed: int) -> None:
-        initialise(self, model, item, seed)
+    def initialise(self, model: nn.Module, layer: int, seed: int) -> None:
+        initialise(self, model, layer, seed)
 
     def restore_buffers(self, model: nn.Module, device: torch.device) -> None:
         restore_buffers(model, device)
@@ -173,7 +173,7 @@ class TransformersChain(ItemChain):
         """Token ids (B, T) or hidden states (B, T, D) to hidden states, on the last stage to logits (B, T, V)."""
         inputs = {"input_ids": x} if first == 0 else {"inputs_embeds": x}
         keywords.setdefault("use_cache", False)
-        if last < self.items:
+        if last < self.layer_count:
             return model.base_model(**inputs, **keywords).last_hidden_state
         return model(**inputs, **keywords).logits
 
@@ -181,14 +181,14 @@ class TransformersChain(ItemChain):
         """Cross-entropy of logits (B, T, V) and targets (B, T) that are not ``IGNORED``."""
         return summed_loss(outputs, targets)
 
-    def boundary(self, item: int, rows: int, length: int) -> tuple[int, ...]:
+    def boundary(self, layer: int, rows: int, length: int) -> tuple[int, ...]:
         return rows, length, self.config.hidden_size
 
     def example(self, first: int, last: int, rows: int, length: int, dtype: torch.dtype) -> Example:
         tokens = torch.arange(math.prod((rows, length))).view(rows, length) % self.config.vocab_size
         hidden = torch.full(self.boundary(first, rows, length), 0.01, dtype=dtype)
         hidden += torch.linspace(0, 1, hidden.shape[-1], dtype=dtype)
-        ends = last == self.items
+        ends = last == self.layer_count
         return (
             tokens if first == 0 else hidden,
             tokens if ends else None,
@@ -216,7 +216,7 @@ class TransformersChain(ItemChain):
         return next(iter(pairs.items()))
 
     def _refuse_strays(self) -> None:
-        """Parameters outside every item would be trained by nobody."""
+        """Parameters outside every layer would be trained by nobody."""
         known = tuple(f"{name}." for name in (*self.before_names, self.blocks_name, *self.after_names))
         strays = [name for name in (*self.parameters, *self.constants) if not name.startswith(known)]
         if strays:
@@ -239,7 +239,7 @@ class TransformersChain(ItemChain):
         return (EMBEDDING, *kinds, HEAD)
 
 
-def language(chain: ItemChain) -> TransformersChain:
+def language(chain: LayerChain) -> TransformersChain:
     """The chain of what only language models can do: adapters, emulation, writing text. Jobs ask for it of no other."""
     assert isinstance(chain, TransformersChain), f"{chain.name} is no language model"
     return chain

@@ -10,15 +10,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.layer.interface import ItemChain
+from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.seeds import seed_from
 
 
-def initialise(chain: ItemChain, model: PreTrainedModel, item: int, seed: int) -> None:
-    """Give the meta parameters of ``item`` of a language model their start values (fp32, host): every module is initialised by
+def initialise(chain: LayerChain, model: PreTrainedModel, layer: int, seed: int) -> None:
+    """Give the meta parameters of ``layer`` of a language model their start values (fp32, host): every module is initialised by
     its family's own rule from a generator seeded by (seed, module name).
     """
-    for root in chain.module_names(item):
+    for root in chain.module_names(layer):
         for name, module in model.get_submodule(root).named_modules(prefix=root):
             own = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
             if not own or (chain.tied is not None and own == [chain.tied[0]]):

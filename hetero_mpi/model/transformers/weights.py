@@ -1,7 +1,7 @@
-"""Start weights of a few items: initialised from seed and name, or read from the files of a language model.
+"""Start weights of a few layers: initialised from seed and name, or read from the files of a language model.
 
-Both fill real fp32 host tensors for modules that were on the meta device, one item at a time, so that a rank's peak host
-memory is its own shard plus one item.
+Both fill real fp32 host tensors for modules that were on the meta device, one layer at a time, so that a rank's peak host
+memory is its own shard plus one layer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.layer.interface import ItemChain
+from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.transformers.chain import TransformersChain
 
 
@@ -37,8 +37,8 @@ class SeededStart:
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
-    def fill(self, chain: ItemChain, model: nn.Module, item: int) -> None:
-        chain.initialise(model, item, self.seed)
+    def fill(self, chain: LayerChain, model: nn.Module, layer: int) -> None:
+        chain.initialise(model, layer, self.seed)
 
 
 class TensorSource(Protocol):
@@ -54,8 +54,8 @@ class TensorSource(Protocol):
         """All tensors, in the same order on every rank."""
         ...
 
-    def read_item(self, item: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """The tensors of one item of the chain, in their own dtype, in host memory. Items are asked for in increasing order."""
+    def read_layer(self, layer: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """The tensors of one layer of the chain, in their own dtype, in host memory. Layers are asked for in increasing order."""
         ...
 
 
@@ -63,7 +63,7 @@ class FileStart:
     """Start weights from a Hugging Face directory, through transformers' own name conversion.
 
     The names in the files are not always the module's names (Mixtral keeps one fused tensor for all experts); the unit of
-    loading is one item, which holds whole conversion groups.
+    loading is one layer, which holds whole conversion groups.
 
     :raises UserError: tensors are missing from the files or have another shape than the configuration says.
     """
@@ -71,10 +71,10 @@ class FileStart:
     def __init__(self, files: TensorSource, chain: TransformersChain) -> None:
         self.files = files
         self.mapping = get_model_conversion_mapping(chain.model)
-        self.keys_of_item = self._assign(chain)
+        self.keys_of_layer = self._assign(chain)
 
-    def fill(self, chain: TransformersChain, model: PreTrainedModel, item: int) -> None:
-        state = self.files.read_item(item, self.keys_of_item[item])
+    def fill(self, chain: TransformersChain, model: PreTrainedModel, layer: int) -> None:
+        state = self.files.read_layer(layer, self.keys_of_layer[layer])
         info, _ = convert_and_load_state_dict_in_model(
             model, state, LoadStateDictConfig(weight_mapping=self.mapping, dtype=torch.float32), None
         )
@@ -90,7 +90,7 @@ class FileStart:
             )
         missing = [
             spec.name
-            for spec in (*chain.specs(item, item + 1), *chain.constant_specs(item, item + 1))
+            for spec in (*chain.specs(layer, layer + 1), *chain.constant_specs(layer, layer + 1))
             if model.get_parameter_or_buffer(spec.name).device.type == "meta"
         ]
         if missing:
@@ -106,13 +106,13 @@ class FileStart:
             name = name if name in names else key
             # Anything else (a tied copy, a rotary buffer of old files) is not a weight of ours.
             if name in chain.parameters or name in chain.constants:
-                keys[chain.item_of(name)].append(key)
+                keys[chain.layer_of(name)].append(key)
         return keys
 
 
 class Start(Protocol):
     """Where start weights come from."""
 
-    def fill(self, chain: Any, model: Any, item: int) -> None:
-        """Give an item of a chain's frame its values, fp32 in host memory. Some starts know one kind of chain only."""
+    def fill(self, chain: Any, model: Any, layer: int) -> None:
+        """Give a layer of a chain's frame its values, fp32 in host memory. Some starts know one kind of chain only."""
         ...

@@ -229,24 +229,24 @@ class Decider:
         self.asked = self._prospect = None
 
 
-def moved_items(old: Plan, new: Plan) -> dict[tuple[int, int], list[int]]:
-    """(from rank, to rank) -> items that the second did not hold and gets from the first."""
+def moved_layers(old: Plan, new: Plan) -> dict[tuple[int, int], list[int]]:
+    """(from rank, to rank) -> layers that the second did not hold and gets from the first."""
     found: dict[tuple[int, int], list[int]] = {}
-    for item in range(new.layers):
-        before = held_by(old, item)
-        for rank in held_by(new, item):
+    for layer in range(new.layers):
+        before = held_by(old, layer)
+        for rank in held_by(new, layer):
             if rank not in before:
-                found.setdefault((before[0], rank), []).append(item)
+                found.setdefault((before[0], rank), []).append(layer)
     return found
 
 
 def moving_s(profile: ClusterProfile, old: Plan, new: Plan) -> float:
-    """Seconds until every rank has the trained state of the items that are new to it: each rank receives and sends one thing
+    """Seconds until every rank has the trained state of the layers that are new to it: each rank receives and sends one thing
     at a time."""
     busy: dict[tuple[str, int], float] = {}
-    for (source, destination), items in moved_items(old, new).items():
-        for item in items:
-            size = _STATE_BYTES * profile.model.layers[item].trainable_parameters
+    for (source, destination), layers in moved_layers(old, new).items():
+        for layer in layers:
+            size = _STATE_BYTES * profile.model.layers[layer].trainable_parameters
             seconds = profile.transfer_s(source, destination, size)
             for end in (("send", source), ("receive", destination)):
                 busy[end] = busy.get(end, 0.0) + seconds

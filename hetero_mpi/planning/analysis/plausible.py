@@ -26,7 +26,7 @@ def doubts(layers: Mapping[str, LayerTimes], kinds: Sequence[str]) -> list[str]:
 
     Args:
         layers: layer kind -> times.
-        kinds: of every item of the chain.
+        kinds: of every layer of the chain.
     """
     number = Counter(kinds)
     both = [(kind, name, curve) for kind, name, curve in _curves(layers) if name in ("forward_s", "backward_s")]

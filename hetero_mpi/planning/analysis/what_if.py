@@ -60,7 +60,7 @@ class Losses:
     free_links_s: float
     """The step of the planner's plan, if messages took no time."""
     granularity: float
-    """Whole items and whole micro-batches: uneven stages, and a pipeline that fills and drains."""
+    """Whole layers and whole micro-batches: uneven stages, and a pipeline that fills and drains."""
 
     @property
     def limit(self) -> str:
@@ -174,8 +174,8 @@ def link_pairs(plan: Plan) -> list[tuple[int, int]]:
 
 def whole_model_s(profile: ClusterProfile, device: DeviceProfile) -> float:
     """Seconds of forward and backward of one sequence through the whole chain on ``device``: how fast it is."""
-    items, tokens = len(profile.model.layers), profile.model.sequence_length
-    return sum(compute_s(profile, device, 0, items, tokens, op) for op in (Op.F, Op.B))
+    layers, tokens = len(profile.model.layers), profile.model.sequence_length
+    return sum(compute_s(profile, device, 0, layers, tokens, op) for op in (Op.F, Op.B))
 
 
 def _fit(profile: ClusterProfile) -> list[DeviceProfile]:

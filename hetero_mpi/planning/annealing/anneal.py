@@ -23,9 +23,9 @@ from hetero_mpi.planning.annealing.costs import ROUNDING, Costs
 from hetero_mpi.planning.annealing.estimate import Estimate
 from hetero_mpi.planning.annealing.lines import Fitting, Line, Lines, used
 from hetero_mpi.planning.pacing import scheduled_depths
+from hetero_mpi.planning.several.cluster import ClusterArrays, in_own_order
 from hetero_mpi.planning.several.fitting import WORTHWHILE, Fitter
-from hetero_mpi.planning.several.fleet import Fleet, in_own_order
-from hetero_mpi.planning.tables import shares_cards
+from hetero_mpi.planning.tables import shares_nics
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -39,12 +39,12 @@ THOROUGH = 4
 """So many times as much of both for a thorough request."""
 FEW = 5
 """Up to so many ranks, every number of pipelines is begun with."""
-CARDS = 12
-"""How much longer the simulation of an action takes where messages queue for shared cards."""
+NICS = 12
+"""How much longer the simulation of an action takes where messages queue for shared NICs."""
 ORDERS, PER_PAIR = 3000, 30
 """Orders of ranks that are estimated: so many, or so many for each pair of ranks."""
 SOONER, LEFT = 0.99, (1.0, 0.1)
-"""The time to be reached next, as a share of the best; the mean number of items by which more may be left over at the beginning and
+"""The time to be reached next, as a share of the best; the mean number of layers by which more may be left over at the beginning and
 at the end."""
 KEPT = 5
 """Orders that are simulated, the last ones that were the best."""
@@ -80,8 +80,8 @@ class Rounds:
     def __init__(self, costs: dict[int, Costs], step_s: Step, quick_s: Step, least: int = 0) -> None:
         self.costs, self.step_s, self.quick_s, self.least = costs, step_s, quick_s, least
         self.estimates = {size: Estimate(own) for size, own in costs.items()}
-        fleet = next(iter(costs.values())).fleet
-        self.fixed, self.items = fleet.request.schedule != "auto", fleet.items
+        cluster = next(iter(costs.values())).cluster
+        self.fixed, self.layer_count = cluster.request.schedule != "auto", cluster.layer_count
         self._known: dict[Line, Fitting | None] = {}
 
     def round(
@@ -173,11 +173,11 @@ class Rounds:
         return max(step_s for step_s, _ in found), tuple(line for _, line in found)
 
     def _left(self, lines: Lines, step_s: float, depth: float, known: dict[Line, float]) -> float:
-        """Items that find no place by ``step_s``, of every pipeline ``known`` when it has been worked out."""
+        """Layers that find no place by ``step_s``, of every pipeline ``known`` when it has been worked out."""
         total = 0.0
         for line in lines:
             if line not in known:
-                known[line] = self.items - self.estimates[line.micro_batch].placed(line, step_s, depth)[0]
+                known[line] = self.layer_count - self.estimates[line.micro_batch].placed(line, step_s, depth)[0]
             total += known[line]
         return total
 
@@ -209,19 +209,21 @@ class Annealer:
 
     def __init__(self, profile: ClusterProfile, request: PlanRequest) -> None:
         self.profile, self.request = profile, request
-        self.items = len(profile.model.layers)
+        self.layer_count = len(profile.model.layers)
         self.fitter = Fitter(profile, request)
         sizes = sorted(set(request.micro_batch_choices))
-        first = Fleet(profile, request, sizes[0], None, in_own_order(profile, sizes[0] * request.sequence_length))
-        self.costs = {size: Costs(Fleet(profile, request, size, first)) for size in sizes}
+        first = ClusterArrays(
+            profile, request, sizes[0], None, in_own_order(profile, sizes[0] * request.sequence_length)
+        )
+        self.costs = {size: Costs(ClusterArrays(profile, request, size, first)) for size in sizes}
         self.ranks = [device.rank for device in first.devices]
         self.clock, self.is_plain = Clock(self.costs, first), is_plain(profile)
-        most = self.items * min(request.max_pipelines, request.global_batch)
+        most = self.layer_count * min(request.max_pipelines, request.global_batch)
         self.rounds = Rounds(
             self.costs, self._step_s, self.clock.step_s, 0 if request.allow_idle else min(len(self.ranks), most)
         )
         times = THOROUGH if request.thorough else 1
-        self.budget = Budget(times * LOOKS, times * EFFORT / (CARDS if shares_cards(profile) else 1))
+        self.budget = Budget(times * LOOKS, times * EFFORT / (NICS if shares_nics(profile) else 1))
         self.orders = times * min(ORDERS, PER_PAIR * len(self.ranks) ** 2)
 
     def best(self, starts: Sequence[tuple[Plan, float]]) -> tuple[Plan, float] | None:
@@ -297,7 +299,7 @@ class Annealer:
 
     def _dealt(self, known: set[int]) -> list[tuple[Lines, float]]:
         """Pipelines of like speed with even cuts, of every number that is not ``known``; most do not fit yet."""
-        speed = self.costs[min(self.costs)].fleet.speed
+        speed = self.costs[min(self.costs)].cluster.speed
         order = sorted(range(len(self.ranks)), key=lambda rank: (-float(speed[rank]), rank))
         size, batch = min(self.costs), self.request.global_batch
         found = []
@@ -306,8 +308,8 @@ class Annealer:
                 continue
             lines = []
             for index in range(number):
-                ranks = tuple(order[index::number][: self.items])
-                cuts = [self.items * k // len(ranks) for k in range(len(ranks) + 1)]
+                ranks = tuple(order[index::number][: self.layer_count])
+                cuts = [self.layer_count * k // len(ranks) for k in range(len(ranks) + 1)]
                 sequences = size * (batch // size // number + (index < batch // size % number))
                 count = min(sequences // size, 1 if self.request.schedule == "auto" else sequences)
                 depths = scheduled_depths(self.request.schedule, len(ranks), count)
@@ -337,7 +339,7 @@ class Annealer:
 
     def _plan(self, fittings: Sequence[Fitting]) -> Plan:
         pipelines = tuple(fitting.pipeline(self.ranks) for fitting in fittings)
-        return Plan(pipelines, self.request.global_batch, self.request.sequence_length, self.items)
+        return Plan(pipelines, self.request.global_batch, self.request.sequence_length, self.layer_count)
 
     def _step_s(self, fittings: Sequence[Fitting]) -> float:
         if self.is_plain and not any(fitting.line.is_split for fitting in fittings):

@@ -48,7 +48,7 @@ class Changes:
         self.estimates, self.costs, self.draw, self.ranks_only = estimates, costs, draw, of == "ranks"
         self.sizes = sorted(costs)
         first = costs[self.sizes[0]]
-        self.request, self.ranks, self.host = first.fleet.request, range(first.count), first.host
+        self.request, self.ranks, self.host = first.cluster.request, range(first.count), first.host
         self.splits = first.splits
         self.may_toggle = self.request.schedule == "auto" and len(set(self.request.split_choices)) > 1
         kinds: list[tuple[int, Callable[[Lines, int], Lines | None]]] = []
@@ -65,7 +65,7 @@ class Changes:
             kinds += [(8, self._cut_anew), (3 if self.may_toggle else 0, self._split)]
         if of != "ranks":
             kinds += [
-                (30, self._item_moved),
+                (30, self._layer_moved),
                 (15, self._deeper_or_shallower),
                 (7, self._paced_anew),
                 (4, self._sloped),
@@ -84,7 +84,7 @@ class Changes:
         return self.costs[line.micro_batch].paced(line, self.draw.choice(ALLOWANCES), self.draw.random() < 0.5)
 
     def _formed(self, line: Line, ranks: tuple[int, ...], counts: tuple[int, ...]) -> Line:
-        """``line`` of these ranks, with these items or cut anew."""
+        """``line`` of these ranks, with these layers or cut anew."""
         line = line._replace(ranks=ranks, counts=counts)
         if self.ranks_only:
             return line
@@ -109,7 +109,7 @@ class Changes:
             return [index]
         return [i for i, line in enumerate(lines) if len(line.ranks) == count]
 
-    def _item_moved(self, lines: Lines, index: int) -> Lines | None:
+    def _layer_moved(self, lines: Lines, index: int) -> Lines | None:
         """From one stage to any other."""
         line = lines[index]
         if len(line.ranks) < 2:
@@ -193,7 +193,7 @@ class Changes:
         return lines
 
     def _added(self, lines: Lines, index: int, rank: int) -> Lines | None:
-        """The rank takes some items off a stage, at either end of it."""
+        """The rank takes some layers off a stage, at either end of it."""
         line = lines[index]
         place, before = self.draw.randrange(len(line.ranks)), self.draw.random() < 0.5
         count, at = line.counts[place], place + (not before)

@@ -7,22 +7,22 @@ from collections.abc import Mapping, Sequence
 from hetero_mpi.planning.annealing.costs import Costs
 from hetero_mpi.planning.annealing.lines import Fitting
 from hetero_mpi.planning.outline import add_sum
-from hetero_mpi.planning.several.fleet import Fleet
-from hetero_mpi.planning.tables import shared_memories, shares_cards
+from hetero_mpi.planning.several.cluster import ClusterArrays
+from hetero_mpi.planning.tables import shared_memories, shares_nics
 from hetero_mpi.planning.types.profile import ClusterProfile
 
 
 def is_plain(profile: ClusterProfile) -> bool:
-    """Do pipelines meet in nothing but sums of gradients? Not in a network card, a host's memory, or a tied matrix."""
-    return not (profile.model.tied or shares_cards(profile) or shared_memories(profile))
+    """Do pipelines meet in nothing but sums of gradients? Not in a NIC, a host's memory, or a tied matrix."""
+    return not (profile.model.tied or shares_nics(profile) or shared_memories(profile))
 
 
 class Clock:
     """Sums between the pipelines of a plan, remembered by who takes part in them."""
 
-    def __init__(self, costs: Mapping[int, Costs], fleet: Fleet) -> None:
-        self.costs, self.fleet = costs, fleet
-        self._summed = [item for item in range(fleet.items) if fleet.summed_bytes[item] > 0][::-1]
+    def __init__(self, costs: Mapping[int, Costs], cluster: ClusterArrays) -> None:
+        self.costs, self.cluster = costs, cluster
+        self._summed = [layer for layer in range(cluster.layer_count) if cluster.summed_bytes[layer] > 0][::-1]
         self._sums: dict[tuple[int, ...], list[float]] = {}
 
     def step_s(self, lines: Sequence[Fitting]) -> float:
@@ -33,19 +33,19 @@ class Clock:
         return ended + max(line.step_s for line in lines)
 
     def _summed_s(self, lines: Sequence[Fitting]) -> float:
-        """When the last gradient is summed: all ranks take part in the sums of their items from the last one to the first."""
+        """When the last gradient is summed: all ranks take part in the sums of their layers from the last one to the first."""
         holders: dict[int, list[tuple[int, float]]] = {}
         for line in lines:
-            for item, rank, whole_s in self.costs[line.line.micro_batch].whole_s(line):
-                holders.setdefault(item, []).append((rank, whole_s))
+            for layer, rank, whole_s in self.costs[line.line.micro_batch].whole_s(line):
+                holders.setdefault(layer, []).append((rank, whole_s))
         free: dict[int, float] = {}
-        for item in self._summed:
-            ranks = tuple(rank for rank, _ in holders[item])
-            add_sum(free, ranks, max(whole_s for _, whole_s in holders[item]), self._sum_s(ranks)[item])
+        for layer in self._summed:
+            ranks = tuple(rank for rank, _ in holders[layer])
+            add_sum(free, ranks, max(whole_s for _, whole_s in holders[layer]), self._sum_s(ranks)[layer])
         return max(free.values(), default=0.0)
 
     def _sum_s(self, ranks: tuple[int, ...]) -> list[float]:
-        """Of every item."""
+        """Of every layer."""
         if ranks not in self._sums:
-            self._sums[ranks] = self.fleet.all_reduce_s(ranks, self.fleet.summed_bytes).tolist()
+            self._sums[ranks] = self.cluster.all_reduce_s(ranks, self.cluster.summed_bytes).tolist()
         return self._sums[ranks]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from hetero_mpi.planning.annealing.lines import Fitting, Line, LineTimes, falling
 from hetero_mpi.planning.cycles import cycle_bound_s
 from hetero_mpi.planning.pacing import paced_each, period_s, scheduled_depths
-from hetero_mpi.planning.several.fleet import Fleet
+from hetero_mpi.planning.several.cluster import ClusterArrays
 from hetero_mpi.planning.tables import may_split
 
 ROUNDING = 1e-9
@@ -17,31 +17,31 @@ ROUNDING = 1e-9
 class Costs:
     """What stages cost at one micro-batch size. Tables of plain lists: single figures are asked for, millions of them."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self.fleet, self.count = fleet, len(fleet.devices)
-        self.host: list[int] = fleet.host.tolist()
-        self.splits = [may_split(fleet.profile, device.rank) for device in fleet.devices]
+    def __init__(self, cluster: ClusterArrays) -> None:
+        self.cluster, self.count = cluster, len(cluster.devices)
+        self.host: list[int] = cluster.host.tolist()
+        self.splits = [may_split(cluster.profile, device.rank) for device in cluster.devices]
         self.forward, self.backward, self.repeated = (
             [[0.0, *itertools.accumulate(row)] for row in table.tolist()]
-            for table in (fleet.forward_s, fleet.backward_s, fleet.repeated_s)
+            for table in (cluster.forward_s, cluster.backward_s, cluster.repeated_s)
         )
-        """[rank][item]: seconds of all items before."""
-        self.overhead: list[tuple[float, float]] = fleet.overhead_s.tolist()
-        place = fleet.place
-        self.latency: list[list[float]] = fleet.latency_s[place][:, place].tolist()
-        self.per_byte: list[list[float]] = fleet.per_byte_s[place][:, place].tolist()
-        self._message: list[float] = fleet.message_bytes.tolist()
-        self.step_fixed: list[float] = fleet.step_fixed_s.tolist()
-        self.step_per_parameter: list[float] = fleet.step_per_parameter_s.tolist()
-        trainable = itertools.accumulate(float(layer.trainable_parameters) for layer in fleet.model.layers)
+        """[rank][layer]: seconds of all layers before."""
+        self.overhead: list[tuple[float, float]] = cluster.overhead_s.tolist()
+        place = cluster.place
+        self.latency: list[list[float]] = cluster.latency_s[place][:, place].tolist()
+        self.per_byte: list[list[float]] = cluster.per_byte_s[place][:, place].tolist()
+        self._message: list[float] = cluster.message_bytes.tolist()
+        self.step_fixed: list[float] = cluster.step_fixed_s.tolist()
+        self.step_per_parameter: list[float] = cluster.step_per_parameter_s.tolist()
+        trainable = itertools.accumulate(float(layer.trainable_parameters) for layer in cluster.model.layers)
         self.trainable = [0.0, *trainable]
-        self.deepest = {again: self._deepest(again) for again in sorted(set(fleet.request.recompute_choices))}
-        """By whether forwards are repeated, [rank][first][items - 1]: most micro-batches in flight; longer stages fit nowhere."""
+        self.deepest = {again: self._deepest(again) for again in sorted(set(cluster.request.recompute_choices))}
+        """By whether forwards are repeated, [rank][first][layers - 1]: most micro-batches in flight; longer stages fit nowhere."""
 
     def _deepest(self, recompute: bool) -> list[list[list[float]]]:
-        fleet, known = self.fleet, dict[tuple[float, float], list[list[float]]]()
-        stages = fleet.stages(float(fleet.usable.max()))
-        rooms = list(zip(fleet.usable.tolist(), fleet.ratio.tolist(), strict=True))
+        cluster, known = self.cluster, dict[tuple[float, float], list[list[float]]]()
+        stages = cluster.stages(float(cluster.usable.max()))
+        rooms = list(zip(cluster.usable.tolist(), cluster.ratio.tolist(), strict=True))
         for room in rooms:
             if room not in known:
                 known[room] = stages.deepest(*room, recompute).tolist()
@@ -83,7 +83,7 @@ class Costs:
         """``line`` so deep that gradients are back in time at the pace of its slowest stage or link, ``allowance`` periods
         earlier than they have to be. ``repeat``: also where forwards are repeated for that depth alone. A schedule given by name
         leaves no choice."""
-        schedule = self.fleet.request.schedule
+        schedule = self.cluster.request.schedule
         if schedule != "auto":
             depths = scheduled_depths(schedule, len(line.ranks), line.micro_batches)
             return line._replace(flying=tuple(min(depth + 1, line.micro_batches) for depth in depths))
@@ -100,7 +100,7 @@ class Costs:
         return line._replace(flying=falling(flying))
 
     def hop_s(self, a: int, b: int) -> float:
-        """A message there and one back, behind the first item."""
+        """A message there and one back, behind the first layer."""
         size = self._message[0]
         return self.latency[a][b] + self.latency[b][a] + size * (self.per_byte[a][b] + self.per_byte[b][a])
 
@@ -120,18 +120,18 @@ class Costs:
         return times
 
     def whole_s(self, fitting: Fitting) -> Iterator[tuple[int, int, float]]:
-        """(item, rank, when the item's gradients are whole there), of every stage from its last item to its first."""
+        """(layer, rank, when the layer's gradients are whole there), of every stage from its last layer to its first."""
         line, begun, cuts = fitting.line, fitting.spans_s[0], fitting.line.cuts
         for place, rank in enumerate(line.ranks):
             first, last = cuts[place], cuts[place + 1]
             backward, repeated = self.backward[rank], self.repeated[rank]
-            for item in range(last - 1, first - 1, -1):
-                again = repeated[last] - repeated[item] if fitting.recompute[place] else 0.0
-                yield item, rank, begun[place] + self.overhead[rank][1] + again + backward[last] - backward[item]
+            for layer in range(last - 1, first - 1, -1):
+                again = repeated[last] - repeated[layer] if fitting.recompute[place] else 0.0
+                yield layer, rank, begun[place] + self.overhead[rank][1] + again + backward[last] - backward[layer]
 
     def _step_s(self, line: Line) -> float:
         """The longest STEP; of a tied model, whose ends count their matrix otherwise, nothing."""
-        if self.fleet.model.tied:
+        if self.cluster.model.tied:
             return 0.0
         longest_s, cuts = 0.0, line.cuts
         for place, rank in enumerate(line.ranks):

@@ -1,6 +1,6 @@
-"""How many items find a place in a pipeline of given ranks in a given order by a given time: far quicker than a simulation.
+"""How many layers find a place in a pipeline of given ranks in a given order by a given time: far quicker than a simulation.
 
-Stages are filled from the first on, each with as many items as the time T left to it and its memory allow (c: seconds of forward
+Stages are filled from the first on, each with as many layers as the time T left to it and its memory allow (c: seconds of forward
 and backward of one micro-batch, A: forwards, backwards and messages of one micro-batch through all stages before):
 
     A + M c + optimizer <= T                          (a bound that good depths come near to)
@@ -24,8 +24,8 @@ SHORTEST_S, SPARE = 1e-12, 1e-6
 
 @dataclass(frozen=True)
 class _Rank:
-    """By whether forwards are repeated: seconds of a micro-batch up to every item (with its part of the optimizer's step), and the
-    most micro-batches in flight, negated [first][items - 1]."""
+    """By whether forwards are repeated: seconds of a micro-batch up to every layer (with its part of the optimizer's step), and the
+    most micro-batches in flight, negated [first][layers - 1]."""
 
     seconds: dict[bool, list[float]]
     depths: dict[bool, list[list[float]]]
@@ -41,8 +41,8 @@ class Estimate:
     """``costs``: of one micro-batch size."""
 
     def __init__(self, costs: Costs) -> None:
-        self.costs, self.items = costs, costs.fleet.items
-        self.schedule = costs.fleet.request.schedule
+        self.costs, self.layer_count = costs, costs.cluster.layer_count
+        self.schedule = costs.cluster.request.schedule
         ranks = range(costs.count)
         self._hop_s = [[costs.hop_s(a, b) for b in ranks] for a in ranks]
         self._known: dict[tuple[int, int], _Rank] = {}
@@ -52,7 +52,7 @@ class Estimate:
         }
 
     def cut(self, line: Line, depth: float) -> tuple[float, Line] | None:
-        """The least time by which all items find a place, and ``line`` with these cuts and depths; ranks for whom nothing is left
+        """The least time by which all layers find a place, and ``line`` with these cuts and depths; ranks for whom nothing is left
         are left out. None: memory does not hold it."""
         count = line.micro_batches
         speed = sum(1 / max(self._rank(rank, count).seconds_of_all, SHORTEST_S) for rank in line.ranks)
@@ -60,7 +60,7 @@ class Estimate:
         held: dict[int, tuple[int, int]] = {}
         for _ in range(RAISES):
             placed, held = self.placed(line, high, depth)
-            if placed >= self.items:
+            if placed >= self.layer_count:
                 break
             low, high = high, RAISE * high
         else:
@@ -68,16 +68,16 @@ class Estimate:
         while high - low > CLOSE * high:
             middle = (low + high) / 2
             placed, other = self.placed(line, middle, depth)
-            held, low, high = (other, low, middle) if placed >= self.items else (held, middle, high)
+            held, low, high = (other, low, middle) if placed >= self.layer_count else (held, middle, high)
         counts, flying = zip(*held.values(), strict=True)
         return high, line._replace(ranks=tuple(held), counts=counts, flying=falling(flying))
 
     def placed(self, line: Line, step_s: float, depth: float) -> tuple[float, dict[int, tuple[int, int]]]:
-        """(how many items find a place by ``step_s``, rank -> how many it holds and micro-batches in flight).
+        """(how many layers find a place by ``step_s``, rank -> how many it holds and micro-batches in flight).
 
         ``depth``: so many times as many are in flight as needed at least."""
         # Pipelines are estimated by the ten thousand: local names, and no call that can be spared.
-        count, ranks, items = line.micro_batches, line.ranks, self.items
+        count, ranks, layers = line.micro_batches, line.ranks, self.layer_count
         first, passed, part, keep, held = 0, 0.0, 0.0, 1 - 1 / count, dict[int, tuple[int, int]]()
         hops = [self._hop_s[a][b] for a, b in itertools.pairwise(ranks)]
         hops.append(0.0)
@@ -100,8 +100,8 @@ class Estimate:
                         last, again = (end, repeated) if end > last else (last, again)
                 if last > first:
                     held[rank] = last - first, flying
-                    if last == items:
-                        return float(items), held
+                    if last == layers:
+                        return float(layers), held
                     own = table.seconds[again]
                     busy = own[last] - own[first]
                     part = min(0.9, max(0.0, (until - busy) / max(own[last + 1] - own[last], SHORTEST_S)))

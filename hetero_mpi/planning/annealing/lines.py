@@ -13,7 +13,7 @@ from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
 
 
 class Line(NamedTuple):
-    """One pipeline: of every stage the rank (as the fleet counts them), how many items it holds, and the most micro-batches in
+    """One pipeline: of every stage the rank (as the cluster counts them), how many layers it holds, and the most micro-batches in
     flight, which do not grow along the line."""
 
     ranks: tuple[int, ...]
@@ -69,7 +69,7 @@ class Fitting:
         return spans_s(times.forward, times.backward, times.out, times.back, warm_up, self.line.micro_batches)
 
     def pipeline(self, ranks: Sequence[int]) -> PipelinePlan:
-        """``ranks``: the job's, by the fleet's."""
+        """``ranks``: the job's, by the cluster's."""
         line, cuts = self.line, self.line.cuts
         stages = tuple(
             StagePlan((ranks[rank],), cuts[i], cuts[i + 1], line.flying[i] - 1, self.recompute[i])

@@ -68,11 +68,11 @@ def _times_alone(device: DeviceProfile) -> dict[str, LayerTimes]:
 
 def _least_s(profile: ClusterProfile, request: PlanRequest, rank: int) -> float:
     """What ``rank`` computes by itself at least, had it memory enough."""
-    device, items = profile.devices[rank], len(profile.model.layers)
+    device, layers = profile.devices[rank], len(profile.model.layers)
     device = replace(device, layers=_times_alone(device))
 
     def seconds(size: int) -> float:
         tokens = size * request.sequence_length
-        return sum(compute_s(profile, device, 0, items, tokens, op) for op in (Op.F, Op.B)) / size
+        return sum(compute_s(profile, device, 0, layers, tokens, op) for op in (Op.F, Op.B)) / size
 
-    return request.global_batch * min(map(seconds, _sizes(request))) + optimizer_s(profile, device, 0, items)
+    return request.global_batch * min(map(seconds, _sizes(request))) + optimizer_s(profile, device, 0, layers)

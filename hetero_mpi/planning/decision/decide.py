@@ -84,7 +84,7 @@ def check(profile: ClusterProfile, request: PlanRequest) -> None:
         raise UserError(
             f"plan.allow_idle = false asks for work on all {len(profile.devices)} ranks, but {len(usable)} offer "
             f"{profile.model.dtype} and {most} can be given something: a stage holds one of {len(profile.model.layers)} "
-            f"items of the model; start fewer ranks"
+            f"layers of the model; start fewer ranks"
         )
     if request.schedule == "split" and not any(may_split(profile, device.rank) for device in profile.devices):
         raise UserError(

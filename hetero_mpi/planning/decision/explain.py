@@ -18,7 +18,7 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import IdleRank
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.words import counted, describe_items, describe_seconds, ratio
+from hetero_mpi.planning.words import counted, describe_layers, describe_seconds, ratio
 
 SMALL = 6
 """Up to so many ranks in use, the reasons say what the one that computes least is good for."""
@@ -63,7 +63,7 @@ def _least(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation
         return
     rank = min(used, key=lambda r: (simulation.busy_s[r], r))
     number, _, stage = next(entry for entry in stages(plan) if rank in entry[2].ranks)
-    held = describe_items(stage.first, stage.last, plan.layers)
+    held = describe_layers(stage.first, stage.last, plan.layers)
     found = decide(restricted(profile, [d.rank for d in profile.devices if d.rank != rank]), request)
     name = f"rank {rank} ({profile.devices[rank].name}) holds {held} (stage {number}): without it"
     if found is None:
@@ -92,7 +92,7 @@ def beaten(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterato
         return
     even = _even_split(plan)
     if even is not None:
-        yield _changed("the same ranks with equally many items each", even, fitter)
+        yield _changed("the same ranks with equally many layers each", even, fitter)
     shares = request.global_batch // min(request.micro_batch_choices)
     if len(plan.pipelines) < used <= min(request.max_pipelines, shares):
         yield _changed(
@@ -115,7 +115,7 @@ def _changed(name: str, plan: Plan, fitter: Fitter) -> Beaten:
 
 
 def _even_split(plan: Plan) -> Plan | None:
-    """The same pipelines, every stage with equally many items; None: it is so already."""
+    """The same pipelines, every stage with equally many layers; None: it is so already."""
     pipelines = []
     for pipeline in plan.pipelines:
         count = len(pipeline.stages)
@@ -173,7 +173,7 @@ def busiest(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep) -> s
     numbered = stages(plan)
     rank = max(sorted(simulation.busy_s), key=lambda r: simulation.busy_s[r])
     number, _, stage = next(entry for entry in numbered if rank in entry[2].ranks)
-    held = describe_items(stage.first, stage.last, plan.layers)
+    held = describe_layers(stage.first, stage.last, plan.layers)
     share = ratio(simulation.busy_s[rank], simulation.step_s)
     text = f"busiest: stage {number} (rank {rank}: {held}) computes {share:.0%} of the step"
     costs, links = Durations(plan, profile), dict[tuple[int, int], float]()
@@ -209,7 +209,7 @@ class _Tried:
         if model.dtype not in device.dtypes:
             return f"its device does not offer {model.dtype} (it offers {'/'.join(device.dtypes) or 'nothing'})"
         if len(self.used) >= len(model.layers) * min(self.request.max_pipelines, self.request.global_batch):
-            return f"{len(model.layers)} items of work, {len(self.profile.devices)} ranks"
+            return f"{len(model.layers)} layers of work, {len(self.profile.devices)} ranks"
         like = repr((device.name, device.host, device.memory_bytes, device.layers))
         if like not in self.known:
             self.known[like] = self._tried(rank)

@@ -188,8 +188,8 @@ def with_adapters(model: ModelCost, packed: bool) -> ModelCost:
     """Estimated costs with LoRA on all blocks, which are packed in NF4 if ``packed``; embedding and head are frozen."""
     size = {"fp32": 4, "bf16": 2, "fp16": 2}[model.dtype]
 
-    def frozen(item: int, layer: LayerCost) -> LayerCost:
-        if not 0 < item < len(model.layers) - 1:
+    def frozen(index: int, layer: LayerCost) -> LayerCost:
+        if not 0 < index < len(model.layers) - 1:
             return replace(layer, trainable_parameters=0)
         own = layer.parameters - (0 if is_trained_whole(model) else layer.trainable_parameters)
         adapters = math.ceil(ADAPTER_SHARE * own) if is_trained_whole(model) else layer.trainable_parameters
@@ -204,7 +204,7 @@ def with_adapters(model: ModelCost, packed: bool) -> ModelCost:
             workspace_bytes=max(layer.workspace_bytes, unpacked),
         )
 
-    layers = tuple(frozen(item, layer) for item, layer in enumerate(model.layers))
+    layers = tuple(frozen(index, layer) for index, layer in enumerate(model.layers))
     return replace(model, layers=layers, tied=False, tied_bytes=0)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.planning.pacing import scheduled_depths
-from hetero_mpi.planning.several.fleet import in_own_order
+from hetero_mpi.planning.several.cluster import in_own_order
 from hetero_mpi.planning.tables import rank_usable_bytes, shared_memories, stage_bytes
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -50,7 +50,7 @@ class _Shortages:
 
     def __init__(self, profile: ClusterProfile, request: PlanRequest) -> None:
         self.profile, self.request = profile, request
-        self.items, self.micro_batch = len(profile.model.layers), min(request.micro_batch_choices)
+        self.layer_count, self.micro_batch = len(profile.model.layers), min(request.micro_batch_choices)
         self.tokens = self.micro_batch * request.sequence_length
         rooms: dict[tuple[int, float], list[int]] = {}
         for device in in_own_order(profile, self.tokens):
@@ -58,7 +58,7 @@ class _Shortages:
             rooms.setdefault((usable, device.activation_ratio), []).append(device.rank)
         self.rooms = sorted(rooms, key=lambda room: (-room[0], room[1]))
         self.ranks = [rooms[room] for room in self.rooms]
-        self.longest = min(sum(map(len, self.ranks)), self.items)
+        self.longest = min(sum(map(len, self.ranks)), self.layer_count)
         self.shortest = 1 if request.allow_idle else self.longest
         self._of = lru_cache(maxsize=None)(self._least)
         self._own = lru_cache(maxsize=None)(self._by_stage)
@@ -84,11 +84,11 @@ class _Shortages:
         return np.asarray(np.maximum(self._own(order[0], self.in_flight(len(order))), self._of(order[1:])))
 
     def _least(self, order: Order) -> NDArray[np.float64]:
-        """[first]: that, by the item that they begin with."""
+        """[first]: that, by the layer that they begin with."""
         if order:
             return np.asarray(self._by_cut(order).min(axis=1))
-        nothing = np.full(self.items + 1, np.inf)
-        nothing[self.items] = -np.inf
+        nothing = np.full(self.layer_count + 1, np.inf)
+        nothing[self.layer_count] = -np.inf
         return nothing
 
     def ranking(self, order: Order) -> tuple[float, int, Order]:

@@ -8,7 +8,7 @@ from hetero_mpi.planning.memory import stage_memory
 from hetero_mpi.planning.tables import rank_usable_bytes, shared_memories
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.words import describe_bytes, describe_items
+from hetero_mpi.planning.words import describe_bytes, describe_layers
 
 MOST_RANKS = 6
 """The message names no more ranks than these, those that lack most."""
@@ -56,7 +56,7 @@ def _short_ranks(found: Closest, profile: ClusterProfile, request: PlanRequest) 
         if parts.total > usable:
             text = (
                 f"  rank {rank} ({profile.devices[rank].name}) with "
-                f"{describe_items(first, last, len(model.layers))} is short by {parts.total - usable} bytes: "
+                f"{describe_layers(first, last, len(model.layers))} is short by {parts.total - usable} bytes: "
                 f"it needs {describe_bytes(parts.total)} (parameters {describe_bytes(parts.parameters)}, "
                 f"optimizer state and gradients {describe_bytes(parts.state)}, "
                 f"activations {describe_bytes(parts.activations)}, workspace {describe_bytes(parts.workspace)}, "

@@ -104,7 +104,7 @@ def streamed_view(profile: ClusterProfile, slice_sequences: int, request: PlanRe
     """The cluster as it looks where all stages are streamed in such slices: layers' bytes and times are those of streamed ones."""
     tokens = slice_sequences * request.sequence_length
     model = profile.model
-    frozen = [model.frozen_bytes(item) for item in range(len(model.layers))]
+    frozen = [model.frozen_bytes(index) for index in range(len(model.layers))]
     slots = STREAMED_LAYERS * max(frozen)
     kinds = {layer.kind: size for layer, size in zip(model.layers, frozen, strict=True)}
     counts = [1 << power for power in range(max(1, math.ceil(math.log2(request.global_batch / slice_sequences))) + 1)]
@@ -131,15 +131,15 @@ def streamed_view(profile: ClusterProfile, slice_sequences: int, request: PlanRe
 
 def _costs(model: ModelCost, tokens: int) -> ModelCost:
     layers = []
-    for item, layer in enumerate(model.layers):
-        before = model.layers[item - 1].boundary_bytes_per_token if item else 0
+    for index, layer in enumerate(model.layers):
+        before = model.layers[index - 1].boundary_bytes_per_token if index else 0
         at_once = math.ceil((layer.workspace_bytes_per_token + layer.activation_bytes_per_token) * tokens)
         layers.append(
             LayerCost(
                 kind=layer.kind,
                 parameters=layer.parameters,
                 trainable_parameters=layer.trainable_parameters,
-                parameter_bytes=layer.parameter_bytes - model.frozen_bytes(item),
+                parameter_bytes=layer.parameter_bytes - model.frozen_bytes(index),
                 activation_bytes_per_token=before,
                 workspace_bytes_per_token=2 * max(before, layer.boundary_bytes_per_token),
                 boundary_bytes_per_token=layer.boundary_bytes_per_token,

@@ -10,7 +10,7 @@ all later ones):
 
 * ``A + S c + optimizer <= T``, where c is without the gradients of the weights if they may be put off, and
   ``rho A + S c + tail + optimizer <= T``, c with them, where rho is the share of A that lies before: backwards of
-  earlier stages need not wait for weights and sums. The tail are the sums of the stage's items that the last backward cannot
+  earlier stages need not wait for weights and sums. The tail are the sums of the stage's layers that the last backward cannot
   hide;
 * a sum over P ranks leaves every host with fewer than P ranks; that there are two pipelines is all that is known of P;
 * with k sequences in flight at most, the forward of sequence i + k begins after the backward of i has ended:
@@ -57,7 +57,7 @@ def _search(facts: Facts, low_s: float, known_s: float) -> float:
     counted = Counted(facts)
     # One pipeline, or any number of them: at least two sum their gradients.
     cases = [Shares(counted, 1)]
-    if min(len(facts.fleet.devices), facts.request.max_pipelines, facts.request.global_batch) > 1:
+    if min(len(facts.cluster.devices), facts.request.max_pipelines, facts.request.global_batch) > 1:
         cases.append(Shares(counted, 2))
     high_s, share = known_s, TOLERANCE / 2
     while high_s > low_s * (1 + TOLERANCE):

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.planning.packing.stages import BoundStages, Limits, StageTables
-from hetero_mpi.planning.several.fleet import Floats
+from hetero_mpi.planning.several.cluster import Floats
 
 Places = NDArray[np.int64]
 """Numbers of vectors."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from hetero_mpi.planning.packing.chains import BoundChains
 from hetero_mpi.planning.packing.relaxed import Facts, RankClass
 from hetero_mpi.planning.packing.stages import StageTables
-from hetero_mpi.planning.several.fleet import Floats
+from hetero_mpi.planning.several.cluster import Floats
 
 Whole = NDArray[np.int64]
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hetero_mpi.planning.durations import layer_s, repeated_s, summed_bytes
 from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.planning.schedule import Op
-from hetero_mpi.planning.several.fleet import Fleet, Floats
+from hetero_mpi.planning.several.cluster import ClusterArrays, Floats
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
 
@@ -76,13 +76,13 @@ class Facts:
 
     def __init__(self, profile: ClusterProfile, request: PlanRequest) -> None:
         self.request, self.model = request, profile.model
-        self.fleet = Fleet(profile, request, min(request.micro_batch_choices))
+        self.cluster = ClusterArrays(profile, request, min(request.micro_batch_choices))
         self.blocks = self.model.layers[1:-1]
         self.choices = sorted(set(request.micro_batch_choices))
         self.sizes = range(1, max(request.micro_batch_choices) + 1)
         """Sequences of a micro-batch: the last one of a share may be short."""
-        self.members: list[list[int]] = [[] for _ in range(int(self.fleet.host.max()) + 1)]
-        for rank, host in enumerate(self.fleet.host.tolist()):
+        self.members: list[list[int]] = [[] for _ in range(int(self.cluster.host.max()) + 1)]
+        for rank, host in enumerate(self.cluster.host.tolist()):
             self.members[host].append(rank)
         self._sizes()
         self._exits()
@@ -121,47 +121,47 @@ class Facts:
         self.kept_input = min(self.kept, boundary * tokens)
         least = min(self.request.micro_batch_choices)
         self.workspace = min((x.workspace_bytes_per_token for x in self.blocks), default=0.0) * tokens * least
-        items = [
+        layers = [
             min(range(1, len(model.layers) - 1), key=lambda i: summed_bytes(model, i), default=0),
             0,
             len(model.layers) - 1,
         ]
-        sums = [float(summed_bytes(model, i)) for i in items]
+        sums = [float(summed_bytes(model, i)) for i in layers]
         # Both ends of a tied model may lie on one rank, which holds their matrix once: the embedding's is not counted.
         shared = shared_parameters(model, 0, len(model.layers))
         self.summed = (sums[0] if self.blocks else 0.0, 0.0 if shared else sums[1], sums[2])
 
     def _exits(self) -> None:
         """Least (latency, seconds per byte) of links out of and into each host; of each rank's links within its host."""
-        fleet = self.fleet
-        home = np.zeros(len(fleet.latency_s), dtype=np.int64)
-        home[fleet.place] = fleet.host
+        cluster = self.cluster
+        home = np.zeros(len(cluster.latency_s), dtype=np.int64)
+        home[cluster.place] = cluster.host
         same = home[:, None] == home[None, :]
-        alone = np.eye(len(home), dtype=bool) if len(home) == len(fleet.devices) else np.zeros(same.shape, dtype=bool)
+        alone = np.eye(len(home), dtype=bool) if len(home) == len(cluster.devices) else np.zeros(same.shape, dtype=bool)
 
         def least(table: Floats, where: NDArray[np.bool_]) -> Floats:
             found = np.where(where, table, np.inf)
             return np.asarray(np.minimum(found.min(axis=0), found.min(axis=1)))
 
-        outside = [least(table, ~same) for table in (fleet.latency_s, fleet.per_byte_s)]
-        inside = [least(table, same & ~alone) for table in (fleet.latency_s, fleet.per_byte_s)]
+        outside = [least(table, ~same) for table in (cluster.latency_s, cluster.per_byte_s)]
+        inside = [least(table, same & ~alone) for table in (cluster.latency_s, cluster.per_byte_s)]
         hosts = range(len(self.members))
         self.exit = [tuple(float(table[home == host].min()) for table in outside) for host in hosts]
         self.inside = [
             tuple(float(table[place]) if len(self.members[host]) > 1 else math.inf for table in inside)
-            for place, host in zip(fleet.place.tolist(), fleet.host.tolist(), strict=True)
+            for place, host in zip(cluster.place.tolist(), cluster.host.tolist(), strict=True)
         ]
 
     def between(self, home: int, other: int) -> tuple[float, float]:
         """Least latency, least seconds per byte of links between unlike homes, either way."""
         if (home, other) not in self._between:
-            fleet = self.fleet
+            cluster = self.cluster
             at = [
-                sorted({int(fleet.place[r]) for x in self.classes if x.home == h for r in x.ranks})
+                sorted({int(cluster.place[r]) for x in self.classes if x.home == h for r in x.ranks})
                 for h in (home, other)
             ]
             pairs = np.ix_(*at)
-            ways = [(table[pairs], table.T[pairs]) for table in (fleet.latency_s, fleet.per_byte_s)]
+            ways = [(table[pairs], table.T[pairs]) for table in (cluster.latency_s, cluster.per_byte_s)]
             least = [min(float(out.min()), float(back.min())) for out, back in ways]
             self._between[home, other] = self._between[other, home] = least[0], least[1]
         return self._between[home, other]
@@ -171,8 +171,8 @@ class Facts:
 
     def _classify(self) -> None:
         known: dict[tuple[object, ...], int] = {}
-        for rank, device in enumerate(self.fleet.devices):
-            one = self._class_of(device, rank, float(self.fleet.usable[rank]))
+        for rank, device in enumerate(self.cluster.devices):
+            one = self._class_of(device, rank, float(self.cluster.usable[rank]))
             key = (one.work_s, one.fill_s, one.repeated_s, one.usable, one.per_parameter_s, one.home)
             if key not in known:
                 known[key] = len(self.classes)
@@ -181,7 +181,7 @@ class Facts:
                 self.classes[known[key]] = joined(self.classes[known[key]], one)
 
     def _class_of(self, device: DeviceProfile, rank: int, usable: float) -> RankClass:
-        tokens, host = self.request.sequence_length, int(self.fleet.host[rank])
+        tokens, host = self.request.sequence_length, int(self.cluster.host[rank])
         split = True in self.request.split_choices
         blocks = [device.layers[kind] for kind in sorted({x.kind for x in self.blocks})]
         ends = [device.layers[self.model.layers[i].kind] for i in (0, -1)]
@@ -246,7 +246,7 @@ class Facts:
         def of(rank: int, size: float) -> float:
             if size == 0:
                 return 0.0
-            host = int(self.fleet.host[rank])
+            host = int(self.cluster.host[rank])
             ways = [self.exit[host]]
             if len(self.members[host]) >= pipelines:
                 ways.append(self.inside[rank])

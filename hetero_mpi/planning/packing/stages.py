@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.planning.packing.relaxed import Facts
-from hetero_mpi.planning.several.fleet import Floats
+from hetero_mpi.planning.several.cluster import Floats
 from hetero_mpi.planning.tables import Table, stage_bytes
 
 ENDS = tuple(itertools.product((False, True), repeat=2))
@@ -144,10 +144,10 @@ class StageTables:
 def _tail_s(
     sums: tuple[float, ...], total: Floats, blocks: Floats, ends: tuple[bool, bool], hides_s: tuple[float, ...]
 ) -> Floats:
-    """Of sums of ``total`` seconds, those after the backward: of the first item at least."""
+    """Of sums of ``total`` seconds, those after the backward: of the first layer at least."""
     first = np.full(len(blocks), sums[1]) if ends[0] else np.where(blocks > 0, sums[0], sums[2])
     backward = blocks * hides_s[0] + ends[0] * hides_s[1] + ends[1] * hides_s[2]
-    # When the last item is whole, the last backward still has all others to do.
+    # When the last layer is whole, the last backward still has all others to do.
     own = hides_s[2] if ends[1] else np.where(blocks > 0, hides_s[0], hides_s[1])
     return np.asarray(np.maximum(first, total - (backward - own)))
 

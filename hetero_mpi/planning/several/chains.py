@@ -1,6 +1,6 @@
 """The best pipeline through columns of ranks (``columns``): dynamic programming along a line of columns, then polishing.
 
-A line is an order of all columns; any may be left out. Going backward along it, ``_Best`` holds for every item the least time
+A line is an order of all columns; any may be left out. Going backward along it, ``_Best`` holds for every layer the least time
 from when the first micro-batch arrives there until everything behind is done:
 
 * ``back_s``: until the last gradient has come back: the larger of ``M a`` and ``a + hop + back_s`` of what follows (M
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetero_mpi.planning.pacing import classic_depths, paced_each, period_s
+from hetero_mpi.planning.several.cluster import Floats, Indices
 from hetero_mpi.planning.several.columns import Columns
-from hetero_mpi.planning.several.fleet import Floats, Indices
 from hetero_mpi.planning.simulator import spans_s
 
 WORTHWHILE = 1e-4
@@ -50,7 +50,7 @@ class Chain:
 
 @dataclass
 class _Best:
-    """The best end of a pipeline, by the item it begins with. ``depth``: micro-batches in flight at its first stage."""
+    """The best end of a pipeline, by the layer it begins with. ``depth``: micro-batches in flight at its first stage."""
 
     back_s: Floats
     late_s: Floats
@@ -66,9 +66,9 @@ class _Best:
 class _Choice:
     column: int
     last: Indices
-    """By first item: where the stage ends."""
+    """By first layer: where the stage ends."""
     following: Indices
-    """By first item: the ``_Choice`` of the next stage."""
+    """By first layer: the ``_Choice`` of the next stage."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class Chains:
 
     def __init__(self, columns: Columns, micro_batches: int) -> None:
         self.columns, self.micro_batches = columns, micro_batches
-        self.items = columns.fleet.items
-        self.stages = columns.fleet.stages(float(columns.usable.max()))
-        self.message = np.append(0.0, columns.fleet.message_bytes)
+        self.layer_count = columns.cluster.layer_count
+        self.stages = columns.cluster.stages(float(columns.usable.max()))
+        self.message = np.append(0.0, columns.cluster.message_bytes)
         self.known: dict[int, _Held] = {}
 
     def of(self, column: int) -> _Held:
@@ -119,9 +119,9 @@ class Chains:
 
         ``period_s``: the pace hoped for, from which depths are guessed; infinite: 1F1B's own.
         """
-        count = self.items + 1
+        count = self.layer_count + 1
         nothing = np.full(count, np.inf)
-        nothing[self.items] = 0.0
+        nothing[self.layer_count] = 0.0
         nobody = np.full(count, -1)
         best = _Best(nothing, np.zeros(count), np.zeros(count, dtype=np.int64), np.zeros(count), nobody, nobody.copy())
         choices: list[_Choice] = []
@@ -157,7 +157,7 @@ class Chains:
         late = np.maximum(held.tail_s, (best.late_s - returns)[last] - held.backward_s)
         value = np.where(self.stages.inside, back + late, np.inf)
         chosen = value.argmin(axis=1)
-        rows = np.arange(self.items + 1)
+        rows = np.arange(self.layer_count + 1)
         better = value[rows, chosen] < (best.back_s + best.late_s) * (1 - 1e-9)
         ends = last[rows, chosen]
         choices.append(_Choice(column, ends, best.choice[ends]))
@@ -187,7 +187,7 @@ class Chains:
             steps.append(float(held.step_s[first, n]))
         out, home = [], []
         for (a, b), cut in zip(itertools.pairwise(picks), cuts[1:], strict=False):
-            size = float(columns.fleet.message_bytes[cut - 1])
+            size = float(columns.cluster.message_bytes[cut - 1])
             out.append(float(columns.latency_s[a, b] + size * columns.per_byte_s[a, b]))
             home.append(float(columns.latency_s[b, a] + size * columns.per_byte_s[b, a]))
         begun, ends = spans_of_many_s((forward, backward, out, home), warm_up, self.micro_batches)
@@ -198,7 +198,7 @@ class Chains:
         return Chain(tuple(picks), tuple(cuts), tuple(warm_up), tuple(recompute), max(*ends, *tails) + max(steps))
 
     def _recompute(self, column: int, first: int, n: int, flying: int) -> bool | None:
-        """Whether a stage of n + 1 items must repeat its forwards; None: it does not fit."""
+        """Whether a stage of n + 1 layers must repeat its forwards; None: it does not fit."""
         if n >= self.stages.longest:
             return None
         held = self.of(column)
@@ -233,7 +233,7 @@ class Chains:
             compute.append(float(held.forward_s[first, n] + held.backward_s[first, n] + again))
         hops = []
         for (a, b), cut in zip(itertools.pairwise(picks), cuts[1:], strict=False):
-            size = float(columns.fleet.message_bytes[cut - 1])
+            size = float(columns.cluster.message_bytes[cut - 1])
             hops.append(
                 float(columns.latency_s[a, b] + columns.latency_s[b, a])
                 + size * float(columns.per_byte_s[a, b] + columns.per_byte_s[b, a])
@@ -254,7 +254,7 @@ class Chains:
         return tuple(warm_up)
 
     def polished(self, chain: Chain, looks: int) -> Chain:
-        """Cuts moved by one item, depths changed by one, as long as that helps; at most ``looks`` simulations."""
+        """Cuts moved by one layer, depths changed by one, as long as that helps; at most ``looks`` simulations."""
         improved = True
         while improved and looks > 0:
             improved = False

@@ -16,8 +16,8 @@ import numpy as np
 
 from hetero_mpi.planning.memory import hosts_suffice
 from hetero_mpi.planning.several.chains import Chain, Chains, ColumnOrder
+from hetero_mpi.planning.several.cluster import FEW, ClusterArrays, in_own_order
 from hetero_mpi.planning.several.columns import Column, Columns, along_hosts, in_hosts, of_all
-from hetero_mpi.planning.several.fleet import FEW, Fleet, in_own_order
 from hetero_mpi.planning.several.shares import Pipelines
 from hetero_mpi.planning.tables import stage_bytes
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
@@ -73,8 +73,8 @@ class _Found:
     chain: Chain
 
     @property
-    def fleet(self) -> Fleet:
-        return self.layout.columns.fleet
+    def cluster(self) -> ClusterArrays:
+        return self.layout.columns.cluster
 
 
 def several(profile: ClusterProfile, request: PlanRequest) -> list[tuple[float, Plan]]:
@@ -86,14 +86,18 @@ def several(profile: ClusterProfile, request: PlanRequest) -> list[tuple[float, 
     allowed: begun with and mostly not polished, since ``annealing`` goes on from there.
     """
     sizes = sorted(set(request.micro_batch_choices))
-    smallest = Fleet(profile, request, sizes[0], None, in_own_order(profile, sizes[0] * request.sequence_length))
+    smallest = ClusterArrays(
+        profile, request, sizes[0], None, in_own_order(profile, sizes[0] * request.sequence_length)
+    )
     fleets = [smallest]
     if len(smallest.devices) <= FEW:
         # Which of several like ranks come together in a column goes by this order.
-        fleets.append(Fleet(profile, request, sizes[0], None, smallest.devices[::-1]))
+        fleets.append(ClusterArrays(profile, request, sizes[0], None, smallest.devices[::-1]))
     numbers = _numbers(smallest)
     if len(smallest.devices) <= SEARCHED:
-        groups = [_sized([one for fleet in fleets for one in _ranked(fleet, [number])], sizes) for number in numbers]
+        groups = [
+            _sized([one for cluster in fleets for one in _ranked(cluster, [number])], sizes) for number in numbers
+        ]
         plans = [min(map(_dealt, group[:IMPROVED]), key=_seconds) for group in groups if group]
         if len(smallest.devices) > ALONE and plans:
             plans += _finished(min((group[0] for group in groups if group), key=lambda one: one.chain.step_s))
@@ -119,10 +123,10 @@ def _sized(layouts: Sequence[_Layout], sizes: Sequence[int]) -> list[_Found]:
     for size in sizes[1:]:
         again = []
         for one in found[:IMPROVED]:
-            if one.layout.columns.pipelines > one.fleet.request.global_batch // size:
+            if one.layout.columns.pipelines > one.cluster.request.global_batch // size:
                 continue
-            fleet = Fleet(one.fleet.profile, one.fleet.request, size, one.fleet)
-            again.append(_estimated(Columns(fleet, one.layout.columns.members), FIRST_LINES))
+            cluster = ClusterArrays(one.cluster.profile, one.cluster.request, size, one.cluster)
+            again.append(_estimated(Columns(cluster, one.layout.columns.members), FIRST_LINES))
         found += _simulated([layout for layout in again if layout is not None])
     return sorted(found, key=lambda one: one.chain.step_s)
 
@@ -134,13 +138,15 @@ def _dealt(found: _Found) -> tuple[float, Plan]:
     return pipelines.step_s(sequences), _plan(found, sequences)
 
 
-def _numbers(fleet: Fleet) -> list[int]:
+def _numbers(cluster: ClusterArrays) -> list[int]:
     """Numbers of pipelines to look at: as many as there may be and as memory holds."""
-    request = fleet.request
-    fixed = min(float(stage_bytes(fleet.model, fleet.tokens, choice)[0][0, -1]) for choice in request.recompute_choices)
-    shares = request.global_batch // fleet.micro_batch  # of one micro-batch at least
-    most = min(request.max_pipelines, len(fleet.devices), shares, int(fleet.usable.sum() / max(fixed, 1.0)))
-    every, ratio = (EVERY, RATIO) if len(fleet.devices) <= FEW else COARSE
+    request = cluster.request
+    fixed = min(
+        float(stage_bytes(cluster.model, cluster.tokens, choice)[0][0, -1]) for choice in request.recompute_choices
+    )
+    shares = request.global_batch // cluster.micro_batch  # of one micro-batch at least
+    most = min(request.max_pipelines, len(cluster.devices), shares, int(cluster.usable.sum() / max(fixed, 1.0)))
+    every, ratio = (EVERY, RATIO) if len(cluster.devices) <= FEW else COARSE
     numbers, number = [], 1.0
     while number <= most:
         numbers.append(int(number))
@@ -148,13 +154,13 @@ def _numbers(fleet: Fleet) -> list[int]:
     return numbers
 
 
-def _ranked(fleet: Fleet, numbers: Sequence[int]) -> list[_Layout]:
+def _ranked(cluster: ClusterArrays, numbers: Sequence[int]) -> list[_Layout]:
     """The most promising layouts, looked at more closely, best first."""
     layouts = [
         layout
         for pipelines in numbers
-        for members in _groupings(fleet, pipelines)
-        if (layout := _estimated(_worthwhile(fleet, members), FIRST_LINES)) is not None
+        for members in _groupings(cluster, pipelines)
+        if (layout := _estimated(_worthwhile(cluster, members), FIRST_LINES)) is not None
     ]
     layouts.sort(key=lambda one: one.estimate_s)
     kept: list[_Layout] = []
@@ -166,32 +172,32 @@ def _ranked(fleet: Fleet, numbers: Sequence[int]) -> list[_Layout]:
     return sorted((layout for layout in closer if layout is not None), key=lambda one: one.estimate_s)
 
 
-def _groupings(fleet: Fleet, pipelines: int) -> Iterator[list[Column]]:
+def _groupings(cluster: ClusterArrays, pipelines: int) -> Iterator[list[Column]]:
     """Ways of putting ranks into columns."""
     likeness = (
-        (fleet.memory_level, fleet.outward_level, fleet.speed_level),
-        (fleet.memory_level, fleet.speed_level, fleet.outward_level),
+        (cluster.memory_level, cluster.outward_level, cluster.speed_level),
+        (cluster.memory_level, cluster.speed_level, cluster.outward_level),
     )
     seen: set[tuple[Column, ...]] = set()
-    builds = (of_all,) if fleet.unlinked else (in_hosts, along_hosts) if pipelines > 1 else (in_hosts,)
+    builds = (of_all,) if cluster.unlinked else (in_hosts, along_hosts) if pipelines > 1 else (in_hosts,)
     for keys in likeness:
         for build in builds:
-            members = build(fleet, pipelines, keys)
+            members = build(cluster, pipelines, keys)
             if members and tuple(sorted(members)) not in seen:
                 seen.add(tuple(sorted(members)))
                 yield members
 
 
-def _worthwhile(fleet: Fleet, members: list[Column]) -> Columns:
+def _worthwhile(cluster: ClusterArrays, members: list[Column]) -> Columns:
     """The columns that can do most in the time that all ranks together would need, links left aside."""
     if len(members) <= MOST_COLUMNS:
-        return Columns(fleet, members)
-    columns = Columns(fleet, members)
-    whole_s = 2 * fleet.request.global_batch / float(fleet.speed.sum())
+        return Columns(cluster, members)
+    columns = Columns(cluster, members)
+    whole_s = 2 * cluster.request.global_batch / float(cluster.speed.sum())
     speed = 1 / (columns.forward_s + columns.backward_s).sum(axis=1)
     worth = speed * np.maximum(0.0, whole_s - columns.sum_s.max(axis=1))
     kept = np.sort(np.argsort(-worth, kind="stable")[:MOST_COLUMNS])
-    return Columns(fleet, [members[k] for k in kept.tolist()])
+    return Columns(cluster, [members[k] for k in kept.tolist()])
 
 
 _KEYS = (
@@ -207,24 +213,24 @@ _KEYS = (
 
 
 def _lines(columns: Columns, most: int) -> list[ColumnOrder]:
-    fleet, first = columns.fleet, columns.table[:, 0]
+    cluster, first = columns.cluster, columns.table[:, 0]
     worth = {
         "speed": -(columns.forward_s + columns.backward_s).sum(axis=1),
         "memory": columns.usable,
-        "outward": fleet.outward_level[columns.table].min(axis=1),
+        "outward": cluster.outward_level[columns.table].min(axis=1),
         "sums": -columns.sum_s.max(axis=1),
     }
     place = np.arange(len(first))
     found: list[ColumnOrder] = []
     for names in _KEYS[:most]:
-        line = tuple(np.lexsort([place, fleet.host[first], *(-worth[name] for name in names)]).tolist())
+        line = tuple(np.lexsort([place, cluster.host[first], *(-worth[name] for name in names)]).tolist())
         found += [line, line[::-1]]
     return list(dict.fromkeys(found))
 
 
 def _estimated(columns: Columns, lines: int, chains: Chains | None = None) -> _Layout | None:
     """The best of some lines, by estimate; None: nothing fits."""
-    rows = -(-columns.fleet.request.global_batch // (columns.pipelines * columns.fleet.micro_batch))
+    rows = -(-columns.cluster.request.global_batch // (columns.pipelines * columns.cluster.micro_batch))
     chains = chains or Chains(columns, rows)
     best: _Layout | None = None
     for line in _lines(columns, lines):
@@ -273,7 +279,7 @@ def _finished(found: _Found) -> Iterator[tuple[float, Plan]]:
         shares = [own / sum(sequences) for own in sequences]
         if max(abs(a - b) for a, b in zip(shares, columns.shares.tolist(), strict=True)) * columns.pipelines < NEAR:
             return
-        again = Chains(Columns(columns.fleet, columns.members, shares), chains.micro_batches)
+        again = Chains(Columns(columns.cluster, columns.members, shares), chains.micro_batches)
         layout = _Layout(again, found.layout.line, found.chain.step_s)
         chain = _chain(layout)
         if chain is None:
@@ -323,13 +329,13 @@ def _moved(line: ColumnOrder, used: Sequence[int]) -> Iterator[ColumnOrder]:
 def _plan(found: _Found, sequences: Sequence[int]) -> Plan:
     """The chain as pipelines with these shares of the batch."""
     columns, chain = found.layout.columns, found.chain
-    fleet = columns.fleet
+    cluster = columns.cluster
     pipelines = []
     for p, share in enumerate(sequences):
-        ranks = [fleet.devices[columns.members[k][p]].rank for k in chain.picks]
+        ranks = [cluster.devices[columns.members[k][p]].rank for k in chain.picks]
         stages = tuple(
             StagePlan((rank,), chain.cuts[i], chain.cuts[i + 1], chain.warm_up[i], chain.recompute[i])
             for i, rank in enumerate(ranks)
         )
-        pipelines.append(PipelinePlan(stages, fleet.micro_batch, share))
-    return Plan(tuple(pipelines), fleet.request.global_batch, fleet.request.sequence_length, fleet.items)
+        pipelines.append(PipelinePlan(stages, cluster.micro_batch, share))
+    return Plan(tuple(pipelines), cluster.request.global_batch, cluster.request.sequence_length, cluster.layer_count)

@@ -25,19 +25,19 @@ class Pipelines:
         self.known: dict[tuple[Times, int], tuple[list[float], list[float]]] = {}
 
     def _times(self, pipeline: int) -> Times:
-        fleet, chain = self.columns.fleet, self.chain
+        cluster, chain = self.columns.cluster, self.chain
         ranks = [self.columns.members[k][pipeline] for k in chain.picks]
         forward, backward = [], []
         for place, rank in enumerate(ranks):
             held = slice(chain.cuts[place], chain.cuts[place + 1])
-            again = float(fleet.repeated_s[rank, held].sum()) if chain.recompute[place] else 0.0
-            forward.append(float(fleet.forward_s[rank, held].sum() + fleet.overhead_s[rank, 0]))
-            backward.append(float(fleet.backward_s[rank, held].sum() + fleet.overhead_s[rank, 1]) + again)
+            again = float(cluster.repeated_s[rank, held].sum()) if chain.recompute[place] else 0.0
+            forward.append(float(cluster.forward_s[rank, held].sum() + cluster.overhead_s[rank, 0]))
+            backward.append(float(cluster.backward_s[rank, held].sum() + cluster.overhead_s[rank, 1]) + again)
         out, back = [], []
-        for (a, b), cut in zip(itertools.pairwise(fleet.place[ranks].tolist()), chain.cuts[1:], strict=False):
-            size = float(fleet.message_bytes[cut - 1])
-            out.append(float(fleet.latency_s[a, b] + size * fleet.per_byte_s[a, b]))
-            back.append(float(fleet.latency_s[b, a] + size * fleet.per_byte_s[b, a]))
+        for (a, b), cut in zip(itertools.pairwise(cluster.place[ranks].tolist()), chain.cuts[1:], strict=False):
+            size = float(cluster.message_bytes[cut - 1])
+            out.append(float(cluster.latency_s[a, b] + size * cluster.per_byte_s[a, b]))
+            back.append(float(cluster.latency_s[b, a] + size * cluster.per_byte_s[b, a]))
         return tuple(forward), tuple(backward), tuple(out), tuple(back)
 
     def spans_s(self, pipeline: int, micro_batches: int) -> tuple[list[float], list[float]]:
@@ -51,7 +51,7 @@ class Pipelines:
     def step_s(self, sequences: Sequence[int]) -> float:
         """Seconds of a step with these shares; a short last micro-batch counts as a whole one."""
         columns, chain = self.columns, self.chain
-        size = columns.fleet.micro_batch
+        size = columns.cluster.micro_batch
         spans = [self.spans_s(p, -(-share // size)) for p, share in enumerate(sequences)]
         ends = [max(end for _, ends in spans for end in ends)]
         steps = []
@@ -60,14 +60,14 @@ class Pipelines:
             end = max(ends[place] for _, ends in spans)
             first, last = chain.cuts[place], chain.cuts[place + 1]
             ends.append(columns.summed_s(column, first, last, begun, end, chain.recompute[place]))
-            trained = sum(layer.trainable_parameters for layer in columns.fleet.model.layers[first:last])
+            trained = sum(layer.trainable_parameters for layer in columns.cluster.model.layers[first:last])
             steps.append(float(columns.step_fixed_s[column] + columns.step_per_parameter_s[column] * trained))
         return max(ends) + max(steps)
 
     def dealt(self) -> list[int]:
         """Shares such that all pipelines end as nearly together as whole micro-batches allow; they add up to the batch."""
-        fleet = self.columns.fleet
-        batch, size = fleet.request.global_batch, fleet.micro_batch
+        cluster = self.columns.cluster
+        batch, size = cluster.request.global_batch, cluster.micro_batch
         total, count = -(-batch // size), len(self.times)
         lines = [self._line(p, max(2, total // count)) for p in range(count)]
         low, high = 0.0, max(fill + slope * total for fill, slope in lines)

@@ -1,7 +1,7 @@
 """What a model costs, layer by layer, as plain numbers: everything planning knows of a model.
 
-The chain of *items* is ``embedding, block 0, ..., block L-1, head`` (head = final norm + output projection), indexed
-0 .. L+1. A stage holds the items ``[first, last)``.
+The chain of *layers* is ``embedding, block 0, ..., block L-1, head`` (head = final norm + output projection), indexed
+0 .. L+1. A stage holds the layers ``[first, last)``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ HEAD = "head"
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Cost of one item of the chain, independent of the device that runs it."""
+    """Cost of one layer of the chain, independent of the device that runs it."""
 
     kind: str
     """``"embedding"``, ``"head"`` or a block kind (blocks with equal shapes and attention type share one kind)."""
     parameters: int
     """Number of parameters. A tied head counts its matrix here too, since its rank must hold it."""
     trainable_parameters: int
-    """Number of parameters that receive gradients and optimizer state on the rank that holds this item. A tied head's matrix is
+    """Number of parameters that receive gradients and optimizer state on the rank that holds this layer. A tied head's matrix is
     not among them: the embedding's rank trains it."""
     parameter_bytes: int
     """Bytes of the parameters as held for computing (compute dtype), and of the gradient of a tied head's matrix."""
@@ -32,14 +32,14 @@ class LayerCost:
     """Bytes kept from forward until backward, per token of the micro-batch, where the fewest are kept
     (``DeviceProfile.activation_ratio``)."""
     workspace_bytes_per_token: float
-    """Bytes used only while this item runs (logits and their gradient, for the head), per token of the micro-batch."""
+    """Bytes used only while this layer runs (logits and their gradient, for the head), per token of the micro-batch."""
     boundary_bytes_per_token: int
-    """Bytes of this item's output per token, were it sent on; the gradient coming back is as large. 0: head."""
+    """Bytes of this layer's output per token, were it sent on; the gradient coming back is as large. 0: head."""
     deferred_bytes_per_token: float = 0.0
     """Bytes kept from a split backward's input part until its weight part, per token of the micro-batch: inputs and
     output gradients of the matrices."""
     workspace_bytes: int = 0
-    """Bytes used only while this item runs, whatever the tokens (one matrix unpacked from 4 bits)."""
+    """Bytes used only while this layer runs, whatever the tokens (one matrix unpacked from 4 bits)."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class ModelCost:
     tied_bytes: int = 0
     """Bytes of the fp32 gradient exchanged between both ends when tied, else 0."""
 
-    def frozen_bytes(self, item: int) -> int:
-        """Bytes of an item's parameters that are not trained: what is streamed."""
-        layer = self.layers[item]
+    def frozen_bytes(self, index: int) -> int:
+        """Bytes of a layer's parameters that are not trained: what is streamed."""
+        layer = self.layers[index]
         return max(0, layer.parameter_bytes - layer.trainable_parameters * DTYPE_BYTES[self.dtype])
 
     def keeping(self, ratio: float) -> ModelCost:

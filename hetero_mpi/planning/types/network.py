@@ -25,18 +25,18 @@ class Network:
     """All messages of *every* host to others pass through one NIC per host, full duplex, first come, first served;
     otherwise so where the profile says it of a host."""
     late_all_reduce: bool = False
-    """Gradient all-reduces wait until a rank's backward has ended, instead of starting item by item while it runs."""
+    """Gradient all-reduces wait until a rank's backward has ended, instead of starting layer by layer while it runs."""
 
     def seen_by(self, profile: ClusterProfile) -> ClusterProfile:
         """The profile with every host's NIC shared, where these options say so."""
-        return with_shared_cards(profile) if self.shared_nic else profile
+        return with_shared_nics(profile) if self.shared_nic else profile
 
 
 THREADED = Network()
 """This program's runtime."""
 
 
-def with_shared_cards(profile: ClusterProfile) -> ClusterProfile:
+def with_shared_nics(profile: ClusterProfile) -> ClusterProfile:
     """The same cluster, its messages between hosts passing through one NIC per host."""
     known = {host.name: host for host in profile.hosts}
     used_bytes = dict.fromkeys(known, 0)

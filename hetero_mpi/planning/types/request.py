@@ -31,7 +31,7 @@ class PlanRequest:
     schedule: str = "auto"
     """``auto`` leaves depth and splitting to the planner; a name of ``orders.SCHEDULES`` fixes them."""
     allow_idle: bool = True
-    """May ranks be left out when that is faster (or when there are more ranks than items)?"""
+    """May ranks be left out when that is faster (or when there are more ranks than layers)?"""
     indifference: float = 0.0
     """Plans within this share of the fastest are as good: of these, the one whose ranks follow one another is taken."""
     thorough: bool = False

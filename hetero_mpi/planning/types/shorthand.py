@@ -1,6 +1,6 @@
 """Shorthand of profile files: a model of eighty equal blocks, and a cluster of hundreds of equal GPUs, said once.
 
-``count = 32`` in a ``[[model.layers]]`` table: so many equal items follow each other. ``like = 4`` in a ``[[devices]]`` table:
+``count = 32`` in a ``[[model.layers]]`` table: so many equal layers follow each other. ``like = 4`` in a ``[[devices]]`` table:
 whatever it does not say itself is as that rank, an earlier one, says. Files are written so where it says the same.
 """
 

@@ -20,14 +20,14 @@ from itertools import groupby, pairwise
 
 from matplotlib.figure import Figure
 
-from hetero_mpi.planning.schedule import summed_items
+from hetero_mpi.planning.schedule import reduced_layers
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.words import counted
 from hetero_mpi.report import units
 from hetero_mpi.report.figures.style import Sheet, drawn, fitted, host_colours, width_of
-from hetero_mpi.report.tables import idle_alike, items_text
+from hetero_mpi.report.tables import idle_alike, layers_text
 
 WIDTH = 1320.0
 """No row is wider, in pixels."""
@@ -114,7 +114,7 @@ def _footer(sheet: Sheet, plan: Plan, profile: ClusterProfile, y: float, width: 
             f"links: bandwidth and latency from stage to stage, {kind}"
             f" (there / back where they differ by more than {units.percent(_UNLIKE)})"
         )
-    sums = len(summed_items(plan, profile.model))
+    sums = len(reduced_layers(plan, profile.model))
     if sums and len(plan.pipelines) > 1:
         lines.append(
             f"an all-reduce of the gradients of {sums} layers over the {len(plan.pipelines)} pipelines ends every step"
@@ -210,10 +210,10 @@ class _Painter:
         self.sheet.text(x + 10, y + 19, f"rank {box.rank}", 13, bold=True)
         self.sheet.text(x + _BOX_WIDTH - 10, y + 19, f"stage {box.number}", 11, "soft", "right")
         self.sheet.text(x + 10, y + 36, fitted(units.device_name(device.name, 24), 11.5, inside), 11.5)
-        items = items_text(box.stage.first, box.stage.last, self.report.plan.layers)
+        layers = layers_text(box.stage.first, box.stage.last, self.report.plan.layers)
         again = " (recompute)" if box.stage.recompute else ""
         self.sheet.text(
-            x + 10, y + 53, fitted(_short(items) + again, 11.5, inside, bold=True), 11.5, "accent", bold=True
+            x + 10, y + 53, fitted(_short(layers) + again, 11.5, inside, bold=True), 11.5, "accent", bold=True
         )
         share = self.busy.get(box.rank)
         if share is not None:
@@ -253,8 +253,8 @@ class _Painter:
         self.sheet.text(middle, y + 16, delay, 10, "soft", "center")
 
 
-def _short(items: str) -> str:
+def _short(layers: str) -> str:
     """``embedding, blocks 0-3`` in fewer characters."""
-    if items.startswith("embedding") and items.endswith("head"):
+    if layers.startswith("embedding") and layers.endswith("head"):
         return "the whole model"
-    return items.replace("embedding", "emb.") if len(items) > 22 else items
+    return layers.replace("embedding", "emb.") if len(layers) > 22 else layers

@@ -25,7 +25,7 @@ from hetero_mpi.report.figures.timeline import MOST_LANES, Panel, timeline
 from hetero_mpi.report.page.job import job_rows
 from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.run_files.measured import last_usage
-from hetero_mpi.report.tables import bound_text, headline, idle_lines, items_text, schedule_text
+from hetero_mpi.report.tables import bound_text, headline, idle_lines, layers_text, schedule_text
 from hetero_mpi.report.traffic import sums, traffic
 
 USAGE_NOTE = (
@@ -341,7 +341,7 @@ def _stages(plan: Plan, profile: ClusterProfile | None) -> Table | None:
                 str(number),
                 ", ".join(map(str, stage.ranks)),
                 _place(profile, stage.ranks[0]),
-                items_text(stage.first, stage.last, plan.layers),
+                layers_text(stage.first, stage.last, plan.layers),
                 f"{pipeline.micro_batches} x {pipeline.micro_batch}",
                 str(stage.warm_up),
                 "streamed" if stage.streamed else "yes" if stage.recompute else "",

@@ -1,6 +1,6 @@
 """The command ``generate``: a prompt is continued by a model that may be larger than any rank's memory.
 
-Every rank loads only its own items of the chain; see ``runtime/generate/writer.py`` for how tokens come about.
+Every rank loads only its own layers of the chain; see ``runtime/generate/writer.py`` for how tokens come about.
 """
 
 from __future__ import annotations
@@ -168,30 +168,30 @@ def task_of(opened: Opened, options: GenerateOptions) -> Task:
     return Task(source, prompt, stops, wanted, Sampling(options.temperature, options.top_p, options.seed))
 
 
-def share_out(item_bytes: Sequence[int], memory_bytes: Sequence[int]) -> list[tuple[int, int]]:
-    """Items ``[first, last)`` of each rank, in the order of the ranks; ``first == last``: it idles.
+def share_out(layer_bytes: Sequence[int], memory_bytes: Sequence[int]) -> list[tuple[int, int]]:
+    """Layers ``[first, last)`` of each rank, in the order of the ranks; ``first == last``: it idles.
 
-    The fullest rank (its items' bytes over its memory) is as little full as can be, and of such divisions the one with the
+    The fullest rank (its layers' bytes over its memory) is as little full as can be, and of such divisions the one with the
     fewest stages is taken: the ranks compute one after the other, so a rank more is only a message more.
 
     Args:
-        item_bytes: of each item of the chain.
+        layer_bytes: of each layer of the chain.
         memory_bytes: usable memory of each rank; 0: it can take nothing.
     """
-    total = [0, *accumulate(item_bytes)]
-    items = len(item_bytes)
-    # best[last]: (how full the fullest rank is, stages, cuts) of the items before ``last`` on the ranks so far
+    total = [0, *accumulate(layer_bytes)]
+    layers = len(layer_bytes)
+    # best[last]: (how full the fullest rank is, stages, cuts) of the layers before ``last`` on the ranks so far
     best: dict[int, tuple[float, int, tuple[int, ...]]] = {0: (0.0, 0, (0,))}
     for memory in memory_bytes:
         found = {last: (full, stages, (*cuts, last)) for last, (full, stages, cuts) in best.items()}
         for first, (full, stages, cuts) in best.items():
-            for last in range(first + 1, items + 1):
+            for last in range(first + 1, layers + 1):
                 share = (total[last] - total[first]) / memory if memory > 0 else math.inf
                 option = (max(full, share), stages + 1, (*cuts, last))
                 if last not in found or option[:2] < found[last][:2]:
                     found[last] = option
         best = found
-    cuts = best[items][2]
+    cuts = best[layers][2]
     return list(pairwise(cuts))
 
 
@@ -261,7 +261,7 @@ def _plan(
         if first < last
     )
     fill = tuple(RankMemory(stage.ranks[0], held[stage.ranks[0]], usable[stage.ranks[0]]) for stage in stages)
-    return Plan((PipelinePlan(stages, 1, 1),), 1, len(task.prompt) + task.limit, chain.items), fill
+    return Plan((PipelinePlan(stages, 1, 1),), 1, len(task.prompt) + task.limit, chain.layer_count), fill
 
 
 def _say_task(
@@ -273,7 +273,7 @@ def _say_task(
     for stage, memory in zip(stages, fill, strict=True):
         of = f"{units.size(memory.peak_bytes)} of parameters, {units.size(memory.usable_bytes)} of memory"
         streamed = ", streamed layer by layer" * stage.streamed
-        say(f"  rank {memory.rank}: items {stage.first}-{stage.last - 1} of {chain.items}, {of}{streamed}")
+        say(f"  rank {memory.rank}: layers {stage.first}-{stage.last - 1} of {chain.layer_count}, {of}{streamed}")
     idle = ranks - len(stages)
     if ranks > 1:
         others = f"; {idle} rank{'s' if idle > 1 else ''} idle" if idle else ""
@@ -283,7 +283,7 @@ def _say_task(
 
 
 def _load(setting: GenerateSetup, members: World) -> Stage | None:
-    """This rank's items, with their adapters. ``members``: the active ranks."""
+    """This rank's layers, with their adapters. ``members``: the active ranks."""
     source, rank = setting.task.source, setting.world.rank
     if source.base is None:
         stage = _stage(setting, SeededStart(source.seed))

@@ -23,7 +23,7 @@ from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.model.custom.layered import Builder, LayeredModel, builder_of, outline
-from hetero_mpi.model.custom.layers import LayerChain, LayerShape
+from hetero_mpi.model.custom.layers import CustomChain, LayerShape
 from hetero_mpi.model.custom.shape_check import look_at
 from hetero_mpi.model.layer.seeds import seeded
 
@@ -46,7 +46,7 @@ def read_factory(loaded: LoadedJob) -> tuple[dict[str, Any], Samples]:
     return keys, samples
 
 
-def layer_chain(world: World, loaded: LoadedJob, keys: Mapping[str, Any], samples: Samples | None) -> LayerChain:
+def custom_chain(world: World, loaded: LoadedJob, keys: Mapping[str, Any], samples: Samples | None) -> CustomChain:
     """The chain of a factory's layers on every rank. Collective.
 
     Args:
@@ -67,7 +67,7 @@ def layer_chain(world: World, loaded: LoadedJob, keys: Mapping[str, Any], sample
             )
     builders = _existing(world, loaded, model, shapes) if model.existing else model.named_layers()
     seed = loaded.job.train.seed
-    return LayerChain(str(keys["factory"]), shapes, builders, model.existing, model.loss, (sample[0], sample[1]), seed)
+    return CustomChain(str(keys["factory"]), shapes, builders, model.existing, model.loss, (sample[0], sample[1]), seed)
 
 
 def start_values(loaded: LoadedJob) -> dict[str, torch.Tensor]:

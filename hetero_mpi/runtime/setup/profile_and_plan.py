@@ -147,8 +147,8 @@ def _fitting(
     own = sum(spec.count for spec in subject.tuning.trainable.values())
     if kinds != subject.chain.kinds or parameters != own:
         raise UserError(
-            f"{path} was made for {parameters:,} trained parameters in {len(kinds)} items, this job trains {own:,} in "
-            f"{subject.chain.items}: use a profile of this model and adapter, or leave it out to measure"
+            f"{path} was made for {parameters:,} trained parameters in {len(kinds)} layers, this job trains {own:,} in "
+            f"{subject.chain.layer_count}: use a profile of this model and adapter, or leave it out to measure"
         )
     if (profile.model.dtype, profile.model.sequence_length) != (subject.train.dtype, subject.sequence_length):
         raise UserError(

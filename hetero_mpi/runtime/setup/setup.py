@@ -26,7 +26,7 @@ from hetero_mpi.emulation.pace import emulated_profile
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import JobConfig, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
 from hetero_mpi.job.plan_request import micro_batch_choices, request_of
-from hetero_mpi.model.layer.interface import ItemChain
+from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.model_cost import fused_experts
 from hetero_mpi.model.transformers.chain import TransformersChain, language
 from hetero_mpi.model.transformers.families import read_config
@@ -41,7 +41,7 @@ from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.run_directory import claim, refuse_links
 from hetero_mpi.report.tables import plan_lines, profile_lines
-from hetero_mpi.runtime.setup.custom_model import layer_chain
+from hetero_mpi.runtime.setup.custom_model import custom_chain
 from hetero_mpi.runtime.setup.device_test import SELF_TEST_VARIABLE, Needs, failure
 from hetero_mpi.runtime.setup.material import Material, prepare
 from hetero_mpi.runtime.setup.profile_and_plan import obtain_plan, obtain_profile
@@ -72,7 +72,7 @@ class RunSetup:
     run_dir: Path
     material: Material | None
     """On rank 0 only."""
-    chain: ItemChain
+    chain: LayerChain
     tuning: Tuning
     backend: Backend
     cores: float
@@ -146,10 +146,10 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
         if world.rank == 0:
             material = prepare(loaded)
     keys = world.broadcast_json(material.config if material is not None else None)
-    chain: ItemChain
+    chain: LayerChain
     if job.model.factory is not None:
         own = material.dataset if material is not None else None
-        chain = layer_chain(world, loaded, keys, own if isinstance(own, Samples) else None)
+        chain = custom_chain(world, loaded, keys, own if isinstance(own, Samples) else None)
         rows = "samples"
     else:
         with world.together("reading the model's configuration"):

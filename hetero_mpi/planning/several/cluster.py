@@ -1,6 +1,6 @@
 """All usable ranks of a cluster as arrays, at one micro-batch size: what a search over hundreds of ranks looks at.
 
-Times are tabulated per rank and item, links per pair of *places*: a rank is a place of its own in small clusters; in
+Times are tabulated per rank and layer, links per pair of *places*: a rank is a place of its own in small clusters; in
 large ones a host is, since millions of pairs of ranks say no more than tens of thousands of pairs of hosts.
 """
 
@@ -28,7 +28,7 @@ FEW = 128
 """Up to so many ranks every pair of ranks has its own link; beyond, every pair of hosts."""
 
 
-class Fleet:
+class ClusterArrays:
     """Ranks are counted as in ``devices``, which leaves out those without the model's dtype."""
 
     def __init__(
@@ -36,14 +36,14 @@ class Fleet:
         profile: ClusterProfile,
         request: PlanRequest,
         micro_batch: int,
-        like: Fleet | None = None,
+        like: ClusterArrays | None = None,
         devices: list[DeviceProfile] | None = None,
     ) -> None:
-        """``like``: a fleet of the same ranks, whose links need not be looked up again. ``devices``: the usable ones, in the
+        """``like``: a cluster of the same ranks, whose links need not be looked up again. ``devices``: the usable ones, in the
         order in which they are to be counted; by default that of their ranks."""
         self.profile, self.request, self.micro_batch = profile, request, micro_batch
         self.model = profile.model
-        self.items = len(profile.model.layers)
+        self.layer_count = len(profile.model.layers)
         self.tokens = micro_batch * request.sequence_length
         self.devices: list[DeviceProfile] = like.devices if like is not None else devices or usable_devices(profile)
         names = list(dict.fromkeys(device.host for device in self.devices))
@@ -58,10 +58,10 @@ class Fleet:
         self.place, self.latency_s, self.per_byte_s = self._linked
         layers = profile.model.layers
         self.message_bytes: Floats = np.array([float(x.boundary_bytes_per_token * self.tokens) for x in layers])
-        self.summed_bytes: Floats = np.array([float(summed_bytes(profile.model, i)) for i in range(self.items)])
+        self.summed_bytes: Floats = np.array([float(summed_bytes(profile.model, i)) for i in range(self.layer_count)])
 
     def _tabulate(self) -> None:
-        """Seconds [rank, item] of forward, backward and the forward that backward repeats."""
+        """Seconds [rank, layer] of forward, backward and the forward that backward repeats."""
         kinds = list(dict.fromkeys(layer.kind for layer in self.model.layers))
         place = np.array([kinds.index(layer.kind) for layer in self.model.layers])
         times = np.array(
@@ -169,22 +169,22 @@ class Fleet:
 
 
 class Stages:
-    """What holding items [first, last) costs, tabulated [first, last - first - 1] up to ``longest`` items."""
+    """What holding layers [first, last) costs, tabulated [first, last - first - 1] up to ``longest`` layers."""
 
-    def __init__(self, fleet: Fleet, longest: int) -> None:
-        model, items = fleet.model, fleet.items
-        self.longest = min(longest, items)
-        first = np.arange(items + 1)[:, None]
-        self.last = np.minimum(first + np.arange(1, self.longest + 1)[None, :], items)
-        self.inside = first + np.arange(1, self.longest + 1)[None, :] <= items
-        self.first = np.broadcast_to(np.minimum(first, items - 1), self.last.shape)
+    def __init__(self, cluster: ClusterArrays, longest: int) -> None:
+        model, layers = cluster.model, cluster.layer_count
+        self.longest = min(longest, layers)
+        first = np.arange(layers + 1)[:, None]
+        self.last = np.minimum(first + np.arange(1, self.longest + 1)[None, :], layers)
+        self.inside = first + np.arange(1, self.longest + 1)[None, :] <= layers
+        self.first = np.broadcast_to(np.minimum(first, layers - 1), self.last.shape)
         self.count = np.maximum(1, self.last - first)
         self.bytes = {
             (ratio, recompute): tuple(
-                table[first, self.last] for table in stage_bytes(model.keeping(ratio), fleet.tokens, recompute)
+                table[first, self.last] for table in stage_bytes(model.keeping(ratio), cluster.tokens, recompute)
             )
-            for ratio in set(fleet.ratio.tolist())
-            for recompute in set(fleet.request.recompute_choices)
+            for ratio in set(cluster.ratio.tolist())
+            for recompute in set(cluster.request.recompute_choices)
         }
         self.trainable = self.over(np.array([float(layer.trainable_parameters) for layer in model.layers]))
 
