@@ -36,7 +36,7 @@ def tag_of(stage: int, direction: int) -> int:
 @dataclass(frozen=True)
 class StepData:
     """What a pipeline computes on. Tensors on the device, (rows of its share, T) int64, or samples (rows, ...) in the dtypes of
-    ``layers.as_input``; None where this rank does not need them."""
+    ``interface.as_input``; None where this rank does not need them."""
 
     step: int
     sizes: tuple[int, ...]

@@ -107,8 +107,8 @@ class GradientAllReduce:
             self.transport.dissolve(group)
 
     def _start_down_to(self, layer: int) -> None:
-        """Start the all-reduces of this layer and of later ones, in the common order. An emulated rank sums one at a time: it starts
-        none while one of another group is under way."""
+        """Start the all-reduces of this layer and of later ones, in the common order. An emulated rank sums one at a time: it
+        starts none while one of another group is under way."""
         under_way: set[Group] = set()
         for other, own in self._all_reduces.items():
             if other < layer:

@@ -1,9 +1,9 @@
 """From one plan to another inside the running processes, between two steps.
 
-    before      rank 0: layers 0-3      rank 1: layers 4-8       rank 2: idle
+    before      rank 0: layers 0-3     rank 1: layers 4-8     rank 2: idle
     keep        copies what it trains  copies what it trains                   in host memory; stages are given up
-    build       layers 0-2              layers 3-5               layers 6-8       frozen weights that are new here: own files, or sent
-    move                layer 3 -> 1    layers 6-8 -> 2                          parameters and moments; the rest stays where it is
+    build       layers 0-2             layers 3-5             layers 6-8       frozen weights new here: own files, or sent
+    move                layer 3 -> 1   layers 6-8 -> 2                         parameters and moments; the rest stays
     after       the loop goes on with the next step: the same data, the same numbers
 
 A change has three parts that others may put together in another way (after a death what is to be moved comes from copies that

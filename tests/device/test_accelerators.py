@@ -35,7 +35,7 @@ GPUS = GPUS or [("cuda", 0), ("cuda", 1)]
 FIRST, LAST, CPU = 0, len(GPUS) - 1, len(GPUS)
 """Ranks of two GPUs (or the one there is) and of the processor."""
 STEPS, BLOCKS = 4, 4
-ITEMS = BLOCKS + 2
+LAYERS = BLOCKS + 2
 TOLERANCE = 1e-4
 """Between processors of unlike make: they add in other orders."""
 MISSING = None if REAL else build.missing()
@@ -50,16 +50,16 @@ def pipeline(ranks: tuple[int, ...], edges: tuple[int, ...], micro_batch: int, s
 
 
 def plan(*pipelines: PipelinePlan) -> Plan:
-    return Plan(pipelines, GLOBAL_BATCH, SEQUENCE, ITEMS)
+    return Plan(pipelines, GLOBAL_BATCH, SEQUENCE, LAYERS)
 
 
 PLANS = {
-    "alone": plan(pipeline((CPU,), (0, ITEMS), 1, 4)),
-    "cards": plan(pipeline((FIRST, LAST), (0, 3, ITEMS), 1, 4) if LAST else pipeline((FIRST,), (0, ITEMS), 1, 4)),
-    "all": plan(pipeline((FIRST, LAST, CPU) if LAST else (FIRST, CPU), (0, 2, 4, ITEMS) if LAST else (0, 3, ITEMS), 1, 4)),
+    "alone": plan(pipeline((CPU,), (0, LAYERS), 1, 4)),
+    "cards": plan(pipeline((FIRST, LAST), (0, 3, LAYERS), 1, 4) if LAST else pipeline((FIRST,), (0, LAYERS), 1, 4)),
+    "all": plan(pipeline((FIRST, LAST, CPU) if LAST else (FIRST, CPU), (0, 2, 4, LAYERS) if LAST else (0, 3, LAYERS), 1, 4)),
     "two": plan(
-        pipeline((FIRST, CPU) if LAST else (FIRST,), (0, 4, ITEMS) if LAST else (0, ITEMS), 1, 3),
-        pipeline((LAST or CPU,), (0, ITEMS), 1, 1),
+        pipeline((FIRST, CPU) if LAST else (FIRST,), (0, 4, LAYERS) if LAST else (0, LAYERS), 1, 3),
+        pipeline((LAST or CPU,), (0, LAYERS), 1, 1),
     ),
 }  # fmt: skip
 

@@ -23,8 +23,8 @@ from hetero_mpi.model.transformers.weights import FileStart, SeededStart, Start
 from hetero_mpi.model.tuning import adapter_tuning
 
 BLOCKS = 4
-ITEMS = BLOCKS + 2
-CUTS = (0, 2, 5, ITEMS)
+LAYERS = BLOCKS + 2
+CUTS = (0, 2, 5, LAYERS)
 DENSE = ("gemma", "gemma2", "gpt_neox", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
 """Families that the keys below fit; ``test_all_families.py`` has them all."""
 EVERY_FAMILY = pytest.mark.parametrize("family", DENSE)
@@ -108,7 +108,7 @@ def gradients(stages: list[Stage], chain: TransformersChain) -> dict[str, torch.
 def test_three_stages_equal_the_whole_model(family: str, tied: bool, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model, chain = whole_model(family, tied), chain_of(family, tied)
-    assert chain.layer_count == ITEMS and (chain.tied is not None) is tied
+    assert chain.layer_count == LAYERS and (chain.tied is not None) is tied
     model.save_pretrained(tmp_path)
     stages = cut(chain, FileStart(ModelFiles(tmp_path), chain))
     loss = run_stages(stages)
@@ -203,8 +203,8 @@ def test_recomputing_keeps_states_of_random_numbers_only_where_some_are_drawn(
 @EVERY_FAMILY
 def test_seeded_start_does_not_depend_on_the_partition(family: str, tied: bool) -> None:
     chain = chain_of(family, tied)
-    whole = cut(chain, SeededStart(3), (0, ITEMS))[0]
-    for cuts in (CUTS, (0, 1, ITEMS), (0, ITEMS - 1, ITEMS)):
+    whole = cut(chain, SeededStart(3), (0, LAYERS))[0]
+    for cuts in (CUTS, (0, 1, LAYERS), (0, LAYERS - 1, LAYERS)):
         stages = cut(chain, SeededStart(3), cuts)
         found = {name: parameter for stage in stages for name, parameter in stage.parameters.items()}
         assert found.keys() == whole.parameters.keys()
@@ -214,7 +214,7 @@ def test_seeded_start_does_not_depend_on_the_partition(family: str, tied: bool) 
             assert torch.equal(stages[-1].tied_head, whole.tied_head)
     matrices = [p for p in whole.parameters.values() if p.ndim >= 2]
     assert all(0.15 < p.std() < 0.25 for p in matrices), "the family's own rule: initializer_range"
-    other = cut(chain, SeededStart(4), (0, ITEMS))[0]
+    other = cut(chain, SeededStart(4), (0, LAYERS))[0]
     assert not any(torch.equal(other.parameters[name], p) for name, p in whole.parameters.items() if p.ndim >= 2), (
         "another seed gives other weights"
     )

@@ -150,7 +150,7 @@ def test_peaks_are_those_of_counting_along_the_lists(seed: int) -> None:
 
 
 def test_ranks_that_compute_in_one_hosts_memory_fit_together_or_not_at_all() -> None:
-    """Ranks 0 and 1 compute in the memory of host alpha, rank 2 on a NIC in it, rank 3 alone in beta's; gamma is idle."""
+    """Ranks 0 and 1 compute in the memory of host alpha, rank 2 on a GPU in it, rank 3 alone in beta's; gamma is idle."""
     profile = make_profile([1.0] * 5)
     names = ("alpha", "alpha", "alpha", "beta", "gamma")
     devices = tuple(

@@ -25,7 +25,7 @@ from tests.support.changing_batches import changed
 from tests.support.family_configs import tiny_keys
 
 STEPS, GLOBAL_BATCH, SEQUENCE, BLOCKS, SEED = 3, 8, 24, 4, 7
-ITEMS = BLOCKS + 2
+LAYERS = BLOCKS + 2
 CLIP_NORM = 0.5
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -214,11 +214,11 @@ FULL = _PRODUCT[::13]
 
 
 def cuts(split: str, ranks: int) -> list[int]:
-    """Boundaries of the stages along the chain of ``ITEMS`` layers."""
+    """Boundaries of the stages along the chain of ``LAYERS`` layers."""
     if ranks == 1:
-        return [0, ITEMS]
+        return [0, LAYERS]
     if split in ("even", "reversed"):
-        return [round(i * ITEMS / ranks) for i in range(ranks + 1)]
+        return [round(i * LAYERS / ranks) for i in range(ranks + 1)]
     if split == "uneven":
         return {2: [0, 5, 6], 3: [0, 1, 4, 6], 4: [0, 1, 2, 5, 6]}[ranks]
     return {2: [0, 1, 6], 3: [0, 1, 5, 6], 4: [0, 1, 3, 5, 6]}[ranks]
@@ -239,7 +239,7 @@ def write_plan(
         if len(groups) == 1:
             micro_batch = case.micro_batch
         made.append(_pipeline(case, order, edges, micro_batch, shares[number]))
-    save_plan(Plan(tuple(made), GLOBAL_BATCH, SEQUENCE, ITEMS), path)
+    save_plan(Plan(tuple(made), GLOBAL_BATCH, SEQUENCE, LAYERS), path)
     return path
 
 
@@ -255,12 +255,12 @@ def grouped(pipelines: str, split: str, ranks: int) -> list[tuple[list[int], lis
     if pipelines == "one" or ranks == 1:
         return [(list(range(ranks))[:: -1 if split == "reversed" else 1], cuts(split, ranks))]
     if pipelines == "each" or ranks == 2:
-        return [([rank], [0, ITEMS]) for rank in range(ranks)]
+        return [([rank], [0, LAYERS]) for rank in range(ranks)]
     if pipelines == "two" and ranks == 4:
-        return [([3, 0], [0, 4, ITEMS]), ([1, 2], [0, 1, ITEMS])]
+        return [([3, 0], [0, 4, LAYERS]), ([1, 2], [0, 1, LAYERS])]
     *most, alone = range(ranks)
     first = (most, cuts("uneven", ranks - 1))
-    return [first, ([alone], [0, ITEMS])] if pipelines == "tail" else [([alone], [0, ITEMS]), first]
+    return [first, ([alone], [0, LAYERS])] if pipelines == "tail" else [([alone], [0, LAYERS]), first]
 
 
 def _pipeline(case: Case, order: list[int], edges: list[int], micro_batch: int, sequences: int) -> PipelinePlan:

@@ -28,7 +28,7 @@ from tests.support.mpi import run_mpi
 from tests.support.planning_samples import make_model, make_profile
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 
-ITEMS = 4
+LAYERS = 4
 """Embedding, two blocks, head."""
 Make = Callable[["Scene", str], dict[str, Any]]
 
@@ -87,7 +87,7 @@ def plan_of(
 ) -> Plan:
     parts = zip(ranks, edges[:-1], edges[1:], warm_up, strict=True)
     stages = tuple(StagePlan((rank,), first, last, depth) for rank, first, last, depth in parts)
-    return Plan((PipelinePlan(stages, 1, micro_batches),), GLOBAL_BATCH, SEQUENCE, ITEMS)
+    return Plan((PipelinePlan(stages, 1, micro_batches),), GLOBAL_BATCH, SEQUENCE, LAYERS)
 
 
 def truncated_weights(scene: Scene, name: str) -> dict[str, Any]:
@@ -405,8 +405,8 @@ def test_a_rank_without_memory_ends_all_and_says_what_to_change_np2(tmp_path: Pa
     # Activations of 12 MB, of which a forward makes more than a C library keeps for later use.
     values = workshop.values(workshop.model(intermediate_size=1 << 15))
     job = workshop.job("job", values, train={"micro_batch": GLOBAL_BATCH})
-    stages = (StagePlan((0,), 0, 1, 0), StagePlan((1,), 1, ITEMS, 0))
-    plan = Plan((PipelinePlan(stages, GLOBAL_BATCH, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, ITEMS)
+    stages = (StagePlan((0,), 0, 1, 0), StagePlan((1,), 1, LAYERS, 0))
+    plan = Plan((PipelinePlan(stages, GLOBAL_BATCH, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, LAYERS)
     save_plan(plan, tmp_path / "plan.toml")
     entry = {
         "job": job,

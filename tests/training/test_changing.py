@@ -31,7 +31,7 @@ from tests.support.planning_samples import make_model, make_profile
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 
 BLOCKS, STEPS = 4, 8
-ITEMS = BLOCKS + 2
+LAYERS = BLOCKS + 2
 EMULATED_BLOCKS, EMULATED_STEPS, EMULATED_BATCH, TOKENS = 6, 46, 3, 256
 CHANGES = {2: "all", 4: "without-0", 6: "first"}
 """After so many steps, to that plan; every run begins with ``first``."""
@@ -45,7 +45,7 @@ def pipeline(ranks: list[int], edges: list[int], micro_batch: int, sequences: in
 
 
 def plan(*pipelines: PipelinePlan) -> Plan:
-    return Plan(pipelines, GLOBAL_BATCH, SEQUENCE, ITEMS)
+    return Plan(pipelines, GLOBAL_BATCH, SEQUENCE, LAYERS)
 
 
 PLANS = {

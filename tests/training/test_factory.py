@@ -31,7 +31,7 @@ from tests.programs import layers_model
 from tests.support.mpi import ROOT, on_ranks, run_mpi
 from tests.support.small_jobs import Outcome, Workshop
 
-STEPS, BATCH, MICRO, SEED, ITEMS, CLIP = 3, 8, 2, 7, 6, 0.5
+STEPS, BATCH, MICRO, SEED, LAYERS, CLIP = 3, 8, 2, 7, 6, 0.5
 TOLERANCE = 1e-6
 RANKS = (1, 2, 3)
 
@@ -49,7 +49,7 @@ class Case:
     """Goes on from the checkpoint after step 1 of another case."""
 
 
-WHOLE = [([0], [0, ITEMS], BATCH)]
+WHOLE = [([0], [0, LAYERS], BATCH)]
 CASES = (
     Case("even", "plain", {1: WHOLE, 2: [([0, 1], [0, 3, 6], BATCH)], 3: [([0, 1, 2], [0, 2, 4, 6], BATCH)]}),
     # A stage that holds only what has no parameters and makes a view of its input.
@@ -147,7 +147,7 @@ def plan_of(case: Case, ranks: int) -> Plan:
             for i, rank in enumerate(order)
         )
         made.append(PipelinePlan(stages, MICRO, samples, case.split))
-    return Plan(tuple(made), BATCH, 1, ITEMS)
+    return Plan(tuple(made), BATCH, 1, LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +281,7 @@ def test_every_layer_has_its_own_costs(lab: Lab) -> None:
     """Feature maps differ from cut to cut, and so do messages; a sample counts as one token."""
     model = load_profile(lab.run_dir(3, CASES[0]) / "profile.toml").model
     assert (model.model_type, model.dtype, model.sequence_length) == ("tests.programs.layers_model:plain", "fp32", 1)
-    assert len({layer.kind for layer in model.layers}) == ITEMS
+    assert len({layer.kind for layer in model.layers}) == LAYERS
     assert [layer.boundary_bytes_per_token for layer in model.layers] == [4 * n for n in (256, 64, 64, 16, 16, 0)]
     assert [layer.trainable_parameters for layer in model.layers] == [4 * 19 + 8, 0, 0, 65 * 16, 17 * 16, 17 * 3]
     assert model.layers[3].parameters == 65 * 16 + 64

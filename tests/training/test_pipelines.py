@@ -38,7 +38,7 @@ from tests.support.loopback import LoopbackTransport
 from tests.support.threaded_training import Threads, plan_of
 
 BATCH, LENGTH, BLOCKS, VOCABULARY = 8, 16, 3, 64
-ITEMS = BLOCKS + 2
+LAYERS = BLOCKS + 2
 TOLERANCE = 1e-6
 LAYOUTS: dict[str, list[tuple[list[int], list[int], int, int]]] = {
     "alone": [([0], [0, 5], 2, 8)],

@@ -1,4 +1,4 @@
-"""A user's list of layers as a chain of layers, each layer one of them (``model.custom.layered`` is what the user gives).
+"""A user's list of layers as a chain of layers (``model.custom.layered`` is what the user gives).
 
 Rank 0 builds every layer once, one at a time, and sees what it makes of two real samples (``look_at``); what it has seen goes to
 all ranks, which build only their own.

@@ -61,7 +61,7 @@ class LayerChain(ABC):
 
     Attributes:
         name: of the model's family.
-        layers: number of layers.
+        layer_count: number of layers, the embedding and the head among them.
         kinds: kind of each layer; layers of one kind cost the same.
         parameters: name -> ``ParameterSpec``, in the model's own order, each tensor that can be trained once.
         constants: name -> ``ParameterSpec`` of what belongs to the model but is never trained.

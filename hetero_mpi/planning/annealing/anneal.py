@@ -44,8 +44,8 @@ NICS = 12
 ORDERS, PER_PAIR = 3000, 30
 """Orders of ranks that are estimated: so many, or so many for each pair of ranks."""
 SOONER, LEFT = 0.99, (1.0, 0.1)
-"""The time to be reached next, as a share of the best; the mean number of layers by which more may be left over at the beginning and
-at the end."""
+"""The time to be reached next, as a share of the best; the mean number of layers by which more may be left over at the beginning
+and at the end."""
 KEPT = 5
 """Orders that are simulated, the last ones that were the best."""
 DEPTHS, ALLOWANCES = (1.0, 1.4), (0.0, 0.1, 0.25, 0.5, 0.9, 1.5, 2.5)

@@ -89,21 +89,21 @@ def several(profile: ClusterProfile, request: PlanRequest) -> list[tuple[float, 
     smallest = ClusterArrays(
         profile, request, sizes[0], None, in_own_order(profile, sizes[0] * request.sequence_length)
     )
-    fleets = [smallest]
+    clusters = [smallest]
     if len(smallest.devices) <= FEW:
         # Which of several like ranks come together in a column goes by this order.
-        fleets.append(ClusterArrays(profile, request, sizes[0], None, smallest.devices[::-1]))
+        clusters.append(ClusterArrays(profile, request, sizes[0], None, smallest.devices[::-1]))
     numbers = _numbers(smallest)
     if len(smallest.devices) <= SEARCHED:
         groups = [
-            _sized([one for cluster in fleets for one in _ranked(cluster, [number])], sizes) for number in numbers
+            _sized([one for cluster in clusters for one in _ranked(cluster, [number])], sizes) for number in numbers
         ]
         plans = [min(map(_dealt, group[:IMPROVED]), key=_seconds) for group in groups if group]
         if len(smallest.devices) > ALONE and plans:
             plans += _finished(min((group[0] for group in groups if group), key=lambda one: one.chain.step_s))
     else:
         layouts = _ranked(smallest, numbers)
-        for turned in fleets[1:]:
+        for turned in clusters[1:]:
             # Which numbers of pipelines are promising does not depend on that order.
             layouts += _ranked(turned, sorted({layout.columns.pipelines for layout in layouts}))
         plans = [plan for one in _sized(layouts, sizes)[:IMPROVED] for plan in _finished(one)]
