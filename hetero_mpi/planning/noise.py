@@ -52,13 +52,13 @@ def _device_groups(profile: ClusterProfile) -> list[list[DeviceProfile]]:
 
     groups: list[list[DeviceProfile]] = []
     for device in sorted(profile.devices, key=order):
-        home = next(
+        fitting = next(
             (g for g in groups if what(g[0]) == what(device) and _close(_figures(g[0]), _figures(device))), None
         )
-        if home is None:
+        if fitting is None:
             groups.append([device])
         else:
-            home.append(device)
+            fitting.append(device)
     return groups
 
 

@@ -83,11 +83,11 @@ def _linked_classes(profile: ClusterProfile, ranks: list[int], contents: dict[in
         colours = _numbered({rank: repr(view) for rank, view in seen.items()})
     classes: list[list[int]] = []
     for rank in sorted(ranks, key=lambda rank: (colours[rank], rank)):
-        home = next((members for members in classes if exchangeable(members[0], rank)), None)
-        if home is None:
+        fitting = next((members for members in classes if exchangeable(members[0], rank)), None)
+        if fitting is None:
             classes.append([rank])
         else:
-            home.append(rank)
+            fitting.append(rank)
     return classes
 
 

@@ -51,13 +51,13 @@ class BoundChains:
         self.speed: Floats = facts.speeds @ self.vectors
 
     def _entry(self, kind: int) -> _Entry:
-        """The message comes from one of the homes that the vector's ranks are at: over the best of their links."""
+        """The message comes from a rank of the vector, over the best link between the two groups of hosts."""
         facts, one = self.facts, self.facts.classes[kind]
         bytes_, number = facts.message_bytes, self.vectors.shape[1]
         hop_s, each_s = (np.full(number, np.inf) for _ in range(2))
-        for home in sorted({other.home for other in facts.classes}):
-            there = [i for i, other in enumerate(facts.classes) if other.home == home]
-            ways = [one.near, one.away] if home == one.home else [facts.between(home, one.home)]
+        for group in sorted({other.host_group for other in facts.classes}):
+            there = [i for i, other in enumerate(facts.classes) if other.host_group == group]
+            ways = [one.near, one.away] if group == one.host_group else [facts.between(group, one.host_group)]
             from_there = self.vectors[there].sum(axis=0) > 0
             for way in ways:
                 once = min(facts.message_s(way, n * bytes_) for n in facts.sizes)
@@ -74,8 +74,8 @@ class BoundChains:
         """
         wasted = step_s * self.speed - most * self.facts.ends - spare
         passes = _Passes(self, np.array(shares, dtype=np.float64), step_s, most, wasted)
-        passes.homeward()
-        return passes.onward()
+        passes.last_to_first()
+        return passes.first_to_last()
 
     def grown(self, vectors: Places, kind: int) -> Places:
         """Of ``vectors``, those to which a rank of a class can be added."""
@@ -105,7 +105,7 @@ class _Passes:
         found = np.isfinite(table[:, done]).any(axis=0) & (self.wasted <= self.most * done)
         return np.flatnonzero(found)
 
-    def homeward(self) -> None:
+    def last_to_first(self) -> None:
         chains, trip = self.chains, self._empty()
         for kind in chains.used:
             here = trip[:, :, chains.one[kind]]
@@ -139,7 +139,7 @@ class _Passes:
             whole[too_long] = np.inf
             _lower(trip, slice(done + 1, done + most + 1), vectors + chains.one[kind], whole)
 
-    def onward(self) -> NDArray[np.bool_]:
+    def first_to_last(self) -> NDArray[np.bool_]:
         chains, arrived = self.chains, self._empty()
         carried = np.zeros((len(self.shares), self.last + 1), dtype=bool)
         for kind in chains.used:

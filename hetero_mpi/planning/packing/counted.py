@@ -171,6 +171,7 @@ def classes_apart(facts: Facts) -> Facts | None:
 def _unlike(a: RankClass, b: RankClass, facts: Facts) -> float:
     """How many times as fast, large or well linked the better one is; of one host a little less, so that they go first."""
     links = [facts.message_s(one.away, facts.message_bytes) for one in (a, b)]
-    pairs = [(a.work_s[0], b.work_s[0]), (a.usable, b.usable)] + ([(links[0], links[1])] if a.home != b.home else [])
+    apart = a.host_group != b.host_group
+    pairs = [(a.work_s[0], b.work_s[0]), (a.usable, b.usable)] + ([(links[0], links[1])] if apart else [])
     ratios = [max(x, y) / max(min(x, y), 1e-30) if x != y else 1.0 for x, y in pairs]
-    return max(ratios) * (1.0 if a.home == b.home else 1.001)
+    return max(ratios) * (1.001 if apart else 1.0)

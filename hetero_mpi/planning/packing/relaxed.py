@@ -51,8 +51,8 @@ class RankClass:
     """Latency and seconds per byte of the best link within a host."""
     away: tuple[float, ...]
     """The same of the best link that leaves a host."""
-    home: int
-    """Ranks of unlike homes are on unlike hosts."""
+    host_group: int
+    """Number of a group of hosts. Ranks of unlike groups are on unlike hosts."""
     ranks: list[int]
 
 
@@ -101,12 +101,13 @@ class Facts:
         """Embedding and head, in blocks, where they are least."""
 
     def join(self, a: int, b: int) -> None:
-        """Tell the ranks of two classes apart no longer; their homes become one."""
-        one, home = joined(self.classes[a], self.classes[b]), {self.classes[a].home, self.classes[b].home}
+        """Tell the ranks of two classes apart no longer; their groups of hosts become one."""
+        one = joined(self.classes[a], self.classes[b])
+        groups = {self.classes[a].host_group, self.classes[b].host_group}
         self.classes = [one, *(x for i, x in enumerate(self.classes) if i not in (a, b))]
         for x in self.classes:
-            if x.home in home:
-                x.home = one.home
+            if x.host_group in groups:
+                x.host_group = one.host_group
         self._summarise()
 
     def _sizes(self) -> None:
@@ -134,10 +135,11 @@ class Facts:
     def _exits(self) -> None:
         """Least (latency, seconds per byte) of links out of and into each host; of each rank's links within its host."""
         cluster = self.cluster
-        home = np.zeros(len(cluster.latency_s), dtype=np.int64)
-        home[cluster.place] = cluster.host
-        same = home[:, None] == home[None, :]
-        alone = np.eye(len(home), dtype=bool) if len(home) == len(cluster.devices) else np.zeros(same.shape, dtype=bool)
+        host_of = np.zeros(len(cluster.latency_s), dtype=np.int64)
+        host_of[cluster.place] = cluster.host
+        same = host_of[:, None] == host_of[None, :]
+        places = len(host_of)
+        alone = np.eye(places, dtype=bool) if places == len(cluster.devices) else np.zeros(same.shape, dtype=bool)
 
         def least(table: Floats, where: NDArray[np.bool_]) -> Floats:
             found = np.where(where, table, np.inf)
@@ -146,25 +148,25 @@ class Facts:
         outside = [least(table, ~same) for table in (cluster.latency_s, cluster.per_byte_s)]
         inside = [least(table, same & ~alone) for table in (cluster.latency_s, cluster.per_byte_s)]
         hosts = range(len(self.members))
-        self.exit = [tuple(float(table[home == host].min()) for table in outside) for host in hosts]
+        self.exit = [tuple(float(table[host_of == host].min()) for table in outside) for host in hosts]
         self.inside = [
             tuple(float(table[place]) if len(self.members[host]) > 1 else math.inf for table in inside)
             for place, host in zip(cluster.place.tolist(), cluster.host.tolist(), strict=True)
         ]
 
-    def between(self, home: int, other: int) -> tuple[float, float]:
-        """Least latency, least seconds per byte of links between unlike homes, either way."""
-        if (home, other) not in self._between:
+    def between(self, group: int, other: int) -> tuple[float, float]:
+        """Least latency, least seconds per byte of links between two groups of hosts, either way."""
+        if (group, other) not in self._between:
             cluster = self.cluster
             at = [
-                sorted({int(cluster.place[r]) for x in self.classes if x.home == h for r in x.ranks})
-                for h in (home, other)
+                sorted({int(cluster.place[r]) for x in self.classes if x.host_group == g for r in x.ranks})
+                for g in (group, other)
             ]
             pairs = np.ix_(*at)
             ways = [(table[pairs], table.T[pairs]) for table in (cluster.latency_s, cluster.per_byte_s)]
             least = [min(float(out.min()), float(back.min())) for out, back in ways]
-            self._between[home, other] = self._between[other, home] = least[0], least[1]
-        return self._between[home, other]
+            self._between[group, other] = self._between[other, group] = least[0], least[1]
+        return self._between[group, other]
 
     def message_s(self, way: tuple[float, ...], size: float) -> float:
         return way[0] + size * way[1]
@@ -173,7 +175,7 @@ class Facts:
         known: dict[tuple[object, ...], int] = {}
         for rank, device in enumerate(self.cluster.devices):
             one = self._class_of(device, rank, float(self.cluster.usable[rank]))
-            key = (one.work_s, one.fill_s, one.repeated_s, one.usable, one.per_parameter_s, one.home)
+            key = (one.work_s, one.fill_s, one.repeated_s, one.usable, one.per_parameter_s, one.host_group)
             if key not in known:
                 known[key] = len(self.classes)
                 self.classes.append(one)
@@ -194,7 +196,7 @@ class Facts:
             whole = layer_s(times, Op.B, size)
             return min(whole, layer_s(times, Op.I, size) + layer_s(times, Op.W, size)) if split else whole
 
-        def homeward(times: LayerTimes, size: int) -> float:
+        def awaited(times: LayerTimes, size: int) -> float:
             whole = layer_s(times, Op.B, size)
             return min(whole, layer_s(times, Op.I, size)) if split else whole
 
@@ -212,8 +214,8 @@ class Facts:
         layers = [*blocks, *ends]
         return RankClass(
             work_s=tuple(each(part, forward, back) for part in parts),
-            trip_s=tuple(each(part, forward, homeward) for part in parts),
-            fill_s=tuple(least(part, forward, homeward) for part in parts),
+            trip_s=tuple(each(part, forward, awaited) for part in parts),
+            fill_s=tuple(least(part, forward, awaited) for part in parts),
             repeated_s=each(blocks, repeated_s),
             refill_s=least(blocks, repeated_s),
             overhead_s=device.forward_overhead_s + device.backward_overhead_s,
@@ -224,7 +226,7 @@ class Facts:
             per_parameter_s=device.optimizer_s_per_parameter,
             near=self.inside[rank],
             away=self.exit[host],
-            home=host,
+            host_group=host,
             ranks=[rank],
         )
 

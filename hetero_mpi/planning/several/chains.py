@@ -185,12 +185,12 @@ class Chains:
             forward.append(float(held.forward_s[first, n]))
             backward.append(float(held.backward_s[first, n]) + (float(held.repeated_s[first, n]) if choice else 0.0))
             steps.append(float(held.step_s[first, n]))
-        out, home = [], []
+        sent, returned = [], []
         for (a, b), cut in zip(itertools.pairwise(picks), cuts[1:], strict=False):
             size = float(columns.cluster.message_bytes[cut - 1])
-            out.append(float(columns.latency_s[a, b] + size * columns.per_byte_s[a, b]))
-            home.append(float(columns.latency_s[b, a] + size * columns.per_byte_s[b, a]))
-        begun, ends = spans_of_many_s((forward, backward, out, home), warm_up, self.micro_batches)
+            sent.append(float(columns.latency_s[a, b] + size * columns.per_byte_s[a, b]))
+            returned.append(float(columns.latency_s[b, a] + size * columns.per_byte_s[b, a]))
+        begun, ends = spans_of_many_s((forward, backward, sent, returned), warm_up, self.micro_batches)
         tails = [
             columns.summed_s(column, cuts[i], cuts[i + 1], begun[i], ends[i], recompute[i])
             for i, column in enumerate(picks)

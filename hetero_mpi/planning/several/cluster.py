@@ -117,9 +117,9 @@ class ClusterArrays:
     def outward_s(self) -> Floats:
         """Seconds of one micro-batch's message over each rank's best link to another host; 0: there is only one."""
         away = self.latency_s + self.message_bytes.max() * self.per_byte_s
-        home = np.zeros(len(away), dtype=np.int64)
-        home[self.place] = self.host
-        away = np.where(home[:, None] == home[None, :], np.inf, away).min(axis=1)
+        host_of = np.zeros(len(away), dtype=np.int64)
+        host_of[self.place] = self.host
+        away = np.where(host_of[:, None] == host_of[None, :], np.inf, away).min(axis=1)
         return np.where(np.isinf(away), 0.0, away)[self.place]
 
     @cached_property
