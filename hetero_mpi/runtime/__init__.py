@@ -1,1 +1,1 @@
-"""A run from its start to its end: setup, the loop over steps, reconfiguration, recovery; rank 0 leads."""
+"""The life of one run on every rank: setup, the loop over steps, reconfiguration, recovery. Rank 0 coordinates."""

@@ -1,4 +1,4 @@
-"""A rank's trainer under a plan: its own layers built and filled, from its own files or with what rank 0 sends."""
+"""Builds a rank's trainer under a plan: its own layers, with weights from its own files or sent by rank 0."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from hetero_mpi.state.redistribute import Parcel, distribute, parcels
 
 @dataclass
 class Share:
-    """A rank's part of the run while one plan lasts."""
+    """A rank's part of the run while one plan lasts: the plan, its schedule, the active ranks, and the trainer."""
 
     report: PlanReport
-    """Of the plan."""
+    """The plan, with what was predicted of it."""
     schedule: Schedule
     emulation: Emulation | None
     members: World | None
@@ -44,11 +44,13 @@ class Share:
     trainer: Trainer | None = None
     """None on an idle rank, before its stage is built, and once the plan has been given up."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """What the change to this plan took on this rank, by part: ``keep``, ``build``, ``move``; at the start only ``build``."""
+    """Seconds that the change to this plan took on this rank, by part: ``keep``, ``build``, ``move``. At the start only
+    ``build``.
+    """
 
     @property
     def plan(self) -> Plan:
-        """As planned; ``own_plan`` is of the job's own sequences."""
+        """The plan as the planner made it. In an emulated run it differs from ``own_plan``."""
         return self.report.plan
 
     @property
@@ -56,22 +58,23 @@ class Share:
         return self.emulation.stand_in_plan if self.emulation is not None else self.plan
 
     def give_up(self) -> None:
-        """No step follows: the trainer's memory is needed."""
+        """Free the trainer's memory. No step follows under this plan."""
         if self.trainer is not None:
             self.trainer.close()
         self.trainer = None
 
 
 def build(context: RunContext, share: Share, resuming: bool, loss_scale: LossScale, kept: Kept | None = None) -> Share:
-    """The share with this rank's trainer. Collective over the active ranks.
+    """A copy of ``share`` that has this rank's trainer. Collective over the active ranks.
 
     Args:
-        resuming: trained parameters are brought afterwards; what is frozen is there, as always. (Of own layers all are brought.)
+        resuming: the trained parameters are sent afterwards, so only frozen weights are loaded here. (A factory's model is sent
+            whole.)
         loss_scale: the run's.
-        kept: frozen weights that this rank has already.
+        kept: frozen weights that this rank already has in memory.
 
     Raises:
-        CollectiveUserError: files are missing or do not fit, or the memory does not suffice.
+        CollectiveUserError: files are missing or do not fit the model, or the memory does not suffice.
     """
     assert share.members is not None
     members, plan = share.members, share.own_plan
@@ -123,8 +126,10 @@ def start_adapter(context: RunContext, members: World, trainer: Trainer) -> None
 
 
 def start_layers(context: RunContext, members: World, trainer: Trainer) -> None:
-    """Bring rank 0's weights of a factory's model that is there already, each of which rank 0 lets go of when it is brought.
-    Collective over the active ranks.
+    """Send the weights of a factory's existing model from rank 0 to the ranks that hold its layers. Collective over the active
+    ranks.
+
+    Rank 0 frees each tensor when it has been sent.
     """
     values: dict[str, torch.Tensor] = {}
     with members.led("reading the factory's weights"):

@@ -1,7 +1,7 @@
-"""Does the stand-in's own arithmetic fit into the times that it is to last? Tried before the first step.
+"""A check before the first step of an emulated run: the stand-in model's own arithmetic must fit into the emulated times.
 
-Two things are needed: that each action fits by itself, which the ranks try one after the other; and that the ranks of a host
-together leave its cores free often enough that an action which has to wait for a core still ends in time.
+Two things are checked. Each action must fit by itself; the ranks try theirs one after the other. The ranks of a host together must
+also leave its cores free often enough that an action that waits for a core still ends in time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from hetero_mpi.report import units
 
 _REPEATS = 5
 OVERRUN = 0.01
-"""Share of the predicted step by which the arithmetic of a rank may exceed what it is to last, in a whole step."""
+"""Largest share of the predicted step by which a rank's arithmetic may exceed the emulated times, summed over a step."""
 BUSY = 0.5
-"""Share of a host's cores that its ranks may take with arithmetic."""
+"""Largest share of a host's core time that its ranks may spend on arithmetic."""
 _RULE = "the stand-in's own arithmetic must fit into the emulated times"
 _NAMES = {
     Op.F: "a forward",
@@ -38,26 +38,26 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class _Trial:
-    """What a rank found out about itself."""
+    """The timings of one rank, compared with the emulated times."""
 
     rank: int
     host: str
     cores: float
     work_s: float
-    """Of a whole step."""
+    """Arithmetic of a whole step."""
     late_s: float
-    """Per step, over what its actions are to last."""
+    """Arithmetic of a step beyond the emulated times, added up over its actions."""
     scale: float
-    """The least ``time_scale`` (in steps of a tenth) at which it is not late by more than ``OVERRUN``."""
+    """The smallest ``time_scale`` tried, each a tenth larger than the one before, at which ``late_s`` is within ``OVERRUN``."""
     late: str
-    """What is late, in words."""
+    """The actions that take too long, in words."""
 
 
 def rehearse(trainer: Trainer, world: World, emulation: Emulation, predicted_step_s: float) -> None:
-    """Time each rank's forward, backward and optimizer on made-up data. Collective; changes no state.
+    """Time each rank's forward, backward and optimizer step on made-up data. Collective; changes no state.
 
     Raises:
-        UserError: they take too long; with the excess and the ``time_scale`` that would do.
+        UserError: the arithmetic takes too long; says by how much, and which ``time_scale`` would do.
     """
     own: dict[Op, float] = {}
     for turn in range(world.size):
@@ -72,7 +72,7 @@ def rehearse(trainer: Trainer, world: World, emulation: Emulation, predicted_ste
 
 
 def _compute_s(stage: Stage, emulation: Emulation, trainer: Trainer) -> dict[Op, float]:
-    """Median seconds of a forward and a backward, or its two parts, of one micro-batch, after a first one."""
+    """Median seconds of one micro-batch's forward and backward (or the backward's two parts). A first run is not counted."""
     plan = emulation.stand_in_plan
     assert trainer.place is not None and trainer.optimizer is not None
     pipeline = plan.pipelines[trainer.place.pipeline]
@@ -151,7 +151,7 @@ def _trial(own: Mapping[Op, float], trainer: Trainer, host: str, emulation: Emul
 
 
 def _too_slow(trials: Sequence[_Trial], emulation: Emulation, step_s: float) -> str | None:
-    """The text for the rank that is latest, if that is too late."""
+    """The message about the rank that is latest; None where it is within ``OVERRUN``."""
     latest = max(trials, key=lambda trial: trial.late_s)
     if latest.late_s <= OVERRUN * step_s:
         return None
@@ -160,7 +160,7 @@ def _too_slow(trials: Sequence[_Trial], emulation: Emulation, step_s: float) -> 
 
 
 def _too_crowded(trials: Sequence[_Trial], emulation: Emulation, step_s: float) -> str | None:
-    """The text for the host whose cores are busiest, if they are too busy."""
+    """The message about the host whose cores are busiest; None where it is within ``BUSY``."""
     shares = {}
     for host in dict.fromkeys(trial.host for trial in trials):
         here = [trial for trial in trials if trial.host == host]
@@ -176,6 +176,6 @@ def _too_crowded(trials: Sequence[_Trial], emulation: Emulation, step_s: float) 
 
 
 def _remedy(scale: float, emulation: Emulation) -> str:
-    """What to do, with some room for a busy moment."""
+    """What to do about it. The suggested scale has a tenth to spare."""
     now = f"now {emulation.time_scale:g}"
     return f"Set [cluster] time_scale = {1.1 * scale:.2g} ({now}), or make the model or its sequences smaller"

@@ -1,4 +1,4 @@
-"""What a run leaves behind when its last step is taken: the model or adapter, a sample, and what is said of it."""
+"""The end of a run after its last step: the model or adapter is written, a sample is generated, and the summary is printed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hetero_mpi.state.training_state import TrainingState
 
 
 def leave_result(context: RunContext, share: Share, state: TrainingState) -> None:
-    """What the run leaves behind. Collective over the active ranks."""
+    """Write the result and print the summary. Collective over the active ranks."""
     assert share.members is not None and share.trainer is not None
     if share.emulation is not None:
         say(*punctuality_lines(share.members, share.emulation))
@@ -35,8 +35,10 @@ def leave_result(context: RunContext, share: Share, state: TrainingState) -> Non
 
 
 def outcome(context: RunContext, report: PlanReport, state: TrainingState) -> TrainResult:
-    """What rank 0 knows of the end, on every rank, which keeps no device times that misled the planner. Collective over all
-    ranks of the job."""
+    """The run's ``TrainResult``, broadcast from rank 0. Collective over all ranks of the job.
+
+    Device times that misled the planner are removed from the cache.
+    """
     world = context.world
     own = {
         "losses": state.losses,
@@ -64,7 +66,7 @@ def outcome(context: RunContext, report: PlanReport, state: TrainingState) -> Tr
 
 
 def _write_result(context: RunContext, trainer: Trainer) -> Path:
-    """The model or the adapter, and a sample where the job asks for one. Collective; returns the directory."""
+    """Write the model or the adapter, and a sample where the job asks for one. Collective; returns the result's directory."""
     job, tokenizer = context.job, context.material.tokenizer if context.material is not None else None
     directory = _result_directory(context)
     if context.tuning.full:
@@ -80,7 +82,9 @@ def _result_directory(context: RunContext) -> Path:
 
 
 def _base_model(context: RunContext) -> str | None:
-    """What an adapter is said to belong to: the hub id where the job gives one, which travels, else the directory."""
+    """The base model that the adapter's files name: the hub id where the job gives one, as it means the same on every machine; else
+    the directory.
+    """
     path = context.job.model.path
     if path is not None and is_hub_id(path, context.loaded.resolve(path)):
         return path

@@ -1,6 +1,6 @@
-"""The steps of a run: a loop over shares, a rank's parts while one plan lasts.
+"""The steps of a run over all its plans: each turn trains under one plan (``Share``), then all ranks change to the next.
 
-Active ranks take steps until rank 0 wants another plan, idle ones sleep until then, and all go over to it together.
+Active ranks train until rank 0 wants another plan. Idle ranks sleep until then. All ranks change together.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Shown = tuple[MetricsWriter | None, ProgressDisplay | None]
 
 
 class Steps:
-    """What lasts while plans change.
+    """Trains to the last step, however often the plan changes.
 
     Args:
         context: of the run.
         history: keeps the state, for another attempt after a death.
         metadata: what every checkpoint carries besides tensors; used on rank 0.
         asked: has this rank been asked to end the run?
-        shown: where steps are told, on rank 0.
+        shown: writer of metrics and progress display, on rank 0.
         rebalancer: says when the plan is to be changed; None: never.
     """
 
@@ -58,8 +58,10 @@ class Steps:
         self.asked, self.shown, self.rebalancer = asked, shown, rebalancer
 
     def take(self, share: Share, state: TrainingState) -> tuple[Share, TrainingState]:
-        """Train to the last step; returns the share that took it, and where the run stands then. Collective over all ranks of
-        the job. Nobody else may hold the trainer of ``share``."""
+        """Train to the last step; returns the share that took it, and the state after it. Collective over all ranks of the job.
+
+        Nobody else may hold the trainer of ``share``: a change of plan needs its memory.
+        """
         while (word := self._until_change(share, state)) is not None:
             if share.members is None:
                 state = TrainingState.from_dict(word["state"])
@@ -68,7 +70,8 @@ class Steps:
         return share, state
 
     def _until_change(self, share: Share, state: TrainingState) -> dict[str, Any] | None:
-        """Take steps, or sleep on an idle rank, until another plan is due, which all ranks are told; None: the run is over.
+        """Train, or sleep on an idle rank, until another plan is due; returns that plan and the state, on all ranks. None: the run
+        is over.
 
         Collective over all ranks of the job.
         """
@@ -99,7 +102,7 @@ class Steps:
         return word
 
     def _changed(self, before: Share, report: PlanReport, state: TrainingState) -> Share:
-        """Go over to another plan, and tell. Collective over all ranks of the job."""
+        """Change to another plan, and report it. Collective over all ranks of the job."""
         context, rebalancer = self.context, self.rebalancer
         begin = time.perf_counter()
         share = change(context, before, report, state)
@@ -113,7 +116,7 @@ class Steps:
 
 @contextlib.contextmanager
 def passed_on(world: World, share: Share) -> Iterator[None]:
-    """A block of the active ranks: what they end with, the sleeping ranks end with too."""
+    """A block of the active ranks. An error that they all end with is raised on the sleeping ranks too."""
     try:
         yield
     except CollectiveUserError as error:
@@ -122,13 +125,13 @@ def passed_on(world: World, share: Share) -> Iterator[None]:
 
 
 def idle_ranks(world: World, share: Share) -> list[int]:
-    """Ranks that sleep while the share's plan lasts."""
+    """Ranks that sleep while the plan of ``share`` lasts."""
     active = active_ranks(share.plan)
     return [rank for rank in range(world.size) if rank not in active]
 
 
 def open_display(context: RunContext, state: TrainingState, stack: contextlib.ExitStack) -> Shown:
-    """Where steps are told, on rank 0."""
+    """The writer of metrics and the progress display, on rank 0; None elsewhere."""
     if context.world.rank != 0:
         return None, None
     metrics = stack.enter_context(open_metrics(context, state.step))
@@ -138,7 +141,7 @@ def open_display(context: RunContext, state: TrainingState, stack: contextlib.Ex
 
 
 def asked_of(everybody: World, stop: StopRequest) -> Callable[[], bool]:
-    """Whether this rank has been asked to end the run; on rank 0 also, whether an idle rank has."""
+    """A function: has this rank been asked to end the run? On rank 0 also: has an idle rank?"""
 
     def asked() -> bool:
         return stop() or everybody.asked()

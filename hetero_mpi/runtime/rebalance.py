@@ -1,8 +1,8 @@
-"""Moves layers when machines change their speed while a run goes on: a laptop throttles, somebody else uses a GPU.
+"""Moves layers when machines change their speed during a run: a laptop throttles, or somebody else uses a GPU.
 
-Every rank compares what its computing took in a step with its profile, and says so along with the next step's decision: no
-message is sent for it. Rank 0 watches (``planning.analysis.drift``), asks for another plan in a process of its own
-(``runtime.replanner``), and when it pays says so along with its own decision, so that all ranks change after the same step.
+Every rank compares its measured computing time of a step with its profile. The ratio travels in the next step's decision, so it
+costs no message. Rank 0 watches the ratios (``planning.analysis.drift``) and asks a separate process for another plan
+(``runtime.replanner``). If the change pays, it says so in its own decision, so all ranks change after the same step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Rebalancer:
-    """What a rank does about changed speeds, over all plans of a run. A ``Steering``; ``begin`` comes before a plan's steps."""
+    """A rank's part in rebalancing, over all plans of a run. A ``Steering``. ``begin`` is called before a plan's steps."""
 
     def __init__(self, context: RunContext) -> None:
         self._context, self._profile = context, context.profile
@@ -52,7 +52,7 @@ class Rebalancer:
         self._asked = False
         """Is a question being answered?"""
         self._ratios: dict[int, float] = {}
-        """The latest that were asked about."""
+        """The ratios of the latest question."""
         self._answer: ReplanAnswer | None = None
         self._rebuild_s: float | None = None
         self._ready, self._room = False, True
@@ -62,7 +62,7 @@ class Rebalancer:
         self._latest: StepResult | None = None
 
     def begin(self, share: Share) -> None:
-        """The steps of this plan follow. Collective over the active ranks."""
+        """Prepare for the steps of a plan. Collective over the active ranks."""
         assert share.trainer is not None
         self._share, self._ready, self._latest = share, False, None
         self._own = _OwnWork(share, self._profile, self._scale)
@@ -78,16 +78,16 @@ class Rebalancer:
         self._room = lack is None
 
     def end(self) -> None:
-        """No step follows under this plan: its trainer is let go."""
+        """Forget the plan's trainer. No step follows under this plan."""
         self._share = self._own = None
 
     def close(self) -> None:
-        """The run is over."""
+        """End the run's planning process."""
         self.end()
         self._replanner.close()
 
     def word(self) -> NDArray[np.float64]:
-        """As ``Steering``: [rank 0: go, ratio of each stage]."""
+        """See ``Steering``. [1 on rank 0 when the plan is to be changed, then the ratio measured / profiled of each stage]."""
         assert self._share is not None and self._own is not None
         word = np.zeros(1 + len(self._share.plan.numbered))
         word[0] = self._ready and self._context.world.rank == 0
@@ -96,7 +96,7 @@ class Rebalancer:
         return word
 
     def due(self, step: int, result: StepResult) -> bool:
-        """As ``Steering``."""
+        """See ``Steering``."""
         assert self._share is not None
         heard, self._latest = result.heard, result
         if self._context.world.rank == 0 and self._room and not self._ready:
@@ -107,11 +107,11 @@ class Rebalancer:
         return bool(heard[0] > 0)
 
     def chosen(self) -> PlanReport | None:
-        """As ``Steering``."""
+        """See ``Steering``."""
         return self._answer.report if self._answer is not None else None
 
     def changed(self, step: int, old: Plan, new: Plan, stall_s: float) -> None:
-        """Layers have moved, and training stood still for ``stall_s`` (wall clock). Tells the person, on rank 0."""
+        """Report on rank 0 that layers have moved, and that training stood still for ``stall_s`` (wall clock)."""
         assert self._answer is not None
         prospect, moves = self._answer.prospect, moved_layers(old, new)
         self._decider.moved()
@@ -135,7 +135,7 @@ class Rebalancer:
         )
 
     def _consider(self, remaining: int) -> None:
-        """After every step, on rank 0."""
+        """Take an answer that has come, and decide what to do. On rank 0, after every step."""
         if self._decider.asked is not None and self._asked and not self._replanner.busy:
             self._asked, self._answer = False, self._replanner.take()
             self._decider.answered(self._answer.prospect if self._answer is not None else None)
@@ -162,7 +162,7 @@ class Rebalancer:
 
 
 class _OwnWork:
-    """What this rank's computing should take in a step by the profile, and took."""
+    """Measured against profiled computing time of this rank, step by step."""
 
     def __init__(self, share: Share, profile: ClusterProfile, scale: float) -> None:
         assert share.trainer is not None
@@ -175,7 +175,7 @@ class _OwnWork:
         self._expected = lru_cache(maxsize=256)(self._expected_s)
 
     def ratio(self, latest: StepResult | None) -> float:
-        """Measured over profiled seconds of the last step's forwards and backwards; 0 where there was no step."""
+        """Measured over profiled seconds of the last step's forwards and backwards; 0 before the first step."""
         if latest is None:
             return 0.0
         measured_s = sum(event.end_s - event.start_s for event in latest.events if event.action.op in COMPUTE)
@@ -190,7 +190,7 @@ class _OwnWork:
 
 
 def rebalancer_of(context: RunContext, plan_given: bool) -> Rebalancer | None:
-    """What moves layers in this run; None: nothing does, since the job or the person who gave the plan wants it so."""
+    """The rebalancer of a run; None where the plan is fixed: there is one rank, the user gave the plan, or the job says so."""
     alone = len(context.profile.devices) == 1
     return None if alone or plan_given or not context.job.plan.rebalance else Rebalancer(context)
 

@@ -1,12 +1,12 @@
-"""A run that outlives its ranks: where the launcher allows it (``comm.ranks.ulfm``), survivors go on in the same processes.
+"""Recovery from the death of ranks: where the launcher allows it (``comm.ranks.ulfm``), the survivors go on in the same processes.
 
     attempt 1    set up | profile | plan | build | steps ...        rank 2 dies
     all others   give up what they do | meet | are numbered anew | restrict the profile to themselves
     attempt 2                       plan | build | bring the state from copies in memory | steps ...
 
-An attempt is the whole run, as it begins; ``RunHistory`` is what a process takes from one to the next, so that it skips what need
-not be done again. Nothing else survives: communicators, transports, trainers and threads are made anew. So deaths while
-profiling, saving or recovering are no special cases.
+An *attempt* is the whole run from its start. ``RunHistory`` is what a process takes from one attempt to the next, so that it can
+skip work already done. Communicators, transports, trainers and threads are made anew. So deaths while profiling, saving or
+recovering need no code of their own.
 """
 
 from __future__ import annotations
@@ -56,34 +56,34 @@ _T = TypeVar("_T")
 
 @dataclass
 class RunHistory:
-    """What this process has from earlier attempts. What some ranks have and others lack counts as not there (``shared``)."""
+    """What this process keeps from earlier attempts. What only some ranks have is not used (``shared``)."""
 
     losses: list[Loss] = field(default_factory=list)
     noticed_s: float = 0.0
-    """When the last death was noticed, by ``time.perf_counter``."""
+    """``time.perf_counter`` when the last death was noticed."""
     job: tuple[LoadedJob, Path] | None = None
     """The job and the run directory."""
     setup: RunSetup | None = None
     fingerprint: str | None = None
-    """Of the data that the first leader read."""
+    """Fingerprint of the data that the first attempt read."""
     token: str | None = None
-    """What checkpoints of this run, and no others, bear; None: without fault tolerance."""
+    """A random id in all checkpoints of this run; None without fault tolerance."""
     begun: str | None = None
-    """Which run this is, over all its starts (``checkpoint.local_shards.new_lineage``); not known to all ranks."""
+    """Id of this run over all its starts (``checkpoint.local_shards.new_lineage``); only some ranks know it."""
     shelved: str | None = None
     """Id of the copies on disk that stay until newer ones are whole."""
     profile: ClusterProfile | None = None
-    """Of the ranks as they are numbered now."""
+    """The profile of the present ranks, in their present numbering."""
     profiled_ranks: int = 0
-    """Ranks when it was made: the micro-batches that were measured follow from it."""
+    """Number of ranks when it was made. The measured micro-batch sizes follow from it."""
     state: TrainingState | None = None
     copies: Copies = field(default_factory=Copies)
     told: bool = True
-    """Has the first step since the last death been told?"""
+    """Has the first step since the last death been reported?"""
     gone: str = ""
-    """Who died last, in words."""
+    """The ranks that died last, in words."""
     memory_kills: int = field(default_factory=memory_kills)
-    """Processes that this machine's kernel had killed for lack of memory when it was last looked."""
+    """Processes that this machine's kernel had killed for lack of memory, by the last count."""
     launched_as: tuple[int, ...] = ()
     """Each rank's number at the start of the job."""
 
@@ -92,7 +92,7 @@ class RunHistory:
         return bool(self.losses) and all(world.all_gather_json(thing is not None))
 
     def lost(self, loss: Loss, noticed_s: float) -> None:
-        """Ranks have died, which was noticed then (``time.perf_counter``)."""
+        """Record that ranks have died, noticed at ``noticed_s`` (``time.perf_counter``)."""
         self.launched_as = self.launched_as or tuple(range(len(loss.before) + len(loss.gone)))
         self.gone = ", ".join(
             f"rank {rank} on {host}{_aside(rank, self.launched_as[rank], 'launched as')}" for rank, host in loss.gone
@@ -104,16 +104,16 @@ class RunHistory:
             self.profile = restricted(self.profile, loss.before)
 
     def job_of(self, world: World, read: Callable[[], tuple[LoadedJob, Path]]) -> tuple[LoadedJob, Path]:
-        """The job and the run directory: known, or read now. Collective."""
+        """The job and the run directory, from an earlier attempt or read now. Collective."""
         known = self.shared(world, self.job)
         self.job = self.job if known and self.job is not None else read()
         return self.job
 
     def setup_of(self, world: World, transport: Transport, make: Callable[[], RunSetup]) -> RunSetup:
-        """The set-up of an earlier attempt, renewed for the ranks that are left, or one that is made now. Collective.
+        """The setup of an earlier attempt, adapted to the ranks that are left; or a new one. Collective.
 
         Raises:
-            CollectiveUserError: as ``make``; or the first rank led not before, and cannot read the data, or reads other data.
+            CollectiveUserError: as ``make``; or the new rank 0 cannot read the data, or finds other data.
         """
         if self.shared(world, self.setup) and self.setup is not None:
             return self._renewed(self.setup, world, transport)
@@ -126,15 +126,15 @@ class RunHistory:
         return setup
 
     def measured(self, profile: ClusterProfile, ranks: int) -> None:
-        """The profile that this attempt's plans are made for, of so many ranks."""
+        """Keep the profile that this attempt's plans are made for. ``ranks``: of how many ranks it is."""
         self.profile, self.profiled_ranks = profile, ranks
 
     def stands_at(self, state: TrainingState) -> None:
-        """Where the run stands, and will be kept up to date by its steps."""
+        """Keep the training state, which the steps update."""
         self.state = state
 
     def belongs_to(self, begun: str | None) -> None:
-        """Which run this is."""
+        """Keep the run's id."""
         self.begun = begun
 
     def keeps_on_disk(self, shelved: str | None) -> None:
@@ -154,7 +154,7 @@ class RunHistory:
         return self.profile
 
     def tell_loss(self, world: World, run_dir: Path) -> None:
-        """Who has died, where the kernel has killed for lack of memory, and who goes on. Collective."""
+        """Report who has died, whether the kernel has killed processes for lack of memory, and who goes on. Collective."""
         for loss in self.losses[-1:]:
             now = memory_kills()
             killed = dict(zip(world.hosts, world.all_gather_json(now - self.memory_kills), strict=True))
@@ -172,7 +172,7 @@ class RunHistory:
                 append_event(run_dir, "ranks-lost", text, ranks=[rank for rank, _ in loss.gone], left=world.size)
 
     def tell_first_step(self, setup: RunSetup, step: int) -> None:
-        """How long the run stood still, if this is the first step since a death."""
+        """Report how long the run stood still, if this is the first step since a death."""
         if not self.told:
             self.told = True
             seconds = time.perf_counter() - self.noticed_s
@@ -199,11 +199,11 @@ class RunHistory:
 
 
 def outlive(world: World, attempt: Callable[[RunHistory], _T]) -> _T:
-    """Make attempts until one comes to its end on every rank that is left, well or with an error that all share. Collective;
-    returns what the attempt returned.
+    """Make attempts until one ends on every rank that is left, normally or with an error that all share. Collective; returns the
+    result of that attempt.
 
     Raises:
-        CollectiveUserError: what the attempt ended with, on all ranks.
+        CollectiveUserError: the error of that attempt, on all ranks.
     """
     history = RunHistory()
     if not ulfm.active():
@@ -231,7 +231,7 @@ def outlive(world: World, attempt: Callable[[RunHistory], _T]) -> _T:
 
 
 def _may_lead(history: RunHistory) -> bool:
-    """Could this rank read the data and write the run directory, as far as that can be seen at a glance?"""
+    """Can this rank probably read the data and write the run directory? Looks at names and permissions only."""
     if history.job is None or (history.setup is not None and history.setup.material is not None):
         return True
     loaded, run_dir = history.job
@@ -252,7 +252,7 @@ def _aside(number: int, other: int, word: str) -> str:
 
 
 def plan_again(setup: RunSetup, history: RunHistory, profile: ClusterProfile) -> PlanReport:
-    """A plan for the ranks that are left, from the profile they have. Collective.
+    """A plan for the ranks that are left, from the known profile. Collective.
 
     Raises:
         CollectiveUserError: the model does not fit into their memory.
@@ -268,8 +268,10 @@ def plan_again(setup: RunSetup, history: RunHistory, profile: ClusterProfile) ->
 def beside_steps(
     setup: RunSetup, history: RunHistory, trainer: Trainer, state: TrainingState, described: dict[str, Any]
 ) -> Iterator[Callable[[], None]]:
-    """What makes a run that may lose ranks or machines ready for it, while steps are taken: to be called after each. Collective
-    over the active ranks.
+    """A context that keeps copies of the trained state during a run that may lose ranks or machines. Collective over the active
+    ranks.
+
+    Yields a function to be called after each step.
 
     Args:
         described: what every checkpoint carries besides tensors; used on rank 0.

@@ -1,4 +1,4 @@
-"""Planning beside the training: a question is answered by a process of its own, at low priority, while steps go on."""
+"""Planning during training: a separate process at low priority looks for a better plan while steps go on."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
     from hetero_mpi.planning.analysis.replan import ReplanAnswer, ReplanQuestion
 
 LIMIT_S = 300.0
-"""An answer that takes longer is given up."""
+"""Time limit for an answer, seconds."""
 _PACKAGES = Path(__file__).resolve().parents[2]
 _LOG = logging.getLogger(__name__)
 
 
 class Replanner:
-    """Answers a question at a time. What goes wrong is written into the log, and there is no answer: a run never ends for want
-    of a better plan."""
+    """Answers one ``ReplanQuestion`` at a time in a separate process.
+
+    Errors are written to the log and give no answer: a run does not fail because no better plan was found.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -35,16 +37,16 @@ class Replanner:
         return self._answering is not None and self._answering.running
 
     def ask(self, question: ReplanQuestion) -> None:
-        """Begin to answer. Returns at once."""
+        """Begin to answer a question. Returns at once."""
         assert not self.busy
         self._answering = Background("planning anew", lambda: self._answer(question))
 
     def take(self) -> ReplanAnswer | None:
-        """The answer, waited for; None where there is none."""
+        """Wait for the answer and return it; None where there is none."""
         return self._answering.finish() if self._answering is not None else None
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """End the process that is still planning, if any."""
         process = self._process
         if process is not None and process.poll() is None:
             process.kill()

@@ -1,4 +1,4 @@
-"""What a run has come to, as every rank is told at its end."""
+"""The result of a run, as every rank gets it at the end."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from hetero_mpi.report.run_files.metrics import Evaluation
 
 @dataclass(frozen=True)
 class TrainResult:
-    """A run that came to its end. The same on every rank; the files are on rank 0's host."""
+    """What a finished run has produced. The same on every rank; the files are on rank 0's host."""
 
     run_dir: Path
     losses: tuple[float, ...]
-    """Loss of every step from the first on, those before a resumed checkpoint included: the mean over the step's target tokens
-    (nats), or over its samples."""
+    """Loss of every step from the first on, those before a resumed checkpoint included: nats, mean over the step's target tokens,
+    or over its samples.
+    """
     evaluations: tuple[Evaluation, ...]
-    """Held-out losses that this process has seen, each with the number of steps taken by then."""
+    """Held-out losses of this process's steps, each with the number of steps taken by then."""
     step_s: float | None
-    """Measured seconds per step, the median without the first two; None: too few steps."""
+    """Measured seconds per step: the median without the first two; None: too few steps."""
     report: PlanReport
-    """``report.plan``, by which the last step was taken, with what was predicted of it."""
+    """The plan of the last step, with its prediction."""
     profile: ClusterProfile
-    """For which it was made."""
+    """The profile that the plan was made for."""
     result: Path
-    """What was trained: the directory ``model`` or ``adapter``."""
+    """Directory of what was trained: ``model`` or ``adapter``."""
     checkpoint: Path | None
-    """The newest one; None: none could be written."""
+    """The newest checkpoint; None: none could be written."""
     skipped: int
-    """Steps without an update, since gradients were not finite."""
+    """Steps without an update, because gradients were not finite."""

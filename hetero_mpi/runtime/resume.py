@@ -1,4 +1,4 @@
-"""The checkpoint that a run goes on from: found, compared with the job and its data, and opened on rank 0."""
+"""Resuming: the checkpoint that a run goes on from is found, compared with the job and its data, and opened on rank 0."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from hetero_mpi.state.checkpointing import ANY, LATEST, check_data, check_fits, 
 from hetero_mpi.state.training_state import TrainingState
 
 _RATE = ("steps", "learning_rate", "schedule", "warmup_steps")
-"""Keys of ``[train]`` that the learning rate of a step depends on."""
+"""Keys of ``[train]`` that determine the learning rate of a step."""
 
 
 def open_checkpoint(
     setup: RunSetup, world: World, options: TrainOptions, stack: contextlib.ExitStack
 ) -> tuple[CheckpointReader | None, TrainingState]:
-    """(open file on rank 0, where the run stands) of the checkpoint to resume from; without one, the start of a run."""
+    """(open file on rank 0, training state) of the checkpoint to resume from; without one (None, the initial state). Collective."""
     checkpoints = setup.run_dir / "checkpoints"
     reader, shared = None, None
     with world.led("opening the checkpoint"):
@@ -67,10 +67,10 @@ def open_checkpoint(
 
 
 def earlier_run(setup: RunSetup, options: TrainOptions) -> EarlierRun | None:
-    """The run in the directory that is to be set aside, on rank 0, unless this one goes on from it. Collective.
+    """The earlier run in the run directory that must be moved aside; None where this run continues it. On rank 0. Collective.
 
     Raises:
-        CollectiveUserError: this run reads its files.
+        CollectiveUserError: this run reads files of that one.
     """
     resume = options.resume
     named = Path(resume) if resume not in (None, LATEST, ANY) else None
@@ -83,7 +83,7 @@ def earlier_run(setup: RunSetup, options: TrainOptions) -> EarlierRun | None:
 
 
 def make_room(setup: RunSetup, members: World, earlier: EarlierRun | None) -> None:
-    """Set the earlier run aside, known on rank 0. Collective over ``members``.
+    """Move the earlier run aside, which is known on rank 0. Collective over ``members``.
 
     Raises:
         CollectiveUserError: it cannot be moved.
@@ -93,7 +93,7 @@ def make_room(setup: RunSetup, members: World, earlier: EarlierRun | None) -> No
 
 
 def _read(setup: RunSetup, options: TrainOptions) -> list[Path]:
-    """What this run reads."""
+    """The paths that this run reads."""
     job = setup.job
     named = [
         setup.loaded.resolve(text)
@@ -115,11 +115,11 @@ def lineage(reader: CheckpointReader | None, options: TrainOptions) -> str:
 
 
 def rate_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | None:
-    """A warning if the learning rate of the next step is another one than it would have been; None if it is the same.
+    """A warning if the job has changed the learning rate of the next step; None if it is the same.
 
     Args:
-        then: ``[train]`` as it was when the state after ``step`` steps was written.
-        train: as it is now.
+        then: ``[train]`` when the state after ``step`` steps was written.
+        train: ``[train]`` now.
     """
     before, now = LearningRate(train.model_copy(update={key: then[key] for key in _RATE})), LearningRate(train)
     old, new = before.at(step), now.at(step)
@@ -139,7 +139,7 @@ def rate_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | 
 
 
 def tell_set_aside(checkpoints: Path, step: int) -> None:
-    """Move checkpoints of later steps out of the way, with what was measured of these steps. On rank 0."""
+    """Move checkpoints of later steps aside, with the metrics of those steps, and report it. On rank 0."""
     aside = set_aside(checkpoints, step)
     if aside is not None:
         for name in ("metrics.jsonl", "steps.jsonl"):
@@ -149,7 +149,7 @@ def tell_set_aside(checkpoints: Path, step: int) -> None:
 
 
 def _nothing_there(checkpoints: Path, wanted: str) -> bool:
-    """Was any state asked for, and there is none?"""
+    """Was the newest state asked for, if there is any, and there is none?"""
     if wanted != ANY or newest_good(checkpoints)[0] is not None:
         return False
     say("There is no checkpoint, and no whole copy of the trained state: beginning anew")

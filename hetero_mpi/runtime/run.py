@@ -1,7 +1,7 @@
 """The command ``train``: from a job file to a trained model, on all ranks.
 
-Rank 0 reads the job and the data, profiles with all others, plans, and tells everybody; then each rank builds its own layers
-and runs its own actions. Ranks that the plan leaves idle sleep until the end.
+Rank 0 reads the job and the data. All ranks profile together. Rank 0 plans and broadcasts the plan. Then each rank builds its own
+layers and runs its own actions. Ranks that the plan leaves idle sleep until the end.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ _LOG = logging.getLogger(__name__)
 
 
 def train(world: World, options: TrainOptions) -> int:
-    """The command: run a job. Collective; returns the exit code. Raises: as ``run_job``."""
+    """Run a job and return the exit code. Collective; raises as ``run_job``."""
     run_job(world, options)
     return ExitCode.DONE
 
 
 def run_job(world: World, options: TrainOptions) -> TrainResult | None:
-    """Run a job. Collective; returns what it has come to, on every rank (None: a dry run).
+    """Run a job and return its result on every rank (None for a dry run). Collective.
 
     Raises:
-        UserError: anything the user can put right, on all ranks together.
+        UserError: an error the user can correct; the same on all ranks.
     """
     with StopRequest() as stop:
         return outlive(world, lambda history: _attempt(world, options, stop, history))
 
 
 def _attempt(world: World, options: TrainOptions, stop: StopRequest, history: RunHistory) -> TrainResult | None:
-    """The whole run, from what is left of earlier attempts on."""
+    """One attempt at the whole run, with what earlier attempts have left in ``history``."""
     loaded, run_dir = history.job_of(world, lambda: read_job(world, options))
     with claimed(world, run_dir):
         setup_logging(run_dir, world.rank, world.size)
@@ -124,9 +124,9 @@ def _train(setup: RunSetup, options: TrainOptions, stop: StopRequest, history: R
 def _start(
     context: RunContext, history: RunHistory, share: Share, options: TrainOptions, earlier: EarlierRun | None
 ) -> tuple[Share, TrainingState]:
-    """The active ranks' shares, built: anew, from an adapter or from a checkpoint. Collective over them.
+    """The active ranks' shares with their trainers: from initial weights, an adapter or a checkpoint. Collective over them.
 
-    ``earlier``: the run in the directory that makes room for this one, which is accepted by then.
+    ``earlier``: the earlier run in the directory. It is moved aside once this run has been accepted.
     """
     assert share.members is not None
     members = share.members
@@ -156,14 +156,14 @@ def _start(
 
 
 def _rehearse(share: Share) -> None:
-    """Before the first step of an emulated run. Collective over the active ranks."""
+    """Check the times of an emulated run before its first step. Collective over the active ranks."""
     if share.emulation is not None and share.members is not None and share.trainer is not None:
         share.members.doing = "rehearsing"
         rehearse(share.trainer, share.members, share.emulation, share.report.predicted_step_s)
 
 
 def _metadata(context: RunContext) -> dict[str, Any]:
-    """What every checkpoint says of the run, besides the plan of its moment."""
+    """The metadata that all checkpoints of the run share; each adds its plan."""
     assert context.dataset is not None
     return {
         "data_fingerprint": context.dataset.fingerprint(),

@@ -1,6 +1,6 @@
-"""What a run shows and leaves behind on rank 0: the screen, ``run.json``, ``architecture.png``, ``trace.json`` and ``report.html``.
+"""What rank 0 shows and writes during a run: the screen, ``run.json``, ``architecture.png``, ``trace.json`` and ``report.html``.
 
-Nothing here may end a run: what cannot be drawn or written is said, and training goes on.
+Failures here do not end a run: they are reported, and training goes on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hetero_mpi.runtime.watchdog import Standing, Watchdog
 TRACE_NAME = "trace.json"
 _COMPUTING = re.compile(r"\d+[FBIW]\d+")
 _LONG_S = 10.0
-"""A rank that has stood at one place for so long is shown with how long."""
+"""Seconds in one place after which a rank's line shows the time."""
 
 
 def draw_plan(context: RunContext, report: PlanReport) -> None:
@@ -53,9 +53,10 @@ def draw_plan(context: RunContext, report: PlanReport) -> None:
 
 
 def keep_profile(context: RunContext) -> None:
-    """Keep the profile that the run's plans are made for, where it is not the one in ``profile.toml``. On rank 0.
+    """Save the profile that the plans are made for, where it is not the one in ``profile.toml``. On rank 0.
 
-    It may have been given by name, or lack ranks that have died. Under its own name no later run takes it for its own.
+    It may have been given by name, or lack ranks that have died. It has a name of its own so that no later run reuses it as a
+    measurement.
     """
     if context.world.rank != 0:
         return
@@ -70,7 +71,7 @@ def keep_profile(context: RunContext) -> None:
 
 
 def open_metrics(context: RunContext, step: int) -> MetricsWriter:
-    """Where steps are written, and what the run is about, as training starts after ``step`` steps."""
+    """Open the metrics of a run that starts after ``step`` steps, and describe the run in ``run.json``."""
     loaded = context.loaded
     with unharmed("run.json"):
         describe_run(
@@ -91,7 +92,7 @@ def open_metrics(context: RunContext, step: int) -> MetricsWriter:
 
 
 def show_plan(display: ProgressDisplay | None, context: RunContext, plan: Plan, watchdog: object) -> None:
-    """Put a plan that is about to be run on the screen, and what its ranks say of themselves (where a watchdog hears them)."""
+    """Show a plan on the screen before it is run, and what each rank does (where there is a watchdog)."""
     if display is None:
         return
     standings = (lambda: _now(watchdog.standings())) if isinstance(watchdog, Watchdog) else dict
@@ -100,7 +101,7 @@ def show_plan(display: ProgressDisplay | None, context: RunContext, plan: Plan, 
 
 @contextlib.contextmanager
 def reported(context: RunContext) -> Iterator[None]:
-    """A block after which the run is over: well, or as a signal asked for. Then ``report.html`` and ``trace.json`` are written."""
+    """A block after which ``report.html`` and ``trace.json`` are written, if the run ends normally or by a signal."""
     try:
         yield
     except CollectiveUserError as error:
@@ -122,7 +123,7 @@ def write_files(context: RunContext) -> None:
 
 
 def files_of(context: RunContext) -> dict[str, Path]:
-    """What there is to be looked at: what -> where."""
+    """The files to look at: what -> path."""
     files = {"report": REPORT_NAME, "trace": TRACE_NAME} if context.job.report.write else {}
     return {what: context.run_dir / name for what, name in files.items() if (context.run_dir / name).exists()}
 

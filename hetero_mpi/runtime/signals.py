@@ -1,9 +1,10 @@
 """Signals that ask a run to end: SIGINT (Ctrl-C), SIGTERM and SIGUSR1.
 
-While steps are taken, the first one is only noted; the decision of the next step carries it to all ranks, which then write a
-checkpoint and end with ``ExitCode.STOPPED``. Before that there is nothing to save, and the job ends at once. A second
-SIGINT or SIGTERM ends the process at once, by that signal, so that no code of ours can stand in its way. A further SIGUSR1 asks
-for nothing new: SLURM sends it before the time limit, whatever a user has sent before.
+* While steps are taken, the first signal is only noted. The decision of the next step carries it to all ranks, which write a
+  checkpoint and end with ``ExitCode.STOPPED``.
+* Before the first step there is nothing to save, and the job ends at once.
+* A second SIGINT or SIGTERM ends the process at once by the signal's default action.
+* A further SIGUSR1 has no effect: SLURM sends it before the time limit, whatever a user has sent before.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from hetero_mpi.comm.ranks.leave import Interrupted
 from hetero_mpi.launch.launcher.launcher import AT_ONCE
 
 ECHO_S = 1.0
-"""A signal within this time of the first is the same request, on another way: from the terminal to every process of its
-group and from the launcher as well, or from SLURM to a step and to its tasks."""
+"""A signal within this time of the first counts as the same request by another way. A terminal signals every process of its group,
+and the launcher passes it on; SLURM signals a step and its tasks.
+"""
 _BEFORE = (
     "before the first step, so nothing of this start is saved. Under SLURM: raise --time, which must hold the start (imports, "
     "profile, plan, weights), some steps, and the seconds of --signal"
@@ -31,7 +33,7 @@ REQUESTS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR
 
 
 class StopRequest:
-    """Whether this process has been asked to end. A context manager, used on the main thread: it handles the signals.
+    """Records whether this process has been asked to end. A context manager for the main thread: it handles the signals.
 
     Attributes:
         asked_by: the first signal that was noted; None: none yet.

@@ -1,1 +1,1 @@
-"""The command ``generate``: text from a model that is spread over the ranks."""
+"""The command ``generate``: text from a model that is distributed over the ranks."""

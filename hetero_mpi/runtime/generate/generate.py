@@ -1,6 +1,6 @@
-"""The command ``generate``: a prompt is continued by a model that may be larger than any rank's memory.
+"""The command ``generate``: continues a prompt with a model that may be larger than any one rank's memory.
 
-Every rank loads only its own layers of the chain; see ``runtime/generate/writer.py`` for how tokens come about.
+Every rank loads only its own layers of the chain. ``runtime/generate/writer.py`` produces the tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from hetero_mpi.state.file_supply import open_files
 from hetero_mpi.state.redistribute import Parcel, distribute, parcels
 
 DEFAULT_TOKENS = 128
-"""New tokens when the user names no number; fewer where the model's positions end before."""
+"""New tokens where the user gives no number. Fewer where the model has no positions for so many."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class GenerateOptions:
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be written, the same on every rank."""
+    """What is to be generated: source, prompt tokens, stop tokens, limit and sampling. The same on every rank."""
 
     source: GenerateSource
     prompt: list[int]
@@ -84,7 +84,7 @@ class Task:
 
 @dataclass(frozen=True)
 class GenerateSetup:
-    """Everything that loading and writing need on a rank."""
+    """What loading and generating need on a rank."""
 
     world: World
     transport: Transport
@@ -98,10 +98,10 @@ class GenerateSetup:
 
 
 def generate(world: World, options: GenerateOptions) -> int:
-    """Continue a prompt and print the text as it comes. Collective; returns the exit code.
+    """Continue a prompt and print the text as it is produced. Collective; returns the exit code.
 
     Raises:
-        UserError: anything the user can put right, on all ranks together.
+        UserError: an error the user can correct; the same on all ranks.
     """
     setup_logging(None, world.rank, world.size)
     transformers_logging.disable_progress_bar()
@@ -131,10 +131,10 @@ def generate(world: World, options: GenerateOptions) -> int:
 
 
 def check_options(options: GenerateOptions) -> None:
-    """Refuse numbers that mean nothing.
+    """Refuse numbers that are out of range.
 
     Raises:
-        UserError: which, and what is accepted.
+        UserError: names the option, its value and the accepted range.
     """
     rules = (
         ("--max-new-tokens", options.max_new_tokens, options.max_new_tokens is None or options.max_new_tokens >= 1, "1 or more"),
@@ -169,14 +169,14 @@ def task_of(opened: Opened, options: GenerateOptions) -> Task:
 
 
 def share_out(layer_bytes: Sequence[int], memory_bytes: Sequence[int]) -> list[tuple[int, int]]:
-    """Layers ``[first, last)`` of each rank, in the order of the ranks; ``first == last``: it idles.
+    """Layers ``[first, last)`` of each rank, in rank order; ``first == last``: the rank idles.
 
-    The fullest rank (its layers' bytes over its memory) is as little full as can be, and of such divisions the one with the
-    fewest stages is taken: the ranks compute one after the other, so a rank more is only a message more.
+    The largest ratio (bytes of a rank's layers) / (its memory) is made as small as possible. Among equal divisions the one with the
+    fewest stages is taken: the ranks compute one after the other, so a further stage only adds a message.
 
     Args:
-        layer_bytes: of each layer of the chain.
-        memory_bytes: usable memory of each rank; 0: it can take nothing.
+        layer_bytes: parameter bytes of each layer of the chain.
+        memory_bytes: usable memory of each rank; 0: it can hold nothing.
     """
     total = [0, *accumulate(layer_bytes)]
     layers = len(layer_bytes)
@@ -196,7 +196,7 @@ def share_out(layer_bytes: Sequence[int], memory_bytes: Sequence[int]) -> list[t
 
 
 def run_task(setting: GenerateSetup) -> list[int]:
-    """Load and write; ranks that the plan leaves idle sleep. Collective; the new tokens, on active ranks."""
+    """Load the model and generate; ranks that the plan leaves idle sleep. Collective; returns the new tokens (on active ranks)."""
     world, plan, task = setting.world, setting.plan, setting.task
     active = active_ranks(plan)
     members = world.subset(active)
@@ -230,8 +230,8 @@ def _tuning(source: GenerateSource, chain: TransformersChain) -> Tuning:
 def _plan(
     world: World, backend: Backend, chain: TransformersChain, tuning: Tuning, task: Task, memory_bytes: int | None
 ) -> tuple[Plan, tuple[RankMemory, ...]]:
-    """One stage for each rank that takes part, and how full it is; the KV cache, which is small beside the parameters, is not
-    counted. Collective.
+    """A plan of one pipeline with a stage per rank that takes part, and each rank's memory. The KV cache is not counted: it is
+    small beside the parameters. Collective.
 
     Raises:
         UserError: the model does not fit.
@@ -324,7 +324,7 @@ def _load_adapter(setting: GenerateSetup, stage: Stage | None) -> None:
 
 
 def _told(coming: Iterator[int], opened: Opened, task: Task) -> Iterator[int]:
-    """The tokens, printed as they come; how fast they came at the end."""
+    """Yields the tokens; prints their text as it is produced, and the speed at the end."""
     spelling = Spelling(opened.tokenizer, task.prompt)
     begin = first = time.perf_counter()
     count = 0
@@ -340,7 +340,7 @@ def _told(coming: Iterator[int], opened: Opened, task: Task) -> Iterator[int]:
 
 
 def _print(text: str) -> None:
-    """To stdout at once; characters that its encoding lacks become question marks."""
+    """Print to stdout and flush; characters that its encoding lacks become question marks."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()

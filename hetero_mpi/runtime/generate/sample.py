@@ -24,13 +24,13 @@ from hetero_mpi.runtime.setup.material import model_directory, prompt_template
 
 
 def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast | None, run_dir: Path) -> None:
-    """Print the continuation of ``[sample] prompt`` and store it in the run directory; nothing without a prompt. Collective.
+    """Print the continuation of ``[sample] prompt`` and store it in the run directory; without a prompt do nothing. Collective.
 
-    Parameters, optimizer and random generators are left as they are. A prompt that cannot be used is said, and is no error:
-    the run is over.
+    Parameters, optimizer and random generators are left as they are. A prompt that cannot be used is reported and is no error,
+    since the training has succeeded.
 
     Args:
-        trainer: this rank's share of the run.
+        trainer: this rank's trainer.
         tokenizer: on rank 0, else None.
     """
     table = loaded.job.sample
@@ -61,7 +61,7 @@ def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedToken
 
 
 def _task(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any] | None:
-    """Prompt, stop tokens and number of new ones; None, and a reason said, where the prompt cannot be continued."""
+    """Prompt, stop tokens and number of new tokens; None, with the reason printed, where the prompt cannot be continued."""
     table, config = loaded.job.sample, language(trainer.chain).config
     assert table.prompt is not None
     try:

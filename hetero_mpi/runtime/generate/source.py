@@ -1,4 +1,7 @@
-"""What ``generate RUN_OR_DIR`` is given, and how its model expects a prompt. Rank 0 alone reads it."""
+"""The argument of ``generate``: a run, a model directory or an adapter directory, and the form of prompt its model expects.
+
+Only rank 0 reads it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class GenerateSource:
-    """Which model writes, and how it is held. Plain values, to be broadcast."""
+    """Which model generates, and in which dtype and quantisation. Plain values, to be broadcast."""
 
     config: dict[str, Any]
     """Keys of the model's ``config.json``."""
@@ -55,17 +58,17 @@ class GenerateSource:
 
 @dataclass(frozen=True)
 class Opened:
-    """A source, and what only rank 0 needs of it."""
+    """A source, with what only rank 0 needs of it: the tokenizer and the form of the prompt."""
 
     source: GenerateSource
     tokenizer: PreTrainedTokenizerFast
     adapter: Path | None
     template: Template | None
-    """How a prompt is wrapped; None: it is continued as it is."""
+    """The template that a prompt is put into; None: it is continued as it is."""
     reason: str
-    """Why, for a person."""
+    """Why this template, in words."""
     learnt_text: bool = False
-    """The model was trained here on text: a document begins without special tokens."""
+    """The model was trained by this program on plain text, in which a document begins without special tokens."""
 
     def prompt_tokens(self, prompt: str, raw: bool) -> list[int]:
         """Token ids of the prompt as the model expects it.
@@ -83,10 +86,10 @@ class Opened:
 
 
 def open_source(path: Path) -> Opened:
-    """Look at what is at ``path``; no weights are read.
+    """Find out what is at ``path``. Weights are not read.
 
     Raises:
-        UserError: it is none of the three kinds, not complete, or of a family that is not proven.
+        UserError: it is none of the three kinds, is incomplete, or is of an unsupported family.
     """
     path = path.expanduser()
     if not path.exists():
@@ -104,7 +107,7 @@ def open_source(path: Path) -> Opened:
 
 
 def stop_tokens(config: dict[str, Any], directory: Path | None, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Tokens that end a text: those of ``generation_config.json``, else of ``config.json``, and the tokenizer's own."""
+    """Ids of the tokens that end a text: those of ``generation_config.json``, else of ``config.json``; and the tokenizer's own."""
     found = config.get("eos_token_id")
     path = directory / "generation_config.json" if directory is not None else None
     if path is not None and path.is_file():
@@ -127,7 +130,7 @@ def _model(path: Path) -> GenerateSource:
 
 
 def _adapter(path: Path) -> tuple[GenerateSource, Path, Path]:
-    """An adapter directory as it is: over its base model in that one's own dtype."""
+    """An adapter directory, over its base model in the base model's own dtype."""
     table, name = adapter_of(path)
     base = Path(name) if name else None
     if name is not None and base is not None and hub.is_hub_id(name, base):
@@ -151,7 +154,7 @@ def _adapter(path: Path) -> tuple[GenerateSource, Path, Path]:
 
 
 def _bare(source: GenerateSource, path: Path, adapter: Path | None) -> Opened:
-    """A directory that no job of ours speaks for."""
+    """A directory that belongs to no run of this program."""
     tokenizer = _tokenizer(source, adapter or path)
     if has_template(tokenizer):
         return Opened(source, tokenizer, adapter, "auto", "wrapped by the tokenizer's chat template")
@@ -159,7 +162,7 @@ def _bare(source: GenerateSource, path: Path, adapter: Path | None) -> Opened:
 
 
 def _run(path: Path) -> Opened:
-    """The result of a run, held as its job held it."""
+    """The result of a run, in the dtype and quantisation of its job."""
     known = _newest_metadata(path / "checkpoints")
     if known is None:
         result = path / ("model" if (path / "model").is_dir() else "adapter")

@@ -1,4 +1,4 @@
-"""Text through the pipeline: tokens travel forward as hidden states, the last stage picks the next one and tells everybody.
+"""Token generation through the pipeline: hidden states go forward, and the last stage sends each new token to all active ranks.
 
 prefill   every stage passes the whole prompt (1, T, D) on, once, and fills its KV cache
 then      per token (1, 1, D) from stage to stage, and 8 bytes from the last stage to every active rank
@@ -21,16 +21,16 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 
 _HIDDEN, _TOKEN = (1 << 13) + 16, (1 << 13) + 17
 _CONTEXT = 6
-"""Tokens before a new one that may decide how it is spelt (spaces, parts of a character)."""
+"""Tokens before a new one that its spelling may depend on (spaces, parts of a character)."""
 
 
 class Writer:
-    """One rank's part in continuing a text.
+    """One rank's part in generating text: it computes its stage, and receives every token.
 
     Args:
         rank: this rank's number in the plan.
-        stage_ranks: who holds the stages, in the order of the chain.
-        active: everybody who hears the tokens: the ranks with a stage, and rank 0.
+        stage_ranks: the ranks that hold the stages, in the order of the chain.
+        active: the ranks that receive the tokens: those with a stage, and rank 0.
         stage: this rank's stage; None where it holds none.
     """
 
@@ -79,7 +79,9 @@ class Writer:
                     return
 
     def _next_token(self, fresh: Sequence[int], position: int, sampling: Sampling) -> int:
-        """Move the fresh tokens through the pipeline; the token that everybody hears of."""
+        """Pass the tokens that are not yet in the KV caches through the pipeline; returns the new token, the same on every active
+        rank.
+        """
         if self._decoder is None:
             return self._hear()
         y = self._decoder.step(self._input(fresh))
@@ -113,7 +115,7 @@ class Writer:
 
 
 class Spelling:
-    """Tokens -> text, as they come; a character of several tokens appears with the last of them."""
+    """Converts tokens into text as they are produced. A character of several tokens appears with the last of them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -121,12 +123,12 @@ class Spelling:
         self._begin, self._told = 0, len(self._tokens)
 
     def add(self, token: int) -> str:
-        """The text that is certain now and was not before."""
+        """The text that has become certain with this token; may be empty."""
         self._tokens.append(token)
         return self._new(final=False)
 
     def end(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         return self._new(final=True)
 
     def _new(self, final: bool) -> str:

@@ -1,6 +1,6 @@
-"""A job's ``[model] factory``: the user's own code, imported on every rank, that gives a model made of layers.
+"""``[model] factory``: the user's own Python function, imported on every rank, that returns a model made of layers.
 
-Rank 0 has the data and looks at the layers; all ranks get what it saw, and check that their module is the same.
+Rank 0 has the data and inspects the layers. All ranks get the result, and check that their module is the same.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from hetero_mpi.model.layer.seeds import seeded
 
 
 def read_factory(loaded: LoadedJob) -> tuple[dict[str, Any], Samples]:
-    """(what all ranks must know of the model, its data). On rank 0.
+    """(JSON-able description of the model, its data). On rank 0.
 
     Raises:
-        UserError: the module is not there, gives something else, or breaks a rule.
+        UserError: the module is missing, returns something else, or breaks a rule.
     """
     model, digest = _called(loaded)
     job = loaded.job
@@ -71,7 +71,7 @@ def custom_chain(world: World, loaded: LoadedJob, keys: Mapping[str, Any], sampl
 
 
 def start_values(loaded: LoadedJob) -> dict[str, torch.Tensor]:
-    """The start weights of a model that is there already, by name; nobody else here holds them. On rank 0."""
+    """The start weights of a factory's existing model, by name. On rank 0. The caller holds the only references."""
     model, _ = _called(loaded)
     return {
         f"{name}.{inner}": parameter.detach()
@@ -83,7 +83,7 @@ def start_values(loaded: LoadedJob) -> dict[str, torch.Tensor]:
 def _existing(
     world: World, loaded: LoadedJob, model: LayeredModel, shapes: tuple[LayerShape, ...]
 ) -> dict[str, Builder]:
-    """Builders of the layers of a model that is there already: rank 0's buffers, and parameters without values. Collective."""
+    """Builders of the layers of an existing model, with rank 0's buffers and parameters without values. Collective."""
     modules = model.modules()
     with world.together("looking at the factory's model"):
         for shape in shapes:
@@ -111,7 +111,7 @@ def _existing(
 
 
 def _called(loaded: LoadedJob) -> tuple[LayeredModel, str]:
-    """What the factory gives, and a digest of its file."""
+    """The factory's return value, and a digest of its file."""
     text = loaded.job.model.factory
     assert text is not None
     name, _, function = text.partition(":")
@@ -165,7 +165,7 @@ def _data(loaded: LoadedJob, what: str, give: Any) -> Any:
 
 
 def _own_code(loaded: LoadedJob, call: Any) -> Any:
-    """Call the user's code; what it raises is told as the user's, with the place."""
+    """Call the user's code. Its exceptions are reported as the user's, with the line."""
     try:
         return call()
     except (UserError, ModuleNotFoundError):

@@ -1,4 +1,7 @@
-"""At the start of a run: does this rank's GPU compute what the CPU does? Asked once per GPU, build and need, and kept."""
+"""The self-test at the start of a run: does this rank's GPU compute what the CPU does?
+
+It runs once per GPU, software build and kind of computation; the answer is kept.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,23 @@ from hetero_mpi.profiling.time_cache import key_of, load, save
 from hetero_mpi.report.run_files.logs import say
 
 SELF_TEST_VARIABLE = "HETERO_MPI_SELF_TEST"
-"""Environment variable; 0: no rank that sees it tests its GPU."""
+"""Environment variable; with 0 a rank does not test its GPU."""
 _LAYOUT = 1
-"""Changes with what is tested."""
+"""Version of the tests: raise it when what is tested changes."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run will have its devices do."""
+    """The kinds of computation that a run needs of its devices."""
 
     dtype: str
     """``auto``, or the compute dtype."""
     nf4: bool
 
     def of(self, backend: Backend) -> list[str]:
-        """As ``self_test`` takes them. Sums and AdamW are in fp32 anyway; ``auto`` takes bf16 where it can (``best_dtype``)."""
+        """The names that ``self_test`` takes. Sums and AdamW are always in fp32; ``auto`` takes bf16 where it can
+        (``best_dtype``).
+        """
         dtypes = backend.dtypes()
         dtype = self.dtype if self.dtype != "auto" else next(d for d in ("bf16", "fp16", "fp32") if d in dtypes)
         found = ["fp32", dtype, NF4 if self.nf4 else ""]
@@ -39,7 +44,7 @@ class Needs:
 
 
 def failure(world: World, backend: Backend | None, needs: Needs) -> str:
-    """What is wrong with this rank's device, and what to do; "" where nothing is, or where there is no GPU (None). Collective."""
+    """What is wrong with this rank's device, and what to do; "" where nothing is. ``backend`` None: there is no GPU. Collective."""
     wanted, key = [], ""
     if backend is not None and os.environ.get(SELF_TEST_VARIABLE) != "0":
         wanted = needs.of(backend)
@@ -67,7 +72,7 @@ def failure(world: World, backend: Backend | None, needs: Needs) -> str:
 
 
 def _key(world: World, backend: Backend, needs: list[str]) -> str:
-    """Equal keys mean: the same GPU, driver and builds, asked for the same."""
+    """Equal keys mean the same GPU, driver, builds and needs."""
     builds = [torch.__version__, *(installed(name) for name in ("bitsandbytes", "transformers"))]
     device = [world.host, backend.identity(), backend.architecture(), drivers(), platform.release()]
     return f"self-test-{key_of([_LAYOUT, device, builds, needs])}"

@@ -27,29 +27,29 @@ from hetero_mpi.runtime.setup.custom_model import read_factory
 
 @dataclass(frozen=True)
 class Material:
-    """Model configuration, tokenizer and data of a job. Only rank 0 has it."""
+    """Model configuration, tokenizer and data of a job. On rank 0 only."""
 
     config: dict[str, Any]
-    """Keys of the model's ``config.json``, or what is known of a factory's layers; to be broadcast."""
+    """Keys of the model's ``config.json``, or the description of a factory's layers; to be broadcast."""
     tokenizer: PreTrainedTokenizerFast | None
-    """None: the model reads no text."""
+    """None: the model takes no text."""
     dataset: DataSource
     notes: tuple[str, ...]
-    """Remarks for a person."""
+    """Remarks to be printed."""
     template: Literal["chat", "plain"] | None = None
-    """What turned records into text; None: the job has text."""
+    """The template that turned records into text; None: the job has plain text."""
 
 
 def prompt_template(job: JobConfig) -> Template | None:
-    """How the job's model expects a prompt: the last argument of ``data.template.render_prompt``."""
+    """The form of prompt that the job's model expects: the last argument of ``data.template.render_prompt``."""
     return None if job.data.records is None else job.data.template
 
 
 def prepare(loaded: LoadedJob) -> Material:
-    """Read the job's files: the data first, since a model of the hub may take an hour to fetch.
+    """Read the job's files. The data come first, since fetching a model from the hub may take an hour.
 
     Raises:
-        UserError: anything missing, damaged or contradictory.
+        UserError: a file is missing or damaged, or the job contradicts itself.
     """
     if loaded.job.model.factory is not None:
         keys, samples = read_factory(loaded)
@@ -113,7 +113,7 @@ _FORMS = {
 def _tokenizer(
     loaded: LoadedJob, config: dict[str, Any], texts: Iterable[str]
 ) -> tuple[PreTrainedTokenizerFast, list[str]]:
-    """The job's tokenizer, trained on the texts or loaded, and remarks; completes the configuration from it."""
+    """The job's tokenizer (loaded, or trained on the texts), and remarks. Adds the tokenizer's keys to the configuration."""
     job, notes = loaded.job, []
     if job.tokenizer.train_vocab_size is not None:
         tokenizer = train_bpe(texts, job.tokenizer.train_vocab_size, job.data.sequence_length)
@@ -128,7 +128,7 @@ def _tokenizer(
 
 
 def _model_keys(loaded: LoadedJob) -> dict[str, Any]:
-    """Keys of the model's configuration, which a model of the hub is fetched for."""
+    """Keys of the model's configuration; a model of the hub is fetched for them."""
     config = _read_keys(loaded)
     _check_model(loaded, config)
     return config
@@ -147,7 +147,7 @@ def _read_keys(loaded: LoadedJob) -> dict[str, Any]:
 
 
 def _check_model(loaded: LoadedJob, config: dict[str, Any]) -> None:
-    """Refuse what cannot be trained before a long corpus becomes tokens."""
+    """Refuse a model that cannot be trained, before a long corpus is tokenized."""
     positions = getattr(read_config(config), "max_position_embeddings", None)
     length = loaded.job.data.sequence_length
     if positions is not None and length > positions:
@@ -158,7 +158,7 @@ def _check_model(loaded: LoadedJob, config: dict[str, Any]) -> None:
 
 
 def _complete(config: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """Take from the tokenizer what a configuration written by hand need not repeat."""
+    """Add to a hand-written configuration what the tokenizer tells."""
     notes = []
     if "vocab_size" not in config:
         config["vocab_size"] = len(tokenizer)
@@ -172,8 +172,9 @@ def _complete(config: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> lis
 
 
 def model_directory(loaded: LoadedJob) -> Path | None:
-    """The directory start weights come from on this machine (it may not be there), or None when they are initialised from
-    the seed. Asks no network.
+    """The directory of the start weights on this machine, which may not exist; None where they are initialised from the seed.
+
+    Uses no network.
     """
     text = loaded.job.model.path
     if text is None:
@@ -183,7 +184,7 @@ def model_directory(loaded: LoadedJob) -> Path | None:
 
 
 def _obtain(loaded: LoadedJob, text: str) -> Path:
-    """The model's directory on rank 0; a model of the hub is fetched if need be."""
+    """The model's directory on rank 0; a model of the hub is fetched if it is not in the cache."""
     path = loaded.resolve(text)
     if hub.is_hub_id(text, path):
         return hub.obtain(text, path, loaded.job.model.download, say)

@@ -1,4 +1,4 @@
-"""From a job to a plan: the profile (loaded, reused or measured) and the plan."""
+"""The profile of the cluster (loaded, reused or measured) and the plan (given or made)."""
 
 from __future__ import annotations
 
@@ -44,15 +44,16 @@ def obtain_profile(
     reprofile: bool,
     say: Callable[[str], None],
 ) -> ClusterProfile:
-    """The profile named by the user, the run directory's when its key matches, or a measurement, for which devices that were
-    measured before are not measured again. Collective.
+    """The profile: the one named by the user, else the run directory's if its key matches, else a measurement. Collective.
+
+    A measurement reuses the cached times of devices that were measured before.
 
     Args:
-        given: what the command line, or a Python program, gives (rank 0's view).
-        reprofile: measure, whatever was measured before.
+        given: a path or profile from the command line or a Python program (rank 0's view).
+        reprofile: measure everything again.
 
     Raises:
-        UserError: the named profile is damaged or describes another cluster or model; or it is named and to be measured.
+        UserError: the named profile is damaged or is of another cluster or model; or it is named and ``reprofile`` is set.
     """
     settings = loaded.job.profile
     named = given or (loaded.profile_file(settings.path) if settings.path else None)
@@ -81,10 +82,10 @@ def obtain_profile(
 def obtain_plan(
     world: World, profile: ClusterProfile, request: PlanRequest, run_dir: Path, given: Path | Plan | None
 ) -> PlanReport:
-    """The plan ``given`` by the user (rank 0's view), completed, or the planner's; its schedule has passed a dry run. Collective.
+    """The user's plan ``given`` (rank 0's view), completed; or the planner's. Its schedule has passed a dry run. Collective.
 
     Raises:
-        UserError: nothing fits, or the given plan does not.
+        UserError: no plan fits the memory, or the given plan does not.
     """
     report: PlanReport | None = None
     with world.led("planning"):
@@ -123,11 +124,10 @@ def _fitting(
     key: str,
     say: Callable[..., None],
 ) -> ClusterProfile | None:
-    """The profile that ``path`` names, if it is of this job; None if it is not, or its times are implausible, and nobody has
-    asked for just this one.
+    """``profile`` if it is of this job; None if it is not, or if its times are implausible, and the user did not name it.
 
     Raises:
-        UserError: the user has, and it is of another model or number of ranks.
+        UserError: the user named it, and it is of another model or number of ranks.
     """
     if profile.key == key and not named and profile_doubts(profile):
         say(f"Profile: {path} has implausible times: measured again", *profile_doubts(profile))

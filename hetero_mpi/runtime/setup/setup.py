@@ -1,4 +1,4 @@
-"""What happens before a run is planned, and the plan: job, devices, data, the model's shape, the profile.
+"""The setup of a run, before any weight is read: job, devices, data, the model's shape, profile and plan.
 
 ``train`` and ``profile`` both begin here.
 """
@@ -50,7 +50,7 @@ from hetero_mpi.state.local_checkpoint import generations_in_memory
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The command line of ``train``, or what a Python program asks of it."""
+    """The options of ``train``, from the command line or a Python program."""
 
     job: Path | LoadedJob
     overrides: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class RunSetup:
-    """What every rank knows before planning."""
+    """What every rank knows before planning. Never changed."""
 
     world: World
     transport: Transport
@@ -76,7 +76,7 @@ class RunSetup:
     tuning: Tuning
     backend: Backend
     cores: float
-    """CPU cores this rank can count on; under 1 ranks share cores."""
+    """CPU cores this rank can count on; below 1 where ranks share cores."""
     threads: int
 
     @property
@@ -91,10 +91,10 @@ class RunSetup:
 
 @dataclass(frozen=True)
 class RunContext(RunSetup):
-    """What every rank knows of the run while it lasts, whatever the plan."""
+    """What every rank knows while the run lasts, whatever the plan. Never changed."""
 
     profile: ClusterProfile
-    """What plans are made for: of the ranks there are, measured or emulated."""
+    """The profile of the present ranks, measured or emulated, that plans are made for."""
 
     @classmethod
     def of(cls, setup: RunSetup, profile: ClusterProfile) -> RunContext:
@@ -102,7 +102,7 @@ class RunContext(RunSetup):
 
 
 def read_job(world: World, options: TrainOptions) -> tuple[LoadedJob, Path]:
-    """Rank 0 reads the job file; everybody gets the job. Only rank 0 need have the file."""
+    """The job and the run directory, read by rank 0 and broadcast. Only rank 0 needs the file. Collective."""
     shared: dict[str, Any] | None = None
     with world.led("reading the job"):
         if world.rank == 0:
@@ -122,7 +122,9 @@ def read_job(world: World, options: TrainOptions) -> tuple[LoadedJob, Path]:
 
 @contextlib.contextmanager
 def claimed(world: World, run_dir: Path) -> Iterator[None]:
-    """Hold the run directory (rank 0); every rank is refused together while another run has it."""
+    """A context in which rank 0 holds the lock of the run directory. If another run holds it, all ranks raise the error.
+    Collective.
+    """
     with contextlib.ExitStack() as stack:
         with world.led("claiming the run directory"):
             if world.rank == 0:
@@ -133,7 +135,7 @@ def claimed(world: World, run_dir: Path) -> Iterator[None]:
 
 
 def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path) -> RunSetup:
-    """Devices, data (rank 0) and the model's shape."""
+    """Open the devices, read the data (rank 0) and build the model's chain without weights. Collective."""
     job, material = loaded.job, None
     backend = open_device(world, job.cluster.device, Needs(job.train.dtype, job.model.quantization == "nf4"))
     cores = share_of_cores(world, backend)
@@ -171,7 +173,7 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
 
 
 def _with_dtype(world: World, loaded: LoadedJob, backend: Backend) -> LoadedJob:
-    """The job with its compute dtype settled, which must be one value for all ranks."""
+    """The job with its compute dtype settled; it is the same on all ranks. Collective."""
     ranks = [(name, dtypes) for name, dtypes in world.all_gather_json([backend.name, list(backend.dtypes())])]
     wanted: str = loaded.job.train.dtype
     if wanted == "auto":
@@ -186,7 +188,9 @@ def _with_dtype(world: World, loaded: LoadedJob, backend: Backend) -> LoadedJob:
 
 
 def settle_products(world: World, backend: Backend, dtype: str) -> None:
-    """Multiply in ``dtype``, the job's, or in fp32 where the processor has no units for it; rank 0 says who does. Collective."""
+    """Choose the dtype of matrix products: ``dtype``, or fp32 where the processor has no units for it. Rank 0 prints who does.
+    Collective.
+    """
     products = backend.products(dtype)
     if products != dtype:
         widen_products(dtype)
@@ -196,12 +200,13 @@ def settle_products(world: World, backend: Backend, dtype: str) -> None:
 
 
 def open_device(world: World, job_device: str, needs: Needs) -> Backend:
-    """This rank's device, each rank of a host another GPU; a GPU that fails its self-test is refused, or, where it was not asked
-    for, left alone. Collective.
+    """This rank's device; each rank of a host gets another GPU. Collective.
+
+    A GPU that fails its self-test is refused; where it was not asked for by name, the rank computes on the CPU instead.
 
     Args:
         job_device: ``[cluster] device``.
-        needs: what the devices will do.
+        needs: the kinds of computation the run needs.
     """
     with world.together("looking for the device"):
         wanted = wish(job_device, os.environ)
@@ -230,13 +235,13 @@ def open_device(world: World, job_device: str, needs: Needs) -> Backend:
 
 
 def share_of_cores(world: World, backend: Backend) -> float:
-    """Cores this rank can count on, of those that it may run on. Collective."""
+    """CPU cores this rank can count on, of those it may run on. Collective."""
     everyone = world.all_gather_json([world.host, own_cores(), backend.name == "cpu"])
     return cores_of(world.rank, [Cores(host, tuple(cores), computes) for host, cores, computes in everyone])
 
 
 def default_threads(cores: float) -> int:
-    """Threads under "auto": what the user's environment says, else one for each whole core."""
+    """Threads under "auto": ``OMP_NUM_THREADS`` if set, else one per whole core."""
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     return int(wanted) if wanted.isdigit() and int(wanted) > 0 else max(1, int(cores))
 
@@ -249,7 +254,7 @@ def _say_ranks(world: World, backend: Backend, threads: int) -> None:
 
 
 def subject_of(setup: RunSetup) -> tuple[Subject, str]:
-    """What is profiled, and why the planner may choose among just these micro-batches, in words."""
+    """What is to be profiled, and the reason in words for the micro-batch sizes that the planner may choose from."""
     job = setup.job
     choices, reason = micro_batch_choices(
         job.train.global_batch, job.train.micro_batch, setup.world.size, setup.tuning.uses_dropout(setup.chain)
@@ -268,7 +273,9 @@ def subject_of(setup: RunSetup) -> tuple[Subject, str]:
 
 
 def planning_request(setup: RunSetup, profile: ClusterProfile, ranks: int = 0) -> PlanRequest:
-    """What the planner is asked. Local. ``ranks``: for so many the measured micro-batches were chosen; 0: all there are."""
+    """The planner's request. Local. ``ranks``: number of ranks that the measured micro-batch sizes were chosen for; 0: the present
+    ones.
+    """
     generations = generations_in_memory(setup.job.checkpoint.replicate_every)
     dropout = setup.tuning.uses_dropout(setup.chain)
     request = request_of(setup.loaded, ranks or setup.world.size, dropout, generations)
@@ -276,7 +283,7 @@ def planning_request(setup: RunSetup, profile: ClusterProfile, ranks: int = 0) -
 
 
 def plan_run(setup: RunSetup, options: TrainOptions) -> tuple[ClusterProfile, PlanReport]:
-    """Profile and plan, both shown; the plan's schedule has passed a dry run. Collective."""
+    """Profile and plan, and print both. The plan's schedule has passed a dry run. Collective."""
     world = setup.world
     subject, reason = subject_of(setup)
     if setup.job.cluster.emulate is not None:
