@@ -88,7 +88,7 @@ def make_room(setup: RunSetup, members: World, earlier: EarlierRun | None) -> No
     Raises:
         CollectiveUserError: it cannot be moved.
     """
-    with members.led("setup the earlier run aside"):
+    with members.led("moving the earlier run aside"):
         _set_aside(setup, earlier)
 
 
