@@ -1,5 +1,4 @@
-"""Ranks talking to each other: mpi4py and numpy, never torch.
+"""Communication between ranks, with mpi4py and numpy; never torch.
 
-``joining`` enters the MPI job and refuses a broken start, ``world`` is what its ranks do together, ``transport`` moves bytes
-between them, ``links`` measures how fast.
+``ranks/`` joins the MPI job and holds the collective calls; ``transport`` moves bytes between ranks; ``links`` measures how fast.
 """

@@ -1,8 +1,8 @@
 """Host memory in large pages, for buffers that MPI copies from process to process.
 
-Within one host MPI libraries let the kernel copy a long message from one process's pages to the other's, page by page: with
-pages of 2 MiB that is two to three times as fast as with 4 KiB (docs/measurements.md). Linux gives large pages to memory that
-begins at a multiple of their size and asks for them; elsewhere this is ordinary memory.
+Within one host MPI libraries let the kernel copy a long message from one process's pages to the other's, page by page. With pages
+of 2 MiB that is two to three times as fast as with 4 KiB (docs/measurements.md). Linux gives large pages to memory that begins at a
+multiple of their size and asks for them. On other systems this is ordinary memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SMALLEST_BYTES = 1 << 20
 
 
 def empty(size_bytes: int) -> NDArray[np.uint8]:
-    """Memory with no particular content; it lives as long as the array or a view of it."""
+    """Uninitialised memory of ``size_bytes``; it lives as long as the array or a view of it."""
     if size_bytes < SMALLEST_BYTES or sys.platform != "linux" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return np.empty(size_bytes, np.uint8)
     pages = -(-size_bytes // PAGE_BYTES) + 1

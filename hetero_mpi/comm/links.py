@@ -1,9 +1,9 @@
-"""How fast messages move between each pair of ranks, host buffer to host buffer, over the transport that training uses.
+"""Measures latency and bandwidth between each pair of ranks, host buffer to host buffer, over the transport that training uses.
 
-Pairs are measured in rounds in which every rank has one partner at most (the circle method of round-robin
-tournaments) and every NIC carries one pair at most, and each direction of a pair on its own: home links are
-faster one way. Then, where a host has several ranks, everything that leaves it or comes to it is sent at once: ranks whose
-messages together are hardly faster than those of one share a NIC.
+Pairs are measured in rounds (the circle method of round-robin tournaments). In a round every rank has one partner at most, and
+every NIC carries one pair at most. The two directions of a pair are measured separately, as many home links are faster one way.
+Then each host with several ranks sends and receives from all of them at once. If their messages together are hardly faster than
+those of one rank, they share a NIC.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from hetero_mpi.comm.transport import Transport
 _PING, _PONG, _HEADER, _READY = 1, 2, 3, 4
 _TINY_BYTES = 1
 _SLOW_S = 0.05
-"""Messages that take longer are repeated twice at most ..."""
+"""Messages that take longer are repeated twice at most, seconds."""
 _TOO_SLOW_S = 1.0
-"""... and messages that would take longer are not sent."""
+"""Messages that would take longer are not sent, seconds."""
 _FLOW_S, _FLOW_MESSAGES = 0.05, 3
-"""Messages of about this time, and how many of them, tell how fast a flow is."""
+"""The rate of a flow is measured by ``_FLOW_MESSAGES`` messages of about ``_FLOW_S`` seconds."""
 CLEARLY_FASTER = 1.5
-"""Flows that share no NIC are together at least so much faster than the fastest of them alone."""
+"""Flows that share no NIC are together at least this many times as fast as the fastest of them alone."""
 PLAUSIBLE = 4.0
-"""A fitted bandwidth is at most so many times the best bytes / seconds of its samples."""
+"""A fitted bandwidth is at most this many times the highest bytes / seconds of its samples."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class LinkSamples:
 
 @dataclass(frozen=True)
 class HostFlows:
-    """A host whose ranks sent to other hosts all at once, and were then sent to; bytes per second."""
+    """Rates between a host with several ranks and the other hosts, in bytes per second."""
 
     host: str
     alone: tuple[float, float]
-    """(leaving, entering): the fastest of them by itself."""
+    """(leaving, entering): the faster of two flows, each measured alone."""
     together: tuple[float, float]
-    """(leaving, entering): all at once, added up."""
+    """(leaving, entering): the sum of all flows at once."""
 
     @property
     def shared(self) -> bool:
@@ -62,11 +62,11 @@ class HostFlows:
 
 
 def measure_links(world: World, transport: Transport, sizes_bytes: Sequence[int], repeats: int) -> list[LinkSamples]:
-    """Measure every directed pair; all ranks return the whole list, by (source, destination). Collective.
+    """Measure every directed pair; all ranks return the whole list, ordered by (source, destination). Collective.
 
-    The time of a message is the median round trip of it and a one-byte answer, less half the median round trip of one
-    byte both ways. ``repeats`` round trips per size, after one that warms the path up; sizes that would take too long over
-    a slow link are left out.
+    A message's time is the median round trip of it and a one-byte answer, less half the median round trip of one byte both ways.
+    Each size makes ``repeats`` round trips after one that warms up the path. Sizes that would take too long over a slow link are
+    left out.
     """
     own: list[LinkSamples] = []
     for pairs in quiet_rounds(world.hosts):
@@ -88,7 +88,7 @@ def measure_links(world: World, transport: Transport, sizes_bytes: Sequence[int]
 def measure_flows(
     world: World, transport: Transport, links: Sequence[LinkSamples], largest_bytes: int
 ) -> list[HostFlows]:
-    """Of every host with several ranks, where there are others: all flows between it and other hosts at once. Collective."""
+    """For each host with several ranks: the rates of its flows to and from other hosts, alone and all at once. Collective."""
     names = tuple(dict.fromkeys(world.hosts))
     found = []
     for host in names:
@@ -107,7 +107,7 @@ def measure_flows(
 
 
 def flows_of(hosts: Sequence[str], host: str) -> list[tuple[int, int]]:
-    """(rank of ``host``, rank elsewhere) for each rank of ``host``: partners of its own, on as many hosts as there are.
+    """(rank of ``host``, rank elsewhere) for each rank of ``host``. Partners are spread over as many hosts and ranks as there are.
 
     >>> flows_of(("a", "a", "b", "b", "c"), "a")
     [(0, 2), (1, 4)]
@@ -120,7 +120,7 @@ def flows_of(hosts: Sequence[str], host: str) -> list[tuple[int, int]]:
 
 
 def _time_one_way(transport: Transport, peer: int, sizes_bytes: Sequence[int], repeats: int) -> tuple[float, ...]:
-    """Seconds of a message of each size, until they become too slow."""
+    """Seconds of a message of each size, up to the first size that is too slow."""
     tiny_s = _round_trip_s(transport, peer, _TINY_BYTES, repeats)
     seconds: list[float] = []
     for place, size in enumerate(sizes_bytes):
@@ -150,7 +150,9 @@ def _round_trip_s(transport: Transport, peer: int, size: int, repeats: int) -> f
 
 
 def _announce(transport: Transport, peer: int, size: int, trips: int) -> None:
-    """Tell the other end what will come, and return when it has posted its first receive; 0 trips end the measurement."""
+    """Tell the other end the size and number of the messages; returns when it has posted its first receive. 0 messages end the
+    measurement.
+    """
     header = np.array([size, trips], np.int64).view(np.uint8)
     ready = transport.post_receive(peer, _READY, np.zeros(_TINY_BYTES, np.uint8))
     transport.wait(transport.send(peer, _HEADER, header))
@@ -158,7 +160,7 @@ def _announce(transport: Transport, peer: int, size: int, trips: int) -> None:
 
 
 def _answer(transport: Transport, peer: int) -> None:
-    """The other end of ``_time_one_way``. A receive is always posted before its message is sent, as in training."""
+    """The receiving end of ``_time_one_way``. A receive is always posted before its message is sent, as in training."""
     tiny = np.zeros(_TINY_BYTES, np.uint8)
     while True:
         header = np.zeros(2, np.int64)
@@ -184,7 +186,7 @@ def _flow_bytes(links: Sequence[LinkSamples], pair: tuple[int, int], largest_byt
 
 
 def _flow_rate(world: World, transport: Transport, pairs: Sequence[tuple[int, int]], sizes: Sequence[int]) -> float:
-    """Bytes per second of all ``pairs`` at once, on every rank. Collective."""
+    """Bytes per second of all ``pairs`` at once; the same on every rank. Collective."""
     requests = []
     messages: list[NDArray[np.uint8]] = []
     for number, ((source, destination), size) in enumerate(zip(pairs, sizes, strict=True)):
@@ -215,8 +217,8 @@ def _from_json(values: dict[str, object]) -> LinkSamples:
 def fit_line(sample_bytes: Sequence[float], sample_s: Sequence[float]) -> tuple[float, float]:
     """``(latency_s, bytes_per_s)`` of the line ``latency_s + bytes / bytes_per_s`` through the samples.
 
-    Least squares of the *relative* errors: small messages fix the latency, large ones the bandwidth. The latency is not
-    negative, and the bandwidth at most ``PLAUSIBLE`` times the best bytes / seconds that was seen: noise alone makes lines
+    Least squares of the *relative* errors: small messages determine the latency, large ones the bandwidth. The latency is not
+    negative. The bandwidth is at most ``PLAUSIBLE`` times the highest bytes / seconds of a sample, because noise alone makes lines
     that hardly rise, or fall.
     """
     sizes, seconds = np.asarray(sample_bytes, np.float64), np.asarray(sample_s, np.float64)

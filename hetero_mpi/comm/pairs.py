@@ -1,4 +1,4 @@
-"""All pairs of many, in rounds of pairs that do not disturb each other. Only the standard library is needed here."""
+"""All pairs of n ranks in rounds of disjoint pairs, for measurements that must not disturb each other. Standard library only."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Sleeping until a moment: closer to it than the operating system wakes a sleeper.
+"""Sleeping until a moment, more precisely than the operating system wakes a process.
 
-A sleeper is woken late by the timer's slack and the way back onto a core, about 0.1 ms, nearly always by the same amount.
-So that is measured once and taken off. Where a core is to spare, the rest is spun away; where ranks share cores a spinning
-rank would take time from one that computes.
+A sleeping process wakes about 0.1 ms late (timer slack, and the way back onto a core), nearly always by the same amount. That
+amount is measured once and subtracted. Where a core is free, the rest is spent polling the clock. Where ranks share cores there is
+no polling, as it would take time from a rank that computes.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import time
 
 _TRIALS, _TRIAL_S = 9, 1e-3
 _MOST_S = 5e-4
-"""A busy machine wakes sleepers by accident later than this; it is not taken for the rule."""
+"""Upper limit of the measured oversleep, seconds: on a busy machine a longer one is an accident."""
 
 
 class Sleeper:
-    """Waits on the clock of ``time.perf_counter``. ``spare_core``: may the last fraction of a millisecond be spun away?"""
+    """Waits until moments of ``time.perf_counter``. ``spare_core``: the last fraction of a millisecond may be spent polling."""
 
     def __init__(self, spare_core: bool) -> None:
         self.spare_core = spare_core
@@ -24,7 +24,7 @@ class Sleeper:
         """How much later than asked a sleep ends here."""
 
     def until(self, moment_s: float) -> None:
-        """Return at ``moment_s``, at once where that has passed."""
+        """Return at ``moment_s``; at once where that has passed."""
         # A core's spinner begins early, so that an accidentally late waking is still in time.
         early_s = self.late_s * (1.5 if self.spare_core else 1.0)
         left_s = moment_s - time.perf_counter() - early_s

@@ -1,15 +1,14 @@
-"""Checkpoints written beside the training: a snapshot in host memory, a thread that brings it to rank 0, and rank 0's file.
+"""Writes checkpoints during training: a snapshot in host memory, a thread that sends it to rank 0, and rank 0's file.
 
     training     step 9 | copy | step 10 | step 11 | ...
     background               send piece by piece ......      on every rank that holds something
                              receive, write, fsync, rename   on rank 0
 
-At the end of a step every rank copies what it holds into host buffers that are made once; this copy is all that training
-waits for, and the file holds exactly that moment. Pieces of at most 8 MiB travel through a transport of the saver's own,
-whose requests are all made by the background thread: they mingle with nobody else's messages, and rank 0 needs memory for
-four pieces, however large the model.
+At the end of a step every rank copies what it holds into host buffers, which are allocated once. Training waits for this copy only,
+and the file holds exactly that moment. Pieces of at most 8 MiB travel through a transport of the saver's own, which only the
+background thread uses, so they do not mix with other messages. Rank 0 needs memory for four pieces, however large the model.
 
-A thread does as well as a process would: h5py lets go of the interpreter's lock while it writes, and so do CRC-32 and fsync
+A thread does as well as a process would: h5py releases the interpreter's lock while it writes, and so do CRC-32 and fsync
 (measured: another thread never waited longer than the interpreter's own turn of 5 ms; docs/checkpoint.md).
 """
 
@@ -55,10 +54,10 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _TAG = 1
 PIECES_HELD = 4
-"""Pieces of other ranks that rank 0 has in memory at most: enough to keep links busy while one is being written."""
+"""Most pieces of other ranks in rank 0's memory at once: enough to keep links busy while one is being written."""
 _LONG_WAIT_S = 0.5
 MEMORY_SHARE = 0.5
-"""What the ranks of a host keep in its memory besides what they train with may take this share of what is free."""
+"""Largest share of a host's free memory that its ranks may use beyond what training itself needs."""
 
 Live = Callable[["Parcel"], torch.Tensor]
 
@@ -78,7 +77,7 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, live: Live) -> None:
-        """Copy everything, into the buffers of the last time."""
+        """Copy all tensors into the buffers, which are used again each time."""
         for parcel in self._own:
             self.views[parcel.kind, parcel.name].copy_(live(parcel), non_blocking=True)
         self._backend.synchronize()
@@ -89,29 +88,30 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class _Task:
-    """One checkpoint: everything that the background needs, fixed at the step's end."""
+    """One checkpoint: all that the background thread needs, fixed at the step's end."""
 
     path: Path
     metadata: dict[str, Any]
     values: Live
-    """Gives a parcel of this rank, in host memory."""
+    """Returns a parcel of this rank, in host memory."""
     began_s: float
 
 
 class Saver:
-    """Writes the checkpoints of a run. Every method is collective over the active ranks, at the end of a step.
+    """Writes the checkpoints of a run. Every method is collective over the active ranks, at the end of a step, unless it says
+    otherwise.
 
     A context manager: a block that ends well, or with the same error on all ranks, waits for the last checkpoint.
 
     Args:
         world: the active ranks.
         backend: this rank's device.
-        listed: all tensors of a checkpoint, in the order of the file, the same list on every rank.
-        live: gives a parcel that this rank owns, where it lies on the device.
+        listed: all tensors of a checkpoint, in the order of the file; the same list on every rank.
+        live: returns a parcel that this rank owns, where it lies on the device.
         directory: where checkpoints go (rank 0).
-        table: the job's wishes.
+        table: the job's ``[checkpoint]``.
         threaded: may MPI be called by several threads? If not, training stands still while a checkpoint is written.
-        newest: the checkpoint that is there already.
+        newest: the newest checkpoint of an earlier start.
 
     Attributes:
         newest: the newest checkpoint that is on disk, on rank 0.
@@ -141,13 +141,13 @@ class Saver:
         self._writing: Background[None] | None = None
 
     def save(self, metadata: dict[str, Any]) -> Path:
-        """Begin a checkpoint of this moment; a former one that is still under way is waited for.
+        """Begin a checkpoint of this moment. If the last one is still being written, wait for it first.
 
         Args:
-            metadata: what it holds besides tensors, ``step`` among it; all of it counts on rank 0 only.
+            metadata: what the file holds besides tensors, ``step`` included. Used on rank 0 only.
 
         Returns:
-            Where the checkpoint will be (rank 0 tells the person if it cannot be written, and training goes on).
+            The path of the checkpoint. (Where it cannot be written, rank 0 reports that, and training goes on.)
         """
         begin, step = time.perf_counter(), int(metadata["step"])
         busy_s = self.finish()
@@ -173,7 +173,7 @@ class Saver:
         return path
 
     def finish(self) -> float:
-        """Wait for the checkpoint under way, if there is one; returns the seconds that took.
+        """Wait for the checkpoint that is being written, if any; returns the seconds that took.
 
         Raises:
             Exception: what went wrong in the background, other than a file that could not be written.
@@ -185,7 +185,9 @@ class Saver:
         return time.perf_counter() - begin
 
     def abandon(self) -> None:
-        """Give up the checkpoint under way, as some rank will not answer any more. Of no use afterwards. Not collective."""
+        """Give up the checkpoint that is being written, because some rank no longer answers. The saver cannot be used afterwards.
+        Not collective.
+        """
         self._transport.close()
         with contextlib.suppress(Exception):
             self.finish()
@@ -202,7 +204,9 @@ class Saver:
             self.abandon()
 
     def _decide(self) -> None:
-        """Is there memory for snapshots? Decided by all ranks at the first checkpoint, when everything else is there."""
+        """Decide whether there is memory for snapshots. Collective; called at the first checkpoint, when everything else is in
+        memory.
+        """
         self._decided = True
         needed = 4 * numbers(parcel for parcel in self._listed if parcel.owner == self.world.rank)
         lacking = lack_of_memory(self.world, needed)
@@ -214,7 +218,7 @@ class Saver:
             )
 
     def _work(self, task: _Task) -> None:
-        """Everything after the snapshot. Runs in the background, or in place."""
+        """Send or write a snapshot. Runs in the background, or in place."""
         if self.world.rank == 0:
             self._write(task)
         else:
@@ -249,7 +253,7 @@ class Saver:
         return self.world.marked(coming)
 
     def _arriving(self) -> Iterator[NDArray[np.uint8]]:
-        """Rank 0: the pieces of other ranks, in the order of the list; each is valid until the next one is asked for."""
+        """Rank 0: the pieces of other ranks, in the order of the list. Each is valid until the next one is taken."""
         coming: deque[tuple[NDArray[np.uint8], Request]] = deque()
         sizes = (
             (parcel.owner, piece_count(piece) * parcel.dtype.itemsize)
@@ -276,20 +280,21 @@ class Saver:
             free.append(buffer)
 
     def _send(self, values: Live) -> None:
-        """Other ranks: what they hold, in the order of the list."""
+        """Other ranks: send what they hold, in the order of the list."""
         own = (piece for p in self._listed if p.owner == self.world.rank for piece in flat_pieces(p, values))
         send_in_order(self._transport, ((0, _TAG, piece.view(np.uint8)) for piece in self.world.marked(own)))
 
 
 def lack_of_memory(world: World, needed_bytes: int) -> str | None:
-    """Which hosts have no memory for what their ranks would keep, in words. Collective."""
+    """The hosts without memory for what their ranks would keep, in words; None: all have it. Collective."""
     return lack_of_space(world, needed_bytes, host_memory().usable_bytes, MEMORY_SHARE)
 
 
 def lack_of_space(world: World, needed_bytes: int, free_bytes: int, allowed: float) -> str | None:
-    """Which hosts' ranks together need more than the share ``allowed`` of what is free there, in words. Collective.
+    """The hosts whose ranks together need more than the share ``allowed`` of what is free there, in words; None: there are none.
+    Collective.
 
-    Ranks of a host need unlike amounts: a GPU's trains most of the model.
+    Ranks of a host need unlike amounts: a GPU's rank trains most of the model.
     """
     rows = world.all_gather_json([needed_bytes, free_bytes])
     lacking = []
@@ -302,12 +307,12 @@ def lack_of_space(world: World, needed_bytes: int, free_bytes: int, allowed: flo
 
 
 def numbers(listed: Iterable[Parcel]) -> int:
-    """How many the parcels hold together."""
+    """The number of elements of all parcels together."""
     return sum(math.prod(parcel.shape) for parcel in listed)
 
 
 def views(flat: torch.Tensor, listed: Iterable[Parcel]) -> dict[tuple[str, str], torch.Tensor]:
-    """(kind, name) -> where a parcel's numbers lie in a block that holds one after the other."""
+    """(kind, name) -> a view of a parcel's elements in ``flat``, which holds the parcels one after the other."""
     found, begin = {}, 0
     for parcel in listed:
         end = begin + math.prod(parcel.shape)
@@ -317,7 +322,7 @@ def views(flat: torch.Tensor, listed: Iterable[Parcel]) -> dict[tuple[str, str],
 
 
 def flat_pieces(parcel: Parcel, values: Live) -> Iterator[NDArray[np.float32]]:
-    """The pieces of a parcel that this rank has in host memory, in the order of a file, as views of it."""
+    """A parcel of this rank in pieces, as views of host memory, in the order of a file."""
     flat: NDArray[np.float32] = values(parcel).detach().reshape(-1).numpy()
     begin = 0
     for piece in pieces(parcel.shape, parcel.dtype.itemsize):

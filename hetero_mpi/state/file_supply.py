@@ -1,14 +1,14 @@
-"""One copy of the files is enough: ranks without the model directory get the tensors of their layers from rank 0.
+"""Supplies start weights from one copy of the files: ranks without the model directory get their layers' tensors from rank 0.
 
-Each rank reads its own disk if the model is there and is the same as rank 0's, else its shard cache, and what it still lacks
-comes over the transport: raw bytes, in the files' own dtype and under their own names (the receiver converts them). What is
-missing is gathered once, before anything is sent; from it, the plan and the names follow all messages:
+Each rank reads its own disk if the model is there and equals rank 0's, else its shard cache. What it still lacks comes over the
+transport: raw bytes, in the files' own dtype and under their own names (the receiver converts them). The missing layers are
+gathered once, before anything is sent. All messages follow from them, the plan and the names:
 
     receiver, per layer   post receives for the layer's tensors; send GO
     rank 0, in turns     layer by layer, one of each receiver: wait for GO, read and send tensor by tensor
 
-So a receiver holds one layer and rank 0 three tensors, and ranks that read their own disks wait for nobody. A receiver that
-fails sends STOP instead, and rank 0 passes over the rest of its layers.
+So a receiver holds one layer and rank 0 three tensors, and ranks that read their own disks wait for nobody. A receiver that fails
+sends STOP instead, and rank 0 skips the rest of its layers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LINE_EVERY_S = 5.0
 
 @dataclass(frozen=True)
 class FilesReport:
-    """What a rank says of its files, after looking."""
+    """What a rank has of the model's files, and what it lacks."""
 
     lack: str | None = None
     """Why it cannot read the model from its own disk; None: it can."""
@@ -57,7 +57,7 @@ class FilesReport:
 
 
 class FileSupply:
-    """The start weights of an active rank. A context manager around the loading, which tells rank 0 should it fail.
+    """The start weights of an active rank. A context manager around the loading; if that fails, rank 0 is told.
 
     Attributes:
         start: fills modules with the weights.
@@ -67,10 +67,10 @@ class FileSupply:
         self.start, self._outgoing, self._incoming = start, outgoing, incoming
 
     def serve(self) -> None:
-        """On rank 0 send what others lack, and return when they have it; nothing on other ranks.
+        """On rank 0 send what others lack, and return when they have it. On other ranks do nothing.
 
         Raises:
-            UserError: a file has become shorter meanwhile. The receivers wait then: let it end the whole job.
+            UserError: a file has become shorter meanwhile. The receivers still wait then: the caller must let it end the whole job.
         """
         if self._outgoing is not None:
             self._outgoing.send_all()
@@ -93,13 +93,13 @@ def open_files(
     cache_root: Path | None,
     kept: Collection[int] = (),
 ) -> FileSupply:
-    """Find out which ranks have the files, and say who gets what. Collective over the active ranks.
+    """Find out which ranks have the files, and who sends what to whom. Collective over the active ranks.
 
     Args:
         world: the active ranks.
         rank: this rank's number in the plan.
-        directory: where the model is; it must be there on rank 0.
-        cache_root: where ranks without the model keep what they receive; None: nowhere.
+        directory: the model's directory; it must exist on rank 0.
+        cache_root: where ranks without the model keep what they receive; None: they keep nothing.
         kept: layers that this rank has in memory and will not load.
 
     Raises:
@@ -166,7 +166,7 @@ class Incoming:
         return self._contents.tensors
 
     def look(self, lack: str, needed: Sequence[int], keys_of_layer: Mapping[int, Sequence[str]]) -> FilesReport:
-        """Check what the cache holds of the needed layers, and that the rest can be kept. Local."""
+        """Check which of the needed layers the cache holds, and that the rest can be kept. Local."""
         remarks: Sequence[str] = ()
         missing = list(needed)
         if self._cache is not None:
@@ -179,7 +179,7 @@ class Incoming:
         return FilesReport(lack, missing, len(needed) - len(missing), remarks)
 
     def read_layer(self, layer: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """As ``TensorSource.read_layer``; receives what is not in the cache, and keeps it there."""
+        """See ``TensorSource.read_layer``. Receives what is not in the cache, and keeps it there."""
         if layer not in self._missing:
             assert self._cache is not None
             return self._cache.read(layer, names)
@@ -210,7 +210,7 @@ class Incoming:
 
 
 class Outgoing:
-    """Rank 0's side: who lacks what, and sending it."""
+    """Rank 0's side: which rank lacks which layers, and sending them."""
 
     def __init__(
         self,
@@ -233,7 +233,7 @@ class Outgoing:
         self._under_way: deque[tuple[torch.Tensor, Request]] = deque()
 
     def send_all(self) -> None:
-        """Send every rank's missing layers, one of each rank in turn, and say so."""
+        """Send every rank's missing layers, one of each rank in turn, and report it."""
         for rank, report in self._reports.items():
             if report.lack is not None:
                 say(*self._lines(rank, report))
@@ -282,7 +282,7 @@ class Outgoing:
 
 
 class _Progress:
-    """Tells every few seconds how much is sent, and the rate at the end."""
+    """Reports every few seconds how much is sent, and the rate at the end."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes, self.sent_bytes = total_bytes, 0
@@ -304,7 +304,7 @@ class _Progress:
 
 
 def _own_files(directory: Path, contents: DirectoryContents) -> tuple[ModelFiles | None, str | None]:
-    """The model on this rank's disk; or None and why rank 0's is used instead."""
+    """(the model on this rank's disk, None); or (None, why rank 0's is used instead)."""
     if not directory.is_dir():
         return None, f"no {directory}"
     try:

@@ -1,4 +1,4 @@
-"""Where a run stands, besides its tensors: what a checkpoint holds, a rank that joins is told, and a recovery restores."""
+"""The training state besides tensors: checkpoints hold it, joining ranks receive it, and a recovery restores it."""
 
 from __future__ import annotations
 
@@ -15,34 +15,37 @@ from hetero_mpi.report.run_files.metrics import Evaluation, StepMetrics
 
 @dataclass
 class TrainingState:
-    """Passes from plan to plan. Whole on rank 0; other ranks have what they need to go on, idle ones nothing that is current."""
+    """Step, losses, updates, loss scale, skips and checkpoints of a run. It passes from plan to plan.
+
+    Complete on rank 0. Other active ranks have what they need to go on; on idle ranks it is out of date.
+    """
 
     loss_scale: LossScale
     step: int = 0
-    """Optimizer steps taken; the next one has this number, and the data position follows from it."""
+    """Steps taken. The next step has this number, and the position in the data follows from it."""
     updates: int = 0
-    """Steps of the optimizer: fewer than ``step`` when some were skipped."""
+    """Updates by the optimizer: fewer than ``step`` when some steps were skipped."""
     losses: list[float] = field(default_factory=list)
     """Loss of every step so far, nats per token."""
     skipped: int = 0
     """Steps of this run without an update, since gradients were not finite."""
     skips_in_a_row: int = 0
     newest_checkpoint: Path | None = None
-    """On other ranks than 0 it may be one whose writing failed."""
+    """On other ranks than 0 its writing may have failed."""
     good_checkpoint: Path | None = None
-    """The newest checkpoint whose weights have since given a finite step."""
+    """The newest checkpoint after which a step with finite gradients has followed."""
     metrics: list[StepMetrics] = field(default_factory=list)
-    """Of the steps that this process has seen."""
+    """Of the steps that this process has taken."""
     evaluations: list[Evaluation] = field(default_factory=list)
-    """Those that this process has seen."""
+    """Of the evaluations that this process has taken part in."""
 
     @classmethod
     def initial(cls, dtype: str) -> TrainingState:
-        """Before the first step of a run that computes in ``dtype``."""
+        """The state before the first step of a run that computes in ``dtype``."""
         return cls(LossScale.of(DTYPES[dtype]))
 
     def add_step(self, line: StepMetrics, finite: bool) -> None:
-        """A step is done; ``finite``: it has updated the parameters."""
+        """Record a step. ``finite``: it has updated the parameters."""
         self.step = line.step
         self.losses.append(line.loss)
         self.metrics.append(line)
@@ -57,7 +60,7 @@ class TrainingState:
         self.newest_checkpoint = path
 
     def checkpoint_metadata(self) -> dict[str, Any]:
-        """What a checkpoint of this moment says of the run."""
+        """What a checkpoint of this moment holds of the state."""
         return {
             "step": self.step,
             "updates": self.updates,
@@ -66,7 +69,7 @@ class TrainingState:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """What a rank that joins must know, as JSON-able values."""
+        """The state as JSON-able values, for a rank that joins."""
         newest, good = self.newest_checkpoint, self.good_checkpoint
         return {
             **self.checkpoint_metadata(),

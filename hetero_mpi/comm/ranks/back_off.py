@@ -1,7 +1,7 @@
-"""How to poll for something without taking a core from those who compute.
+"""Back-off for polling: how long to yield and to sleep between two looks, so that polling takes no core from a rank that computes.
 
-Who polls may be alone on a core, or may share it with the very rank whose message it waits for. So it gives up the core after
-every look for a while (free, where nobody wants it), and then sleeps between looks, the longer nothing happens, the longer.
+A polling rank may share its core with the very rank it waits for. So it first yields the core after every look, which costs nothing
+where nobody else wants it. Later it sleeps between looks, longer and longer.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ import os
 import time
 
 YIELD_S = 200e-6
-"""Look again at once, after yielding the core, for this long after something has happened ..."""
+"""After an event the next looks follow at once, with a yield between them, for this long."""
 SLEEP_SHARE = 0.1
 SHORTEST_SLEEP_S = 50e-6
 LONGEST_SLEEP_S = 1e-3
-"""... then sleep between looks for this share of the time since then, within these limits: what comes is noticed at most
-a tenth late, and long waits cost nothing. (Linux lets a sleeper sleep 50 us more than asked.)"""
+"""After that it sleeps between looks for a share of the time since the event, within these limits. So an event is noticed a tenth
+late at most, and long waits cost nothing. (Linux sleeps 50 us longer than asked.)
+"""
 
 
 class Pause:
-    """What to do between two looks."""
+    """The pause between two looks."""
 
     def __init__(self, longest_s: float = LONGEST_SLEEP_S, yield_s: float = YIELD_S) -> None:
         self._longest_s, self._yield_s = longest_s, yield_s
@@ -29,7 +30,7 @@ class Pause:
         self._last_event_s = time.perf_counter()
 
     def rest(self) -> None:
-        """Yield or sleep, as long as is fit."""
+        """Yield, or sleep as long as is due."""
         quiet_s = time.perf_counter() - self._last_event_s
         if quiet_s < self._yield_s:
             os.sched_yield()

@@ -1,7 +1,7 @@
-"""Collective calls of ranks, in JSON and raw arrays. Nothing is pickled: no lower-case method of mpi4py is used.
+"""Collective calls in JSON and raw arrays. Nothing is pickled: no lower-case method of mpi4py is used.
 
-MPI's own blocking calls spin until the last rank has come, on a core that this rank may need to come sooner. So every call
-here starts MPI's non-blocking one and looks for its end politely.
+MPI's blocking calls spin until the last rank has come, on a core that this rank may need. So every call here starts MPI's
+non-blocking form and polls for its end with back-off.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from hetero_mpi.comm.ranks.ulfm import finish, losses
 PIECE_BYTES = 1 << 30
 """Largest array piece of one collective call: MPI counts are 32 bit in most libraries."""
 DROWSY_S = 0.05
-"""How long a rank that waits for something long sleeps between two looks at most."""
+"""Longest sleep between two looks of a rank that waits for something long, seconds."""
 
 
 @dataclass
 class Collectives:
-    """Ranks that call together, in the same order, from their main threads, while no transport has requests in flight.
+    """The collective calls of a group of ranks, made in the same order, from their main threads, while no transport has requests in
+    flight.
 
     Every call raises ``RankLost`` if a rank has died and the job goes on without it (``comm.ranks.ulfm``).
     """
 
     comm: Any
-    """A duplicate of ``MPI.COMM_WORLD`` for the collectives below."""
+    """A duplicate of ``MPI.COMM_WORLD``, for these calls only."""
     rank: int
     size: int
 
@@ -42,7 +43,7 @@ class Collectives:
     def broadcast_json(self, value: Any, root: int = 0, longest_s: float = LONGEST_SLEEP_S) -> Any:
         """``root``'s value on every rank, as JSON gives it back (tuples become lists, keys become strings).
 
-        ``longest_s``: ``DROWSY_S`` after something that takes ``root`` long: the others look for it more and more rarely.
+        ``longest_s``: ``DROWSY_S`` where ``root`` works for long before it: the others then poll less often.
         """
         payload = encode(value) if self.rank == root else np.empty(0, np.uint8)
         length = np.array([payload.size], np.int64)
@@ -72,7 +73,7 @@ class Collectives:
         _finish(self.comm.Iallgather, own, everyone)
 
     def _room_for_all(self, payload: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-        """Lengths of all ranks' payloads, and an array that holds them one after the other."""
+        """Lengths of all ranks' payloads, and a buffer for them one after the other."""
         lengths = np.zeros(self.size, np.int64)
         _finish(self.comm.Iallgather, np.array([payload.size], np.int64), lengths)
         everything = np.empty(int(lengths.sum()), np.uint8)
@@ -120,7 +121,7 @@ class Collectives:
             _finish(self.comm.Ibcast, flat[first : first + PIECE_BYTES], root=root)
 
     def meet_asleep(self) -> None:
-        """``barrier`` after which ranks that share cores go on to compute: nobody looks twice without sleeping."""
+        """A barrier before the ranks compute on shared cores: a waiting rank sleeps between all its looks."""
         _finish(self.comm.Ibarrier, yield_s=0.0)
 
 
@@ -131,7 +132,7 @@ def _finish(
     yield_s: float = YIELD_S,
     **options: Any,
 ) -> None:
-    """Make one of MPI's non-blocking calls, and look until MPI is done with it."""
+    """Start one of MPI's non-blocking calls, and poll until it is complete."""
     with losses():
         finish(call(*arguments, **options), Pause(longest_s, yield_s))
 

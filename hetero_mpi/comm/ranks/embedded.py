@@ -1,7 +1,7 @@
-"""Collective work inside a Python program of the user's: MPI stays, and the program goes on.
+"""Collective work inside a user's Python program: MPI stays initialised, and the program goes on after it.
 
-``joining.run_guarded`` is for commands, which end with their work. Here the world is joined once, a problem that all ranks share
-is raised on all of them, and only what cannot be shared ends the job.
+``mpi_start.run_guarded`` is for commands, which end with their work. Here the world is joined once. A problem that all ranks share
+is raised on all of them; any other problem ends the job.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 
 class _Script:
-    """What this process knows of the program it is in."""
+    """This process's part in the user's program: the world it has joined, and whether it has failed."""
 
     def __init__(self) -> None:
         self.world: World | None = None
         self.failed = False
 
     def joined(self) -> World:
-        """The world, joined at the first call. Collective then."""
+        """The world; the first call joins it, and is collective."""
         if self.world is None:
             self.world = join()
             self._hook = sys.excepthook
@@ -37,7 +37,7 @@ class _Script:
         return self.world
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """An exception ends the program on this rank: all others would wait for it for ever."""
+        """The hook for uncaught exceptions: ends all ranks, as the others would wait for this one for ever."""
         self.failed = True
         assert self.world is not None
         if isinstance(error, CollectiveUserError):  # on all ranks: one tells it
@@ -50,7 +50,7 @@ class _Script:
             self._hook(kind, error, trace)
 
     def _leave(self) -> None:
-        """Before MPI's farewell, which the survivors of a rank's death would wait for without end."""
+        """At exit: leave without ``MPI_Finalize`` where ranks have died, as it would wait for them without end."""
         if self.world is not None and self.world.bereaved:
             leave_now(ExitCode.FAILED if self.failed else ExitCode.DONE)
 
@@ -59,7 +59,7 @@ _SCRIPT = _Script()
 
 
 def collectively(work: Callable[[World], T]) -> T:
-    """``work`` on all ranks together. Collective; joins MPI at the first call, and leaves it to the program's end.
+    """Run ``work`` on all ranks together and return its result. Collective; the first call initialises MPI.
 
     :raises UserError: the same on all ranks. Any other exception, or a problem of one rank alone while others go on, is printed
         with rank, host and action, and ends all ranks.

@@ -1,8 +1,8 @@
-"""Every rank's own word about where it stands, brought to rank 0, and rank 0's collection brought to everybody.
+"""Heartbeats: every rank reports where it stands to rank 0, and rank 0 sends the collection to all ranks.
 
-Small JSON messages on a communicator of their own, once in a while, from a thread that does nothing else: whoever asks why
-nothing goes on gets an answer although the main threads are stuck. Nobody waits for anybody here. MPI is the one channel that
-is known to work between these machines; it must allow calls from several threads (``THREAD_MULTIPLE``).
+They are small JSON messages on a communicator of their own, sent by a thread that does nothing else. So there is an answer when the
+main threads are stuck. Nobody waits for anybody here. MPI is used because it is the one channel known to work between these
+machines; it must allow calls from several threads (``THREAD_MULTIPLE``).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _TAG = 1
 
 
 class Heartbeat:
-    """The newest words of other ranks. The constructor and ``close`` are collective; in between one thread calls ``beat``.
+    """The newest report of each rank. The constructor and ``close`` are collective; in between one thread calls ``beat``.
 
     Attributes:
-        words: rank -> its newest word, its own too; on other ranks than 0 as rank 0 has passed it on. Missing: none yet.
-        heard_s: rank -> moment (``time.monotonic``) of its newest message: on rank 0 of every other rank, elsewhere of rank 0.
+        words: rank -> its newest report, this rank's included; on other ranks than 0 as rank 0 has passed it on. Missing: none yet.
+        heard_s: rank -> ``time.monotonic`` of its newest message: on rank 0 of every other rank, elsewhere of rank 0.
     """
 
     def __init__(self, world: World) -> None:
@@ -39,7 +39,8 @@ class Heartbeat:
         """Peer -> (MPI request, the bytes it sends)."""
 
     def beat(self, word: Any) -> None:
-        """Take what has come, and send ``word``, rank 0 all words; not to a peer that has not yet taken the last one.
+        """Receive what has come, and send ``word`` to rank 0 (rank 0: all reports to everybody). A peer that has not yet taken the
+        last message is left out.
 
         :raises RankLost: some rank has died.
         """
@@ -58,12 +59,12 @@ class Heartbeat:
         return time.monotonic() - self.heard_s[peer] if peer != self.rank else 0.0
 
     def forgive(self, pause_s: float) -> None:
-        """This process was stopped for so long: that it heard nothing is nobody's fault."""
+        """This process was stopped for ``pause_s``: do not count that time as silence of the others."""
         for peer in self.heard_s:
             self.heard_s[peer] += pause_s
 
     def close(self) -> None:
-        """Leave no message behind. After the last ``beat``."""
+        """Complete or cancel all messages. No ``beat`` follows."""
         sent = Collectives(self._comm, self.rank, self.size).all_gather_json(sorted(self._sent.items()))
         coming = {peer: dict(map(tuple, sent[peer])).get(self.rank, 0) for peer in self.heard_s}
         pause = Pause()

@@ -1,8 +1,8 @@
-"""Which network interfaces a rank offers to the others, under plain ``mpirun``: those over which its launcher already reaches them.
+"""Restricts a rank under plain ``mpirun`` to the network interfaces over which its launcher already reaches the other hosts.
 
-Open MPI's ranks offer each other all interfaces of their machines. One that leads nowhere (a VPN), or that has the same address
-everywhere (Docker's bridge), ends the job or lets it wait for ever. The launcher's daemon, the parent of the ranks, has found a way
-to the other hosts by then, and its connections say which.
+By default Open MPI's ranks offer each other all interfaces of their machines. An interface that leads nowhere (a VPN), or that has
+the same address everywhere (Docker's bridge), ends the job or makes it hang. The parent of the ranks, the launcher's daemon, is
+connected to the other hosts by then; its connections show which interfaces work.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _DEVICES = Path("/sys/class/net")
 
 
 def keep_to_the_launcher_s_interfaces(environment: MutableMapping[str, str]) -> None:
-    """Tell Open MPI's library, before it is initialised, to use the interfaces over which the launcher's daemon talks.
+    """Set Open MPI's variable for the interfaces to those over which the launcher's daemon talks. Called before MPI is initialised.
 
-    Nothing is told where the user has chosen, where the daemon talks to no other host, or where another NIC of this machine is as
-    fast: which of the two is meant for data, nobody knows.
+    Nothing is set in three cases: the user has chosen; the daemon talks to no other host; or another NIC of this machine is as
+    fast, so that it is not known which of the two is meant for data.
     """
     if "OMPI_COMM_WORLD_SIZE" not in environment or _INCLUDE in environment or _EXCLUDE in environment:
         return
@@ -30,7 +30,7 @@ def keep_to_the_launcher_s_interfaces(environment: MutableMapping[str, str]) -> 
 
 
 def _interfaces_of(process: int) -> tuple[set[str], set[str]]:
-    """(interfaces over which a process talks to other hosts, all other ones but the loopback)."""
+    """(interfaces over which a process talks to other hosts, all others but the loopback)."""
     import psutil
 
     try:
@@ -45,7 +45,7 @@ def _interfaces_of(process: int) -> tuple[set[str], set[str]]:
 
 
 def _card_speed(interface: str, devices: Path = _DEVICES) -> int:
-    """Mbit/s of a NIC with an address; 0 of what is none (bridge, tunnel), or does not say (Wi-Fi)."""
+    """Mbit/s of a NIC; 0 where the interface is no NIC (bridge, tunnel) or does not tell (Wi-Fi)."""
     if not (devices / interface / "device").exists():
         return 0
     try:

@@ -1,8 +1,8 @@
-"""How a rank leaves the job: with all others, or, when it fails alone, taking them with it and saying why once.
+"""The end of a rank: together with all others; or, when it fails alone, by ending all of them and printing the cause once.
 
-Several ranks often fail together. Each then waits in proportion to its rank before it speaks and calls ``MPI_Abort``:
-the lowest speaks first and its abort ends the others while they wait. Errors of MPI itself wait longest, for they are
-mostly echoes of another rank's death.
+Several ranks often fail together. Each waits in proportion to its rank before it prints and calls ``MPI_Abort``. So the lowest rank
+prints first, and its abort ends the others while they wait. Errors of MPI itself wait longest, as most are consequences of another
+rank's death.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from hetero_mpi.comm.ranks.world import World, describe_problems
 from hetero_mpi.errors import ExitCode
 
 SETTLE_S = 1.0
-"""How long a rank that ends badly waits for the others to end too, before it counts as alone."""
+"""Seconds that a failing rank waits for the others to end too, before it counts as failing alone."""
 TURN_S = 0.3
-"""Delay per rank before a failing rank speaks ..."""
+"""Seconds per rank that a failing rank waits before it prints."""
 LONGEST_TURN_S = 1.5
-"""... and the delay of the last rank at most."""
+"""Upper limit of that wait."""
 ECHO_S = 1.0
-"""Further delay when the failure is an error of MPI."""
+"""Further wait where the failure is an error of MPI."""
 ABORT_S = 3
-"""A rank that is still alive this long after calling ``MPI_Abort`` is ended by its alarm clock."""
+"""Seconds after ``MPI_Abort`` after which the alarm clock ends the process."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal that ends the job at once. ``when``: in words, with what is saved and what to do."""
+    """A signal that ends the job at once. ``when``: text that says what is saved and what to do."""
 
     def __init__(self, number: int, when: str) -> None:
         super().__init__(number)
@@ -44,7 +44,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def end_together(world: World, problem: str | None, code: int) -> str | None:
-    """What the ranks end with, in words; None: all is well. Does not return where this rank alone ends badly. Collective."""
+    """The error text that the ranks end with; None: all is well. Does not return where this rank alone fails. Collective."""
     try:
         if not _all_have_come(world.guard, code):
             end_alone(world, problem if problem is not None else f"it ended with exit code {code}", code)
@@ -55,7 +55,7 @@ def end_together(world: World, problem: str | None, code: int) -> str | None:
 
 
 def _all_have_come(guard: Any, code: int) -> bool:
-    """Wait for all ranks; False: this one ends badly (``code != 0``) and another has not come to its end within ``SETTLE_S``."""
+    """Wait for all ranks; False: this one fails (``code != 0``) and another has not come to its end within ``SETTLE_S``."""
     mine, everyone = np.array([code], np.int32), np.empty(guard.Get_size(), np.int32)
     deadline, pause = time.monotonic() + SETTLE_S, Pause(0.01)
     with losses():
@@ -68,7 +68,7 @@ def _all_have_come(guard: Any, code: int) -> bool:
 
 
 def leave_now(code: int) -> NoReturn:
-    """End this process without a farewell to MPI, for whose end the survivors of a rank's death would wait for ever."""
+    """End this process without ``MPI_Finalize``, which would wait for dead ranks for ever."""
     sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()
@@ -76,7 +76,7 @@ def leave_now(code: int) -> NoReturn:
 
 
 def end_alone(world: World, cause: BaseException | str, code: int = ExitCode.FAILED) -> NoReturn:
-    """Print rank, host, action and cause, and end every rank of the job with ``code`` (a signal n: with 128 + n)."""
+    """Print rank, host, action and cause, and end every rank of the job with ``code`` (after signal n: 128 + n)."""
     from mpi4py import MPI
 
     interrupted = isinstance(cause, KeyboardInterrupt)
@@ -92,7 +92,7 @@ def end_alone(world: World, cause: BaseException | str, code: int = ExitCode.FAI
 
 
 def end_all(world: World, text: str, code: int) -> NoReturn:
-    """Print ``text`` as it is, and end every rank of the job with ``code``. From any thread."""
+    """Print ``text`` unchanged, and end every rank of the job with ``code``. From any thread."""
     time.sleep(_turn_s(world))
     _abort(f"\n{text}\n", code)
 
@@ -124,7 +124,7 @@ def _cause_text(cause: BaseException | str) -> str:
 
 
 def _set_alarm() -> None:
-    """The kernel ends this process should ``MPI_Abort`` not return; that needs neither thread nor interpreter lock."""
+    """Have the kernel end this process if ``MPI_Abort`` does not return. That needs neither a thread nor the interpreter lock."""
     if not hasattr(signal, "alarm"):
         return
     if threading.current_thread() is threading.main_thread():

@@ -1,8 +1,7 @@
-"""Which MPI library is loaded, and which launcher started this process: text and environment variables only.
+"""The loaded MPI library and the launcher of this process, identified from text and environment variables only.
 
-Both questions are answered without initialising MPI, because a launcher of one MPI and a library of another either
-start N separate worlds of one rank, silently, or end in the library's own abort. Here they become a message with a
-remedy.
+Both are found without initialising MPI. A launcher of one MPI with a library of another would silently start N separate worlds of
+one rank, or end in the library's abort. Here that becomes a message with a remedy.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ _LIBRARY_PATTERNS: tuple[tuple[str, str, str], ...] = (
 
 @dataclass(frozen=True)
 class MpiLibrary:
-    """An MPI library by its own words."""
+    """An MPI library: name, version and family, from its own version text."""
 
     name: str
     """``Open MPI``, ``MPICH``, ``Intel MPI``, ``Cray MPICH``, ``MVAPICH`` or ``unknown MPI``."""
     family: str
-    """Whose launcher protocol it speaks: ``Open MPI``, ``MPICH``, or the name itself."""
+    """The launcher protocol it speaks: ``Open MPI``, ``MPICH``, or the name itself."""
     version: str
 
     @property
@@ -58,7 +57,7 @@ def parse_library_version(text: str) -> MpiLibrary:
 @dataclass(frozen=True)
 class LaunchedAs:
     launcher: str
-    """The launcher in words, for messages."""
+    """The launcher's name, for messages."""
     family: str
     """``Open MPI``, ``MPICH`` or ``SLURM``."""
     size: int
@@ -73,11 +72,11 @@ def _read(environment: Mapping[str, str], launcher: str, family: str, size: str,
 
 
 def launched_as(environment: Mapping[str, str], library_family: str) -> LaunchedAs | None:
-    """Who started this process, from its environment; ``None``: nobody, it runs alone.
+    """The launcher of this process, from its environment; ``None``: there is none, the process runs alone.
 
-    Launchers may be nested (an MPI launcher inside an srun step, for instance). The variables of the loaded library's
-    own launcher come first, then the other MPI launcher's, and SLURM's only if there is neither: inside a batch script
-    SLURM describes the job, not this process, so only the variables of a *step* count.
+    Launchers may be nested (an MPI launcher inside an srun step, for instance). The variables of the loaded library's own launcher
+    come first, then the other MPI launcher's. SLURM's come last, and only those of a *step* count: inside a batch script SLURM
+    describes the job and not this process.
     """
     open_mpi = _read(environment, "Open MPI's mpirun", OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
     pmi = _read(environment, "MPICH's mpiexec (or another PMI launcher)", MPICH, "PMI_SIZE", "PMI_RANK")
@@ -87,7 +86,7 @@ def launched_as(environment: Mapping[str, str], library_family: str) -> Launched
 
 
 def foreign_launcher_problem(launched: LaunchedAs | None, library: MpiLibrary) -> str | None:
-    """A pairing that would die inside ``MPI_Init``: Open MPI's launcher with an MPICH library."""
+    """A message where the pair would fail inside ``MPI_Init``: Open MPI's launcher with an MPICH library. Else ``None``."""
     if launched is None or launched.family != OPEN_MPI or library.family != MPICH:
         return None
     return _mismatch(launched, f"the loaded MPI library ({library}) belongs to another launcher")

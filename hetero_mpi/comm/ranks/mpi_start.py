@@ -1,7 +1,7 @@
-"""How a process becomes a rank of the job, and how it leaves: every MPI command is a function that ``run_guarded`` calls.
+"""Start and end of every MPI command: how a process becomes a rank of the job, and how it leaves.
 
-A wrong launcher or a missing library is found before MPI starts; whatever happens later, all ranks end together and the cause is
-printed once (``ending`` has the last steps).
+A wrong launcher or a missing library is found before MPI starts. Whatever happens later, all ranks end together and the cause is
+printed once (``leave`` does that).
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ HOST_MEMORY_ONLY = {
     "MPIR_CVAR_ENABLE_GPU": "0",
     "UCX_MEMTYPE_CACHE": "n",
 }
-"""What MPI libraries read as they start: only host memory is passed to them, so their own support of GPUs can only cost. Open MPI
-with CUDA asks the driver about every buffer (open-mpi/ompi#14337); MPICH opens a context on every GPU."""
+"""Settings that turn off the GPU support of MPI libraries, which read them as they start. Only host memory is passed to MPI here,
+so that support can only cost: Open MPI with CUDA asks the driver about every buffer (open-mpi/ompi#14337); MPICH opens a context on
+every GPU.
+"""
 
 
 def run_guarded(main: Callable[[World], int]) -> int:
-    """The top of every MPI command: join, run ``main``, end on all ranks together. Returns this process's exit code.
+    """Run an MPI command: join, call ``main``, and end on all ranks together. Returns this process's exit code.
 
     * ``CollectiveUserError``: rank 0 prints it; every rank finalises MPI and returns its exit code.
     * ``SystemExit``, a ``UserError`` or a non-zero result: the same, if all ranks come to their end within a second.
@@ -81,7 +83,7 @@ def run_guarded(main: Callable[[World], int]) -> int:
 
 
 def _leave(world: World, code: int) -> int:
-    """The end of this process's part in MPI; returns ``code``, if it returns."""
+    """End this process's part in MPI; returns ``code``, or does not return where ranks have died."""
     if world.bereaved:
         leave_now(code)
     _finalize()
@@ -89,11 +91,10 @@ def _leave(world: World, code: int) -> int:
 
 
 def join() -> World:
-    """Initialise MPI (once) and look around. Collective.
+    """Initialise MPI (once) and return the world. Collective.
 
-    :raises UserError: no MPI library can be loaded, or the launcher belongs to another MPI than the
-        library, so that the world has the wrong size, or ranks run different sources of this package. Every process sees that
-        for itself.
+    :raises UserError: no MPI library can be loaded, the launcher belongs to another MPI than the library (so that the world has the
+        wrong size), or ranks run different sources of this package. Every process finds that out by itself.
     """
     _be_polite(os.environ)
     for name, value in HOST_MEMORY_ONLY.items():
@@ -118,7 +119,9 @@ def join() -> World:
 
 
 def _tell_joined() -> None:
-    """From now on this rank's death can be outlived."""
+    """Tell the launcher's shell that this rank has joined (``launch.launcher.early_deaths``). From now on its death can be
+    outlived.
+    """
     file = os.environ.pop(JOINED_VARIABLE, None)
     if file is not None:
         with os.fdopen(int(file), "w") as pipe:
@@ -148,9 +151,10 @@ def _look_around(mpi: Any, library: MpiLibrary) -> World:
 
 
 def _sources_problem(comm: Any, host: str) -> str | None:
-    """What to say if ranks run different sources of this package. Collective, and the first exchange of all.
+    """The message where ranks run different sources of this package; None where they do not. Collective; the first exchange of all.
 
-    Two commits may not understand each other in anything else, so this form stays: 256 bytes of each rank, source and host.
+    Two commits may disagree about the form of any other message, so this form never changes: 256 bytes of each rank, source and
+    host.
     """
     own = f"{own_source()}\n{host}".encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES, b"\0")
     records = np.empty((comm.Get_size(), _RECORD_BYTES), np.uint8)
@@ -175,14 +179,16 @@ def host_labels(places: Sequence[tuple[str, int]]) -> tuple[str, ...]:
 
 
 def _be_polite(environment: dict[str, str] | os._Environ[str]) -> None:
-    """Let waiting ranks give up their core on a host with more ranks than cores (Open MPI reads this as it starts)."""
+    """Set Open MPI's variable that makes waiting ranks yield their core, on a host with more ranks than cores. Read as MPI
+    starts.
+    """
     ranks_here = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
     if ranks_here.isdigit() and int(ranks_here) > (os.cpu_count() or 1):
         environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 
 def _import_mpi() -> Any:
-    """``mpi4py.MPI``, loaded but not initialised by the import, so that a wrong launcher can be refused in words."""
+    """``mpi4py.MPI``, imported without initialising MPI, so that a wrong launcher can be refused first."""
     try:
         import mpi4py
 

@@ -1,4 +1,6 @@
-"""After a rank's death: those that are left meet, and become the world (``comm.ranks.ulfm`` says how ranks learn of a death)."""
+"""After a rank's death: the ranks that are left meet, and become the world (``comm.ranks.ulfm`` says how ranks learn of a
+death).
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,17 @@ from hetero_mpi.comm.ranks.world import World
 
 @dataclass(frozen=True)
 class Loss:
-    """What a death has changed."""
+    """The ranks that have died, and how the others were numbered before."""
 
     gone: tuple[tuple[int, str], ...]
     """(rank, host) of those that have died, in the old numbering."""
     before: tuple[int, ...]
-    """Each rank's number in the old numbering."""
+    """For each rank that is left: its number in the old numbering."""
 
 
 def settled(world: World, well: bool) -> bool:
-    """At the end of what the ranks of ``world`` did together: have all that are alive come to it well? Collective over them, and
-    the same answer on all. If not, ``survivors`` follows on every one of them.
+    """Have all ranks that are alive come to the end of their common work, and has it gone well on all? The same answer on all.
+    Collective over those that are alive. Where it is no, each of them must call ``survivors``.
     """
     if not well:
         ulfm.revoke()
@@ -30,10 +32,11 @@ def settled(world: World, well: bool) -> bool:
 
 
 def survivors(world: World, may_lead: bool = True) -> Loss:
-    """Make ``world`` the world of the ranks that are left, numbered anew in their order; the first of them that may lead comes
-    first. Collective over them.
+    """Make ``world`` the world of the ranks that are left, numbered anew in their old order. The first rank that may lead becomes
+    rank 0. Collective over them.
 
-    Whatever was made of the old world (subsets, transports, heartbeats) is past use. Ranks that die meanwhile are left out too.
+    Whatever was made of the old world (subsets, transports, heartbeats) can no longer be used. Ranks that die meanwhile are left
+    out too.
     """
     ulfm.revoke()
     comm = world.comm
@@ -57,7 +60,7 @@ def survivors(world: World, may_lead: bool = True) -> Loss:
 
 
 def _meet(comm: Any, old_rank: int, may_lead: bool) -> tuple[Any, Any, tuple[int, ...]]:
-    """(communicator, guard, old numbers in the new order) of those in ``comm``."""
+    """(communicator, guard, old numbers in the new order) of the ranks of ``comm`` that are left."""
     rank, size = comm.Get_rank(), comm.Get_size()
     words = Collectives(comm, rank, size).all_gather_json([old_rank, may_lead])
     before = [int(old) for old, _ in words]

