@@ -1,1 +1,1 @@
-"""Starting the job: the launcher that belongs to the loaded MPI library, host files, the network interface."""
+"""Starting a job: the launcher of the loaded MPI library, host files, the network interface, supervision, and ``doctor``."""

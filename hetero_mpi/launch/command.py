@@ -16,12 +16,11 @@ from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 
 
 def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argparse.Namespace]) -> int:
-    """Run ``launch``. Returns the launcher's exit code, or ``Supervisor.run``'s.
+    """Run ``launch``. Returns the launcher's exit code, or that of ``Supervisor.run``.
 
-    ``parse``: reads the command line of a sub-command, as the whole program does.
+    ``parse``: the parser of the program's command lines.
 
-    :raises UserError: no command after ``--``, a host file that does not hold the ranks, or what ``find_launcher`` and
-        ``Supervisor`` raise.
+    :raises UserError: no command after ``--``, a host file with too few slots, or what ``find_launcher`` and ``Supervisor`` raise.
     """
     program = list(namespace.program)
     if program[:1] == ["--"]:

@@ -1,4 +1,4 @@
-"""The options of ``launch``. Every rank's command line is read with them too, so nothing of the launcher is imported here."""
+"""The options of ``launch``. Every rank's command line is parsed with them too, so nothing of the launcher is imported here."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Inside a SLURM job: how many ranks it holds, and the launch over the components of a heterogeneous one.
+"""Launching inside a SLURM job: its number of ranks, and the command line over the components of a heterogeneous job.
 
-A plain job needs nothing of this but the number: both launchers find its nodes by themselves. Of a heterogeneous job (several
-kinds of nodes, ``#SBATCH hetjob``) they see the first component only. So its nodes are named to them one by one, and this
-module, run as a program, is the launch agent that reaches each through ``srun`` in the component that it belongs to.
+For a plain job only the number is needed: both launchers find its nodes by themselves. Of a heterogeneous job (several kinds of
+nodes, ``#SBATCH hetjob``) they see the first component only. So its nodes are listed one by one, and this module, run as a program,
+is the launch agent that reaches each node by ``srun`` in its component.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ exec {python} -m hetero_mpi.launch.slurm "$@"
 
 @dataclass(frozen=True)
 class Component:
-    """Nodes of one kind, with the tasks that the job asked for on each; a plain job has one."""
+    """Nodes of one kind, with the number of tasks on each; a plain job has one component."""
 
     nodes: tuple[str, ...]
     tasks: tuple[int, ...]
@@ -44,7 +44,7 @@ def is_heterogeneous(environment: Mapping[str, str]) -> bool:
 
 
 def components(environment: Mapping[str, str]) -> tuple[Component, ...]:
-    """Of the job that this process is in; none outside of SLURM.
+    """The components of the job that this process is in; none outside SLURM.
 
     :raises UserError: SLURM's variables do not say what the job consists of.
     """
@@ -70,7 +70,7 @@ def components(environment: Mapping[str, str]) -> tuple[Component, ...]:
 
 
 def tasks_per_node(text: str) -> tuple[int, ...]:
-    """SLURM's short form in full.
+    """SLURM's short form of tasks per node, expanded.
 
     >>> tasks_per_node("2(x3),1")
     (2, 2, 2, 1)
@@ -98,7 +98,7 @@ def _expand(nodes: str) -> tuple[str, ...]:
 def entries(found: Sequence[Component], pythons: Sequence[str]) -> tuple[Host, ...]:
     """The nodes of a heterogeneous job as entries of a hosts file.
 
-    ``pythons``: of each component; none: the one that runs this. Several components may be served by the last one.
+    ``pythons``: one per component; the last one serves all further components; none: the Python that runs this.
     """
     from hetero_mpi.launch.hosts.hosts_toml import Host
 
@@ -120,7 +120,7 @@ def heterogeneous_command(
     """The command line for ``python -m hetero_mpi PROGRAM`` over the components of a heterogeneous job.
 
     Args:
-        hosts: ``entries``.
+        hosts: as ``entries`` returns them.
         ranks: None: as many as tasks.
     """
     from hetero_mpi.launch.hosts.hosts_toml import ranks_of
@@ -141,7 +141,7 @@ def heterogeneous_command(
 
 
 def _address(node: str) -> str:
-    """A node's address, "" if its name has none: SLURM may know it by another."""
+    """A node's address; "" if its name does not resolve, as SLURM may know the node by another name."""
     try:
         return resolve(node)
     except UserError:
@@ -149,7 +149,7 @@ def _address(node: str) -> str:
 
 
 def step_command(host: str, command: Sequence[str], found: Sequence[Component]) -> list[str]:
-    """What runs a launcher's command on a node of the job.
+    """The command line that runs a launcher's ``command`` on a node of the job, by ``srun``.
 
     :raises UserError: the node is not in the job.
     """
@@ -164,7 +164,7 @@ def step_command(host: str, command: Sequence[str], found: Sequence[Component]) 
 
 
 def agent(arguments: Sequence[str]) -> None:
-    """``[OPTIONS] HOST COMMAND...``, as launchers call ssh. Does not return."""
+    """Run ``[OPTIONS] HOST COMMAND...``, as launchers call ssh. Does not return."""
     words = list(arguments)
     while words and words[0].startswith("-"):
         words.pop(0)

@@ -1,1 +1,1 @@
-"""The command ``doctor``: what the hosts have and lack, and what to do about it."""
+"""The command ``doctor``: checks whether the hosts can run a job, and says how to mend what fails."""

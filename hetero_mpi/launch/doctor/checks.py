@@ -1,4 +1,4 @@
-"""The checks of ``doctor``: facts in, findings out. Pure functions; who gathers the facts is ``doctor``'s matter."""
+"""The checks of ``doctor`` except those of devices and links: pure functions from facts about hosts to findings."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hetero_mpi.shipped import pip_argument
 
 FINE, NOTE, SLOW, FAILS = Severity.FINE, Severity.NOTE, Severity.SLOW, Severity.FAILS
 LEAST_RUN_BYTES = 500_000_000
-"""Free space under which a run fails: there is no room for the checkpoints of as few as 8 M trained parameters."""
+"""Free space below which a run fails: the checkpoints of as few as 8 M trained parameters do not fit."""
 LEAST_DISK_BYTES = 5_000_000_000
-"""Free space under which a run directory or a cache is likely to be full before long."""
+"""Free space below which a run directory or a cache is likely to be full soon."""
 INTERFACE_VARIABLES = ("OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE", "UCX_NET_DEVICES")
 INSIDE = ("lo", "docker", "virbr", "br-", "podman", "cni")
-"""Beginnings of the names of interfaces that lead to no other machine."""
+"""First letters of the names of interfaces that lead to no other machine."""
 NO_LIBRARY = "none"
 OTHER_SOURCE = "it runs another commit of hetero_mpi"
 LATE_S = 0.5
-"""Clocks that differ by more make logs and timelines of several hosts hard to read."""
+"""Difference of clocks above which logs and timelines of several hosts are hard to read."""
 
 
 Check = Callable[[Sequence[Examined]], Iterator[Finding]]
@@ -86,7 +86,7 @@ def check_packages(places: Sequence[Examined]) -> Iterator[Finding]:
 
 
 def check_versions(places: Sequence[Examined]) -> Iterator[Finding]:
-    """Do versions go together? The rules are those by which a run starts (``comm.ranks.versions``)."""
+    """Do the versions agree, by the rules that a run starts with (``comm.ranks.versions``)?"""
     for name in (*MUST_MATCH, "torch", "Python"):
         found = [(place.title, version) for place, facts in answered(places) if (version := version_of(facts, name))]
         if not found:
@@ -104,7 +104,7 @@ def check_versions(places: Sequence[Examined]) -> Iterator[Finding]:
 
 
 def version_of(facts: HostFacts, name: str) -> str:
-    """Of a package, Python or the MPI library; "" where it is absent, which is another check's matter."""
+    """Version of a package, of Python or of the MPI library; "" where it is absent, which another check reports."""
     version = library_of(facts) if name == MPI_LIBRARY else facts.versions.get(name, "absent")
     return "" if version in ("absent", NO_LIBRARY) else version
 
@@ -119,13 +119,13 @@ def _by_version(found: Sequence[tuple[str, str]]) -> str:
 
 
 def library_of(facts: HostFacts) -> str:
-    """The MPI library as ``World`` names it; ``NO_LIBRARY`` where it cannot be loaded."""
+    """The MPI library's name and version, as ``World.library``; ``NO_LIBRARY`` where it cannot be loaded."""
     text = facts.mpi.get("library", "")
     return str(parse_library_version(text)) if text else NO_LIBRARY
 
 
 def check_mpi(places: Sequence[Examined]) -> Iterator[Finding]:
-    """Does MPI start, with which threads, and is its daemon where the launcher looks for it?"""
+    """Does MPI start, with which thread support, and is its daemon where the launcher looks for it?"""
     levels: dict[str, list[str]] = {}
     for place, facts in answered(places):
         error, threads, where = facts.mpi.get("error", ""), facts.mpi.get("threads", ""), (place.title,)
@@ -192,7 +192,7 @@ def check_fault_tolerance(places: Sequence[Examined]) -> Iterator[Finding]:
 
 
 def check_hosts_differ(places: Sequence[Examined]) -> Iterator[Finding]:
-    """Unlike machines must have unlike names: Open MPI takes them for one otherwise."""
+    """Two machines must not have one name: Open MPI takes them for one machine then."""
     for name in dict.fromkeys(facts.host for _, facts in answered(places)):
         same = [(place, _own_addresses(facts)) for place, facts in answered(places) if facts.host == name]
         for number, (place, addresses) in enumerate(same):
@@ -205,12 +205,12 @@ def check_hosts_differ(places: Sequence[Examined]) -> Iterator[Finding]:
 
 
 def _own_addresses(facts: HostFacts) -> set[str]:
-    """Addresses that no other machine has: not those of loopback and of Docker's bridge."""
+    """Addresses that only this machine has: not those of loopback and of Docker's bridge."""
     return {address for interface, address, _ in facts.addresses if not interface.startswith(INSIDE)}
 
 
 def check_addresses(places: Sequence[Examined]) -> Iterator[Finding]:
-    """A loopback address means another machine on every host."""
+    """A loopback address in the host file, which means another machine on every host."""
     loopback = tuple(place.title for place in places if place.address.startswith("127."))
     if loopback and any(place.address and not place.local for place in places):
         text = "a loopback address in the list of hosts: for every other host that is the other host itself"
@@ -218,7 +218,7 @@ def check_addresses(places: Sequence[Examined]) -> Iterator[Finding]:
 
 
 def check_interfaces(places: Sequence[Examined]) -> Iterator[Finding]:
-    """Which network interface leads to the others, and which ones are left out."""
+    """Which network interface MPI will use to reach the other hosts, and which ones are left out."""
     addresses = [place.address for place in places]
     if all(place.local for place in places):
         yield Finding("interfaces", FINE, "one machine: messages pass through its memory")
@@ -249,7 +249,7 @@ def check_interfaces(places: Sequence[Examined]) -> Iterator[Finding]:
 
 
 def check_clocks(offsets_s: Mapping[str, float]) -> Iterator[Finding]:
-    """Clocks against that of the first, in seconds."""
+    """Clocks compared with the first host's. ``offsets_s``: host -> difference in seconds."""
     if len(offsets_s) < 2:
         return
     late = {title: offset_s for title, offset_s in offsets_s.items() if abs(offset_s) > LATE_S}
@@ -272,7 +272,7 @@ _ROOM_REMEDIES = {
 
 
 def check_disks(places: Sequence[Examined]) -> Iterator[Finding]:
-    """Room for the run directory (where rank 0 is: the first) and for caches; the directory in which ranks start."""
+    """Room for the run directory (on the first host, where rank 0 is) and for caches; and the directory in which ranks start."""
     for number, (place, facts) in enumerate(answered(places)):
         work = facts.directories["work"]
         if work["problem"]:

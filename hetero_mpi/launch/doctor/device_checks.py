@@ -1,4 +1,4 @@
-"""Devices, for ``doctor``: which ones torch offers on each host, and why one that is there is not used."""
+"""The checks of ``doctor`` about devices: which ones torch offers on each host, and why an installed GPU is not offered."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_self_tests(places: Sequence[Examined]) -> Iterator[Finding]:
 
 
 def self_test_lines(places: Sequence[Examined]) -> list[str]:
-    """All that was found, without the names of hosts; nothing where nothing was tested."""
+    """All results of the self-tests, without the names of hosts; empty where nothing was tested."""
     lines = []
     for _, facts in answered(places):
         drivers = {
@@ -74,7 +74,7 @@ def self_test_lines(places: Sequence[Examined]) -> list[str]:
 
 
 def check_shares(places: Sequence[Examined]) -> Iterator[Finding]:
-    """Ranks against GPUs: ranks without a GPU, GPUs without a rank, a device that is asked for and is not there."""
+    """Ranks compared with GPUs: ranks without a GPU, GPUs without a rank, and requested devices that do not exist."""
     for place, facts in answered(places):
         devices = facts.torch.get("devices", [])
         name, _, gpu = place.device.partition(":")
@@ -116,7 +116,7 @@ def _offered(place: Examined, facts: HostFacts) -> Finding:
 
 
 def _not_used(place: Examined, facts: HostFacts, driver: str, backend: str, vendor: str) -> Iterator[Finding]:
-    """Why a vendor's GPUs are not offered; nothing where there is neither a driver nor a torch build for them."""
+    """Why a vendor's GPUs are not offered; nothing where the host has neither their driver nor a torch build for them."""
     loaded, built = facts.drivers.get(driver), backend in facts.torch["builds"]
     said = facts.torch["errors"].get(backend, "")
     if not loaded and not built:

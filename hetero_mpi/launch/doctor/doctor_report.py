@@ -1,4 +1,4 @@
-"""``doctor``: its options, its checks in their order, and how their findings are printed."""
+"""The options of ``doctor``, the order of its checks, and the printing of its findings."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ CHECKS: tuple[Check, ...] = (
     checks.check_interfaces,
     checks.check_disks,
 )
-"""About places one by one and against each other, in the order in which they are told."""
+"""The checks in the order in which they are reported. Each looks at all hosts."""
 
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """The command line of ``doctor``."""
+    """The options of ``doctor``."""
 
     hostfile: str | None = None
     hosts: str | None = None
     mpirun_args: tuple[str, ...] = ()
-    """Looked through for a launch agent."""
+    """The launcher's options, which may name a launch agent."""
     run_dir: str = "runs"
     json: bool = False
     self_test: bool = False
-    """Let every device compute what the CPU does, and compare."""
+    """Test every device: does it compute what the CPU does?"""
 
 
 def report(options: DoctorOptions, findings: Sequence[Finding], places: Sequence[Examined]) -> int:

@@ -1,8 +1,8 @@
-"""The command ``doctor``: is everything in place for a run, and what to do where it is not.
+"""The command ``doctor`` without mpirun: it examines every host through the launch agent.
 
-Without mpirun (this file) it sends a probe to every host through the launch agent and tries plain TCP between them, so that it
-can tell why MPI would not start; only the standard library is needed here. Under mpirun the ranks examine themselves
-(``doctor_ranks``). Exit code: 0 if a run would work, 1 if one would fail (``ExitCode.FAILED``).
+It starts a probe on each host and tries plain TCP between them, so that it can say why MPI would not start. Only the standard
+library is needed. Under mpirun the ranks examine themselves instead (``rank_checks``). Exit code: 0 if a run would work, 1
+(``ExitCode.FAILED``) if one would fail.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from hetero_mpi.launch.hosts.interface import LocalAddress, local_addresses, net
 from hetero_mpi.launch.launcher.launcher import Launcher, find_launcher
 
 _START_S, _FACTS_S, _ANSWER_S = 60.0, 300.0, 30.0
-"""How long a probe may take to start, to look at its host (importing torch), and to answer anything else."""
+"""Time limits of a probe, seconds: to start, to examine its host (it imports torch), and to answer anything else."""
 _SELF_TEST_S = 900.0
-"""How long the self-test of a device may take; a single check that hangs is ended long before."""
+"""Time limit for the self-test of a device, seconds. A single check that hangs is ended long before."""
 _MESH_S, _KNOCK_S = 5.0, 3.0
-"""How long a probe may take to start behind an address in a mesh at which nothing answers, and how long that is tried."""
+"""Seconds that a probe may take to start where nothing answers at the host's address in a mesh; and for which that is tried."""
 _CONNECT_S = 5.0
-"""How long a connection between two hosts may take."""
+"""Time limit for a connection between two hosts, seconds."""
 
 
 def doctor(options: DoctorOptions) -> int:
-    """Examine what the options name, or the ranks under mpirun; print it; returns the exit code.
+    """Examine the hosts that the options name, or the ranks under mpirun; print the findings; return the exit code.
 
     :raises UserError: a host file that cannot be read.
     """
@@ -56,7 +56,7 @@ def doctor(options: DoctorOptions) -> int:
 
 
 def examine_hosts(options: DoctorOptions) -> tuple[list[Finding], list[Examined]]:
-    """Findings about the hosts of the options' file (this machine without one), and what they said."""
+    """Findings about the hosts of the options' file (without a file: this machine), and the facts about them."""
     launcher, findings = _launcher()
     try:
         targets, unknown = targets_of(options, launcher)
@@ -112,7 +112,7 @@ def _launcher() -> tuple[Launcher | None, list[Finding]]:
 
 
 def targets_of(options: DoctorOptions, launcher: Launcher | None) -> tuple[list[Target], list[Examined]]:
-    """Whom to ask, in the order of the file, and those without an address.
+    """The hosts to examine, in the order of the file; and those whose names have no address.
 
     :raises UserError: the file cannot be read, or breaks rules.
     """
@@ -182,7 +182,7 @@ def _ask_facts(target: Target, probe: Probe, run_dir: str) -> Examined:
 
 
 def _with_self_tests(place: Examined, probe: Probe) -> Examined:
-    """With those of its devices; as it was where there is no torch, or another commit that does not know of them."""
+    """``place`` with the results of its devices' self-tests; unchanged where there is no torch, or a commit without self-tests."""
     if place.facts is None or place.facts.versions.get(PACKAGE) != own_source():
         return place
     devices = devices_to_test(place.facts.torch)
@@ -196,14 +196,14 @@ def _with_self_tests(place: Examined, probe: Probe) -> Examined:
 
 
 def _start_s(target: Target) -> float:
-    """How long a probe may take to start; behind a mesh that is down, here or there, it will not."""
+    """Seconds that a probe may take to start; few for a host in a mesh that is down here or there."""
     if target.mesh is None or target.local:
         return _START_S
     return _START_S if target.mesh.own(local_addresses()) is not None and _answers(target.address) else _MESH_S
 
 
 def _answers(address: str) -> bool:
-    """Does a machine answer for an address, if only to refuse? One whose firewall swallows packets does not."""
+    """Does a machine answer at an address, if only with a refusal? A firewall that drops packets gives no answer."""
     try:
         socket.create_connection((address, 22), _KNOCK_S).close()
     except ConnectionRefusedError:
@@ -214,7 +214,7 @@ def _answers(address: str) -> bool:
 
 
 def _own_side(stack: contextlib.ExitStack, alive: Sequence[tuple[Target, Probe]]) -> list[tuple[Target, Probe]]:
-    """This machine, where it is none of the hosts: their daemons call it back."""
+    """This machine with a probe on it, where it is not among the hosts, as their daemons connect to it; else nothing."""
     if not alive or any(target.local for target, _ in alive):
         return []
     address = source_address(alive[0][0].address)
@@ -225,9 +225,9 @@ def _own_side(stack: contextlib.ExitStack, alive: Sequence[tuple[Target, Probe]]
 
 
 def _connect(alive: Sequence[tuple[Target, Probe]], facts: Sequence[HostFacts] = ()) -> list[Link]:
-    """TCP between each two machines: pairs that share no machine at once, the two directions of a pair one after the other.
+    """TCP links between each two machines. Pairs that share no machine are tried at once, the two directions of a pair in turn.
 
-    Pairs may share more than machines (Wi-Fi, the line between two sites): what is slow then is measured again, alone.
+    Pairs may share more than machines (Wi-Fi, the line between two sites), so links that are slow then are measured again, alone.
     """
     machines = {("here" if target.local else target.address): (target, probe) for target, probe in reversed(alive)}
     ends = [_End(target, probe) for target, probe in reversed(machines.values())]
@@ -247,12 +247,12 @@ def _connect(alive: Sequence[tuple[Target, Probe]], facts: Sequence[HostFacts] =
 
 @dataclass
 class _End:
-    """A machine that takes part in measuring connections, in one of them at a time."""
+    """A machine while links are measured; it takes part in one link at a time."""
 
     target: Target
     probe: Probe
     door: dict[str, Any] = field(default_factory=dict)
-    """How it can be called; empty before it has been called first."""
+    """Port and token of its listener; empty before it listens."""
 
 
 def _link(source: _End, destination: _End) -> Link:
@@ -266,7 +266,7 @@ def _link(source: _End, destination: _End) -> Link:
 
 
 def _offset_s(probe: Probe) -> float:
-    """Seconds by which a host's clock is ahead of ours: of five questions, the one answered fastest tells it best."""
+    """Difference of a host's clock from ours, seconds: from the fastest answer of five."""
     trips = []
     with contextlib.suppress(ProbeError):
         for _ in range(5):

@@ -1,4 +1,4 @@
-"""The network between hosts, for ``doctor``: which connections fail, and how fast the others are."""
+"""The checks of ``doctor`` about the network between hosts: which connections fail, and how fast the others are."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hetero_mpi.launch.hosts.diagnostics import Finding, Severity
 from hetero_mpi.report import units
 
 SLOW_BYTES_PER_S = 40e6
-"""Between 100 Mbit/s and 1 Gbit/s: a cable of today that gives less is a bad one, or Wi-Fi."""
+"""Bandwidth below which a link is called slow: between 100 Mbit/s and 1 Gbit/s. A bad cable or Wi-Fi gives less."""
 LONG_S = 2e-3
-"""Latency above which a network is no local one, or Wi-Fi."""
+"""Latency above which a link is called slow, seconds: a local cable is faster."""
 ASYMMETRY = 3.0
 MANY = 12
 """More links than this are not listed one by one."""
@@ -19,7 +19,7 @@ MANY = 12
 
 @dataclass(frozen=True)
 class Link:
-    """A directed pair of hosts or ranks, by their titles."""
+    """A directed link between two hosts or ranks, which are named by their titles."""
 
     source: str
     destination: str
@@ -28,13 +28,13 @@ class Link:
     error: str = ""
     """Why there is no connection; "": there is one."""
     network: str = ""
-    """Where there is no connection: the network in which the source's address lies, as ``10.77.0.0/24``."""
+    """Where there is no connection: the network of the source's address, as ``10.77.0.0/24``."""
     same_host: bool = False
-    """Two ranks of one host: messages pass through its memory."""
+    """Both ends are ranks of one host: messages pass through its memory."""
 
 
 def check_links(links: Sequence[Link], how: str) -> Iterator[Finding]:
-    """Connections and their speed. ``how``: what was measured, in words."""
+    """Findings about links and their speed. ``how``: what was measured, in words."""
     if not links:
         return
     for link in links:

@@ -1,7 +1,7 @@
-"""What one host has and lacks, for ``doctor``: ``python -m hetero_mpi.launch.doctor.probe`` there answers over stdin and stdout.
+"""The probe of ``doctor``, which examines the host it runs on: ``python -m hetero_mpi.launch.doctor.probe``, over stdin and stdout.
 
-Only the standard library is imported here (psutil where it is there): what may be broken is tried in processes of its own, so that
-a host with a broken torch or MPI is reported and does not take the doctor down. A request and an answer are one JSON line each::
+Only the standard library is imported (and psutil if installed). torch and MPI are tried in processes of their own, so that a host
+on which they are broken is reported and does not end the probe. A request and an answer are one JSON line each::
 
     {"ask": "facts", "directory": "runs", ...}  {"host": "rtx", "python": ...}      see ``gather`` and ``HostFacts``
     {"ask": "self_tests", "torch": ...}         {"found": [...]}                        see ``self_tests``
@@ -9,7 +9,7 @@ a host with a broken torch or MPI is reported and does not take the doctor down.
     {"ask": "listen"}                           {"port": 40000, "token": "..."}
     {"ask": "connect", "address": ...}          {"latency_s": ..., "bytes_per_s": ...} or {"error": "timed out"}
 
-Every answer begins with ``MARK``: a login shell may print things of its own before.
+Every answer begins with ``MARK``, as a login shell may print things of its own before.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ REQUIRED = (
 )  # fmt: skip
 """Modules that a run imports; a test compares them with pyproject.toml."""
 LAUNCHER_PARTS = ("prted", "orted", "hydra_pmi_proxy")
-"""What launchers start on other hosts: Open MPI 5's, 4's, MPICH's."""
+"""The programs that launchers start on other hosts: Open MPI 5's, 4's, MPICH's."""
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "LD_LIBRARY_PATH", "PYTHONPATH",
     "OMP_NUM_THREADS", "HETERO_MPI_DEVICE", "OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE", "UCX_NET_DEVICES",
 )  # fmt: skip
 _PATIENCE_S = 180.0
-"""Importing torch from a cold network disk takes long."""
+"""Time limit for importing torch, which takes long from a cold network disk; seconds."""
 _ASK_MPI = """
 import json, mpi4py
 mpi4py.rc.initialize = False
@@ -63,7 +63,7 @@ MPI.Finalize()
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What a host says of itself. JSON-able."""
+    """Facts about a host, gathered by a probe on it. JSON-able."""
 
     host: str
     python: str
@@ -71,30 +71,30 @@ class HostFacts:
     system: str
     cores: int
     memory_bytes: int
-    """Free now, for all."""
+    """Free memory now."""
     addresses: tuple[tuple[str, str, str], ...]
     """(interface, IPv4 address, netmask)."""
     versions: dict[str, str]
     """Package -> version or ``absent``."""
     missing: tuple[str, ...]
-    """Of ``REQUIRED``, modules that are not there."""
+    """Those modules of ``REQUIRED`` that are not installed."""
     path: str
-    """PATH, as a command that is not a login gets it."""
+    """``PATH`` as a command without a login gets it."""
     tools: dict[str, str]
-    """Of ``LAUNCHER_PARTS``, ``python3`` and others: where they are found, beside this Python or on PATH."""
+    """Paths of ``LAUNCHER_PARTS``, ``python3`` and others, beside this Python or on ``PATH``; only those that exist."""
     variables: dict[str, str]
     drivers: dict[str, str]
-    """``nvidia``, ``amdgpu``, ``intel``: version of the kernel driver, or "yes"; only those that are loaded."""
+    """Version (or "yes") of the loaded kernel drivers ``nvidia``, ``amdgpu``, ``intel``."""
     kfd: str
-    """The door to AMD's compute driver: ``open``, ``closed`` (no permission) or ``absent``."""
+    """Access to the device of AMD's compute driver: ``open``, ``closed`` (no permission) or ``absent``."""
     directories: dict[str, Any]
     """``run``, ``cache`` and ``work``: {"path", "free_bytes", "problem"}."""
     mpi: dict[str, Any] = field(default_factory=dict)
-    """``library`` (its own text), ``threads``, ``fault_tolerance`` (None: not known), ``error``."""
+    """``library`` (its version text), ``threads``, ``fault_tolerance`` (None: not known), ``error``."""
     torch: dict[str, Any] = field(default_factory=dict)
-    """As ``device.look`` tells it, or {"error": ...}."""
+    """The result of ``device.look``, or {"error": ...}."""
     self_tests: tuple[dict[str, Any], ...] = ()
-    """Of its GPUs, or of its processor where there is none (``SelfTest.to_dict``); where they were asked for."""
+    """Results (``SelfTest.to_dict``) for its GPUs, or for its processor where it has none; empty where no test was asked for."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -107,11 +107,11 @@ class HostFacts:
 
 
 def gather(directory: str, deeply: bool = True, prefix: str = "", work: str = "") -> HostFacts:
-    """Facts of this host and this Python.
+    """Facts about this host and this Python.
 
     Args:
-        deeply: try MPI and torch too, each in a process of its own (seconds).
-        prefix: where MPI is expected; looked at before this environment and PATH. "": nowhere else.
+        deeply: try MPI and torch too, each in a process of its own (takes seconds).
+        prefix: directory where MPI is expected; searched before this environment and ``PATH``. "": only these.
         work: directory in which ranks are to start; "": anywhere.
     """
     return HostFacts(
@@ -140,7 +140,7 @@ def gather(directory: str, deeply: bool = True, prefix: str = "", work: str = ""
 
 
 def try_mpi() -> dict[str, Any]:
-    """The library that mpi4py loads, and the threads that it allows when started without a launcher."""
+    """The library that mpi4py loads, and its thread support when started without a launcher."""
     # A rank that asks would else pass on to its child who it is, and MPI takes no rank twice.
     launcher = ("PMIX_", "PMI_", "SLURM_", "HYDRA_", "OMPI_COMM_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
@@ -150,7 +150,7 @@ def try_mpi() -> dict[str, Any]:
 
 
 def fault_tolerance() -> bool | None:
-    """Was the Open MPI of this environment built with ULFM? None: nobody to ask (another MPI, or no ``ompi_info``)."""
+    """Was the Open MPI of this environment built with ULFM? None: not known (another MPI, or no ``ompi_info``)."""
     tool = _tool("ompi_info")
     if not tool:
         return None
@@ -162,7 +162,7 @@ def fault_tolerance() -> bool | None:
 
 
 def try_torch() -> dict[str, Any]:
-    """What ``device.look`` says, from a process of its own; {"error": why} if it ends badly."""
+    """The result of ``device.look`` in a process of its own; {"error": why} if that fails."""
     return _json_of([sys.executable, "-m", "hetero_mpi.device.look"], dict(os.environ), _PATIENCE_S)
 
 
@@ -173,12 +173,12 @@ def devices_to_test(torch: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 
 def self_tests(torch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of those, one after the other, each in a process of its own."""
+    """Test these devices one after the other, each in a process of its own."""
     return [self_test(backend, index).to_dict() for backend, index in devices_to_test(torch)]
 
 
 def _json_of(command: list[str], environment: dict[str, str], patience_s: float) -> dict[str, Any]:
-    """The last JSON line that a command prints, with ``error`` added if it ended badly."""
+    """The last JSON line that a command prints; with ``error`` added if the command failed."""
     error, printed, complained = "", "", ""
     try:
         answer = subprocess.run(
@@ -200,7 +200,7 @@ def _json_of(command: list[str], environment: dict[str, str], patience_s: float)
 
 
 def _last_words(text: str) -> str:
-    """The line of an error output that says most: an exception's, or the last."""
+    """The most telling line of an error output: an exception's, or the last."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [
         line for line in lines if line.split(":")[0].endswith(("Error", "Exception")) and " " not in line.split(":")[0]
@@ -245,7 +245,9 @@ def _tool(name: str, prefix: str = "") -> str:
 
 
 _WSL_CUDA = Path("/usr/lib/wsl/lib/libcuda.so.1")
-"""Windows puts it into WSL where its driver of NVIDIA is installed; ``/dev/dxg`` is there for every vendor's GPU."""
+"""Windows puts this file into WSL where NVIDIA's driver is installed. ``/dev/dxg`` is no such sign: it exists for every vendor's
+GPU.
+"""
 
 
 def drivers() -> dict[str, str]:
@@ -269,7 +271,7 @@ def _cache() -> Path:
 
 
 def _room(path: Path) -> dict[str, Any]:
-    """Free bytes where ``path`` is or would be made, and what stands against writing there ("": nothing)."""
+    """Free bytes where ``path`` is or would be created, and why it cannot be written ("": it can)."""
     there = path.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -286,13 +288,13 @@ def _work(path: str) -> dict[str, Any]:
 
 
 class Server:
-    """Answers requests. Listeners live as long as it does."""
+    """Answers requests. Its TCP listeners live as long as it does."""
 
     def __init__(self) -> None:
         self._listeners: list[AuthenticatedServer] = []
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """One answer; what goes wrong is one too."""
+        """The answer to one request; an error becomes an answer too."""
         ask = request["ask"]
         if ask == "facts":
             return gather(request["directory"], prefix=request["prefix"], work=request["work"]).to_dict()

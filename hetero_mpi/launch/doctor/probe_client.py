@@ -1,4 +1,4 @@
-"""The doctor's side of the probes: starts one on a host through the launch agent, and asks it."""
+"""The doctor's end of a probe: starts it on a host through the launch agent, and sends it requests."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """A host, an entry of a hosts file, or a rank, to be looked at."""
+    """A host, an entry of a hosts file, or a rank, that is to be examined."""
 
     title: str
     address: str
     """IPv4; "": it has none."""
     name: str
-    """What the launch agent is given."""
+    """The name that the launch agent takes."""
     local: bool
     python: str = sys.executable
     prefix: str = ""
-    """Where the launcher will look for MPI there; "": not asked."""
+    """Directory where the launcher will look for MPI there; "": not checked."""
     directory: str = ""
-    """In which its ranks are to start; "": the path of the one here, if it is there."""
+    """Directory in which its ranks are to start; "": the path of the one here, if it exists there."""
     variables: Mapping[str, str] = field(default_factory=dict)
     ranks: int = 0
     """Ranks it is to hold; 0: not known."""
     device: str = "auto"
-    """For its ranks, as a hosts file says it."""
+    """The device that a hosts file gives its ranks."""
     mesh: Mesh | None = None
-    """Of the hosts file, if its address lies in it."""
+    """The mesh of the hosts file, if the address lies in it."""
 
 
 @dataclass(frozen=True)
 class Examined(Target):
-    """The same, and what it says of itself."""
+    """A target with the facts about it, or the reason why there are none."""
 
     facts: HostFacts | None = None
     complaint: str = ""
-    """Without facts: what the launch agent, or Python there, said last."""
+    """Where there are no facts: the last line of the launch agent, or of Python there."""
 
 
 class ProbeError(RuntimeError):
-    """A probe did not answer; the text says what was heard instead."""
+    """A probe did not answer; the text says what it printed instead."""
 
 
 class Probe:
-    """A probe at work. Raises ``ProbeError`` from ``ask`` if it ends or stays silent."""
+    """A probe that is running on a host. ``ask`` raises ``ProbeError`` if it ends or does not answer."""
 
     def __init__(self, target: Target, agent: Sequence[str]) -> None:
         self._helper = Helper(
@@ -81,7 +81,7 @@ class Probe:
         self._helper.close()
 
     def ask(self, what: str, timeout_s: float, **values: Any) -> dict[str, Any]:
-        """One answer. Raises ProbeError."""
+        """Send a request and return the answer. Raises ProbeError."""
         self._helper.write(json.dumps({"ask": what, **values}).encode() + b"\n")
         deadline = time.monotonic() + timeout_s
         while True:

@@ -1,4 +1,4 @@
-"""``doctor`` under mpirun: every rank looks at itself, and messages are timed over MPI as training sends them."""
+"""``doctor`` under mpirun: every rank examines itself, and messages are timed over MPI as training sends them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _verify_mesh(world: World, transport: Transport, options: DoctorOptions) -> 
 
 
 def _gather_places(world: World, options: DoctorOptions) -> list[Examined]:
-    """Every Python of every host once. The first of its ranks looks at torch, so that it is imported once."""
+    """Facts about every Python of every host, once each. Only the first of its ranks imports torch."""
     from mpi4py import MPI
 
     world.doing = "looking at this host"
@@ -90,7 +90,7 @@ def _gather_places(world: World, options: DoctorOptions) -> list[Examined]:
 
 
 def _link(world: World, samples: LinkSamples) -> Link:
-    """The smallest message tells the latency and the largest one the bandwidth, without a model between them."""
+    """A measured link: its latency is that of the smallest message, its bandwidth that of the largest; no line is fitted."""
     source, destination = _rank(world, samples.source), _rank(world, samples.destination)
     bytes_per_s = samples.sample_bytes[-1] / samples.sample_s[-1]
     return Link(source, destination, samples.sample_s[0], bytes_per_s, same_host=samples.same_host)
@@ -101,7 +101,7 @@ def _rank(world: World, rank: int) -> str:
 
 
 def _interfaces_of(places: Sequence[Examined]) -> Iterator[Finding]:
-    """What MPI was told about interfaces: under mpirun it has chosen already, and messages pass."""
+    """What MPI was told about interfaces. Under mpirun it has already chosen, and messages pass."""
     if len({place.facts.host for place in places if place.facts}) < 2:
         return
     facts = places[0].facts

@@ -1,6 +1,6 @@
-"""Can two hosts open TCP connections to each other, and how fast are these? Plain sockets on ephemeral ports, as MPI uses.
+"""TCP between two hosts, for ``doctor``: can they connect, and how fast? Plain sockets on ephemeral ports, as MPI uses them.
 
-The listening end answers only to whoever proves that it knows its token (``authenticated``), and counts bytes without keeping them.
+The listener answers only who proves that it knows the token (``authenticated``). It counts bytes without keeping them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hetero_mpi.launch.hosts.authenticated import AuthenticatedLines, Authentica
 _TRIPS = 8
 _FIRST_BYTES, _MOST_BYTES = 1 << 18, 1 << 26
 _AIM_S = 0.25
-"""The message that tells the bandwidth takes about so long."""
+"""Duration that the message for the bandwidth aims at, seconds."""
 _PIECE = bytes(1 << 16)
 _SILENCE_S = 20.0
 _SIZE = struct.Struct("<q")
@@ -24,7 +24,7 @@ _SIZE = struct.Struct("<q")
 
 @dataclass(frozen=True)
 class Speed:
-    """Of a connection, in the direction in which it was opened."""
+    """Latency and bandwidth of a connection, in the direction in which it was opened."""
 
     latency_s: float
     """Half a round trip of eight bytes."""
@@ -32,7 +32,7 @@ class Speed:
 
 
 def listen() -> AuthenticatedServer:
-    """Answer to ``measure`` until closed."""
+    """A server that answers ``measure`` until it is closed."""
     return AuthenticatedServer("", _answer, _SILENCE_S)
 
 
@@ -45,10 +45,9 @@ def _answer(connection: socket.socket, lines: AuthenticatedLines) -> None:
 
 
 def measure(address: str, port: int, token: str, timeout_s: float) -> Speed:
-    """Connect to who called ``listen`` and time messages.
+    """Connect to the listener at ``address`` and ``port``, and time messages.
 
-    :raises OSError: no connection within ``timeout_s``, or it broke.
-    :raises NotAuthentic: the other end is not that listener.
+    :raises OSError: no connection within ``timeout_s``, or it broke. :raises NotAuthentic: the other end is not that listener.
     """
     with socket.create_connection((address, port), timeout_s) as connection:
         connection.settimeout(timeout_s)

@@ -1,1 +1,1 @@
-"""The machines of a job: host files, addresses, processes, and how a command reaches them."""
+"""The machines of a job: host files, addresses, processes, and running commands on them."""

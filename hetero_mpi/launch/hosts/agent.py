@@ -1,6 +1,6 @@
-"""The launch agent: the program that runs a command on another machine, ssh unless the user says otherwise.
+"""The launch agent: the program that runs a command on another machine; ssh, unless the user names another.
 
-The supervisor reaches hosts through the one that the launcher uses, so that whoever can start a job can supervise it.
+The supervisor uses the same agent as the launcher, so that everyone who can start a job can supervise it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HYDRA_KINDS = ("-launcher", "--launcher", "-bootstrap", "--bootstrap")
 
 
 def launch_agent(family: str, given: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The agent that the launcher of this MPI family will use: from its options, its environment variables, or ssh.
+    """The agent that the launcher of this MPI family will use: from its options, else from its environment variables, else ssh.
 
     ``given``: the user's options for the launcher.
     """
@@ -53,7 +53,7 @@ def _mpich(given: Sequence[str], environment: Mapping[str, str]) -> str | None:
 def remote_command(
     agent: Sequence[str], host: str, directory: str, variables: Mapping[str, str], *words: str
 ) -> list[str]:
-    """The words that run a command on ``host``, in ``directory`` where it is there, with ``variables`` set."""
+    """The command line that runs ``words`` on ``host``, in ``directory`` where it exists, with ``variables`` set."""
     assignments = [f"{name}={value}" for name, value in variables.items()]
     inner = f"cd {shlex.quote(directory)} 2>/dev/null; exec {shlex.join(['env', *assignments, *words])}"
     # The login shell there may be any; sh is everywhere.
@@ -61,12 +61,12 @@ def remote_command(
 
 
 class Helper:
-    """A Python module of this project at work on a host, here or behind the launch agent, with a pipe to its stdin.
+    """A Python module of this package running on a host, here or through the launch agent, with a pipe to its stdin.
 
     Args:
         name: of the host, as the agent takes it.
-        directory: to start in, if it is there; "": the path of the one here.
-        variables: environment variables beside ``PYTHONPATH``, which it has from here.
+        directory: to start in, if it exists; "": the path of the one here.
+        variables: environment variables beside ``PYTHONPATH``, which is that of this process.
         stdout: as ``subprocess.Popen`` takes it.
     """
 
@@ -102,14 +102,14 @@ class Helper:
             self._complaints.write(f"{words[0]}: {error.strerror}".encode())
 
     def write(self, line: bytes) -> None:
-        """To its stdin; nothing happens where it has ended."""
+        """Write a line to its stdin; without effect where it has ended."""
         if self.process is not None and self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.write(line)
                 self.process.stdin.flush()
 
     def wait(self, timeout_s: float) -> None:
-        """For its end, after which it complains of nothing more."""
+        """Wait for its end. ``complaint`` has nothing to tell afterwards."""
         if self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout_s)
@@ -118,7 +118,7 @@ class Helper:
         return self.process is None or self.process.poll() is not None
 
     def complaint(self, otherwise: str) -> str:
-        """The last line that the agent or the process has written to stderr."""
+        """The last line that the agent or the process has written to stderr; else ``otherwise``."""
         self._complaints.seek(0)
         text = self._complaints.read(_COMPLAINT_BYTES).decode(errors="replace")
         last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), otherwise)
@@ -135,7 +135,7 @@ class Helper:
 
 
 def without_agent(family: str, given: Sequence[str]) -> list[str]:
-    """The user's options for the launcher, less those that name a launch agent."""
+    """The user's options for the launcher, without those that name a launch agent."""
     kept, rest = [], list(given)
     while rest:
         if family == OPEN_MPI and rest[0] in _PARAMETER_OPTIONS and rest[1:2] and rest[1] in _PARAMETERS:

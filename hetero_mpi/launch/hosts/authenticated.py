@@ -1,8 +1,8 @@
-"""A TCP connection between two processes that know a token, which came to both over the launch agent.
+"""An authenticated TCP connection between two processes that know a token, which both got through the launch agent.
 
-Both ends send a nonce. From then on every line is ``MAC JSON``: HMAC-SHA256, under a key made of the token and both nonces, of
-the sender's role, the line's number and its text. So the first line proves that its sender knows the token, now; and no line can be
-forged, changed, repeated, left out or sent back to its sender. Nothing is encrypted, and the token itself is never sent.
+Both ends send a nonce. After that every line is ``MAC JSON``. The MAC is HMAC-SHA256, under a key made of the token and both
+nonces, of the sender's role, the line's number and its text. So the first line proves that its sender knows the token now. No line
+can be forged, changed, repeated, left out or sent back to its sender. Nothing is encrypted, and the token itself is never sent.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any, Literal
 from hetero_mpi.background import Background
 
 LONGEST_BYTES = 4096
-"""Of a line."""
+"""Longest line."""
 _POLL_S = 0.1
-"""How late a server may notice that it is closed."""
+"""Longest time until a server notices that it is closed, seconds."""
 Role = Literal["caller", "listener"]
 
 
 class NotAuthentic(ValueError):
-    """The other end does not know the token, or somebody has tampered with a line."""
+    """The other end does not know the token, or a line was tampered with."""
 
 
 class AuthenticatedLines:
-    """One end of such a connection, which stays its owner's: ``write`` and ``read`` JSON values.
+    """One end of such a connection: ``write`` and ``read`` JSON values. The socket stays its owner's to close.
 
     :raises OSError: the connection breaks, or its time is up. Any call may raise it.
     """
@@ -66,12 +66,12 @@ class AuthenticatedLines:
 
 
 class AuthenticatedServer(socketserver.ThreadingTCPServer):
-    """Listens on an ephemeral port of ``address`` until closed, and serves every caller who knows the token on a thread of its own.
+    """Listens on an ephemeral port of ``address`` until closed. Each caller that knows the token is served on a thread of its own.
 
     Args:
-        address: "": all of this host's.
-        serve: is given a caller's connection, and its lines.
-        silence_s: how long a caller may leave us waiting for its next byte.
+        address: "": all addresses of this host.
+        serve: called with a caller's connection and its lines.
+        silence_s: longest wait for a caller's next byte.
     """
 
     allow_reuse_address = True
@@ -93,7 +93,7 @@ class AuthenticatedServer(socketserver.ThreadingTCPServer):
         self._serve(request, AuthenticatedLines(request, self.token, "listener"))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A caller that breaks off, or talks nonsense, is its own problem."""
+        """Ignore callers that break off or send nonsense."""
 
     def close(self) -> None:
         self.shutdown()

@@ -1,4 +1,4 @@
-"""What ``doctor`` finds: a severity, what was seen, and the remedy; as lines for people and as JSON for scripts."""
+"""Findings of ``doctor``: a severity, what was seen, and the remedy; as lines for people and as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _INDENT = 20
 
 
 class Severity(str, Enum):
-    """How bad it is."""
+    """How bad a finding is."""
 
     FINE = "ok"
     NOTE = "note"
-    """Good to know; nothing to do."""
+    """Information; nothing to do."""
     SLOW = "warn"
     """A run would work, but slower, with less, or with a surprise later on."""
     FAILS = "FAIL"
@@ -31,11 +31,11 @@ class Finding:
     text: str
     remedy: str = ""
     where: tuple[str, ...] = ()
-    """Hosts or ranks that it is about; empty: all."""
+    """The hosts or ranks it is about; empty: all."""
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings that differ in nothing but where they were made become one; order is kept."""
+    """``findings``, those that differ only in ``where`` made one; order is kept."""
     seen: dict[Finding, list[str]] = {}
     for finding in findings:
         places = seen.setdefault(replace(finding, where=()), [])
@@ -48,7 +48,7 @@ def would_fail(findings: Iterable[Finding]) -> bool:
 
 
 def lines_of(findings: Sequence[Finding]) -> list[str]:
-    """For a terminal: a line per finding, its remedy below it behind an arrow, and the sum at the end."""
+    """Lines for a terminal: one per finding, its remedy below it after an arrow, and a count at the end."""
     lines = []
     for finding in findings:
         start = f"{finding.severity.value:<5} {finding.subject}"

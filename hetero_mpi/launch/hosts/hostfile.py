@@ -1,4 +1,4 @@
-"""Host files: which machines take part, and how many ranks each may hold.
+"""Host files: the machines that take part, and how many ranks each may hold.
 
 Both common styles are read, so that one file serves both MPIs::
 
@@ -26,13 +26,13 @@ class HostEntry:
     slots: int | None
     """Ranks this host may hold; ``None``: not said."""
     style: str | None = None
-    """``Open MPI`` or ``MPICH`` if the line can only be read so, else ``None``."""
+    """``Open MPI`` or ``MPICH`` if the line can only be read in that style, else ``None``."""
 
 
 def read_hostfile(path: str | Path) -> tuple[HostEntry, ...]:
-    """The hosts of a file, in its order.
+    """The entries of a host file, in its order.
 
-    :raises UserError: the file is not there, names no host, or a line is neither style (with its number).
+    :raises UserError: the file does not exist, names no host, or has a line in neither style (with its number).
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -87,7 +87,7 @@ def check_slots(entries: Iterable[HostEntry], ranks: int, path: str | Path) -> N
 
 
 def host_list(entries: Iterable[HostEntry]) -> str:
-    """The hosts as one word, which both launchers read: ``rtx:2,mac:1`` (1 where the file gives no number)."""
+    """The hosts as one word that both launchers read: ``rtx:2,mac:1`` (1 where the file gives no number)."""
     slots: dict[str, int] = {}
     for entry in entries:
         slots[entry.name] = slots.get(entry.name, 0) + (entry.slots or 1)

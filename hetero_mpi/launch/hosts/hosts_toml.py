@@ -1,12 +1,12 @@
-"""``hosts.toml``: machines that differ in more than their names, one ``[[host]]`` entry each.
+"""``hosts.toml``: a host file for machines with different settings, one ``[[host]]`` entry each.
 
     [[host]]
     address = "10.0.0.11"
     slots = 1
     python = "/home/me/cuda/bin/python"
 
-An NVIDIA and an AMD GPU in one box are two entries with one address and two Pythons: an installed torch sees one vendor
-only. ``read_hosts`` tells all problems of a file at once; ``docs/devices.md`` documents the keys.
+An NVIDIA and an AMD GPU in one machine are two entries with one address and two Pythons, because an installed torch serves one
+vendor only. ``read_hosts`` reports all mistakes of a file at once. ``docs/devices.md`` documents the keys.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Host(BaseModel):
 
     @property
     def title(self) -> str:
-        """What messages call the entry."""
+        """The entry's name in messages."""
         return self.name or self.address
 
     @property
@@ -68,7 +68,7 @@ class Host(BaseModel):
         return self.python or sys.executable
 
     def variables(self) -> dict[str, str]:
-        """Environment of its ranks, the device's variable included."""
+        """Environment variables of its ranks, that of the device included."""
         device = {} if self.device == "auto" else {DEVICE_VARIABLE: self.device}
         return {**device, **self.environment}
 
@@ -108,7 +108,7 @@ def read_hosts(path: str | Path) -> tuple[Host, ...]:
 
 
 def tables_of(path: Path) -> dict[str, Any]:
-    """What stands in a hosts file, unchecked.
+    """The contents of a hosts file, unchecked.
 
     :raises UserError: no such file, or no TOML.
     """
@@ -158,7 +158,7 @@ def _rules(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def ranks_of(hosts: Sequence[Host], ranks: int | None, path: str | Path) -> list[tuple[Host, int]]:
-    """(entry, its ranks), entries filled in order; ``ranks`` None: all slots. Entries without ranks are left out.
+    """(entry, its number of ranks). Entries are filled in order, and those without ranks left out. ``ranks`` None: all slots.
 
     :raises UserError: more ranks than slots, or fewer than one.
     """

@@ -1,6 +1,6 @@
-"""Which network the ranks should talk over: the one in which the host file's addresses lie.
+"""The network that the ranks are to use: the one in which the host file's addresses lie.
 
-MPI libraries choose among all interfaces of a machine (Docker bridges, VPNs, Wi-Fi) and may hang on a wrong one.
+Otherwise MPI libraries choose among all interfaces of a machine (Docker bridges, VPNs, Wi-Fi) and may hang on a wrong one.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def network_of(address: str, local: Iterable[LocalAddress]) -> str:
 
 
 def _holder(address: str, local: Iterable[LocalAddress]) -> LocalAddress | None:
-    """Whose subnet holds an address. The narrowest is the most telling one; a default route's wide net holds everything."""
+    """The interface whose subnet holds an address: the narrowest, since that of a default route may hold everything."""
     holders = [item for item in local if ipaddress.IPv4Address(address) in item.network]
     return max(holders, key=lambda item: item.network.prefixlen, default=None)
 
@@ -74,8 +74,7 @@ def _holder(address: str, local: Iterable[LocalAddress]) -> LocalAddress | None:
 def choose_interface(addresses: Iterable[str], local: Sequence[LocalAddress]) -> InterfaceChoice | None:
     """The networks that hold the other hosts' ``addresses`` (IPv4); ``None`` when all of them are this machine's own.
 
-    A host in no local subnet is reached through a router: its address alone is added, with the interface that leads to
-    it.
+    A host in no local subnet is reached through a router: its address alone is added, with the interface that leads to it.
     """
     own = {item.address for item in local}
     networks: dict[str, None] = {}
@@ -99,9 +98,9 @@ def choose_interface(addresses: Iterable[str], local: Sequence[LocalAddress]) ->
 
 
 def source_address(address: str) -> str | None:
-    """This machine's address from which the kernel would send to ``address``; None: nowhere to send it.
+    """The address of this machine from which the kernel would send to ``address``; None: there is no route.
 
-    Connecting a UDP socket asks the routing table, and sends nothing.
+    Connecting a UDP socket asks the routing table and sends nothing.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

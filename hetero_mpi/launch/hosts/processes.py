@@ -1,7 +1,7 @@
-"""The processes of one start of a job on this machine: found by a name in their environment, and ended for good.
+"""The processes of one start of a job on this machine: they are found by an environment variable, and killed.
 
-A launcher that is killed, or that lost its connections, leaves ranks behind which hold devices and ports; and a rank
-may be stuck in a system call of its driver. So nobody is asked to end: SIGKILL, until nobody is left.
+A launcher that is killed, or that lost its connections, leaves ranks behind which hold devices and ports. A rank may also be stuck
+in a system call of its driver. So the processes get SIGKILL until none is left.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import time
 from collections.abc import Iterator
 
 VARIABLE = "HETERO_MPI_START"
-"""Environment variable that all processes of a start carry: ``SUPERVISOR.NUMBER``."""
+"""Environment variable of all processes of a start: ``SUPERVISOR.NUMBER``."""
 _DAEMONS = ("prted", "prterun", "orted", "hydra_pmi_proxy", "hydra_bstrap_proxy")
-"""Parents of ranks that need not carry it: what launchers start on other machines."""
+"""Parents of ranks that may lack the variable: the programs that launchers start on other machines."""
 _PATIENCE_S = 5.0
 
 
 def end_starts(supervisor: str, keep: str | None = None) -> None:
-    """End every process on this machine of the supervisor's starts, but for the start ``keep``.
+    """Kill every process on this machine of the supervisor's starts, except those of the start ``keep``.
 
-    A process in the kernel's hands (state D) may outlive this; it is given up after five seconds.
+    A process that the kernel holds (state D) may stay; after five seconds it is given up.
     """
     deadline = time.monotonic() + _PATIENCE_S
     while (found := set(_members(supervisor, keep))) and time.monotonic() <= deadline:
@@ -32,7 +32,7 @@ def end_starts(supervisor: str, keep: str | None = None) -> None:
 
 
 def _members(supervisor: str, keep: str | None) -> Iterator[int]:
-    """Ids of those processes, and of the launchers' daemons above them. Zombies count as gone."""
+    """Ids of those processes, and of the launchers' daemons above them. Zombies are not among them."""
     import psutil
 
     for process in psutil.process_iter():

@@ -1,9 +1,9 @@
-"""Ranks that die before they have joined the others, in a job whose launcher lets ranks die (``--with-ft ulfm``).
+"""Ends a job in which a rank dies before it has joined the others, under a launcher that lets ranks die (``--with-ft ulfm``).
 
-Until MPI is initialised nobody outlives anybody: the launcher says nothing of such a death, and the other ranks wait inside
-MPI's start for ever. So a shell stands at every rank's begin, on every host. It leaves a child behind that reads from a pipe,
-and becomes the rank, which alone holds the other end. A word from there says that the rank has joined; an end without a word is
-a death, which the child tells. Then it ends the launcher, or its daemon on that host, which ends the job everywhere.
+Before MPI is initialised nobody can outlive a death: the launcher does not report it, and the other ranks wait inside MPI's start
+for ever. So each rank is started by a shell. The shell forks a child that reads from a pipe, and then becomes the rank, which alone
+holds the pipe's other end. A line from the pipe says that the rank has joined. An end of the pipe without a line is a death: the
+child reports it and kills the launcher, or its daemon on that host, which ends the job everywhere.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ _SCRIPT = (
 
 
 def ending_all(program: Sequence[str], mpirun_args: Sequence[str]) -> list[str]:
-    """The words of ``program``, a rank's command, such that its death before it has joined the others ends the job.
+    """The command line ``program`` of a rank, changed so that its death before joining ends the job.
 
-    ``mpirun_args``: the launcher's options. Without fault tolerance it ends the job by itself, and ``program`` stays as it is.
+    ``mpirun_args``: the launcher's options. Without fault tolerance the launcher ends the job by itself, and ``program`` is
+    returned unchanged.
     """
     return ["sh", "-c", _SCRIPT, "sh", *program] if "--with-ft" in mpirun_args else list(program)

@@ -1,7 +1,8 @@
-"""What launcher and ranks print on stderr: passed on as it comes, and read for what the launcher's exit code does not say.
+"""Filters the stderr of launcher and ranks, and reads from it what the launcher's exit code does not say.
 
-Open MPI prints boxes between lines of dashes, for every exit code but 0 and for every rank that aborts, also where the job has
-said why in full. And under fault tolerance its launcher ends with exit code 0 when it loses a host's daemon, and the job with it.
+Open MPI prints a box between lines of dashes for every exit code but 0, and for every rank that aborts, also where the job has
+given the reason already. Under fault tolerance its launcher ends with exit code 0 when it loses a host's daemon, and the job with
+it.
 """
 
 from __future__ import annotations
@@ -17,30 +18,30 @@ from hetero_mpi.errors import ExitCode
 _LINE = b"-" * 74
 _BEGINS = (b"prterun ", b"PRTE has lost communication", b"MPI_ABORT was invoked")
 _ABORTED = (b"MPI_ABORT was invoked", b'calling\n"abort"')
-"""In boxes about a rank that has said what it had to say (``comm.ranks.leave``)."""
+"""Words in boxes about a rank that has printed its reason (``comm.ranks.leave``)."""
 _FAILED = b"exited with non-zero status"
 _LOST = b"PRTE has lost communication"
 _TOLD = (ExitCode.USER_ERROR, ExitCode.STOPPED)
-"""Exit codes whose reason the job has told in full."""
+"""Exit codes whose reason the job has printed."""
 _PATIENCE_S = 2.0
-"""What the launcher left behind may hold its stderr open."""
+"""Longest wait for the end of stderr, seconds: processes that the launcher left behind may hold it open."""
 
 
 class ErrorStream:
-    """Reads ``stream``, a launcher's stderr, to its end on a thread of its own."""
+    """Reads ``stream``, a launcher's stderr, to its end on a thread of its own, and passes on what tells something."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
         self._box: list[bytes] = []
-        """Lines since one of dashes, as long as they may become one of the boxes."""
+        """Lines since one of dashes, while they may still become a box."""
         self._held = b""
-        """Whole boxes that say no more than an exit code."""
+        """Complete boxes that say no more than an exit code."""
         self._lost = False
         self._reading = Background("passing on the launcher's stderr", self._read)
 
     def finish(self, code: int) -> int:
-        """After the launcher's end with ``code``: pass on what was held back, where it tells something; returns the exit code of
-        the job.
+        """The job's exit code, when the launcher has ended with ``code``. Boxes that were held back are printed where the job has
+        given no reason.
         """
         self._reading.finish(_PATIENCE_S)
         if code not in _TOLD:

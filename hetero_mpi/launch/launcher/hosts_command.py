@@ -1,8 +1,8 @@
-"""The command line that starts a job on the entries of a ``hosts.toml``: one part per entry, with its own Python.
+"""The launcher's command line for the entries of a ``hosts.toml``: one part per entry, with its own Python.
 
     mpirun OPTIONS --host rtx:1 -np 1 /a/bin/python -m hetero_mpi ... : --host mac:1 -np 1 /b/bin/python -m hetero_mpi ...
 
-Both launchers number the ranks through the parts. One address may come several times.
+Both launchers number the ranks through the parts. One address may occur several times.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hetero_mpi.launch.launcher.relay import relay_script, write_relay
 from hetero_mpi.launch.wireguard.mesh import Mesh, check_bound, mpi_options
 
 Shares = Sequence[tuple[Host, int]]
-"""Entries that take part, and their ranks."""
+"""(entry, its number of ranks) of the entries that take part."""
 
 
 def hosts_command(
@@ -35,13 +35,13 @@ def hosts_command(
     mesh: Mesh | None = None,
     find: Callable[[str], str] | None = None,
 ) -> CommandLine:
-    """The whole command line for ``python -m hetero_mpi PROGRAM_ARGS`` on ``shares``.
+    """The command line for ``python -m hetero_mpi PROGRAM_ARGS`` on ``shares``.
 
     Args:
-        mesh: the private links to which MPI is to keep.
-        find: name of a host -> its address; "" where only the launch agent knows it. By default the network knows all.
+        mesh: the private links that MPI is to be kept to.
+        find: function from a host's name to its address; "" where only the launch agent knows it. By default the network is asked.
 
-    :raises UserError: an address that has none or lies outside of ``mesh``, a mesh that is not up here, or a launcher that is
+    :raises UserError: an address that does not resolve or lies outside ``mesh``, a mesh that is not up here, or a launcher that is
         neither Open MPI's nor MPICH's.
     """
     if launcher.family not in (OPEN_MPI, MPICH):
@@ -72,7 +72,7 @@ def hosts_command(
 def _bound(
     command: CommandLine, launcher: Launcher, mesh: Mesh, shares: Shares, local: Sequence[LocalAddress]
 ) -> list[str]:
-    """Keep MPI inside the mesh: its options for the launcher, where the choice of the interface alone would not do."""
+    """The launcher's options that keep MPI inside the mesh, where the choice of the interface alone does not."""
     own = check_bound(mesh, [host for host, _ in shares], local)
     arguments, variables = mpi_options(mesh, launcher.family, launcher.library.major, own.interface)
     reason = "the hosts file has a [mesh], around which no message may go"
@@ -118,7 +118,7 @@ def _host_list(shares: Shares) -> str:
 
 
 def _other_prefixes(launcher: Launcher, shares: Shares, own: set[str], addresses: dict[str, str]) -> dict[str, str]:
-    """Other hosts on which MPI is installed elsewhere than here, and where."""
+    """Host -> prefix of its MPI, of other hosts on which MPI is installed elsewhere than here."""
     prefixes: dict[str, str] = {}
     for host, _ in shares:
         there, address = prefix_of(host, launcher), addresses[host.address]
@@ -128,7 +128,7 @@ def _other_prefixes(launcher: Launcher, shares: Shares, own: set[str], addresses
 
 
 def _add_relay(command: CommandLine, launcher: Launcher, prefixes: dict[str, str], given: list[str]) -> list[str]:
-    """Our own launch agent; returns the user's options, less an agent that ours calls now."""
+    """Make the relay script the launch agent. Returns the user's options without the agent that the script now calls."""
     here = launcher.prefix
     agent = launch_agent(launcher.family, given, os.environ)
     relay = str(write_relay(relay_script(agent, here, prefixes)))

@@ -1,7 +1,7 @@
-"""Start the job with the launcher that belongs to the MPI library which mpi4py loads in this environment.
+"""Finds and runs the launcher that belongs to the MPI library which mpi4py loads in this environment: Open MPI's or MPICH's.
 
-Open MPI and MPICH are served. Two lines say what is started, and ``--verbose`` every automatic choice with its reason; ``--print``
-shows the command line, which can be changed and run by hand: plain ``mpirun`` is first-class.
+Two lines say what is started; ``--verbose`` gives every automatic choice with its reason. ``--print`` shows the command line, which
+can be changed and run by hand.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ASK_LIBRARY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import 
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher, and the library it was matched with."""
+    """A launcher program, and the library it was matched with."""
 
     path: Path
     family: str
@@ -51,7 +51,7 @@ class Launcher:
 
     @property
     def agent_option(self) -> tuple[str, str]:
-        """How Open MPI is told about the start of daemons: (option, first part of the parameter's name)."""
+        """Open MPI's option for its parameters about daemons, and the first part of the parameters' names."""
         return ("--mca", "plm_rsh") if self.library.major == "4" else ("--prtemca", "plm_ssh")
 
     @property
@@ -62,16 +62,16 @@ class Launcher:
 
 @dataclass
 class CommandLine:
-    """What will be run: arguments, environment added to this process's own, and why."""
+    """A command to run: its arguments, environment variables added to this process's, and the reasons for them."""
 
     arguments: list[str]
     summary: str
-    """How many ranks on which machines, by which MPI."""
+    """Ranks, machines and MPI library, in words."""
     environment: dict[str, str] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
 
     def add(self, reason: str, *arguments: str, **environment: str) -> None:
-        """An automatic choice; one that the user has made in the environment stays as it is."""
+        """Add an automatic choice. A variable that the user has set in the environment is left as it is."""
         new = {name: value for name, value in environment.items() if name not in os.environ}
         if arguments or new:
             self.arguments.extend(arguments)
@@ -109,7 +109,7 @@ def _tell(lines: Sequence[str]) -> None:
 
 
 def summary(launcher: Launcher, ranks: int, places: Sequence[tuple[str, int | None]]) -> str:
-    """``3 ranks on rtx (2), titan (1), by Open MPI 5.0.11``. ``places``: hosts and their slots, which are filled in order."""
+    """``3 ranks on rtx (2), titan (1), by Open MPI 5.0.11``. ``places``: hosts and their slots, filled in order."""
     counts: dict[str, int] = {}
     left = ranks
     for name, slots in places:
@@ -125,11 +125,11 @@ def summary(launcher: Launcher, ranks: int, places: Sequence[tuple[str, int | No
 
 @lru_cache(maxsize=1)
 def find_launcher() -> Launcher:
-    """The launcher of the library that mpi4py loads: beside this Python first (wheels, conda), then on PATH.
+    """The launcher of the library that mpi4py loads: beside this Python (wheels, conda), else on ``PATH``.
 
-    The environment variable ``HETERO_MPI_MPIEXEC`` (a path) names the only one to consider.
+    If the environment variable ``HETERO_MPI_MPIEXEC`` (a path) is set, only that one is considered.
 
-    :raises UserError: mpi4py loads no library, or no launcher of the same family and major version is there.
+    :raises UserError: mpi4py loads no library, or no launcher of the same family and major version is found.
     """
     library = loaded_library()
     seen = []
@@ -161,7 +161,7 @@ def _candidates(library: MpiLibrary) -> Iterator[str]:
 
 
 def loaded_library() -> MpiLibrary:
-    """The MPI library that mpi4py loads here, asked in a process of its own: this one must stay free of MPI.
+    """The MPI library that mpi4py loads here, found by a process of its own, since this one must not load MPI.
 
     :raises UserError: mpi4py or its library is missing.
     """
@@ -173,7 +173,7 @@ def loaded_library() -> MpiLibrary:
 
 
 def launcher_version(text: str) -> MpiLibrary | None:
-    """The MPI that a launcher's ``--version`` text speaks of."""
+    """The MPI library named in a launcher's ``--version`` text; None where there is none."""
     open_mpi = re.search(r"\(Open MPI\) (\S+)", text) or re.search(r"Open MPI v?(\d\S*)", text)
     if open_mpi:
         return MpiLibrary(OPEN_MPI, OPEN_MPI, open_mpi.group(1))
@@ -198,7 +198,7 @@ _AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"
 def build_command(
     launcher: Launcher, np: int, hostfile: str | None, program: Sequence[str], mpirun_args: Sequence[str] = ()
 ) -> CommandLine:
-    """The whole command line for ``program`` (a Python and its arguments) on ``np`` ranks."""
+    """The launcher's command line for ``program`` (a Python and its arguments) on ``np`` ranks."""
     if np < 1:
         raise UserError(f"-np must be at least 1, not {np}.")
     entries = read_hostfile(hostfile) if hostfile is not None else ()
@@ -218,7 +218,7 @@ def build_command(
 
 
 def _add_hosts(command: CommandLine, family: str, hostfile: str, entries: Sequence[HostEntry]) -> None:
-    """The host file as it is if the launcher reads its style, else its hosts in the form that both launchers read."""
+    """Add the host file itself if the launcher reads its style; else its hosts in the form that both launchers read."""
     if any(entry.style not in (None, family) for entry in entries):
         option = "--host" if family == OPEN_MPI else "-hosts"
         command.add(f"{hostfile} is not written in {family}'s style", option, host_list(entries))
@@ -234,7 +234,7 @@ def add_open_mpi(
     choice: InterfaceChoice | None,
     given: list[str],
 ) -> None:
-    """The options of Open MPI that do not depend on what is run; ``given``: what the user has chosen stays."""
+    """Add Open MPI's options that do not depend on the program. ``given``: the user's own options, which are not changed."""
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.add("this is root, and Open MPI asks to be told so", **_AS_ROOT)
     cores = usable_cores()
@@ -257,7 +257,8 @@ def add_open_mpi(
 
 
 def _start_daemons_from_here(command: CommandLine, launcher: Launcher, given: list[str]) -> None:
-    """No host's daemon starts another host's: in Open MPI 5.0, one that is told to, by a daemon on another processor, crashes.
+    """Make the launcher start the daemons of all hosts itself. In Open MPI 5.0 a daemon crashes when a daemon on another kind of
+    processor tells it to start others.
 
     It costs nothing: up to 64 hosts are started from here in any case. And only this machine needs a login to the others.
     """
@@ -271,7 +272,7 @@ def _start_daemons_from_here(command: CommandLine, launcher: Launcher, given: li
 def outliving_ranks(launcher: Launcher) -> list[str]:
     """The launcher's options that let a job outlive the death of ranks.
 
-    :raises UserError: this MPI ends the job with any of its ranks.
+    :raises UserError: this MPI has none, and ends the job with any of its ranks.
     """
     if launcher.prrte:
         return ["--with-ft", "ulfm"]
@@ -282,7 +283,7 @@ def outliving_ranks(launcher: Launcher) -> list[str]:
 
 
 def add_mpich(command: CommandLine, choice: InterfaceChoice | None) -> None:
-    """MPICH's options, likewise."""
+    """Add MPICH's options, likewise."""
     if choice is None:
         return
     interface = choice.interfaces[0]
@@ -295,7 +296,7 @@ def add_mpich(command: CommandLine, choice: InterfaceChoice | None) -> None:
 
 
 def usable_cores() -> int:
-    """Physical cores that this process may use: what Open MPI counts as slots of a single machine."""
+    """Physical cores that this process may use: Open MPI's number of slots of a single machine."""
     import psutil
 
     physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
@@ -304,16 +305,17 @@ def usable_cores() -> int:
 
 
 AT_ONCE = (signal.SIGINT, signal.SIGTERM)
-"""Signals that end at once a job that has been asked to end before. All others may come from SLURM or a terminal that goes, on
-top of a user's own, and ask for nothing new."""
+"""Signals that end a job at once if it has been asked to end before. Others have no further effect: SLURM, or a terminal that
+closes, may send them after a user's own.
+"""
 ASKED_TEXT = "asking the job to finish its step, write a checkpoint and end (SIGINT or SIGTERM now: end at once)"
 AT_ONCE_TEXT = "ending the job at once, without a checkpoint"
 
 
 def run_command(command: CommandLine, stops_in_order: bool = False) -> int:
-    """Run to the end; returns the job's exit code. Signals that ask for an end reach the launcher through ``ask_to_end``.
+    """Run a command to its end; returns the job's exit code. Signals that ask for an end reach the launcher through ``ask_to_end``.
 
-    ``stops_in_order``: may the program be asked to end, or has it nothing to save?
+    ``stops_in_order``: the program can be asked to end; False: it has nothing to save and is ended at once.
     """
     process, errors = begin(command)
     asked = not stops_in_order
@@ -336,7 +338,7 @@ def run_command(command: CommandLine, stops_in_order: bool = False) -> int:
 
 
 def begin(command: CommandLine, stdin: int | None = None) -> tuple[subprocess.Popen[bytes], ErrorStream]:
-    """Start a command whose stderr is passed on. ``stdin``: as ``subprocess.Popen`` takes it."""
+    """Start a command whose stderr is passed on through an ``ErrorStream``. ``stdin``: as ``subprocess.Popen`` takes it."""
     environment = {**os.environ, **command.environment}
     # In a session of its own: Ctrl-C at the terminal would reach the launcher too, and Open MPI's leaves ranks no time.
     process = subprocess.Popen(
@@ -361,7 +363,7 @@ def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
 def ask_to_end(process: subprocess.Popen[bytes], again: bool) -> None:
     """Ask all ranks to finish their step, write a checkpoint and end; ``again``: to end at once.
 
-    Both launchers pass SIGUSR1 on to the ranks of all hosts, and wait. At SIGINT and SIGTERM Open MPI's kills them after a
+    Both launchers pass SIGUSR1 on to the ranks of all hosts, and wait. At SIGINT and SIGTERM Open MPI's launcher kills them after a
     quarter of a second, whatever its settings; MPICH's passes them on, and a second signal ends the ranks.
     """
     with contextlib.suppress(ProcessLookupError):

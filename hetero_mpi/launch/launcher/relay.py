@@ -1,8 +1,8 @@
-"""A launch agent of our own, for hosts on which MPI is installed in different places.
+"""The relay script: a launch agent for hosts on which MPI is installed in different places.
 
-Launchers start their daemon on every host by the path that it has here, and take one prefix for all. So a small shell
-script stands between the launcher and ssh: it puts each host's own prefix into the command. It is kept in the cache
-directory under a name made of its content, to be read by people and found by a command line that was printed earlier.
+Launchers start their daemon on every host by the path it has here, and take one prefix for all hosts. So a small shell script
+between the launcher and ssh puts each host's own prefix into the command. The script is kept in the cache directory under a name
+made of its content, so that people can read it and a command line printed earlier still finds it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def relay_script(agent: Sequence[str], prefix: str, prefixes: Mapping[str, str])
 
 
 def write_relay(script: str) -> Path:
-    """Keep the script where it is found again; returns its path.
+    """Write the script into the cache directory; returns its path.
 
     :raises UserError: the cache directory cannot be written.
     """

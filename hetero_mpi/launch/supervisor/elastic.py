@@ -1,13 +1,12 @@
-"""``launch --elastic``: the small supervisor that stays outside MPI, and starts the job again on the machines that are left.
+"""The supervisor of ``launch --elastic``: a process outside MPI that starts the job again on the machines that are left.
 
-MPI does not survive the loss of a machine: its launcher ends the job, or waits for minutes, or for ever. So this process
-starts the launcher, watches the hosts itself (``heartbeat_server``, ``host_agent``), and when a host falls silent or the
-job breaks::
+MPI does not survive the loss of a machine: its launcher ends the job, or waits for minutes, or for ever. So this process starts the
+launcher and watches the hosts itself (``heartbeat_server``, ``host_agent``). When a host falls silent or the job breaks::
 
     end what is left on all hosts -> see which hosts answer -> start again on those, from the newest state they have
 
-The job makes a new plan for the ranks it has then, and finds that state itself: a checkpoint of the host that leads, or copies
-on the disks of all hosts (``runtime.local_offers``). A host that is back takes part from the next start on.
+The job plans again for the ranks it then has, and finds that state itself: a checkpoint of the host that leads, or copies on the
+disks of all hosts (``runtime.local_offers``). A host that is back takes part from the next start on.
 """
 
 from __future__ import annotations
@@ -46,31 +45,31 @@ from hetero_mpi.launch.supervisor.heartbeat_server import HeartbeatServer, Watch
 GIVEN_UP = int(ExitCode.GIVEN_UP)
 """Exit code when the supervisor does not start the job again (EX_TEMPFAIL: trying later may help)."""
 _FINAL = (ExitCode.DONE, ExitCode.USER_ERROR, ExitCode.STOPPED)
-"""Exit codes of the job after which nothing is tried again: done, a mistake that only the user can put right, or as asked."""
+"""Exit codes after which the job is not started again: done, an error the user must correct, or stopped on request."""
 _FRUITLESS = 3
-"""So many starts in a row on the same hosts without a single step, and the machines are not to blame."""
+"""Starts in a row on the same hosts without a single step after which the supervisor gives up."""
 _LONGEST_PAUSE_S = 60.0
 _POLL_S = 0.05
 _LOCK_S = 120.0
-"""How long to wait for the lock of a run directory; NFS servers keep those of a dead machine for 90 s."""
+"""Longest wait for the lock of a run directory, seconds; NFS servers keep a dead machine's locks for 90 s."""
 _SWEEP_S = 8.0
-"""How long a host may take to end its processes; it normally does within half a second."""
+"""Longest wait for a host to end its processes, seconds; normally it takes half a second."""
 
 
 @dataclass
 class Ending:
-    """How one start of the job ended: with the launcher's exit code, or because hosts fell silent."""
+    """The end of one start of the job: the launcher's exit code, or the hosts that fell silent."""
 
     code: int | None
     silent: list[WatchedHost] = field(default_factory=list)
 
 
 class Supervisor:
-    """Runs a job to its end over as many starts as it takes.
+    """Runs a job to its end, over as many starts as it takes.
 
     Args:
         program: the words after ``python -m hetero_mpi``: ``train job.toml ...``.
-        steps: the job is done after so many; 0: without any.
+        steps: number of steps of the job; 0: it takes none.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class Supervisor:
         """Host that led when the last step was done."""
 
     def run(self) -> int:
-        """To the end. Returns the job's exit code, ``GIVEN_UP``, or 128 + a signal."""
+        """Run the job to its end. Returns its exit code, ``GIVEN_UP``, or 128 + a signal."""
         with self.heartbeats, handling(self._note), tempfile.TemporaryDirectory() as scratch:
             return self._run(Path(scratch))
 
@@ -149,7 +148,7 @@ class Supervisor:
         return min(self.options.ranks, sum(post.entry.slots or 0 for post in posts))
 
     def _start(self, posts: list[WatchedHost], scratch: Path) -> tuple[Ending, bool]:
-        """Run the job once; (how it ended, whether it did a step). Nothing of it is left afterwards."""
+        """Run the job once; returns (how it ended, whether it took a step). None of its processes is left afterwards."""
         self.starts += 1
         start = f"{self.name}.{self.starts}"
         ranks, resume, copies = self._ranks(posts), *self._state(posts)
@@ -183,9 +182,9 @@ class Supervisor:
         return ending, progress.seen
 
     def _cannot_lead(self, ending: Ending, progressed: bool, posts: Sequence[WatchedHost]) -> bool:
-        """Has a host that came to lead been refused, and is there another one that may try?
+        """Was the start refused because a new host leads, and is there another host that may lead?
 
-        Where the run has gone on before, the job itself is sound: what is amiss is most likely not there on this host.
+        Where the run has taken steps before, the job is sound: most likely something is missing on this host.
         """
         leader = posts[0].name
         if ending.code != ExitCode.USER_ERROR or progressed or self._led in (None, leader) or self.signals:
@@ -204,7 +203,9 @@ class Supervisor:
         return False
 
     def _believed(self, ending: Ending, posts: Sequence[WatchedHost], deaf: Sequence[WatchedHost]) -> Ending:
-        """Exit code 0, or that of a job cut short: Open MPI's launcher may call it a success when it loses a machine."""
+        """``ending`` if the job is complete; else that of a broken job. Open MPI's launcher may report success when it loses a
+        machine.
+        """
         step = max(post.run.get("step", 0) for post in posts)
         if not deaf and step >= self.steps:
             return ending
@@ -242,7 +243,7 @@ class Supervisor:
             time.sleep(_POLL_S)
 
     def _end(self, process: subprocess.Popen[bytes], posts: Sequence[WatchedHost]) -> list[WatchedHost]:
-        """End what is left of a start on all hosts that can be reached; returns those that could not."""
+        """End what is left of a start on all hosts; returns those that could not be reached."""
         began = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -264,10 +265,10 @@ class Supervisor:
         self.journal.tell("first-step", text, start=self.starts, step=step, **values)
 
     def _state(self, posts: list[WatchedHost]) -> tuple[int, int]:
-        """(step of the newest checkpoint, step of the newest copies on disk, whole or not) to go on from; 0: none. Both 0: as
-        the user's own command line says.
+        """(step of the newest checkpoint, step of the newest copies on disk) to go on from; 0: none. Copies count though they may
+        not be whole. Both 0: as the user's own command line says.
 
-        The host with the newest checkpoint comes first in ``posts`` then: its first rank leads, and reads it.
+        Sorts ``posts``: the host with the newest checkpoint comes first, as its first rank becomes rank 0 and reads it.
         """
         if not self.stepped:
             return 0, 0
@@ -277,8 +278,9 @@ class Supervisor:
         return newest, max(post.run.get("copies", 0) for post in posts)
 
     def _wait_for_lock(self, leader: WatchedHost) -> None:
-        """In a shared directory a rank on a lost host may still hold the run: until its host agent ends it, or the file server
-        gives up the dead machine's locks."""
+        """Wait until no rank on a lost host holds the run directory, if it is shared: its host agent ends the rank, or the file
+        server drops the dead machine's locks.
+        """
         told, deadline = False, time.monotonic() + _LOCK_S
         while self.starts > 1 and not self.signals and time.monotonic() < deadline and self.heartbeats.locked(leader):
             if not told:
@@ -287,7 +289,7 @@ class Supervisor:
             time.sleep(_POLL_S)
 
     def _pause(self, fruitless: int) -> None:
-        """Wait longer each time, unless the last start got somewhere."""
+        """Wait before the next start: longer each time, not at all after a start that took a step."""
         if fruitless == 0:
             return
         pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (fruitless - 1))
@@ -297,15 +299,17 @@ class Supervisor:
             time.sleep(_POLL_S)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        """A signal that asks for an end: ``_attend`` passes the first on, and ends the job at one more of ``AT_ONCE``."""
+        """Handle a signal that asks for an end: ``_attend`` passes the first on, and ends the job at a second one of
+        ``AT_ONCE``.
+        """
         if not self.signals or number in AT_ONCE:
             self.signals.append(number)
 
 
 class _Progress:
-    """Notices the first step of a start from what host agents tell of the run directory, on whichever host it lies.
+    """Finds the first step of a start in the host agents' reports of the run directory, on whichever host it lies.
 
-    A start writes metrics.jsonl anew (another inode), with the lines up to the step it goes on from.
+    A start writes a new metrics.jsonl (another inode), which begins with the lines up to the step it goes on from.
     """
 
     def __init__(self, posts: Sequence[WatchedHost], tell: Callable[[int], None]) -> None:
@@ -323,7 +327,7 @@ class _Progress:
 
 
 def _from_where(checkpoint: int, copies: int) -> str:
-    """What a start goes on from, as far as the supervisor can see."""
+    """The state that a start goes on from, as far as the supervisor can see; in words."""
     if not checkpoint and not copies:
         return "which have no checkpoint and no copies: as at first"
     found = [f"the checkpoint after step {checkpoint}"] * bool(checkpoint)

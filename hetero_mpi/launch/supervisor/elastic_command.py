@@ -1,4 +1,4 @@
-"""The command line of one start under ``launch --elastic``: the user's own, for the hosts there are, from where the run stands."""
+"""The command line of one start under ``launch --elastic``: the user's, for the present hosts, from the newest state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.hosts_toml import Host
 
 RESUME = "any"
-"""What ``train --resume`` is given: the newest state there is, or the beginning."""
+"""The value for ``train --resume``: the newest state, or the beginning where there is none."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Commands:
 
     Args:
         program: the words after ``python -m hetero_mpi``, as the user gave them.
-        scratch: for host files.
+        scratch: directory for host files.
         entries: of the hosts file, if there is one.
     """
 
@@ -42,13 +42,13 @@ class Commands:
     def of_start(
         self, start: str, posts: Sequence[WatchedHost], ranks: int, complete: bool, resume: bool
     ) -> CommandLine:
-        """Of one start.
+        """The command line of one start.
 
         Args:
             start: its name, which all its processes bear.
             posts: the hosts, the leader's first.
-            complete: are these all hosts there are?
-            resume: from the newest state, instead of as the user's command line says.
+            complete: are these all hosts of the job?
+            resume: from the newest state; else as the user's command line says.
         """
         words = list(self.program)
         if resume:
@@ -89,7 +89,9 @@ class Commands:
 
 
 def without_option(words: Sequence[str], option: str, needs_value: bool = True) -> list[str]:
-    """A command line without an option and its value. ``needs_value``: else a word that begins with "-" is no value."""
+    """A command line without an option and its value. ``needs_value`` False: a word after it that begins with "-" is not its
+    value.
+    """
     kept: list[str] = []
     skip = False
     for word in words:

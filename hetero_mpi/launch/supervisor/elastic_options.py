@@ -1,4 +1,4 @@
-"""The command line of ``launch --elastic``, and the hosts it names."""
+"""The options of ``launch --elastic``, and the hosts they name."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ class ElasticOptions:
     ranks: int
     hostfile: str | None
     hosts_file: str | None = None
-    """A hosts.toml, instead."""
+    """A hosts.toml, instead of a host file."""
     mpirun_args: tuple[str, ...] = ()
     heartbeat_timeout_s: float = 14.0
-    """Silence after which a machine counts as dead: an outage of 12 s is ridden out, and seen to be over within 1.75 s."""
+    """Silence after which a machine counts as dead. An outage of 12 s is survived, and its end is seen within 1.75 s."""
     max_restarts: int = 10
     min_ranks: int = 1
     probe_timeout_s: float = 10.0
-    """How long to wait for hosts to answer before a start."""
+    """Longest wait for hosts to answer before a start."""
     verbose: bool = False
-    """Show the command of every start, and why it is so."""
+    """Show the command of every start, with reasons."""
 
     def check(self) -> None:
-        """:raises UserError: a number that cannot be meant, or a place where this does not work."""
+        """Check the options.
+
+        :raises UserError: a number out of range, or a machine where this does not work.
+        """
         if "SLURM_JOB_ID" in os.environ:
             raise UserError(
                 "--elastic does not work inside a SLURM job: SLURM ends the whole allocation when it loses a node, this "
@@ -65,7 +68,10 @@ class ElasticOptions:
         return entries
 
     def entries(self) -> tuple[Host, ...]:
-        """Those of the hosts file, if there is one. :raises UserError: it cannot be read, or breaks rules."""
+        """The entries of the hosts file; none without one.
+
+        :raises UserError: it cannot be read, or breaks rules.
+        """
         if self.hosts_file is None:
             return ()
         from hetero_mpi.launch.hosts.hosts_toml import read_hosts  # brings pydantic

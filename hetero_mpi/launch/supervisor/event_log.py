@@ -1,4 +1,4 @@
-"""What the supervisor tells: calm lines with the time of day on stderr, and the same as JSON lines in the run directory."""
+"""The event log of a run: lines with the time of day on stderr, and the same as JSON lines in the run directory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ EVENTS_NAME = "events.jsonl"
 
 
 def append_event(run_dir: Path, event: str, text: str, **values: Any) -> None:
-    """Write one event, without the supervisor: for what a run itself has to tell. A disk that is full is nobody's end."""
+    """Append one event of the run itself, without a supervisor. A full disk is no error."""
     LineFile(run_dir / EVENTS_NAME).write(_line(event, text, values))
 
 
 def own_event(values: Mapping[str, Any]) -> bool:
-    """Does an event belong to the run of this process? Its supervisor's do, and what its ranks have told since they began."""
+    """Does an event belong to this process's run: was it written by its supervisor, or by its ranks since they began?"""
     import psutil  # doctor runs before it is installed
 
     supervisor = os.environ.get(VARIABLE, "").partition(".")[0]
@@ -41,9 +41,9 @@ def _line(event: str, text: str, values: dict[str, Any]) -> str:
 
 
 class EventLog:
-    """Appends to ``RUN/events.jsonl``; every line has ``unix_s``, ``event`` and ``text``, and what belongs to the event.
+    """Appends to ``RUN/events.jsonl``. Every line has ``unix_s``, ``event`` and ``text``, and the event's own values.
 
-    ``supervisor``: its name, which all its events bear, and the processes of its starts.
+    ``supervisor``: its name, which is in all its events, and in the environment of its starts.
 
     :raises UserError: the run directory cannot be written, or has a link that leads out of it.
     """

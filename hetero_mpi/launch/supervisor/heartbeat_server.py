@@ -1,7 +1,7 @@
-"""The supervisor's side of the host agents: who is there, who has fallen silent, and orders for those who listen.
+"""The supervisor's end of the host agents: which hosts answer, which have fallen silent, and orders to the agents.
 
-The judgement of a machine is its silence alone. A cable that is out for twelve seconds and a machine without power look
-alike until the cable is back, so nobody is given up sooner than ``timeout_s``.
+A machine is judged by its silence alone. A cable that is out for twelve seconds and a machine without power look alike until the
+cable is back, so no host is given up sooner than ``timeout_s``.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.02
 _AGAIN_S = 5.0
-"""Between attempts to replace a host agent that has ended while its host takes part."""
+"""Seconds between attempts to replace a host agent that has ended while its host takes part."""
 _MUTE_S = 2.0
-"""A host that has said nothing for so long is not waited for where nothing depends on it."""
+"""A host that has been silent for so long is not waited for where nothing depends on it."""
 _CALLER_S = 2.0
-"""How long a caller may leave us waiting for its next byte."""
+"""Longest wait for a caller's next byte."""
 _OWN_PAUSE_S = 2.0
-"""Longer than this between two looks, and the supervisor was not running itself."""
+"""A longer time between two looks means that the supervisor itself was stopped."""
 
 
 @dataclass
 class WatchedHost:
-    """A host, and what its host agent last said. Times are of ``time.monotonic``."""
+    """A host, and the last report of its host agent. Times are of ``time.monotonic``."""
 
     number: int
     entry: HostEntry
     address: str
     local: bool
     agent_number: int = 0
-    """Which of its host agents counts; earlier ones are told to leave."""
+    """Number of its present host agent; earlier ones are told to leave."""
     helper: Helper | None = None
     started_s: float = 0.0
     heard_s: float = 0.0
@@ -54,33 +54,33 @@ class WatchedHost:
     locked: bool = False
     run: dict[str, int] = field(default_factory=dict)
     memory_kills: int = 0
-    """Processes that the host's kernel had killed for lack of memory by the last call."""
+    """Processes that the host's kernel had killed for lack of memory, by the last call."""
 
     @property
     def name(self) -> str:
         return self.entry.name
 
     def complaint(self) -> str:
-        """The last line that the launch agent, or the host agent, has written to stderr; "no answer" without any."""
+        """The last line that the launch agent, or the host agent, has written to stderr; else "no answer"."""
         return self.helper.complaint("no answer") if self.helper is not None else "no answer"
 
     def ended(self) -> bool:
-        """Has the host agent ended, or what reaches it?"""
+        """Has the host agent ended, or the connection it was started through?"""
         return self.helper is None or self.helper.ended()
 
     def close(self) -> None:
-        """End this side of the connection over which the host agent was started; the host agent itself does not need it."""
+        """Close our end of the connection that started the host agent, which does not need it."""
         if self.helper is not None:
             self.helper.close()
             self.helper = None
 
 
 class HeartbeatServer:
-    """Listens to the host agents of all hosts. A context manager; on leaving, the host agents are told to leave.
+    """Listens to the host agents of all hosts. A context manager: on leaving, it tells them to leave.
 
     Args:
         timeout_s: silence after which a host counts as dead.
-        homes: of hosts, by name, on which it is not as here.
+        homes: name -> entry of the hosts file, for hosts whose Python or directory is not as here.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class HeartbeatServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the host agents a moment to hear that they may leave."""
+        """Wait a moment for the host agents to hear that they may leave."""
         self._leave = True
         deadline = time.monotonic() + 2 * CALL_S
         while not all(post.ended() for post in self.posts) and time.monotonic() < deadline:
@@ -121,10 +121,10 @@ class HeartbeatServer:
         self._server.close()
 
     def probe(self, given_up: Iterable[int], patience_s: float) -> list[WatchedHost]:
-        """The hosts that answer now, in the order of the list. Host agents are started where none is known to listen.
+        """The hosts that answer now, in the order of the list. Host agents are started where none is known to run.
 
-        Returns as soon as all have answered or their launch agent has ended without, at the latest after ``patience_s``.
-        Hosts ``given_up`` (numbers) are asked too, but nobody waits for them.
+        Returns as soon as each host has answered or its launch agent has ended without an answer; at the latest after
+        ``patience_s``. Hosts ``given_up`` (numbers) are asked too, but not waited for.
         """
         began, abandoned = time.monotonic(), set(given_up)
         for post in self.posts:
@@ -138,7 +138,7 @@ class HeartbeatServer:
             time.sleep(_POLL_S)
 
     def silent(self, posts: Sequence[WatchedHost]) -> list[WatchedHost]:
-        """Those not heard of for ``timeout_s``; to be asked often. Host agents that have ended are replaced in passing."""
+        """The hosts of ``posts`` not heard of for ``timeout_s``; to be called often. Replaces host agents that have ended."""
         now = time.monotonic()
         pause_s, self._looked_s = now - self._looked_s, now
         if pause_s > _OWN_PAUSE_S:  # this process was stopped, or its machine asleep: nobody could be heard
@@ -152,9 +152,9 @@ class HeartbeatServer:
         return [post for post in posts if now - post.heard_s > self.timeout_s]
 
     def sweep(self, posts: Sequence[WatchedHost], patience_s: float) -> list[WatchedHost]:
-        """End the job's processes on all of ``posts``; returns those that did not confirm it.
+        """End the job's processes on all of ``posts``; returns the hosts that did not confirm it.
 
-        Nobody waits for a host that says nothing at all; its host agent ends them when it hears of this, or on its own.
+        A host that says nothing at all is not waited for: its agent ends the processes when it hears of this, or by itself.
         """
         with self._lock:
             self._sweep += 1
@@ -168,7 +168,7 @@ class HeartbeatServer:
             time.sleep(_POLL_S)
 
     def locked(self, post: WatchedHost) -> bool:
-        """Does a run hold the run directory, as this host sees it? To be asked while no start is under way."""
+        """Does a run hold the run directory, as this host sees it? To be called while no start is under way."""
         with self._lock:
             self._try_lock += 1
         deadline = time.monotonic() + _MUTE_S
@@ -177,7 +177,7 @@ class HeartbeatServer:
         return post.locked
 
     def keep(self, start: str) -> None:
-        """From now on, sweeping spares this start: a host that comes back ends all others and leaves this one alone."""
+        """From now on, sweeping spares this start. A host that comes back ends all others and leaves this one alone."""
         with self._lock:
             self._keep = start
 
@@ -212,7 +212,7 @@ class HeartbeatServer:
         lines.write(self._answer(lines.read()))
 
     def _answer(self, report: dict[str, Any]) -> dict[str, Any]:
-        """What to say to a caller that has the token."""
+        """The answer to a caller that has the token."""
         with self._lock:
             post = self.posts[int(report["host"])]
             if int(report["number"]) != post.agent_number:

@@ -7,18 +7,18 @@ It calls the supervisor several times a second, over a new TCP connection each t
     supervisor  {"sweep": 5, "keep": null, "try_lock": 2, "leave": false}
 
 * Both prove that they know the token, and every line is authenticated (``authenticated``); nothing is encrypted.
-* New connections, because an old one that has lost packets waits ever longer between its attempts: after an outage of
-  12 s it may stay silent for 25 s, and a host that is back would pass for dead.
-* ``sweep``: a number that grows when processes are to be ended: those of all starts of this supervisor but ``keep``.
-  The host agent tells in ``swept`` the last number it has done.
-* ``try_lock``: a number that grows when the supervisor wants to know whether some run holds the run directory.
+* Connections are new, because an old one that has lost packets waits longer and longer between its attempts. After an outage of 12
+  s it may stay silent for 25 s, and a host that is back would count as dead.
+* ``sweep``: a number that grows when processes are to be ended: those of all starts of this supervisor but ``keep``. ``swept`` is
+  the last number done.
+* ``try_lock``: a number that grows when the supervisor wants to know whether a run holds the run directory.
 * ``leave``: the host agent ends.
-* ``run``: what the run directory on this host holds, for the supervisor may be on a host without it.
+* ``run``: what the run directory on this host holds; the supervisor's own host may not have it.
 
-A host agent that hears nothing for longer than the supervisor waits (or finds its port closed) ends the job's processes on
-this host, as the job goes on without them, and leaves.
+A host agent that hears nothing for longer than the supervisor waits (or finds its port closed) ends the job's processes on its host
+and leaves, because the job goes on without them.
 
-Run as ``python -m hetero_mpi.launch.supervisor.host_agent``; what it needs to know comes as one JSON line on stdin.
+Run as ``python -m hetero_mpi.launch.supervisor.host_agent``; its orders come as one JSON line on stdin.
 """
 
 from __future__ import annotations
@@ -42,39 +42,39 @@ from hetero_mpi.launch.hosts.processes import end_starts
 from hetero_mpi.report.run_files.run_directory import LOCK_NAME
 
 INTERVAL_S = 0.25
-"""Between calls."""
+"""Seconds between calls."""
 CALL_S = 0.5
-"""How long a call may take."""
+"""Time limit of a call, seconds."""
 FENCE_S = 1.0
-"""How much longer than the supervisor a host agent waits before it ends the job's processes on its host."""
+"""Seconds that a host agent waits longer than the supervisor before it ends the job's processes on its host."""
 REFUSED_S = 3.0
-"""How long the supervisor's port may be closed: its process has gone, though its machine is there."""
+"""Seconds that the supervisor's port may be closed: after that its process is gone, though its machine answers."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})\.h5")
 _COPY = re.compile(r"step-(\d{8,})\.[0-9a-f]{8}\.h5")
 _TAIL_BYTES = 4096
 RUN_STATE = ("step", "base", "file", "checkpoint", "copies")
-"""What a host agent says of the run directory on its host; whole numbers."""
+"""Keys of ``run``: whole numbers about the run directory on this host."""
 
 
 @dataclass(frozen=True)
 class AgentOrders:
-    """What a host agent is started with. ``host`` and ``number`` say who is calling: which host, which of its host agents."""
+    """The orders that a host agent is started with. ``host`` and ``number`` say which host, and which of its agents, is calling."""
 
     token: str
     address: str
-    """The supervisor's."""
+    """The supervisor's address."""
     port: int
     host: int
     number: int
     supervisor: str
-    """Its name in the job's environment."""
+    """The supervisor's name in the environment of the job's processes."""
     timeout_s: float
     """Silence after which the supervisor takes a host for dead."""
     run_dir: str
 
 
 class HostAgent:
-    """Calls until told to leave, or until the supervisor has been away for too long."""
+    """Calls the supervisor until told to leave, or until the supervisor has been silent for too long."""
 
     def __init__(self, orders: AgentOrders) -> None:
         self.orders = orders
@@ -83,7 +83,7 @@ class HostAgent:
         self._run = RunDirectory(Path(orders.run_dir))
 
     def watch(self) -> str:
-        """Run to the end; returns why it came."""
+        """Run to the end; returns the reason for it."""
         heard = closed_since = time.monotonic()
         while True:
             began = time.monotonic()
@@ -122,7 +122,7 @@ class HostAgent:
 
 
 class RunDirectory:
-    """What the supervisor wants to know of a run directory, read again only where a file has changed."""
+    """A run directory as the supervisor needs to know it; only files that have changed are read again."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -139,7 +139,7 @@ class RunDirectory:
         return dict(zip(RUN_STATE, (step, self._base, self._seen[0], checkpoint, copies), strict=True))
 
     def locked(self) -> bool:
-        """Does a run hold the directory, here or, where it is shared, elsewhere? To be asked while nobody wants to claim it."""
+        """Does a run hold the directory, here or (where it is shared) elsewhere? To be called while nobody wants to claim it."""
         path = self.directory / LOCK_NAME
         if path.is_symlink() or not path.exists():  # a run refuses links, and its files alone are opened
             return False
@@ -165,7 +165,7 @@ class RunDirectory:
         return self._step
 
     def _started_from(self) -> int:
-        """The step that the run went on from; it says so before it begins its metrics."""
+        """The step that the run went on from, which it records before it begins its metrics."""
         try:
             return int(json.loads((self.directory / "run.json").read_text(encoding="utf-8"))["starts"][-1]["step"])
         except (OSError, ValueError, KeyError, IndexError, TypeError):
@@ -192,7 +192,7 @@ def last_step(tail: bytes) -> int:
 
 
 def as_line(orders: AgentOrders) -> bytes:
-    """What the host agent reads from its stdin."""
+    """The orders as the line that the host agent reads from its stdin."""
     return json.dumps({"source": own_source(), **asdict(orders)}).encode() + b"\n"
 
 

@@ -1,7 +1,7 @@
-"""Do MPI's messages go through the private mesh? Messages are sent between each two hosts while interfaces count their bytes.
+"""Checks that MPI's messages go through the private mesh: messages are sent between each two hosts while interfaces count bytes.
 
-What an MPI library was told is no proof: it may fall back to another network without a word. So every interface is looked at, and
-the answer is no wherever fewer bytes passed the mesh than were sent. Nor is an address: what has it must be a tunnel.
+The MPI library's settings are no proof, as it may use another network without saying so. So every interface is read, and a way
+where fewer bytes passed the mesh than were sent is a failure. The address is no proof either: its interface must be a tunnel.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from hetero_mpi.launch.hosts.interface import local_addresses
 from hetero_mpi.launch.wireguard.mesh import Mesh, read_mesh
 
 MESSAGE_BYTES = 1 << 22
-"""Sent each way between each two hosts: far more than whatever else happens to pass in these moments."""
+"""Bytes sent each way between each two hosts: far more than other traffic in that time."""
 _THERE, _BACK = 101, 102
 _NO_LINK_LAYER = 0xFFFE
-"""ARPHRD_NONE, Linux's type of WireGuard's interfaces and of those that a program makes (tun)."""
+"""ARPHRD_NONE: Linux's interface type of WireGuard, and of tunnels made by a program (tun)."""
 _SUBJECT = "mesh"
 
 
 @dataclass(frozen=True)
 class Passed:
-    """What one end of a pair saw while ``MESSAGE_BYTES`` went each way: bytes (sent, received) by interface."""
+    """What one end of a pair counted while ``MESSAGE_BYTES`` went each way: bytes (sent, received) by interface."""
 
     host: str
     other: str
     interface: str
-    """The mesh's, there."""
+    """The mesh's interface on that host."""
     counted: dict[str, tuple[int, int]]
 
 
 def verify(world: World, transport: Transport, mesh: Mesh) -> list[Finding]:
-    """Findings on every rank: of hosts without the mesh, and of pairs whose messages do not go through it. Collective.
+    """Findings about hosts without the mesh, and about pairs whose messages do not go through it; on every rank. Collective.
 
     ``transport`` must be idle.
     """
@@ -86,7 +86,9 @@ def verify(world: World, transport: Transport, mesh: Mesh) -> list[Finding]:
 
 
 def is_tunnel(interface: str) -> bool:
-    """Can an interface be WireGuard's, of the kernel or in user space? It has no link layer then, as a cable or Wi-Fi has."""
+    """Can an interface be WireGuard's, in the kernel or in user space? Such an interface has no link layer, unlike a cable or
+    Wi-Fi.
+    """
     if sys.platform == "darwin":
         return interface.startswith("utun")
     try:
@@ -96,7 +98,7 @@ def is_tunnel(interface: str) -> bool:
 
 
 def findings_of(passed: Sequence[Passed], mesh: Mesh, message_bytes: int = MESSAGE_BYTES) -> list[Finding]:
-    """What the counters say, one finding for each way on which the mesh was passed by, or one for all that is well."""
+    """Findings from the counters: one for each way that went outside the mesh, or a single one where all is well."""
     findings = []
     for one in passed:
         sent, received = one.counted.get(one.interface, (0, 0))
@@ -132,7 +134,7 @@ def mesh_of(world: World, path: str | Path) -> Mesh | None:
 
 
 def verify_command(world: World, path: Path) -> int:
-    """``mesh verify`` under a launcher: print the findings; the exit code. Collective.
+    """Run ``mesh verify`` under a launcher: print the findings and return the exit code. Collective.
 
     :raises UserError: the hosts file cannot be read, or has no mesh.
     """
@@ -149,7 +151,7 @@ def verify_command(world: World, path: Path) -> int:
 
 
 def _exchange(transport: Transport, rank: int, peer: int) -> None:
-    """A message there and, when it has arrived, one back; the lower rank begins."""
+    """Send a message and, when it has arrived, one back; the lower rank begins."""
     message = np.zeros(MESSAGE_BYTES, np.uint8)
     if rank < peer:
         back = transport.post_receive(peer, _BACK, np.empty_like(message))

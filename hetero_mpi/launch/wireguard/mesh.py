@@ -1,8 +1,8 @@
-"""Private links: a WireGuard mesh between the hosts of a ``hosts.toml``, and proof that MPI's bytes go through it.
+"""The WireGuard mesh between the hosts of a ``hosts.toml``: private links for MPI's bytes.
 
 ``mesh init`` makes keys and configurations for all hosts on this machine, and a second ``hosts.toml`` with the addresses inside the
-mesh. Who launches with that one binds MPI to the mesh, as MPI takes the network in which its hosts' addresses lie. ``verify``
-believes none of this: it sends messages and reads the interfaces' byte counters.
+mesh. A launch with that file binds MPI to the mesh, because MPI uses the network in which its hosts' addresses lie. ``mesh verify``
+tests it: it sends messages and reads the interfaces' byte counters.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from hetero_mpi.launch.hosts.hosts_toml import Host, read_hosts, tables_of
 from hetero_mpi.launch.hosts.interface import LocalAddress
 
 UNREACHABLE = "none"
-"""``endpoint`` of a host that nobody can call: it is behind a router that lets nothing in, and calls the others itself."""
+"""``endpoint`` of a host that no other can call: it is behind a router that lets nothing in, and calls the others itself."""
 _KEEPALIVE_S = 25
-"""Routers forget a connection that is silent for longer."""
+"""Seconds between keep-alive packets: routers forget a connection that is silent for longer."""
 _NAME = re.compile(r"[A-Za-z0-9_=+.-]{1,15}")
 
 
@@ -62,12 +62,12 @@ class MeshHost:
     """One machine of the mesh. Several entries of the hosts file with one address are one machine."""
 
     name: str
-    """What its file is called."""
+    """Name of its configuration file."""
     address: str
-    """In the hosts file."""
+    """Its address in the hosts file."""
     mesh_address: str
     endpoint: str | None
-    """ADDRESS:PORT at which the others call its WireGuard; None: nobody can."""
+    """ADDRESS:PORT at which the others call its WireGuard; None: they cannot."""
 
 
 def read_mesh(path: str | Path) -> Mesh | None:
@@ -180,7 +180,7 @@ def init(path: Path, directory: Path) -> list[str]:
 
 
 def configuration(member: MeshHost, key: str, public: Mapping[MeshHost, str], mesh: Mesh) -> str:
-    """WireGuard's configuration file of one machine. ``public``: the public keys of all."""
+    """The text of WireGuard's configuration file for one machine. ``public``: the public keys of all."""
     length = ipaddress.IPv4Network(mesh.network).prefixlen
     lines = [
         f"# {member.name}: its secret. On that machine: /etc/wireguard/{mesh.interface}.conf, readable by root alone.",
@@ -218,9 +218,9 @@ def hosts_inside(hosts: Sequence[Host], found: Sequence[MeshHost], mesh: Mesh, p
 def mpi_options(
     mesh: Mesh, family: str, major: str = "5", interface: str | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """(arguments of the launcher, environment) that keep an MPI inside the mesh, and without any other way around it.
+    """(arguments of the launcher, environment) that keep an MPI inside the mesh, with no other way around it.
 
-    ``interface``: this machine's, where it is not called as in ``[mesh]``.
+    ``interface``: this machine's, where its name is not that in ``[mesh]``.
     """
     if family != OPEN_MPI:
         name = interface or mesh.interface
@@ -234,9 +234,9 @@ def mpi_options(
 
 
 def check_bound(mesh: Mesh, hosts: Sequence[Host], local: Sequence[LocalAddress]) -> LocalAddress:
-    """This machine's address in the mesh, where all is such that a launch will use it.
+    """This machine's address in the mesh, once it is clear that a launch will use the mesh.
 
-    :raises UserError: the mesh is not up here, or the file names hosts by addresses outside of it.
+    :raises UserError: the mesh is not up here, or the file names hosts by addresses outside it.
     """
     outside = [host.address for host in hosts if not mesh.holds(host.address)]
     if outside:
@@ -254,7 +254,9 @@ def check_bound(mesh: Mesh, hosts: Sequence[Host], local: Sequence[LocalAddress]
 
 
 def check_up(mesh: Mesh, addresses: Mapping[str, Iterable[str]], path: str | Path) -> Finding:
-    """What can be said of the mesh without MPI: is it up everywhere? ``addresses``: host -> IPv4 addresses that it says it has."""
+    """A finding about whether the mesh is up on every host, found without MPI. ``addresses``: host -> the IPv4 addresses it
+    reports.
+    """
     without = [host for host, own in addresses.items() if not any(mesh.holds(address) for address in own)]
     if without:
         text = f"the hosts file has a [mesh], and no interface there has an address in {mesh.network}"
@@ -312,7 +314,7 @@ def _wg(command: str, given: str = "") -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Readable by the owner alone from its first byte on."""
+    """Write a file that only its owner can read, from the first byte on."""
     with atomic_write(path) as draft:
         draft.touch(0o600, exist_ok=False)
         draft.write_text(text, encoding="utf-8")
