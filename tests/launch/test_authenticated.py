@@ -123,7 +123,7 @@ def test_a_call_that_was_overheard_betrays_no_token_and_cannot_be_repeated(serve
     port = int(server._server.server_address[1])
     with in_between(port) as (door, sent):
         assert HostAgent(orders_to(door))._call()["leave"] is False
-    (post,) = server.posts
+    (post,) = server.watched
     assert post.heard_s > 0.0, "a true call counts"
     assert TOKEN.encode() not in b"".join(sent) and b"swept" in b"".join(sent)
     post.heard_s = 0.0

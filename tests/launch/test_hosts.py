@@ -259,7 +259,7 @@ def test_a_supervisor_keeps_the_entries_of_the_hosts_that_answer(network: None, 
     assert options.hosts() == (HostEntry("10.77.0.1", 2), HostEntry("10.77.0.2", 2))
     program = ["train", "job.toml", "--run-dir", "runs/x"]
     supervisor = Supervisor(options, OPEN_MPI, program, tmp_path / "run", steps=1)
-    box, other = supervisor.heartbeats.posts
+    box, other = supervisor.heartbeats.watched
     commands = Commands(options, OPEN_MPI, tuple(program), tmp_path / "run", tmp_path, supervisor.entries)
     line = str(commands.of_start("name.1", [other, box], 3, True, False))
     assert line.index("/c/bin/python") < line.index("/a/bin/python") and "/b/bin/python" not in line

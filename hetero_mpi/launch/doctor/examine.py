@@ -251,14 +251,14 @@ class _End:
 
     target: Target
     probe: Probe
-    door: dict[str, Any] = field(default_factory=dict)
+    listener: dict[str, Any] = field(default_factory=dict)
     """Port and token of its listener; empty before it listens."""
 
 
 def _link(source: _End, destination: _End) -> Link:
     try:
-        destination.door = destination.door or destination.probe.ask("listen", _ANSWER_S)
-        values = {"address": destination.target.address, "patience_s": _CONNECT_S, **destination.door}
+        destination.listener = destination.listener or destination.probe.ask("listen", _ANSWER_S)
+        values = {"address": destination.target.address, "patience_s": _CONNECT_S, **destination.listener}
         speed = source.probe.ask("connect", _ANSWER_S, **values)
     except ProbeError as error:
         speed = {"error": str(error)}

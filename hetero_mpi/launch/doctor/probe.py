@@ -237,9 +237,9 @@ def _tools(prefix: str) -> dict[str, str]:
 
 
 def _tool(name: str, prefix: str = "") -> str:
-    homes = [Path(prefix)] if prefix else []
-    for home in (*homes, Path(sys.prefix)):
-        if found := shutil.which(name, path=str(home / "bin")):
+    folders = [Path(prefix)] if prefix else []
+    for folder in (*folders, Path(sys.prefix)):
+        if found := shutil.which(name, path=str(folder / "bin")):
             return found
     return shutil.which(name) or ""
 

@@ -69,23 +69,25 @@ def _gather_places(world: World, options: DoctorOptions) -> list[Examined]:
     from mpi4py import MPI
 
     world.doing = "looking at this host"
-    homes = world.all_gather_json([world.host, sys.prefix])
+    pythons = world.all_gather_json([world.host, sys.prefix])
     facts = gather(options.run_dir, deeply=False)
     mpi = {"library": MPI.Get_library_version(), "threads": world.thread_level, "fault_tolerance": fault_tolerance()}
-    first = homes.index([world.host, sys.prefix]) == world.rank
+    first = pythons.index([world.host, sys.prefix]) == world.rank
     facts = replace(facts, mpi=mpi, torch=try_torch() if first else {})
     if options.self_test:
         world.doing = "testing this host's devices"
         facts = replace(facts, self_tests=tuple(self_tests(facts.torch)))
     everyone = world.all_gather_json([facts.to_dict(), facts.variables.get("HETERO_MPI_DEVICE", "auto")])
     places = []
-    for rank, (host, prefix) in enumerate(homes):
-        if homes.index([host, prefix]) == rank:
-            several = len({other for name, other in homes if name == host}) > 1
+    for rank, (host, prefix) in enumerate(pythons):
+        if pythons.index([host, prefix]) == rank:
+            several = len({other for name, other in pythons if name == host}) > 1
             title = f"{host} ({prefix})" if several else host
             values, device = everyone[rank]
-            place = Examined(title, "", host, host == homes[0][0], values["python"], facts=HostFacts.from_dict(values))
-            places.append(replace(place, ranks=homes.count([host, prefix]), device=device))
+            place = Examined(
+                title, "", host, host == pythons[0][0], values["python"], facts=HostFacts.from_dict(values)
+            )
+            places.append(replace(place, ranks=pythons.count([host, prefix]), device=device))
     return places
 
 

@@ -81,9 +81,9 @@ class Supervisor:
         self.hosts, self.entries = options.hosts(), options.entries()
         self.run_dir = run_dir
         agent = launch_agent(launcher.family, options.mpirun_args, os.environ)
-        homes = {host.address: host for host in reversed(self.entries)}
-        self.heartbeats = HeartbeatServer(self.hosts, agent, self.name, options.heartbeat_timeout_s, run_dir, homes)
-        self.journal = EventLog(run_dir, self.name)
+        entries = {entry.address: entry for entry in reversed(self.entries)}
+        self.heartbeats = HeartbeatServer(self.hosts, agent, self.name, options.heartbeat_timeout_s, run_dir, entries)
+        self.events = EventLog(run_dir, self.name)
         self.signals: list[int] = []
         self.starts = 0
         self.stepped = False
@@ -104,22 +104,22 @@ class Supervisor:
         restarts = fruitless = 0
         before: list[str] = []
         while True:
-            posts = self._probe(silent)
+            watched = self._probe(silent)
             if self.signals:
                 return 128 + self.signals[0]
-            before, same = [post.name for post in posts], before == [post.name for post in posts]
+            before, same = [host.name for host in watched], before == [host.name for host in watched]
             fruitless = fruitless if same else 0
-            if self._ranks(posts) < self.options.min_ranks:
-                text = f"{self._ranks(posts)} ranks fit on the hosts that answer, and --min-ranks is {self.options.min_ranks}"
-                self.journal.tell("too-few", text, hosts=before)
+            if self._ranks(watched) < self.options.min_ranks:
+                text = f"{self._ranks(watched)} ranks fit on the hosts that answer, and --min-ranks is {self.options.min_ranks}"
+                self.events.tell("too-few", text, hosts=before)
                 silent, fruitless = [], fruitless + 1
             else:
-                ending, progressed = self._start(posts, scratch)
-                if self._cannot_lead(ending, progressed, posts):
+                ending, progressed = self._start(watched, scratch)
+                if self._cannot_lead(ending, progressed, watched):
                     silent = []
                     continue
                 if ending.code is not None and (ending.code in _FINAL or self.signals):
-                    self.journal.tell("end", f"the job ended with exit code {ending.code}", code=ending.code)
+                    self.events.tell("end", f"the job ended with exit code {ending.code}", code=ending.code)
                     return ending.code
                 silent, fruitless = ending.silent, 0 if progressed else fruitless + 1
                 if fruitless >= _FRUITLESS:
@@ -131,90 +131,90 @@ class Supervisor:
             self._pause(fruitless)
 
     def _give_up(self, text: str) -> int:
-        self.journal.tell("given-up", f"{text} (exit code {GIVEN_UP})", code=GIVEN_UP)
+        self.events.tell("given-up", f"{text} (exit code {GIVEN_UP})", code=GIVEN_UP)
         return GIVEN_UP
 
     def _probe(self, silent: Sequence[WatchedHost]) -> list[WatchedHost]:
         began = time.monotonic()
-        posts = self.heartbeats.probe([post.number for post in silent], self.options.probe_timeout_s)
-        missing = {post.name: post.complaint() for post in self.heartbeats.posts if post not in posts}
-        names = [post.name for post in posts]
+        watched = self.heartbeats.probe([host.number for host in silent], self.options.probe_timeout_s)
+        missing = {host.name: host.complaint() for host in self.heartbeats.watched if host not in watched}
+        names = [host.name for host in watched]
         text = f"{', '.join(names) or 'no host'} answered within {time.monotonic() - began:.1f} s"
         text += "".join(f"; without {name} ({why})" for name, why in missing.items())
-        self.journal.tell("hosts", text, present=names, missing=missing)
-        return posts
+        self.events.tell("hosts", text, present=names, missing=missing)
+        return watched
 
-    def _ranks(self, posts: Sequence[WatchedHost]) -> int:
-        return min(self.options.ranks, sum(post.entry.slots or 0 for post in posts))
+    def _ranks(self, watched: Sequence[WatchedHost]) -> int:
+        return min(self.options.ranks, sum(host.entry.slots or 0 for host in watched))
 
-    def _start(self, posts: list[WatchedHost], scratch: Path) -> tuple[Ending, bool]:
+    def _start(self, watched: list[WatchedHost], scratch: Path) -> tuple[Ending, bool]:
         """Run the job once; returns (how it ended, whether it took a step). None of its processes is left afterwards."""
         self.starts += 1
         start = f"{self.name}.{self.starts}"
-        ranks, resume, copies = self._ranks(posts), *self._state(posts)
-        self._wait_for_lock(posts[0])
+        ranks, resume, copies = self._ranks(watched), *self._state(watched)
+        self._wait_for_lock(watched[0])
         commands = Commands(self.options, self.launcher, self.program, self.run_dir, scratch, self.entries)
-        complete = len(posts) == len(self.hosts)
-        command = commands.of_start(start, posts, ranks, complete, bool(resume or copies))
-        text = f"start {self.starts}: {ranks} rank{'s' if ranks > 1 else ''} on {', '.join(p.name for p in posts)}"
+        complete = len(watched) == len(self.hosts)
+        command = commands.of_start(start, watched, ranks, complete, bool(resume or copies))
+        text = f"start {self.starts}: {ranks} rank{'s' if ranks > 1 else ''} on {', '.join(p.name for p in watched)}"
         if self.stepped:
             text += f", {_from_where(resume, copies)}"
-        hosts = [post.name for post in posts]
-        self.journal.tell("start", text, start=self.starts, ranks=ranks, hosts=hosts, resume=resume, copies=copies)
+        hosts = [host.name for host in watched]
+        self.events.tell("start", text, start=self.starts, ranks=ranks, hosts=hosts, resume=resume, copies=copies)
         if self.options.verbose or self.starts == 1:
             announce(command, self.options.verbose)
         self.heartbeats.keep(start)
-        kills = {post.number: post.memory_kills for post in posts}
+        kills = {host.number: host.memory_kills for host in watched}
         process, errors = begin(command, subprocess.DEVNULL)
-        progress = _Progress(posts, self._tell_first_step)
+        progress = _Progress(watched, self._tell_first_step)
         try:
-            ending = self._attend(process, posts, progress)
+            ending = self._attend(process, watched, progress)
         finally:
-            deaf = self._end(process, posts)
-        killed = {post.name: post.memory_kills - kills[post.number] for post in posts}
+            unreachable = self._end(process, watched)
+        killed = {host.name: host.memory_kills - kills[host.number] for host in watched}
         if ending.code != 0 and (text := memory_kills_text(killed)):
-            self.journal.tell("memory", text, hosts=[name for name, count in killed.items() if count > 0])
+            self.events.tell("memory", text, hosts=[name for name, count in killed.items() if count > 0])
         errors.finish(ExitCode.FAILED if ending.code is None else ending.code)
         if ending.code == 0:
-            ending = self._believed(ending, posts, deaf)
+            ending = self._believed(ending, watched, unreachable)
         if progress.seen:
-            self._led = posts[0].name
+            self._led = watched[0].name
         return ending, progress.seen
 
-    def _cannot_lead(self, ending: Ending, progressed: bool, posts: Sequence[WatchedHost]) -> bool:
+    def _cannot_lead(self, ending: Ending, progressed: bool, watched: Sequence[WatchedHost]) -> bool:
         """Was the start refused because a new host leads, and is there another host that may lead?
 
         Where the run has taken steps before, the job is sound: most likely something is missing on this host.
         """
-        leader = posts[0].name
+        leader = watched[0].name
         if ending.code != ExitCode.USER_ERROR or progressed or self._led in (None, leader) or self.signals:
             return False
         self._unfit.append(leader)
-        others = [post.name for post in posts if post.name not in self._unfit]
+        others = [host.name for host in watched if host.name not in self._unfit]
         text = f"{leader} cannot lead in place of {self._led} (above is why)"
         if others:
-            self.journal.tell("unfit", f"{text}: trying with {others[0]}", host=leader)
+            self.events.tell("unfit", f"{text}: trying with {others[0]}", host=leader)
             return True
         text += (
             "; nor could any other host that is left. The first rank must be able to read the job, its data and its model under "
             f"the same paths as on {self._led}: bring them there, and go on with `train --resume`"
         )
-        self.journal.tell("unfit", text, host=leader)
+        self.events.tell("unfit", text, host=leader)
         return False
 
-    def _believed(self, ending: Ending, posts: Sequence[WatchedHost], deaf: Sequence[WatchedHost]) -> Ending:
+    def _believed(self, ending: Ending, watched: Sequence[WatchedHost], unreachable: Sequence[WatchedHost]) -> Ending:
         """``ending`` if the job is complete; else that of a broken job. Open MPI's launcher may report success when it loses a
         machine.
         """
-        step = max(post.run.get("step", 0) for post in posts)
-        if not deaf and step >= self.steps:
+        step = max(host.run.get("step", 0) for host in watched)
+        if not unreachable and step >= self.steps:
             return ending
         text = f"the launcher ended with exit code 0, but after step {step} of {self.steps}; "
-        text += f"no word from {', '.join(post.name for post in deaf)}" if deaf else "every host answers"
-        self.journal.tell("broken", text, code=0)
+        text += f"no word from {', '.join(host.name for host in unreachable)}" if unreachable else "every host answers"
+        self.events.tell("broken", text, code=0)
         return Ending(None)
 
-    def _attend(self, process: subprocess.Popen[bytes], posts: list[WatchedHost], progress: _Progress) -> Ending:
+    def _attend(self, process: subprocess.Popen[bytes], watched: list[WatchedHost], progress: _Progress) -> Ending:
         """Watch a start until it ends by itself, a host falls silent, or a second signal ends it."""
         passed_on = 0
         while True:
@@ -224,37 +224,39 @@ class Supervisor:
                 self._noticed_s = time.monotonic()
                 code = code if code >= 0 else 128 - code  # as a shell reports a launcher that a signal ended
                 if code not in _FINAL and not self.signals:
-                    self.journal.tell("broken", f"the job ended with exit code {code}", code=code)
+                    self.events.tell("broken", f"the job ended with exit code {code}", code=code)
                 return Ending(code)
-            if silent := self.heartbeats.silent(posts):
+            if silent := self.heartbeats.silent(watched):
                 self._noticed_s = time.monotonic()
-                names = [post.name for post in silent]
+                names = [host.name for host in silent]
                 text = f"{', '.join(names)} not heard of for {self.options.heartbeat_timeout_s:g} s: taken for dead"
-                self.journal.tell("silent", text, hosts=names)
+                self.events.tell("silent", text, hosts=names)
                 return Ending(128 + self.signals[0] if self.signals else None, silent)
             if len(self.signals) > passed_on:
                 name = signal.Signals(self.signals[-1]).name
                 if passed_on:
-                    self.journal.tell("signal", f"{name}: {AT_ONCE_TEXT}")
+                    self.events.tell("signal", f"{name}: {AT_ONCE_TEXT}")
                     return Ending(128 + self.signals[-1])
-                self.journal.tell("signal", f"{name}: {ASKED_TEXT}")
+                self.events.tell("signal", f"{name}: {ASKED_TEXT}")
                 ask_to_end(process, again=False)
                 passed_on = len(self.signals)
             time.sleep(_POLL_S)
 
-    def _end(self, process: subprocess.Popen[bytes], posts: Sequence[WatchedHost]) -> list[WatchedHost]:
+    def _end(self, process: subprocess.Popen[bytes], watched: Sequence[WatchedHost]) -> list[WatchedHost]:
         """End what is left of a start on all hosts; returns those that could not be reached."""
         began = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         end_starts(self.name)
-        deaf = self.heartbeats.sweep(posts, _SWEEP_S)
+        unreachable = self.heartbeats.sweep(watched, _SWEEP_S)
         text = f"nothing of start {self.starts} is left on the hosts that can be reached ({time.monotonic() - began:.1f} s)"
-        if deaf:
-            text = f"start {self.starts} is ended here; no word of it from {', '.join(post.name for post in deaf)}"
-        self.journal.tell("ended", text, start=self.starts)
-        return deaf
+        if unreachable:
+            text = (
+                f"start {self.starts} is ended here; no word of it from {', '.join(host.name for host in unreachable)}"
+            )
+        self.events.tell("ended", text, start=self.starts)
+        return unreachable
 
     def _tell_first_step(self, step: int) -> None:
         self.stepped = True
@@ -262,20 +264,20 @@ class Supervisor:
         if self._noticed_s is not None:
             values["after_s"] = round(time.monotonic() - self._noticed_s, 3)
             text += f", {values['after_s']:.1f} s after the end of the one before was noticed"
-        self.journal.tell("first-step", text, start=self.starts, step=step, **values)
+        self.events.tell("first-step", text, start=self.starts, step=step, **values)
 
-    def _state(self, posts: list[WatchedHost]) -> tuple[int, int]:
+    def _state(self, watched: list[WatchedHost]) -> tuple[int, int]:
         """(step of the newest checkpoint, step of the newest copies on disk) to go on from; 0: none. Copies count though they may
         not be whole. Both 0: as the user's own command line says.
 
-        Sorts ``posts``: the host with the newest checkpoint comes first, as its first rank becomes rank 0 and reads it.
+        Sorts ``watched``: the host with the newest checkpoint comes first, as its first rank becomes rank 0 and reads it.
         """
         if not self.stepped:
             return 0, 0
-        newest = max(post.run.get("checkpoint", 0) for post in posts)
+        newest = max(host.run.get("checkpoint", 0) for host in watched)
         # Stable: the rest stays in order.
-        posts.sort(key=lambda post: (post.name in self._unfit, post.run.get("checkpoint", 0) < newest))
-        return newest, max(post.run.get("copies", 0) for post in posts)
+        watched.sort(key=lambda host: (host.name in self._unfit, host.run.get("checkpoint", 0) < newest))
+        return newest, max(host.run.get("copies", 0) for host in watched)
 
     def _wait_for_lock(self, leader: WatchedHost) -> None:
         """Wait until no rank on a lost host holds the run directory, if it is shared: its host agent ends the rank, or the file
@@ -284,7 +286,7 @@ class Supervisor:
         told, deadline = False, time.monotonic() + _LOCK_S
         while self.starts > 1 and not self.signals and time.monotonic() < deadline and self.heartbeats.locked(leader):
             if not told:
-                self.journal.tell("locked", "a lost rank still holds the run directory: waiting until it has ended")
+                self.events.tell("locked", "a lost rank still holds the run directory: waiting until it has ended")
                 told = True
             time.sleep(_POLL_S)
 
@@ -293,7 +295,7 @@ class Supervisor:
         if fruitless == 0:
             return
         pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (fruitless - 1))
-        self.journal.tell("pause", f"trying again in {pause_s:g} s", seconds=pause_s)
+        self.events.tell("pause", f"trying again in {pause_s:g} s", seconds=pause_s)
         until = time.monotonic() + pause_s
         while time.monotonic() < until and not self.signals:
             time.sleep(_POLL_S)
@@ -312,15 +314,15 @@ class _Progress:
     A start writes a new metrics.jsonl (another inode), which begins with the lines up to the step it goes on from.
     """
 
-    def __init__(self, posts: Sequence[WatchedHost], tell: Callable[[int], None]) -> None:
+    def __init__(self, watched: Sequence[WatchedHost], tell: Callable[[int], None]) -> None:
         self.seen = False
-        self._tell, self._posts = tell, posts
-        self._files = {post.number: post.run.get("file", 0) for post in posts}
+        self._tell, self._watched = tell, watched
+        self._files = {host.number: host.run.get("file", 0) for host in watched}
 
     def look(self) -> None:
-        for post in self._posts if not self.seen else ():
-            now = post.run
-            if now.get("file", 0) != self._files[post.number] and now.get("step", 0) > now.get("base", 0):
+        for host in self._watched if not self.seen else ():
+            now = host.run
+            if now.get("file", 0) != self._files[host.number] and now.get("step", 0) > now.get("base", 0):
                 self.seen = True
                 self._tell(now["step"])
                 return

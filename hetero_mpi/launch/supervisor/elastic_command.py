@@ -40,13 +40,13 @@ class Commands:
     entries: tuple[Host, ...] = ()
 
     def of_start(
-        self, start: str, posts: Sequence[WatchedHost], ranks: int, complete: bool, resume: bool
+        self, start: str, watched: Sequence[WatchedHost], ranks: int, complete: bool, resume: bool
     ) -> CommandLine:
         """The command line of one start.
 
         Args:
             start: its name, which all its processes bear.
-            posts: the hosts, the leader's first.
+            watched: the hosts, the leader's first.
             complete: are these all hosts of the job?
             resume: from the newest state; else as the user's command line says.
         """
@@ -60,29 +60,31 @@ class Commands:
         if self.launcher.family == OPEN_MPI:
             given += ["-x", VARIABLE]
         if self.entries:
-            command = self._of_entries(posts, ranks, words, given)
+            command = self._of_entries(watched, ranks, words, given)
         else:
             program = [sys.executable, "-m", "hetero_mpi", *words]
-            command = build_command(self.launcher, ranks, self._hostfile(start, posts), program, given)
+            command = build_command(self.launcher, ranks, self._hostfile(start, watched), program, given)
         command.environment[VARIABLE] = start
         return command
 
-    def _hostfile(self, start: str, posts: Sequence[WatchedHost]) -> str | None:
+    def _hostfile(self, start: str, watched: Sequence[WatchedHost]) -> str | None:
         if self.options.hostfile is None:
             return None
         path = self.scratch / f"hosts-{start}"
-        path.write_text(format_hostfile([post.entry for post in posts], self.launcher.family), encoding="utf-8")
+        path.write_text(format_hostfile([host.entry for host in watched], self.launcher.family), encoding="utf-8")
         return str(path)
 
-    def _of_entries(self, posts: Sequence[WatchedHost], ranks: int, words: list[str], given: list[str]) -> CommandLine:
-        """Of the entries on hosts that answer, the leader's host first, as ``posts`` has it."""
+    def _of_entries(
+        self, watched: Sequence[WatchedHost], ranks: int, words: list[str], given: list[str]
+    ) -> CommandLine:
+        """Of the entries on hosts that answer, the leader's host first, as ``watched`` has it."""
         from hetero_mpi.launch.hosts.hosts_toml import ranks_of  # brings pydantic
         from hetero_mpi.launch.launcher.hosts_command import hosts_command
         from hetero_mpi.launch.wireguard.mesh import read_mesh
 
         path = self.options.hosts_file
         assert path is not None, "entries come from a hosts file"
-        there = [host for post in posts for host in self.entries if host.address == post.name]
+        there = [entry for host in watched for entry in self.entries if entry.address == host.name]
         # Rank 0 may start in another directory than this process, which looks for the run's files here.
         words = [*without_option(words, "--run-dir"), "--run-dir", str(self.run_dir)]
         return hosts_command(self.launcher, ranks_of(there, ranks, path), words, given, read_mesh(path))

@@ -80,7 +80,7 @@ class HeartbeatServer:
 
     Args:
         timeout_s: silence after which a host counts as dead.
-        homes: name -> entry of the hosts file, for hosts whose Python or directory is not as here.
+        entries: name -> entry of the hosts file, for hosts whose Python or directory is not as here.
     """
 
     def __init__(
@@ -90,21 +90,21 @@ class HeartbeatServer:
         supervisor: str,
         timeout_s: float,
         run_dir: Path,
-        homes: Mapping[str, Host] | None = None,
+        entries: Mapping[str, Host] | None = None,
     ) -> None:
         own = {item.address for item in local_addresses()}
-        self.posts = []
+        self.watched = []
         for number, entry in enumerate(hosts):
             address = resolve(entry.name)
-            self.posts.append(WatchedHost(number, entry, address, address in own or address.startswith("127.")))
+            self.watched.append(WatchedHost(number, entry, address, address in own or address.startswith("127.")))
         self.timeout_s = timeout_s
         self._agent, self._supervisor, self._run_dir = tuple(agent), supervisor, run_dir
-        self._homes = homes or {}
+        self._entries = entries or {}
         self._lock = threading.Lock()
         self._sweep, self._keep, self._try_lock, self._leave = 0, "", 0, False
         self._looked_s = time.monotonic()
         # Callers without the token get no answer, so the port may be open to networks that hosts are yet to come from.
-        address = "127.0.0.1" if all(post.local for post in self.posts) else ""
+        address = "127.0.0.1" if all(host.local for host in self.watched) else ""
         self._server = AuthenticatedServer(address, self._serve, _CALLER_S)
 
     def __enter__(self) -> HeartbeatServer:
@@ -114,10 +114,10 @@ class HeartbeatServer:
         """Wait a moment for the host agents to hear that they may leave."""
         self._leave = True
         deadline = time.monotonic() + 2 * CALL_S
-        while not all(post.ended() for post in self.posts) and time.monotonic() < deadline:
+        while not all(host.ended() for host in self.watched) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        for post in self.posts:
-            post.close()
+        for host in self.watched:
+            host.close()
         self._server.close()
 
     def probe(self, given_up: Iterable[int], patience_s: float) -> list[WatchedHost]:
@@ -127,32 +127,32 @@ class HeartbeatServer:
         ``patience_s``. Hosts ``given_up`` (numbers) are asked too, but not waited for.
         """
         began, abandoned = time.monotonic(), set(given_up)
-        for post in self.posts:
-            if post.number in abandoned or not self._listening(post):
-                self._start_agent(post)
+        for host in self.watched:
+            if host.number in abandoned or not self._listening(host):
+                self._start_agent(host)
         while True:
-            answered = [post for post in self.posts if post.heard_s > began]
-            waited_for = [p for p in self.posts if p not in answered and p.number not in abandoned and not p.ended()]
+            answered = [host for host in self.watched if host.heard_s > began]
+            waited_for = [p for p in self.watched if p not in answered and p.number not in abandoned and not p.ended()]
             if not waited_for or time.monotonic() > began + patience_s:
                 return answered
             time.sleep(_POLL_S)
 
-    def silent(self, posts: Sequence[WatchedHost]) -> list[WatchedHost]:
-        """The hosts of ``posts`` not heard of for ``timeout_s``; to be called often. Replaces host agents that have ended."""
+    def silent(self, watched: Sequence[WatchedHost]) -> list[WatchedHost]:
+        """The hosts of ``watched`` not heard of for ``timeout_s``; to be called often. Replaces host agents that have ended."""
         now = time.monotonic()
         pause_s, self._looked_s = now - self._looked_s, now
         if pause_s > _OWN_PAUSE_S:  # this process was stopped, or its machine asleep: nobody could be heard
-            for post in posts:
-                post.heard_s += pause_s
-        for post in posts:
-            if post.ended() and now > max(post.started_s, post.heard_s) + _AGAIN_S:
-                heard = post.heard_s
-                self._start_agent(post)
-                post.heard_s = heard
-        return [post for post in posts if now - post.heard_s > self.timeout_s]
+            for host in watched:
+                host.heard_s += pause_s
+        for host in watched:
+            if host.ended() and now > max(host.started_s, host.heard_s) + _AGAIN_S:
+                heard = host.heard_s
+                self._start_agent(host)
+                host.heard_s = heard
+        return [host for host in watched if now - host.heard_s > self.timeout_s]
 
-    def sweep(self, posts: Sequence[WatchedHost], patience_s: float) -> list[WatchedHost]:
-        """End the job's processes on all of ``posts``; returns the hosts that did not confirm it.
+    def sweep(self, watched: Sequence[WatchedHost], patience_s: float) -> list[WatchedHost]:
+        """End the job's processes on all of ``watched``; returns the hosts that did not confirm it.
 
         A host that says nothing at all is not waited for: its agent ends the processes when it hears of this, or by itself.
         """
@@ -162,47 +162,47 @@ class HeartbeatServer:
         deadline = time.monotonic() + patience_s
         while True:
             now = time.monotonic()
-            left = [post for post in posts if post.swept < self._sweep]
-            if now > deadline or not any(now - post.heard_s < _MUTE_S for post in left):
+            left = [host for host in watched if host.swept < self._sweep]
+            if now > deadline or not any(now - host.heard_s < _MUTE_S for host in left):
                 return left
             time.sleep(_POLL_S)
 
-    def locked(self, post: WatchedHost) -> bool:
+    def locked(self, host: WatchedHost) -> bool:
         """Does a run hold the run directory, as this host sees it? To be called while no start is under way."""
         with self._lock:
             self._try_lock += 1
         deadline = time.monotonic() + _MUTE_S
-        while post.tried < self._try_lock and time.monotonic() < deadline:
+        while host.tried < self._try_lock and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        return post.locked
+        return host.locked
 
     def keep(self, start: str) -> None:
         """From now on, sweeping spares this start. A host that comes back ends all others and leaves this one alone."""
         with self._lock:
             self._keep = start
 
-    def _listening(self, post: WatchedHost) -> bool:
-        return not post.ended() and time.monotonic() - post.heard_s < _MUTE_S
+    def _listening(self, host: WatchedHost) -> bool:
+        return not host.ended() and time.monotonic() - host.heard_s < _MUTE_S
 
-    def _start_agent(self, post: WatchedHost) -> None:
-        post.close()
+    def _start_agent(self, host: WatchedHost) -> None:
+        host.close()
         with self._lock:
-            post.agent_number, post.heard_s, post.swept, post.tried = post.agent_number + 1, 0.0, 0, 0
-            post.started_s = time.monotonic()
-        home = self._homes.get(post.name)
-        python, directory = (home.executable, home.directory or "") if home is not None else (sys.executable, "")
-        post.helper = Helper(
-            self._agent, post.name, post.local, python, "hetero_mpi.launch.supervisor.host_agent", directory
+            host.agent_number, host.heard_s, host.swept, host.tried = host.agent_number + 1, 0.0, 0, 0
+            host.started_s = time.monotonic()
+        entry = self._entries.get(host.name)
+        python, directory = (entry.executable, entry.directory or "") if entry is not None else (sys.executable, "")
+        host.helper = Helper(
+            self._agent, host.name, host.local, python, "hetero_mpi.launch.supervisor.host_agent", directory
         )
-        post.helper.write(as_line(self._orders(post)))
+        host.helper.write(as_line(self._orders(host)))
 
-    def _orders(self, post: WatchedHost) -> AgentOrders:
+    def _orders(self, host: WatchedHost) -> AgentOrders:
         return AgentOrders(
             token=self._server.token,
-            address=("127.0.0.1" if post.local else source_address(post.address)) or "127.0.0.1",
+            address=("127.0.0.1" if host.local else source_address(host.address)) or "127.0.0.1",
             port=self._server.port,
-            host=post.number,
-            number=post.agent_number,
+            host=host.number,
+            number=host.agent_number,
             supervisor=self._supervisor,
             timeout_s=self.timeout_s,
             run_dir=str(self._run_dir),
@@ -214,14 +214,14 @@ class HeartbeatServer:
     def _answer(self, report: dict[str, Any]) -> dict[str, Any]:
         """The answer to a caller that has the token."""
         with self._lock:
-            post = self.posts[int(report["host"])]
-            if int(report["number"]) != post.agent_number:
+            host = self.watched[int(report["host"])]
+            if int(report["number"]) != host.agent_number:
                 # Of a host that was given up: it may still have to end what runs there.
                 return self._orders_now(leave=True)
-            post.heard_s = time.monotonic()
-            post.swept, post.tried, post.locked = int(report["swept"]), int(report["tried"]), bool(report["locked"])
-            post.run = {key: int(report["run"][key]) for key in RUN_STATE}
-            post.memory_kills = int(report["memory_kills"])
+            host.heard_s = time.monotonic()
+            host.swept, host.tried, host.locked = int(report["swept"]), int(report["tried"]), bool(report["locked"])
+            host.run = {key: int(report["run"][key]) for key in RUN_STATE}
+            host.memory_kills = int(report["memory_kills"])
             return self._orders_now(self._leave)
 
     def _orders_now(self, leave: bool) -> dict[str, Any]:
