@@ -1,4 +1,4 @@
-"""Report: what a person sees (tables, progress, summary) and what a run leaves behind (metrics, logs).
+"""What a person sees (tables, progress, summary, pictures, the report page), and the files of a run (metrics, logs).
 
 No torch, no MPI.
 """

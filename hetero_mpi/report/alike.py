@@ -1,4 +1,4 @@
-"""Clusters with so many ranks that nobody reads a row for each: like ranks, hosts and links share one, with their count."""
+"""Tables for large clusters: like ranks, hosts and links share one row, with their number."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from hetero_mpi.report import units
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 MOST_ROWS = 16
-"""Ranks of a profile, and hosts, up to which each has a row of its own."""
+"""Number of ranks of a profile, or of hosts, up to which each has a row of its own."""
 MOST_STAGES = 48
-"""The same of the stages of a plan: one wants to see who holds what."""
+"""Number of stages of a plan up to which each has a row of its own."""
 LONGEST_NAME = 26
-"""Characters of a device's or host's name; some CPUs bear a whole sentence."""
+"""Characters of a device's or host's name in a table; some CPUs' names are sentences."""
 SHORT_NAME = 14
 """The same where two names stand beside each other."""
 EVERY_STAGE = "every stage: `inspect PLAN --all`, of the plan.toml that `plan -o` and `train` write"
 
 
 def device_text(device: DeviceProfile) -> str:
-    """``cuda RTX 4090``: what ranks have in common that are shown in one row."""
+    """``cuda RTX 4090``: backend and name of a device. Ranks with the same text share a row."""
     name = device.name if device.name.lower().startswith(device.backend) else f"{device.backend} {device.name}"
     return units.device_name(name, LONGEST_NAME)
 
 
 def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Values of one key together, in the order in which keys first come."""
+    """Values by key, in the order in which the keys first occur."""
     found: dict[K, list[T]] = {}
     for value in values:
         found.setdefault(key(value), []).append(value)
@@ -40,7 +40,7 @@ def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def least_most(values: Sequence[float], show: Callable[[float], str]) -> str:
-    """``1.20 ms to 1.31 ms``, or one figure where all look the same."""
+    """``1.20 ms to 1.31 ms``: least and greatest value as ``show`` writes them; one figure where both look the same."""
     if not values:
         return ""
     least, most = show(min(values)), show(max(values))
@@ -52,7 +52,7 @@ def whole(value: float) -> str:
 
 
 def fullest_text(memory: Sequence[RankMemory]) -> str:
-    """``1.20 GB of 8.00 GB``, of the rank that is fullest."""
+    """``1.20 GB of 8.00 GB``: memory of the fullest rank."""
     if not memory:
         return ""
     fullest = max(memory, key=lambda one: one.peak_bytes / max(one.usable_bytes, 1))
@@ -60,7 +60,7 @@ def fullest_text(memory: Sequence[RankMemory]) -> str:
 
 
 def utilisation(shares: Mapping[int, float]) -> str:
-    """``rank 0 84 %, rank 1 90 %``; of many ranks the least, the median and the most."""
+    """``rank 0 84 %, rank 1 90 %``; of many ranks the least, the median and the greatest."""
     if len(shares) <= MOST_STAGES:
         return ", ".join(f"rank {rank} {units.percent(shares[rank])}" for rank in sorted(shares))
     idlest, busiest = min(shares, key=lambda r: shares[r]), max(shares, key=lambda r: shares[r])
@@ -71,7 +71,7 @@ def utilisation(shares: Mapping[int, float]) -> str:
 
 
 def mean_idling(causes: Sequence[Idling]) -> Idling:
-    """Of several ranks."""
+    """The mean over several ranks, cause by cause."""
     count = len(causes)
     return Idling(*(sum(seconds) / count for seconds in zip(*(vars(cause).values() for cause in causes), strict=True)))
 
@@ -79,7 +79,7 @@ def mean_idling(causes: Sequence[Idling]) -> Idling:
 def rank_rows(
     profile: ClusterProfile, seconds: Callable[[DeviceProfile], tuple[float, float]]
 ) -> list[tuple[str, ...]]:
-    """How many ranks of a kind there are, on how many hosts; forward and backward, memory, and why so much."""
+    """A row per kind of rank: number of ranks and hosts, forward and backward times, memory and the reason for it."""
     rows: list[tuple[str, ...]] = []
     for kind, devices in grouped(profile.devices, device_text).items():
         hosts = sorted({device.host for device in devices})
@@ -98,7 +98,7 @@ def rank_rows(
 
 
 def host_rows(profile: ClusterProfile) -> list[tuple[str, ...]]:
-    """Hosts with the same devices together: how many, of which, what they have in common."""
+    """A row per kind of host: number, devices, and what the ranks of such a host share."""
 
     def kinds(host: HostProfile) -> str:
         return counted((device_text(device) for device in profile.devices if device.host == host.name), ", ")
@@ -113,7 +113,7 @@ def host_rows(profile: ClusterProfile) -> list[tuple[str, ...]]:
 
 
 def link_rows(profile: ClusterProfile) -> list[tuple[str, ...]]:
-    """Links in classes: inside a host or between two, and from which kind of device to which."""
+    """A row per class of links: within a host or between hosts, from which kind of device to which."""
 
     def ends(link: LinkProfile) -> tuple[bool, str]:
         devices = profile.devices[link.source], profile.devices[link.destination]

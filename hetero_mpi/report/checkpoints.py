@@ -1,4 +1,4 @@
-"""``inspect CHECKPOINT``: what a checkpoint says of itself, and whether every byte of it is as it was written."""
+"""``inspect CHECKPOINT``: the contents of a checkpoint, and whether every byte of it is as it was written."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _BLOCKS = ("num_hidden_layers", "n_layer", "n_layers")
 
 
 def checkpoint_lines(path: Path) -> list[str]:
-    """A checkpoint in full. Its checksums are compared and its numbers looked at, which reads the whole file.
+    """A checkpoint's contents as lines. Reads the whole file, to compare its checksums and to look for numbers that are not finite.
 
     Raises:
-        CheckpointError: it is damaged, with the dataset where that is known.
+        CheckpointError: it is damaged; names the dataset where that is known.
     """
     with CheckpointReader(path) as reader:
         found, metadata, writer = reader.check_all(), reader.metadata, reader.writer

@@ -1,4 +1,6 @@
-"""Runs beside each other, and a plan beside the best single device: what was gained, in a table and one honest sentence."""
+"""Runs beside each other (``compare``), and a plan beside the best single device (``baseline``): tables and a sentence about the
+gain.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,14 @@ from hetero_mpi.report.run_files.metrics import StepMetrics
 from hetero_mpi.report.tables import schedule_text
 
 HARDLY = 1.1
-"""Up to this gain, predictions and machines vary as much."""
+"""Gains up to this factor are within the error of predictions and the variation of machines."""
 _WINDOW = 0.05
-"""The loss after so many tokens is the mean over the last this share of them."""
+"""The loss after so many tokens is the mean over this share of them, the last ones."""
 _IRRELEVANT = {("output", "run_dir")}
 
 
 def comparison_lines(runs: Sequence[PastRun]) -> list[str]:
-    """A table with a column per run: how the jobs differ, plans, speed, and the loss after equally many tokens."""
+    """A table with a column per run: differences between the jobs, plans, speed, and the loss after equally many tokens."""
     tokens = equal_tokens(runs)
     first = runs[0].median_tokens_per_s()
     rows = [(key, *values) for key, values in job_differences([run.job for run in runs])]
@@ -55,7 +57,7 @@ def comparison_lines(runs: Sequence[PastRun]) -> list[str]:
 
 
 def equal_tokens(runs: Sequence[PastRun]) -> int:
-    """The most target tokens that every run has learnt from."""
+    """The largest number of target tokens that every run has trained on."""
     return min(sum(step.tokens for step in run.metrics.steps) for run in runs)
 
 
@@ -88,12 +90,12 @@ def job_differences(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, tuple[
 def baseline_lines(
     singles: Sequence[Alone], report: PlanReport, profile: ClusterProfile, tokens: int, run: PastRun | None, remarks: Sequence[str]
 ) -> list[str]:  # fmt: skip
-    """Every kind of device alone and all of them together, and whether the others were worth it.
+    """A table of each kind of device alone and of all together, and a sentence that says whether the others were worth adding.
 
     Args:
-        singles: of every kind of device one.
+        singles: one prediction for each kind of device.
         tokens: per step, the same for all.
-        run: a run under the plan; its measured times are shown too.
+        run: a run under the plan, whose measured times are shown too.
     """
     kind = ", emulated" if profile.emulated else ""
     rows = [
@@ -126,7 +128,9 @@ def baseline_lines(
 def worth_adding(
     singles: Sequence[Alone], report: PlanReport, profile: ClusterProfile, measured_s: float | None
 ) -> str:
-    """One sentence, no kinder than the figures. ``measured_s``: per step of all devices together; None: not measured."""
+    """A sentence about the gain over the best single device. ``measured_s``: per step of all devices together; None: not
+    measured.
+    """
     if len(singles) == 1 and len(report.memory) + len(report.idle) <= 1:
         return "There is one device only: nothing was added."
     able = [one for one in singles if one.step_s is not None]

@@ -1,4 +1,4 @@
-"""Tables of the offline commands: a profile with its residuals, why ranks wait, what a plan loses."""
+"""Tables of ``inspect`` and ``simulate``: a profile with its residuals, why ranks wait, and what limits a plan."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from hetero_mpi.report.tables import plan_lines, profile_lines
 
 ALL = "Like ranks share a row; `inspect FILE --all` shows every one"
 MOST_CLASSED = 240
-"""Of more links than these, those of 16 ranks, classes are shown as well."""
+"""With more links than these (those of 16 ranks), classes of links are shown as well."""
 MOST_LINKS = 12
-"""Links listed one by one; of more, those that fit their line worst."""
+"""Largest number of links listed one by one; of more, those that fit their line worst."""
 
 _CURVE_HEADERS = (
     "layer", "tokens", "forward", "spread", "backward", "spread", "again", "input", "weights", "forward alone", "backward alone"
@@ -43,7 +43,7 @@ LIMITS = {
     "memory": "memory",
     "granularity": "granularity (whole layers, whole micro-batches)",
 }
-"""``Losses.limit`` in words."""
+"""The values of ``Losses.limit``, in words."""
 
 
 def residuals(link: LinkProfile) -> list[float]:
@@ -53,7 +53,7 @@ def residuals(link: LinkProfile) -> list[float]:
 
 
 def inspection_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
-    """A profile in full: the summary, every curve with its spread, hosts, every link (or the worst) with its residuals.
+    """A profile in full: summary, every curve with its spread, hosts, and every link (or the worst ones) with its residuals.
 
     Args:
         every: leave nothing out, however many ranks, hosts and links there are.
@@ -82,7 +82,7 @@ def inspection_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
 
 
 def _middle(devices: Sequence[DeviceProfile]) -> tuple[list[int], DeviceProfile]:
-    """The ranks of ``devices``, and the one of them that is neither fast nor slow."""
+    """(ranks of ``devices``, the device of median speed)."""
 
     def slowness(device: DeviceProfile) -> float:
         return sum(times.forward_s.seconds[-1] + times.backward_s.seconds[-1] for times in device.layers.values())
@@ -93,7 +93,7 @@ def _middle(devices: Sequence[DeviceProfile]) -> tuple[list[int], DeviceProfile]
 def costed_plan_lines(
     report: PlanReport, profile: ClusterProfile, busy_s: Mapping[int, float], lost: Losses
 ) -> list[str]:
-    """A plan with prediction and bound, how busy it keeps every rank, and what limits it."""
+    """A plan with its prediction and bound, the utilisation of every rank, and what limits the plan."""
     lines = plan_lines(report, profile)
     step_s = report.predicted_step_s
     lines += wrapped("Utilisation: ", utilisation({rank: _share(seconds, step_s) for rank, seconds in busy_s.items()}))
@@ -108,7 +108,7 @@ def costed_plan_lines(
 
 
 def network_lines(network: Network, step_s: float, predicted_s: float) -> list[str]:
-    """What was simulated otherwise than this program runs, and what that costs; nothing where nothing was."""
+    """The differences between the simulated network and this program's, and what they cost; empty where there are none."""
     said = []
     if network.blocking_sends:
         said.append("a rank computes nothing while it sends")
@@ -128,8 +128,10 @@ def idling_lines(
     memory: Sequence[RankMemory] = (),
     labels: Mapping[int, str] | None = None,
 ) -> list[str]:
-    """Per rank, in shares of the step: computing, and idling by cause; and its peak of memory. Of many ranks, those with the same
-    label (their device) share a row: the mean, and the fullest memory."""
+    """A row per rank, in shares of the step: computing, and idling by cause; and its peak of memory.
+
+    Of many ranks, those with the same label (their device) share a row, with means and the fullest memory.
+    """
     many = len(busy_s) > MOST_STAGES
     groups = grouped(sorted(busy_s), lambda rank: (labels or {}).get(rank, "") if many else str(rank))
     who, device, peak = ("ranks", "device", "fullest memory") if many else ("rank", "", "memory peak")
@@ -167,7 +169,7 @@ def what_if_lines(answers: Sequence[WhatIf], step_s: float) -> list[str]:
 
 
 def distinct_devices(profile: ClusterProfile) -> list[tuple[list[int], DeviceProfile]]:
-    """Devices that differ in more than rank and host, each with the ranks that are like it."""
+    """Devices that differ in more than rank and host, each with the ranks that have such a device."""
 
     def figures(device: DeviceProfile) -> str:
         return repr(encode(replace(device, rank=0, host="", memory_reason="")))
@@ -198,7 +200,7 @@ def _sample(curve: Curve | None, tokens: int) -> tuple[str, str]:
 
 
 def _host_table(profile: ClusterProfile, every: bool) -> list[str]:
-    """What the ranks of each host have in common, where the profile says so."""
+    """What the ranks of each host share, where the profile says so."""
     if len(profile.hosts) > MOST_ROWS and not every:
         return ["", "Hosts", *table(("hosts", "ranks of each", "NIC", "all flows out"), host_rows(profile))]
     rows = []
@@ -254,7 +256,7 @@ def _link_table(profile: ClusterProfile, every: bool) -> list[str]:
 
 
 def _host_link_table(profile: ClusterProfile) -> list[str]:
-    """Links that are told by pairs of hosts."""
+    """Links that the profile gives by pairs of hosts."""
     rows = []
     for link in profile.host_links:
         ends = "any other two hosts" if link.source == ANY_HOST else f"{link.source} -> {link.destination}"

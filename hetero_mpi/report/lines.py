@@ -1,4 +1,4 @@
-"""Tables and paragraphs as lines of plain text, for terminals and logs alike. The first table loads rich, which sets them."""
+"""Tables and paragraphs as lines of plain text, for terminals and logs. The first table loads rich, which lays them out."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hetero_mpi.report import units
 from hetero_mpi.text import printable
 
 WIDTH = 120
-"""Characters per line at most: fits a terminal beside another and the log of a job."""
+"""Most characters of a line: two terminals fit beside each other, and lines of a job's log."""
 SHORTEST_NAME = 10
 PROSE = 30
 """Least width of a column of prose."""
 
 
 def wrapped(start: str, text: str) -> list[str]:
-    """``start + text`` within ``WIDTH``, later lines indented below the text (or a little, where the start is long)."""
+    """``start + text`` within ``WIDTH``; later lines are indented below the text, or a little where ``start`` is long."""
     indent = " " * (len(start) if len(start) <= WIDTH - PROSE else 4)
     lines = textwrap.wrap(
         text, WIDTH, initial_indent=start, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
@@ -27,7 +27,7 @@ def wrapped(start: str, text: str) -> list[str]:
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Aligned columns within ``WIDTH``, numbers to the right. Columns that are empty in all rows are left out.
 
-    Where the width is short, names of hosts and devices give way; a last column of prose goes on below itself.
+    Where the width is too small, names of hosts and devices are shortened, and a last column of prose is wrapped.
     """
     from rich.console import Console
     from rich.table import Table

@@ -1,7 +1,7 @@
-"""A run as its directory tells it: what reports and comparisons are made of. Works while the run goes on, and after a crash.
+"""A run as read from its directory: the input of reports and comparisons. Works during the run, and after a crash.
 
-``run.json`` says what was to be done (the job with all overrides, versions) and when training was started from which step;
-``profile.toml``, ``plan.toml``, ``metrics.jsonl``, ``steps.jsonl`` and ``events.jsonl`` say how it went.
+``run.json`` holds the job with all overrides, versions, and each start with its step. ``profile.toml``, ``plan.toml``,
+``metrics.jsonl``, ``steps.jsonl`` and ``events.jsonl`` hold what happened.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from hetero_mpi.report.summary import warm_steps
 RUN_NAME = "run.json"
 REPORT_NAME = "report.html"
 SAMPLE_NAME = "sample.txt"
-"""What the trained model wrote at the end, where the job asks for it."""
+"""File of the text that the trained model wrote at the end, where the job asks for it."""
 USED_PROFILE = "used-profile.toml"
-"""The profile that the run's plans are made for, where that is not ``profile.toml``."""
+"""File of the profile that the run's plans are made for, where it is not the one in ``profile.toml``."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})\.h5")
 
 
 @dataclass(frozen=True)
 class Happening:
-    """Something that happened to a run: a start, a loss of machines, a change of plan."""
+    """An event of a run: a start, a loss of machines, a change of plan."""
 
     unix_s: float
     event: str
     text: str
     step: int | None = None
-    """After how many steps; None: not known."""
+    """Number of steps taken before it; None: not known."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class PastRun:
-    """What is known of a run; ``None`` and empty tuples stand for files that are not there."""
+    """What is known of a run; ``None`` and empty tuples where files are missing."""
 
     directory: Path
     name: str
@@ -67,14 +67,14 @@ class PastRun:
     """The job with all overrides, as values; empty: not known."""
     versions: Mapping[str, str]
     report: PlanReport | None
-    """The newest plan, with what was predicted of it."""
+    """The newest plan, with its prediction."""
     profile: ClusterProfile | None
     metrics: Metrics
     rank_steps: tuple[RankStep, ...]
     happenings: tuple[Happening, ...]
     checkpoints: tuple[SavedCheckpoint, ...]
     speeds: Mapping[int, float]
-    """rank -> its speed as a share of the profiled one, for which the newest plan was made while the run went on."""
+    """rank -> its speed as a share of the profiled one, for which the newest plan was made; empty where it was made at a start."""
     sample: str
     """``sample.txt``; empty: there is none."""
 
@@ -85,7 +85,7 @@ class PastRun:
 
     @property
     def emulated(self) -> bool:
-        """Are its times those of devices that ranks imitated?"""
+        """Are its times emulated ones?"""
         return (self.profile is not None and self.profile.emulated) or any(step.emulated for step in self.metrics.steps)
 
     @property
@@ -100,18 +100,18 @@ class PastRun:
 
     @property
     def warm_steps(self) -> Sequence[StepMetrics]:
-        """The steps that count for times: those under the last plan, after its first two."""
+        """The steps that count for times: those under the last plan, without its first two."""
         return warm_steps(self.metrics.steps)
 
     def median_step_s(self) -> float | None:
-        """Median seconds per step; None where too few were done."""
+        """Median seconds per step; None where there are too few steps."""
         return statistics.median(step.step_s for step in self.warm_steps) if self.warm_steps else None
 
     def median_tokens_per_s(self) -> float | None:
         return statistics.median(step.tokens_per_s for step in self.warm_steps) if self.warm_steps else None
 
     def predicted(self) -> SimulatedStep | None:
-        """The newest plan's step as simulated, at the speeds for which it was made; None without plan or profile."""
+        """The simulated step of the newest plan, at the speeds for which it was made; None without plan or profile."""
         if self.plan is None or self.profile is None:
             return None
         ratios = {rank: 1 / speed for rank, speed in self.speeds.items() if speed > 0}
@@ -119,7 +119,10 @@ class PastRun:
 
 
 def read_run(directory: Path) -> PastRun:
-    """:raises UserError: it is not the directory of a run, or its plan or profile is damaged."""
+    """The run in a directory.
+
+    :raises UserError: it is not the directory of a run, or its plan or profile is damaged.
+    """
     if not any((directory / name).exists() for name in ("metrics.jsonl", "plan.toml", RUN_NAME)):
         raise UserError(
             f"{directory}: not the directory of a run (it has neither {RUN_NAME} nor plan.toml nor metrics.jsonl); "
@@ -153,7 +156,7 @@ def describe_run(
     ranks: int,
     step: int,
 ) -> None:
-    """Write ``run.json`` as training starts from ``step``; earlier starts of a run that is resumed are kept."""
+    """Write ``run.json`` when training starts from ``step``; earlier starts of a resumed run are kept."""
     path = directory / RUN_NAME
     starts = [one for one in _starts(_told(path)) if step > 0 and one["step"] <= step]
     starts.append({"unix_s": round(time.time(), 3), "step": step, "ranks": ranks})
@@ -162,12 +165,12 @@ def describe_run(
 
 
 def predicted_step(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
-    """The simulated step, with the NICs of hosts shared where ranks were emulated so."""
+    """The simulated step; the NICs of hosts are shared if the run emulated that."""
     return simulate(plan, profile, network=Network(shared_nic=True) if profile.emulated else THREADED)
 
 
 def _report_and_profile(directory: Path) -> tuple[PlanReport | None, ClusterProfile | None]:
-    """Both as far as they are there; no profile, if the plan is not for its ranks and model."""
+    """The plan and the profile, as far as there are files; no profile if the plan does not fit its ranks and model."""
     used = directory / USED_PROFILE
     paths = directory / "plan.toml", used if used.exists() else directory / "profile.toml"
     report = load_report(paths[0]) if paths[0].exists() else None
@@ -194,7 +197,7 @@ def _table(told: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _starts(told: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The starts that ``run.json`` tells; what is none of this program's is left out."""
+    """The starts in ``run.json``; entries of another form are left out."""
     listed = told.get("starts")
     known = {"unix_s": (int, float), "step": (int,), "ranks": (int,)}
     return [
@@ -217,7 +220,9 @@ def _happenings(directory: Path, told: Mapping[str, Any]) -> list[Happening]:
 
 
 def _speeds(directory: Path, told: Mapping[str, Any]) -> dict[int, float]:
-    """Of the newest plan, if it was made while the run went on: a start, or a rank's death, makes one for profiled speeds."""
+    """Speeds for which the newest plan was made during the run; empty if it was made at a start or after a death, for profiled
+    speeds.
+    """
     began_s = max((start["unix_s"] for start in _starts(told)), default=0.0)
     speeds: dict[int, float] = {}
     for values in _events(directory):

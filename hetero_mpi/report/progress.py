@@ -1,4 +1,4 @@
-"""Progress of the training loop: one calm screen on a terminal, plain lines at a sensible rate elsewhere."""
+"""Progress of the training loop: a screen that is drawn in place on a terminal, else plain lines now and then."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 LINE_EVERY_S = 5.0
 LINES_PER_RUN = 10
 _RECENT = 20
-"""Steps whose median is shown as the present speed."""
+"""Number of steps whose median is shown as the present speed."""
 
 
 @dataclass(frozen=True)
 class RankRow:
-    """What is known of a rank before the first step."""
+    """What the screen shows of a rank before the first step."""
 
     rank: int
     holds: str
@@ -39,7 +39,7 @@ class RankRow:
 
 @dataclass(frozen=True)
 class Overview:
-    """What the screen shows that does not change while a plan is run."""
+    """The part of the screen that does not change while a plan is run."""
 
     title: str
     ranks: tuple[RankRow, ...] = ()
@@ -47,7 +47,7 @@ class Overview:
 
 @dataclass(frozen=True)
 class Now:
-    """What a rank does just now, as far as it is known."""
+    """What a rank is doing, as far as it is known."""
 
     text: str
     """Such as ``waits for rank 0 to send``."""
@@ -56,11 +56,11 @@ class Now:
 
 
 Standings = Callable[[], Mapping[int, Now]]
-"""Rank -> what it does now; called by the thread that draws."""
+"""A function: rank -> what it is doing. Called by the thread that draws."""
 
 
 def overview(plan: Plan, profile: ClusterProfile, name: str) -> Overview:
-    """The first line of the screen, and a row for every rank that has a stage."""
+    """The screen's first line, and a row for every rank that has a stage."""
     simulation = predicted_step(plan, profile)
     used = sum(len(stage.ranks) for _, _, stage in plan.numbered)
     stages, emulated = len(plan.numbered), ", EMULATED" if profile.emulated else ""
@@ -76,9 +76,9 @@ def overview(plan: Plan, profile: ClusterProfile, name: str) -> Overview:
 
 
 class ProgressDisplay:
-    """Shows steps as they are done. A context manager; ``update`` once per step, which only stores what is to be shown.
+    """Shows the steps of a run. A context manager; ``update`` is called once per step and only stores what is to be shown.
 
-    ``first_step``: steps done before this run (0 unless resumed). On a terminal a screen. Otherwise a line for the first
+    ``first_step``: steps done before this run (0 unless resumed). On a terminal it is a screen. Otherwise a line for the first
     step, the last, and in between after 5 s or a tenth of the run, whichever comes first.
 
     Attributes:
@@ -114,11 +114,11 @@ class ProgressDisplay:
             self._screen = Screen(self._stream, self.view)
 
     def show(self, about: Overview, standings: Standings) -> None:
-        """Another plan is run from now on."""
+        """Show another plan from now on."""
         self.overview, self.standings = about, standings
 
     def update(self, line: StepMetrics) -> None:
-        """A step is done."""
+        """Record a step."""
         self._latest = line
         self._recent.append(line)
         if self._screen is None and self._is_due(line.step):
@@ -136,7 +136,7 @@ class ProgressDisplay:
             self._screen.__exit__()
 
     def view(self, rows: int) -> Group:
-        """The screen, in so many rows at most."""
+        """The screen's contents, in at most ``rows`` rows."""
         from hetero_mpi.report.screen import RankLine, view
 
         step = self._latest.step if self._latest is not None else self.first_step

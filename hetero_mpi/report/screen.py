@@ -1,4 +1,4 @@
-"""A few lines at the bottom of a terminal that are drawn anew in place, by rich; what is said meanwhile goes above them.
+"""The screen: a few lines at the bottom of a terminal, drawn in place by rich. Other output is printed above them.
 
 ::
 
@@ -10,7 +10,7 @@
        0  embedding, blocks 0-1  ━━━━━━━━   82 %       91 %  computes 0F3
        1  blocks 2-5, head       ━━━━━━━    74 %       80 %  waits for rank 0 to send
 
-A thread draws, twice a second: whoever has something to show only stores it. Where no person watches, this is not even loaded.
+A thread draws it twice a second. Callers only store what is to be shown. Where no person watches, this module is not loaded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LONGEST_HOLDS = 26
 
 class _Console(Console):
     def show_cursor(self, show: bool = True) -> bool:
-        """Always: a process that is killed could not show it again."""
+        """Always show the cursor: a process that is killed could not show it again."""
         return False
 
 
@@ -47,11 +47,11 @@ class _Live(Live):
 
 
 class Screen:
-    """Lines that are drawn anew while the context lasts, and stay as they are at its end.
+    """Lines that are drawn in place while the context lasts; the last ones stay at its end.
 
     Args:
         stream: a terminal.
-        view: what to show in so many rows; called from the drawing thread.
+        view: returns what to show in so many rows; called from the drawing thread.
         per_second: how often it is drawn.
     """
 
@@ -64,7 +64,7 @@ class Screen:
         )  # fmt: skip
 
     def say(self, text: str) -> None:
-        """Print a line above."""
+        """Print a line above the screen."""
         self.console.print(Text(text), soft_wrap=True)
 
     def __enter__(self) -> Screen:
@@ -85,7 +85,7 @@ class Screen:
 
 @dataclass(frozen=True)
 class RankLine:
-    """A rank on the screen: what it holds, shares of its last and of the predicted step in which it computes, what it does now."""
+    """A rank on the screen: what it holds, its measured and predicted shares of computing, and what it is doing."""
 
     rank: int
     holds: str
@@ -95,7 +95,7 @@ class RankLine:
 
 
 def view(title: str, steps: tuple[int, int], left: str, speed: str, ranks: Sequence[RankLine], rows: int) -> Group:
-    """A run, in so many rows at most. ``steps``: done, of how many."""
+    """The screen of a run, in at most ``rows`` rows. ``steps``: (done, of how many)."""
     done, total = steps
     share = done / total if total else 1.0
     row = Table.grid(padding=(0, 1, 0, 0))

@@ -1,4 +1,4 @@
-"""What is said at the end: predicted against measured, what was learnt, where everything is."""
+"""The summary at the end of a run: predicted and measured step times, losses, and where the files are."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hetero_mpi.report import units
 from hetero_mpi.report.run_files.metrics import Evaluation, StepMetrics
 
 WARM_UP_STEPS = 2
-"""First steps under a plan, left out of the measured step time: caches, allocators and links are cold."""
+"""Number of first steps under a plan that do not count for times, while caches, allocators and links warm up."""
 TOLERANCE = 0.15
-"""Share by which a step may differ from its prediction before the reason is said."""
+"""Share by which a step may differ from its prediction without a reason being given."""
 MISLED = 3.0
-"""From this factor between measured and predicted on, the device times are not kept for other runs."""
+"""Factor between measured and predicted times from which on the device times are not kept for other runs."""
 SpeedChanges = Sequence[tuple[int, int, float]]
-"""(rank, number of the step from 0, share of the profile's speed) of devices that were asked to change theirs."""
+"""(rank, number of the step from 0, share of the profile's speed) of emulated changes of speed."""
 
 
 def final_lines(
@@ -32,9 +32,9 @@ def final_lines(
     written: Mapping[str, Path] | None = None,
     speed_changes: SpeedChanges = (),
 ) -> list[str]:
-    """The end of a run in a few lines. ``steps`` and ``evaluations``: of this run, not of those it resumed.
+    """The summary as lines. ``steps`` and ``evaluations``: of this run, without those of the run it resumed.
 
-    ``unigram_entropy``: of the training targets, nats per token. ``written``: what -> where, in the order to be shown.
+    ``unigram_entropy``: of the training targets, nats per token. ``written``: what -> path, in the order to be shown.
     """
     lines = time_lines(report, profile, steps, speed_changes)
     lines += _loss_lines(steps, evaluations, unigram_entropy, _per(report.plan))
@@ -45,24 +45,24 @@ def final_lines(
 
 
 def measured_step_s(steps: Sequence[StepMetrics]) -> float | None:
-    """Median seconds per step under the last plan, after its first two; None when no step is left."""
+    """Median seconds per step under the last plan, without its first two; None where no step is left."""
     warm = [step.step_s for step in warm_steps(steps)]
     return statistics.median(warm) if warm else None
 
 
 def warm_steps(steps: Sequence[StepMetrics]) -> Sequence[StepMetrics]:
-    """Those of a run that count for its times: under the plan it ended with, without the first two."""
+    """The steps of a run that count for its times: those under its last plan, without the first two."""
     under = by_plan(steps)
     return under[-1][WARM_UP_STEPS:] if under else ()
 
 
 def by_plan(steps: Sequence[StepMetrics]) -> list[list[StepMetrics]]:
-    """The steps under each plan of a run, which are told apart by their prediction."""
+    """The steps of a run under each of its plans, which are told apart by their predictions."""
     return [list(group) for _, group in groupby(steps, lambda step: step.predicted_step_s)]
 
 
 def misled(measured_s: float | None, predicted_s: float) -> bool:
-    """Was the prediction so wrong that what it was made from should not be used again?"""
+    """Was the prediction so wrong that the times it was made from should not be used again?"""
     known = measured_s is not None and measured_s > 0 and predicted_s > 0
     return known and not 1 / MISLED <= measured_s / predicted_s <= MISLED  # type: ignore[operator]
 
@@ -70,7 +70,7 @@ def misled(measured_s: float | None, predicted_s: float) -> bool:
 def time_lines(
     report: PlanReport, profile: ClusterProfile, steps: Sequence[StepMetrics], speed_changes: SpeedChanges = ()
 ) -> list[str]:
-    """Predicted beside measured step time, and the likely reason when they are far apart; then the plans before the last."""
+    """Measured beside predicted step time, with the likely reason where they are far apart; then the earlier plans."""
     *before, last = by_plan(steps) or [[]]
     lines = _last_plan_lines(report, profile, last, _since(last, bool(before), speed_changes))
     if before and len(last) > WARM_UP_STEPS:
@@ -85,7 +85,9 @@ def time_lines(
 
 
 def _since(last: Sequence[StepMetrics], replanned: bool, changes: SpeedChanges) -> list[tuple[int, int, float]]:
-    """The speed changes that the plan of the steps ``last`` cannot have known. A plan made during the run knows earlier ones."""
+    """The speed changes that were not known when the plan of the steps ``last`` was made. A plan made during the run knows earlier
+    ones.
+    """
     if not last:
         return []
     begin = last[0].step - 1 if replanned else 0
@@ -95,7 +97,7 @@ def _since(last: Sequence[StepMetrics], replanned: bool, changes: SpeedChanges) 
 def _last_plan_lines(
     report: PlanReport, profile: ClusterProfile, steps: Sequence[StepMetrics], changes: SpeedChanges
 ) -> list[str]:
-    """Of the plan a run ended with. ``changes``: of devices, that it did not know."""
+    """The lines about the last plan. ``changes``: speed changes that it did not know."""
     measured = measured_step_s(steps)
     if measured is None:
         return [f"Step time: {len(steps)} steps are too few to measure it (the first {WARM_UP_STEPS} do not count)"]

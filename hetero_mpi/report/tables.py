@@ -1,4 +1,4 @@
-"""What is shown before the first step: the machines as measured, the plan with its reasons, the batch arithmetic."""
+"""The tables before the first step: the machines as profiled, the plan with its reasons, the batch arithmetic."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ NOT_PREDICTED = "nothing is predicted in this file; `plan --profile PROFILE --pl
 
 
 def profile_lines(profile: ClusterProfile) -> list[str]:
-    """Every rank with its device, memory and speed, and the links between them, in a few lines; of more than ``MOST_ROWS``
-    ranks those of a host that look alike share one, and where these are more, those of one kind of device."""
+    """A row per rank with device, memory and speed, and the links between ranks.
+
+    With more than ``MOST_ROWS`` ranks, ranks of a host that look alike share a row; if those rows are still too many, ranks of one
+    kind of device do.
+    """
     tokens = profile.model.sequence_length
     alike: dict[tuple[int, tuple[str, ...]], list[int]] = {}
     for device in profile.devices:
@@ -60,7 +63,7 @@ def profile_lines(profile: ClusterProfile) -> list[str]:
 
 
 def doubt_remarks(profile: ClusterProfile, named: str = "this profile") -> list[str]:
-    """What of a profile's times is implausible, and what to do about it. ``named``: what the profile is called."""
+    """Implausible times of a profile, and what to do about them. ``named``: what the profile is called."""
     found = profile_doubts(profile)
     again = "measure again while the machines are quiet (--reprofile)" if profile.source == "measured" else "correct it"
     told = [f"implausible times in {named}: {one}" for one in found]
@@ -68,7 +71,7 @@ def doubt_remarks(profile: ClusterProfile, named: str = "this profile") -> list[
 
 
 def headline(report: PlanReport) -> str:
-    """``3 ranks, 389 ms per step; the best one alone, rank 1, 489 ms (1.26x)``: whether the cluster is worth it."""
+    """``3 ranks, 389 ms per step; the best one alone, rank 1, 489 ms (1.26x)``: the gain over the best single device."""
     plan, best = report.plan, report.alone
     used, there = len(plan.numbered), len(report.memory) + len(report.idle)
     text = f"{units.plural(used, 'rank')}" if used >= there else f"{used} of {units.plural(there, 'rank')}"
@@ -85,11 +88,11 @@ def headline(report: PlanReport) -> str:
 
 
 def plan_lines(told: PlanReport | Plan, profile: ClusterProfile | None, every: bool = False) -> list[str]:
-    """The headline; the plan as a table: who holds what, how full and how busy it makes them; who idles, why; what to expect.
+    """A plan as lines: headline, a table of stages with memory and utilisation, idle ranks with reasons, the batch, the prediction.
 
     Args:
-        told: a plan alone: nothing is predicted of it.
-        profile: for which the plan was made; None: what only that tells is left out.
+        told: a plan without a report has no prediction.
+        profile: for which the plan was made; None: what needs it is left out.
         every: a row for each stage, however many there are.
     """
     plan, report = (told, None) if isinstance(told, Plan) else (told.plan, told)
@@ -117,8 +120,9 @@ def plan_lines(told: PlanReport | Plan, profile: ClusterProfile | None, every: b
 
 
 def schedule_text(plan: Plan) -> str:
-    """``, schedule 1F1B``: the names of the pipelines' schedules, and how they depart from these. Empty where no pipeline has
-    several stages."""
+    """``, schedule 1F1B``: the pipelines' schedules, and their differences from these. Empty where no pipeline has several
+    stages.
+    """
     names = dict.fromkeys(_schedule_text(pipeline) for pipeline in plan.pipelines if len(pipeline.stages) > 1)
     return f", schedule {' and '.join(names)}" if names else ""
 
@@ -137,7 +141,7 @@ def _schedule_text(pipeline: PipelinePlan) -> str:
 
 
 def idle_lines(idle: Sequence[IdleRank]) -> list[str]:
-    """``ranks 4-7 idle: a slower card than ...``, one line for every reason."""
+    """``ranks 4-7 idle: a slower card than ...``, one line per reason."""
     alike = idle_alike(idle).items()
     return [f"{units.ranks(r)} {'idles' if len(r) == 1 else 'idle'}: {reason}" for reason, r in alike]
 
@@ -149,7 +153,7 @@ def idle_alike(idle: Sequence[IdleRank]) -> dict[str, list[int]]:
 
 
 def host_lines(hosts: Sequence[HostMemory]) -> list[str]:
-    """``host alpha: 12.0 of 60.0 GB for its ranks together``; of many hosts the fullest."""
+    """``host alpha: 12.0 of 60.0 GB for its ranks together``; of many hosts only the fullest."""
     fullest_first = sorted(hosts, key=lambda host: -host.peak_bytes / max(host.usable_bytes, 1))
     shown = hosts if len(hosts) <= MOST_ROWS else fullest_first[:1]
     more = f" (the fullest of {len(hosts)})" if len(shown) < len(hosts) else ""
@@ -161,20 +165,21 @@ def host_lines(hosts: Sequence[HostMemory]) -> list[str]:
 
 
 def _places(profile: ClusterProfile) -> tuple[str, str]:
-    """Headings of the columns that name hosts and devices: nobody shall take emulated ones for real."""
+    """Headings of the columns for hosts and devices. They say so where ranks are emulated."""
     return ("emulated host", "emulated device") if profile.emulated else ("host", "device")
 
 
 def layers_text(first: int, last: int, layers: int) -> str:
-    """Layers [first, last) of a chain of ``layers``, by name: ``embedding, blocks 0-3``."""
+    """Layers [first, last) of a chain of ``layers``, in words: ``embedding, blocks 0-3``."""
     return describe_layers(first, last, layers).replace(" + ", ", ")
 
 
 def _stage_table(
     plan: Plan, profile: ClusterProfile | None, memory: Sequence[RankMemory], many: bool
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Headings and rows. ``many``: those on one kind of device share a row, least to most; without a profile those that hold
-    equally many layers."""
+    """Headings and rows. ``many``: stages on one kind of device share a row; without a profile those with equally many layers
+    do.
+    """
     groups: dict[object, list[tuple[PipelinePlan, StagePlan]]] = {}
     for number, index, stage in plan.numbered:
         kind = (_devices(stage, profile) or stage.last - stage.first) if many else number
@@ -215,7 +220,7 @@ def _stage_table(
 
 
 def _recomputes(stages: Sequence[StagePlan], many: bool) -> str:
-    """How many of the stages repeat forwards, and how many stream their weights (and repeat forwards, too)."""
+    """How many of the stages recompute forwards, and how many stream their weights (and recompute too)."""
     found = {
         "yes": sum(one.recompute and not one.streamed for one in stages),
         "streamed": sum(one.streamed for one in stages),
@@ -226,7 +231,7 @@ def _recomputes(stages: Sequence[StagePlan], many: bool) -> str:
 
 
 def _devices(stage: StagePlan, profile: ClusterProfile | None) -> str:
-    """Of the stage's ranks; "" without a profile."""
+    """The devices of a stage's ranks; "" without a profile."""
     known = [device_text(profile.devices[rank]) for rank in stage.ranks] if profile is not None else []
     return ", ".join(dict.fromkeys(known))
 

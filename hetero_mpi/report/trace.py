@@ -1,7 +1,7 @@
-"""A step, or several, as a Chrome trace: open the file in https://ui.perfetto.dev or chrome://tracing.
+"""Steps as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing open.
 
-Format: "Trace Event Format" of the Chromium project (JSON object form, complete events ``"ph": "X"``, microseconds).
-Predicted and measured events make the same file.
+Format: "Trace Event Format" of the Chromium project (JSON object form, complete events ``"ph": "X"``, microseconds). Predicted and
+measured events give the same form of file.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ LANES = {
     Op.SEND_B: (4, "send gradients"),
     Op.REDUCE: (5, "gradient all-reduce"),
 }
-"""Operation -> (thread number, name of the lane) within its rank; everything else is computing."""
+"""Operation -> (thread number, name of the lane) within its rank; all other operations are computing."""
 COMPUTE = (0, "compute")
 EMBEDDING = (6, "all-reduce of the embedding's gradients")
-"""The head's share of a tied matrix travels beside the other gradients: it has a lane to itself."""
+"""The lane of the tied embedding's gradients, whose all-reduce runs beside the others."""
 COPY = (7, "copy between device and host")
 _NUMBERS = 100
-"""Numbers for each process and its lanes. Perfetto takes a thread that bears its process's number for the main thread, and 0 for
-the kernel's: lane 0 bears it, no other lane of any process does, and none is 0."""
+"""Numbers reserved for each process and its lanes. Perfetto takes a thread with its process's number for the main thread, and
+number 0 for the kernel's. So lane 0 has the process's number, no other lane has a process's number, and none is 0.
+"""
 
 
 def trace(events: Sequence[Event], labels: Mapping[int, str] | None = None) -> dict[str, Any]:
-    """The trace as JSON values: one process per rank, one complete event per ``Event``.
+    """The trace as JSON values: a process per rank, a complete event per ``Event``.
 
     Steps follow each other: a step begins where the longest rank of the one before ended. ``labels``: names of ranks.
     """
@@ -47,12 +48,12 @@ def run_trace(
     labels: Mapping[int, str] | None = None,
     emulated: bool = False,
 ) -> dict[str, Any]:
-    """A run's recorded steps, and below every rank the predicted step, once for each of them, beginning with it.
+    """A run's recorded steps. Below every rank is the predicted step, once for each recorded one, beginning with it.
 
     Args:
-        measured: of any number of steps, the times of each on one clock (``measured.on_one_clock``).
-        predicted: of one step.
-        emulated: the measured times are those of devices that the ranks imitated, and are labelled so.
+        measured: events of any number of steps, each step's times on one clock (``measured.on_one_clock``).
+        predicted: events of one step.
+        emulated: the measured times are emulated ones, and are labelled so.
     """
     steps = sorted({event.step for event in measured})
     repeated = [replace(event, step=step) for step in steps or [0] for event in predicted]
@@ -73,7 +74,7 @@ def _document(entries: list[dict[str, Any]]) -> dict[str, Any]:
 def _process_entries(
     events: Sequence[Event], labels: Mapping[int, str], begins: Mapping[int, float], stride: int, offset: int, kind: str
 ) -> list[dict[str, Any]]:
-    """Every rank as a process, in the order of ``stride * rank + offset``."""
+    """A process for every rank, in the order of ``stride * rank + offset``."""
 
     def numbered(rank: int) -> int:
         return _NUMBERS * (1 + stride * rank + offset)
@@ -128,7 +129,7 @@ def save_run_trace(run: PastRun, path: Path) -> Path | None:
 
 
 def save_trace(events: Sequence[Event], path: str | Path, labels: Mapping[int, str] | None = None) -> Path:
-    """Write ``trace(events)`` to ``path``; its folder is made where it is missing."""
+    """Write ``trace(events)`` to ``path``; its folder is created if missing."""
     return _write(trace(events, labels), Path(path))
 
 
@@ -143,7 +144,7 @@ def _lane(event: Event) -> tuple[int, str]:
 
 
 def _begins_s(events: Sequence[Event]) -> dict[int, float]:
-    """Step -> when it begins."""
+    """Step -> its begin, in seconds."""
     longest: dict[int, float] = {}
     for event in events:
         longest[event.step] = max(longest.get(event.step, 0.0), event.end_s)

@@ -1,4 +1,4 @@
-"""What passes over the links in a step: predicted and measured, per directed pair of ranks."""
+"""Bytes and times of messages in a step, predicted or measured, per directed pair of ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hetero_mpi.planning.types.plan import Plan
 
 @dataclass(frozen=True)
 class Traffic:
-    """Messages between stages from one rank to another, in one step."""
+    """The messages between stages from one rank to another in one step."""
 
     messages: int = 0
     bytes: int = 0
     seconds: float = 0.0
-    """Under way, each counted by itself."""
+    """Sum of the messages' times under way."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -24,7 +24,7 @@ class Traffic:
 
 
 def traffic(events: Iterable[Event], plan: Plan) -> dict[tuple[int, int], Traffic]:
-    """(sender, receiver) -> what passes, of one step's events; gradient all-reduces are not in it (``sums`` has their time)."""
+    """(sender, receiver) -> messages of one step. Gradient all-reduces are not included (``sums`` has their times)."""
     rank_of = {number: stage.ranks[0] for number, _, stage in plan.numbered}
     found: dict[tuple[int, int], Traffic] = {}
     for event in events:
@@ -39,7 +39,7 @@ def traffic(events: Iterable[Event], plan: Plan) -> dict[tuple[int, int], Traffi
 
 
 def sums(events: Iterable[Event]) -> dict[int, float]:
-    """Rank -> seconds of a step in which it takes part in gradient all-reduces; ranks that sum nothing are absent."""
+    """Rank -> seconds of a step in which it takes part in gradient all-reduces. Ranks that take part in none are absent."""
     found: dict[int, float] = {}
     for event in events:
         if event.action.op is Op.REDUCE:

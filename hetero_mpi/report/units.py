@@ -1,4 +1,4 @@
-"""Numbers for people: three significant digits and a unit that fits."""
+"""Numbers for people: three significant digits and a fitting unit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NEEDLESS = (
     r" @ .*$| \d+-Core Processor$| Processor\b| CPU\b",
     r" \([^()]*\)$",
 )
-"""Of a device's name, in the order in which it may be left out."""
+"""Parts of a device's name that may be left out, in this order."""
 _COUNTS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -58,13 +58,15 @@ def percent(share: float) -> str:
 
 
 def unit_of(sequence_length: int) -> str:
-    """What a throughput counts: tokens; where a sequence has just one, it is a sample of a model made of layers."""
+    """The unit of a throughput: tokens; or samples where a sequence has one token, as in models made of layers."""
     return "samples" if sequence_length == 1 else "tokens"
 
 
 def device_name(name: str, most: int) -> str:
-    """A device's name in at most ``most`` characters, shortened from the left, since what tells devices apart stands last:
-    ``NVIDIA GeForce RTX 4090`` -> ``RTX 4090``. First goes what says least: makers, marks, what every processor is called."""
+    """A device's name in at most ``most`` characters: ``NVIDIA GeForce RTX 4090`` -> ``RTX 4090``.
+
+    Makers and trademarks are dropped first. Then it is shortened from the left, since what tells devices apart comes last.
+    """
     for pattern in _NEEDLESS:
         if len(name) > most:
             name = " ".join(re.sub(pattern, "", name).split())
@@ -74,7 +76,7 @@ def device_name(name: str, most: int) -> str:
 
 
 def numbers(values: Iterable[int]) -> str:
-    """``[0, 1, 2, 5]`` -> ``0-2, 5``. Two that follow each other stay ``0, 1``."""
+    """``[0, 1, 2, 5]`` -> ``0-2, 5``. Two neighbours stay ``0, 1``."""
     runs: list[list[int]] = []
     for value in sorted(set(values)):
         if runs and runs[-1][-1] == value - 1:
@@ -111,5 +113,5 @@ def plural(number: int, noun: str) -> str:
 
 
 def shortened(text: str, most: int = 26) -> str:
-    """``text``, or its beginning, in at most ``most`` characters."""
+    """``text`` if it has at most ``most`` characters, else its beginning."""
     return text if len(text) <= most else text[: most - 3].rstrip() + "..."

@@ -1,1 +1,1 @@
-"""Every picture of this program, drawn by matplotlib in one style. It loads slowly: import this only where something is drawn."""
+"""The figures, drawn by matplotlib in one style. matplotlib loads slowly: import this only where something is drawn."""

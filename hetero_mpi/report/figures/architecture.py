@@ -1,4 +1,4 @@
-"""Who holds what: hosts, devices, layers per stage, pipelines, the links between them, and ranks that idle, in one picture.
+"""The figure of a plan: hosts, devices, layers per stage, pipelines, the links between them, and idle ranks.
 
 ::
 
@@ -8,7 +8,7 @@
     | [blocks 0-3     ]    [blocks 4 ] |   0.2 ms    | [blocks 5, head ] |
     +----------------------------------+             +-------------------+
 
-A pipeline is a strip that goes on in the next row where it is long; short strips share a row.
+A pipeline is a strip that continues in the next row where it is long. Short strips share a row.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from hetero_mpi.report.figures.style import Sheet, drawn, fitted, host_colours, 
 from hetero_mpi.report.tables import idle_alike, layers_text
 
 WIDTH = 1320.0
-"""No row is wider, in pixels."""
+"""Largest width of a row, pixels."""
 _BOX_WIDTH, _BOX_HEIGHT = 172.0, 104.0
 _GAP = 74.0
-"""Between two boxes: room for an arrow and what is written at it."""
+"""Pixels between two boxes: room for an arrow and its labels."""
 _PADDING = 10.0
-"""Of a host's box around its boxes."""
+"""Pixels between a host's box and the boxes in it."""
 _HEADER = 20.0
-"""Of a host's box: its name."""
+"""Pixels at the top of a host's box, for its name."""
 _MARGIN = 24.0
 _ROW = _BOX_HEIGHT + _HEADER + 2 * _PADDING
 _IDLE_WIDTH, _IDLE_HEIGHT = 412.0, 60.0
 _UNLIKE = 0.1
-"""Both directions of a link are told apart if they differ by more than this share."""
+"""The two directions of a link are labelled separately if they differ by more than this share."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class _StageBox:
 def architecture(
     report: PlanReport, profile: ClusterProfile, title: str, busy: Mapping[int, float] | None = None
 ) -> Figure:
-    """The picture of a plan.
+    """The figure of a plan.
 
     Args:
         title: what is trained.
@@ -133,7 +133,7 @@ def _pipeline_label(index: int, pipeline: PipelinePlan, plan: Plan) -> str:
 
 
 def _rows(boxes: Sequence[_StageBox]) -> list[list[_StageBox]]:
-    """The boxes of a strip in rows that fit."""
+    """The boxes of a strip, divided into rows that fit."""
     rows: list[list[_StageBox]] = [[]]
     for box in boxes:
         if rows[-1] and _row_width([*rows[-1], box]) > WIDTH - 2 * _MARGIN - 40:
@@ -158,7 +158,7 @@ class _Painter:
     busy: Mapping[int, float]
 
     def strip(self, rows: Sequence[Sequence[_StageBox]], x: float, y: float) -> float:
-        """One pipeline from its upper left corner; returns where it ends below."""
+        """Draw one pipeline from its upper left corner; returns its lower edge."""
         before: _StageBox | None = None
         below = x, y
         for row in rows:
@@ -181,7 +181,7 @@ class _Painter:
         return y - (24 if len(rows) > 1 else 0)
 
     def idle(self, y: float) -> tuple[float, float]:
-        """The ranks that the plan leaves out; returns (where they end below, on the right)."""
+        """Draw the ranks that the plan leaves out; returns (lower edge, right edge)."""
         self.sheet.text(_MARGIN, y + 12, "idle, by the plan", 12, "soft")
         y, x, right = y + 20, _MARGIN, _MARGIN
         for reason, ranks in idle_alike(self.report.idle).items():
@@ -234,7 +234,7 @@ class _Painter:
     def _link(
         self, before: _StageBox, box: _StageBox, begin: float, end: float, y: float, below: tuple[float, float] | None
     ) -> None:  # fmt: skip
-        """The arrow into ``box``; one from the row above starts ``below`` the box there, and goes between the rows."""
+        """Draw the arrow into ``box``. An arrow from the row above starts ``below`` the box there, and runs between the rows."""
         there, back = self.profile.link(before.rank, box.rank), self.profile.link(box.rank, before.rank)
         speed, delay = units.bandwidth(there.bytes_per_s), units.seconds(there.latency_s)
         unlike = abs(there.bytes_per_s - back.bytes_per_s) > _UNLIKE * max(there.bytes_per_s, back.bytes_per_s)

@@ -1,4 +1,4 @@
-"""Values over steps, and what ranks spend their time on."""
+"""Line charts of values over steps, and bars of what ranks spend their time on."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hetero_mpi.report import units
 from hetero_mpi.report.figures.style import COLOURS, add_bars, drawn, far_apart, fitted, key, new_figure, panel
 
 MOST_POINTS = 400
-"""A series of more points is drawn as means of neighbours."""
+"""A series of more points is drawn as means of neighbouring points."""
 _ROUND = [1, 2, 2.5, 5, 10]
 _CHART, _BETWEEN = 250.0, 18.0
-"""Pixels: height of a chart, and what parts two axes in it."""
+"""Pixels: height of a chart, and distance between two axes in it."""
 _ROW = 46.0
 _BARS = ((0.1, 0.42), (0.46, 0.56))
-"""Of a rank's row: (top, bottom) of what was measured, and of what was predicted."""
+"""(top, bottom) of the measured and of the predicted bar within a rank's row."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Series:
     name: str
     points: tuple[tuple[float, float], ...]
     colour: str
-    """A role of the style."""
+    """A colour role of the style."""
     dots: bool = False
-    """Points are few and marked."""
+    """Mark the points; for series of few points."""
     dashed: bool = False
 
 
@@ -42,7 +42,7 @@ _Shown = tuple[Series, list[tuple[float, float]]]
 
 @dataclass(frozen=True)
 class StepMark:
-    """Something that happened after a step: an upright line over a chart, which says ``text`` under the pointer."""
+    """An event after a step, drawn as a vertical line over a chart; ``text`` appears under the pointer."""
 
     step: float
     text: str
@@ -50,7 +50,7 @@ class StepMark:
 
 
 def plain(value: float) -> str:
-    """A tick of an axis."""
+    """The label of an axis value."""
     return f"{value:,.10g}"
 
 
@@ -59,13 +59,13 @@ def line_chart(
     label: str, series: Sequence[Series], y_text: Callable[[float], str] = plain, from_zero: bool = False,
     marks: Sequence[StepMark] = (),
 ) -> Figure | None:  # fmt: skip
-    """A chart of what is finite in ``series``; None where nothing is.
+    """A chart of the finite values of ``series``; None where there are none.
 
     Args:
         label: of the y axis, with its unit.
-        y_text: how a value of the y axis is written.
-        from_zero: the y axis begins at 0; series that are far apart have an axis each, one above the other.
-        marks: those outside the steps of ``series`` stand at the edge.
+        y_text: writes a value of the y axis.
+        from_zero: the y axis begins at 0; series of very different size have an axis each, one above the other.
+        marks: those outside the steps of ``series`` are drawn at the edge.
     """
     shown = [(one, points) for one in series if (points := _thinned(one.points))]
     if not shown:
@@ -104,7 +104,7 @@ def _draw_lines(axes: Axes, group: Sequence[_Shown], y_text: Callable[[float], s
 
 
 def _draw_marks(axes: Axes, marks: Sequence[StepMark], shown: Sequence[_Shown]) -> None:
-    """A thin line each, on a pale one that is wide enough to be pointed at."""
+    """A thin line for each mark, on a pale one wide enough to be pointed at."""
     steps = [step for _, points in shown for step, _ in points]
     for mark in marks:
         step, colour = min(max(mark.step, min(steps)), max(steps)), COLOURS[mark.colour][0]
@@ -117,7 +117,7 @@ def _middle(points: Sequence[tuple[float, float]]) -> float:
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most ``MOST_POINTS``, without what is no number."""
+    """At most ``MOST_POINTS`` points, without those that are not finite."""
     finite = [point for point in points if math.isfinite(point[1])]
     size = max(1, -(-len(finite) // MOST_POINTS))
     groups = [finite[first : first + size] for first in range(0, len(finite), size)]
@@ -126,7 +126,7 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class RankUsage:
-    """A rank's time: (what, share of 1, role of its colour), and the predicted share of computing."""
+    """A rank's time: (what, share of 1, colour role), and the predicted share of computing."""
 
     name: str
     device: str
@@ -136,7 +136,7 @@ class RankUsage:
 
 @drawn
 def usage(ranks: Sequence[RankUsage]) -> Figure:
-    """A bar for every rank, cut by what it spent its time on; below it a thin one for the predicted share of computing."""
+    """A bar for every rank, divided by what it spent its time on, and a thin one below for the predicted share of computing."""
     figure = new_figure(1080, 34 + _ROW * len(ranks))
     axes = panel(figure, 176, 30, 4, 4)
     present = dict.fromkeys((name, colour) for rank in ranks for name, share, colour in rank.measured if share > 0.0005)

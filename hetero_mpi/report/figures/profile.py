@@ -1,4 +1,4 @@
-"""What a profile measured: seconds over tokens of every kind of layer and device, bandwidth and latency of every link."""
+"""The figure of a profile: seconds over tokens for every layer kind and device, bandwidth and latency of every link."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hetero_mpi.report.alike import grouped
 from hetero_mpi.report.figures.style import COLOURS, INK, drawn, fitted, key
 
 LINES = tuple(COLOURS[role][0] for role in ("accent", "warm", "good", "violet", "alert", "soft"))
-"""Colours of devices in the curves; more devices are not told apart."""
+"""Colours of the devices' curves; further devices share one colour."""
 MOST_CURVES = 4
-"""Layer kinds drawn at most: the first ones of the chain."""
+"""Largest number of layer kinds drawn: the first ones of the chain."""
 WRITTEN_CELLS = 8
-"""A heat map of so many ranks has its figures written into the cells."""
+"""A heat map of at most this many ranks has the figures written into its cells."""
 
 
 @drawn
@@ -63,7 +63,7 @@ def _distinct(profile: ClusterProfile) -> list[tuple[str, DeviceProfile]]:
 
 
 def _draw_curves(axes: Axes, kind: str, devices: Sequence[tuple[str, DeviceProfile]]) -> None:
-    """Forward solid, backward dashed; bars are the spread between the quartiles."""
+    """Forward solid, backward dashed; error bars show the quartiles."""
     for index, (name, device) in enumerate(devices):
         colour = LINES[min(index, len(LINES) - 1)]
         known = len(devices) <= len(LINES) or index < len(LINES) - 1
@@ -84,7 +84,7 @@ def _draw_curves(axes: Axes, kind: str, devices: Sequence[tuple[str, DeviceProfi
 
 
 def _apart(counts: Sequence[int]) -> list[int]:
-    """Those of ``counts`` whose labels have room beside each other on a logarithmic axis."""
+    """Those of ``counts`` whose labels do not overlap on a logarithmic axis."""
     chosen: list[int] = []
     least = max(1.6, (counts[-1] / counts[0]) ** 0.2)
     for count in counts:
@@ -115,7 +115,7 @@ def _heat_map(
     part: SubFigure, axes: Axes, count: int, values: Mapping[tuple[int, int], float], title: str, colours: str,
     text: Callable[[float], str],
 ) -> None:  # fmt: skip
-    """A cell per directed link, sender by receiver; logarithmic colours, unless all are alike."""
+    """A cell per directed link, sender by receiver; colours are logarithmic, unless all values are alike."""
     cells = np.full((count, count), np.nan)
     for pair, value in values.items():
         cells[pair] = value if math.isfinite(value) and value > 0 else np.nan  # nothing and no limit stay white

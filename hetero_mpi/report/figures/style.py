@@ -1,7 +1,7 @@
-"""The one style of all pictures: colours, figures measured in pixels, and how a figure becomes a file or a part of a page.
+"""The style of all figures: colours, sizes in pixels, and writing a figure to a file or into a page.
 
-A colour has a role (``ink``, ``faint``, ``host-2``) with a value for light and one for dark paper. A file is light; in a page the
-roles are CSS variables, so that a picture follows the reader's scheme.
+A colour has a role (``ink``, ``faint``, ``host-2``) with one value for a light background and one for a dark one. Files are light.
+In a page the roles are CSS variables, so that a figure follows the reader's scheme.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ COLOURS: dict[str, tuple[str, str]] = {
     "host-6": ("#f4f4e2", "#32321f"),
     "host-7": ("#f0f0f0", "#2b2b2e"),
 }
-"""Role -> (colour on light paper, on dark paper). No two are the same on light paper: that is how a page finds the role again."""
+"""Role -> (colour on light, colour on dark). No two are equal on light: by its light colour a page finds the role again."""
 HOST_COLOURS = 8
 INK, SOFT, FAINT, PAPER = (COLOURS[role][0] for role in ("ink", "soft", "faint", "paper"))
 STYLE: Any = {
@@ -94,23 +94,23 @@ STYLE: Any = {
     "svg.fonttype": "none",
 }
 drawn = matplotlib.rc_context(STYLE)
-"""Decorates a function that draws: in this style, whatever the program around it has set."""
+"""Decorator of functions that draw: they use this style, whatever the program around them has set."""
 PIXELS = 2
 """Pixels of a PNG per pixel of a figure."""
 _FAR_APART = 3.0
-"""Figures whose ratio is larger have an axis each."""
+"""Values whose ratio is larger have an axis each."""
 _MARGIN = 10
 """Pixels around the figure in a file."""
 _FONTS = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many pixels. No pyplot: no display, no global state."""
+    """An empty figure of this size in pixels. pyplot is not used: there is no display and no global state."""
     return Figure(figsize=(width / 72, height / 72))
 
 
 def panel(figure: Figure, left: float, top: float, right: float, bottom: float) -> Axes:
-    """Axes whose sides are so many pixels away from those of the figure."""
+    """Axes at these distances in pixels from the edges of the figure."""
     width, height = figure.bbox.width, figure.bbox.height
     return figure.add_axes(
         (left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height)
@@ -118,12 +118,12 @@ def panel(figure: Figure, left: float, top: float, right: float, bottom: float) 
 
 
 def far_apart(values: Sequence[float]) -> bool:
-    """Would the least of them be a flat line, or hardly a bar, on one axis with the largest?"""
+    """Do the values differ so much that the smallest would hardly be seen on one axis with the largest?"""
     return bool(values) and max(values) > _FAR_APART * min(values) > 0
 
 
 def host_colours(hosts: list[str]) -> Mapping[str, str]:
-    """Host -> role, by the order in which they come."""
+    """Host -> colour role, in the order of ``hosts``."""
     return {host: f"host-{place % HOST_COLOURS}" for place, host in enumerate(dict.fromkeys(hosts))}
 
 
@@ -133,14 +133,14 @@ def _font(size: float, bold: bool) -> FontProperties:
 
 
 def width_of(text: str, size: float, bold: bool = False) -> float:
-    """Pixels that ``text`` takes, in the font of the files; a browser's is hardly wider."""
+    """Width of ``text`` in pixels, in the font of the files; a browser's font is hardly wider."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a character that the font lacks
         return float(text_to_path.get_text_width_height_descent(text, _font(size, bold), False)[0])
 
 
 def fitted(text: str, size: float, width: float, bold: bool = False) -> str:
-    """``text``, shortened to fit into ``width`` pixels."""
+    """``text``, shortened to at most ``width`` pixels."""
     if width_of(text, size, bold) <= width:
         return text
     while text and width_of(text + "…", size, bold) > width:
@@ -149,7 +149,7 @@ def fitted(text: str, size: float, width: float, bold: bool = False) -> str:
 
 
 class Sheet:
-    """A figure of boxes, texts and lines in pixels from its upper left corner; later ones lie above earlier ones."""
+    """A figure of boxes, texts and lines, in pixels from its upper left corner. Later ones cover earlier ones."""
 
     def __init__(self) -> None:
         self.figure = new_figure(1, 1)
@@ -161,7 +161,7 @@ class Sheet:
         self, x: float, y: float, width: float, height: float, fill: str, edge: str | None = None,
         radius: float = 6, dashed: bool = False, title: str | None = None,
     ) -> None:  # fmt: skip
-        """``title``: shown by a browser where the pointer rests."""
+        """Draw a box. ``title``: shown by a browser under the pointer."""
         rounding = min(radius, width / 2, height / 2)
         look: dict[str, Any] = {
             "facecolor": COLOURS[fill][0],
@@ -175,7 +175,7 @@ class Sheet:
     def text(
         self, x: float, y: float, text: str, size: float = 12, colour: str = "ink", anchor: str = "left", bold: bool = False
     ) -> None:  # fmt: skip
-        """``y``: of the base line. ``anchor``: ``left``, ``center`` or ``right``."""
+        """Write a text. ``y``: of the base line. ``anchor``: ``left``, ``center`` or ``right``."""
         weight = "bold" if bold else "normal"
         artist = self._axes.text(
             x, y, text, size=size, color=COLOURS[colour][0], ha=anchor, va="baseline", weight=weight
@@ -183,12 +183,12 @@ class Sheet:
         self._above(artist)
 
     def arrow(self, *corners: tuple[float, float], colour: str = "accent") -> None:
-        """From the first corner to the last."""
+        """Draw an arrow from the first corner to the last."""
         look: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 9, "shrinkA": 0, "shrinkB": 0, "linewidth": 1.4}
         self._axes.add_patch(self._above(FancyArrowPatch(path=MplPath(corners), color=COLOURS[colour][0], **look)))
 
     def finished(self, width: float, height: float) -> Figure:
-        """The figure, which becomes so large."""
+        """The figure, with this size."""
         self.figure.set_size_inches(width / 72, height / 72)
         self._axes.set(xlim=(0, width), ylim=(height, 0))
         return self.figure
@@ -202,7 +202,9 @@ class Sheet:
 def add_bars(
     axes: Axes, bars: Sequence[tuple[float, float, float, float]], titles: Sequence[str], role: str, edge: float = 0
 ) -> None:
-    """Bars (left, right, top, bottom) of one colour, parted by a line of ``edge`` pixels; ``titles``: under the pointer."""
+    """Draw bars (left, right, top, bottom) of one colour, separated by lines of ``edge`` pixels. ``titles``: texts under the
+    pointer.
+    """
     corners = [((left, top), (right, top), (right, bottom), (left, bottom)) for left, right, top, bottom in bars]
     # Two titles at least: matplotlib takes a collection with a single one for markers, which have none.
     look: dict[str, Any] = {"facecolors": COLOURS[role][0], "edgecolors": PAPER if edge else "none", "linewidths": edge}
@@ -219,8 +221,8 @@ def svg(figure: Figure, label: str, page: bool = False) -> str:
     """The figure as an SVG element.
 
     Args:
-        label: what is to be seen, for those who do not see it.
-        page: its colours are the variables of a page's style sheet (``palette_css``), else those of light paper.
+        label: a description for readers who cannot see it.
+        page: its colours are the variables of a page's style sheet (``palette_css``); else those for a light background.
     """
     out = io.StringIO()
     _render(figure, out, "svg", label, 0 if page else _MARGIN)
@@ -243,7 +245,10 @@ def svg(figure: Figure, label: str, page: bool = False) -> str:
 
 
 def save(figure: Figure, path: Path, label: str) -> Path:
-    """Write a picture; the name's ending says of which kind. :raises UserError: it cannot be written."""
+    """Write a figure; the ending of the name gives the format.
+
+    :raises UserError: it cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".svg":
@@ -258,7 +263,7 @@ def save(figure: Figure, path: Path, label: str) -> Path:
 
 
 def palette_css() -> str:
-    """The roles as CSS variables, for light and for dark paper."""
+    """The roles as CSS variables, for light and dark backgrounds."""
 
     def variables(which: int) -> str:
         return "".join(f"--{role}:{pair[which]};" for role, pair in COLOURS.items())

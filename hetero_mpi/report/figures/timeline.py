@@ -1,4 +1,4 @@
-"""A step as a lane per rank: computing tall, messages and gradient all-reduces thin below it.
+"""The timeline of a step: a lane per rank, with tall bars for computing and thin ones below for messages and gradient all-reduces.
 
 Predicted and measured steps are drawn alike, one above the other on one time axis.
 """
@@ -18,12 +18,12 @@ from hetero_mpi.report.figures.style import COLOURS, add_bars, drawn, far_apart,
 
 WIDTH, LEFT, RIGHT = 1080, 184, 14
 MOST_LANES = 48
-"""Of more ranks, a page shows the first ones."""
+"""Of more ranks, a page shows only the first ones."""
 _LANE, _THIN_LANE = 32, 20
 _MANY = 12
-"""From so many ranks on, lanes are thin."""
+"""From this number of ranks on, lanes are thin."""
 _MOST_NUMBERS = 800
-"""Of more bars, none has its micro-batch written into it."""
+"""With more bars than this, no micro-batch numbers are written into them."""
 _LEAST = 0.35
 """A bar narrower than this many pixels is joined with the one before it."""
 KINDS: dict[Op, tuple[str, str]] = {
@@ -36,15 +36,15 @@ KINDS: dict[Op, tuple[str, str]] = {
     Op.SEND_B: ("message under way", "send"),
     Op.REDUCE: ("gradient all-reduce", "all-reduce"),
 }
-"""Operation -> (its name, the role of its colour). Receives are not drawn: waiting is what is left white."""
+"""Operation -> (its name, its colour role). Receives are not drawn: what stays white is waiting."""
 _PLACES = {"send": (0.74, 0.1), "all-reduce": (0.86, 0.1)}
 _COMPUTING = (0.06, 0.62)
-"""Where in a lane bars are: (top, height)."""
+"""(top, height) of the bars of computing within a lane."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One step to be drawn."""
+    """A step that is to be drawn."""
 
     title: str
     events: Sequence[Event]
@@ -52,7 +52,7 @@ class Panel:
 
 @drawn
 def timeline(panels: Sequence[Panel], labels: Mapping[int, str], most_lanes: int | None = None) -> Figure:
-    """All panels; ranks in the order of the first stage they work for.
+    """The figure of all panels; ranks in the order of the first stage they compute.
 
     Args:
         labels: rank -> its device's name.
@@ -104,7 +104,7 @@ def _in_order(events: Sequence[Event]) -> list[int]:
 
 
 def _draw_bars(axes: Axes, ranks: Sequence[int], events: Sequence[Event], scale: float, numbered: bool) -> None:
-    """All lanes. ``scale``: pixels per second."""
+    """Draw all lanes. ``scale``: pixels per second."""
     for colour in dict.fromkeys(colour for _, colour in KINDS.values()):
         top, height = _PLACES.get(colour, _COMPUTING)
         own: dict[int, list[Event]] = {rank: [] for rank in ranks}
@@ -135,7 +135,7 @@ def _draw_bars(axes: Axes, ranks: Sequence[int], events: Sequence[Event], scale:
 
 
 def _joined(events: Sequence[Event], least_s: float) -> list[tuple[float, float, Event | None]]:
-    """(begin, end, event) of bars: those too short to be seen, and hardly apart, are one, which is no event."""
+    """(begin, end, event) of bars. Bars too short to be seen, and close together, are joined into one without an event."""
     bars: list[tuple[float, float, Event | None]] = []
     for event in sorted(events, key=lambda event: event.start_s):
         if bars:

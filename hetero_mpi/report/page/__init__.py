@@ -1,1 +1,1 @@
-"""The run report: one HTML file that needs nothing else. A template, and pictures in it as SVG; no script, no request."""
+"""The run report: a self-contained HTML file with SVG figures; no script, no request."""

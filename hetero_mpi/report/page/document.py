@@ -1,4 +1,4 @@
-"""The page as a whole: what is on it, in which order. One column, calm, light or dark as the reader's system (``report.css``)."""
+"""The page of a run report: its sections in order. One column, light or dark as the reader's system (``report.css``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hetero_mpi.report.run_files.measured import newest_step, on_one_clock
 
 
 def report_html(run: PastRun) -> str:
-    """The page of a run, complete in itself. Every text is escaped: names of devices and jobs cannot become markup."""
+    """The page of a run, as self-contained HTML. Every text is escaped, so names of devices and jobs cannot become markup."""
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("hetero_mpi.report", "page"), autoescape=True, undefined=jinja2.StrictUndefined
     )
@@ -39,7 +39,10 @@ def report_html(run: PastRun) -> str:
 
 
 def write_report(run: PastRun, path: Path) -> Path:
-    """Write the page in one piece. :raises UserError: the file cannot be written."""
+    """Write the page atomically.
+
+    :raises UserError: the file cannot be written.
+    """
     try:
         write_whole(path, report_html(run))
     except OSError as error:

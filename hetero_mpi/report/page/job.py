@@ -1,4 +1,4 @@
-"""What a job asked for, in a few rows: method, model, data, optimizer, so that a person knows which run a page is of."""
+"""The job of a run in a few rows: method, model, data, optimizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hetero_mpi.report.past_run import PastRun
 
 
 def job_rows(run: PastRun) -> list[tuple[str, str]]:
-    """(what, what was asked for); rows of which the run tells nothing are left out."""
+    """(what, setting); rows of which the run says nothing are left out."""
     if not run.job:
         return []
     rows = (("method", _method(run)), ("model", _model(run)), ("data", _data(run)), ("steps", _steps(run)),
@@ -84,7 +84,7 @@ def _joined(*parts: str) -> str:
 
 
 def _filled(text: str, value: Any, between: str = ", ") -> str:
-    """``text`` with the value in it; empty where there is none."""
+    """``text`` with the value in it; empty where the value is missing."""
     said = _said(value, between)
     return text.format(said) if said else ""
 

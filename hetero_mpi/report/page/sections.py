@@ -1,4 +1,6 @@
-"""The sections of the run report, each made from a run; empty where a run tells nothing of it. ``report.html`` lays them out."""
+"""The sections of the run report, each made from a ``PastRun``; empty where the run has nothing for it. ``report.html`` lays them
+out.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ MARKS_NOTE = (
     "so does the end of this page."
 )
 _LOSSES = ("ranks-lost", "silent", "broken", "memory")
-"""Events of a loss, after which a start or one of ``_GOING_ON`` tells the step at which the run went on."""
+"""Events of a loss. A later start, or one of ``_GOING_ON``, tells the step at which the run went on."""
 _GOING_ON = ("recovered", "first-step")
 SPENT = (
     ("computing_s", "computing", "forward"),
@@ -61,7 +63,7 @@ SPENT = (
     ("sums_s", "gradient all-reduce", "all-reduce"),
     ("end_s", "waiting for the batch and the others", "send"),
 )
-"""(field of Usage, its name, its colour)."""
+"""(field of Usage, its name, its colour role)."""
 _MOST_LINKS = 40
 
 
@@ -70,11 +72,11 @@ class Table:
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
     right: Sequence[int]
-    """Columns set to the right."""
+    """Columns aligned to the right."""
 
     @classmethod
     def of(cls, headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Table | None:
-        """Without the columns that are empty in all rows; None where nothing is left."""
+        """A table without the columns that are empty in all rows; None where no column is left."""
         kept = [column for column in range(len(headers)) if any(row[column] for row in rows)]
         cells = [[row[column] for column in kept] for row in (headers, *rows)]
         return (
@@ -84,21 +86,21 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what is below it, in this order."""
+    """A heading, and the contents below it in this order."""
 
     title: str
     note: str = ""
     times: bool = False
-    """It tells times, which are labelled where they are emulated ones."""
+    """It has times, which are labelled where they are emulated."""
     charts: Sequence[Markup] = ()
-    """Pictures side by side, as wide as there is room."""
+    """Figures side by side, as wide as there is room."""
     picture: Markup | None = None
-    """One that keeps its size, and scrolls where the page is narrower."""
+    """A figure that keeps its size, and scrolls where the page is narrower."""
     table: Table | None = None
     remarks: Sequence[str] = ()
     points: Sequence[str] = ()
     text: str = ""
-    """What was written, with its lines as they are."""
+    """A text, with its lines as they are."""
 
     @property
     def told(self) -> bool:
@@ -106,7 +108,7 @@ class Section:
 
 
 def key_figures(run: PastRun) -> list[tuple[str, str, str]]:
-    """(what, figure, remark) of the first line."""
+    """(what, figure, remark) of the figures at the top."""
     found = []
     steps, evaluations = run.metrics.steps, run.metrics.evaluations
     if steps:
@@ -136,17 +138,17 @@ def key_figures(run: PastRun) -> list[tuple[str, str, str]]:
 
 
 def job(run: PastRun) -> Section:
-    """What was asked for: which run this is."""
+    """The job: method, model, data, optimizer."""
     return Section("The job", table=Table.of(("", "asked for"), job_rows(run)))
 
 
 def sample(run: PastRun) -> Section:
-    """What the trained model wrote at the end."""
+    """The text that the trained model wrote at the end."""
     return Section("What the trained model writes", text=run.sample.strip())
 
 
 def marks(run: PastRun) -> list[StepMark]:
-    """Deaths and changes of plan, where the charts show them: a death at the step from which the run went on."""
+    """Deaths and changes of plan, as marks in the charts. A death is marked at the step from which the run went on."""
     found, lost = [], list[str]()
     for one in run.happenings:
         resumed = one.event == "training" and one.step is not None and one.step > 0
@@ -160,7 +162,7 @@ def marks(run: PastRun) -> list[StepMark]:
 
 
 def learning(run: PastRun) -> Section:
-    """Loss, held-out loss, learning rate, norm of the gradients."""
+    """Loss, held-out loss, learning rate and gradient norm over steps."""
     steps, happened = run.metrics.steps, marks(run)
     loss = [Series("training", tuple((s.step, s.loss) for s in steps), "accent")]
     held_out = tuple((e.step, e.loss) for e in run.metrics.evaluations)
@@ -182,7 +184,7 @@ def learning(run: PastRun) -> Section:
 
 
 def speed(run: PastRun) -> Section:
-    """Tokens per second, and seconds per step beside the predicted ones."""
+    """Tokens per second; seconds per step, measured and predicted."""
     steps, happened = run.metrics.steps, marks(run)
     rate = [Series("tokens per second", tuple((s.step, s.tokens_per_s) for s in steps), "accent")]
     step_s = [Series("measured", tuple((s.step, s.step_s) for s in steps), "accent")]
@@ -197,7 +199,7 @@ def speed(run: PastRun) -> Section:
 
 
 def usage(run: PastRun, predicted: SimulatedStep | None) -> Section:
-    """Per rank: what it spent its time on, and the predicted share of computing."""
+    """A bar per rank: what it spent its time on, and the predicted share of computing."""
     measured = {rank: used for rank, used in last_usage(run.rank_steps).items() if used.seconds > 0}
     busy = _busy(predicted)
     ranks = [
@@ -225,7 +227,7 @@ def _busy(predicted: SimulatedStep | None) -> dict[int, float]:
 
 
 def memory(run: PastRun) -> Section:
-    """Per rank: predicted and measured peak, and what it may use."""
+    """A row per rank: predicted and measured peak of memory, and its limit."""
     used = last_usage(run.rank_steps)
     rows, uncounted = [], []
     for known in run.report.memory if run.report is not None else ():
@@ -250,7 +252,7 @@ def memory(run: PastRun) -> Section:
 
 
 def step(run: PastRun, predicted: SimulatedStep | None, measured: Sequence[Event], number: int) -> Section:
-    """The timeline, predicted above measured."""
+    """The timeline of a step, predicted above measured."""
     panels = []
     if predicted is not None:
         panels.append(Panel(f"predicted: {units.seconds(predicted.step_s)}", predicted.events))
@@ -265,7 +267,7 @@ def step(run: PastRun, predicted: SimulatedStep | None, measured: Sequence[Event
 
 
 def links(run: PastRun, predicted: SimulatedStep | None, measured: Sequence[Event]) -> Section:
-    """Per directed pair of ranks: bytes of a step, and speeds."""
+    """A row per directed pair of ranks: bytes of a step, and speeds."""
     section = Section("Links", LINKS_NOTE, times=True)
     if run.plan is None or run.profile is None or predicted is None:
         return section
@@ -315,7 +317,7 @@ def _all_reduce_text(expected: Mapping[int, float], seen: Mapping[int, float]) -
 
 
 def topology(run: PastRun, predicted: SimulatedStep | None) -> Section:
-    """The architecture."""
+    """The figure of the plan."""
     drawn = None
     if run.report is not None and run.profile is not None:
         drawn = architecture(run.report, run.profile, run.name, _busy(predicted))
@@ -323,7 +325,7 @@ def topology(run: PastRun, predicted: SimulatedStep | None) -> Section:
 
 
 def plan(run: PastRun) -> Section:
-    """Stages, reasons, idle ranks, and how far from a close bound."""
+    """Stages, reasons, idle ranks, and the gap to the bound where it is close."""
     section = Section("The plan, and why", times=True)
     if run.report is None:
         return section
@@ -361,13 +363,13 @@ def _reasons(report: PlanReport) -> list[str]:
 
 
 def checkpoints(run: PastRun) -> Section:
-    """What can be resumed from."""
+    """The checkpoints that a run can be resumed from."""
     rows = [(str(one.step), units.size(one.bytes), _moment(one.unix_s)) for one in run.checkpoints]
     return Section("Checkpoints", table=Table.of(("after step", "size", "written"), rows, right=(0, 1)))
 
 
 def happenings(run: PastRun) -> Section:
-    """Starts, recoveries, migrations, restarts, in the order of time."""
+    """Starts, recoveries, changes of plan and restarts, by time."""
     rows = [(_moment(one.unix_s), one.event, one.text) for one in run.happenings]
     return Section("What happened", table=Table.of(("when", "what", ""), rows))
 

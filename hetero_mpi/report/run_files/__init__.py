@@ -1,1 +1,1 @@
-"""What a run writes while it goes on: logs, metrics, events; and the directory that holds them."""
+"""The files that a run writes while it goes on (logs, metrics, events), and its directory."""

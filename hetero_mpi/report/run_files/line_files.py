@@ -1,5 +1,6 @@
-"""Files that grow line by line while a run goes on, on a disk that may be full: training goes on, and so do the files when there
-is room again."""
+"""Files that grow line by line during a run. On a full disk training goes on, and the lines are written when there is room
+again.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ from hetero_mpi.report.run_files.logs import say
 
 _LOG = logging.getLogger(__name__)
 _MOST_LINES = 100_000
-"""So many lines wait for room at most; the oldest go first."""
+"""Largest number of lines that wait for room; the oldest are dropped first."""
 
 
 class LineFile:
-    """Lines at the end of a file. Those that find no room wait, and come with the next one.
+    """Appends lines to a file. Lines that find no room wait, and are written with the next one.
 
     Args:
-        path: opened for every write: it may be moved away meanwhile, and several processes may write to it.
-        warn: is told once when the disk is full, and once when lines are written again.
+        path: opened for every write, since it may be moved meanwhile, and several processes may write to it.
+        warn: called once when the disk is full, and once when lines are written again.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], object] = _LOG.warning) -> None:
@@ -33,11 +34,11 @@ class LineFile:
         self._waiting: deque[bytes] = deque(maxlen=_MOST_LINES)
 
     def write(self, *lines: str) -> None:
-        """Add lines, without their ends."""
+        """Append lines, given without their ends."""
         self.add(*(f"{line}\n".encode() for line in lines))
 
     def add(self, *records: bytes) -> None:
-        """Add what is no text, too."""
+        """Append bytes."""
         late = bool(self._waiting)
         self._waiting.extend(records)
         try:
@@ -54,7 +55,10 @@ class LineFile:
 
 
 def _append(path: Path, data: bytes) -> None:
-    """All of it, or nothing. :raises OSError: nothing."""
+    """Append all of ``data``, or nothing.
+
+    :raises OSError: nothing was appended.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
@@ -69,7 +73,7 @@ def _append(path: Path, data: bytes) -> None:
 
 
 def rewrite(path: Path, lines: Iterable[str]) -> None:
-    """Replace a file by its first ``lines``, with their ends: by a new file, or, on a full disk, by cutting the old one."""
+    """Replace a file's contents by ``lines``, its own first ones, with their ends. On a full disk the file is cut instead."""
     kept = "".join(lines).encode()
     try:
         write_whole(path, kept, durable=True)
@@ -80,7 +84,7 @@ def rewrite(path: Path, lines: Iterable[str]) -> None:
 
 
 def objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(line with its end, values) of every line that is a JSON object; without a file, none. Others were torn by a crash."""
+    """(line with its end, values) of every line that is a JSON object. Torn lines are left out; without a file there are none."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -92,7 +96,7 @@ def objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Drop the lines of steps after ``step``, and of none: a run that is resumed there does these steps again."""
+    """Drop the lines of steps after ``step``, and lines without a step: a run resumed there takes these steps again."""
     if path.exists():
         until = [(line, values.get("step")) for line, values in objects(path)]
         rewrite(path, [line for line, at in until if type(at) is int and at <= step])
@@ -100,7 +104,7 @@ def keep_until(path: Path, step: int) -> None:
 
 @contextlib.contextmanager
 def unharmed(what: str, errors: type[Exception] = OSError) -> Iterator[None]:
-    """A block that writes ``what``. Training must not fail for it: a disk that is full is told, and what else ``errors`` holds."""
+    """A block that writes ``what``, whose failure must not end training: a full disk is reported, and so are other ``errors``."""
     try:
         yield
     except errors as error:

@@ -1,4 +1,4 @@
-"""Who says what where: rank 0 talks on stdout, every rank writes everything to a log file of its own."""
+"""Output of a run: rank 0 prints to stdout, and every rank writes everything to its own log file."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SPEECH = "hetero_mpi.say"
 
 
 def setup_logging(run_dir: str | Path | None, rank: int, size: int) -> Path | None:
-    """Log this process to ``run_dir/logs/rank-0003.log`` (appended to), each line with time and rank/size.
+    """Log this process to ``run_dir/logs/rank-0003.log`` (appended to), each line with time and rank/size. Returns that path.
 
-    The file holds the package's INFO and everybody else's warnings, Python's ``warnings`` included. Without a
-    ``run_dir`` there is no file. Calling again replaces the earlier set-up. Returns the log file's path.
+    The file holds INFO and above of this package, and warnings of all others, Python's ``warnings`` included. Without a ``run_dir``
+    there is no file. Calling it again replaces the earlier settings.
     """
     root = logging.getLogger()
     for logger in (root, logging.getLogger(SPEECH)):
@@ -39,16 +39,16 @@ def setup_logging(run_dir: str | Path | None, rank: int, size: int) -> Path | No
 
 
 def say(*lines: str) -> None:
-    """Tell the person who runs the job: on rank 0 to stdout, on every rank to the log file."""
+    """Print lines for the user: on rank 0 to stdout, on every rank to the log file."""
     for line in lines:
         logging.getLogger(SPEECH).info("%s", printable(line))
 
 
 class _LogFile(logging.FileHandler):
-    """A log on a disk that may be full: lines wait in its buffer until there is room."""
+    """A log file on a disk that may be full: lines stay in its buffer until there is room."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Nobody is helped by a traceback for every line; other files on this disk are missed more, and tell."""
+        """Ignore the error, as a traceback for every line would help nobody. Other files on a full disk report it."""
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -56,7 +56,7 @@ class _LogFile(logging.FileHandler):
 
 
 class _Speech(logging.Handler):
-    """stdout as it is when something is said; the screen on it is moved out of the way."""
+    """A handler that prints to the present stdout, above the screen where there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         write_line(self.format(record))

@@ -1,7 +1,7 @@
-"""What the ranks measured of some steps, kept in ``steps.jsonl`` of the run directory: one JSON object per rank and recorded step.
+"""Recorded steps: what each rank measured of some steps, one JSON object per rank and step in ``steps.jsonl``.
 
-A line holds the rank's actions of that step, where its clock stood against rank 0's, and what the rank has done with its
-time since training began. Reports and traces are made from these lines and from the simulator's events by the same code.
+A line holds the rank's actions of that step, its clock's offset from rank 0's, and its use of time since training began. The same
+code makes reports and traces from these lines and from the simulator's events.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from hetero_mpi.report.run_files.line_files import objects
 
 STEPS_NAME = "steps.jsonl"
 _DIGITS = 7
-"""Times are kept to a tenth of a microsecond."""
+"""Decimals of stored times: a tenth of a microsecond."""
 
 
 @dataclass(frozen=True)
 class MeasuredEvent(Event):
-    """An action that took place. Of a receive the time is waiting, then copying; of a send copying, then handing over."""
+    """An executed action. The time of a receive is waiting, then copying; that of a send copying, then handing over."""
 
     copied_s: float = 0.0
-    """Seconds of it that went into the copy between device and host memory: the first of a send, the last of a receive."""
+    """Seconds of it spent on the copy between device and host memory: the first of a send, the last of a receive."""
     arrived_s: float | None = None
-    """Of a receive: when the message was seen to be in host memory, on the same clock as ``start_s``; None: unknown."""
+    """When a received message was seen to be in host memory, on the clock of ``start_s``; None: not known."""
     begun_s: float | None = None
-    """Of a send that has been brought ``on_one_clock``: when the rank began it; it may then have waited for its link."""
+    """When the rank began a send, in events from ``on_one_clock``; it may then have waited for the link."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a rank has done with its time since training began, in seconds; and its memory and messages, in bytes."""
+    """A rank's use of time since training began, in seconds, and its memory and messages, in bytes."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -54,16 +54,16 @@ class Usage:
     sent_bytes: int = 0
     received_bytes: int = 0
     peak_bytes: int = 0
-    """Highest memory so far: allocated on the device; the whole process for CPU ranks."""
+    """Peak memory so far: of a device what was allocated, of a CPU rank the whole process."""
 
     @property
     def end_s(self) -> float:
-        """All other seconds: waiting for the batch, for the step decision, and for the others."""
+        """All other seconds: waiting for the batch, for the step decision, and for the other ranks."""
         known = self.computing_s + self.activations_s + self.gradients_s + self.copies_s + self.sums_s
         return max(0.0, self.seconds - known)
 
     def and_step(self, events: Iterable[Event], seconds: float) -> Usage:
-        """This and one more step, which lasted so long."""
+        """This usage and one more step, which took ``seconds``."""
         spent = dict.fromkeys(("computing_s", "activations_s", "gradients_s", "copies_s", "sums_s"), 0.0)
         sent = received = 0
         for event in events:
@@ -96,16 +96,16 @@ class RankStep:
 
     rank: int
     step: int
-    """Steps done, this one included, as in ``metrics.jsonl``."""
+    """Number of steps taken, this one included, as in ``metrics.jsonl``."""
     begin_s: float
     """When the rank's actions began, on rank 0's clock."""
     events: tuple[MeasuredEvent, ...]
-    """Times are seconds since ``begin_s``."""
+    """With times in seconds since ``begin_s``."""
     usage: Usage
 
 
 def rank_step_to_dict(record: RankStep) -> dict[str, Any]:
-    """As JSON values; an event is ``[action, start_s, end_s, bytes, copied_s, arrived_s]``."""
+    """The record as JSON values; an event is ``[action, start_s, end_s, bytes, copied_s, arrived_s]``."""
     return {
         "step": record.step,
         "rank": record.rank,
@@ -119,7 +119,7 @@ def rank_step_to_dict(record: RankStep) -> dict[str, Any]:
 
 
 def rank_step_from_dict(values: Mapping[str, Any]) -> RankStep:
-    """The inverse of :func:`rank_step_to_dict`. Keys of ``usage`` that a later version added are left out."""
+    """The inverse of ``rank_step_to_dict``. Unknown keys of ``usage`` are left out."""
     rank, step = int(values["rank"]), int(values["step"])
     known = {field.name for field in fields(Usage)}
     usage = Usage(**{name: value for name, value in values["usage"].items() if name in known})
@@ -131,12 +131,12 @@ def rank_step_from_dict(values: Mapping[str, Any]) -> RankStep:
 
 
 def rank_step_line(record: Mapping[str, Any]) -> str:
-    """A line, without its end, of a file of recorded steps; ``record``: as JSON values."""
+    """A line of ``steps.jsonl``, without its end, from a record as JSON values."""
     return json.dumps(record, separators=(",", ":"), allow_nan=False)
 
 
 def read_rank_steps(path: Path) -> tuple[RankStep, ...]:
-    """All whole lines of a file of recorded steps, in its order; nothing where there is no file."""
+    """All complete lines of a file of recorded steps, in order; empty where there is no file."""
     found = []
     for _, values in objects(path):
         # What is of another version is left out.
@@ -146,7 +146,7 @@ def read_rank_steps(path: Path) -> tuple[RankStep, ...]:
 
 
 def steps_under(records: Sequence[RankStep], plan: Plan) -> list[tuple[RankStep, ...]]:
-    """The recorded steps that were run under ``plan`` and that every rank of it left a record of, in their order."""
+    """The steps that were run under ``plan`` and recorded by all its ranks, in order."""
     held = {(number, rank) for number, _, stage in plan.numbered for rank in stage.ranks}
     found = []
     for step in sorted({record.step for record in records}):
@@ -164,10 +164,10 @@ def newest_step(records: Sequence[RankStep], plan: Plan) -> tuple[RankStep, ...]
 
 
 def on_one_clock(records: Sequence[RankStep]) -> tuple[Event, ...]:
-    """The events of one recorded step, in seconds since its first rank began. A send lasts until its message has arrived, and
-    begins when the one before it has.
+    """The events of one recorded step, in seconds since its first rank began.
 
-    So they look like the simulator's: there too a send's event spans its time on the link.
+    Sends become comparable with the simulator's, whose events span the time on the link: a send ends when its message has arrived,
+    and begins when the one before it has.
     """
     if not records:
         return ()
@@ -195,7 +195,7 @@ def on_one_clock(records: Sequence[RankStep]) -> tuple[Event, ...]:
 
 
 def _sent(receive: Action) -> Action:
-    """The send of the message that ``receive`` takes."""
+    """The send that belongs to ``receive``."""
     if receive.op is Op.RECV_F:
         return Action(Op.SEND_F, receive.stage - 1, receive.micro_batch)
     return Action(Op.SEND_B, receive.stage + 1, receive.micro_batch)

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one JSON object per step and per evaluation, readable while the run goes on and after a crash."""
+"""``metrics.jsonl``: one JSON object per step and per evaluation, readable during the run and after a crash."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hetero_mpi.report.run_files.logs import say
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step. ``step`` counts from 1: the number of steps done, this one included."""
+    """One step. ``step`` counts from 1: the number of steps taken, this one included."""
 
     step: int
     loss: float
     """Mean cross-entropy per target token of the step's batch, nats."""
     grad_norm: float
-    """Global norm before clipping."""
+    """Global gradient norm before clipping."""
     lr: float
     tokens: int
     """Target tokens of the step."""
@@ -29,7 +29,7 @@ class StepMetrics:
     step_s: float
     predicted_step_s: float
     emulated: bool = False
-    """``step_s`` and ``tokens_per_s`` are those of devices that ranks imitate."""
+    """``step_s`` and ``tokens_per_s`` are emulated ones."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Metrics:
 
 
 class Board(Protocol):
-    """Somebody else who wants to know (TensorBoard)."""
+    """Another writer of metrics (TensorBoard)."""
 
     def step(self, line: StepMetrics) -> None: ...
 
@@ -59,11 +59,10 @@ class Board(Protocol):
 
 
 class MetricsWriter:
-    """Appends to a metrics file, line by line; on a full disk the lines wait until there is room. A context manager.
+    """Appends to a metrics file, line by line; on a full disk lines wait until there is room. A context manager.
 
-    ``resume_step``: steps done when this run begins (0: none). Lines of later steps are left over from a run that went
-    further than its last checkpoint; they are dropped, by an atomic replacement of the file.
-    ``board``: is told everything too, and closed at the end.
+    ``resume_step``: steps taken when this run begins (0: none). Lines of later steps, left by a run that went further than its last
+    checkpoint, are dropped by an atomic replacement of the file. ``board``: gets everything too, and is closed at the end.
     """
 
     def __init__(self, path: str | Path, resume_step: int = 0, board: Board | None = None) -> None:
@@ -107,8 +106,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | Path) -> Metrics:
-    """Read a metrics file. A ``null`` becomes NaN; left out are lines torn by a crash, those of no known kind, and keys of a
-    newer version."""
+    """Read a metrics file. ``null`` becomes NaN. Torn lines, lines of unknown kinds, and unknown keys are left out."""
     steps: list[StepMetrics] = []
     evaluations: list[Evaluation] = []
     for _, values in objects(Path(path)):
@@ -122,7 +120,7 @@ def read_metrics(path: str | Path) -> Metrics:
 
 
 def _numbers(values: Mapping[str, Any], kind: type[StepMetrics] | type[Evaluation]) -> dict[str, Any] | None:
-    """What ``kind`` is made of; None where something is missing or no number."""
+    """The values for the fields of ``kind``; None where one is missing or is no number."""
     found: dict[str, Any] = {}
     for field in fields(kind):
         value = values.get(field.name, field.default)

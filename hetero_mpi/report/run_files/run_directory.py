@@ -1,4 +1,4 @@
-"""One run at a time per run directory: a lock that a crashed run cannot leave behind."""
+"""The run directory, and its lock: one run at a time, and a crashed run releases it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hetero_mpi.errors import UserError
 
 LOCK_NAME = ".lock"
 _WRITTEN = ("", "adapter", "checkpoints", "copies", "logs", "model", "tensorboard")
-"""Directories of a run in which it writes; "": itself."""
+"""Directories that a run writes into, relative to the run directory; "": itself."""
 
 
 @contextlib.contextmanager
 def claim(run_dir: str | Path) -> Iterator[Path]:
-    """Create the run directory and hold it while the context lasts. Rank 0 only.
+    """Create the run directory and hold its lock while the context lasts. Rank 0 only.
 
-    The operating system releases the lock when the process ends, however it ends; the lock file stays and merely says
-    who holds it. Raises UserError when another run holds it (naming host, process and start), or when the directory
-    cannot be made or written.
+    The operating system releases the lock when the process ends, however it ends. The lock file stays, and says who holds the lock.
+
+    :raises UserError: another run holds it (names host, process and start), or the directory cannot be created or written.
     """
     directory = Path(run_dir)
     try:
@@ -53,7 +53,7 @@ def claim(run_dir: str | Path) -> Iterator[Path]:
 
 
 def refuse_links(run_dir: str | Path) -> None:
-    """Refuse a run directory with a link through which a run would write elsewhere. Local: each host has its own.
+    """Refuse a run directory with a link through which a run would write elsewhere. Local: each host has its own directory.
 
     Raises:
         UserError: with the first such link.

@@ -1,6 +1,7 @@
-"""A run directory that is used again: the files of the run before go to ``RUN/set-aside-1``, which is a run directory itself.
+"""Moves the files of an earlier run aside when its directory is used again: to ``RUN/set-aside-1``, which is a run directory
+itself.
 
-Every move is a rename within the directory, and what tells that there is a run (metrics, then checkpoints) moves last. So a
+Every move is a rename within the directory. The files by which a run is recognised (metrics, then checkpoints) move last. So a
 crash between two moves loses nothing: the next start goes on with the same target.
 """
 
@@ -26,17 +27,17 @@ _MOVED = (
 
 
 def holds_run(run_dir: Path) -> bool:
-    """Has a run in this directory taken a step, of which something is left?"""
+    """Does the directory hold the metrics or checkpoints of a run that has taken a step?"""
     metrics = run_dir / "metrics.jsonl"
     return (metrics.exists() and metrics.stat().st_size > 0) or any((run_dir / "checkpoints").glob("step-*.h5"))
 
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """A run in a directory in which another one is to begin anew.
+    """A run in a directory in which another run is to begin.
 
-    ``planned``: the earlier run's profile, plan and picture of it, by file name, which planning the new run overwrites before it is
-    known that the new run can begin.
+    ``planned``: its profile, plan and picture, by file name. Planning the new run overwrites these before it is known that the new
+    run can begin.
     """
 
     run_dir: Path
@@ -44,13 +45,13 @@ class EarlierRun:
 
     @classmethod
     def found(cls, run_dir: Path, read: Iterable[Path]) -> EarlierRun | None:
-        """The one that is there, if there is one.
+        """The earlier run, if there is one.
 
         Args:
-            read: what the new run reads.
+            read: the paths that the new run reads.
 
         Raises:
-            UserError: the new run reads files of the old one.
+            UserError: the new run reads files of the earlier one.
         """
         if not holds_run(run_dir):
             return None
@@ -66,7 +67,7 @@ class EarlierRun:
         return cls(run_dir, {name: (run_dir / name).read_bytes() for name in _PLANNED if (run_dir / name).exists()})
 
     def set_aside(self, own: Callable[[Mapping[str, Any]], bool]) -> Path:
-        """Move it out of the way; returns where it is now.
+        """Move the earlier run's files; returns where they are now.
 
         Args:
             own: does an event belong to the new run?
@@ -98,7 +99,7 @@ class EarlierRun:
 
 
 def _bring_back(source: Path, target: Path, own: Callable[[Mapping[str, Any]], bool]) -> None:
-    """Events of the new run, such as its supervisor's start, which may write more of them at this moment."""
+    """Bring the new run's events back, such as its supervisor's start. The supervisor may write more at this moment."""
     if mine := [line for line, values in objects(source) if own(values)]:
         lines = source.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         with target.open("a", encoding="utf-8") as file:

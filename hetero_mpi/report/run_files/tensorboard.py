@@ -1,4 +1,4 @@
-"""Metrics as TensorBoard event files, where the package ``tensorboard`` is installed; nothing here needs torch or TensorFlow."""
+"""Metrics as TensorBoard event files, if the package ``tensorboard`` is installed. Neither torch nor TensorFlow is needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REMEDY = "pip install tensorboard, or leave [report] tensorboard out"
 
 
 class TensorBoard:
-    """Writes scalars of steps and evaluations into a directory of event files. Emulated speeds stand under their own names."""
+    """Writes scalars of steps and evaluations into a directory of event files. Emulated speeds have names of their own."""
 
     def __init__(self, directory: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -29,7 +29,7 @@ class TensorBoard:
         self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def step(self, line: StepMetrics) -> None:
-        """One optimizer step."""
+        """Write one step."""
         speed = "speed (emulated)" if line.emulated else "speed"
         values = {
             "loss/training": line.loss,
@@ -43,7 +43,7 @@ class TensorBoard:
         self._write(line.step, values)
 
     def evaluation(self, step: int, loss: float) -> None:
-        """The held-out loss after ``step`` steps."""
+        """Write the held-out loss after ``step`` steps."""
         self._write(step, {"loss/held out": loss})
 
     def close(self) -> None:

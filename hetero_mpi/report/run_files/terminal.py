@@ -1,4 +1,4 @@
-"""stdout, as a person reads it: lines go above the screen where there is one."""
+"""stdout, shared by printed lines and the screen: lines are printed above the screen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Watched(Protocol):
 
 
 SHOWN: list[Watched] = []
-"""The screen that is on the terminal now, if any."""
+"""The screens on the terminal now: one or none."""
 _LOCK = threading.RLock()
 _FALLBACK = os.terminal_size((100, 30))
 _LAUNCHED = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
@@ -36,8 +36,8 @@ def write_line(text: str) -> None:
 def is_terminal(stream: TextIO) -> bool:
     """Does a person watch this stream?
 
-    Open MPI gives every rank a pseudo-terminal, also when its own output goes to a file; then the launcher's stdout, which
-    is this process's parent's, tells. Where that cannot be seen the answer is no: plain lines are right everywhere.
+    Open MPI gives every rank a pseudo-terminal, even when its own output goes to a file. Then the stdout of the launcher, which is
+    this process's parent, decides. Where that cannot be seen the answer is no, since plain lines are right everywhere.
     """
     if not stream.isatty():
         return False
@@ -50,7 +50,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def terminal_size(stream: TextIO) -> os.terminal_size:
-    """Columns and lines of the terminal that is watched: the launcher's, where a launcher stands between."""
+    """Columns and lines of the terminal that is watched; the launcher's, where there is a launcher."""
     with contextlib.suppress(OSError, ValueError):
         if any(name in os.environ for name in _LAUNCHED):
             descriptor = os.open(_launchers_stdout(), os.O_RDONLY | os.O_NOCTTY)
