@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import AdapterTable
 from hetero_mpi.model.adapter import FILE_PREFIX, lora_config
-from hetero_mpi.model.files.model_files import read_json
+from hetero_mpi.model.files.model_files import StoredTensor, read_header, read_json, read_tensor
 from hetero_mpi.model.files.whole_directory import WholeDirectory
 from hetero_mpi.model.tuning import Tuning
 
@@ -60,7 +59,7 @@ def check_adapter(directory: Path, tuning: Tuning) -> None:
             raise UserError(
                 f"{directory}: the adapter has {key} = {theirs}, the job says [adapter] {key} = {ours}; make them equal"
             )
-    shapes = _shapes(directory)
+    shapes = {name: stored.shape for name, stored in _stored(directory).items()}
     if set(shapes) != set(tuning.trainable):
         odd = sorted(set(shapes) ^ set(tuning.trainable))[0]
         where = "the adapter but not by this job" if odd in shapes else "this job but not by the adapter"
@@ -83,7 +82,7 @@ def adapter_of(directory: Path) -> tuple[AdapterTable, str | None]:
     if unusual or type(rank) is not int or not isinstance(alpha, int | float) or rank < 1 or alpha <= 0:
         what = f"{unusual[0]} = {config[unusual[0]]!r}" if unusual else f"r = {rank!r}, lora_alpha = {alpha!r}"
         raise UserError(f"{directory / _CONFIG}: hetero_mpi knows plain LoRA, not {what}; merge the adapter with peft")
-    names = sorted(name.removesuffix(_A) for name in _shapes(directory) if name.endswith(_A))
+    names = sorted(name.removesuffix(_A) for name in _stored(directory) if name.endswith(_A))
     return AdapterTable(method="lora", rank=rank, alpha=float(alpha), targets=names), config.get(
         "base_model_name_or_path"
     )
@@ -91,8 +90,8 @@ def adapter_of(directory: Path) -> tuple[AdapterTable, str | None]:
 
 def read_adapter(directory: Path, tuning: Tuning) -> dict[str, torch.Tensor]:
     """name (without peft's prefix) -> fp32 host tensor of an adapter that fits (``check_adapter``)."""
-    with safe_open(directory / _WEIGHTS, framework="pt") as file:
-        return {name: file.get_tensor(FILE_PREFIX + name).float().contiguous() for name in tuning.trainable}
+    stored = _stored(directory)
+    return {name: read_tensor(name, stored[name]).float() for name in tuning.trainable}
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -103,9 +102,10 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+def _stored(directory: Path) -> dict[str, StoredTensor]:
+    """name (without peft's prefix) -> where it lies."""
     try:
-        with safe_open(directory / _WEIGHTS, framework="pt") as file:
-            return {name.removeprefix(FILE_PREFIX): tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+        found = read_header(directory / _WEIGHTS)
+    except OSError as error:
         raise UserError(f"{directory / _WEIGHTS}: missing or damaged ({error}); save the adapter again") from None
+    return {name.removeprefix(FILE_PREFIX): stored for name, stored in found.items()}

@@ -164,3 +164,6 @@ def test_a_file_that_shrinks_while_in_use(single: Path) -> None:
         file.truncate(last.offset)
     with pytest.raises(UserError, match=f"ends inside of {name}"):
         files.read(name)
+    last.file.unlink()
+    with pytest.raises(UserError, match=rf"model\.safetensors: {name} cannot be read any more \(No such file"):
+        files.read(name)

@@ -221,14 +221,22 @@ class ModelFiles:
 
 
 def read_tensor(name: str, stored: StoredTensor) -> torch.Tensor:
-    """The tensor ``name`` from where it lies, in host memory of its own."""
+    """The tensor ``name`` from where it lies, in host memory of its own.
+
+    Files are read, never mapped: of one that changes meanwhile, a mapping would end the process by a bus error.
+
+    :raises UserError: the file is gone, or shorter than its header said.
+    """
     import torch
 
     tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
     if stored.bytes:
-        with open(stored.file, "rb") as file:
-            file.seek(stored.offset)
-            got = file.readinto(tensor.reshape(-1).view(torch.uint8).numpy())
+        try:
+            with open(stored.file, "rb") as file:
+                file.seek(stored.offset)
+                got = file.readinto(tensor.reshape(-1).view(torch.uint8).numpy())
+        except OSError as error:
+            raise UserError(f"{stored.file}: {name} cannot be read any more ({error.strerror}). {AGAIN}") from None
         if got != stored.bytes:
             raise UserError(f"{stored.file}: ends inside of {name} ({got} of {stored.bytes} bytes). {AGAIN}")
     return tensor
