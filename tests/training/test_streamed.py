@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import random
+import shutil
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +14,15 @@ from typing import Any
 import pytest
 
 from hetero_mpi.checkpoint import checkpoint_path
-from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.errors import ExitCode
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
-from tests.support.small_jobs import Outcome, Workshop
+from tests.support.long_run import LongRun
+from tests.support.mpi import ROOT, run_bounded
+from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
+from tests.training.test_recovery import kill, newest_step, start
+from tests.training.test_recovery import losses as losses_of
 
 MEMORY = 3_000_000
 """Bytes of each of two ranks: too few for half of the model's 5 MB."""
@@ -69,3 +79,124 @@ def test_a_model_that_fits_in_no_other_way(workshop: Workshop) -> None:
     assert {outcome.codes for outcome in others.values()} == {(0, 0)}, others
     assert losses(workshop, "streamed") == losses(workshop, "resident")
     assert losses(workshop, "streamed")[2:] == losses(workshop, "resumed")
+
+
+# ------------------------------------------------------------------------------------------------------------ ranks that die
+BLOCKS, DEEP_MEMORY, STEPS = 20, 4_000_000, 60
+"""Of a model whose 14 MB no three ranks of so much memory hold, and one of them can stream."""
+
+
+class LongStreamed(LongRun):
+    """An adapter on that model."""
+
+    def __init__(self, directory: Path, ranks: int) -> None:
+        super().__init__(directory, ranks)
+        values = self.values(self.model("deep", BLOCKS, hidden_size=128, intermediate_size=384))
+        tables = {"train": {"steps": 100_000}, "cluster": {"memory_bytes": DEEP_MEMORY}}
+        self.file = self.job("deep", values, adapter=ADAPTER, checkpoint={"every": 0}, **tables)
+
+    def one_streams(self, place: int) -> None:
+        """The plan for the first two ranks: the stage at ``place`` is streamed, the other one is not."""
+        stages = (StagePlan((0,), 0, BLOCKS // 2, 1), StagePlan((1,), BLOCKS // 2, BLOCKS + 2, 0))
+        stages = tuple(replace(stage, streamed=stage.ranks == (place,)) for stage in stages)
+        save_plan(Plan((PipelinePlan(stages, 1, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, BLOCKS + 2), self.plan)
+
+    def outliving(self, run: Path, *more: str) -> tuple[list[str], dict[str, str]]:
+        return start(self, run, *more, "--set", f"train.steps={STEPS}")
+
+    def planned(self, words: list[str]) -> list[str]:
+        """The same command line without a plan: the planner's own."""
+        place = words.index("--plan")
+        return words[:place] + words[place + 2 :]
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> LongStreamed:
+    return LongStreamed(tmp_path_factory.mktemp("deaths"), 3)
+
+
+@pytest.fixture(scope="module")
+def resident_losses(deep: LongStreamed) -> list[float]:
+    """Of a run in one process that holds its weights."""
+    run = deep.directory / "one-process" / "run"
+    program = deep.planned(deep.command(run, "--set", f"train.steps={STEPS}")[0])
+    words = [*program[program.index("-m") - 1 :], "--set", "cluster.memory_bytes=1000000000"]
+    result = run_bounded(words, deep.environment(), 300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "streams" not in result.stdout
+    return losses_of(run)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(6))
+def test_any_streaming_ranks_die_until_one_is_left_np3(
+    deep: LongStreamed, resident_losses: list[float], seed: int
+) -> None:
+    chance, run = random.Random(seed), deep.directory / f"any-{seed}"
+    words, environment = deep.outliving(run, "--set", f"checkpoint.replicate_every={chance.choice([1, 5])}")
+    alive = [0, 1, 2]
+    with deep.started(deep.planned(words), environment, run) as running:
+        for turn in range(2):
+            running.wait_for("a step", lambda turn=turn: newest_step(run) >= 20 * turn + chance.randrange(1, 10))
+            time.sleep(chance.random() * 0.2)
+            if turn == 0:
+                running.wait_for_steps(1)
+            kill(running, alive.pop(chance.randrange(len(alive))))
+        assert running.end() == 0, running.text()
+        assert running.text().count("from mapped files") >= 3, running.text()  # the plan and both that followed
+    assert losses_of(run) == resident_losses
+    assert not list((run / "mapped").glob("*")), "mapped files have no names that could be left"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("streamed", [0, 1])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_of_two_neighbours_streams_and_one_dies_np3(
+    deep: LongStreamed, resident_losses: list[float], streamed: int, victim: int
+) -> None:
+    run = deep.directory / f"{streamed}-streams-{victim}-dies"
+    deep.one_streams(streamed)
+    words, environment = deep.outliving(run, "--set", "cluster.memory_bytes=14000000")
+    with deep.started(words, environment, run) as running:
+        running.wait_for_steps(5)
+        kill(running, victim)
+        assert running.end() == 0, running.text()
+        assert running.text().count("from mapped files") == 1, running.text()
+    assert losses_of(run) == resident_losses
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("damage", [os.unlink, lambda path: os.truncate(path, 1_000_000)], ids=["gone", "truncated"])
+def test_the_models_files_go_while_they_are_streamed_np3(
+    deep: LongStreamed, resident_losses: list[float], damage: Any, dies: bool
+) -> None:
+    """Nobody but a run that has to load layers anew notices, and that one says which file it is."""
+    run = deep.directory / f"files-{damage.__name__.strip('<>')}-{dies}"
+    model = shutil.copytree(deep.model("deep", BLOCKS), run.with_suffix(".model"))
+    words, environment = deep.outliving(run, "--set", f"model.path={model}")
+    with deep.started(deep.planned(words), environment, run) as running:
+        running.wait_for_steps(3)
+        damage(model / "model.safetensors")
+        if dies:
+            running.ranks[1].kill()
+        code, told = running.end(), running.text()
+    if dies:
+        assert code == ExitCode.USER_ERROR and f"{model}/model.safetensors" in told, told
+        assert "Traceback" not in told and "us error" not in told, told
+    else:
+        assert code == 0 and (run / "adapter" / "adapter_model.safetensors").exists(), told
+        assert losses_of(run) == resident_losses
+
+
+@pytest.mark.long
+def test_a_model_larger_than_its_control_group() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("a control group with a limit needs root")
+    options = ["--model-gb", "1.6", "--limit-gb", "1.0", "--steps", "2", "--check"]
+    result = run_bounded(
+        [sys.executable, str(ROOT / "benchmarks" / "memory_limit.py"), *options], dict(os.environ), 600
+    )
+    if "no control group can be made here" in result.stderr:
+        pytest.skip(result.stderr)
+    assert result.returncode == 0 and "2 steps, streamed: True" in result.stdout, result.stdout + result.stderr
