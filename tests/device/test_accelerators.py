@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ FIRST, LAST, CPU = 0, len(GPUS) - 1, len(GPUS)
 """Ranks of two GPUs (or the one there is) and of the processor."""
 STEPS, BLOCKS = 4, 4
 LAYERS = BLOCKS + 2
+ADAPTER = {"method": "lora", "rank": 4, "dropout": 0.2}
 TOLERANCE = 1e-4
 """Between processors of unlike make: they add in other orders."""
 MISSING = None if REAL else build.missing()
@@ -62,6 +63,17 @@ PLANS = {
         pipeline((LAST or CPU,), (0, LAYERS), 1, 1),
     ),
 }  # fmt: skip
+STREAMED = {"resident": (), "first": (FIRST,), "others": (LAST, CPU)}
+"""Which ranks of a pipeline of all of them stream, of micro-batches of 2 in slices of one; the resident ones repeat forwards."""
+
+
+def streamed_plan(ranks: tuple[int, ...]) -> Plan:
+    whole = pipeline(*((FIRST, LAST, CPU), (0, 2, 4, LAYERS)) if LAST else ((FIRST, CPU), (0, 3, LAYERS)), 2, 4)
+    stages = []
+    for stage in whole.stages:
+        streams = stage.ranks[0] in ranks
+        stages.append(replace(stage, streamed=streams, recompute=not streams, slice_sequences=1))
+    return plan(replace(whole, stages=tuple(stages)))
 
 
 @dataclass(frozen=True)
@@ -108,22 +120,39 @@ def more_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return run_all(tmp_path_factory.mktemp("accelerators"))
 
 
+@pytest.fixture(scope="module")
+def streamed_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Adapters over plain and over packed weights, where none of the ranks streams, or some do."""
+    names = {f"{weights}-{by}" for weights in ("adapter", "packed") for by in STREAMED}
+    return run_all(tmp_path_factory.mktemp("accelerators"), names)
+
+
 def run_all(directory: Path, names: set[str] | None = None) -> Runs:
-    """``names``: of the jobs; None: all."""
+    """``names``: of the jobs; None: all but those of ``streamed_runs``."""
     shop = Workshop(directory, () if REAL else THROUGH)
-    for name, one in PLANS.items():
+    for name, one in (PLANS | {name: streamed_plan(ranks) for name, ranks in STREAMED.items()}).items():
         save_plan(one, directory / f"{name}.toml")
     values = shop.values(shop.model("tied", BLOCKS, tied=True))
 
     def job(
-        name: str, model: dict[str, Any] | None = None, adapter: dict[str, Any] | None = None, dtype: str = "fp32"
+        name: str,
+        model: dict[str, Any] | None = None,
+        adapter: dict[str, Any] | None = None,
+        dtype: str = "fp32",
+        micro_batch: int = 1,
     ) -> Path:
         return shop.job(
             name,
             values,
             model=model or {},
             adapter=adapter or {},
-            train={"steps": STEPS, "dtype": dtype, "evaluate_every": 2, "evaluate_sequences": 4},
+            train={
+                "steps": STEPS,
+                "dtype": dtype,
+                "micro_batch": micro_batch,
+                "evaluate_every": 2,
+                "evaluate_sequences": 4,
+            },
             checkpoint={"every": 2},
             sample={"prompt": "the", "max_new_tokens": 12},
             profile={"path": str(directory / f"{name}.profile.toml")},
@@ -131,8 +160,10 @@ def run_all(directory: Path, names: set[str] | None = None) -> Runs:
 
     jobs = {
         "full": job("full"),
-        "lora": job("lora", {"quantization": "nf4"}, {"method": "lora", "rank": 4, "dropout": 0.2}),
+        "lora": job("lora", {"quantization": "nf4"}, ADAPTER),
         "fp16": job("fp16", dtype="fp16"),
+        "adapter": job("adapter", {}, ADAPTER, "bf16", 2),
+        "packed": job("packed", {"quantization": "nf4"}, ADAPTER, "bf16", 2),
     }
     entries: dict[str, dict[str, Any]] = {}
 
@@ -149,7 +180,11 @@ def run_all(directory: Path, names: set[str] | None = None) -> Runs:
     entry("lora", "lora", "cards")
     entry("lora-again", "lora", "cards")
     entry("fp16", "fp16", "all")
-    entries = {name: one for name, one in entries.items() if names is None or name in names}
+    for name in ("adapter", "packed"):
+        for by in STREAMED:
+            entry(f"{name}-{by}", name, by)
+    chosen = names or {name for name in entries if not name.startswith(("adapter", "packed"))}
+    entries = {name: one for name, one in entries.items() if name in chosen}
     outcomes = shop.run_entries(CPU + 1, entries, timeout_s=400)
     return Runs(directory, outcomes, counters_in(shop.printed_errors))
 
@@ -196,6 +231,16 @@ def test_a_run_of_gpus_goes_on_without_them(more_runs: Runs) -> None:
 def test_dropout_over_packed_weights_is_the_same_every_time(more_runs: Runs) -> None:
     assert more_runs.losses("lora") != pytest.approx(more_runs.losses("alone"), rel=TOLERANCE)
     more_runs.check_equal("lora-again", "lora")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("by", ["first", "others"])
+@pytest.mark.parametrize("weights", ["adapter", "packed"])
+def test_streamed_stages_beside_resident_ones_give_their_bits(streamed_runs: Runs, weights: str, by: str) -> None:
+    streamed_runs.check_equal(f"{weights}-{by}", f"{weights}-resident")
+    own, theirs = (streamed_runs.metrics(f"{weights}-{one}").evaluations for one in (by, "resident"))
+    assert [one.loss for one in own] == [one.loss for one in theirs] and own
+    check_memory(streamed_runs, f"{weights}-{by}")
 
 
 @pytest.mark.long
