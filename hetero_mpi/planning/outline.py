@@ -6,8 +6,6 @@ Where no messages queue for a shared NIC, pipelines meet only in the gradient al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from hetero_mpi.planning.durations import Durations, finished_layers_s
 from hetero_mpi.planning.schedule import Action, Op, held_by
 from hetero_mpi.planning.simulator import SimulatedStep, simulate, spans_s
@@ -24,13 +22,6 @@ def outlined(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
     outline = _Outline(plan, profile)
     outline.sum()
     return outline.summary()
-
-
-def add_sum(free: dict[int, float], ranks: Sequence[int], whole_s: float, all_reduce_s: float) -> None:
-    """One more gradient all-reduce, whole everywhere at ``whole_s``: ``ranks`` begin it when each has done its earlier ones
-    (``free``, by rank), and are free again after ``all_reduce_s``."""
-    begun_s = max(whole_s, *(free.get(rank, 0.0) for rank in ranks))
-    free.update(dict.fromkeys(ranks, begun_s + all_reduce_s))
 
 
 class _Outline:
@@ -88,7 +79,8 @@ class _Outline:
         for layer in sorted(costs.summed, reverse=True):
             ranks = held_by(self.plan, layer)
             whole_s = max(self.whole[rank, layer] for rank in ranks)
-            add_sum(free, ranks, whole_s, costs.of(Action(Op.REDUCE, numbers[ranks[0]], layer=layer))[0])
+            begun_s = max(whole_s, *(free.get(rank, 0.0) for rank in ranks))
+            free.update(dict.fromkeys(ranks, begun_s + costs.of(Action(Op.REDUCE, numbers[ranks[0]], layer=layer))[0]))
         for rank, end in free.items():
             self.clock[rank] = max(self.clock[rank], end)
 

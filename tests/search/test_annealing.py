@@ -1,22 +1,26 @@
 """Annealed plans, and the bound of cycles by which most changes are dropped."""
 
+import math
 import random
 from dataclasses import replace
 
 import pytest
 
 from hetero_mpi.planning.annealing import anneal
-from hetero_mpi.planning.annealing.anneal import Annealer, Budget
+from hetero_mpi.planning.annealing.anneal import Annealer
 from hetero_mpi.planning.annealing.changes import Changes
+from hetero_mpi.planning.annealing.rounds import Budget
+from hetero_mpi.planning.annealing.teams import dealt, teams
 from hetero_mpi.planning.cycles import cycle_bound_s
 from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.memory import predict_hosts, predict_memory
 from hetero_mpi.planning.outline import outlined
+from hetero_mpi.planning.several.fitting import Fitter
 from hetero_mpi.planning.simulator import simulate, spans_s
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from tests.support.planning_samples import SEQUENCE, make_model, make_profile
+from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, with_split
 
 EQUAL = 1 + 1e-9
 REQUEST = PlanRequest(24, SEQUENCE, (1, 2), max_pipelines=3, recompute_choices=(False, True), memory_reserve=0.0)
@@ -168,3 +172,42 @@ def test_indifference_keeps_a_plan_that_is_as_good(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(anneal, "EFFORT", 0)
     monkeypatch.setattr(anneal, "ORDERS", 0)
     assert annealed(best.plan, profile, REQUEST) == (best.plan, best.step_s)
+
+
+def test_teams_are_all_ways_of_putting_ranks_into_pipelines() -> None:
+    """Lah's numbers of every subset: 64, 66, 16 and 1 for four ranks; with two stages at most, pairs and ranks alone."""
+    assert [len(set(teams(4, number, 4))) for number in (1, 2, 3, 4)] == [64, 66, 16, 1]
+    assert sorted(teams(2, 1, 2)) == [((0,),), ((0, 1),), ((1,),), ((1, 0),)]
+    assert max(len(line) for team in teams(5, 2, 2) for line in team) == 2
+    assert dealt([1.0, 1.0, 4.0], 8) == [1, 1, 6] and dealt([5.0, 0.1], 3) == [2, 1]
+
+
+def test_a_split_backward_fits_when_the_first_stage_is_shallower() -> None:
+    """The last stage puts off as many backwards as the first is deeper: no depth of its own makes it fit."""
+    model = make_model(4)
+    model = replace(model, layers=tuple(replace(layer, deferred_bytes_per_token=500.0) for layer in model.layers))
+    profile, request = (
+        with_split(make_profile((1.0, 1.0), model)),
+        PlanRequest(8, SEQUENCE, (1,), split_choices=(True,)),
+    )
+    stages = StagePlan((0,), 0, 3, 5), StagePlan((1,), 3, 6, 0)
+    deep = Plan((PipelinePlan(stages, 1, 8, True),), 8, SEQUENCE, 6)
+    shallow = replace(deep, pipelines=(replace(deep.pipelines[0], stages=(replace(stages[0], warm_up=2), stages[1])),))
+    need = [max(m.peak_bytes for m in predict_memory(plan, profile) if m.rank == 1) for plan in (shallow, deep)]
+    assert need[0] < need[1]
+    devices = (profile.devices[0], replace(profile.devices[1], memory_bytes=math.ceil(need[0] / 0.95) + 1))
+    fitted = Fitter(replace(profile, devices=devices), request).fitted(deep)
+    assert fitted is not None and [stage.warm_up for stage in fitted.pipelines[0].stages] == [2, 0]
+
+
+def test_ranks_repeat_forwards_where_only_their_hosts_memory_asks_for_it() -> None:
+    profile = make_profile((1.0, 1.0), make_model(6))
+    devices = tuple(replace(device, host="host0", shares_host_memory=True) for device in profile.devices)
+    profile, plan = replace(profile, devices=devices), make_plan_of((0, 4, 8), (0, 1), 8)
+    need = sum(memory.peak_bytes for memory in predict_memory(plan, profile))
+    profile = replace(profile, hosts=(HostProfile("host0", need, "made up"),))
+    request = PlanRequest(8, SEQUENCE, (1,), memory_reserve=0.01)
+    assert Fitter(profile, request).fitted(plan) is None
+    fitted = Fitter(profile, replace(request, recompute_choices=(False, True))).fitted(plan)
+    assert fitted is not None and all(stage.recompute for stage in fitted.pipelines[0].stages)
+    assert all(one.peak_bytes <= one.usable_bytes for one in predict_hosts(fitted, profile, request.memory_reserve))

@@ -323,6 +323,11 @@ def small(seed: int) -> float:
     return compared(*joint_instance(seed, ranks, draw.randint(1, 5), draw.choice((1, 2, 3, 4))))
 
 
+def four(seed: int) -> float:
+    """Four devices with a block or two."""
+    return compared(*joint_instance(seed, 4, 1 + seed % 2, random.Random(seed).choice((2, 3, 4))))
+
+
 def tiny(seed: int) -> float:
     """As ``small``, but with 2 blocks at most where there are three devices."""
     draw = random.Random(seed)
@@ -330,17 +335,23 @@ def tiny(seed: int) -> float:
     return compared(*joint_instance(seed, ranks, draw.randint(1, 2 if ranks == 3 else 4), draw.choice((2, 3, 4))))
 
 
-@seeds(6, 2, "block")
+@seeds(20, (0, 10, 14, 16), "block")
 def test_the_planner_finds_what_brute_force_finds(block: int) -> None:
     for seed in range(block * 10, block * 10 + 10):
         assert tiny(seed) <= MOST_SLOWER, f"seed {seed}"
 
 
+@seeds(10, (2,), "block")
+def test_four_ranks_are_planned_as_brute_force_does(block: int) -> None:
+    for seed in range(block * 6, block * 6 + 6):
+        assert four(seed) <= MOST_SLOWER, f"seed {seed}"
+
+
 @pytest.mark.long
-def test_two_hundred_instances_are_planned_nearly_as_brute_force_does() -> None:
+def test_two_hundred_instances_are_planned_as_brute_force_does() -> None:
     with ProcessPoolExecutor(2) as pool:
         ratios = list(pool.map(small, range(200), chunksize=10))
-    assert sum(ratio <= MOST_SLOWER for ratio in ratios) >= 190 and max(ratios) < 1.1
+    assert {seed: ratio for seed, ratio in enumerate(ratios) if ratio > MOST_SLOWER} == {}
 
 
 # What the planner makes of it

@@ -5,9 +5,10 @@ Every change returns new lines, or None where it cannot be made; what memory mak
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from hetero_mpi.planning.annealing.costs import Costs
@@ -211,17 +212,9 @@ class Changes:
         """At one stage; none before it stays shallower, none behind it deeper."""
         place, by = self.draw.randrange(len(lines[index].ranks)), self.draw.choice(DEEPER)
 
-        def changed(line: Line) -> Line:
-            depth = min(max(1, line.flying[place] + by), line.micro_batches)
-            flying = tuple(
-                max(now, depth) if i <= place and by > 0 else min(now, depth) if i >= place and by < 0 else now
-                for i, now in enumerate(line.flying)
-            )
-            return line._replace(flying=flying)
-
         if self.request.schedule != "auto":
             return None
-        return _with(lines, {i: changed(lines[i]) for i in self._alike(lines, index)})
+        return _with(lines, {i: deeper(lines[i], place, by) for i in self._alike(lines, index)})
 
     def _sloped(self, lines: Lines, index: int) -> Lines | None:
         """Every stage as many micro-batches deeper than the next."""
@@ -273,6 +266,33 @@ class Changes:
     def _idle(self, lines: Lines) -> list[int]:
         busy = {rank for line in lines for rank in line.ranks}
         return [rank for rank in self.ranks if rank not in busy]
+
+
+def nearest(lines: Lines, depths: bool) -> Iterator[Lines]:
+    """One small change away: a layer at a cut, one micro-batch deeper or shallower (``depths``), or in another pipeline."""
+    for index, line in enumerate(lines):
+        for place, by in itertools.product(range(1, len(line.counts)), (-1, 1)):
+            counts = list(line.counts)
+            counts[place - 1], counts[place] = counts[place - 1] + by, counts[place] - by
+            if min(counts) > 0:
+                yield _with(lines, {index: line._replace(counts=tuple(counts))})
+        for place, by in itertools.product(range(len(line.counts) if depths else 0), (-1, 1)):
+            yield _with(lines, {index: deeper(line, place, by)})
+        for other, taking in enumerate(lines):
+            if other != index and line.sequences > line.micro_batch == taking.micro_batch:
+                shares = line.sequences - line.micro_batch, taking.sequences + line.micro_batch
+                given = (one._replace(sequences=share) for one, share in zip((line, taking), shares, strict=True))
+                yield _with(lines, dict(zip((index, other), given, strict=True)))
+
+
+def deeper(line: Line, place: int, by: int) -> Line:
+    """By so many micro-batches at one stage; none before it stays shallower, none behind it deeper."""
+    depth = min(max(1, line.flying[place] + by), line.micro_batches)
+    flying = tuple(
+        max(now, depth) if i <= place and by > 0 else min(now, depth) if i >= place and by < 0 else now
+        for i, now in enumerate(line.flying)
+    )
+    return line._replace(flying=flying)
 
 
 def _with(lines: Lines, other: Mapping[int, Line]) -> Lines:

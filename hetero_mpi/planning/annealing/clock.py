@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from hetero_mpi.planning.annealing.costs import Costs
-from hetero_mpi.planning.annealing.lines import Fitting
-from hetero_mpi.planning.outline import add_sum
+from hetero_mpi.planning.annealing.lines import Fitting, Line
 from hetero_mpi.planning.several.cluster import ClusterArrays
 from hetero_mpi.planning.tables import shared_memories, shares_nics
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -22,8 +23,9 @@ class Clock:
 
     def __init__(self, costs: Mapping[int, Costs], cluster: ClusterArrays) -> None:
         self.costs, self.cluster = costs, cluster
-        self._summed = [layer for layer in range(cluster.layer_count) if cluster.summed_bytes[layer] > 0][::-1]
+        self._is_summed = [size > 0 for size in cluster.summed_bytes.tolist()]
         self._sums: dict[tuple[int, ...], list[float]] = {}
+        self._whole: dict[Line, list[float]] = {}
 
     def step_s(self, lines: Sequence[Fitting]) -> float:
         """Seconds of a step of these pipelines, which share no rank. See ``is_plain``."""
@@ -33,16 +35,26 @@ class Clock:
         return ended + max(line.step_s for line in lines)
 
     def _summed_s(self, lines: Sequence[Fitting]) -> float:
-        """When the last gradient is summed: all ranks take part in the sums of their layers from the last one to the first."""
-        holders: dict[int, list[tuple[int, float]]] = {}
-        for line in lines:
-            for layer, rank, whole_s in self.costs[line.line.micro_batch].whole_s(line):
-                holders.setdefault(layer, []).append((rank, whole_s))
+        """When the last gradient is summed: all ranks take part in the sums of their layers from the last one to the first, each as
+        soon as the gradient is whole everywhere and all have done their earlier ones."""
+        whole = list(map(max, *map(self._whole_s, lines)))
         free: dict[int, float] = {}
-        for layer in self._summed:
-            ranks = tuple(rank for rank, _ in holders[layer])
-            add_sum(free, ranks, max(whole_s for _, whole_s in holders[layer]), self._sum_s(ranks)[layer])
+        cuts = [line.line.cuts for line in lines]
+        for first, last in itertools.pairwise(sorted(set(itertools.chain(*cuts)))[::-1]):
+            # Between two cuts of any pipelines the same ranks sum one layer after the other.
+            ranks = tuple(line.line.ranks[bisect_left(own, first) - 1] for line, own in zip(lines, cuts, strict=True))
+            sums, now = self._sum_s(ranks), max(free.get(rank, 0.0) for rank in ranks)
+            layers = [layer for layer in range(first - 1, last - 1, -1) if self._is_summed[layer]]
+            for layer in layers:
+                now = max(now, whole[layer]) + sums[layer]
+            free.update(dict.fromkeys(ranks if layers else (), now))
         return max(free.values(), default=0.0)
+
+    def _whole_s(self, fitting: Fitting) -> list[float]:
+        line = fitting.line
+        if line not in self._whole:
+            self._whole[line] = self.costs[line.micro_batch].whole_s(fitting)
+        return self._whole[line]
 
     def _sum_s(self, ranks: tuple[int, ...]) -> list[float]:
         """Of every layer."""

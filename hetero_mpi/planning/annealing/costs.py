@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from hetero_mpi.planning.annealing.lines import Fitting, Line, LineTimes, falling
 from hetero_mpi.planning.cycles import cycle_bound_s
@@ -119,15 +119,19 @@ class Costs:
             previous = rank
         return times
 
-    def whole_s(self, fitting: Fitting) -> Iterator[tuple[int, int, float]]:
-        """(layer, rank, when the layer's gradients are whole there), of every stage from its last layer to its first."""
-        line, begun, cuts = fitting.line, fitting.spans_s[0], fitting.line.cuts
+    def whole_s(self, fitting: Fitting) -> list[float]:
+        """When every layer's gradients are whole, where they are held."""
+        line, begun, cuts, found = fitting.line, fitting.spans_s[0], fitting.line.cuts, list[float]()
         for place, rank in enumerate(line.ranks):
             first, last = cuts[place], cuts[place + 1]
             backward, repeated = self.backward[rank], self.repeated[rank]
-            for layer in range(last - 1, first - 1, -1):
-                again = repeated[last] - repeated[layer] if fitting.recompute[place] else 0.0
-                yield layer, rank, begun[place] + self.overhead[rank][1] + again + backward[last] - backward[layer]
+            end_s = begun[place] + self.overhead[rank][1] + backward[last]
+            if fitting.recompute[place]:
+                end_s += repeated[last]
+                found += [end_s - repeated[layer] - backward[layer] for layer in range(first, last)]
+            else:
+                found += [end_s - seconds for seconds in backward[first:last]]
+        return found
 
     def _step_s(self, line: Line) -> float:
         """The longest STEP; of a tied model, whose ends count their matrix otherwise, nothing."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
 
 from hetero_mpi.planning.annealing.costs import Costs
 from hetero_mpi.planning.annealing.lines import Line, falling
@@ -22,19 +21,11 @@ RAISES, RAISE, CLOSE = 24, 1.4, 0.01
 SHORTEST_S, SPARE = 1e-12, 1e-6
 
 
-@dataclass(frozen=True)
-class _Rank:
-    """By whether forwards are repeated: seconds of a micro-batch up to every layer (with its part of the optimizer's step), and the
-    most micro-batches in flight, negated [first][layers - 1]."""
-
-    seconds: dict[bool, list[float]]
-    depths: dict[bool, list[list[float]]]
-    overhead_s: float
-    fixed_s: float
-
-    @property
-    def seconds_of_all(self) -> float:
-        return next(iter(self.seconds.values()))[-1]
+_Way = tuple[list[float], list[list[float]]]
+"""Of a rank that repeats its forwards or does not: seconds of a micro-batch up to every layer (with its part of the optimizer's
+step), and the most micro-batches in flight, negated [first][layers - 1]."""
+_Rank = tuple[list[_Way], float, float]
+"""Both ways, where there is a choice; seconds that a micro-batch costs besides, and the optimizer's step."""
 
 
 class Estimate:
@@ -45,7 +36,7 @@ class Estimate:
         self.schedule = costs.cluster.request.schedule
         ranks = range(costs.count)
         self._hop_s = [[costs.hop_s(a, b) for b in ranks] for a in ranks]
-        self._known: dict[tuple[int, int], _Rank] = {}
+        self._known: dict[int, list[_Rank]] = {}
         self._shallow = {
             again: [[[-depth for depth in row] for row in rank] for rank in depths]
             for again, depths in costs.deepest.items()
@@ -55,7 +46,8 @@ class Estimate:
         """The least time by which all layers find a place, and ``line`` with these cuts and depths; ranks for whom nothing is left
         are left out. None: memory does not hold it."""
         count = line.micro_batches
-        speed = sum(1 / max(self._rank(rank, count).seconds_of_all, SHORTEST_S) for rank in line.ranks)
+        ranks = self._ranks(count)
+        speed = sum(1 / max(ranks[rank][0][0][0][-1], SHORTEST_S) for rank in line.ranks)
         low = high = count / speed
         held: dict[int, tuple[int, int]] = {}
         for _ in range(RAISES):
@@ -77,49 +69,51 @@ class Estimate:
 
         ``depth``: so many times as many are in flight as needed at least."""
         # Pipelines are estimated by the ten thousand: local names, and no call that can be spared.
-        count, ranks, layers = line.micro_batches, line.ranks, self.layer_count
-        first, passed, part, keep, held = 0, 0.0, 0.0, 1 - 1 / count, dict[int, tuple[int, int]]()
+        count, ranks, layers, automatic = line.micro_batches, line.ranks, self.layer_count, self.schedule == "auto"
+        tables = self._known.get(count) or self._ranks(count)
+        first, passed, keep, held = 0, 0.0, 1 - 1 / count, dict[int, tuple[int, int]]()
+        spare_s, next_s = 0.0, 1.0
         hops = [self._hop_s[a][b] for a, b in itertools.pairwise(ranks)]
         hops.append(0.0)
         left, following = sum(hops), len(ranks)
         for rank, hop_s in zip(ranks, hops, strict=True):
-            table = self._known.get((rank, count)) or self._rank(rank, count)
+            ways, overhead_s, fixed_s = tables[rank]
             following -= 1
-            pace = (step_s - table.fixed_s - passed) / count
+            pace = (step_s - fixed_s - passed) / count
             if pace > 0:
-                if self.schedule == "auto":
-                    behind = (count - 1) * (1 - keep**following) + left / pace
-                    flying = min(count, math.ceil(1 + depth * behind - SPARE))
+                if automatic:
+                    flying = math.ceil(1 + depth * ((count - 1) * (1 - keep**following) + left / pace) - SPARE)
+                    if flying > count:
+                        flying = count
                 else:
                     flying = count if self.schedule == "gpipe" else min(count, 1 + following)
-                last, again, until = first, False, pace - table.overhead_s
-                for repeated, seconds in table.seconds.items():
-                    end = first + bisect_right(table.depths[repeated][first], -flying)
+                last, until_s, own = first, pace - overhead_s, ways[0][0]
+                for seconds, depths in ways:
+                    end = first + bisect_right(depths[first], -flying)
                     if end > last:
-                        end = min(end, bisect_right(seconds, seconds[first] + until) - 1)
-                        last, again = (end, repeated) if end > last else (last, again)
+                        end = bisect_right(seconds, seconds[first] + until_s, first, end + 1) - 1
+                        if end > last:
+                            last, own = end, seconds
                 if last > first:
                     held[rank] = last - first, flying
                     if last == layers:
                         return float(layers), held
-                    own = table.seconds[again]
-                    busy = own[last] - own[first]
-                    part = min(0.9, max(0.0, (until - busy) / max(own[last + 1] - own[last], SHORTEST_S)))
-                    passed += busy + table.overhead_s + hop_s
+                    busy_s = own[last] - own[first]
+                    spare_s, next_s = until_s - busy_s, own[last + 1] - own[last]
+                    passed += busy_s + overhead_s + hop_s
                     first = last
             left -= hop_s
-        return first + part, held
+        return first + min(0.9, max(0.0, spare_s / max(next_s, SHORTEST_S))), held
+
+    def _ranks(self, micro_batches: int) -> list[_Rank]:
+        if micro_batches not in self._known:
+            self._known[micro_batches] = [self._rank(rank, micro_batches) for rank in range(self.costs.count)]
+        return self._known[micro_batches]
 
     def _rank(self, rank: int, micro_batches: int) -> _Rank:
-        key = rank, micro_batches
-        if key not in self._known:
-            costs = self.costs
-            steps = [costs.step_per_parameter[rank] / micro_batches * trained for trained in costs.trainable]
-            whole = [sum(each) for each in zip(costs.forward[rank], costs.backward[rank], steps, strict=True)]
-            seconds = {
-                again: [a + b for a, b in zip(whole, costs.repeated[rank], strict=True)] if again else whole
-                for again in costs.deepest
-            }
-            depths = {again: depths[rank] for again, depths in self._shallow.items()}
-            self._known[key] = _Rank(seconds, depths, sum(costs.overhead[rank]), costs.step_fixed[rank])
-        return self._known[key]
+        costs = self.costs
+        steps = [costs.step_per_parameter[rank] / micro_batches * trained for trained in costs.trainable]
+        whole = [sum(each) for each in zip(costs.forward[rank], costs.backward[rank], steps, strict=True)]
+        again = [a + b for a, b in zip(whole, costs.repeated[rank], strict=True)]
+        ways = [(again if repeated else whole, depths[rank]) for repeated, depths in self._shallow.items()]
+        return ways, sum(costs.overhead[rank]), costs.step_fixed[rank]

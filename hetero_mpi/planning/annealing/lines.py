@@ -78,7 +78,7 @@ class Fitting:
         return PipelinePlan(stages, line.micro_batch, line.sequences, line.is_split)
 
 
-def used(lines: Lines) -> int:
+def used(lines: Sequence[Line]) -> int:
     """How many ranks."""
     return sum(len(line.ranks) for line in lines)
 

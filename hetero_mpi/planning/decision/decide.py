@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.annealing.anneal import Annealer, always_split
+from hetero_mpi.planning.annealing.anneal import Annealer
+from hetero_mpi.planning.annealing.rounds import always_split
 from hetero_mpi.planning.decision.natural import in_natural_order
 from hetero_mpi.planning.decision.room import closest, with_hosts_divided
 from hetero_mpi.planning.decision.streaming import with_streamed_stages

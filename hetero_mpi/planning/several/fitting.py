@@ -12,9 +12,6 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
-WORTHWHILE = 1e-4
-"""A change must shorten the step by more than this share."""
-
 
 class Fitter:
     """Fits plans of one profile and request into memory, and times them."""
@@ -27,40 +24,44 @@ class Fitter:
     def step_s(self, plan: Plan) -> float:
         return outlined(plan, self.profile).step_s
 
-    def fitted(self, plan: Plan) -> Plan | None:
-        """``plan`` with recompute where memory asks for it and nowhere else, shallower where that is not enough; None: it
-        does not fit even so."""
+    def fitted(self, plan: Plan, sparing: frozenset[int] = frozenset()) -> Plan | None:
+        """``plan`` with recompute where memory asks for it and nowhere else but on ``sparing`` ranks, shallower where that is not
+        enough; None: it does not fit even so."""
         pipelines, peaks = [], {}
         for pipeline in plan.pipelines:
-            fitting = self._fitted(pipeline)
+            fitting = self._fitted(pipeline, sparing)
             if fitting is None:
                 return None
             pipelines.append(fitting)
             for stage in fitting.stages:
                 peaks[stage.ranks[0]] = self._need(fitting, stage)
+        short: set[int] = set()
         for host, ranks in self._shared:
             limit = usable_bytes(host.memory_bytes, self.request.memory_reserve)
             if sum(peaks.get(rank, 0) for rank in ranks) > limit:
-                return None
-        return replace(plan, pipelines=tuple(pipelines))
+                short.update(ranks)
+        if short - sparing and True in self.request.recompute_choices:
+            return self.fitted(plan, sparing | short)
+        return None if short else replace(plan, pipelines=tuple(pipelines))
 
-    def _fitted(self, pipeline: PipelinePlan) -> PipelinePlan | None:
-        choices = sorted(set(self.request.recompute_choices))
-        for place in range(len(pipeline.stages)):
-            while True:
-                ways = (_with_stage(pipeline, place, recompute=again) for again in choices)
-                found = next((way for way in ways if self.fits(way, way.stages[place])), None)
-                stage = pipeline.stages[place]
-                if found is not None:
-                    pipeline = found
-                    break
-                if stage.warm_up == 0 or self.request.schedule != "auto":
-                    return None
-                most = stage.warm_up - 1
-                stages = tuple(
-                    replace(s, warm_up=min(s.warm_up, most)) if i >= place else s for i, s in enumerate(pipeline.stages)
-                )
-                pipeline = replace(pipeline, stages=stages)
+    def _fitted(self, pipeline: PipelinePlan, sparing: frozenset[int]) -> PipelinePlan | None:
+        choices, place = sorted(set(self.request.recompute_choices)), 0
+        while place < len(pipeline.stages):
+            own = choices[-1:] if pipeline.stages[place].ranks[0] in sparing else choices
+            ways = (_with_stage(pipeline, place, recompute=again) for again in own)
+            found = next((way for way in ways if self.fits(way, way.stages[place])), None)
+            if found is not None:
+                pipeline, place = found, place + 1
+                continue
+            if pipeline.split_backward and pipeline.stages[place].warm_up == 0:
+                place = 0  # the deeper the first stage, the more backwards the others put off
+            most = pipeline.stages[place].warm_up - 1
+            if most < 0 or self.request.schedule != "auto":
+                return None
+            stages = tuple(
+                replace(s, warm_up=min(s.warm_up, most)) if i >= place else s for i, s in enumerate(pipeline.stages)
+            )
+            pipeline = replace(pipeline, stages=stages)
         return pipeline
 
     def fits(self, pipeline: PipelinePlan, stage: StagePlan) -> bool:

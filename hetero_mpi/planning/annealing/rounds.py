@@ -1,0 +1,200 @@
+"""Rounds of annealing: what is known of pipelines by estimate and by step time, and how they become better ones.
+
+How much longer a step may get is drawn before a change is looked at, so that one whose lower bound (``cycles``) is over that
+is dropped without being simulated: most are. Looks are counted, not timed: the same plan for the same cluster, every time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hetero_mpi.planning.annealing.changes import Changes, What, nearest
+from hetero_mpi.planning.annealing.costs import ROUNDING, Costs
+from hetero_mpi.planning.annealing.estimate import Estimate
+from hetero_mpi.planning.annealing.lines import Fitting, Line, Lines, used
+from hetero_mpi.planning.types.request import PlanRequest
+
+SOONER, LEFT = 0.99, (1.0, 0.1)
+"""The time to be reached next, as a share of the best; the mean number of layers by which more may be left over at the beginning
+and at the end."""
+ALLOWANCES = (0.0, 0.1, 0.25, 0.5, 0.9, 1.5, 2.5)
+"""For which depths are guessed: see ``Costs.paced``."""
+
+Step = Callable[[Sequence[Fitting]], float]
+Start = tuple[Lines, float]
+"""Pipelines and their step time; infinite: they do not fit, or leave out a rank that must not idle."""
+
+
+@dataclass
+class Budget:
+    """What a round may spend."""
+
+    looks: int
+    actions: float
+
+    def part(self, parts: int) -> Budget:
+        return Budget(self.looks // parts, self.actions / parts)
+
+
+class Rounds:
+    """Rounds of annealing over the pipelines that ``costs`` describe. ``step_s``: of pipelines that fit by themselves; infinite:
+    they do not fit together; ``quick_s``: nearly so. ``least``: so many ranks are in use, or more."""
+
+    def __init__(self, costs: dict[int, Costs], step_s: Step, quick_s: Step, least: int = 0) -> None:
+        self.costs, self.step_s, self.quick_s, self.least = costs, step_s, quick_s, least
+        self.estimates = {size: Estimate(own) for size, own in costs.items()}
+        first = next(iter(costs.values()))
+        self.request, self.layer_count, self._splits = first.cluster.request, first.cluster.layer_count, first.splits
+        self.speed: list[float] = first.cluster.speed.tolist()
+        self.fixed = self.request.schedule != "auto"
+        self._known: dict[Line, Fitting | None] = {}
+
+    def round(
+        self,
+        lines: Lines,
+        step_s: float,
+        heat: tuple[float, float],
+        draw: random.Random,
+        budget: Budget,
+        of: What = "all",
+    ) -> Start:
+        """``lines``, which take ``step_s`` (infinite: they do not fit), or better ones. ``heat``: see ``FAR``."""
+        warm, cold = heat
+        changes, left = Changes(self.costs, self.estimates, draw, of), budget.actions
+        now, now_s, best, best_s = lines, step_s, lines, step_s
+        for look in range(budget.looks):
+            if left <= 0:
+                break
+            allowed = warm * (cold / warm) ** (look / budget.looks)
+            limit_s = now_s * (1 + allowed * draw.expovariate(1.0))
+            changed = changes.changed(now)
+            if changed == now or used(changed) < min(self.least, used(now) + 1):
+                continue
+            fittings = self.within(limit_s, changed)
+            if fittings is None:
+                now = changed if now_s == math.inf else now
+                continue
+            if used(changed) < self.least:
+                now = changed
+                continue
+            left -= sum(2 * len(line.ranks) * line.micro_batches for line in changed)
+            found_s = self.step_s(fittings)
+            if found_s <= limit_s:
+                now, now_s = tuple(fitting.line for fitting in fittings), found_s
+                if now_s < best_s:
+                    best, best_s = now, now_s
+        return best, best_s
+
+    def descended(self, lines: Lines, step_s: float, looks: int) -> Start:
+        """``lines``, which take ``step_s``, or what the nearest better ones lead to; no more than ``looks`` are looked at."""
+        improved = used(lines) >= self.least
+        while improved and looks > 0:
+            improved = False
+            for changed in itertools.islice(nearest(lines, not self.fixed), looks):
+                looks -= 1
+                fittings = self.within(step_s, changed)
+                if fittings is None:
+                    continue
+                found_s = self.step_s(fittings)
+                if found_s < step_s * (1 - ROUNDING):
+                    lines, step_s, improved = tuple(fitting.line for fitting in fittings), found_s, True
+                    break
+        return lines, step_s
+
+    def may_split(self, lines: Lines) -> bool:
+        """Whether backward in two parts is a choice, and there is more than one stage for it."""
+        if self.fixed or len(set(self.request.split_choices)) < 2 or len(lines) == used(lines):
+            return False
+        return all(self._splits[rank] for line in lines for rank in line.ranks)
+
+    def ordered(self, lines: Lines, depth: float, draw: random.Random, looks: int) -> list[Lines]:
+        """Pipelines of other ranks, or of these in other orders, that take less and less by estimate, cut for that; first as
+        ``lines`` have them. Empty: these do not fit. ``depth``: see ``Estimate.placed``."""
+        cut = self.cut(lines, depth)
+        if cut is None:
+            return []
+        changes, (warm, cold) = Changes(self.costs, self.estimates, draw, "ranks"), LEFT
+        every, target_s, now, known = [cut[1]], cut[0] * SOONER, lines, dict[Line, float]()
+        left = self._left(now, target_s, depth, known)
+        for look in range(looks):
+            changed = changes.changed(now)
+            if changed == now:
+                continue
+            allowed = left + warm * (cold / warm) ** (look / looks) * draw.expovariate(1.0)
+            found = self._left(changed, target_s, depth, known)
+            if found <= allowed:
+                now, left = changed, found
+                if left <= 0 and (cut := self.cut(now, depth)) is not None:
+                    every.append(cut[1])
+                    target_s = cut[0] * SOONER
+                    known.clear()
+                    left = self._left(now, target_s, depth, known)
+        return every
+
+    def price(self, lines: Lines) -> float:
+        """Step time; infinite: they do not fit."""
+        fittings = self.within(math.inf, lines)
+        return math.inf if fittings is None or used(lines) < self.least else self.step_s(fittings)
+
+    def deepened(self, lines: Lines) -> list[Start]:
+        """``lines`` with several depths, by their ``quick_s``, the best first; those that fit pipeline by pipeline."""
+        found: dict[Lines, float] = {}
+        ways = itertools.product(ALLOWANCES[: 1 if self.fixed else None], (True, False))
+        paced = (tuple(self.costs[line.micro_batch].paced(line, *way) for line in lines) for way in ways)
+        for other in paced if self.fixed else (lines, *paced):
+            fittings = self.within(math.inf, other)
+            if fittings is not None and used(other) >= self.least:
+                fitted = tuple(fitting.line for fitting in fittings)
+                if fitted not in found:
+                    found[fitted] = self.quick_s(fittings)
+        return sorted(found.items(), key=lambda one: one[1])
+
+    def fastest(self, starts: Sequence[Start]) -> Start:
+        """The first that fits, with its step time; infinite: none does."""
+        priced = ((lines, self.price(lines)) for lines, _ in starts)
+        return next((one for one in priced if one[1] < math.inf), (starts[0][0] if starts else (), math.inf))
+
+    def cut(self, lines: Lines, depth: float) -> tuple[float, Lines] | None:
+        """The least time by estimate, and the cuts for it."""
+        found = []
+        for line in lines:
+            cut = self.estimates[line.micro_batch].cut(line, depth)
+            if cut is None:
+                return None
+            found.append(cut)
+        return max(step_s for step_s, _ in found), tuple(line for _, line in found)
+
+    def _left(self, lines: Lines, step_s: float, depth: float, known: dict[Line, float]) -> float:
+        """Layers that find no place by ``step_s``, of every pipeline ``known`` when it has been worked out."""
+        total = 0.0
+        for line in lines:
+            if line not in known:
+                known[line] = self.layer_count - self.estimates[line.micro_batch].placed(line, step_s, depth)[0]
+            total += known[line]
+        return total
+
+    def fitted(self, line: Line) -> Fitting | None:
+        if line not in self._known:
+            self._known[line] = self.costs[line.micro_batch].fitted(line)
+        return self._known[line]
+
+    def within(self, limit_s: float, lines: Lines) -> list[Fitting] | None:
+        """The pipelines as they fit; None: they do not, or one takes longer than ``limit_s``."""
+        fittings = []
+        for line in lines:
+            fitting = self.fitted(line)
+            if fitting is None or fitting.bound_s > limit_s:
+                return None
+            if self.fixed and fitting.line.flying != line.flying:
+                return None
+            fittings.append(fitting)
+        return fittings
+
+
+def always_split(request: PlanRequest) -> bool:
+    """Is every backward in two parts, where a pipeline has more than one stage?"""
+    return request.schedule == "split" or (request.schedule == "auto" and False not in request.split_choices)

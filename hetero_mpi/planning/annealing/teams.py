@@ -1,0 +1,82 @@
+"""Every way of putting few ranks into pipelines, some left out: those that look best by estimate are plans to begin with."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+
+from hetero_mpi.planning.annealing.lines import Line, Lines, used
+from hetero_mpi.planning.annealing.rounds import Rounds, Start, always_split
+
+Team = tuple[tuple[int, ...], ...]
+"""Of every pipeline its ranks, in order."""
+LOOKED_AT = 60
+"""Teams of one number of pipelines, with micro-batch size and cuts, that are simulated."""
+
+
+def best_teams(rounds: Rounds, most: int) -> Iterator[Start]:
+    """Of every number of pipelines up to ``most``: every team, with what suits it best of a few cuts, micro-batch sizes and depths,
+    with backward in one part and in two. What is found for a number does not depend on ``most``."""
+    known: dict[Line, tuple[float, Line] | None] = {}
+    for number in range(1, most + 1):
+        every = [
+            (step_s, index, lines)
+            for index, team in enumerate(teams(len(rounds.speed), number, rounds.layer_count))
+            if sum(map(len, team)) >= rounds.least
+            for step_s, lines in _cut(team, rounds, known)
+        ]
+        best: dict[int, Start] = {}
+        for _, index, lines in heapq.nsmallest(LOOKED_AT, every, key=lambda one: one[:2]):
+            for split in (False, True) if rounds.may_split(lines) else (always_split(rounds.request),):
+                start = rounds.fastest(rounds.deepened(tuple(line._replace(split=split) for line in lines)))
+                best[index] = min(start, best.get(index, start), key=lambda one: one[1])
+        yield from (start for start in best.values() if start[1] < math.inf)
+
+
+def teams(count: int, pipelines: int, stages: int) -> list[Team]:
+    """Of ranks 0 to ``count`` - 1, in so many pipelines of at most so many stages each."""
+    found: list[Team] = [()]
+    for rank in range(count):
+        found = [other for team in found for other in _with(team, rank, pipelines, stages)]
+    return [team for team in found if len(team) == pipelines]
+
+
+def _with(team: Team, rank: int, pipelines: int, stages: int) -> Iterator[Team]:
+    """Without ``rank``, at every place of every pipeline, and as a pipeline of its own."""
+    yield team
+    for index, line in enumerate(team):
+        for place in range(len(line) + 1) if len(line) < stages else ():
+            yield (*team[:index], (*line[:place], rank, *line[place:]), *team[index + 1 :])
+    if len(team) < pipelines:
+        yield (*team, (rank,))
+
+
+def _cut(team: Team, rounds: Rounds, known: dict[Line, tuple[float, Line] | None]) -> Iterator[tuple[float, Lines]]:
+    """The time by estimate, and pipelines: of each micro-batch size with layers dealt out by speed, and cut by estimate."""
+    batch = rounds.request.global_batch
+    speeds = [[rounds.speed[rank] for rank in ranks] for ranks in team]
+    for size in rounds.costs:
+        if batch % size or batch // size < len(team):
+            continue
+        lines, cuts = [], []
+        for ranks, own, share in zip(team, speeds, dealt([sum(own) for own in speeds], batch // size), strict=True):
+            line = Line(ranks, tuple(dealt(own, rounds.layer_count)), (batch,) * len(ranks), size, size * share)
+            if line not in known:
+                known[line] = rounds.estimates[size].cut(line, depth=1.0)
+            lines.append(line)
+            cuts.append(known[line] or (math.inf, line))
+        step_s = max(step_s for step_s, _ in cuts)
+        yield step_s, tuple(lines)
+        cut = tuple(line for _, line in cuts)
+        if step_s < math.inf and used(cut) == used(lines):
+            yield step_s, cut
+
+
+def dealt(weights: Sequence[float], total: int) -> list[int]:
+    """``total`` in whole numbers, one each at least, as nearly in proportion to ``weights`` as that goes."""
+    counts = [1] * len(weights)
+    for _ in range(total - len(weights)):
+        index = max(range(len(weights)), key=lambda k: weights[k] / (counts[k] + 1))
+        counts[index] += 1
+    return counts
