@@ -81,7 +81,7 @@ class ActionPacer:
         stage, scale = self._known.stages[action.stage], self._scale_now(action)
         if action.op is Op.STEP:
             device = self._profile.devices[stage.ranks[0]]
-            return scale * optimizer_s(self._profile, device, stage.first, stage.last)
+            return scale * optimizer_s(self._profile, device, stage.first, stage.last, stage.streamed)
         return scale * self._known.of(action)[0]
 
     def _scale_now(self, action: Action) -> float:

@@ -1,7 +1,7 @@
 """All-reduces of the gradients of layers that several ranks hold, started while the last backward still runs.
 
 Every such layer has one flat fp32 buffer, whose views are its parameters' gradients. As backward finishes a layer, the last
-one first, its buffer is summed where it lies (on CPU ranks) or in a copy in host memory, over exactly the ranks that hold
+one first, its buffer is summed where it lies (in host memory) or in a copy there, over exactly the ranks that hold
 it; REDUCE waits for that. All members of a group start its all-reduces in this one order, and no start waits for another rank, so
 nothing can deadlock. Copies go and come beside what the device computes: nobody waits for one before REDUCE.
 
@@ -137,11 +137,11 @@ class GradientAllReduce:
 
 
 class _LayerAllReduce:
-    """The gradients of a layer, and where they are summed: in place on CPU ranks, else in a copy in host memory."""
+    """The gradients of a layer, and where they are summed: in place in host memory, else in a copy there."""
 
     def __init__(self, group: Group, gradients: torch.Tensor, backend: Backend, out: Copying, back: Copying) -> None:
         self.group, self._gradients, self._out, self._back = group, gradients, out, back
-        self._copies = backend.device != HOST
+        self._copies = gradients.device != HOST
         self._host = backend.host_buffer(gradients.shape, torch.float32) if self._copies else gradients
         self.request: Request | None = None
         self._copied: Copied | None = None

@@ -101,7 +101,7 @@ class TiedMatrix:
             self._outbox.flush()
         elif self.sends:
             assert stage.tied_head is not None
-            head = stage.tied_head.detach()
+            head = stage.storage_of(stage.tied_head)
             coming = self._arrival(self.ends.embedding, _WEIGHT, head if self._host is None else self._host, head)
             coming.wait()
             coming.release()

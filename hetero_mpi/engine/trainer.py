@@ -236,10 +236,10 @@ class Trainer:
         assert self.optimizer is not None and self.stage is not None
         with torch.no_grad():
             if name in self.tuning.constants:
-                self.stage.model.get_parameter(name).copy_(value)
+                self.stage.storage_of(self.stage.model.get_parameter(name)).copy_(value)
                 return
             self.optimizer.targets[name].copy_(value)
-            self.stage.parameters[name].copy_(self.optimizer.targets[name])
+            self.stage.overwrite({name: self.optimizer.targets[name]})
 
     def share_tied_weight(self) -> None:
         """Bring the embedding's values to the head's copy of a tied matrix, within each pipeline. Called by every active rank."""

@@ -224,8 +224,9 @@ class PlanTable(JobTable):
     pipelines: Positive | Literal["auto"] = "auto"
     """Pipelines that may hold the model side by side, at most, and share the global batch; "auto": as many as help."""
     stream: bool | Literal["auto"] = "auto"
-    """Stream weights that are not trained (beside adapters) from host memory, layer by layer: a stage may hold more than its device
-    has room for. "auto": where nothing fits otherwise, or a step gets 2 % shorter; true: wherever it gets shorter; false: never."""
+    """Stream weights from host memory, layer by layer: a stage may hold more than its device has room for. Beside adapters the
+    frozen ones; where all are trained, gradients and optimizer state are there, too (not of CPU ranks). "auto": where nothing
+    fits otherwise, or a step gets 2 % shorter; true: wherever it gets shorter; false: never."""
     rebalance: bool = True
     """Move layers between ranks while the run goes on, when ranks run faster or slower than profiled and a step would become
     shorter by 5 % at least; micro-batches and pipelines stay as they are. Not with ``--plan``."""

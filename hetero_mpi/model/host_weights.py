@@ -1,8 +1,8 @@
-"""Frozen weights of a streamed stage, layer by layer: their home is host memory, the device holds few layers at a time.
+"""Weights of a streamed stage, layer by layer: they are kept in host memory, the device holds few layers at a time.
 
 A layer's tensors lie in one block of bytes, so that one copy brings them to the device. On a rank that computes in host memory
 (a CPU) nothing is copied: the block is a file of the rank's own, mapped into memory, and the system keeps of it what there is
-room for.
+room for. (Where all weights are trained, such a rank has no blocks.)
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def large_files_folder() -> Path:
 
 
 class HostLayer:
-    """The frozen tensors of one layer in a block of host memory, to which its modules refer as long as it is not on the device."""
+    """The tensors of one layer in a block of host memory, to which its modules refer as long as it is not on the device."""
 
     def __init__(self, modules: Iterable[nn.Module], backend: Backend, folder: Path | None) -> None:
-        """Move the modules' frozen tensors to host memory.
+        """Move the modules' tensors to host memory.
 
         ``folder``: where to put the mapped file on a rank that computes in host memory; None: ordinary memory.
 
@@ -65,7 +65,7 @@ class HostLayer:
         """
         self.places: list[_Place] = []
         self.bytes = 0
-        for holder, attribute in _frozen(modules):
+        for holder, attribute in _tensors(modules):
             tensor = getattr(holder, attribute)
             self.places.append(_Place(holder, attribute, self.bytes, tensor.dtype, tuple(tensor.shape)))
             self.bytes = -(-self.places[-1].end // _ALIGNMENT) * _ALIGNMENT
@@ -123,6 +123,8 @@ class HostWeights:
         self._slots: list[torch.Tensor] = []
         self._in_slot: list[int | None] = [None] * STREAMED_LAYERS
         self._coming: dict[int, Copied] = {}
+        self._copied = [Copied()] * STREAMED_LAYERS
+        """Of every slot, the last copy."""
         self._computing: int | None = None
         if self._copying is not None:
             largest = max(layer.bytes for layer in layers.values())
@@ -155,6 +157,14 @@ class HostWeights:
         elif layer not in self._in_slot:
             self._begin_copy(layer, keeping)
 
+    def release(self) -> None:
+        """No layer is on the device any more: blocks may be written to."""
+        for layer, copied in zip(self._in_slot, self._copied, strict=True):
+            if layer is not None:
+                self.layers[layer].attach(self.layers[layer].block)
+                copied.wait()
+        self._in_slot, self._coming, self._computing = [None] * STREAMED_LAYERS, {}, None
+
     def _begin_copy(self, layer: int, keeping: int | None) -> None:
         assert self._copying is not None
         slot = next(place for place, held in enumerate(self._in_slot) if held is None or held != keeping)
@@ -165,13 +175,13 @@ class HostWeights:
         host = self.layers[layer]
         self._in_slot[slot] = layer
         self._copying.after_compute()  # the slot's former layer has been computed with until now
-        self._coming[layer] = self._copying.copy(self._slots[slot][: host.bytes], host.block)
+        self._copied[slot] = self._coming[layer] = self._copying.copy(self._slots[slot][: host.bytes], host.block)
 
 
-def _frozen(modules: Iterable[nn.Module]) -> list[tuple[Any, str]]:
-    """(holder, attribute) of every tensor that is not trained; of packed weights also the scales."""
+def _tensors(modules: Iterable[nn.Module]) -> list[tuple[Any, str]]:
+    """(holder, attribute) of every parameter; of packed weights also of the scales."""
     found: list[tuple[Any, str]] = []
-    for parameter in dict.fromkeys(p for root in modules for p in root.parameters() if not p.requires_grad):
+    for parameter in dict.fromkeys(p for root in modules for p in root.parameters()):
         found.append((parameter, "data"))
         packing = getattr(parameter, "quant_state", None)
         if packing is not None:

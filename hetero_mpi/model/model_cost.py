@@ -11,11 +11,9 @@ from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.quantize import packed_bytes
 from hetero_mpi.model.transformers.chain import TransformersChain, language
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.planning.types.cost import LayerCost, ModelCost
+from hetero_mpi.planning.types.cost import GRADIENT_BYTES, LayerCost, ModelCost
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-GRADIENT_BYTES = 4
-"""Gradients are added up in fp32, whatever the compute dtype."""
 ADAM_BYTES = 8
 """Two fp32 moments."""
 

@@ -15,14 +15,13 @@ import numpy as np
 import torch
 
 from hetero_mpi.job.load import TrainTable
+from hetero_mpi.model.offloaded_gradients import flat_layout
 from hetero_mpi.model.stage import Stage
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """torch's names of AdamW's first and second moment."""
 _BLOCK, _SHORT = 1024, 4096
 """Squares added in fp32 at a time, and how many numbers are left to fp64 at most."""
-_ALIGNMENT = 16
-"""Floats: every gradient in a flat buffer starts at a cache line."""
 
 
 class LearningRate:
@@ -55,7 +54,8 @@ class Optimizer:
     """The optimizer of one rank.
 
     In fp32 the parameters themselves are optimised. In a narrower dtype gradients are added up in fp32 as soon as autograd has
-    them, AdamW steps the fp32 masters, and the parameters are rounded from these.
+    them, AdamW steps the fp32 masters, and the parameters are rounded from these. Where the stage keeps its parameters in host
+    memory beside a device of its own, all of that is there, too.
     """
 
     def __init__(self, stage: Stage, train: TrainTable, flat_layers: Iterable[int] = ()) -> None:
@@ -65,15 +65,22 @@ class Optimizer:
         self._tied: torch.nn.Parameter | SimpleNamespace | None = stage.tied_head
         if stage.masters:
             self.targets = {name: torch.nn.Parameter(master) for name, master in stage.masters.items()}
+        self._flat: dict[int, torch.Tensor] = {}
+        self._views: dict[str, torch.Tensor] = {}
+        if stage.offloaded is not None:
+            self._flat, self._views = stage.offloaded.flat, stage.offloaded.views
+            for name, view in self._views.items():
+                self.targets[name].grad = view
+            self._tied = SimpleNamespace(grad=stage.offloaded.tied)
+        elif stage.masters:
             for name, parameter in stage.parameters.items():
                 _accumulate_in_fp32(stage, parameter, self.targets[name])
             if stage.tied_head is not None and stage.tied_head.requires_grad:
                 self._tied = SimpleNamespace(grad=None)
                 _accumulate_in_fp32(stage, stage.tied_head, self._tied)
-        self._flat: dict[int, torch.Tensor] = {}
-        self._views: dict[str, torch.Tensor] = {}
         for layer in flat_layers:
-            self._flatten(layer)
+            if layer not in self._flat:
+                self._flatten(layer)
         self.schedule = LearningRate(train)
         groups = [
             {
@@ -93,6 +100,9 @@ class Optimizer:
         )
 
     def zero(self) -> None:
+        if self.stage.offloaded is not None:
+            self.stage.offloaded.begin_step()
+            return
         for flat in self._flat.values():
             flat.zero_()
         for name, target in self.targets.items():
@@ -114,10 +124,7 @@ class Optimizer:
 
     def _flatten(self, layer: int) -> None:
         names = [name for name in self.targets if self.stage.chain.layer_of(name) == layer]
-        starts, length = [], 0
-        for name in names:
-            starts.append(length)
-            length += -(-self.targets[name].numel() // _ALIGNMENT) * _ALIGNMENT
+        starts, length = flat_layout(self.targets[name].numel() for name in names)
         self._flat[layer] = torch.zeros(length, dtype=torch.float32, device=self.stage.backend.device)
         for name, start in zip(names, starts, strict=True):
             target = self.targets[name]
@@ -127,6 +134,7 @@ class Optimizer:
     def tied_gradient(self) -> torch.Tensor:
         """The fp32 gradient of the head's copy of a tied embedding matrix."""
         assert self._tied is not None
+        self._wait()
         return self._tied.grad
 
     def gradient(self, name: str) -> torch.Tensor:
@@ -134,7 +142,13 @@ class Optimizer:
         target = self.targets[name]
         if target.grad is None:
             target.grad = torch.zeros_like(target)
+        self._wait()
         return target.grad
+
+    def _wait(self) -> None:
+        """Return when gradients that leave the device have left it."""
+        if self.stage.offloaded is not None:
+            self.stage.offloaded.wait()
 
     def squared_norms(self) -> dict[str, float]:
         """name -> sum of squares of the gradient, to be added in fp64 over all ranks in name order."""
@@ -157,9 +171,7 @@ class Optimizer:
             group["lr"] = rate
         self.adamw.step()
         if self.stage.masters:
-            torch._foreach_copy_(
-                [self.stage.parameters[name].data for name in self.targets], list(self.targets.values())
-            )
+            self.stage.overwrite(self.targets)
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
         """``exp_avg`` and ``exp_avg_sq`` of a parameter (fp32); zeros before its first step."""

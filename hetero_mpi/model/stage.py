@@ -8,7 +8,7 @@ Layers keep their global indices, so parameter names are the whole model's every
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from hetero_mpi.model.layer.loss import IGNORED as IGNORED
 from hetero_mpi.model.layer.quantize import quantize_linears, set_training
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.layer.split_backward import WeightGradients
+from hetero_mpi.model.offloaded_gradients import OffloadedGradients
 from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.model.tuning import Tuning, full_training
 
@@ -72,9 +73,10 @@ class Stage:
 
     Attributes:
         parameters: name -> parameter this rank trains, in the model's order (compute dtype, on the device).
-        masters: name -> fp32 copy of each parameter where the compute dtype is narrower; empty in fp32.
+        masters: name -> fp32 copy of each parameter where the compute dtype is narrower, or ``state_device`` another; else empty.
         tied_head: the head's own copy of a tied embedding matrix, or None. It is never optimised here: its gradient is
             added to the embedding's and the new values come back.
+        offloaded: gradients in host memory, of a stage whose device has another; else None.
         deferred: what the second part of a split backward still needs; None where backward comes in one part.
     """
 
@@ -121,6 +123,7 @@ class Stage:
         if recompute:
             chain.recompute(self.model, True)
         set_training(self.model, True)
+        self.offloaded: OffloadedGradients | None = None
         self.deferred: WeightGradients | None = None
         if split_backward and self.tuning.full:
             self._put_off_matrices(recompute)
@@ -134,6 +137,11 @@ class Stage:
         if not self.is_first:
             entrance = self.model.get_submodule(chain.module_names(first)[0])
             entrance.register_forward_pre_hook(self._enter, with_kwargs=True)
+
+    @property
+    def state_device(self) -> torch.device:
+        """Where parameters, masters, gradients and moments are kept between the computations of a layer."""
+        return self.backend.device
 
     @property
     def is_first(self) -> bool:
@@ -227,6 +235,17 @@ class Stage:
             report.down_to(self.first)
         return joined(dxs) if dxs else None
 
+    def storage_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The memory in which a parameter of the stage is kept: whoever changes it writes there."""
+        return parameter.data
+
+    def overwrite(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Round trained parameters from these, by name."""
+        pairs = [(self.storage_of(self.parameters[name]), value) for name, value in values.items()]
+        pairs = [(own, value) for own, value in pairs if own.data_ptr() != value.data_ptr()]
+        if pairs:
+            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+
     def forget(self) -> None:
         """Drop what forwards kept for backwards that will not come."""
         self._kept.clear()
@@ -309,7 +328,7 @@ class Stage:
         head, embedding = self.chain.tied
         module, _, attribute = head.rpartition(".")
         weight = self.model.get_parameter(embedding).detach()
-        weight = weight if self.is_first else weight.to(self.backend.device, self.dtype)
+        weight = weight if self.is_first else weight.to(self.state_device, self.dtype)
         self.tied_head = nn.Parameter(weight, requires_grad=self.tuning.full)
         setattr(self.model.get_submodule(module), attribute, self.tied_head)
 
@@ -334,7 +353,7 @@ class Stage:
         trained = self.tuning.full and name in self.chain.parameters
         if not trained:  # narrowed on the host: the device never holds both forms of a matrix that it only reads
             value = value.to(self.chain.dtype_of(name, self.dtype))
-        value = value.to(self.backend.device)
+        value = value.to(self.state_device)
         if trained and self.dtype != torch.float32:
             self.masters[name] = value
         parameter.data = value.to(self.chain.dtype_of(name, self.dtype))

@@ -1,13 +1,16 @@
 """A stage that holds more than its device: layer by layer, each on all slices of a micro-batch.
 
 Forward keeps the inputs of all layers. Backward takes the layers from the last to the first: it repeats a layer's forward and
-goes back through it. Frozen weights are in host memory (``host_weights``) and come to the device one layer ahead, so one copy
-serves all slices (Cephalo, arXiv:2411.01075, calls it layered gradient accumulation). Trained parameters and their state stay.
+goes back through it. Weights are in host memory (``host_weights``) and come to the device one layer ahead, so one copy serves all
+slices (Cephalo, arXiv:2411.01075, calls it layered gradient accumulation). Adapters and their state stay on the device. Where all
+weights are trained, gradients leave it layer by layer (``offloaded_gradients``), and masters and moments are never there.
+A rank that computes in host memory (a CPU) keeps what is trained in its ordinary memory, since every step reads and writes all of
+it: of mapped files, each would be written to the disk in every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from hetero_mpi.model.frozen_weight_cache import Kept
 from hetero_mpi.model.host_weights import HostLayer, HostWeights
 from hetero_mpi.model.layer.gradient_ready import Finished, GradientReadyHooks
 from hetero_mpi.model.layer.interface import LayerChain, PassThrough
+from hetero_mpi.model.offloaded_gradients import OffloadedGradients
 from hetero_mpi.model.stage import MicroBatch, Slices, Stage, joined, parts
 from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.model.tuning import Tuning
@@ -32,7 +36,7 @@ class StreamedStage(Stage):
     """A ``Stage`` whose layers are computed one by one; the same numbers as of one that recomputes, in slices as large.
 
     Attributes:
-        weights: the frozen weights' home.
+        weights: those in host memory.
     """
 
     def __init__(
@@ -59,6 +63,8 @@ class StreamedStage(Stage):
             chain, first, last, backend, dtype, start, seed, tuning, kept=kept, slice_sequences=slice_sequences
         )
         self.weights = HostWeights(self._host_layers, backend)
+        if self.state_device != backend.device:
+            self.offloaded = OffloadedGradients(backend, self._trained_by_layer(), self.tied_head)
         self._modules = {
             layer: {name: self.model.get_submodule(name) for name in chain.module_names(layer)}
             for layer in range(first, last)
@@ -70,6 +76,21 @@ class StreamedStage(Stage):
             entrance.register_forward_pre_hook(partial(self._arrive, layer))
             if layer > first:
                 entrance.register_forward_pre_hook(self._enter_alone, with_kwargs=True)
+
+    @property
+    def state_device(self) -> torch.device:
+        return HOST if self.tuning.full else self.backend.device
+
+    def storage_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        if self.tuning.full:
+            self.weights.release()
+        return parameter.data
+
+    def overwrite(self, values: Mapping[str, torch.Tensor]) -> None:
+        super().overwrite(values)
+        if self.offloaded is not None and self.chain.tied is not None and self.tied_head is not None and self.is_first:
+            # Each end of the matrix is in its own layer's block.
+            self.storage_of(self.tied_head).copy_(self.parameters[self.chain.tied[1]].data)
 
     def forward(self, position: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         slices = position.slices(len(x), self.slice_sequences)
@@ -91,9 +112,19 @@ class StreamedStage(Stage):
         return {}
 
     def _placed(self, layer: int) -> None:
-        if not self.tuning.full:
-            modules = [self.model.get_submodule(name) for name in self.chain.module_names(layer)]
-            self._host_layers[layer] = HostLayer(modules, self.backend, self._folder)
+        if self.tuning.full and self.backend.device == HOST:
+            return
+        modules = [self.model.get_submodule(name) for name in self.chain.module_names(layer)]
+        self._host_layers[layer] = HostLayer(modules, self.backend, self._folder)
+        if self.tuning.full:  # in fp32 the block has the masters
+            for spec in self.chain.specs(layer, layer + 1):
+                self.masters.setdefault(spec.name, self.model.get_parameter(spec.name).data)
+
+    def _trained_by_layer(self) -> dict[int, dict[str, nn.Parameter]]:
+        found: dict[int, dict[str, nn.Parameter]] = {layer: {} for layer in sorted(self._trained_layers)}
+        for name, parameter in self.parameters.items():
+            found[self.chain.layer_of(name)][name] = parameter
+        return found
 
     def _through(
         self,
@@ -132,15 +163,30 @@ class StreamedStage(Stage):
         report = GradientReadyHooks(self._trained_layers, finished) if finished is not None else None
         gradients = list(parts(dy, [rows.stop - rows.start for _, rows in slices]))
         for layer in self._one_by_one(reversed(range(self.first, self.last))):
+            if self.offloaded is not None:
+                self.offloaded.begin(layer)
             for place, ((part, rows), value) in enumerate(zip(slices, inputs.pop(layer), strict=True)):
                 x = value if layer == 0 else value.detach().requires_grad_(True)
                 y = self._layer(layer, part, x, None if targets is None else targets[rows], part.target_tokens)
                 if y.requires_grad:  # not of an embedding that is not trained
                     torch.autograd.backward(y, gradients[place])
                 gradients[place] = x.grad
+            if self.offloaded is not None:
+                self.offloaded.end(layer)
             if report is not None:
-                report.down_to(layer)
+                report.down_to(self._whole_from(layer))
+        if report is not None:
+            if self.offloaded is not None:
+                self.offloaded.wait()
+            report.down_to(self.first)
         return None if self.is_first else joined([dx for dx in gradients if dx is not None])
+
+    def _whole_from(self, layer: int) -> int:
+        """From which layer on gradients are where they belong, since the backward of ``layer`` has been given to the device."""
+        if self.offloaded is None:
+            return layer
+        self.offloaded.wait(newest=False)
+        return layer + 1
 
     def _one_by_one(self, layers: Iterable[int]) -> Iterator[int]:
         """Each of ``layers``, which computes alone meanwhile; whoever calls the model between actions finds all layers."""

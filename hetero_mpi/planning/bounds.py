@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_mpi.planning.memory import GRADIENT_BYTES, usable_bytes
+from hetero_mpi.planning.memory import usable_bytes
+from hetero_mpi.planning.types.cost import GRADIENT_BYTES
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
 

@@ -10,11 +10,14 @@ from operator import add
 import numpy as np
 
 from hetero_mpi.comm.all_reduce_paths import ring_of
-from hetero_mpi.planning.memory import GRADIENT_BYTES, stage_trainable
+from hetero_mpi.planning.memory import stage_trainable
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by, reduced_layers, stages, tied_heads
-from hetero_mpi.planning.types.cost import DTYPE_BYTES, ModelCost
+from hetero_mpi.planning.types.cost import DTYPE_BYTES, GRADIENT_BYTES, ModelCost
 from hetero_mpi.planning.types.plan import Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LayerTimes
+
+_STEP_BYTES = 46
+"""Bytes of memory that a step reads and writes per parameter: norm 4, clipping 8, AdamW 28, rounding 6."""
 
 
 def compute_s(profile: ClusterProfile, device: DeviceProfile, first: int, last: int, tokens: int, op: Op) -> float:
@@ -57,9 +60,18 @@ def recompute_s(profile: ClusterProfile, device: DeviceProfile, first: int, last
     return total
 
 
-def optimizer_s(profile: ClusterProfile, device: DeviceProfile, first: int, last: int) -> float:
-    """Seconds of one optimizer step over the layers [first, last)."""
-    return device.optimizer_fixed_s + device.optimizer_s_per_parameter * stage_trainable(profile.model, first, last)
+def optimizer_s(profile: ClusterProfile, device: DeviceProfile, first: int, last: int, streamed: bool = False) -> float:
+    """Seconds of one optimizer step over the layers [first, last): in host memory, where these are streamed and trained whole."""
+    in_host_memory = streamed and profile.model.trained_whole and not device.shares_host_memory
+    each_s = host_optimizer_s(device) if in_host_memory else device.optimizer_s_per_parameter
+    return device.optimizer_fixed_s + each_s * stage_trainable(profile.model, first, last)
+
+
+def host_optimizer_s(device: DeviceProfile) -> float:
+    """Seconds of the optimizer in host memory per parameter: as measured, else as fast as the device copies from that memory."""
+    if device.host_optimizer_s_per_parameter is not None:
+        return device.host_optimizer_s_per_parameter
+    return _STEP_BYTES / device.host_to_device_bytes_per_s
 
 
 def tied_s(profile: ClusterProfile, embedding: int, head: int) -> float:
@@ -79,7 +91,7 @@ def _step_s(action: Action, plan: Plan, profile: ClusterProfile) -> float:
 
     def updated_s(number: int) -> float:
         _, _, stage = stages(plan)[number]
-        return optimizer_s(profile, profile.devices[stage.ranks[0]], stage.first, stage.last)
+        return optimizer_s(profile, profile.devices[stage.ranks[0]], stage.first, stage.last, stage.streamed)
 
     own = updated_s(action.stage)
     for head, embedding in tied_heads(plan, profile.model).items():
@@ -172,7 +184,8 @@ def duration(action: Action, plan: Plan, profile: ClusterProfile) -> float:
 def stage_s(profile: ClusterProfile, stage: StagePlan, size: int, sequence_length: int, op: Op) -> float:
     """Seconds of forward, backward or a part of it of a stage of a plan, for a micro-batch of ``size`` sequences."""
     if stage.streamed:
-        return sum(_streamed_s(profile, stage, _slices(stage, size, sequence_length), op))
+        leave_s = offload_s(profile.devices[stage.ranks[0]], profile.model, stage.first) if op is not Op.F else 0.0
+        return sum(_streamed_s(profile, stage, _slices(stage, size, sequence_length), op)) + leave_s
     device = profile.devices[stage.ranks[0]]
     seconds = [_slice_s(profile, device, stage, tokens, op) for tokens in _slices(stage, size, sequence_length)]
     return reduce(add, seconds)
@@ -193,8 +206,9 @@ def _slice_s(profile: ClusterProfile, device: DeviceProfile, stage: StagePlan, t
 def _streamed_s(profile: ClusterProfile, stage: StagePlan, slices: Sequence[int], op: Op) -> list[float]:
     """Seconds until the first layer's weights are there, then of every layer in the order of computing.
 
-    A layer takes as long as all of its slices or as the copy of the next one's weights, whichever is longer. Each layer is called
-    by itself and costs what a stage of one layer does. In backward it repeats its forward.
+    A layer takes as long as all of its slices or as the copies beside it, whichever is longer: of the next one's weights; in
+    backward also, where all weights are trained, of the gradients of the one before, which leave, and of the next one, which come.
+    Each layer is called by itself and costs what a stage of one layer does. In backward it repeats its forward.
     """
     device, back = profile.devices[stage.ranks[0]], op is not Op.F
     order = range(stage.last - 1, stage.first - 1, -1) if back else range(stage.first, stage.last)
@@ -205,11 +219,24 @@ def _streamed_s(profile: ClusterProfile, stage: StagePlan, slices: Sequence[int]
         again = repeated_s if back else lambda *_: 0.0
         return sum(overhead_s + layer_s(times, op, tokens) + again(times, tokens) for tokens in slices)
 
-    copies = [weights_s(device, profile.model.frozen_bytes(layer)) for layer in order]
-    return [
-        copies[0],
-        *(max(copy_s, computing_s(layer)) for layer, copy_s in zip(order, [*copies[1:], 0.0], strict=True)),
+    model = profile.model
+    copies = [weights_s(device, model.streamed_bytes(layer)) for layer in order] + [0.0]
+    leaving = [offload_s(device, model, layer) if back else 0.0 for layer in order]
+    coming = [
+        weights_s(device, model.gradient_bytes(layer)) if back and model.trained_whole else 0.0 for layer in order
     ]
+    beside = [
+        max(copy_s, out_s + in_s)
+        for copy_s, out_s, in_s in zip(copies[1:], [0.0, *leaving], [*coming[1:], 0.0], strict=False)
+    ]
+    return [copies[0], *(max(beside_s, computing_s(layer)) for layer, beside_s in zip(order, beside, strict=True))]
+
+
+def offload_s(device: DeviceProfile, model: ModelCost, layer: int) -> float:
+    """Seconds in which the gradients of a layer of a streamed stage leave the device, where all weights are trained."""
+    if device.shares_host_memory or not model.trained_whole:
+        return 0.0
+    return device.copy_latency_s + model.gradient_bytes(layer) / device.device_to_host_bytes_per_s
 
 
 def weights_s(device: DeviceProfile, size_bytes: int) -> float:
@@ -232,7 +259,11 @@ def finished_layers_s(action: Action, plan: Plan, profile: ClusterProfile) -> di
     *before, tokens = _slices(stage, size, plan.sequence_length)
     if stage.streamed:
         ends = itertools.accumulate(_streamed_s(profile, stage, [*before, tokens], action.op))
-        return dict(zip(reversed(range(stage.first, stage.last)), itertools.islice(ends, 1, None), strict=True))
+        order = reversed(range(stage.first, stage.last))
+        return {
+            number: end_s + offload_s(device, profile.model, number)
+            for number, end_s in zip(order, itertools.islice(ends, 1, None), strict=True)
+        }
     before_s = sum(_slice_s(profile, device, stage, part, action.op) for part in before)
     of_kind = {kind: layer_s(times, action.op, tokens) for kind, times in device.layers.items()}
     seconds = [of_kind[layer.kind] for layer in profile.model.layers]

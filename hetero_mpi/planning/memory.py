@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.schedule import Action, Op, schedule_of, stages
-from hetero_mpi.planning.types.cost import LayerCost, ModelCost
+from hetero_mpi.planning.types.cost import GRADIENT_BYTES, LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import HostMemory, RankMemory
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -16,9 +16,8 @@ from hetero_mpi.planning.types.request import PlanRequest
 STAGING_BUFFERS = 2
 """Host buffers per boundary and direction: one in transfer while the other is filled or read."""
 STREAMED_LAYERS = 2
-"""Layers of a streamed stage whose frozen weights are on the device: the one that computes and the next one."""
-GRADIENT_BYTES = 4
-"""Gradients are exchanged in fp32."""
+"""Layers of a streamed stage whose weights are on the device: the one that computes and the next one. Of gradients: the one that
+computes, and the one whose gradients leave or come."""
 
 
 @dataclass(frozen=True)
@@ -82,37 +81,52 @@ def stage_memory(
 
 
 def streamed_memory(
-    model: ModelCost, first: int, last: int, tokens: int, in_flight: int, slice_tokens: int
+    model: ModelCost,
+    first: int,
+    last: int,
+    tokens: int,
+    in_flight: int,
+    slice_tokens: int,
+    shares_host_memory: bool = False,
 ) -> StageMemory:
-    """Bytes on the device for the layers [first, last) of a streamed stage: trained parameters and their state, the frozen ones of
-    ``STREAMED_LAYERS`` layers, every layer's input of each micro-batch in flight, and one layer's activations of a slice.
+    """Bytes on the device for the layers [first, last) of a streamed stage: the weights of ``STREAMED_LAYERS`` layers, every
+    layer's input of each micro-batch in flight, and one layer's activations of a slice. Adapters and their state; or of what is
+    trained whole the gradients of ``STREAMED_LAYERS`` layers.
 
-    Where the device computes in host memory, what is not counted lies in mapped files, of which the system keeps what there is
-    room for.
+    Where the device computes in host memory, frozen weights lie in mapped files, of which the system keeps what there is room for;
+    what is trained whole is all there.
     """
     whole = stage_memory(model, first, last, tokens, in_flight)
     layers = model.layers[first:last]
-    frozen = [model.frozen_bytes(index) for index in range(first, last)]
+    streamed = [model.streamed_bytes(index) for index in range(first, last)]
+    parameters, state = whole.parameters - sum(streamed) + STREAMED_LAYERS * max(streamed), whole.state
+    if model.trained_whole and shares_host_memory:
+        parameters = whole.parameters
+    elif model.trained_whole:
+        parameters = STREAMED_LAYERS * max(streamed)
+        state = STREAMED_LAYERS * max(model.gradient_bytes(index) for index in range(first, last))
     inputs = sum(layer.boundary_bytes_per_token for layer in model.layers[max(0, first - 1) : last - 1])
     # Beside a layer's activations there are its outputs of all slices, forward, or their gradients, backward.
     between = 2 * max((layer.boundary_bytes_per_token for layer in model.layers[max(0, first - 1) : last]), default=0)
     again = max(layer.activation_bytes_per_token for layer in layers)
     return replace(
         whole,
-        parameters=whole.parameters - sum(frozen) + STREAMED_LAYERS * max(frozen),
+        parameters=parameters,
+        state=state,
         activations=in_flight * inputs * tokens,
         workspace=_workspace(layers, slice_tokens) + math.ceil(again * slice_tokens) + between * tokens,
     )
 
 
 def memory_of(
-    model: ModelCost, pipeline: PipelinePlan, stage: StagePlan, sequence_length: int, holding: tuple[int, int]
+    profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, sequence_length: int, holding: tuple[int, int]
 ) -> StageMemory:
     """Bytes of a stage of a plan that holds so many micro-batches: (in flight, deferred)."""
+    model, shares = profile.model_on(stage.ranks[0]), profile.devices[stage.ranks[0]].shares_host_memory
     tokens, (in_flight, deferred) = pipeline.size(0) * sequence_length, holding
     at_once = min(pipeline.size(0), stage.slice_sequences or pipeline.size(0)) * sequence_length
     if stage.streamed:
-        return streamed_memory(model, stage.first, stage.last, tokens, in_flight, at_once)
+        return streamed_memory(model, stage.first, stage.last, tokens, in_flight, at_once, shares)
     return stage_memory(model, stage.first, stage.last, tokens, in_flight, stage.recompute, deferred, at_once)
 
 
@@ -161,9 +175,19 @@ def stage_holdings(pipeline: PipelinePlan, stage: StagePlan, model: ModelCost) -
     return holdings(schedule_of(alone, model)[stage.ranks[0]])
 
 
-def streamed_bytes(stage: StagePlan, model: ModelCost) -> int:
-    """Bytes of a streamed stage's frozen weights, which are in host memory or mapped files."""
-    return sum(model.frozen_bytes(layer) for layer in range(stage.first, stage.last))
+def streamed_bytes(model: ModelCost, first: int, last: int) -> int:
+    """Bytes of the weights that a streamed stage brings to its device, layer by layer."""
+    return sum(model.streamed_bytes(layer) for layer in range(first, last))
+
+
+def host_state_bytes(model: ModelCost, first: int, last: int) -> int:
+    """Bytes in host memory of a streamed stage whose device has memory of its own: the weights, and of what is trained whole its
+    state."""
+    weights = streamed_bytes(model, first, last)
+    if not model.trained_whole:
+        return weights
+    state = math.ceil(stage_trainable(model, first, last) * model.state_bytes_per_trainable_parameter)
+    return weights + state + (model.tied_bytes if last == len(model.layers) else 0)
 
 
 def usable_bytes(memory_bytes: int, reserve: float) -> int:
@@ -175,29 +199,31 @@ def with_copies(profile: ClusterProfile, request: PlanRequest) -> ClusterProfile
     """The profile with a model whose trained parameters take the copies' memory as well, where ranks compute in host memory.
 
     A rank keeps its own copies and, as a peer, others', which are counted as if they were as large as its own. Where some rank
-    has a GPU, whose copies lie in the host's memory too, that memory is planned without what copies may take of it.
+    has a GPU, whose copies lie in the host's memory too, that memory is planned without what copies may take of it, if ranks
+    compute or may keep what they train there.
     """
     more = request.copy_bytes_per_trainable_parameter
     computing = [device.shares_host_memory for device in profile.devices]
-    if not more or not any(computing):
+    streams = request.streaming != "never" and profile.model.trained_whole
+    if not more or not (any(computing) or streams):
         return profile
     if not all(computing):
-        return _without_room_for_copies(profile, more)
+        return _without_room_for_copies(profile, more, streams)
     state = profile.model.state_bytes_per_trainable_parameter + more
     return replace(profile, model=replace(profile.model, state_bytes_per_trainable_parameter=state))
 
 
-def _without_room_for_copies(profile: ClusterProfile, more: float) -> ClusterProfile:
-    """The profile with less memory of hosts that ranks compute in: without copies of ``more`` bytes for each parameter that the
-    host's ranks may train, which are no more than fit into their memory."""
+def _without_room_for_copies(profile: ClusterProfile, more: float, everywhere: bool) -> ClusterProfile:
+    """The profile with less memory of hosts that ranks compute in, or ``everywhere``: without copies of ``more`` bytes for each
+    parameter that the host's ranks may train, which are no more than fit into their memory."""
     model = profile.model
     trained = stage_trainable(model, 0, len(model.layers))
     held = sum(layer.parameter_bytes for layer in model.layers) + trained * model.state_bytes_per_trainable_parameter
     each = held / max(1, trained)
     known, taken = {host.name: host.memory_bytes for host in profile.hosts}, {}
-    for name in {device.host for device in profile.devices if device.shares_host_memory}:
+    for name in {device.host for device in profile.devices if device.shares_host_memory or everywhere}:
         own = [device for device in profile.devices if device.host == name]
-        memory = known.get(name, max(device.memory_bytes for device in own if device.shares_host_memory))
+        memory = known.get(name, max((device.memory_bytes for device in own if device.shares_host_memory), default=0))
         fitting = sum(d.memory_bytes for d in own if not d.shares_host_memory) / each + memory / (each + more)
         taken[name] = math.ceil(more * min(trained, fitting))
     devices = tuple(
@@ -218,10 +244,9 @@ def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) ->
     for _, index, stage in stages(plan):
         pipeline = plan.pipelines[index]
         for rank in stage.ranks:
-            model = profile.model_on(rank)
             needs = (
-                memory_of(model, pipeline, stage, plan.sequence_length, holding).total
-                for holding in stage_holdings(pipeline, stage, model)
+                memory_of(profile, pipeline, stage, plan.sequence_length, holding).total
+                for holding in stage_holdings(pipeline, stage, profile.model)
             )
             peaks[rank] = peaks.get(rank, 0) + max(needs)
     return tuple(
@@ -233,13 +258,14 @@ def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) ->
 def predict_hosts(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[HostMemory, ...]:
     """Peak against usable bytes of every host that has a limit, in the profile's order.
 
-    Ranks that compute in the host's own memory (CPU, integrated GPUs) take all they need from it; of the others, the frozen
-    weights of streamed stages lie there. Their staging buffers are small enough to leave out.
+    Ranks that compute in the host's own memory (CPU, integrated GPUs) take all they need from it; of the others, what streamed
+    stages keep lies there (``host_state_bytes``). Their staging buffers are small enough to leave out.
     """
     if not profile.hosts:
         return ()
     peaks = {memory.rank: memory.peak_bytes for memory in predict_memory(plan, profile, reserve)}
-    streams = {stage.ranks[0]: streamed_bytes(stage, profile.model) for _, _, stage in stages(plan) if stage.streamed}
+    numbered = [stage for _, _, stage in stages(plan) if stage.streamed]
+    streams = {stage.ranks[0]: host_state_bytes(profile.model, stage.first, stage.last) for stage in numbered}
     takes = {
         device.rank: (peaks if device.shares_host_memory else streams).get(device.rank, 0) for device in profile.devices
     }

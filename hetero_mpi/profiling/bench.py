@@ -146,6 +146,24 @@ class Bench:
         )
 
 
+def host_optimizer_s(backend: Backend, dtype: torch.dtype) -> float | None:
+    """Seconds per parameter of a streamed stage's step in host memory: norm, clipping, AdamW, rounding. None on CPU ranks."""
+    if backend.name == "cpu":
+        return None
+    count, seconds = 1 << 23, []
+    master, rounded = torch.nn.Parameter(torch.zeros(count)), torch.zeros(count, dtype=dtype)
+    adamw = torch.optim.AdamW([master], fused=True)
+    master.grad = torch.ones(count)
+    for _ in range(_OPTIMIZER_STEPS):
+        start = time.perf_counter()
+        torch.linalg.vector_norm(master.grad)
+        master.grad.mul_(0.5)
+        adamw.step()
+        rounded.copy_(master.detach())
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:]) / count
+
+
 def copy_speeds(backend: Backend, repeats: int) -> tuple[float, float, float]:
     """(latency_s, device_to_host_bytes_per_s, host_to_device_bytes_per_s) with the buffers that messages use; free on CPU ranks,
     which copy nothing."""

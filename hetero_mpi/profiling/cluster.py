@@ -232,6 +232,7 @@ def _device_profile(
         forward_overhead_s=times.forward_overhead_s,
         backward_overhead_s=times.backward_overhead_s,
         alone=times.alone,
+        host_optimizer_s_per_parameter=times.host_optimizer_s_per_parameter,
         shares_host_memory=memory.shares_host_memory,
     )
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from hetero_mpi.device.backend import Backend
+from hetero_mpi.device.backend import DTYPES, Backend
 from hetero_mpi.device.memory_errors import is_out_of_memory
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types.profile import LayerTimes
-from hetero_mpi.profiling.bench import Bench, copy_speeds
+from hetero_mpi.profiling.bench import Bench, copy_speeds, host_optimizer_s
 from hetero_mpi.profiling.layer_clock import Seconds
 from hetero_mpi.profiling.subject import Subject, cold_by_itself, layer_groups, sampled_rows
 from hetero_mpi.profiling.timings import TimedPart, TimingSamples, layer_times
@@ -55,6 +55,7 @@ class DeviceTimes:
     copy_latency_s: float
     device_to_host_bytes_per_s: float
     host_to_device_bytes_per_s: float
+    host_optimizer_s_per_parameter: float | None = None
     slow_s: float = 0.0
     """The longest first pass, where it was too long to time more; else 0."""
 
@@ -87,6 +88,8 @@ class DeviceBenchmark:
                     self.backend.free_unused()
             stretch = crowd.stretch()
             latency_s, out, back = copy_speeds(self.backend, self.repeats)
+            dtype = DTYPES[self.subject.train.dtype]
+            in_host_memory = host_optimizer_s(self.backend, dtype) if self.subject.tuning.full else None
         parameters = sum(count for count, _ in steps)
         return DeviceTimes(
             measured=today,
@@ -101,6 +104,7 @@ class DeviceBenchmark:
             copy_latency_s=latency_s,
             device_to_host_bytes_per_s=out,
             host_to_device_bytes_per_s=back,
+            host_optimizer_s_per_parameter=in_host_memory,
             slow_s=self._slow_s,
         )
 

@@ -67,6 +67,12 @@ STREAMED = {"resident": (), "first": (FIRST,), "others": (LAST, CPU)}
 """Which ranks of a pipeline of all of them stream, of micro-batches of 2 in slices of one; the resident ones repeat forwards."""
 
 
+WEIGHTS = ("adapter", "packed", "whole")
+"""What is trained there: adapters over plain or packed weights, or all weights."""
+RESUMED = {"whole-resumed": ("first", "whole-resident"), "whole-back": ("resident", "whole-first")}
+"""By whom a run goes on, and of which run."""
+
+
 def streamed_plan(ranks: tuple[int, ...]) -> Plan:
     whole = pipeline(*((FIRST, LAST, CPU), (0, 2, 4, LAYERS)) if LAST else ((FIRST, CPU), (0, 3, LAYERS)), 2, 4)
     stages = []
@@ -122,8 +128,9 @@ def more_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.fixture(scope="module")
 def streamed_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Adapters over plain and over packed weights, where none of the ranks streams, or some do."""
-    names = {f"{weights}-{by}" for weights in ("adapter", "packed") for by in STREAMED}
+    """Adapters over plain and over packed weights, and all weights trained, where none of the ranks streams, or some do; and a run
+    of these that is resumed under the other kind of plan."""
+    names = {*(f"{weights}-{by}" for weights in WEIGHTS for by in STREAMED), *RESUMED}
     return run_all(tmp_path_factory.mktemp("accelerators"), names)
 
 
@@ -164,6 +171,7 @@ def run_all(directory: Path, names: set[str] | None = None) -> Runs:
         "fp16": job("fp16", dtype="fp16"),
         "adapter": job("adapter", {}, ADAPTER, "bf16", 2),
         "packed": job("packed", {"quantization": "nf4"}, ADAPTER, "bf16", 2),
+        "whole": job("whole", {}, {}, "bf16", 2),
     }
     entries: dict[str, dict[str, Any]] = {}
 
@@ -180,10 +188,12 @@ def run_all(directory: Path, names: set[str] | None = None) -> Runs:
     entry("lora", "lora", "cards")
     entry("lora-again", "lora", "cards")
     entry("fp16", "fp16", "all")
-    for name in ("adapter", "packed"):
+    for name in WEIGHTS:
         for by in STREAMED:
             entry(f"{name}-{by}", name, by)
-    chosen = names or {name for name in entries if not name.startswith(("adapter", "packed"))}
+    for name, (by, before) in RESUMED.items():
+        entry(name, "whole", by, before)
+    chosen = names or {name for name in entries if not name.startswith(WEIGHTS)}
     entries = {name: one for name, one in entries.items() if name in chosen}
     outcomes = shop.run_entries(CPU + 1, entries, timeout_s=400)
     return Runs(directory, outcomes, counters_in(shop.printed_errors))
@@ -235,12 +245,17 @@ def test_dropout_over_packed_weights_is_the_same_every_time(more_runs: Runs) -> 
 
 @pytest.mark.long
 @pytest.mark.parametrize("by", ["first", "others"])
-@pytest.mark.parametrize("weights", ["adapter", "packed"])
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_streamed_stages_beside_resident_ones_give_their_bits(streamed_runs: Runs, weights: str, by: str) -> None:
     streamed_runs.check_equal(f"{weights}-{by}", f"{weights}-resident")
     own, theirs = (streamed_runs.metrics(f"{weights}-{one}").evaluations for one in (by, "resident"))
     assert [one.loss for one in own] == [one.loss for one in theirs] and own
     check_memory(streamed_runs, f"{weights}-{by}")
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_goes_on_streamed_or_not_with_the_same_bits(streamed_runs: Runs, name: str) -> None:
+    streamed_runs.check_equal(name, "whole-resident")
 
 
 @pytest.mark.long

@@ -132,7 +132,9 @@ def test_stages_are_streamed_where_nothing_fits_otherwise() -> None:
     roomy = make_plan(heavy_cluster(10_000_000), request())
     assert streamed_in(roomy.plan) == 0
     small = heavy_cluster(200_000)
-    with pytest.raises(UserError, match=r"(?s)does not fit in memory.*streamed from host memory: plan.stream"):
+    with pytest.raises(
+        UserError, match=r"(?s)does not fit in memory.*frozen weights streamed from host memory: plan.stream"
+    ):
         make_plan(small, request(streaming="never"))
     report = make_plan(small, request())
     assert streamed_in(report.plan) > 0
@@ -153,10 +155,62 @@ def test_stages_are_streamed_where_a_step_gets_shorter() -> None:
     assert with_.predicted_step_s < 0.9 * without.predicted_step_s
 
 
-def test_full_training_has_nothing_to_stream() -> None:
-    profile = make_profile(model=make_model(8), memory_bytes=22_000)
-    with pytest.raises(UserError, match="does not fit in memory"):
+def whole(memory_bytes: int, host_bytes: int | None = None, ranks: int = 2, **device: object) -> ClusterProfile:
+    """GPUs of one host that train all of a model of 10,400 parameters: 41.6 kB of weights, 166.4 kB with their state."""
+    given = {"memory_bytes": memory_bytes, "host": "box", "host_to_device_bytes_per_s": 1e6, **device}
+    given |= {"device_to_host_bytes_per_s": 1e6, "optimizer_s_per_parameter": 1e-6, "backend": "cuda"}
+    profile = of_devices([make_device(rank, **given) for rank in range(ranks)], make_model(21))
+    hosts = () if host_bytes is None else (HostProfile("box", host_bytes, "its memory"),)
+    return replace(profile, hosts=hosts)
+
+
+def test_what_is_trained_whole_is_kept_by_the_host() -> None:
+    profile = whole(45_000, 240_000)
+    model, tokens = profile.model, 10
+    streamed = streamed_memory(model, 1, 9, tokens, 2, tokens)
+    assert (streamed.parameters, streamed.state) == (STREAMED_LAYERS * 1600, STREAMED_LAYERS * 1600)
+    assert streamed_memory(model, 1, 9, tokens, 2, tokens, True).state == 8 * 400 * 12
+    report = make_plan(profile, request(micro_batch_choices=(1,)))
+    assert streamed_in(report.plan) > 0
+    assert all(one.peak_bytes <= one.usable_bytes for one in report.memory)
+    assert report.hosts[0].peak_bytes > 166_400 - 45_000, "of two ranks one may be resident"
+    assert any("from host memory" in reason and "optimizer" in reason for reason in report.reasons), report.reasons
+    assert 0 < report.bound_step_s <= report.predicted_step_s
+
+
+def test_a_host_too_small_for_what_is_trained_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"(?s)Streamed, .* take 166 kB of the hosts' memory, .*: short by 71400 bytes"
+    ) as refused:
+        make_plan(whole(10_000, 100_000), request(micro_batch_choices=(1,)))
+    assert "much more memory of hosts" in str(refused.value)
+    with pytest.raises(UserError, match=r"kept in host memory, and streamed from host memory: plan.stream = .auto"):
+        make_plan(whole(45_000, 240_000), request(micro_batch_choices=(1,), streaming="never"))
+
+
+def test_cpus_that_train_everything_have_nothing_to_stream() -> None:
+    profile = whole(30_000, 60_000, shares_host_memory=True)
+    with pytest.raises(UserError, match="does not fit in memory") as refused:
         make_plan(profile, request())
+    assert "Streamed" not in str(refused.value)
+
+
+def test_gradients_leave_while_the_layer_before_computes() -> None:
+    profile = whole(1_000_000)
+    stage = StagePlan((0,), 1, 4, 1, streamed=True)
+    # Copies of a block's weights, or of its gradients, take 1.6 ms each: nothing beside its 4 s forward and 12 s backward.
+    assert seconds(profile, stage, Op.F) == pytest.approx(0.0016 + 3 * 4)
+    assert seconds(profile, stage, Op.B) == pytest.approx(0.0016 + 3 * 12 + 0.0016)
+    slow = {"host_to_device_bytes_per_s": 100.0, "device_to_host_bytes_per_s": 50.0}
+    profile = replace(profile, devices=tuple(replace(device, **slow) for device in profile.devices))
+    # Weights 16 s; gradients leave in 32 s and come in 16 s; the last block's come while nothing leaves.
+    assert seconds(profile, stage, Op.B) == pytest.approx(16 + 16 + (32 + 16) + 32 + 32)
+    plan = plan_of(profile, stage, StagePlan((1,), 4, len(profile.model.layers), 0))
+    assert seconds(profile, stage, Op.F) == pytest.approx(16 + 16 + 16 + 4)
+    step_s = duration(Action(Op.STEP, 0), plan, profile)
+    assert step_s == pytest.approx(1200 * 46 / 100)
+    measured = tuple(replace(device, host_optimizer_s_per_parameter=1e-3) for device in profile.devices)
+    assert duration(Action(Op.STEP, 0), plan, replace(profile, devices=measured)) == pytest.approx(1.2)
 
 
 def test_a_streamed_stage_goes_back_in_one_part() -> None:

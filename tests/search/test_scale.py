@@ -11,7 +11,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.decide import decide, fits
 from hetero_mpi.planning.decision.planner import make_plan
-from hetero_mpi.planning.decision.remedies import is_packed, is_trained_whole, with_adapters
+from hetero_mpi.planning.decision.remedies import is_packed, with_adapters
 from hetero_mpi.planning.decision.room import closest
 from hetero_mpi.planning.memory import stage_memory
 from hetero_mpi.planning.noise import smoothed
@@ -208,9 +208,9 @@ def test_when_no_change_alone_helps_several_together_are_tried() -> None:
 
 def test_adapters_over_four_bits_cost_what_they_should() -> None:
     model = make_model(3)
-    assert is_trained_whole(model) and not is_packed(model)
+    assert model.trained_whole and not is_packed(model)
     packed = with_adapters(model, packed=True)
-    assert not is_trained_whole(packed) and is_packed(packed)
+    assert not packed.trained_whole and is_packed(packed)
     block = packed.layers[1]
     assert (block.trainable_parameters, block.parameter_bytes) == (4, math.ceil(0.5625 * 400) + 16)
     assert packed.layers[0].trainable_parameters == packed.layers[-1].trainable_parameters == 0

@@ -21,6 +21,7 @@ from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning, adapter_tuning
 from hetero_mpi.planning.memory import STREAMED_LAYERS
+from hetero_mpi.planning.types.cost import GRADIENT_BYTES
 from tests.stand_in_gpu import backend, module
 
 CONFIG = {
@@ -32,6 +33,7 @@ CONFIG = {
     "vocab_size": 512,
 }
 ROWS, SLICE, TOKENS = 4, 2, 8
+EMBEDDING = "model.embed_tokens.weight"
 
 backend.install()
 
@@ -53,26 +55,59 @@ def tuning(chain: TransformersChain, nf4: bool) -> Tuning:
     return adapter_tuning(chain, AdapterTable(method="lora", rank=2, dropout=0.1), nf4, True)
 
 
-def steps(stage: Stage, gpu: Backend, count: int = 2) -> list[torch.Tensor]:
-    """Losses and gradients of steps of one micro-batch, then the held-out loss, in host memory."""
+def steps(stage: Stage, gpu: Backend, micro_batches: int, count: int = 2) -> list[torch.Tensor]:
+    """Losses and gradients of steps, the values after them, then the held-out loss, in host memory."""
     optimizer, found = Optimizer(stage, TrainTable(steps=count)), []
     for number in range(count):
         optimizer.zero()
-        tokens = torch.randint(1, 512, (ROWS, TOKENS), generator=torch.Generator().manual_seed(number)).to(gpu.device)
-        found.append(stage.forward(MicroBatch(0, number, 0, ROWS * TOKENS), tokens, tokens))
-        stage.backward(0)
+        for index in range(micro_batches):
+            generator = torch.Generator().manual_seed(micro_batches * number + index)
+            tokens = torch.randint(1, 512, (ROWS, TOKENS), generator=generator).to(gpu.device)
+            found.append(stage.forward(MicroBatch(index, number, 0, micro_batches * ROWS * TOKENS), tokens, tokens))
+            stage.backward(index)
+        if stage.tied_head is not None:
+            optimizer.gradient(EMBEDDING).add_(optimizer.tied_gradient())
         found += [optimizer.gradient(name).clone() for name in optimizer.targets]
-        optimizer.step(number, 1.0)
-    return [tensor.cpu() for tensor in (*found, stage.evaluate(tokens, tokens))]
+        optimizer.step(number, 0.5)
+    found += [value for name in optimizer.targets for value in (optimizer.targets[name], stage.parameters[name])]
+    return [tensor.detach().cpu() for tensor in (*found, stage.evaluate(tokens, tokens))]
+
+
+@pytest.mark.parametrize("tied, dtype, slices", [(False, "fp32", SLICE), (True, "fp32", None), (True, "bf16", SLICE)])
+def test_full_training_gives_the_bits_of_a_resident_stage(
+    gpu: Backend, tied: bool, dtype: str, slices: int | None
+) -> None:
+    chain = TransformersChain(read_config({**CONFIG, "tie_word_embeddings": tied, "attention_dropout": 0.1}))
+    given: Any = chain, 0, chain.layer_count, gpu, dtype, SeededStart(0), 7, None
+    resident = steps(Stage(*given, recompute=True, slice_sequences=slices), gpu, 2)
+    streamed = StreamedStage(*given, slice_sequences=slices)
+    module.device.set_delays(0.01, 0.0)
+    for one, other in zip(resident, steps(streamed, gpu, 2), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_of_full_training_few_layers_are_on_the_device(chain: TransformersChain, gpu: Backend) -> None:
+    gc.collect()
+    before = module.device.used(1)
+    stage = StreamedStage(chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7)
+    optimizer = Optimizer(stage, TrainTable(steps=1))
+    gc.collect()
+    block = max(sum(spec.count for spec in chain.specs(layer, layer + 1)) for layer in range(chain.layer_count))
+    slots = STREAMED_LAYERS * (2 + GRADIENT_BYTES) * block
+    assert module.device.used(1) - before <= slots + (1 << 16)
+    assert slots < sum(value.nbytes for value in stage.masters.values()) / 2
+    optimizer.zero()
+    optimizer.step(0, 1.0)
+    assert {value.device.type for value in optimizer.state(EMBEDDING).values()} == {"cpu"}
 
 
 @pytest.mark.parametrize("nf4", [False, True])
 def test_copies_that_take_long_are_waited_for(chain: TransformersChain, gpu: Backend, nf4: bool) -> None:
     given: Any = chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7, tuning(chain, nf4)
-    resident = steps(Stage(*given, recompute=True, slice_sequences=SLICE), gpu)
+    resident = steps(Stage(*given, recompute=True, slice_sequences=SLICE), gpu, 1)
     streamed = StreamedStage(*given, slice_sequences=SLICE)
     module.device.set_delays(0.02, 0.0)  # a copy that nobody waits for gives the weights of another layer
-    for one, other in zip(resident, steps(streamed, gpu), strict=True):
+    for one, other in zip(resident, steps(streamed, gpu, 1), strict=True):
         assert torch.equal(one, other)
 
 
@@ -120,3 +155,19 @@ def test_weights_stay_until_they_have_been_computed_with(chain: TransformersChai
     assert not coming.done()
     module.device.compute_for(stream, 0.0)
     coming.wait()
+
+
+def test_gradients_leave_when_they_have_been_computed(chain: TransformersChain, gpu: Backend) -> None:
+    gradients = StreamedStage(chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7).offloaded
+    assert gradients is not None
+    gradients.begin_step()
+    gradients.begin(2)
+    stream = module.device.current_stream(1)
+    module.device.compute_for(stream, 0.2)
+    gradients.end(2)
+    leaving = gradients._copied[gradients._computing]
+    time.sleep(0.05)
+    assert not leaving.done()
+    module.device.compute_for(stream, 0.0)
+    gradients.wait()
+    assert leaving.done()

@@ -154,6 +154,7 @@ NORMAL = (
     ),
     Case("llama-lora-two-gpipe", "llama", True, 0.0, True, 1, "even", tuning="lora", pipelines="two", schedule="gpipe"),
     Case("llama-dropout-streamed", "llama", False, 0.1, False, 4, "uneven", 2, streamed=True, slice_sequences=2),
+    Case("llama-tied-two-streamed", "llama", True, 0.0, True, 2, "uneven", pipelines="two", streamed=True),
     Case(
         "qwen3-tied-lora-streamed",
         "qwen3",

@@ -27,7 +27,14 @@ from tests.support.training_cases import FULL, NORMAL, STEPS, Case, Reference
 
 RANKS = (1, 2, 3, 4)
 TOLERANCE = 1e-6
-RESUMED = ("llama-even", "gemma2-tied-ends", "gpt_neox-dropout-reversed", "phi3-nf4", "qwen3-tied-lora-streamed")
+RESUMED = (
+    "llama-even",
+    "gemma2-tied-ends",
+    "gpt_neox-dropout-reversed",
+    "phi3-nf4",
+    "llama-dropout-streamed",
+    "qwen3-tied-lora-streamed",
+)
 """Cases that are also resumed after step 1, under another split of the layers, in which nothing is streamed."""
 AGAIN = ("qwen3-tied-two-split-unequal", "gemma2-tail-changing", "llama-lora-two-gpipe")
 """Cases with several pipelines that are also run again, resumed under their own plan, and resumed under one pipeline."""

@@ -15,6 +15,7 @@ from hetero_mpi.planning.decision.explain import busiest, idle_ranks, reasons
 from hetero_mpi.planning.decision.shortage import explain_shortage
 from hetero_mpi.planning.decision.streaming import streamed_texts
 from hetero_mpi.planning.dry_run import validate
+from hetero_mpi.planning.durations import host_optimizer_s
 from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copies
 from hetero_mpi.planning.orders import ORDERS, OTHER_ORDERS, SCHEDULES
 from hetero_mpi.planning.outline import outlined
@@ -146,7 +147,14 @@ def _bound(plan: Plan, profile: ClusterProfile, request: PlanRequest, step_s: fl
     """The best bound in the time there is, and its name. A plan by hand that goes beyond the request may be under all but the
     fluid one."""
     if any(stage.streamed for _, _, stage in stages(plan)):  # which no bound that counts memory knows
-        endless = tuple(replace(device, memory_bytes=1 << 60) for device in profile.devices)
+        endless = tuple(
+            replace(
+                device,
+                memory_bytes=1 << 60,
+                optimizer_s_per_parameter=min(device.optimizer_s_per_parameter, host_optimizer_s(device)),
+            )
+            for device in profile.devices
+        )
         return fluid_bound_s(replace(profile, devices=endless), request), FLUID
     if len(profile.devices) <= CLOSELY_BOUND[request.thorough] and not differences(plan, request):
         packing_s = packing_bound_s(profile, request, step_s)

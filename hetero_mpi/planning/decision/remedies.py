@@ -74,7 +74,12 @@ def _streaming(profile: ClusterProfile, request: PlanRequest) -> Change | None:
     changed = replace(request, streaming="auto")
     if decide(profile, changed) is None:
         return None
-    return Change(profile, changed, 'frozen weights streamed from host memory: plan.stream = "auto"')
+    what = (
+        "weights and their state kept in host memory, and streamed"
+        if profile.model.trained_whole
+        else "frozen weights streamed"
+    )
+    return Change(profile, changed, f'{what} from host memory: plan.stream = "auto"')
 
 
 def _recompute(profile: ClusterProfile, request: PlanRequest) -> Change | None:
@@ -124,18 +129,18 @@ def _in_bf16(profile: ClusterProfile, request: PlanRequest) -> Change | None:
 
 def _adapters(profile: ClusterProfile, request: PlanRequest, packed: bool) -> Change | None:
     model = profile.model
-    if not is_trained_whole(model) and (not packed or is_packed(model)):
+    if not model.trained_whole and (not packed or is_packed(model)):
         return None
     names = [
         *(['model.quantization = "nf4"'] if packed else []),
-        *(['adapter.method = "lora"'] if is_trained_whole(model) else []),
+        *(['adapter.method = "lora"'] if model.trained_whole else []),
     ]
     what = {
         (True, True): "adapters over weights in 4 bits",
         (True, False): "weights in 4 bits",
         (False, True): "adapters only",
     }
-    text = f"{what[packed, is_trained_whole(model)]}: {' and '.join(names)} (estimated from this profile's figures)"
+    text = f"{what[packed, model.trained_whole]}: {' and '.join(names)} (estimated from this profile's figures)"
     return _verified(replace(profile, model=with_adapters(model, packed)), request, text)
 
 
@@ -163,9 +168,9 @@ def _together(profile: ClusterProfile, request: PlanRequest) -> Iterator[str]:
         return
     estimated = ""
     model = profile.model
-    if is_trained_whole(model) or not is_packed(model):
+    if model.trained_whole or not is_packed(model):
         profile = replace(profile, model=with_adapters(model, packed=True))
-        texts += ['model.quantization = "nf4"', *(['adapter.method = "lora"'] if is_trained_whole(model) else [])]
+        texts += ['model.quantization = "nf4"', *(['adapter.method = "lora"'] if model.trained_whole else [])]
         estimated = " (4 bits and adapters estimated from this profile's figures)"
         if fits(profile, request):
             yield f"{TOGETHER}: {', '.join(texts)}{estimated}"
@@ -173,11 +178,6 @@ def _together(profile: ClusterProfile, request: PlanRequest) -> Iterator[str]:
     change = _shorter(profile, request)
     if change is not None:
         yield f"{TOGETHER}: {', '.join([*texts, change.text.partition(': ')[2]])}{estimated}"
-
-
-def is_trained_whole(model: ModelCost) -> bool:
-    """Are blocks trained themselves, rather than adapters over them?"""
-    return any(2 * layer.trainable_parameters > layer.parameters for layer in model.layers[1:-1])
 
 
 def is_packed(model: ModelCost) -> bool:
@@ -191,8 +191,8 @@ def with_adapters(model: ModelCost, packed: bool) -> ModelCost:
     def frozen(index: int, layer: LayerCost) -> LayerCost:
         if not 0 < index < len(model.layers) - 1:
             return replace(layer, trainable_parameters=0)
-        own = layer.parameters - (0 if is_trained_whole(model) else layer.trainable_parameters)
-        adapters = math.ceil(ADAPTER_SHARE * own) if is_trained_whole(model) else layer.trainable_parameters
+        own = layer.parameters - (0 if model.trained_whole else layer.trainable_parameters)
+        adapters = math.ceil(ADAPTER_SHARE * own) if model.trained_whole else layer.trainable_parameters
         held = math.ceil(own * (NF4_BYTES if packed else size)) + size * adapters
         # One matrix at a time is unpacked: a third of a block at most.
         unpacked = math.ceil(size * own / 3) if packed else layer.workspace_bytes

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hetero_mpi.planning.decision.remedies import TOGETHER, nothing_helps, remedies
 from hetero_mpi.planning.decision.room import Closest, closest, with_hosts_divided
-from hetero_mpi.planning.memory import stage_memory
+from hetero_mpi.planning.decision.streaming import streamable
+from hetero_mpi.planning.memory import STREAMED_LAYERS, host_state_bytes, stage_memory, usable_bytes
 from hetero_mpi.planning.tables import rank_usable_bytes, shared_memories
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -36,11 +37,29 @@ def explain_shortage(profile: ClusterProfile, request: PlanRequest) -> str:
         lines.append(
             f"  ranks {listed} share the memory of host {host.name}, {describe_bytes(host.memory_bytes)}, here divided evenly"
         )
+    if request.streaming != "never" and streamable(profile) and profile.model.trained_whole:
+        lines.append(_host_shortage(profile, request))
     helps = list(remedies(profile, request))
     together = any(text.startswith(TOGETHER) for text in helps)
     heading = "What would make it fit:" if together else "What would make it fit, each by itself:"
     lines.append(heading if helps else nothing_helps())
     return "\n".join([*lines, *(f"  {text}" for text in helps)])
+
+
+def _host_shortage(profile: ClusterProfile, request: PlanRequest) -> str:
+    """What keeps weights that are all trained from being streamed, with all that is trained in the memory of the hosts."""
+    model = profile.model
+    needed = host_state_bytes(model, 0, len(model.layers))
+    names = sorted({device.host for device in profile.devices})
+    known = {host.name: usable_bytes(host.memory_bytes, request.memory_reserve) for host in profile.hosts}
+    text = f"  Streamed, weights, gradients and optimizer state take {describe_bytes(needed)} of the hosts' memory"
+    there = sum(known.get(name, needed) for name in names)
+    if needed > there:
+        return (
+            f"{text}, of which {describe_bytes(there)} are usable ([[hosts]] memory_bytes): short by {needed - there} bytes; so "
+            f"much more memory of hosts would make it fit"
+        )
+    return f"{text}, and the devices' is too small for {STREAMED_LAYERS} layers at a time, or no way was found to divide it"
 
 
 def _short_ranks(found: Closest, profile: ClusterProfile, request: PlanRequest) -> list[tuple[int, str]]:

@@ -2,6 +2,7 @@
 
 The searches know nothing of streaming. They are given a cluster whose layers cost what streamed ones do (``streamed_view``): no
 frozen weights on the device, of every layer its input, forward and backward in slices, never faster than the weights are copied.
+Where all weights are trained, a device with memory of its own has its part of the host's instead, in which the model's state is.
 What they find is then written with streamed stages, of which those that fit without go back to holding their weights.
 """
 
@@ -11,8 +12,24 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from hetero_mpi.planning.durations import layer_s, repeated_s, stage_s, weights_s
-from hetero_mpi.planning.memory import STREAMED_LAYERS, hosts_suffice, predict_memory, streamed_bytes
+from hetero_mpi.planning.durations import (
+    host_optimizer_s,
+    layer_s,
+    offload_s,
+    optimizer_s,
+    repeated_s,
+    stage_s,
+    weights_s,
+)
+from hetero_mpi.planning.memory import (
+    STREAMED_LAYERS,
+    host_state_bytes,
+    hosts_suffice,
+    predict_memory,
+    streamed_bytes,
+    streamed_memory,
+    usable_bytes,
+)
 from hetero_mpi.planning.pacing import with_classic_depths
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.several.fitting import Fitter
@@ -20,7 +37,7 @@ from hetero_mpi.planning.types.cost import LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.words import describe_bytes
+from hetero_mpi.planning.words import describe_bytes, describe_seconds
 
 LIMITING = 0.1
 """Copies that take more than this share of a stage's time are said to limit it."""
@@ -31,6 +48,9 @@ FULL = 0.8
 FEW = 8
 """Up to so many ranks three sizes of slices are looked at: the smallest and the largest micro-batch of the request, and the one
 between. Beyond, that one alone, since each takes a search."""
+
+_ENDLESS_BYTES = 1 << 60
+"""Memory of a host of which nothing is known."""
 
 Timed = tuple[Plan, float]
 """A plan and the seconds of a step."""
@@ -45,7 +65,7 @@ def with_streamed_stages(
     Where streaming is left to the planner, it is looked at only where memory may stand in the way of ``resident``, which must be
     slower by ``WORTHWHILE``.
     """
-    if request.streaming == "never" or not any(map(profile.model.frozen_bytes, range(len(profile.model.layers)))):
+    if request.streaming == "never" or not streamable(profile):
         return None
     left = request.streaming == "auto"
     if left and resident is not None and not _memory_binds(resident[0], profile, request):
@@ -54,6 +74,14 @@ def with_streamed_stages(
     if best is None or resident is None:
         return best
     return best if best[1] < resident[1] * (1 - WORTHWHILE * left) else None
+
+
+def streamable(profile: ClusterProfile) -> bool:
+    """Is there anything to stream? What is trained whole is kept in host memory, which spares some devices theirs."""
+    model = profile.model
+    if model.trained_whole:
+        return not all(device.shares_host_memory for device in profile.devices)
+    return any(map(model.streamed_bytes, range(len(model.layers))))
 
 
 def _memory_binds(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> bool:
@@ -104,29 +132,49 @@ def streamed_view(profile: ClusterProfile, slice_sequences: int, request: PlanRe
     """The cluster as it looks where all stages are streamed in such slices: layers' bytes and times are those of streamed ones."""
     tokens = slice_sequences * request.sequence_length
     model = profile.model
-    frozen = [model.frozen_bytes(index) for index in range(len(model.layers))]
-    slots = STREAMED_LAYERS * max(frozen)
-    kinds = {layer.kind: size for layer, size in zip(model.layers, frozen, strict=True)}
+    streamed = [model.streamed_bytes(index) for index in range(len(model.layers))]
+    kinds = {layer.kind: index for index, layer in enumerate(model.layers)}
     counts = [1 << power for power in range(max(1, math.ceil(math.log2(request.global_batch / slice_sequences))) + 1)]
 
     def seen(device: DeviceProfile) -> DeviceProfile:
         inner = max((layer.activation_bytes_per_token for layer in model.layers), default=0.0)
-        taken = slots + (device.activation_ratio - 1) * inner * tokens
+        taken = (device.activation_ratio - 1) * inner * tokens
+        taken += 0 if model.trained_whole else STREAMED_LAYERS * max(streamed)
         layers = {
-            kind: _times(device, times, weights_s(device, kinds.get(kind, 0)), tokens, counts)
+            kind: _times(device, times, _copies_s(device, model, kinds[kind]), tokens, counts)
             for kind, times in device.layers.items()
+            if kind in kinds
         }
-        first_s = weights_s(device, max(frozen))
+        first_s = weights_s(device, max(streamed))
+        elsewhere = model.trained_whole and not device.shares_host_memory
+        own_bytes = max(0, int(device.memory_bytes - taken / (1 - request.memory_reserve)))
         return replace(
             device,
             layers=layers,
-            memory_bytes=max(0, int(device.memory_bytes - taken / (1 - request.memory_reserve))),
+            memory_bytes=_part_of_host(profile, device, tokens, request) if elsewhere else own_bytes,
             forward_overhead_s=first_s,
             backward_overhead_s=first_s,
+            optimizer_s_per_parameter=host_optimizer_s(device) if elsewhere else device.optimizer_s_per_parameter,
             activation_ratio=1.0,
         )
 
     return replace(profile, model=_costs(model, tokens), devices=tuple(map(seen, profile.devices)))
+
+
+def _copies_s(device: DeviceProfile, model: ModelCost, layer: int) -> tuple[float, float]:
+    """Seconds of copies that a layer's forward and its backward cannot be faster than."""
+    weight_s, coming = weights_s(device, model.streamed_bytes(layer)), model.trained_whole * model.gradient_bytes(layer)
+    return weight_s, max(weight_s, offload_s(device, model, layer) + weights_s(device, coming))
+
+
+def _part_of_host(profile: ClusterProfile, device: DeviceProfile, tokens: int, request: PlanRequest) -> int:
+    """Bytes of its host's memory for a device with memory of its own: as many as for others there. 0: it can compute no layer."""
+    model, host = profile.model_on(device.rank), profile.host(device.rank)
+    least = min(streamed_memory(model, i, i + 1, tokens, 1, tokens).total for i in range(len(model.layers)))
+    if least > usable_bytes(device.memory_bytes, request.memory_reserve):
+        return 0
+    here = [one for one in profile.devices if one.host == device.host and not one.shares_host_memory]
+    return _ENDLESS_BYTES if host is None else host.memory_bytes // len(here)
 
 
 def _costs(model: ModelCost, tokens: int) -> ModelCost:
@@ -139,7 +187,7 @@ def _costs(model: ModelCost, tokens: int) -> ModelCost:
                 kind=layer.kind,
                 parameters=layer.parameters,
                 trainable_parameters=layer.trainable_parameters,
-                parameter_bytes=layer.parameter_bytes - model.frozen_bytes(index),
+                parameter_bytes=layer.parameter_bytes - (0 if model.trained_whole else model.streamed_bytes(index)),
                 activation_bytes_per_token=before,
                 workspace_bytes_per_token=2 * max(before, layer.boundary_bytes_per_token),
                 boundary_bytes_per_token=layer.boundary_bytes_per_token,
@@ -149,14 +197,16 @@ def _costs(model: ModelCost, tokens: int) -> ModelCost:
     return replace(model, layers=tuple(layers))
 
 
-def _times(device: DeviceProfile, times: LayerTimes, copy_s: float, tokens: int, counts: list[int]) -> LayerTimes:
+def _times(
+    device: DeviceProfile, times: LayerTimes, copies_s: tuple[float, float], tokens: int, counts: list[int]
+) -> LayerTimes:
     forward_s = device.forward_overhead_s + layer_s(times, Op.F, tokens)
     backward_s = device.backward_overhead_s + layer_s(times, Op.B, tokens)
     backward_s += device.forward_overhead_s + repeated_s(times, tokens)
     samples = tuple(count * tokens for count in counts)
     return LayerTimes(
-        Curve(samples, tuple(max(copy_s, count * forward_s) for count in counts)),
-        Curve(samples, tuple(max(copy_s, count * backward_s) for count in counts)),
+        Curve(samples, tuple(max(copies_s[0], count * forward_s) for count in counts)),
+        Curve(samples, tuple(max(copies_s[1], count * backward_s) for count in counts)),
     )
 
 
@@ -168,14 +218,19 @@ def _streamed(plan: Plan, fitter: Fitter, slice_sequences: int) -> Plan:
         stages = tuple(
             min(
                 (way for way in _ways(stage, request, size) if way.streamed or fitter.fits(pipeline, way)),
-                key=lambda way: sum(
-                    stage_s(profile, way, pipeline.micro_batch, request.sequence_length, op) for op in (Op.F, Op.B)
-                ),
+                key=lambda way: _in_step_s(profile, pipeline, way, request.sequence_length),
             )
             for stage in pipeline.stages
         )
         pipelines.append(replace(pipeline, stages=stages))
     return replace(plan, pipelines=tuple(pipelines))
+
+
+def _in_step_s(profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, sequence_length: int) -> float:
+    """Seconds of a step in which a stage computes."""
+    each_s = sum(stage_s(profile, stage, pipeline.micro_batch, sequence_length, op) for op in (Op.F, Op.B))
+    device = profile.devices[stage.ranks[0]]
+    return pipeline.micro_batches * each_s + optimizer_s(profile, device, stage.first, stage.last, stage.streamed)
 
 
 def _ways(stage: StagePlan, request: PlanRequest, size: int | None) -> Iterator[StagePlan]:
@@ -194,11 +249,13 @@ def streamed_texts(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
 
 
 def _text(plan: Plan, pipeline: PipelinePlan, stage: StagePlan, profile: ClusterProfile) -> str:
-    rank, size_bytes = stage.ranks[0], streamed_bytes(stage, profile.model)
+    rank, size_bytes = stage.ranks[0], streamed_bytes(profile.model, stage.first, stage.last)
     device = profile.devices[rank]
+    if profile.model.trained_whole and device.shares_host_memory:
+        return f"rank {rank} computes layer by layer; all that it trains stays in its memory"
     if weights_s(device, size_bytes) == 0.0:
         return f"rank {rank} streams {describe_bytes(size_bytes)} from mapped files, of which its memory keeps what it has room for"
-    free = replace(device, copy_latency_s=0.0, host_to_device_bytes_per_s=math.inf)
+    free = replace(device, copy_latency_s=0.0, host_to_device_bytes_per_s=math.inf, device_to_host_bytes_per_s=math.inf)
     without = replace(profile, devices=tuple(free if one.rank == rank else one for one in profile.devices))
     seconds, computing = (
         sum(stage_s(known, stage, pipeline.micro_batch, plan.sequence_length, op) for op in (Op.F, Op.B))
@@ -211,4 +268,9 @@ def _text(plan: Plan, pipeline: PipelinePlan, stage: StagePlan, profile: Cluster
         if share < LIMITING
         else f"copies limit it: {speed}, {share:.0%} of its time"
     )
-    return f"rank {rank} streams {describe_bytes(size_bytes)} from host memory, {cost}"
+    with_state = ""
+    if profile.model.trained_whole:
+        kept_bytes = host_state_bytes(profile.model, stage.first, stage.last)
+        each_s = optimizer_s(profile, device, stage.first, stage.last, streamed=True)
+        with_state = f" ({describe_bytes(kept_bytes)} there with the rest of what it trains; optimizer {describe_seconds(each_s)})"
+    return f"rank {rank} streams {describe_bytes(size_bytes)} from host memory{with_state}, {cost}"

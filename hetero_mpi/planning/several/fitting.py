@@ -74,14 +74,14 @@ class Fitter:
         split = pipeline.split_backward and stage is not pipeline.stages[0]
         lag = weight_lag(pipeline, stage) if split else 0
         lists = (split, lag, min(stage.warm_up, pipeline.micro_batches - 1), pipeline.micro_batches)
-        model = self.profile.model_on(stage.ranks[0])
-        ratio = self.profile.devices[stage.ranks[0]].activation_ratio
+        device = self.profile.devices[stage.ranks[0]]
+        kind = device.activation_ratio, device.shares_host_memory
         way = stage.recompute, stage.streamed, stage.slice_sequences
-        key = (stage.first, stage.last, way, pipeline.micro_batch, lists, ratio)
+        key = (stage.first, stage.last, way, pipeline.micro_batch, lists, kind)
         if key not in self._needs:
             self._needs[key] = max(
-                memory_of(model, pipeline, stage, self.request.sequence_length, holding).total
-                for holding in stage_holdings(pipeline, stage, model)
+                memory_of(self.profile, pipeline, stage, self.request.sequence_length, holding).total
+                for holding in stage_holdings(pipeline, stage, self.profile.model)
             )
         return self._needs[key]
 

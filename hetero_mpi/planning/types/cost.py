@@ -11,6 +11,8 @@ from functools import lru_cache
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a value in each compute dtype."""
+GRADIENT_BYTES = 4
+"""Gradients are added up and exchanged in fp32, whatever the compute dtype."""
 EMBEDDING = "embedding"
 HEAD = "head"
 
@@ -61,10 +63,23 @@ class ModelCost:
     tied_bytes: int = 0
     """Bytes of the fp32 gradient exchanged between both ends when tied, else 0."""
 
-    def frozen_bytes(self, index: int) -> int:
-        """Bytes of a layer's parameters that are not trained: what is streamed."""
+    @property
+    def trained_whole(self) -> bool:
+        """Are layers trained themselves, rather than adapters over them?"""
+        return any(2 * layer.trainable_parameters > layer.parameters for layer in self.layers)
+
+    def streamed_bytes(self, index: int) -> int:
+        """Bytes of a layer's parameters that come to the device where it is streamed: all, or what is frozen beside adapters."""
         layer = self.layers[index]
-        return max(0, layer.parameter_bytes - layer.trainable_parameters * DTYPE_BYTES[self.dtype])
+        stays = self._tied_bytes(index) if self.trained_whole else layer.trainable_parameters * DTYPE_BYTES[self.dtype]
+        return max(0, layer.parameter_bytes - stays)
+
+    def gradient_bytes(self, layer: int) -> int:
+        """Bytes of a layer's fp32 gradients, a tied head's included."""
+        return GRADIENT_BYTES * self.layers[layer].trainable_parameters + self._tied_bytes(layer)
+
+    def _tied_bytes(self, layer: int) -> int:
+        return self.tied_bytes if layer == len(self.layers) - 1 else 0
 
     def keeping(self, ratio: float) -> ModelCost:
         """The costs on a device whose blocks keep so many times as much from forward to backward."""

@@ -104,6 +104,8 @@ class DeviceProfile:
     """The same times while every other rank was still, where that was measured too."""
     shares_host_memory: bool = False
     """``memory_bytes`` are the host's own (CPU ranks, integrated GPUs): ranks that share it fit together or not at all."""
+    host_optimizer_s_per_parameter: float | None = None
+    """The same in host memory, where a streamed stage keeps what is trained whole; None: not measured (always on CPU ranks)."""
     activation_ratio: float = 1.0
     """A block keeps so many times the model's activation bytes here: more than 1 where attention has no fused kernel."""
 
