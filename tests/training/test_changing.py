@@ -37,9 +37,12 @@ CHANGES = {2: "all", 4: "without-0", 6: "first"}
 """After so many steps, to that plan; every run begins with ``first``."""
 
 
-def pipeline(ranks: list[int], edges: list[int], micro_batch: int, sequences: int) -> PipelinePlan:
+def pipeline(
+    ranks: list[int], edges: list[int], micro_batch: int, sequences: int, streaming: tuple[int, ...] = ()
+) -> PipelinePlan:
     stages = tuple(
-        StagePlan((rank,), edges[place], edges[place + 1], len(ranks) - 1 - place) for place, rank in enumerate(ranks)
+        StagePlan((rank,), *edges[place : place + 2], len(ranks) - 1 - place, streamed=rank in streaming)
+        for place, rank in enumerate(ranks)
     )
     return PipelinePlan(stages, micro_batch, sequences)
 
@@ -52,6 +55,8 @@ PLANS = {
     "first": plan(pipeline([0, 1], [0, 3, 6], 1, 4)),  # rank 2 is idle
     "all": plan(pipeline([2, 0, 1], [0, 1, 5, 6], 1, 4)),
     "without-0": plan(pipeline([1, 2], [0, 5, 6], 1, 4)),  # rank 0 leads only
+    "two-stream": plan(pipeline([2, 0, 1], [0, 1, 5, 6], 1, 4, (2, 0))),
+    "one-streams": plan(pipeline([1, 2], [0, 5, 6], 1, 4, (1,))),
     "two": plan(pipeline([0, 1], [0, 2, 6], 1, 3), pipeline([2], [0, 6], 1, 1)),
     "two-exchanged": plan(pipeline([1, 0], [0, 5, 6], 1, 3), pipeline([2], [0, 6], 1, 1)),
     "two-otherwise": plan(pipeline([2, 1], [0, 1, 6], 1, 3), pipeline([0], [0, 6], 1, 1)),
@@ -114,6 +119,8 @@ def run_all(directory: Path, quick: bool) -> Runs:
     entry("full-changed", "first", CHANGES)
     entry("nf4-straight", "first", {}, model={"quantization": "nf4"}, **ADAPTED)
     entry("nf4-changed", "first", CHANGES, model={"quantization": "nf4"}, **ADAPTED)
+    entry("streamed-straight", "first", {}, **ADAPTED)
+    entry("streamed-changed", "first", {2: "two-stream", 4: "one-streams", 6: "first"}, **ADAPTED)
     untied = shop.model("untied", BLOCKS)
     entry("two-straight", "two", {}, base=untied)
     entry("two-changed", "two", {3: "two-exchanged", 5: "two-otherwise"}, base=untied)
@@ -189,8 +196,8 @@ def test_changing_plans_gives_the_same_bits(runs: Runs) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["nf4", "two"])
-def test_changing_plans_gives_the_same_bits_over_packed_weights_and_in_two_pipelines(
+@pytest.mark.parametrize("kind", ["nf4", "two", "streamed"])
+def test_changing_plans_gives_the_same_bits_over_packed_and_streamed_weights_and_in_two_pipelines(
     more_runs: Runs, kind: str
 ) -> None:
     check_same_bits(more_runs, kind)
