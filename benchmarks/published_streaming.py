@@ -6,8 +6,9 @@ Predicts every row of ``data/roundpipe_layers.csv``: five models on one RTX 4090
 streamed stage, whose micro-batches are the row's loads, in slices of the 4 sequences that the layer times hold for. No figure is
 chosen by a look at what was measured. What is a property of the software that ran there is a constant below, with its source.
 
-Here layers count as frozen: they come from host memory, and backward repeats their forward. Their gradients leave and are applied
-beside the computing (RoundPipe's optimizer runs on the host, beside the following step), and are left out.
+RoundPipe's gradients leave in fp16 beside the computing, and its optimizer runs on the host beside the following step. So layers
+count as frozen here: they come from host memory, and backward repeats their forward. The column "as ours" says what this program
+would reach on that card with all weights trained: its gradients leave and come back in fp32, and its optimizer is waited for.
 ``--check`` exits 1 where a dense model's tokens per second are further from the measured ones than the bar. The models with experts
 have no bar: the time of their layers is not in proportion to the tokens, and only one number of tokens was published.
 """
@@ -36,7 +37,7 @@ DENSE = ("qwen3-1.7b", "llama3.1-8b", "qwen3-32b")
 SEQUENCE, SLICE = 2048, 4
 """Tokens of a sequence, and sequences that the times hold for (480 in 12 x 10 parts and so on: ``roundpipe-timing/run.sh``)."""
 FP16_BYTES = 2
-HOST_TO_DEVICE_BYTES_PER_S = 2**26 / 3.2e-3
+COPIED_BYTES_PER_S = 2**26 / 3.2e-3
 """The 4 x 2048 x 4096 fp16 values that Llama 8B's layers hand on take 3.2 ms (``COMM_TIME`` of ``pp-simulate/run.sh``); those of
 the other models come to the same."""
 
@@ -61,15 +62,20 @@ class Row:
 def main() -> int:
     arguments = parser_of(__doc__).parse_args()
     found = [(row, predict(row)) for row in read_rows()]
-    print(f"{'':>12} {'training':>8} {'measured':>9} {'predicted':>10} {'error':>8} {'copies alone':>13}  tokens/s")
+    print(
+        f"{'':>12} {'training':>8} {'measured':>9} {'predicted':>10} {'error':>8} {'copies alone':>13} {'as ours':>8}  tokens/s"
+    )
     for row, predicted in found:
-        error, copies = predicted / row.tokens_per_s - 1, predict(row, computing=0.0)
+        error, copies, ours = predicted / row.tokens_per_s - 1, predict(row, 0.0), predict(row, trained=True)
         print(
             f"{row.model:>12} {row.training:>8} {row.tokens_per_s:>9.0f} {predicted:>10.0f} {error:>+8.1%} {copies:>13.0f}"
-            f"  {f'bar {BAR:.0%}' if row.model in DENSE else 'no bar'}"
+            f" {ours:>8.0f}  {f'bar {BAR:.0%}' if row.model in DENSE else 'no bar'}"
         )
     if arguments.json:
-        rows = [{**asdict(row), "predicted_tokens_per_s": predicted} for row, predicted in found]
+        rows = [
+            {**asdict(row), "predicted_tokens_per_s": predicted, "ours": predict(row, trained=True)}
+            for row, predicted in found
+        ]
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     worst = max(abs(predicted / row.tokens_per_s - 1) for row, predicted in found if row.model in DENSE)
     print(f"largest error of the dense models: {worst:.1%} (bar: {BAR:.0%})")
@@ -83,10 +89,11 @@ def read_rows() -> list[Row]:
     return [Row(**{name: known[name](value) for name, value in line.items()}) for line in csv.DictReader(lines)]
 
 
-def predict(row: Row, computing: float = 1.0) -> float:
-    """Tokens per second; ``computing``: share of the published times that computing takes."""
+def predict(row: Row, computing: float = 1.0, trained: bool = False) -> float:
+    """Tokens per second. ``computing``: share of the published times that computing takes; ``trained``: by this program, with all
+    weights trained where the row's were."""
     plan = plan_of(row)
-    return plan.global_batch * SEQUENCE / simulate(plan, profile_of(row, computing)).step_s
+    return plan.global_batch * SEQUENCE / simulate(plan, profile_of(row, computing, trained)).step_s
 
 
 def plan_of(row: Row) -> Plan:
@@ -96,7 +103,7 @@ def plan_of(row: Row) -> Plan:
     return Plan((pipeline,), row.sequences, SEQUENCE, row.blocks + 2)
 
 
-def profile_of(row: Row, computing: float = 1.0) -> ClusterProfile:
+def profile_of(row: Row, computing: float, trained: bool) -> ClusterProfile:
     def curve(seconds: float) -> Curve:
         return Curve((SLICE * SEQUENCE,), (computing * seconds,))
 
@@ -115,17 +122,20 @@ def profile_of(row: Row, computing: float = 1.0) -> ClusterProfile:
         layers={EMBEDDING: embedding, "block": LayerTimes(curve(row.forward_s), curve(row.backward_s)), HEAD: head},
         optimizer_fixed_s=0.0,
         optimizer_s_per_parameter=0.0,
-        host_to_device_bytes_per_s=HOST_TO_DEVICE_BYTES_PER_S,
+        device_to_host_bytes_per_s=COPIED_BYTES_PER_S,
+        host_to_device_bytes_per_s=COPIED_BYTES_PER_S,
     )
     source = "derived from layer times measured by ITcarrot/RoundPipe-artifact (MIT)"
-    return ClusterProfile(source, "2026", row.model, "none", {}, model_cost(row), (device,), ())
+    return ClusterProfile(
+        source, "2026", row.model, "none", {}, model_cost(row, trained and row.training == "full"), (device,), ()
+    )
 
 
-def model_cost(row: Row) -> ModelCost:
+def model_cost(row: Row, trained: bool) -> ModelCost:
     """Bytes of the weights; nothing that is kept from forward to backward is asked for here."""
 
     def layer(kind: str, parameters: int, boundary: int) -> LayerCost:
-        return LayerCost(kind, parameters, 0, FP16_BYTES * parameters, 0.0, 0.0, boundary)
+        return LayerCost(kind, parameters, parameters * trained, FP16_BYTES * parameters, 0.0, 0.0, boundary)
 
     ends, boundary = row.vocabulary * row.hidden, FP16_BYTES * row.hidden
     block = layer("block", row.block_parameters, boundary)

@@ -175,9 +175,7 @@ def test_a_streamed_row_by_hand() -> None:
     slices = row.sequences / 4
     layer_s = 2 * row.forward_s + row.backward_s
     computing_s = slices * (row.blocks * layer_s + row.head_forward_s + row.head_backward_s)
-    ends_s = row.loads * 2 * 2 * row.vocabulary * row.hidden / streaming.HOST_TO_DEVICE_BYTES_PER_S
-    first_block_s = (
-        row.loads * 2 * row.block_parameters / streaming.HOST_TO_DEVICE_BYTES_PER_S
-    )  # beside an embedding of 0 s
+    ends_s = row.loads * 2 * 2 * row.vocabulary * row.hidden / streaming.COPIED_BYTES_PER_S
+    first_block_s = row.loads * 2 * row.block_parameters / streaming.COPIED_BYTES_PER_S  # beside an embedding of 0 s
     step_s = row.sequences * 2048 / streaming.predict(row)
     assert step_s == pytest.approx(computing_s + ends_s + first_block_s, rel=2e-3)
