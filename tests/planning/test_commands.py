@@ -139,7 +139,7 @@ def test_what_limits_is_said_once_and_alternatives_are_priced(folder: Path, caps
     text = run(capsys, "plan", "job.toml", "--profile", "profile.toml")
     assert text.lower().count("limited by") == 1
     report = make_plan(cluster(), REQUEST)
-    assert "the same ranks with equally many layers each: " in text and "busiest: stage " in text
+    assert "the same ranks with an even cut: " in text and "busiest: stage " in text
     without = make_plan(restricted(cluster(), [0, 2]), REQUEST).predicted_step_s / report.predicted_step_s - 1
     assert f"without it the step is {without:.1%} longer" in text, "what the rank that computes least is there for"
 

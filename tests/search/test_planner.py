@@ -185,7 +185,7 @@ def test_reasons_compare_with_the_even_split() -> None:
         make_plan_of((0, 4, 9), tuple(s.ranks[0] for s in report.plan.pipelines[0].stages), 16), profile
     ).step_s
     text = "\n".join(report.reasons)
-    assert f"equally many layers each: {even / report.predicted_step_s:.2f}x slower" in text
+    assert f"an even cut: {even / report.predicted_step_s:.2f}x slower" in text
     assert "busiest: stage" in text
 
 

@@ -92,7 +92,7 @@ def beaten(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterato
         return
     even = _even_split(plan)
     if even is not None:
-        yield _changed("the same ranks with equally many layers each", even, fitter)
+        yield _changed("the same ranks with an even cut", even, fitter)
     shares = request.global_batch // min(request.micro_batch_choices)
     if len(plan.pipelines) < used <= min(request.max_pipelines, shares):
         yield _changed(
@@ -115,7 +115,7 @@ def _changed(name: str, plan: Plan, fitter: Fitter) -> Beaten:
 
 
 def _even_split(plan: Plan) -> Plan | None:
-    """The same pipelines, every stage with equally many layers; None: it is so already."""
+    """``plan`` with an even cut: every stage of a pipeline has the same number of layers, or one more. None: it has that already."""
     pipelines = []
     for pipeline in plan.pipelines:
         count = len(pipeline.stages)
