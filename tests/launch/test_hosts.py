@@ -30,7 +30,7 @@ from hetero_mpi.launch.supervisor.elastic import Supervisor
 from hetero_mpi.launch.supervisor.elastic_command import Commands
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 from hetero_mpi.report.run_files.metrics import read_metrics
-from tests.launch.test_elastic import Cluster, Elastic, Running, hosts_of_starts
+from tests.support.elastic import Cluster, Elastic, Running, hosts_of_starts
 from tests.support.environments import second_environment
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
 from tests.support.rack import Rack

@@ -1,35 +1,23 @@
-"""What people see and what a run leaves behind."""
+"""What people see: units, tables before the first step, and the summary."""
 
 from __future__ import annotations
 
-import json
-import logging
 import math
-import os
-import signal
-import subprocess
-import sys
-import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import FLUID, PACKING, Alone, IdleRank, PlanReport, RankMemory
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.lines import WIDTH
-from hetero_mpi.report.run_files.logs import LOGGER, say, setup_logging
-from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, StepMetrics, read_metrics
-from hetero_mpi.report.run_files.run_directory import claim
+from hetero_mpi.report.run_files.metrics import Evaluation
 from hetero_mpi.report.summary import final_lines, measured_step_s, misled
 from hetero_mpi.report.tables import layers_text, plan_lines, profile_lines
-
-ROOT = Path(__file__).parents[2]
+from tests.support.past_runs import metrics
 
 # Units
 
@@ -230,61 +218,6 @@ def test_layers_by_name(first: int, last: int, expected: str) -> None:
     assert layers_text(first, last, layers=8) == expected
 
 
-# Metrics
-
-
-def metrics(step: int, loss: float = 2.0, step_s: float = 1.0) -> StepMetrics:
-    return StepMetrics(step, loss, 1.0, 3e-4, 8192, 8192.0 / step_s, step_s, 1.1)
-
-
-def test_metrics_survive_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
-        writer.step(metrics(1))
-        assert len(path.read_text().splitlines()) == 1, "flushed line by line"
-        writer.evaluation(1, 2.25)
-        writer.step(metrics(2))
-    found = read_metrics(path)
-    assert found.steps == (metrics(1), metrics(2))
-    assert found.evaluations == (Evaluation(1, 2.25),)
-    keys = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "predicted_step_s"]
-    assert list(json.loads(path.read_text().splitlines()[0])) == keys
-
-
-def test_non_finite_numbers_stay_valid_json(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
-        writer.step(metrics(1, loss=math.nan))
-        writer.evaluation(1, math.inf)
-
-    def refuse(text: str) -> None:
-        raise AssertionError(f"{text} is no JSON")
-
-    lines = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
-    assert lines[0]["loss"] is None and lines[0]["non_finite"] is True and lines[0]["grad_norm"] == 1.0
-    assert lines[1] == {"step": 1, "evaluation_loss": None, "non_finite": True}
-    assert math.isnan(read_metrics(path).steps[0].loss)
-
-
-@pytest.mark.parametrize(("resume_step", "kept"), [(0, []), (2, [1, 2]), (3, [1, 2, 3])])
-def test_a_resumed_run_drops_what_it_will_do_again(tmp_path: Path, resume_step: int, kept: list[int]) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
-        for step in (1, 2, 3):
-            writer.step(metrics(step))
-            writer.evaluation(step, 2.0)
-    with path.open("a") as file:
-        file.write('{"step": 4, "lo')  # torn by a crash
-    assert [step.step for step in read_metrics(path).steps] == [1, 2, 3]
-    with MetricsWriter(path, resume_step) as writer:
-        writer.step(metrics(resume_step + 1, loss=7.0))
-    found = read_metrics(path)
-    assert [step.step for step in found.steps] == [*kept, resume_step + 1]
-    assert [evaluation.step for evaluation in found.evaluations] == kept
-    assert found.steps[-1].loss == 7.0
-    assert sorted(tmp_path.iterdir()) == [path]
-
-
 # Summary
 
 
@@ -353,77 +286,6 @@ def test_the_end_says_when_device_times_are_not_kept(step_s: float, told: str) -
 
 
 # Logs
-
-
-@pytest.fixture
-def logging_restored() -> Iterator[None]:
-    yield
-    setup_logging(None, rank=1, size=1)
-    logging.captureWarnings(False)
-
-
-def test_rank_0_talks_and_every_rank_logs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], logging_restored: None
-) -> None:
-    setup_logging(tmp_path, rank=3, size=12)
-    say("unheard")
-    warnings.warn("careful", stacklevel=1)
-    logging.getLogger("hetero_mpi.comm").info("inside")
-    logging.getLogger("somebody.else").info("chatter")
-    setup_logging(tmp_path, rank=0, size=12)
-    say("first", "second")
-    captured = capsys.readouterr()
-    assert captured.out == "first\nsecond\n"
-    lines = (tmp_path / "logs" / "rank-0003.log").read_text().splitlines()
-    assert [line.split(" ", 2)[2].split(":")[0] for line in lines if line[:2] == "20"] == [
-        " 3/12 INFO hetero_mpi.say",
-        " 3/12 WARNING py.warnings",
-        " 3/12 INFO hetero_mpi.comm",
-    ]
-    assert "careful" in "\n".join(lines) and "chatter" not in "\n".join(lines)
-    assert len((tmp_path / "logs" / "rank-0000.log").read_text().splitlines()) == 2
-    assert [handler.get_name() for handler in logging.getLogger().handlers].count(LOGGER) == 1
-
-
-# Run directory
-
-HOLD = """
-import sys, time
-from hetero_mpi.report.run_files.run_directory import claim
-with claim(sys.argv[1]):
-    print("held", flush=True)
-    time.sleep(60)
-"""
-
-
-def test_a_run_directory_serves_one_run_at_a_time(tmp_path: Path) -> None:
-    directory = tmp_path / "runs" / "a"
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(directory)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        with (
-            pytest.raises(UserError, match=f"is in use by process {holder.pid} on .*, started 20.*--run-dir"),
-            claim(directory),
-        ):
-            pass
-    finally:
-        os.kill(holder.pid, signal.SIGKILL)
-        holder.communicate()
-    with claim(directory) as again:  # the holder crashed: nothing to clean up by hand
-        assert again == directory
-        assert json.loads((directory / ".lock").read_text())["pid"] == os.getpid()
-        with pytest.raises(UserError, match=f"process {os.getpid()} on"), claim(directory):
-            pass
-    with claim(directory):
-        pass
-
-
-def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="must be a directory this user can write to"), claim(tmp_path / "file" / "a"):
-        pass
-
-
 @pytest.mark.parametrize(
     ("name", "most", "shown"),
     [
@@ -439,27 +301,3 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
 def test_device_names_are_shortened_from_the_left(name: str, most: int, shown: str) -> None:
     """What tells one card from another stands last."""
     assert units.device_name(name, most) == shown
-
-
-ODD_LINES = [
-    "[]", "7", '"text"', "null", "{}", '{"step": "2"}', '{"step": null}', '{"step": 2}', '{"step": 2, "loss": [1]}',
-    '{"step": 2, "evaluation_loss": "low"}', '{"step": 2.5, "evaluation_loss": 1.0}', "{" * 20, "[" * 100_000,
-    '{"step": ' + "9" * 5000 + "}", '{"step": 1' + "0" * 400 + ', "evaluation_loss": 1.0}',
-]  # fmt: skip
-
-
-def test_odd_lines_of_metrics_are_left_out_and_newer_keys_ignored(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
-        for step in (1, 2, 3):
-            writer.step(metrics(step))
-        writer.evaluation(3, 2.5)
-    lines = path.read_text().splitlines()
-    newer = json.dumps({**json.loads(lines[1]), "watts": 7, "layers": [1, 2]})
-    path.write_text("\n".join([*ODD_LINES, lines[0], *ODD_LINES, newer, *ODD_LINES, *lines[2:], *ODD_LINES]))
-    found = read_metrics(path)
-    assert found.steps == tuple(metrics(step) for step in (1, 2, 3))
-    assert [(one.step, one.loss) for one in found.evaluations] == [(3, 2.5)]
-    MetricsWriter(path, resume_step=2).close()
-    assert read_metrics(path).steps == tuple(metrics(step) for step in (1, 2))
-    assert newer in path.read_text(), "what another version has written stays"

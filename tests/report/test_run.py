@@ -1,34 +1,23 @@
-"""What looks back at a run: architecture, recorded steps, traces, the HTML report, comparisons and baselines."""
+"""A run read back from its directory: recorded steps, traces, and the HTML report."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
-from matplotlib.colors import to_rgba
-from matplotlib.figure import Figure
 
 from hetero_mpi.cli import main
 from hetero_mpi.errors import UserError
-from hetero_mpi.launch.supervisor.event_log import own_event
 from hetero_mpi.planning.schedule import Action, Op, schedule_of
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import with_slowness
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import PACKING, PlanReport
 from hetero_mpi.planning.types.toml_files import save_profile
-from hetero_mpi.report.figures.architecture import architecture
-from hetero_mpi.report.figures.charts import Series, line_chart
-from hetero_mpi.report.figures.style import COLOURS, save, svg
 from hetero_mpi.report.page.document import report_html, write_report
 from hetero_mpi.report.page.sections import key_figures
 from hetero_mpi.report.past_run import USED_PROFILE, describe_run, read_run
@@ -45,7 +34,6 @@ from hetero_mpi.report.run_files.measured import (
     read_rank_steps,
 )
 from hetero_mpi.report.run_files.metrics import Metrics
-from hetero_mpi.report.run_files.set_aside import EarlierRun
 from hetero_mpi.report.trace import run_trace, save_run_trace
 from hetero_mpi.report.traffic import traffic
 from tests.support.mpi import run_mpi
@@ -53,86 +41,8 @@ from tests.support.past_runs import JOB, cluster, make_run, measured, planned
 from tests.support.planning_samples import make_model, make_plan_of, make_profile
 from tests.support.small_jobs import Workshop
 
-ROOT = Path(__file__).parents[2]
-
 
 # Architecture
-
-
-def texts(figure: Figure) -> list[str]:
-    return [text.get_text() for text in figure.axes[0].texts]
-
-
-def assert_apart(figure: Figure, count: int) -> None:
-    """So many stages, all inside the picture, none over another."""
-    surface = to_rgba(COLOURS["surface"][0])
-    boxes = [patch.get_bbox() for patch in figure.axes[0].patches if patch.get_facecolor() == surface]
-    assert len(boxes) == count
-    for place, box in enumerate(boxes):
-        assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y0 >= 0 and box.y1 <= figure.bbox.height
-        assert not any(box.overlaps(other) for other in boxes[:place])
-
-
-def assert_readable(figure: Figure) -> None:
-    """No text over another, none cut by the edge."""
-    figure.draw_without_rendering()
-    extents = [(text.get_text(), text.get_window_extent()) for text in figure.axes[0].texts]
-    for place, (text, extent) in enumerate(extents):
-        assert extent.x0 >= 0 and extent.x1 <= figure.bbox.width, f"{text} is cut"
-        for other, box in extents[:place]:
-            assert not extent.padded(-2).overlaps(box.padded(-2)), f"{text!r} over {other!r}"
-
-
-@pytest.mark.parametrize(("ranks", "used"), [(1, 1), (3, 2), (34, 32)])
-def test_the_architecture_names_every_rank_and_overlaps_none(tmp_path: Path, ranks: int, used: int) -> None:
-    profile = cluster(ranks)
-    figure = architecture(planned(profile, used), profile, "a job")
-    said = texts(figure)
-    assert [text for text in said if text.startswith("stage ")] == [f"stage {number}" for number in range(used)]
-    assert all(
-        any(text == f"rank {rank}" or text.startswith(f"rank {rank}  card") for text in said) for rank in range(ranks)
-    )
-    assert sum("kB/s" in text for text in said) == used - 1, "a bandwidth at every link"
-    assert_apart(figure, used)
-    assert_readable(figure)
-    png = save(figure, tmp_path / "new" / "architecture.png", "a job")
-    vector = save(figure, tmp_path / "architecture.svg", "a job").read_text()
-    assert png.read_bytes().startswith(b"\x89PNG") and COLOURS["accent"][0] in vector and "var(" not in vector
-    for rank in range(used, ranks):
-        assert f"<title>rank {rank}  card {rank}, host{rank // 2}: it would slow &lt;everybody&gt;" in vector
-    page = svg(figure, "a job", page=True)
-    assert "fill: var(--surface)" in page and not any(light in page for light, _ in COLOURS.values())
-
-
-def test_no_two_roles_share_a_colour() -> None:
-    """A page finds the role of a colour by its value on light paper."""
-    assert len({light for light, _ in COLOURS.values()}) == len(COLOURS)
-
-
-def test_names_are_shown_as_they_are() -> None:
-    """A dollar is no formula, and markup no markup."""
-    profile = cluster(1)
-    odd = replace(profile, devices=(replace(profile.devices[0], name=r"$x<b>\1"),))
-    page = svg(architecture(planned(odd), odd, r"a $y \2"), r"a $y \2 & <b>", page=True)
-    assert r"$x&lt;b&gt;\1" in page and r"a $y \2" in page and "<b>" not in page
-
-
-def test_pipelines_have_strips_of_their_own() -> None:
-    profile = cluster(6)
-    layers = len(profile.model.layers)
-    one = PipelinePlan((StagePlan((0,), 0, 7, 1), StagePlan((1,), 7, layers, 0)), 1, 4)
-    plan = Plan((one, PipelinePlan((StagePlan((5,), 0, layers, 0),), 2, 4)), 8, 10, layers)
-    report = PlanReport(plan, 1.0, 0.9, PACKING)
-    emulated = architecture(report, replace(profile, source="emulated, measured"), "a job")
-    said = texts(emulated)
-    assert "pipeline 0: 4 sequences, 1 at a time" in said and "pipeline 1: 4 sequences, 2 at a time" in said
-    assert any(text == "the whole model" for text in said)
-    assert any("an all-reduce of the gradients of 14 layers over the 2 pipelines" in text for text in said)
-    assert any(text.startswith("EMULATED") for text in said)
-    assert_apart(emulated, 3)
-    alone = tuple(PipelinePlan((StagePlan((rank,), 0, 26, 0),), 1, 2) for rank in range(12))
-    report = PlanReport(Plan(alone, 24, 10, 26), 1.0, 0.9, PACKING)
-    assert_apart(architecture(report, cluster(12), "a job"), 12)
 
 
 # Recorded steps
@@ -350,111 +260,6 @@ def test_a_resumed_run_keeps_its_starts(tmp_path: Path) -> None:
     ]
     describe_run(tmp_path, "a", "a.toml", JOB, {}, 2, 0)
     assert len(read_run(tmp_path).happenings) == 1, "another run in the same directory"
-
-
-def files_under(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-
-
-def test_a_run_is_set_aside_whole_but_for_what_the_new_one_needs(tmp_path: Path) -> None:
-    profile = cluster(2)
-    run = make_run(tmp_path / "a", planned(profile), profile)
-    (run / "notes.txt").write_text("the user's own")
-    before, told = files_under(run), read_run(run)
-    new = (
-        json.dumps({"unix_s": 2e9, "event": "start", "text": "of the new run's supervisor", "supervisor": "new"}) + "\n"
-    )
-    with (run / "events.jsonl").open("a") as file:
-        file.write(new)
-
-    earlier = EarlierRun.found(run, [tmp_path / "model"])
-    assert earlier is not None and files_under(run).keys() == before.keys()
-    (run / "plan.toml").write_text("the new run's")
-    aside = earlier.set_aside(lambda values: values.get("supervisor") == "new")
-    assert aside == run / "set-aside-1"
-    kept = read_run(aside)
-    assert (kept.metrics, kept.plan, kept.rank_steps) == (told.metrics, told.plan, told.rank_steps)
-    assert kept.happenings == told.happenings
-    assert [(one.step, one.bytes) for one in kept.checkpoints] == [(60, 4)]
-    assert files_under(aside) == {name: content for name, content in before.items() if name != "notes.txt"}
-    left = {name for name in files_under(run) if not name.startswith("set-aside-1/")}
-    assert left == {"notes.txt", "plan.toml", "profile.toml", "events.jsonl"}
-    assert (run / "events.jsonl").read_text() == new
-    assert (run / "plan.toml").read_text() == "the new run's"
-    assert EarlierRun.found(run, []) is None, "no run is left there"
-
-
-@pytest.mark.parametrize(
-    ("values", "own"),
-    [
-        ({"unix_s": time.time() + 60, "event": "died"}, True),
-        ({"unix_s": 1e9, "event": "died"}, False),
-        ({"unix_s": "yesterday", "event": "died"}, False),
-        ({"unix_s": None}, False),
-        ({}, False),
-    ],
-)
-def test_events_of_this_process_are_told_from_those_of_a_run_before(values: dict[str, Any], own: bool) -> None:
-    assert own_event(values) is own
-
-
-def test_a_run_that_is_read_is_not_set_aside(tmp_path: Path) -> None:
-    profile = cluster(2)
-    run = make_run(tmp_path / "a", planned(profile), profile)
-    before = files_under(run)
-    with pytest.raises(UserError, match=r"this one reads .*/model there: choose another directory with --run-dir"):
-        EarlierRun.found(run, [run / "model"])
-    assert files_under(run) == before
-
-
-DIES = """
-import os, sys
-from pathlib import Path
-from typing import Any
-from hetero_mpi.report.run_files.set_aside import EarlierRun
-moves = 0
-def look(event, arguments):
-    global moves
-    if event == "os.rename":
-        moves += 1
-        if moves == int(sys.argv[2]):
-            os._exit(9)
-sys.addaudithook(look)
-EarlierRun.found(Path(sys.argv[1]), []).set_aside(lambda values: False)
-"""
-
-
-def test_a_crash_while_a_run_is_set_aside_loses_nothing(tmp_path: Path) -> None:
-    profile = cluster(2)
-    for move in range(1, 7):
-        run = make_run(tmp_path / str(move), planned(profile), profile)
-        before = files_under(run)
-        died = subprocess.run(
-            [sys.executable, "-c", DIES, str(run), str(move)], env={**os.environ, "PYTHONPATH": str(ROOT)}
-        )
-        assert died.returncode == (9 if move < 6 else 0), "five files and folders are moved"
-        assert move == 6 or (run / "checkpoints" / "step-00000060.h5").exists(), "there is a run until the last move"
-        earlier = EarlierRun.found(run, [])
-        if earlier is not None:
-            earlier.set_aside(lambda values: False)
-        assert files_under(run / "set-aside-1") == before
-        assert not (run / "set-aside-2").exists()
-
-
-def test_charts_leave_out_what_is_no_number() -> None:
-    points = tuple((float(step), float("nan") if step == 3 else 1.0 * step) for step in range(1, 2000))
-    figure = line_chart("loss", [Series("training", points, "accent")])
-    assert figure is not None and "nan" not in svg(figure, "loss") and len(svg(figure, "loss")) < 20_000
-    assert line_chart("loss", [Series("training", ((1.0, float("nan")),), "accent")]) is None
-
-
-@pytest.mark.parametrize("value", [0.0, 2.0, 0.37, 1e-9, 123_456.0])
-def test_axes_have_round_numbers(value: float) -> None:
-    """Also of a series that does not change; and no two ticks are written alike."""
-    figure = line_chart("loss", [Series("training", ((1.0, value), (2.0, value)), "accent")], from_zero=True)
-    assert figure is not None
-    ticks = [text.get_text() for text in figure.axes[0].get_yticklabels()]
-    assert len(set(ticks)) == len(ticks) >= 2 and max(map(len, ticks)) <= 8, ticks
 
 
 BROWSER = next(

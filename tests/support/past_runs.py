@@ -130,3 +130,8 @@ def planned(profile: ClusterProfile, ranks: int | None = None, micro_batches: in
     step_s = simulate(plan, profile).step_s
     memory = predict_memory(plan, profile, 0.05)
     return PlanReport(plan, step_s, 0.9 * step_s, PACKING, memory=memory, idle=idle, reasons=("a & b",))
+
+
+def metrics(step: int, loss: float = 2.0, step_s: float = 1.0) -> StepMetrics:
+    """A line of ``metrics.jsonl`` of a step that was predicted to take 1.1 s."""
+    return StepMetrics(step, loss, 1.0, 3e-4, 8192, 8192.0 / step_s, step_s, 1.1)

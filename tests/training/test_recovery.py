@@ -20,7 +20,7 @@ from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.launch.launcher.launcher import Launcher, outliving_ranks
 from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.state.copies import CopyCosts, newest_whole, peers, steps_between
-from tests.launch.test_elastic import Cluster, Elastic, events
+from tests.support.elastic import Cluster, Elastic, events
 from tests.support.long_run import LongRun, Running
 from tests.support.mpi import launcher_or_skip, run_bounded, run_mpi
 

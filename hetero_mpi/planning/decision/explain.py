@@ -115,7 +115,7 @@ def _changed(name: str, plan: Plan, fitter: Fitter) -> Beaten:
 
 
 def _even_split(plan: Plan) -> Plan | None:
-    """``plan`` with an even cut: every stage of a pipeline has the same number of layers, or one more. None: it has that already."""
+    """``plan`` with an even cut: stages with equally many layers, or one more or less. None: ``plan`` has that already."""
     pipelines = []
     for pipeline in plan.pipelines:
         count = len(pipeline.stages)

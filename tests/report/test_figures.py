@@ -1,0 +1,109 @@
+"""Figures: the architecture of a plan, and charts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan_report import PACKING, PlanReport
+from hetero_mpi.report.figures.architecture import architecture
+from hetero_mpi.report.figures.charts import Series, line_chart
+from hetero_mpi.report.figures.style import COLOURS, save, svg
+from tests.support.past_runs import cluster, planned
+
+
+def texts(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
+def assert_apart(figure: Figure, count: int) -> None:
+    """So many stages, all inside the picture, none over another."""
+    surface = to_rgba(COLOURS["surface"][0])
+    boxes = [patch.get_bbox() for patch in figure.axes[0].patches if patch.get_facecolor() == surface]
+    assert len(boxes) == count
+    for place, box in enumerate(boxes):
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y0 >= 0 and box.y1 <= figure.bbox.height
+        assert not any(box.overlaps(other) for other in boxes[:place])
+
+
+def assert_readable(figure: Figure) -> None:
+    """No text over another, none cut by the edge."""
+    figure.draw_without_rendering()
+    extents = [(text.get_text(), text.get_window_extent()) for text in figure.axes[0].texts]
+    for place, (text, extent) in enumerate(extents):
+        assert extent.x0 >= 0 and extent.x1 <= figure.bbox.width, f"{text} is cut"
+        for other, box in extents[:place]:
+            assert not extent.padded(-2).overlaps(box.padded(-2)), f"{text!r} over {other!r}"
+
+
+@pytest.mark.parametrize(("ranks", "used"), [(1, 1), (3, 2), (34, 32)])
+def test_the_architecture_names_every_rank_and_overlaps_none(tmp_path: Path, ranks: int, used: int) -> None:
+    profile = cluster(ranks)
+    figure = architecture(planned(profile, used), profile, "a job")
+    said = texts(figure)
+    assert [text for text in said if text.startswith("stage ")] == [f"stage {number}" for number in range(used)]
+    assert all(
+        any(text == f"rank {rank}" or text.startswith(f"rank {rank}  card") for text in said) for rank in range(ranks)
+    )
+    assert sum("kB/s" in text for text in said) == used - 1, "a bandwidth at every link"
+    assert_apart(figure, used)
+    assert_readable(figure)
+    png = save(figure, tmp_path / "new" / "architecture.png", "a job")
+    vector = save(figure, tmp_path / "architecture.svg", "a job").read_text()
+    assert png.read_bytes().startswith(b"\x89PNG") and COLOURS["accent"][0] in vector and "var(" not in vector
+    for rank in range(used, ranks):
+        assert f"<title>rank {rank}  card {rank}, host{rank // 2}: it would slow &lt;everybody&gt;" in vector
+    page = svg(figure, "a job", page=True)
+    assert "fill: var(--surface)" in page and not any(light in page for light, _ in COLOURS.values())
+
+
+def test_no_two_roles_share_a_colour() -> None:
+    """A page finds the role of a colour by its value on light paper."""
+    assert len({light for light, _ in COLOURS.values()}) == len(COLOURS)
+
+
+def test_names_are_shown_as_they_are() -> None:
+    """A dollar is no formula, and markup no markup."""
+    profile = cluster(1)
+    odd = replace(profile, devices=(replace(profile.devices[0], name=r"$x<b>\1"),))
+    page = svg(architecture(planned(odd), odd, r"a $y \2"), r"a $y \2 & <b>", page=True)
+    assert r"$x&lt;b&gt;\1" in page and r"a $y \2" in page and "<b>" not in page
+
+
+def test_pipelines_have_strips_of_their_own() -> None:
+    profile = cluster(6)
+    layers = len(profile.model.layers)
+    one = PipelinePlan((StagePlan((0,), 0, 7, 1), StagePlan((1,), 7, layers, 0)), 1, 4)
+    plan = Plan((one, PipelinePlan((StagePlan((5,), 0, layers, 0),), 2, 4)), 8, 10, layers)
+    report = PlanReport(plan, 1.0, 0.9, PACKING)
+    emulated = architecture(report, replace(profile, source="emulated, measured"), "a job")
+    said = texts(emulated)
+    assert "pipeline 0: 4 sequences, 1 at a time" in said and "pipeline 1: 4 sequences, 2 at a time" in said
+    assert any(text == "the whole model" for text in said)
+    assert any("an all-reduce of the gradients of 14 layers over the 2 pipelines" in text for text in said)
+    assert any(text.startswith("EMULATED") for text in said)
+    assert_apart(emulated, 3)
+    alone = tuple(PipelinePlan((StagePlan((rank,), 0, 26, 0),), 1, 2) for rank in range(12))
+    report = PlanReport(Plan(alone, 24, 10, 26), 1.0, 0.9, PACKING)
+    assert_apart(architecture(report, cluster(12), "a job"), 12)
+
+
+def test_charts_leave_out_what_is_no_number() -> None:
+    points = tuple((float(step), float("nan") if step == 3 else 1.0 * step) for step in range(1, 2000))
+    figure = line_chart("loss", [Series("training", points, "accent")])
+    assert figure is not None and "nan" not in svg(figure, "loss") and len(svg(figure, "loss")) < 20_000
+    assert line_chart("loss", [Series("training", ((1.0, float("nan")),), "accent")]) is None
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0, 0.37, 1e-9, 123_456.0])
+def test_axes_have_round_numbers(value: float) -> None:
+    """Also of a series that does not change; and no two ticks are written alike."""
+    figure = line_chart("loss", [Series("training", ((1.0, value), (2.0, value)), "accent")], from_zero=True)
+    assert figure is not None
+    ticks = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    assert len(set(ticks)) == len(ticks) >= 2 and max(map(len, ticks)) <= 8, ticks

@@ -1,0 +1,182 @@
+"""Jobs under ``launch --elastic``, on one host or on hosts with networks of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hetero_mpi.report.run_files.metrics import read_metrics
+from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
+from tests.support.rack import Rack
+from tests.support.small_jobs import Workshop
+
+STEPS = 60
+PATIENCE_S = 240
+
+
+class Elastic(Workshop):
+    """One job, always cut over all its ranks, and commands that supervise it."""
+
+    def __init__(
+        self, directory: Path, steps: int = STEPS, replicate_every: int | str = "auto", text: Path | None = None
+    ) -> None:
+        super().__init__(directory)
+        values = self.values(self.model(blocks=2))
+        if text is not None:
+            values["data"]["text"] = [str(text)]
+        # One pipeline with fixed micro-batches computes the same bits however it is cut.
+        plan = {"allow_idle": False, "pipelines": 1}
+        self.steps = steps
+        checkpoint = {"every": 1, "keep": 2, "replicate_every": replicate_every}
+        self.file = self.job("job", values, train={"steps": steps}, plan=plan, checkpoint=checkpoint)
+
+    def command(self, run: Path, ranks: int, *options: str) -> list[str]:
+        start = [sys.executable, "-m", "hetero_mpi", "launch", "-np", str(ranks), "--elastic", *options]
+        return [*start, "train", str(self.file), "--run-dir", str(run)]
+
+    def straight_losses(self) -> list[float]:
+        """Of an undisturbed run, on one rank."""
+        run = self.directory / "straight"
+        command = [sys.executable, "-m", "hetero_mpi", "train", str(self.file), "--run-dir", str(run)]
+        result = run_bounded(command, environment(), PATIENCE_S)
+        assert result.returncode == 0, result.stderr
+        return losses(run)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def losses(run: Path) -> list[float]:
+    return [step.loss for step in read_metrics(run / "metrics.jsonl").steps]
+
+
+def events(run: Path, *names: str) -> list[dict[str, Any]]:
+    path = run / "events.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    # The kernel's count of processes it killed for lack of memory is the host's: other tests let it kill some.
+    found = [event for line in lines if (event := json.loads(line))["event"] != "memory"]
+    return [event for event in found if not names or event["event"] in names]
+
+
+def ranks_under(process: psutil.Process) -> list[psutil.Process]:
+    """The ranks among a process's children, by what launchers tell them."""
+    found = []
+    for child in process.children(recursive=True):
+        try:
+            if {"OMPI_COMM_WORLD_RANK", "PMI_RANK"} & child.environ().keys() and "train" in child.cmdline():
+                found.append(child)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+class Running:
+    """A supervisor at work. A context manager that ends it and all below it."""
+
+    def __init__(self, command: Sequence[str], run: Path) -> None:
+        self.run = run
+        self.output = run.with_name(run.name + ".out")
+        with self.output.open("wb") as file:
+            self.process = subprocess.Popen(
+                list(command), env=environment(), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            )
+        self.tree = psutil.Process(self.process.pid)
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        left = [*self.tree.children(recursive=True), self.tree] if self.process.poll() is None else []
+        for process in left:
+            process.kill()
+        self.process.wait()
+
+    def until(self, holds: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not holds():
+            text = self.output.read_text()[-6000:]
+            assert self.process.poll() is None, f"it ended with {self.process.returncode} before {what}:\n{text}"
+            assert time.monotonic() < deadline, f"{what} did not come:\n{text}"
+            time.sleep(0.05)
+
+    def until_step(self, step: int, start: int) -> None:
+        """Until that start of the job has done so many steps."""
+        path = self.run / "metrics.jsonl"
+
+        def there() -> bool:
+            starts = [event["start"] for event in events(self.run, "first-step")]
+            return start in starts and len(read_metrics(path).steps) >= step
+
+        self.until(there, f"step {step} of start {start}")
+
+    def end(self) -> int:
+        deadline = time.monotonic() + PATIENCE_S
+        while self.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert self.process.poll() is not None, self.output.read_text()[-6000:]
+        return self.process.returncode
+
+
+def tell(run: Path, what: str, killed_s: float) -> None:
+    """Print the time from a death to the next step, and its parts."""
+    after = [event for event in events(run) if event["unix_s"] > killed_s]
+    noticed = next(event for event in after if event["event"] in ("broken", "silent"))
+    started = next(event for event in after if event["event"] == "start")
+    stepped = next(event for event in after if event["event"] == "first-step")
+    times = [event["unix_s"] - killed_s for event in (noticed, started, stepped)]
+    print(
+        f"{what}: noticed after {times[0]:.1f} s, started again after {times[1]:.1f} s, next step after {times[2]:.1f} s"
+    )
+
+
+class Cluster(Rack):
+    """Three hosts with a slot each; the supervisor runs on hA, the first rank on the first of ``order``."""
+
+    def __init__(self, directory: Path, order: Sequence[str] = ("hA", "hB", "hC"), own: Path | None = None) -> None:
+        launcher = launcher_or_skip()
+        super().__init__(directory, ("hA", "hB", "hC"), own)
+        self.hostfile = directory / "hosts"
+        self.hostfile.write_text("".join(f"{self.addresses[name]} slots=1\n" for name in order))
+        mpich = f"-launcher ssh -launcher-exec {self.agent}"
+        open_mpi = f"--mca plm_rsh_agent {self.agent} --mca btl tcp,self --mca pml ob1"
+        self.mpirun_args = mpich if launcher.family == "MPICH" else open_mpi
+
+    def start(self, job: Elastic, run: Path, *options: str) -> Running:
+        given = ["--hostfile", str(self.hostfile), f"--mpirun-args={self.mpirun_args}", *options]
+        # MPICH's other network library, UCX, takes hosts of one kernel for one machine.
+        variables = ["env", "OMP_NUM_THREADS=1", f"PYTHONPATH={ROOT}", "MPIR_CVAR_CH4_NETMOD=ofi", "FI_PROVIDER=tcp"]
+        words = shlex.join([*variables, *job.command(run, 3, *given)])
+        seen = self.disks["hA"] / run.name if run.parent == self.own else run
+        return Running([str(self.agent), self.addresses["hA"], f"cd {ROOT} && exec {words}"], seen)
+
+    def ranks(self, name: str) -> list[psutil.Process]:
+        return ranks_under(self.login(name))
+
+    def orphans(self) -> list[str]:
+        """Ranks and launchers that still run anywhere."""
+        left = []
+        for name in self.running():
+            for process in self.login(name).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    command = process.cmdline()
+                    if process.status() != psutil.STATUS_ZOMBIE and {"train", "prted"} & {
+                        Path(w).name for w in command
+                    }:
+                        left.append(f"{name}: {shlex.join(command)}")
+        return left
+
+
+def hosts_of_starts(run: Path, rack: Rack) -> list[list[str]]:
+    names = {address: name for name, address in rack.addresses.items()}
+    return [[names[host] for host in event["hosts"]] for event in events(run, "start")]
