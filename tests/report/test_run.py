@@ -41,7 +41,6 @@ from tests.support.past_runs import JOB, cluster, make_run, measured, planned
 from tests.support.planning_samples import make_model, make_plan_of, make_profile
 from tests.support.small_jobs import Workshop
 
-
 # Architecture
 
 
