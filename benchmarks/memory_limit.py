@@ -1,11 +1,14 @@
 """Does a model train on one rank whose memory is half as large? LoRA under the limit of a control group.
 
-    python benchmarks/memory_limit.py [--model-gb 3] [--limit-gb 1.5] [--steps 3] [--json FILE] [--check]
+    python benchmarks/memory_limit.py [--model-gb 3] [--limit-gb 1.5] [--full] [--steps 3] [--json FILE] [--check]
 
 Writes a random Llama in bf16 and trains an adapter on it with the command that a user types; launcher and rank are in a control
 group with that limit (root is needed), which the planner finds by itself. Looked at every 20 ms: what the rank cannot give back
 (RssAnon) and the clean pages of mapped files that it has beside (RssFile). ``--check`` exits 1 where the run fails, where no stage
 was streamed, or where RssAnon gets larger than the limit.
+
+``--full``: all weights are trained, in fp32, by a plan with a streamed stage. The size is that of the weights in fp32; the limit
+counts beyond four times as much: weights, gradients and two moments.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ import tomli_w  # noqa: E402
 from harness import parser_of  # noqa: E402
 
 from hetero_mpi.launch.launcher.launcher import build_command, find_launcher  # noqa: E402
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
+from hetero_mpi.planning.types.toml_files import save_plan  # noqa: E402
 from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402
 
 GROUPS = Path("/sys/fs/cgroup")
@@ -47,25 +52,28 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--model-gb", type=float, default=3.0, help="size of the model's weights in bf16")
     parser.add_argument("--limit-gb", type=float, default=1.5, help="of the control group")
+    parser.add_argument("--full", action="store_true", help="train all weights")
     parser.add_argument("--steps", type=int, default=3)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as name, _group(int(arguments.limit_gb * 1e9)) as group:
+    limit_bytes = int((arguments.limit_gb + 4 * arguments.full * arguments.model_gb) * 1e9)
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name, _group(limit_bytes) as group:
         folder = Path(name)
-        blocks = round(arguments.model_gb * 1e9 / LAYER_BYTES)
+        blocks = round(arguments.model_gb * 1e9 / LAYER_BYTES / (2 if arguments.full else 1))
         shape = json.dumps({**LAYER, "num_hidden_layers": blocks})
         made = subprocess.run([sys.executable, "-c", CREATE, shape, name + "/model"], capture_output=True, text=True)
         model_bytes = int(made.stdout.split()[-1])
-        job = _job(folder, arguments.steps)
+        job = _job(folder, arguments.steps, arguments.full)
         began = time.monotonic()
-        code, text, anon_bytes, file_bytes = _run(job, folder / "run", group)
+        plan = ["--plan", str(_streamed_plan(folder / "given.toml", blocks))] if arguments.full else []
+        code, text, anon_bytes, file_bytes = _run(job, folder / "run", group, *plan)
         seconds = time.monotonic() - began
         steps = read_metrics(folder / "run" / "metrics.jsonl").steps if code == 0 else []
-    streamed = "from mapped files" in text
+    streamed = ("layer by layer" if arguments.full else "from mapped files") in text
     if code != 0 or not streamed:
         print(text)
     row = {
         "model_bytes": model_bytes,
-        "limit_bytes": int(arguments.limit_gb * 1e9),
+        "limit_bytes": limit_bytes,
         "exit_code": code,
         "streamed": streamed,
         "most_anon_bytes": anon_bytes,
@@ -75,7 +83,7 @@ def main() -> int:
         "losses": [step.loss for step in steps],
     }
     print(
-        f"model {model_bytes / 1e9:.2f} GB, limit {arguments.limit_gb:.2f} GB: exit code {code}, {len(steps)} steps, streamed: "
+        f"model {model_bytes / 1e9:.2f} GB, limit {limit_bytes / 1e9:.2f} GB: exit code {code}, {len(steps)} steps, streamed: "
         f"{streamed}; RssAnon at most {anon_bytes / 1e9:.2f} GB, mapped files at most {file_bytes / 1e9:.2f} GB; "
         f"{seconds:.0f} s in all, steps of {', '.join(f'{step.step_s:.1f}' for step in steps)} s"
     )
@@ -100,14 +108,21 @@ def _group(limit_bytes: int) -> Iterator[Path]:
         group.rmdir()
 
 
-def _job(folder: Path, steps: int) -> Path:
+def _streamed_plan(path: Path, blocks: int) -> Path:
+    """One rank holds the model layer by layer."""
+    stage = StagePlan((0,), 0, blocks + 2, 0, streamed=True, slice_sequences=1)
+    save_plan(Plan((PipelinePlan((stage,), 4, 4),), 4, 64, blocks + 2), path)
+    return path
+
+
+def _job(folder: Path, steps: int, full: bool) -> Path:
     (folder / "text.txt").write_text("\n".join(f"line {i} of a text that nobody reads" for i in range(4000)))
     tables = {
         "model": {"path": "model"},
         "tokenizer": {"train_vocab_size": 300},
-        "adapter": {"method": "lora", "rank": 4},
+        "adapter": {"method": "none"} if full else {"method": "lora", "rank": 4},
         "data": {"text": ["text.txt"], "sequence_length": 64, "held_out": 0.0},
-        "train": {"steps": steps, "global_batch": 4, "dtype": "bf16"},
+        "train": {"steps": steps, "global_batch": 4, "dtype": "fp32" if full else "bf16"},
         "checkpoint": {"every": 0},
         "report": {"write": False},
     }
@@ -115,11 +130,10 @@ def _job(folder: Path, steps: int) -> Path:
     return folder / "job.toml"
 
 
-def _run(job: Path, run: Path, group: Path) -> tuple[int, str, int, int]:
+def _run(job: Path, run: Path, group: Path, *options: str) -> tuple[int, str, int, int]:
     """(exit code, what was printed, most RssAnon, most RssFile) of the rank."""
-    command = build_command(
-        find_launcher(), 1, None, [sys.executable, "-m", "hetero_mpi", "train", str(job), "--run-dir", str(run)]
-    )
+    program = [sys.executable, "-m", "hetero_mpi", "train", str(job), "--run-dir", str(run), *options]
+    command = build_command(find_launcher(), 1, None, program)
     inside = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh", *command.arguments]
     environment = {**os.environ, **command.environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     most_anon = most_file = 0

@@ -204,7 +204,7 @@ def _slice_s(profile: ClusterProfile, device: DeviceProfile, stage: StagePlan, t
 
 
 def _streamed_s(profile: ClusterProfile, stage: StagePlan, slices: Sequence[int], op: Op) -> list[float]:
-    """Seconds until the first layer's weights are there, then of every layer in the order of computing.
+    """Seconds until the first layer's weights (and the gradients that come) are there, then of every layer in computing order.
 
     A layer takes as long as all of its slices or as the copies beside it, whichever is longer: of the next one's weights; in
     backward also, where all weights are trained, of the gradients of the one before, which leave, and of the next one, which come.
@@ -229,7 +229,10 @@ def _streamed_s(profile: ClusterProfile, stage: StagePlan, slices: Sequence[int]
         max(copy_s, out_s + in_s)
         for copy_s, out_s, in_s in zip(copies[1:], [0.0, *leaving], [*coming[1:], 0.0], strict=False)
     ]
-    return [copies[0], *(max(beside_s, computing_s(layer)) for layer, beside_s in zip(order, beside, strict=True))]
+    return [
+        max(copies[0], coming[0]),
+        *(max(beside_s, computing_s(layer)) for layer, beside_s in zip(order, beside, strict=True)),
+    ]
 
 
 def offload_s(device: DeviceProfile, model: ModelCost, layer: int) -> float:

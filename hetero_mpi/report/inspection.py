@@ -73,8 +73,10 @@ def inspection_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
             lines.append(
                 "  again: backward that repeats the forward; input, weights: backward in two parts; alone: the others still"
             )
+        in_host = device.host_optimizer_s_per_parameter
+        also = "" if in_host is None else f" ({units.seconds(in_host * 1e6)} in host memory, of streamed stages)"
         lines.append(f"  optimizer: {units.seconds(device.optimizer_fixed_s)} + "
-                     f"{units.seconds(device.optimizer_s_per_parameter * 1e6)} per million trained parameters")  # fmt: skip
+                     f"{units.seconds(device.optimizer_s_per_parameter * 1e6)} per million trained parameters{also}")  # fmt: skip
         lines.append(f"  copies: to the host {units.bandwidth(device.device_to_host_bytes_per_s)}, "
                      f"from it {units.bandwidth(device.host_to_device_bytes_per_s)}, "
                      f"latency {units.seconds(device.copy_latency_s)}")  # fmt: skip
