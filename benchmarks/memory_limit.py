@@ -7,8 +7,8 @@ group with that limit (root is needed), which the planner finds by itself. Looke
 (RssAnon) and the clean pages of mapped files that it has beside (RssFile). ``--check`` exits 1 where the run fails, where no stage
 was streamed, or where RssAnon gets larger than the limit.
 
-``--full``: all weights are trained, in fp32, by a plan with a streamed stage. The size is that of the weights in fp32; the limit
-counts beyond four times as much: weights, gradients and two moments.
+``--full``: all weights are trained, in fp32, by a plan with a streamed stage that keeps no memory free. The size is that of the
+weights in fp32; the limit counts beyond four times as much: weights, gradients and two moments.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402
 GROUPS = Path("/sys/fs/cgroup")
 LAYER = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "vocab_size": 8192}
 LAYER_BYTES = 2 * (4 * 2048 * 2048 + 3 * 2048 * 5632)
+ENDS_BYTES = 2 * 2 * 8192 * 2048
 CREATE = """
 import json, sys, torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -55,10 +56,13 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="train all weights")
     parser.add_argument("--steps", type=int, default=3)
     arguments = parser.parse_args()
-    limit_bytes = int((arguments.limit_gb + 4 * arguments.full * arguments.model_gb) * 1e9)
+    blocks = round(arguments.model_gb * 1e9 / LAYER_BYTES / (2 if arguments.full else 1))
+    state_bytes = (
+        8 * (blocks * LAYER_BYTES + ENDS_BYTES) if arguments.full else 0
+    )  # from 2 bytes of each parameter to 16
+    limit_bytes = int(arguments.limit_gb * 1e9) + state_bytes
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name, _group(limit_bytes) as group:
         folder = Path(name)
-        blocks = round(arguments.model_gb * 1e9 / LAYER_BYTES / (2 if arguments.full else 1))
         shape = json.dumps({**LAYER, "num_hidden_layers": blocks})
         made = subprocess.run([sys.executable, "-c", CREATE, shape, name + "/model"], capture_output=True, text=True)
         model_bytes = int(made.stdout.split()[-1])
@@ -123,6 +127,7 @@ def _job(folder: Path, steps: int, full: bool) -> Path:
         "adapter": {"method": "none"} if full else {"method": "lora", "rank": 4},
         "data": {"text": ["text.txt"], "sequence_length": 64, "held_out": 0.0},
         "train": {"steps": steps, "global_batch": 4, "dtype": "fp32" if full else "bf16"},
+        "plan": {"memory_reserve": 0.0 if full else 0.05},
         "checkpoint": {"every": 0},
         "report": {"write": False},
     }
