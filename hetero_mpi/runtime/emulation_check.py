@@ -53,7 +53,7 @@ class _Trial:
     """The actions that take too long, in words."""
 
 
-def rehearse(trainer: Trainer, world: World, emulation: Emulation, predicted_step_s: float) -> None:
+def check_emulated_times(trainer: Trainer, world: World, emulation: Emulation, predicted_step_s: float) -> None:
     """Time each rank's forward, backward and optimizer step on made-up data. Collective; changes no state.
 
     Raises:

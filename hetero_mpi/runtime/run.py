@@ -25,7 +25,7 @@ from hetero_mpi.planning.types.toml_files import profile_to_dict
 from hetero_mpi.report.run_files.logs import say, setup_logging
 from hetero_mpi.report.run_files.set_aside import EarlierRun
 from hetero_mpi.runtime.build import Share, build, start_adapter, start_layers
-from hetero_mpi.runtime.emulation_check import rehearse
+from hetero_mpi.runtime.emulation_check import check_emulated_times
 from hetero_mpi.runtime.finalise import leave_result, outcome
 from hetero_mpi.runtime.origin import bring_back, origin
 from hetero_mpi.runtime.plan_loop import Steps, asked_of, idle_ranks, open_display, passed_on
@@ -94,7 +94,7 @@ def _train(setup: RunSetup, options: TrainOptions, stop: StopRequest, history: R
     if begin is not None and begin.having is not None:
         share, state = bring_back(context, history, report, begin)
         if not history.losses:
-            _rehearse(share)
+            _check_emulated_times(share)
     else:
         share, state = join(context, report), TrainingState.initial(context.job.train.dtype)
         if share.members is not None:
@@ -151,15 +151,15 @@ def _start(
             start_adapter(context, members, trainer)
         elif context.chain.start_is_sent:
             start_layers(context, members, trainer)
-    _rehearse(share)
+    _check_emulated_times(share)
     return share, state
 
 
-def _rehearse(share: Share) -> None:
+def _check_emulated_times(share: Share) -> None:
     """Check the times of an emulated run before its first step. Collective over the active ranks."""
     if share.emulation is not None and share.members is not None and share.trainer is not None:
-        share.members.doing = "rehearsing"
-        rehearse(share.trainer, share.members, share.emulation, share.report.predicted_step_s)
+        share.members.doing = "checking the emulated times"
+        check_emulated_times(share.trainer, share.members, share.emulation, share.report.predicted_step_s)
 
 
 def _metadata(context: RunContext) -> dict[str, Any]:

@@ -57,7 +57,7 @@ _SWEEP_S = 8.0
 
 
 @dataclass
-class Ending:
+class StartOutcome:
     """The end of one start of the job: the launcher's exit code, or the hosts that fell silent."""
 
     code: int | None
@@ -114,14 +114,14 @@ class Supervisor:
                 self.events.tell("too-few", text, hosts=before)
                 silent, fruitless = [], fruitless + 1
             else:
-                ending, progressed = self._start(watched, scratch)
-                if self._cannot_lead(ending, progressed, watched):
+                outcome, progressed = self._start(watched, scratch)
+                if self._cannot_lead(outcome, progressed, watched):
                     silent = []
                     continue
-                if ending.code is not None and (ending.code in _FINAL or self.signals):
-                    self.events.tell("end", f"the job ended with exit code {ending.code}", code=ending.code)
-                    return ending.code
-                silent, fruitless = ending.silent, 0 if progressed else fruitless + 1
+                if outcome.code is not None and (outcome.code in _FINAL or self.signals):
+                    self.events.tell("end", f"the job ended with exit code {outcome.code}", code=outcome.code)
+                    return outcome.code
+                silent, fruitless = outcome.silent, 0 if progressed else fruitless + 1
                 if fruitless >= _FRUITLESS:
                     text = f"{fruitless} starts in a row did not reach a step on the same hosts: not trying again"
                     return self._give_up(text)
@@ -147,7 +147,7 @@ class Supervisor:
     def _ranks(self, watched: Sequence[WatchedHost]) -> int:
         return min(self.options.ranks, sum(host.entry.slots or 0 for host in watched))
 
-    def _start(self, watched: list[WatchedHost], scratch: Path) -> tuple[Ending, bool]:
+    def _start(self, watched: list[WatchedHost], scratch: Path) -> tuple[StartOutcome, bool]:
         """Run the job once; returns (how it ended, whether it took a step). None of its processes is left afterwards."""
         self.starts += 1
         start = f"{self.name}.{self.starts}"
@@ -168,26 +168,26 @@ class Supervisor:
         process, errors = begin(command, subprocess.DEVNULL)
         progress = _Progress(watched, self._tell_first_step)
         try:
-            ending = self._attend(process, watched, progress)
+            outcome = self._attend(process, watched, progress)
         finally:
             unreachable = self._end(process, watched)
         killed = {host.name: host.memory_kills - kills[host.number] for host in watched}
-        if ending.code != 0 and (text := memory_kills_text(killed)):
+        if outcome.code != 0 and (text := memory_kills_text(killed)):
             self.events.tell("memory", text, hosts=[name for name, count in killed.items() if count > 0])
-        errors.finish(ExitCode.FAILED if ending.code is None else ending.code)
-        if ending.code == 0:
-            ending = self._believed(ending, watched, unreachable)
+        errors.finish(ExitCode.FAILED if outcome.code is None else outcome.code)
+        if outcome.code == 0:
+            outcome = self._believed(outcome, watched, unreachable)
         if progress.seen:
             self._led = watched[0].name
-        return ending, progress.seen
+        return outcome, progress.seen
 
-    def _cannot_lead(self, ending: Ending, progressed: bool, watched: Sequence[WatchedHost]) -> bool:
+    def _cannot_lead(self, outcome: StartOutcome, progressed: bool, watched: Sequence[WatchedHost]) -> bool:
         """Was the start refused because a new host leads, and is there another host that may lead?
 
         Where the run has taken steps before, the job is sound: most likely something is missing on this host.
         """
         leader = watched[0].name
-        if ending.code != ExitCode.USER_ERROR or progressed or self._led in (None, leader) or self.signals:
+        if outcome.code != ExitCode.USER_ERROR or progressed or self._led in (None, leader) or self.signals:
             return False
         self._unfit.append(leader)
         others = [host.name for host in watched if host.name not in self._unfit]
@@ -202,19 +202,23 @@ class Supervisor:
         self.events.tell("unfit", text, host=leader)
         return False
 
-    def _believed(self, ending: Ending, watched: Sequence[WatchedHost], unreachable: Sequence[WatchedHost]) -> Ending:
-        """``ending`` if the job is complete; else that of a broken job. Open MPI's launcher may report success when it loses a
+    def _believed(
+        self, outcome: StartOutcome, watched: Sequence[WatchedHost], unreachable: Sequence[WatchedHost]
+    ) -> StartOutcome:
+        """``outcome`` if the job is complete; else that of a broken job. Open MPI's launcher may report success when it loses a
         machine.
         """
         step = max(host.run.get("step", 0) for host in watched)
         if not unreachable and step >= self.steps:
-            return ending
+            return outcome
         text = f"the launcher ended with exit code 0, but after step {step} of {self.steps}; "
         text += f"no word from {', '.join(host.name for host in unreachable)}" if unreachable else "every host answers"
         self.events.tell("broken", text, code=0)
-        return Ending(None)
+        return StartOutcome(None)
 
-    def _attend(self, process: subprocess.Popen[bytes], watched: list[WatchedHost], progress: _Progress) -> Ending:
+    def _attend(
+        self, process: subprocess.Popen[bytes], watched: list[WatchedHost], progress: _Progress
+    ) -> StartOutcome:
         """Watch a start until it ends by itself, a host falls silent, or a second signal ends it."""
         passed_on = 0
         while True:
@@ -225,18 +229,18 @@ class Supervisor:
                 code = code if code >= 0 else 128 - code  # as a shell reports a launcher that a signal ended
                 if code not in _FINAL and not self.signals:
                     self.events.tell("broken", f"the job ended with exit code {code}", code=code)
-                return Ending(code)
+                return StartOutcome(code)
             if silent := self.heartbeats.silent(watched):
                 self._noticed_s = time.monotonic()
                 names = [host.name for host in silent]
                 text = f"{', '.join(names)} not heard of for {self.options.heartbeat_timeout_s:g} s: taken for dead"
                 self.events.tell("silent", text, hosts=names)
-                return Ending(128 + self.signals[0] if self.signals else None, silent)
+                return StartOutcome(128 + self.signals[0] if self.signals else None, silent)
             if len(self.signals) > passed_on:
                 name = signal.Signals(self.signals[-1]).name
                 if passed_on:
                     self.events.tell("signal", f"{name}: {AT_ONCE_TEXT}")
-                    return Ending(128 + self.signals[-1])
+                    return StartOutcome(128 + self.signals[-1])
                 self.events.tell("signal", f"{name}: {ASKED_TEXT}")
                 ask_to_end(process, again=False)
                 passed_on = len(self.signals)

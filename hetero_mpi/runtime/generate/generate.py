@@ -195,9 +195,9 @@ def share_out(layer_bytes: Sequence[int], memory_bytes: Sequence[int]) -> list[t
     return list(pairwise(cuts))
 
 
-def run_task(setting: GenerateSetup) -> list[int]:
+def run_task(setup: GenerateSetup) -> list[int]:
     """Load the model and generate; ranks that the plan leaves idle sleep. Collective; returns the new tokens (on active ranks)."""
-    world, plan, task = setting.world, setting.plan, setting.task
+    world, plan, task = setup.world, setup.plan, setup.task
     active = active_ranks(plan)
     members = world.subset(active)
     if members is None:
@@ -207,12 +207,12 @@ def run_task(setting: GenerateSetup) -> list[int]:
     problem: CollectiveUserError | None = None
     tokens: list[int] = []
     try:
-        stage = _load(setting, members)
+        stage = _load(setup, members)
         world.doing = "generating"
         ranks = [stage.ranks[0] for stage in plan.pipelines[0].stages]
-        writer = Writer(world.rank, ranks, active, setting.transport, setting.chain, stage)
+        writer = Writer(world.rank, ranks, active, setup.transport, setup.chain, stage)
         coming = writer.tokens(task.prompt, task.sampling, task.stops, task.limit)
-        tokens = list(coming if setting.opened is None else _told(coming, setting.opened, task))
+        tokens = list(coming if setup.opened is None else _told(coming, setup.opened, task))
     except CollectiveUserError as error:
         problem = error
     world.release([rank for rank in range(world.size) if rank not in active], problem)
@@ -282,45 +282,43 @@ def _say_task(
     say(f"prompt: {len(task.prompt)} tokens, {reason}", "")
 
 
-def _load(setting: GenerateSetup, members: World) -> Stage | None:
+def _load(setup: GenerateSetup, members: World) -> Stage | None:
     """This rank's layers, with their adapters. ``members``: the active ranks."""
-    source, rank = setting.task.source, setting.world.rank
+    source, rank = setup.task.source, setup.world.rank
     if source.base is None:
-        stage = _stage(setting, SeededStart(source.seed))
+        stage = _stage(setup, SeededStart(source.seed))
     else:
-        supply = open_files(
-            members, rank, setting.transport, setting.chain, setting.plan, Path(source.base), cache_root=None
-        )
+        supply = open_files(members, rank, setup.transport, setup.chain, setup.plan, Path(source.base), cache_root=None)
         members.doing = "sending the model's files to ranks without them"
         supply.serve()
         with members.together("loading weights"), supply:
-            stage = _stage(setting, supply.start)
+            stage = _stage(setup, supply.start)
     if source.adapter is not None:
-        _load_adapter(setting, stage)
+        _load_adapter(setup, stage)
     return stage
 
 
-def _stage(setting: GenerateSetup, start: Start) -> Stage | None:
-    source, rank = setting.task.source, setting.world.rank
-    for own in setting.plan.pipelines[0].stages:
+def _stage(setup: GenerateSetup, start: Start) -> Stage | None:
+    source, rank = setup.task.source, setup.world.rank
+    for own in setup.plan.pipelines[0].stages:
         if rank in own.ranks:
-            backend, tuning = setting.backend, setting.tuning
-            given = setting.chain, own.first, own.last, backend, source.dtype, start, source.seed, tuning
+            backend, tuning = setup.backend, setup.tuning
+            given = setup.chain, own.first, own.last, backend, source.dtype, start, source.seed, tuning
             return StreamedStage(*given, folder=large_files_folder()) if own.streamed else Stage(*given)
     return None
 
 
-def _load_adapter(setting: GenerateSetup, stage: Stage | None) -> None:
+def _load_adapter(setup: GenerateSetup, stage: Stage | None) -> None:
     """Bring the adapter's tensors from rank 0 to the ranks that need them. Collective."""
-    directory = setting.opened.adapter if setting.opened is not None else None
-    stored = read_adapter(directory, setting.tuning) if directory is not None else {}
+    directory = setup.opened.adapter if setup.opened is not None else None
+    stored = read_adapter(directory, setup.tuning) if directory is not None else {}
 
     def keep(parcel: Parcel, value: torch.Tensor) -> None:
         assert stage is not None
         stage.parameters[parcel.name].data.copy_(value)
 
-    listed = parcels(setting.tuning, setting.plan, ("parameters",))
-    distribute(setting.world.rank, setting.transport, listed, lambda parcel: stored[parcel.name], keep)
+    listed = parcels(setup.tuning, setup.plan, ("parameters",))
+    distribute(setup.world.rank, setup.transport, listed, lambda parcel: stored[parcel.name], keep)
 
 
 def _told(coming: Iterator[int], opened: Opened, task: Task) -> Iterator[int]:
