@@ -48,6 +48,7 @@ def least_most(values: Sequence[float], show: Callable[[float], str]) -> str:
 
 
 def whole(value: float) -> str:
+    """A number without decimals."""
     return f"{value:.0f}"
 
 

@@ -52,6 +52,8 @@ class Happening:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
+    """A checkpoint in the run directory."""
+
     step: int
     bytes: int
     unix_s: float

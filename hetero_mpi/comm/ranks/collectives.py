@@ -138,13 +138,16 @@ def _finish(
 
 
 def encode(value: Any) -> NDArray[np.uint8]:
+    """A value as the bytes of its JSON text."""
     return np.frombuffer(json.dumps(value).encode(), np.uint8)
 
 
 def decode(payload: NDArray[np.uint8]) -> Any:
+    """The value of a JSON text's bytes."""
     return json.loads(payload.tobytes())
 
 
 def split(everything: NDArray[np.uint8], lengths: NDArray[np.int64]) -> list[Any]:
+    """The values whose JSON texts stand one after the other in ``everything``, with these lengths in bytes."""
     ends = np.cumsum(lengths)
     return [decode(everything[end - length : end]) for end, length in zip(ends, lengths, strict=True)]

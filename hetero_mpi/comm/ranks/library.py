@@ -56,6 +56,8 @@ def parse_library_version(text: str) -> MpiLibrary:
 
 @dataclass(frozen=True)
 class LaunchedAs:
+    """How this process was started: by which launcher, as which of how many ranks."""
+
     launcher: str
     """The launcher's name, for messages."""
     family: str

@@ -32,10 +32,12 @@ Check = Callable[[Sequence[Examined]], Iterator[Finding]]
 
 
 def answered(places: Sequence[Examined]) -> list[tuple[Examined, HostFacts]]:
+    """The places that have answered, each with its facts."""
     return [(place, place.facts) for place in places if place.facts is not None]
 
 
 def check_reach(places: Sequence[Examined]) -> Iterator[Finding]:
+    """Which hosts have answered, and why others have not."""
     fine = tuple(place.title for place in places if place.facts is not None)
     if fine:
         yield Finding("hosts", FINE, "answered", where=fine)
@@ -74,6 +76,7 @@ def _reach_remedy(place: Examined) -> str:
 
 
 def check_packages(places: Sequence[Examined]) -> Iterator[Finding]:
+    """Required packages that are not installed."""
     whole = []
     for place, facts in answered(places):
         if facts.missing:
@@ -176,6 +179,7 @@ def _daemon(place: Examined, facts: HostFacts) -> Iterator[Finding]:
 
 
 def check_fault_tolerance(places: Sequence[Examined]) -> Iterator[Finding]:
+    """Can the MPI library outlive ranks (``--recover``)?"""
     loaded = [(place.title, facts.mpi) for place, facts in answered(places) if facts.mpi.get("library")]
     without = tuple(
         title

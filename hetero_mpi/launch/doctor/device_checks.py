@@ -46,6 +46,7 @@ def check_devices(places: Sequence[Examined]) -> Iterator[Finding]:
 
 
 def check_self_tests(places: Sequence[Examined]) -> Iterator[Finding]:
+    """The results of the devices' self-tests, where they were asked for."""
     for place, facts in answered(places):
         for test in map(SelfTest.from_dict, facts.self_tests):
             name, problems, of = (

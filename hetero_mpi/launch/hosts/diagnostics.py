@@ -26,6 +26,8 @@ class Severity(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
+    """What a check has found: its name, severity, text and remedy."""
+
     subject: str
     severity: Severity
     text: str
@@ -44,6 +46,7 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def would_fail(findings: Iterable[Finding]) -> bool:
+    """Would a run fail, by these findings?"""
     return any(finding.severity is Severity.FAILS for finding in findings)
 
 
@@ -67,6 +70,7 @@ def lines_of(findings: Sequence[Finding]) -> list[str]:
 
 
 def as_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """The findings as JSON-able values."""
     return [{**asdict(finding), "severity": finding.severity.value} for finding in findings]
 
 

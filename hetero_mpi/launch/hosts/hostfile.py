@@ -22,6 +22,8 @@ _IGNORED_KEYS = ("max_slots", "max-slots", "port", "ifname", "binding")
 
 @dataclass(frozen=True)
 class HostEntry:
+    """A line of a host file: a host and its number of slots."""
+
     name: str
     slots: int | None
     """Ranks this host may hold; ``None``: not said."""

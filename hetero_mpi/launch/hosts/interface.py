@@ -36,6 +36,7 @@ class InterfaceChoice:
 
 
 def local_addresses() -> tuple[LocalAddress, ...]:
+    """The IPv4 addresses of this machine's interfaces."""
     import psutil
 
     return tuple(

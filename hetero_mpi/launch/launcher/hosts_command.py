@@ -84,6 +84,7 @@ def _bound(
 
 
 def prefix_of(host: Host, launcher: Launcher) -> str:
+    """The directory in which the launcher looks for MPI on a host."""
     if host.prefix is not None:
         return host.prefix
     if launcher.path.parent == Path(sys.prefix) / "bin" and host.python is not None:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ElasticOptions:
+    """The options of ``launch --elastic``."""
+
     ranks: int
     hostfile: str | None
     hosts_file: str | None = None

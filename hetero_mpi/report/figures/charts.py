@@ -27,6 +27,8 @@ _BARS = ((0.1, 0.42), (0.46, 0.56))
 
 @dataclass(frozen=True)
 class Series:
+    """A line of a chart: its label, points and colour."""
+
     name: str
     points: tuple[tuple[float, float], ...]
     colour: str

@@ -69,6 +69,8 @@ _MOST_LINKS = 40
 
 @dataclass(frozen=True)
 class Table:
+    """A table of texts: headers and rows."""
+
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
     right: Sequence[int]
