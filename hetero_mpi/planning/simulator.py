@@ -20,6 +20,9 @@ from hetero_mpi.planning.types.network import THREADED, Network, Resource, resou
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 
+SETTLED, PERIODS = 24, 12
+"""So many micro-batches after a pipeline is full it does the same again and again; so many are looked at then."""
+
 
 @dataclass(frozen=True)
 class SimulatedStep:
@@ -258,6 +261,21 @@ def spans_s(
                 if weight_s is not None:
                     _put_off(s, b, depths[0] - depths[s], micro_batches, weight_s[s], clock, begun)
     return begun, clock
+
+
+def spans_of_many_s(
+    times: tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]],
+    warm_up: Sequence[int],
+    micro_batches: int,
+) -> tuple[list[float], list[float]]:
+    """``spans_s``; of very many micro-batches the first ones are simulated and the rest go on as these end."""
+    full = max(warm_up) + SETTLED
+    if full + PERIODS > micro_batches // 2:
+        return spans_s(*times, warm_up, micro_batches)
+    before, after = (spans_s(*times, warm_up, count) for count in (full, full + PERIODS))
+    more = (micro_batches - full) / PERIODS
+    begun, ends = ([a + more * (b - a) for a, b in zip(*both, strict=True)] for both in zip(before, after, strict=True))
+    return begun, ends
 
 
 def _put_off(

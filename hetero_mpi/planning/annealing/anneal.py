@@ -66,9 +66,10 @@ class Annealer:
         self.ranks = [device.rank for device in first.devices]
         self.clock, self.is_plain = Clock(self.costs, first), is_plain(profile)
         most = self.layer_count * min(request.max_pipelines, request.global_batch)
-        self.rounds = Rounds(
-            self.costs, self._step_s, self.clock.step_s, 0 if request.allow_idle else min(len(self.ranks), most)
-        )
+        self.every = min(len(self.ranks), most)
+        """So many ranks are at work where none may idle."""
+        least = 0 if request.allow_idle or len(self.ranks) <= MANY else self.every
+        self.rounds = Rounds(self.costs, self._step_s, self.clock.step_s, least)
         times = THOROUGH if request.thorough else 1
         self.budget = Budget(times * LOOKS, times * EFFORT / (NICS if shares_nics(profile) else 1))
         self._known: dict[Lines, float] = {}
@@ -77,32 +78,54 @@ class Annealer:
     def best(self, starts: Sequence[tuple[Plan, float]]) -> tuple[Plan, float] | None:
         """The best start, which the others need not be, or better. Ranks leave the order that they stand in only for more than the
         request is indifferent to."""
-        whole = (one for one in starts if used(self.lines(one[0])) >= self.rounds.least)
-        begun = min(whole, key=lambda one: one[1], default=None)
+        timed = [(self.lines(plan), step_s) for plan, step_s in starts]
+        least = 0 if self.request.allow_idle else self.every
+        begun = min((one for one in starts if used(self.lines(one[0])) >= least), key=lambda one: one[1], default=None)
         numbers: dict[int, list[Start]] = {}
-        for plan, step_s in starts:
-            lines = self.lines(plan)
-            numbers.setdefault(len(lines), []).append((lines, step_s if used(lines) >= self.rounds.least else math.inf))
-        if len(self.ranks) <= FEW:
-            for lines, step_s in best_teams(self.rounds, min(self.request.max_pipelines, self.request.global_batch)):
-                numbers.setdefault(len(lines), []).append((lines, step_s))
-        best: Start = (), math.inf
-        begins = {number: min(step_s for _, step_s in own) for number, own in numbers.items()}
-        if len(self.ranks) <= MANY:
-            # Only fewer pipelines have a say in this: what is found for so many does not depend on how many more are allowed.
-            order = sorted(numbers)
-        else:
-            order = sorted(numbers, key=lambda number: (begins[number], number))[:MOST_NUMBERS]
-        for number in order:
-            least_s = begins[number]
-            if least_s == math.inf or least_s <= best[1] * MUCH_SLOWER:
-                other = self._annealed(numbers[number], best[1])
-                best = other if other[1] < best[1] * (1 - ROUNDING) else best
+        for lines, step_s in timed:
+            step_s = step_s if used(lines) >= self.rounds.least else math.inf
+            numbers.setdefault(len(lines), []).append((lines, step_s))
+        for number in range(1, min(self.request.max_pipelines, self.request.global_batch) + 1):
+            teams = list(best_teams(self.rounds, number)) if len(self.ranks) <= FEW else []
+            if teams:
+                numbers.setdefault(number, []).extend(teams)
+        best = self._of_all(numbers)
         found = self.fitter.fitted(self.plan(best[0])) if best[1] < math.inf else None
         if found is None:
             return begun
-        step_s, least = self.fitter.step_s(found), max(ROUNDING, self.request.indifference)
-        return begun if begun is not None and step_s >= begun[1] * (1 - least) else (found, step_s)
+        step_s, gain = self.fitter.step_s(found), max(ROUNDING, self.request.indifference)
+        return begun if begun is not None and step_s >= begun[1] * (1 - gain) else (found, step_s)
+
+    def _of_all(self, numbers: dict[int, list[Start]]) -> Start:
+        """The best plan of any number of pipelines, by the starts of each.
+
+        Of up to ``MANY`` ranks, what is found for a number depends on fewer pipelines alone, not on how many more are allowed. A
+        plan with idle ranks is followed by one that puts them to work, whether ranks may idle or not.
+        """
+        best: Start = (), math.inf
+        whole, many = best, len(self.ranks) > MANY
+        begins = {number: min(step_s for _, step_s in own) for number, own in numbers.items()}
+        order = sorted(numbers, key=lambda number: (begins[number], number))[:MOST_NUMBERS] if many else sorted(numbers)
+        for number in order:
+            known_s = best[1] if many else max(best[1], whole[1])
+            if begins[number] == math.inf or begins[number] <= known_s * MUCH_SLOWER:
+                other = self._annealed(numbers[number], known_s, self.rounds)
+                best = other if other[1] < best[1] * (1 - ROUNDING) else best
+                if not many:
+                    other = self._at_work(other, numbers[number], whole[1]) if used(other[0]) < self.every else other
+                    whole = other if other[1] < whole[1] * (1 - ROUNDING) else whole
+        if not many and not self.request.allow_idle:
+            return whole
+        return whole if whole[1] < best[1] * (1 - ROUNDING) else best
+
+    def _at_work(self, found: Start, starts: Sequence[Start], known_s: float) -> Start:
+        """A plan of as many pipelines in which no rank idles, from ``found``, in which some do."""
+        rounds, number = self.rounds.requiring(self.every), len(found[0])
+        lines = rounds.filled(found[0])
+        begun = [(lines, rounds.price(lines)), *(start for start in starts if used(start[0]) >= self.every)]
+        if len(self.ranks) <= FEW:
+            begun += best_teams(rounds, number)
+        return self._annealed(begun, known_s, rounds)
 
     def in_order(self, lines: Lines, limit_s: float) -> tuple[Plan, float] | None:
         """A plan of these ranks in this order, with other cuts and depths if need be, that takes no longer than ``limit_s``."""
@@ -119,19 +142,19 @@ class Annealer:
         plan = self.fitter.fitted(self.plan(best[0]))
         return None if plan is None else (plan, self.fitter.step_s(plan))
 
-    def _annealed(self, starts: Sequence[Start], known_s: float) -> Start:
+    def _annealed(self, starts: Sequence[Start], known_s: float, rounds: Rounds) -> Start:
         """The best plan found of one number of pipelines."""
         lines, alive = min(starts, key=lambda one: one[1])[0], list(starts)
-        found = [self.rounds.deepened(lines)]
+        found = [rounds.deepened(lines)]
         for place, depth in enumerate(DEPTHS):
-            every = self.rounds.ordered(lines, depth, random.Random(place), self.orders)
-            found += [self.rounds.deepened(other) for other in every[-KEPT:]]
+            every = rounds.ordered(lines, depth, random.Random(place), self.orders)
+            found += [rounds.deepened(other) for other in every[-KEPT:]]
         found = sorted(filter(None, found), key=lambda one: one[0][1])
-        alive += [self.rounds.fastest(one) for one in found[:STARTS]]
+        alive += [rounds.fastest(one) for one in found[:STARTS]]
         alive.sort(key=lambda one: one[1])
         number = 0
         if len(self.ranks) <= FEW:
-            alive = [self.rounds.descended(*one, DOWNHILL) for one in alive[:STARTS_OF_FEW]]
+            alive = [rounds.descended(*one, DOWNHILL) for one in alive[:STARTS_OF_FEW]]
         elif known_s * SLOWER < alive[0][1] < math.inf:
             return alive[0]
         else:
@@ -139,14 +162,14 @@ class Annealer:
         while True:
             for place, one in enumerate(alive):
                 number += 1
-                alive[place] = self.rounds.round(*one, FAR, random.Random(number), self.budget.part(2 * len(alive)))
+                alive[place] = rounds.round(*one, FAR, random.Random(number), self.budget.part(2 * len(alive)))
             alive.sort(key=lambda one: one[1])
             if len(alive) == 1:
                 break
             alive = alive[: (len(alive) + 1) // 2]
         if alive[0][1] > known_s * HOPELESS:
             return alive[0]
-        return self.rounds.round(*alive[0], NEAR, random.Random(0), self.budget)
+        return rounds.round(*alive[0], NEAR, random.Random(0), self.budget)
 
     def lines(self, plan: Plan) -> Lines:
         number = {rank: index for index, rank in enumerate(self.ranks)}

@@ -285,6 +285,17 @@ def nearest(lines: Lines, depths: bool) -> Iterator[Lines]:
                 yield _with(lines, dict(zip((index, other), given, strict=True)))
 
 
+def with_rank(lines: Lines, rank: int) -> Iterator[Lines]:
+    """``rank`` as a stage of one layer, at either side of any other, which gives it up."""
+    for index, line in enumerate(lines):
+        for place, at in ((place, place + behind) for place in range(len(line.ranks)) for behind in (0, 1)):
+            if line.counts[place] > 1:
+                own, depth = _at(line.counts, place, line.counts[place] - 1), line.flying[place]
+                values = (line.ranks, rank), (own, 1), (line.flying, depth)
+                ranks, counts, flying = ((*now[:at], new, *now[at:]) for now, new in values)
+                yield _with(lines, {index: line._replace(ranks=ranks, counts=counts, flying=flying)})
+
+
 def deeper(line: Line, place: int, by: int) -> Line:
     """By so many micro-batches at one stage; none before it stays shallower, none behind it deeper."""
     depth = min(max(1, line.flying[place] + by), line.micro_batches)

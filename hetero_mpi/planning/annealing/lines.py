@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from hetero_mpi.planning.simulator import spans_s
+from hetero_mpi.planning.simulator import spans_of_many_s
 from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
 
 
@@ -66,7 +66,8 @@ class Fitting:
     def spans_s(self) -> tuple[list[float], list[float]]:
         """When each stage begins its last backward, when it has done it."""
         times, warm_up = self.times, [depth - 1 for depth in self.line.flying]
-        return spans_s(times.forward, times.backward, times.out, times.back, warm_up, self.line.micro_batches)
+        seconds = times.forward, times.backward, times.out, times.back
+        return spans_of_many_s(seconds, warm_up, self.line.micro_batches)
 
     def pipeline(self, ranks: Sequence[int]) -> PipelinePlan:
         """``ranks``: the job's, by the cluster's."""

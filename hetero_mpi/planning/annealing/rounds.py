@@ -6,13 +6,14 @@ is dropped without being simulated: most are. Looks are counted, not timed: the 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hetero_mpi.planning.annealing.changes import Changes, What, nearest
+from hetero_mpi.planning.annealing.changes import Changes, What, nearest, with_rank
 from hetero_mpi.planning.annealing.costs import ROUNDING, Costs
 from hetero_mpi.planning.annealing.estimate import Estimate
 from hetero_mpi.planning.annealing.lines import Fitting, Line, Lines, used
@@ -52,6 +53,12 @@ class Rounds:
         self.speed: list[float] = first.cluster.speed.tolist()
         self.fixed = self.request.schedule != "auto"
         self._known: dict[Line, Fitting | None] = {}
+
+    def requiring(self, least: int) -> Rounds:
+        """The same, with so many ranks in use or more."""
+        other = copy.copy(self)
+        other.least = least
+        return other
 
     def round(
         self,
@@ -110,6 +117,15 @@ class Rounds:
         if self.fixed or len(set(self.request.split_choices)) < 2 or len(lines) == used(lines):
             return False
         return all(self._splits[rank] for line in lines for rank in line.ranks)
+
+    def filled(self, lines: Lines) -> Lines:
+        """``lines`` with idle ranks put to work until ``least`` are, each with one layer where that costs least."""
+        for rank in range(len(self.speed)):
+            if used(lines) < self.least and not any(rank in line.ranks for line in lines):
+                fitting = ((other, self.within(math.inf, other)) for other in with_rank(lines, rank))
+                priced = [(self.step_s(fittings), other) for other, fittings in fitting if fittings is not None]
+                lines = min(priced, key=lambda one: one[0], default=(math.inf, lines))[1]
+        return lines
 
     def ordered(self, lines: Lines, depth: float, draw: random.Random, looks: int) -> list[Lines]:
         """Pipelines of other ranks, or of these in other orders, that take less and less by estimate, cut for that; first as

@@ -15,23 +15,22 @@ LOOKED_AT = 60
 """Teams of one number of pipelines, with micro-batch size and cuts, that are simulated."""
 
 
-def best_teams(rounds: Rounds, most: int) -> Iterator[Start]:
-    """Of every number of pipelines up to ``most``: every team, with what suits it best of a few cuts, micro-batch sizes and depths,
-    with backward in one part and in two. What is found for a number does not depend on ``most``."""
+def best_teams(rounds: Rounds, pipelines: int) -> Iterator[Start]:
+    """Every team of so many pipelines, with what suits it best of a few cuts, micro-batch sizes and depths, with backward in one
+    part and in two."""
     known: dict[Line, tuple[float, Line] | None] = {}
-    for number in range(1, most + 1):
-        every = [
-            (step_s, index, lines)
-            for index, team in enumerate(teams(len(rounds.speed), number, rounds.layer_count))
-            if sum(map(len, team)) >= rounds.least
-            for step_s, lines in _cut(team, rounds, known)
-        ]
-        best: dict[int, Start] = {}
-        for _, index, lines in heapq.nsmallest(LOOKED_AT, every, key=lambda one: one[:2]):
-            for split in (False, True) if rounds.may_split(lines) else (always_split(rounds.request),):
-                start = rounds.fastest(rounds.deepened(tuple(line._replace(split=split) for line in lines)))
-                best[index] = min(start, best.get(index, start), key=lambda one: one[1])
-        yield from (start for start in best.values() if start[1] < math.inf)
+    every = [
+        (step_s, index, lines)
+        for index, team in enumerate(teams(len(rounds.speed), pipelines, rounds.layer_count))
+        if sum(map(len, team)) >= rounds.least
+        for step_s, lines in _cut(team, rounds, known)
+    ]
+    best: dict[int, Start] = {}
+    for _, index, lines in heapq.nsmallest(LOOKED_AT, every, key=lambda one: one[:2]):
+        for split in (False, True) if rounds.may_split(lines) else (always_split(rounds.request),):
+            start = rounds.fastest(rounds.deepened(tuple(line._replace(split=split) for line in lines)))
+            best[index] = min(start, best.get(index, start), key=lambda one: one[1])
+    yield from (start for start in best.values() if start[1] < math.inf)
 
 
 def teams(count: int, pipelines: int, stages: int) -> list[Team]:

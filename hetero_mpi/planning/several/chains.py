@@ -21,7 +21,7 @@ import numpy as np
 from hetero_mpi.planning.pacing import classic_depths, paced_each, period_s
 from hetero_mpi.planning.several.cluster import Floats, Indices
 from hetero_mpi.planning.several.columns import Columns
-from hetero_mpi.planning.simulator import spans_s
+from hetero_mpi.planning.simulator import spans_of_many_s
 
 WORTHWHILE = 1e-4
 ALLOWANCES = (0.1, 0.4, 0.8)
@@ -29,9 +29,6 @@ ALLOWANCES = (0.1, 0.4, 0.8)
 
 DEEPENING = 60_000
 """Forwards and backwards that trying depths may simulate."""
-SETTLED, PERIODS = 24, 12
-"""So many micro-batches after the pipeline is full it does the same again and again; so many are looked at then."""
-
 ColumnOrder = tuple[int, ...]
 Seconds = Sequence[float]
 
@@ -286,19 +283,6 @@ class Chains:
                     before = (max(d, other) for d in chain.warm_up[:place])
                     after = (min(d, other) for d in chain.warm_up[place + 1 :])
                     yield self.evaluate(chain.picks, chain.cuts, (*before, other, *after))
-
-
-def spans_of_many_s(
-    times: tuple[Seconds, Seconds, Seconds, Seconds], warm_up: Sequence[int], micro_batches: int
-) -> tuple[list[float], list[float]]:
-    """``simulator.spans_s``; of very many micro-batches the first ones are simulated and the rest go on as these end."""
-    full = max(warm_up) + SETTLED
-    if full + PERIODS > micro_batches // 2:
-        return spans_s(*times, warm_up, micro_batches)
-    before, after = (spans_s(*times, warm_up, count) for count in (full, full + PERIODS))
-    more = (micro_batches - full) / PERIODS
-    begun, ends = ([a + more * (b - a) for a, b in zip(*both, strict=True)] for both in zip(before, after, strict=True))
-    return begun, ends
 
 
 def _better(a: Chain, b: Chain) -> Chain:

@@ -1,0 +1,70 @@
+"""A request that allows more is answered by a plan that is no slower: more pipelines, idle ranks, one rank more."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning.annealing.anneal import Annealer
+from hetero_mpi.planning.decision.decide import decide
+from hetero_mpi.planning.types.cluster_changes import restricted
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
+from tests.search.test_annealing import REQUEST, cluster, even_plan
+from tests.search.test_exact import joint_instance
+from tests.support.seeds import seeds
+
+ROUNDING = 1 + 1e-9
+MOST_SLOWER = 1.005
+"""With one rank more."""
+
+
+def instance(seed: int) -> tuple[ClusterProfile, PlanRequest]:
+    draw = random.Random(seed)
+    profile, request = joint_instance(seed, 2 + seed % 5, draw.randint(2, 6), draw.choice((4, 6, 8)))
+    return profile, replace(request, allow_idle=True, max_pipelines=3)
+
+
+def step_s(profile: ClusterProfile, request: PlanRequest) -> float:
+    """Infinite: nothing fits, or the request cannot be planned for."""
+    try:
+        found = decide(profile, request)
+    except UserError:
+        return math.inf
+    return math.inf if found is None else found.step_s
+
+
+@seeds(40, 5)
+def test_more_pipelines_make_no_plan_slower(seed: int) -> None:
+    profile, request = instance(seed)
+    steps = [step_s(profile, replace(request, max_pipelines=most)) for most in (1, 2, 3, 8)]
+    assert all(more <= fewer * ROUNDING for fewer, more in itertools.pairwise(steps))
+
+
+@seeds(40, 5)
+def test_leave_to_idle_makes_no_plan_slower(seed: int) -> None:
+    profile, request = instance(seed)
+    assert step_s(profile, request) <= step_s(profile, replace(request, allow_idle=False)) * ROUNDING
+
+
+@seeds(40, 5)
+def test_one_rank_more_makes_no_plan_slower(seed: int) -> None:
+    profile, request = instance(seed)
+    every, ranks = step_s(profile, request), range(len(profile.devices))
+    for left_out in ranks:
+        assert every <= MOST_SLOWER * step_s(restricted(profile, [rank for rank in ranks if rank != left_out]), request)
+
+
+@pytest.mark.parametrize("at_work", [((0,), (1,)), ((0, 2, 5), (1, 3)), ((6, 0, 5, 1, 4, 2, 3),)])
+def test_idle_ranks_are_put_to_work(at_work: tuple[tuple[int, ...], ...]) -> None:
+    """Each with one layer, and the layers of all are still the model's."""
+    annealer = Annealer(cluster(10_000_000), REQUEST)
+    lines = annealer.rounds.requiring(7).filled(annealer.lines(even_plan(at_work)))
+    assert sorted(rank for line in lines for rank in line.ranks) == list(range(7))
+    assert all(sum(line.counts) == 14 and len(line.counts) == len(line.flying) == len(line.ranks) for line in lines)
+    assert annealer.rounds.price(lines) < math.inf
