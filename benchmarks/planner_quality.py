@@ -1,6 +1,7 @@
 """By how much the planner's plans beat simple rules: simulated step time of each rule's plan over the planner's.
 
     python benchmarks/planner_quality.py [--devices 4 8 16 64] [--seeds 20] [--json FILE] [--check]
+    python benchmarks/planner_quality.py --devices 3 4 5 --looks 6000 --check
 
 Most rules make one pipeline of all ranks in their own order and split the blocks in proportion to a figure per rank:
 
@@ -17,7 +18,10 @@ out of the means. Clusters: the generated suite with 5 % measurement noise, and 
 
 The planner may use any number of pipelines. Of Zorse's 2 x L4 + A6000 + P40 it is also told what the plan does with the P40.
 
-``--check``: no rule is faster than the planner anywhere.
+``--looks``: not rules, but a random search over so many plans (``random_plans.py``), and clusters of other seeds (``FRESH``), which
+nothing was tuned by.
+
+``--check``: no rule is faster than the planner anywhere; the random search by more than half a per cent in one of thirty at most.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import itertools
 import json
 import math
 import os
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -39,9 +44,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from clusters import TYPES, Case, generate  # noqa: E402
+from random_plans import random_search_s  # noqa: E402
 
 from hetero_mpi.errors import UserError  # noqa: E402
 from hetero_mpi.planning.analysis.what_if import whole_model_s  # noqa: E402
+from hetero_mpi.planning.decision.decide import decide  # noqa: E402
 from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.memory import stage_memory, usable_bytes  # noqa: E402
 from hetero_mpi.planning.outline import outlined  # noqa: E402
@@ -73,6 +80,8 @@ PEAK_FLOPS = {
 """Dense peaks as in data sheets, in the dtype in which the card is fastest (P40: fp32)."""
 DOUBTFUL = "NVIDIA P40"
 """A device that a plan may be better without."""
+FRESH, NEAR = 5000, 0.005
+"""The first seed of clusters for the random search, and by how much it may beat a plan that counts as good."""
 RULES = ("even", "FLOPS", "memory", "speed", "single", "data")
 
 
@@ -80,9 +89,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--devices", type=int, nargs="+", default=[4, 8, 16, 64])
     parser.add_argument("--seeds", type=int, default=20, help="seeds 0 to this, exclusive")
+    parser.add_argument("--looks", type=int, default=0, help="compare with a random search over so many plans")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
+    if arguments.looks:
+        return against_search(arguments.devices, arguments.seeds, arguments.looks, arguments.check)
     results: list[dict[str, object]] = []
     print(f"{'cluster':<46}{'planner':>10}" + "".join(f"{rule:>10}" for rule in RULES))
     ratios: dict[str, list[float]] = {rule: [] for rule in RULES}
@@ -119,6 +131,25 @@ def main() -> int:
     least = min(everything, default=math.inf)
     print(f"slowest plan against any rule: {least:.4f}x (the rule's step time over the planner's; bar: at least 1)")
     return 1 if arguments.check and not (everything and least >= 1 - 1e-9) else 0
+
+
+def against_search(sizes: Sequence[int], seeds: int, looks: int, check: bool) -> int:
+    """Prints the random search's step time over the planner's, of every cluster and in short."""
+    ratios = []
+    for devices, seed in itertools.product(sizes, range(FRESH, FRESH + seeds)):
+        case = generate(devices, seed, noise=0.05)
+        found = decide(case.profile, case.request)
+        assert found is not None, f"{case.name}: nothing fits"
+        planned = found.step_s
+        ratios.append(random_search_s(case.profile, case.request, looks, seed) / planned)
+        print(f"{f'{case.name}, {case.job}'[:45]:<46}{planned:>8.4g} s{ratios[-1]:>10.4f}x", flush=True)
+    near = sum(ratio >= 1 - NEAR for ratio in ratios)
+    bar = len(ratios) - len(ratios) // 30
+    print(
+        f"{near} of {len(ratios)} plans are at most {NEAR:.1%} slower than the best of {looks:,} random ones (bar: {bar}); "
+        f"the random ones: least {min(ratios):.4f}x, median {statistics.median(ratios):.4f}x, most {max(ratios):.4f}x"
+    )
+    return int(check and near < bar)
 
 
 def print_doubtful(case: Case, report: PlanReport) -> None:
