@@ -53,11 +53,12 @@ class StreamedStage(Stage):
         slice_sequences: int | None = None,
         folder: Path | None = None,
     ) -> None:
-        """As ``Stage``. ``folder``: where a rank that computes in host memory keeps the mapped files; None: in memory.
+        """As ``Stage``. ``folder``: where a rank that computes in the host's own memory (integrated GPUs too) keeps what is frozen
+        beside adapters, as mapped files; None: in memory.
 
         :raises UserError: also where the folder cannot take the files.
         """
-        self._folder = folder if backend.device == HOST else None
+        self._folder = folder
         self._host_layers: dict[int, HostLayer] = {}
         super().__init__(
             chain, first, last, backend, dtype, start, seed, tuning, kept=kept, slice_sequences=slice_sequences
@@ -115,7 +116,8 @@ class StreamedStage(Stage):
         if self.tuning.full and self.backend.device == HOST:
             return
         modules = [self.model.get_submodule(name) for name in self.chain.module_names(layer)]
-        self._host_layers[layer] = HostLayer(modules, self.backend, self._folder)
+        mapped = self.backend.shares_host_memory() and not self.tuning.full
+        self._host_layers[layer] = HostLayer(modules, self.backend, self._folder if mapped else None)
         if self.tuning.full:  # in fp32 the block has the masters
             for spec in self.chain.specs(layer, layer + 1):
                 self.masters.setdefault(spec.name, self.model.get_parameter(spec.name).data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,6 +108,20 @@ def test_copies_that_take_long_are_waited_for(chain: TransformersChain, gpu: Bac
     resident = steps(Stage(*given, recompute=True, slice_sequences=SLICE), gpu, 1)
     streamed = StreamedStage(*given, slice_sequences=SLICE)
     module.device.set_delays(0.02, 0.0)  # a copy that nobody waits for gives the weights of another layer
+    for one, other in zip(resident, steps(streamed, gpu, 1), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_integrated_gpu_streams_from_mapped_files(
+    chain: TransformersChain, gpu: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the memory that it computes in, a copy of the weights would spare nothing."""
+    given: Any = chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7, tuning(chain, True)
+    resident = steps(Stage(*given, recompute=True, slice_sequences=SLICE), gpu, 1)
+    monkeypatch.setattr(gpu, "shares_host_memory", lambda: True)
+    streamed = StreamedStage(*given, slice_sequences=SLICE, folder=tmp_path)
+    assert all(layer._file is not None for layer in streamed.weights.layers.values())
+    module.device.set_delays(0.02, 0.0)
     for one, other in zip(resident, steps(streamed, gpu, 1), strict=True):
         assert torch.equal(one, other)
 

@@ -182,7 +182,7 @@ def test_the_models_files_go_while_they_are_streamed_np3(
             running.ranks[1].kill()
         code, told = running.end(), running.text()
     if dies:
-        assert code == ExitCode.USER_ERROR and f"{model}/model.safetensors" in told, told
+        assert code == ExitCode.USER_ERROR and str(model) in told and "model.safetensors" in told, told
         assert "Traceback" not in told and "us error" not in told, told
     else:
         assert code == 0 and (run / "adapter" / "adapter_model.safetensors").exists(), told
