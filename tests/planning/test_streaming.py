@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -219,3 +221,15 @@ def test_a_streamed_stage_goes_back_in_one_part() -> None:
     split = replace(plan, pipelines=(replace(plan.pipelines[0], split_backward=True),))
     with pytest.raises(UserError, match="goes back in one part"):
         complete_plan(split, profile, PlanRequest(8, SEQUENCE, (4,)))
+
+
+def test_what_fits_on_one_card() -> None:
+    """A row of the table of ``benchmarks/what_fits.py``: a model that fits without streaming keeps its plan."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    import what_fits
+
+    profile = dict(what_fits.clusters(alone=True))["NVIDIA RTX A6000"]
+    cells = {job: what_fits.cell(profile, *shape) for job, shape in what_fits.JOBS.items()}
+    assert all(cell.sound for cell in cells.values())
+    assert [cell.streams for cell in cells.values()] == [True, True, False, False]
+    assert [cell.resident is None for cell in cells.values()] == [True, True, False, False]

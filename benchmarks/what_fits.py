@@ -1,0 +1,153 @@
+"""What fits on which machines, with and without streaming, and how fast would it be? Plans for the devices of ``profiles/``.
+
+    python benchmarks/what_fits.py [--alone] [--json FILE] [--check]
+
+Every kind of device by itself, then the clusters of up to ``RANKS`` ranks (``--alone``: without these). A device computes other
+shapes as fast as the ones of its profile, in operations per second; everything else follows by the rules of ``profile_parts``.
+Sequences of 2048 tokens, 16 per step, in the dtype that the profile's times hold for. Hosts have 256 GiB, or what the profile says.
+Tokens per second are predicted; ``-``: it does not fit; ``=``: the same plan as without streaming.
+``--check`` exits 1 where a plan that fits without streaming gets another one that is not streamed, or is not 2 % faster.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from harness import parser_of  # noqa: E402
+from make_profiles import LLAMA_8B, LLAMA_13B, LLAMA_70B  # noqa: E402
+from profile_parts import CALL_S, EFFICIENCY, GIB, Card, Shape, model_of, sheet_times  # noqa: E402
+
+from hetero_mpi.errors import UserError  # noqa: E402
+from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
+from hetero_mpi.planning.decision.streaming import WORTHWHILE  # noqa: E402
+from hetero_mpi.planning.types.cost import DTYPE_BYTES  # noqa: E402
+from hetero_mpi.planning.types.plan_report import PlanReport  # noqa: E402
+from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostProfile  # noqa: E402
+from hetero_mpi.planning.types.request import PlanRequest  # noqa: E402
+from hetero_mpi.planning.types.toml_files import load_profile  # noqa: E402
+
+SEQUENCE, BATCH, RANKS = 2048, 16, 8
+HOST_BYTES = 256 * GIB
+QWEN_32B = Shape(5120, 64, 27648, 152064, 1024)
+JOBS = {
+    "8B full": (LLAMA_8B, False),
+    "13B full": (LLAMA_13B, False),
+    "32B NF4": (QWEN_32B, True),
+    "70B NF4": (LLAMA_70B, True),
+}
+"""Shape, and LoRA over NF4?"""
+OTHERS = ("sailor", "hethub")
+"""Profiles that are left out: times of one narrow model in fp32, and devices that are made up."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    resident: PlanReport | None
+    planned: PlanReport | None
+    """With streaming left to the planner."""
+
+    @property
+    def streams(self) -> bool:
+        """Is some stage streamed?"""
+        return self.planned is not None and any(stage.streamed for _, _, stage in self.planned.plan.numbered)
+
+    @property
+    def sound(self) -> bool:
+        """Does what fits without streaming stay, or get clearly faster?"""
+        if self.resident is None or self.planned is None:
+            return self.resident is None and (self.planned is None or self.streams)
+        if not self.streams:
+            return self.planned.plan == self.resident.plan
+        return self.planned.predicted_step_s < (1 - WORTHWHILE) * self.resident.predicted_step_s
+
+    def text(self) -> str:
+        """Tokens per second without and with streaming."""
+        without, planned = (_speed(report) for report in (self.resident, self.planned))
+        return f"{without} | {planned if self.streams or self.resident is None else '='}"
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--alone", action="store_true", help="devices by themselves only")
+    arguments = parser.parse_args()
+    rows: dict[str, dict[str, Cell]] = {}
+    print("| tokens/s without, with streaming | " + " | ".join(f"{job} | " for job in JOBS) + " |")
+    print("| --- |" + " --- | --- |" * len(JOBS))
+    for name, profile in clusters(arguments.alone):
+        rows[name] = {job: cell(profile, *shape) for job, shape in JOBS.items()}
+        print(f"| {name} | " + " | ".join(one.text() for one in rows[name].values()) + " |", flush=True)
+    unsound = [f"{name}, {job}" for name, row in rows.items() for job, one in row.items() if not one.sound]
+    more = sum(one.resident is None and one.planned is not None for row in rows.values() for one in row.values())
+    print(f"{more} more fit with streaming; changed without need: {', '.join(unsound) or 'none'}")
+    if arguments.json:
+        found = {name: {job: one.text() for job, one in row.items()} for name, row in rows.items()}
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    return int(arguments.check and bool(unsound))
+
+
+def clusters(alone: bool) -> Iterator[tuple[str, ClusterProfile]]:
+    """Name -> what is looked at."""
+    known = {path.stem: load_profile(path) for path in sorted((ROOT / "profiles").glob("*.toml"))}
+    known = {name: profile for name, profile in known.items() if not name.startswith(OTHERS)}
+    kinds = {device.name: (profile, device) for profile in known.values() for device in profile.devices}
+    for kind, (profile, device) in sorted(kinds.items()):
+        hosts = tuple(host for host in profile.hosts if host.name == device.host and device.shares_host_memory)
+        yield kind, replace(profile, devices=(replace(device, rank=0),), links=(), host_links=(), hosts=hosts)
+    for name, profile in {} if alone else known.items():
+        if len(profile.devices) <= RANKS:
+            yield f"{name} ({len(profile.devices)} ranks)", profile
+
+
+def cell(profile: ClusterProfile, shape: Shape, adapters: bool) -> Cell:
+    """The plans of a job on the cluster's devices."""
+    model = model_of(shape, profile.model.dtype, SEQUENCE, adapters)
+    devices = tuple(_computing(device, profile, shape, adapters) for device in profile.devices)
+    shared = {host.name: host for host in profile.hosts}
+    hosts = tuple(
+        shared[name]
+        if name in shared and shared[name].memory_bytes
+        else HostProfile(name, HOST_BYTES, "assumed", name in shared and shared[name].shared_nic)
+        for name in dict.fromkeys(device.host for device in devices)
+    )
+    return Cell(*(_plan(replace(profile, model=model, devices=devices, hosts=hosts), how) for how in ("never", "auto")))
+
+
+def _computing(device: DeviceProfile, profile: ClusterProfile, shape: Shape, adapters: bool) -> DeviceProfile:
+    """The device with times of ``shape``."""
+    block = next(layer for layer in profile.model.layers if layer.kind == "block")
+    width = block.boundary_bytes_per_token / DTYPE_BYTES[profile.model.dtype]
+    forward = device.layers["block"].forward_s
+    operations = 2.0 * block.parameters + 2.0 * profile.model.sequence_length * width
+    per_s = operations * forward.tokens[-1] / (forward.seconds[-1] - CALL_S)
+    card = Card(device.name, device.backend, 0.0, 0.0, per_s / EFFICIENCY)
+    return replace(device, layers=sheet_times(card, shape, SEQUENCE, 1.0 if adapters else 2.0))
+
+
+def _plan(profile: ClusterProfile, streaming: str) -> PlanReport | None:
+    request = PlanRequest(
+        BATCH,
+        SEQUENCE,
+        (1, 2, 4),
+        max_pipelines=len(profile.devices),
+        recompute_choices=(False, True),
+        streaming=streaming,
+    )
+    try:
+        return make_plan(profile, request)
+    except UserError:
+        return None
+
+
+def _speed(report: PlanReport | None) -> str:
+    return "-" if report is None else f"{BATCH * SEQUENCE / report.predicted_step_s:,.0f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
