@@ -37,8 +37,8 @@ class Piece:
     """Which run it belongs to (``new_lineage``)."""
     writer: int
     """Rank that wrote it."""
-    layers: tuple[int, ...]
-    """Layers of the model of which every trained tensor is in it."""
+    names: tuple[str, ...]
+    """Parameters and constants of the model of which every tensor is in it."""
 
 
 def new_lineage() -> str:
@@ -63,10 +63,10 @@ def pieces_on_disk(run_dir: Path) -> tuple[list[Piece], list[str]]:
         try:
             with CheckpointReader(path) as reader:
                 said = reader.metadata
-                layers = tuple(int(layer) for layer in said["layers"])
+                names = tuple(said["names"])
                 found.append(
                     Piece(
-                        path, str(said["generation"]), int(said["step"]), str(said["begun"]), int(said["rank"]), layers
+                        path, str(said["generation"]), int(said["step"]), str(said["begun"]), int(said["rank"]), names
                     )
                 )
         except CheckpointError as error:

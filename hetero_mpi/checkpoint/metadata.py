@@ -14,7 +14,7 @@ MOST_VALUES = 1 << 22
 """Values in a JSON text: each takes up to a hundred times its length in memory."""
 REQUIRED = ("step", "updates", "losses", "loss_scale", "job")
 """Without these nothing can go on from a checkpoint."""
-REQUIRED_OF_PIECES = ("begun", "rank", "layers", "books")
+REQUIRED_OF_PIECES = ("begun", "rank", "names", "books")
 """A rank's copy, which says its generation, must hold these too."""
 
 
@@ -93,7 +93,7 @@ _RULES: dict[str, _Rule] = {
     "begun": _TEXT_OR_NONE,
     "generation": _TEXT,
     "rank": _COUNT,
-    "layers": (lambda value: isinstance(value, list) and all(map(_is_count, value)), "a list of counts"),
+    "names": (lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value), "a list of texts"),
     "books": _TABLE,
 }
 _BOOKS: dict[str, _Rule] = {

@@ -1,7 +1,7 @@
 """The MPI requests of a transport, and how to push them. Used by one thread at a time.
 
-A ``Request`` is served by *parts*, one MPI request each: a message by its pieces, an all-reduce by the segments that its members
-exchange. MPI reports finished parts in no order that matters; each says what comes next.
+A ``Request`` is served by *parts*, one MPI request each: a message by its pieces, an exchange by the segments that
+members send each other. MPI reports finished parts in no order that matters; each says what comes next.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hetero_mpi.comm.transport import (
     Message,
     Request,
     TransportError,
-    all_reduce_length_problem,
     length_problem,
+    part_length_problem,
 )
 
 Then = Callable[[], None]
@@ -177,7 +177,7 @@ class MpiProgress:
 def _wrong_length(request: Request, difference_bytes: int) -> TransportError:
     if isinstance(request, Message):
         return length_problem(request.buffer.size, request.buffer.size + difference_bytes)
-    return all_reduce_length_problem()
+    return part_length_problem()
 
 
 def _too_long(request: Request) -> TransportError:

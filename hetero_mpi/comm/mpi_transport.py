@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from hetero_mpi.background import Background
-from hetero_mpi.comm.mpi_all_reduce import GroupAllReduce
+from hetero_mpi.comm.mpi_group_exchange import GroupExchange
 from hetero_mpi.comm.mpi_progress import MpiProgress
 from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.back_off import Pause
 from hetero_mpi.comm.transport import (
-    AllReduce,
     Arrived,
     Buffer,
+    Exchange,
     Group,
     Message,
     Numbers,
@@ -53,8 +53,8 @@ class MpiTransport(Transport):
     """Messages between the ranks of ``comm``. The constructor is collective (it duplicates the communicator).
 
     ``threaded=False`` makes the same calls on the caller's thread: ``wait`` polls, nothing moves outside it. For
-    debugging, and for MPI libraries that allow no second thread. ``hosts``: of every rank, so that all-reduces leave each host as
-    seldom as can be (``all_reduce_paths``); by default all are on one.
+    debugging, and for MPI libraries that allow no second thread. ``hosts``: of every rank, so that exchanges leave each host as
+    seldom as can be (``group_paths``); by default all are on one.
 
     :raises UserError: ``threaded`` with a library that grants neither THREAD_MULTIPLE nor THREAD_SERIALIZED.
     """
@@ -75,11 +75,11 @@ class MpiTransport(Transport):
         self._hosts = tuple(hosts) or ("",) * comm.Get_size()
         self._progress = MpiProgress(MPI)
         self._groups: dict[int, Group] = {}
-        self._all_reduces: dict[Group, GroupAllReduce] = {}
+        self._exchanges: dict[Group, GroupExchange] = {}
         self._own_mpi = threading.Lock()
         self._to_start: deque[Request] = deque()
         self._held: list[Request] = []
-        """Sends and all-reduces that wait for their bytes, and those behind them."""
+        """Sends and exchanges that wait for their bytes, and those behind them."""
         self._posted = 0
         self._closed = False
         self.waiting: list[Request] = []
@@ -98,19 +98,27 @@ class MpiTransport(Transport):
         rank = self._summing.Get_rank()
         check_group(rank, self._summing.Get_size(), group, self._groups)
         self._groups[number] = group
-        self._all_reduces[group] = GroupAllReduce(
+        self._exchanges[group] = GroupExchange(
             self._progress, self._summing, rank, group, [self._hosts[r] for r in ranks]
         )
         return group
 
     def dissolve(self, group: Group) -> None:
-        del self._groups[group.number], self._all_reduces[group]
+        del self._groups[group.number], self._exchanges[group]
 
-    def all_reduce(
-        self, group: Group, buffer: Numbers, ready: Ready | None = None, arrived: Arrived | None = None
+    def reduce_scatter(
+        self, group: Group, parts: Sequence[Numbers], ready: Ready | None = None, arrived: Arrived | None = None
     ) -> Request:
-        assert group in self._all_reduces, f"{group} was not made by this transport"
-        return self._post(AllReduce(group, buffer, ready, arrived))
+        return self._exchange(Exchange(group, parts, True, ready, arrived))
+
+    def all_gather(
+        self, group: Group, parts: Sequence[Buffer], ready: Ready | None = None, arrived: Arrived | None = None
+    ) -> Request:
+        return self._exchange(Exchange(group, parts, False, ready, arrived))
+
+    def _exchange(self, request: Exchange) -> Request:
+        assert request.group in self._exchanges, f"{request.group} was not made by this transport"
+        return self._post(request)
 
     def _post(self, request: Request) -> Request:
         if self._closed:
@@ -139,8 +147,8 @@ class MpiTransport(Transport):
         return bool(self._held) and self._start_held()
 
     def _begin(self, request: Request) -> None:
-        if isinstance(request, AllReduce):
-            self._all_reduces[request.group].start(request)
+        if isinstance(request, Exchange):
+            self._exchanges[request.group].start(request)
         else:
             assert isinstance(request, Message)
             self._progress.start_message(self._messages, request, self._piece_bytes)
@@ -222,7 +230,7 @@ class MpiTransport(Transport):
 
 def _route(request: Request) -> Group | tuple[int, int]:
     """What starts in order."""
-    if isinstance(request, AllReduce):
+    if isinstance(request, Exchange):
         return request.group
     assert isinstance(request, Message)
     return request.peer, request.tag

@@ -1,23 +1,22 @@
 """Moving bytes between ranks, and summing over them, beside the computation: the contract that all transports keep.
 
-Bytes and tags, nothing about models. A message's buffer is a one-dimensional, contiguous ``uint8`` numpy array, an all-reduce's a
-one-dimensional, contiguous ``float32`` one. It belongs to the transport from the call until ``wait`` returns: it is sent
-from, received into, and summed in, where it lies.
+Bytes and tags, nothing about models. A message's buffer is a one-dimensional, contiguous ``uint8`` numpy array; a group exchanges
+parts, one owned by each member: such arrays too, or of a sum ``float32`` ones. A buffer belongs to the transport from the call
+until ``wait`` returns: it is sent from, received into, and summed in, where it lies.
 
 * Messages of one (source, tag) arrive in the order in which they were sent.
-* ``post_receive``, ``send`` and ``all_reduce`` return at once. A send may complete only when the receive is posted: post
-  receives early.
+* ``post_receive``, ``send``, ``reduce_scatter`` and ``all_gather`` return at once. A send may complete only when the receive is
+  posted: post receives early.
 * A message must be exactly as long as the buffer that receives it; the receiver's ``wait`` raises if it is not. (That tells a
   defect, it does not undo it: Open MPI 5.0 writes beyond the buffer when a message of some 100 KB or more is too long.)
-* All members of a group start its all-reduces in the same order and with equal lengths. All-reduces of
+* All members of a group start its exchanges in the same order and with parts of equal lengths. Exchanges of
   different groups, and messages, may be under way at the same time.
-* An all-reduce adds in the order of the group's ranks, ``((r0 + r1) + r2) + ...``, element by element in fp32: every member gets
-  the same bits, whatever arrives first and however the elements are divided among all-reduces. Only where a group has several
-  ranks on one of several hosts, a transport may add in an order that depends on the element's place; then too every member
-  gets the same bits, and again the same ones whenever as many numbers are summed over the same ranks and hosts.
-* A send or an all-reduce may be *held back* until its bytes are there (``ready``), a receive or all-reduce may say when they
+* A reduce-scatter adds in the order of the group's ranks, ``((r0 + r1) + r2) + ...``, element by element in fp32: the same bits
+  whatever arrives first, whoever owns the element, and however the elements are divided among exchanges. Only where a group has
+  several ranks on one of several hosts, a transport may add in an order that depends on the owner.
+* A send or an exchange may be *held back* until its bytes are there (``ready``), a receive or exchange may say when they
   have come (``arrived``): both are called by the thread that moves the messages, and must be quick. Sends of one (destination, tag)
-  leave in order all the same, and all-reduces of one group start in order.
+  leave in order all the same, and exchanges of one group start in order.
 * Requests are made by one thread; any may ask whether they are complete.
 * Whatever goes wrong with a request is raised by ``wait`` for it.
 """
@@ -26,7 +25,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -35,6 +34,8 @@ from numpy.typing import NDArray
 
 Buffer = NDArray[np.uint8]
 Numbers = NDArray[np.float32]
+Part = NDArray[Any]
+"""``Numbers`` to be summed, or a ``Buffer``."""
 Ready = Callable[[], bool]
 Arrived = Callable[[], None]
 T = TypeVar("T")
@@ -46,7 +47,7 @@ class TransportError(RuntimeError):
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that sum. Made by ``Transport.group``; of use with that transport only."""
+    """Ranks that exchange parts. Made by ``Transport.group``; of use with that transport only."""
 
     ranks: tuple[int, ...]
     """Increasing; this rank is one of them."""
@@ -114,18 +115,24 @@ class Message(Request):
         return f"{self.kind} of {self.buffer.size} bytes {direction} rank {self.peer}, tag {self.tag}"
 
 
-class AllReduce(Request):
-    """An all-reduce over ``group``, in place."""
+class Exchange(Request):
+    """A reduce-scatter (``sums``) or an all-gather over ``group``, in place. ``parts``: in the order of its ranks."""
 
     def __init__(
-        self, group: Group, buffer: Numbers, ready: Ready | None = None, arrived: Arrived | None = None
+        self,
+        group: Group,
+        parts: Sequence[Part],
+        sums: bool,
+        ready: Ready | None = None,
+        arrived: Arrived | None = None,
     ) -> None:
-        check_numbers(buffer)
-        super().__init__(buffer, ready, arrived)
-        self.group = group
+        check_parts(group, parts, np.float32 if sums else np.uint8)
+        super().__init__(parts[0], ready, arrived)
+        self.group, self.parts, self.sums = group, tuple(parts), sums
 
     def __str__(self) -> str:
-        return f"sum of {self.buffer.size} numbers over {self.group}"
+        name = "reduce-scatter" if self.sums else "all-gather"
+        return f"{name} of {sum(part.nbytes for part in self.parts)} bytes over {self.group}"
 
 
 class Transport(Protocol):
@@ -147,23 +154,31 @@ class Transport(Protocol):
         ...
 
     def group(self, ranks: tuple[int, ...], number: int) -> Group:
-        """The ranks (increasing, this one among them) as a group that can sum.
+        """The ranks (increasing, this one among them) as a group that can exchange parts.
 
         Every member calls it with the same ranks and number; a number is used once per rank until it is dissolved.
         """
         ...
 
     def dissolve(self, group: Group) -> None:
-        """The group's number is free again. Every member calls it, with no all-reduce of the group under way on any."""
+        """The group's number is free again. Every member calls it, with no exchange of the group under way on any."""
         ...
 
-    def all_reduce(
-        self, group: Group, buffer: Numbers, ready: Ready | None = None, arrived: Arrived | None = None
+    def reduce_scatter(
+        self, group: Group, parts: Sequence[Numbers], ready: Ready | None = None, arrived: Arrived | None = None
     ) -> Request:
-        """Start to replace the buffer's numbers by their sums over the members, once ``ready()`` says that they are there.
+        """Start to replace the numbers of this member's own part by their sums over the members, once ``ready()`` says that all
+        parts' are there. ``parts``: in the order of the group's ranks; what others' parts hold then is not said.
 
         ``arrived`` is called when the sums are there, before the request is complete; never if anything went wrong.
         """
+        ...
+
+    def all_gather(
+        self, group: Group, parts: Sequence[Buffer], ready: Ready | None = None, arrived: Arrived | None = None
+    ) -> Request:
+        """Start to bring every member's own part to all others, once ``ready()`` says that this member's is there; else as
+        ``reduce_scatter``."""
         ...
 
     def wait(self, request: Request) -> None:
@@ -202,16 +217,19 @@ def check_buffer(buffer: Buffer, writable: bool) -> None:
         raise ValueError("A buffer to receive into must be writable: pass an array that owns its bytes.")
 
 
-def check_numbers(buffer: Numbers) -> None:
-    """Refuse what could not be summed in place.
+def check_parts(group: Group, parts: Sequence[Part], dtype: type[np.generic]) -> None:
+    """Refuse what could not be exchanged in place.
 
-    :raises ValueError: not a one-dimensional contiguous float32 array, or read-only.
+    :raises ValueError: not a one-dimensional, contiguous, writable array of ``dtype`` for each member.
     """
-    if buffer.ndim != 1 or buffer.dtype != np.float32 or not buffer.flags.c_contiguous or not buffer.flags.writeable:
-        raise ValueError(
-            "Numbers to sum must be a one-dimensional, contiguous, writable float32 array "
-            f"(shape: {buffer.shape}, dtype: {buffer.dtype}): pass `array.reshape(-1)`."
-        )
+    if len(parts) != len(group.ranks):
+        raise ValueError(f"Every member of {group} owns one part (parts: {len(parts)}).")
+    for part in parts:
+        if part.ndim != 1 or part.dtype != dtype or not part.flags.c_contiguous or not part.flags.writeable:
+            raise ValueError(
+                f"A part must be a one-dimensional, contiguous, writable {np.dtype(dtype)} array "
+                f"(shape: {part.shape}, dtype: {part.dtype}): pass `array.reshape(-1)`."
+            )
 
 
 def check_group(rank: int, size: int, group: Group, earlier: dict[int, Group]) -> None:
@@ -251,8 +269,8 @@ def length_problem(expected: int, arrived: int) -> TransportError:
     )
 
 
-def all_reduce_length_problem() -> TransportError:
-    """The error for members that start all-reduces of different lengths, or in different orders."""
+def part_length_problem() -> TransportError:
+    """The error for members that start exchanges of different lengths, or in different orders."""
     return TransportError(
-        "the members do not agree on the length: all must start the group's all-reduces in the same order"
+        "the members do not agree on the length: all must start the group's exchanges in the same order"
     )

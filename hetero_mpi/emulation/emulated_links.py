@@ -9,10 +9,10 @@ The real transfer is hidden in that time, if it is the shorter one.
   ``planning.types.network.Network(shared_nic=True)`` says. The times until which NICs are taken lie in a file that the ranks of
   one real host map into memory (``emulated_cards``), so ranks on different real hosts do not see each other's messages:
   each real host's ranks share a NIC of their own.
-* An all-reduce lasts as long as the profile says, counted from the moment when its last member started it, and the NICs of all its
-  hosts are free, if it has several: every member sends its own moment to the others, and whoever first sees that all have
-  come takes the NICs, in both directions, until the all-reduce's end; the others look that end up. So all-reduces take NICs in the
-  order in which they are noticed, nearly that in which they begin. A rank takes part in one all-reduce at a time, first
+* A reduce-scatter or all-gather lasts as long as the profile says, counted from the moment when its last member started it, and
+  the NICs of all its hosts are free, if it has several: every member sends its own moment to the others, and whoever first sees
+  that all have come takes the NICs, in both directions, until its end; the others look that end up. So exchanges take NICs in
+  the order in which they are noticed, nearly that in which they begin. A rank takes part in one exchange at a time, first
   started first.
 * Moments are read off the sender's clock. Ranks of one host share a clock; between hosts the clocks are compared once,
   by ping-pong, to about half the variation of a round trip (clocks then drift apart, by milliseconds per minute at worst).
@@ -28,20 +28,20 @@ import numpy as np
 
 from hetero_mpi.comm.precise_sleep import Sleeper
 from hetero_mpi.comm.ranks.world import World
-from hetero_mpi.comm.transport import AllReduce, Arrived, Buffer, Group, Message, Numbers, Ready, Request, Transport
+from hetero_mpi.comm.transport import Arrived, Buffer, Exchange, Group, Message, Numbers, Ready, Request, Transport
 from hetero_mpi.emulation.emulated_nics import Nics
 
 STAMP_TAG = 1 << 14
 """Added to a message's tag for the moment that goes with it; MPI promises tags up to 32767."""
 _PING_TAG = STAMP_TAG - 1
 _SUM_TAG = STAMP_TAG - 2
-"""Less a group's number: for the moments at which its members start all-reduces."""
+"""Less a group's number: for the moments at which its members start exchanges."""
 _PINGS = 20
 
 Delay = Callable[[int, int, int], float]
 """(source rank, destination rank, bytes of the message) -> seconds that it takes."""
-AllReduceTime = Callable[[tuple[int, ...], int], float]
-"""(ranks of the group, bytes that are summed) -> seconds that it takes."""
+ExchangeTime = Callable[[bool], float]
+"""(is it a reduce-scatter?) -> seconds that the next exchange takes."""
 Clock = Callable[[], float]
 
 
@@ -57,25 +57,25 @@ class _Held(Message):
     def __init__(self, request: Request, stamp: Buffer, stamp_request: Request, offset_s: float) -> None:
         assert isinstance(request, Message), "transports make messages"
         super().__init__(request.kind, request.peer, request.tag, request.buffer)
-        self.parts = (request, stamp_request)
+        self.moves = (request, stamp_request)
         self._stamp, self._offset_s = stamp, offset_s
 
     @property
     def moment_s(self) -> float:
-        """When it arrives, on this rank's clock; known once ``parts`` are complete."""
+        """When it arrives, on this rank's clock; known once ``moves`` are complete."""
         return float(self._stamp.view(np.float64)[0]) + self._offset_s
 
     @property
     def ended_s(self) -> float | None:
-        return self.moment_s if all(part.completed for part in self.parts) else None
+        return self.moment_s if all(part.completed for part in self.moves) else None
 
     @property
     def completed(self) -> bool:
-        return all(part.completed for part in self.parts) and time.perf_counter() >= self.moment_s
+        return all(part.completed for part in self.moves) and time.perf_counter() >= self.moment_s
 
 
-class _HeldAllReduce(AllReduce):
-    """An all-reduce with the moments of its members, after the one that this rank started before it."""
+class _HeldExchange(Exchange):
+    """An exchange with the moments of its members, after the one that this rank started before it."""
 
     def __init__(
         self,
@@ -84,18 +84,18 @@ class _HeldAllReduce(AllReduce):
         starts: Sequence[_Start],
         own_offset_s: float,
         ends_s: SumEnd,
-        before: _HeldAllReduce | None,
+        before: _HeldExchange | None,
     ) -> None:
-        assert isinstance(request, AllReduce), "transports make all-reduces"
-        super().__init__(request.group, request.buffer)
-        self.parts = (request, *parts)
+        assert isinstance(request, Exchange), "transports make exchanges"
+        super().__init__(request.group, request.parts, request.sums)
+        self.moves = (request, *parts)
         self.before = before
         self._starts, self._own_offset_s, self._ends_s = starts, own_offset_s, ends_s
         self._moment_s: float | None = None
 
     @property
     def moment_s(self) -> float:
-        """When it is done, on this rank's clock; known once ``parts`` of it, and of those before it, are complete."""
+        """When it is done, on this rank's clock; known once ``moves`` of it, and of those before it, are complete."""
         if self._moment_s is None:
             before_s = self.before.moment_s if self.before is not None else 0.0
             # On one clock, so that all members find the same to the last bit.
@@ -107,7 +107,7 @@ class _HeldAllReduce(AllReduce):
     @property
     def moved(self) -> bool:
         """Whether all parts are complete, of those before it too."""
-        return all(part.completed for part in self.parts) and (self.before is None or self.before.moved)
+        return all(part.completed for part in self.moves) and (self.before is None or self.before.moved)
 
     @property
     def completed(self) -> bool:
@@ -121,7 +121,7 @@ class EmulatedTransport(Transport):
         delay_s: seconds of a message by itself.
         nics: NICs shared by ranks; None: every pair of ranks has a link to itself.
         offsets_s: each rank's clock minus rank 0's, as ``clock_offset_s`` says.
-        all_reduce_s: seconds of an all-reduce by itself.
+        exchange_s: seconds of an exchange by itself.
     """
 
     def __init__(
@@ -132,12 +132,12 @@ class EmulatedTransport(Transport):
         nics: Nics | None,
         offsets_s: Sequence[float],
         sleeper: Sleeper,
-        all_reduce_s: AllReduceTime = lambda ranks, size_bytes: 0.0,
+        exchange_s: ExchangeTime = lambda sums: 0.0,
     ) -> None:
-        self.inner, self.rank, self.delay_s, self.nics, self.all_reduce_s = inner, rank, delay_s, nics, all_reduce_s
+        self.inner, self.rank, self.delay_s, self.nics, self.exchange_s = inner, rank, delay_s, nics, exchange_s
         self._offsets_s, self._sleeper = dict(enumerate(offsets_s)), sleeper
         self._link_free_s: dict[int, float] = {}
-        self._last_all_reduce: _HeldAllReduce | None = None
+        self._last_exchange: _HeldExchange | None = None
 
     def post_receive(self, source: int, tag: int, buffer: Buffer, arrived: Arrived | None = None) -> Request:
         request = self.inner.post_receive(source, tag, buffer, arrived)
@@ -159,10 +159,18 @@ class EmulatedTransport(Transport):
     def dissolve(self, group: Group) -> None:
         self.inner.dissolve(group)
 
-    def all_reduce(
-        self, group: Group, buffer: Numbers, ready: Ready | None = None, arrived: Arrived | None = None
+    def reduce_scatter(
+        self, group: Group, parts: Sequence[Numbers], ready: Ready | None = None, arrived: Arrived | None = None
     ) -> Request:
-        request = self.inner.all_reduce(group, buffer, ready, arrived)
+        return self._held(self.inner.reduce_scatter(group, parts, ready, arrived), group, self.exchange_s(True))
+
+    def all_gather(
+        self, group: Group, parts: Sequence[Buffer], ready: Ready | None = None, arrived: Arrived | None = None
+    ) -> Request:
+        return self._held(self.inner.all_gather(group, parts, ready, arrived), group, self.exchange_s(False))
+
+    def _held(self, request: Request, group: Group, duration_s: float) -> Request:
+        """The exchange, which is to last so long."""
         own = np.array([time.perf_counter()]).view(np.uint8)
         own_offset_s = self._offsets_s.get(self.rank, 0.0)
         starts: list[_Start] = [(own, own_offset_s)]
@@ -173,15 +181,14 @@ class EmulatedTransport(Transport):
                 stamp = np.empty(8, np.uint8)
                 starts.append((stamp, self._offsets_s.get(other, 0.0)))
                 parts += (self.inner.post_receive(other, tag, stamp), self.inner.send(other, tag, own))
-        all_reduce_s = self.all_reduce_s(group.ranks, buffer.nbytes)
 
         def ends_s(begun_s: float, earliest_s: float) -> float:
-            if self.nics is None or all_reduce_s == 0:
-                return earliest_s + all_reduce_s
-            return self.nics.reserve_all_reduce(group, begun_s, earliest_s, all_reduce_s)
+            if self.nics is None or duration_s == 0:
+                return earliest_s + duration_s
+            return self.nics.reserve_exchange(group, begun_s, earliest_s, duration_s)
 
-        held = _HeldAllReduce(request, parts, starts, own_offset_s, ends_s, self._last_all_reduce)
-        self._last_all_reduce = held
+        held = _HeldExchange(request, parts, starts, own_offset_s, ends_s, self._last_exchange)
+        self._last_exchange = held
         return held
 
     def _offset_s(self, other: int) -> float:
@@ -200,14 +207,14 @@ class EmulatedTransport(Transport):
 
     def wait(self, request: Request) -> None:
         """Returns when the message has been moved and its moment has come, for sender and receiver."""
-        assert isinstance(request, (_Held, _HeldAllReduce)), "a request is waited for where it was made"
+        assert isinstance(request, (_Held, _HeldExchange)), "a request is waited for where it was made"
         self._wait_until_moved(request)
         self._sleeper.until(request.moment_s)
 
-    def _wait_until_moved(self, request: _Held | _HeldAllReduce) -> None:
-        if isinstance(request, _HeldAllReduce) and request.before is not None:
+    def _wait_until_moved(self, request: _Held | _HeldExchange) -> None:
+        if isinstance(request, _HeldExchange) and request.before is not None:
             self._wait_until_moved(request.before)
-        for part in request.parts:
+        for part in request.moves:
             self.inner.wait(part)
 
     def pending(self) -> int:

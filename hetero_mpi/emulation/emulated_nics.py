@@ -1,4 +1,4 @@
-"""The NICs of emulated hosts: until when messages and all-reduces take them, known to all ranks of one real host."""
+"""The NICs of emulated hosts: until when messages and exchanges take them, known to all ranks of one real host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Group
 
-_ALL_REDUCES_KEPT = 4096
+_EXCHANGES_KEPT = 4096
 """Far more than can be under way at once: a rank has at most one for every layer of the model."""
 
 
@@ -22,7 +22,7 @@ class Nics:
     """Until when each emulated host's NIC is taken, in seconds of this machine's clock, per direction.
 
     The table is a file in memory that the ranks of one real host share; a file lock makes booking one act. Behind the NICs lie
-    the ends of the latest ``_ALL_REDUCES_KEPT`` all-reduces: group, beginning, end.
+    the ends of the latest ``_EXCHANGES_KEPT`` exchanges: group, beginning, end.
     """
 
     def __init__(self, file_descriptor: int, hosts: Sequence[str]) -> None:
@@ -32,8 +32,8 @@ class Nics:
         self._memory = mmap.mmap(file_descriptor, _table_bytes(hosts))
         numbers = np.frombuffer(self._memory, np.float64)
         self._taken_until_s = numbers[: 2 * len(names)].reshape(len(names), 2)
-        self._all_reduces_reserved = numbers[2 * len(names) : 2 * len(names) + 1]
-        self._all_reduces = numbers[2 * len(names) + 1 :].reshape(_ALL_REDUCES_KEPT, 3)
+        self._exchanges_reserved = numbers[2 * len(names) : 2 * len(names) + 1]
+        self._exchanges = numbers[2 * len(names) + 1 :].reshape(_EXCHANGES_KEPT, 3)
 
     @classmethod
     def create(cls, path: str, hosts: Sequence[str]) -> Nics:
@@ -62,28 +62,28 @@ class Nics:
             taken[out, 0] = taken[into, 1] = end_s
         return end_s
 
-    def reserve_all_reduce(self, group: Group, begun_s: float, earliest_s: float, duration_s: float) -> float:
-        """Take the NICs of all the group's hosts for an all-reduce that may start at ``earliest_s``; returns when it ends.
+    def reserve_exchange(self, group: Group, begun_s: float, earliest_s: float, duration_s: float) -> float:
+        """Take the NICs of all the group's hosts for an exchange that may start at ``earliest_s``; returns when it ends.
 
-        Every member on this real host calls it; the first one reserves. ``begun_s`` tells the group's all-reduces apart: it is the
+        Every member on this real host calls it; the first one reserves. ``begun_s`` tells the group's exchanges apart: it is the
         same on all members to the last bit.
         """
         rows = sorted({self._row[rank] for rank in group.ranks})
         if len(rows) == 1:
             return earliest_s + duration_s
         with self._locked():
-            same = (self._all_reduces[:, 0] == group.number) & (self._all_reduces[:, 1] == begun_s)
+            same = (self._exchanges[:, 0] == group.number) & (self._exchanges[:, 1] == begun_s)
             if same.any():
-                return float(self._all_reduces[same.argmax(), 2])
+                return float(self._exchanges[same.argmax(), 2])
             end_s = max(earliest_s, float(self._taken_until_s[rows].max())) + duration_s
             self._taken_until_s[rows] = end_s
-            self._all_reduces[int(self._all_reduces_reserved[0]) % _ALL_REDUCES_KEPT] = group.number, begun_s, end_s
-            self._all_reduces_reserved[0] += 1
+            self._exchanges[int(self._exchanges_reserved[0]) % _EXCHANGES_KEPT] = group.number, begun_s, end_s
+            self._exchanges_reserved[0] += 1
         return end_s
 
 
 def _table_bytes(hosts: Sequence[str]) -> int:
-    return 8 * (2 * len(set(hosts)) + 1 + 3 * _ALL_REDUCES_KEPT)
+    return 8 * (2 * len(set(hosts)) + 1 + 3 * _EXCHANGES_KEPT)
 
 
 def shared_nics(world: World, hosts: Sequence[str]) -> Nics:

@@ -28,14 +28,14 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.durations import (
     Durations,
-    all_reduce_s,
     finished_layers_s,
-    optimizer_s,
     return_s,
-    summed_bytes,
+    sum_s,
     tied_s,
+    update_s,
+    values_s,
 )
-from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by
+from hetero_mpi.planning.schedule import COMPUTE, Action, Op
 from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.network import Network
 from hetero_mpi.planning.types.plan import Plan
@@ -74,14 +74,13 @@ class ActionPacer:
         self._known = Durations(plan, profile)
         self._finished_s: dict[Action, dict[int, float]] = {}
         self.actions, self.late, self.late_s = 0, 0, 0.0
-        self._summed_layer = 0
+        self._layer = 0
 
     def lasts_s(self, action: Action) -> float:
-        """Seconds of wall clock that an action is to last; STEP without what it waits for (the other end of a tied matrix)."""
-        stage, scale = self._known.stages[action.stage], self._scale_now(action)
+        """Seconds of wall clock that an action is to last; STEP without what it or the next forward waits for."""
+        scale = self._scale_now(action)
         if action.op is Op.STEP:
-            device = self._profile.devices[stage.ranks[0]]
-            return scale * optimizer_s(self._profile, device, stage.first, stage.last, stage.streamed)
+            return scale * update_s(action.stage, self._plan, self._profile)
         return scale * self._known.of(action)[0]
 
     def _scale_now(self, action: Action) -> float:
@@ -95,20 +94,19 @@ class ActionPacer:
         """The number of the step that runs: devices may change their speed."""
         self._step = step
 
-    def begin_all_reduce(self, layer: int) -> None:
-        """Whose gradients this rank is about to sum; ``all_reduce_s`` is asked for it."""
-        self._summed_layer = layer
+    def begin_exchange(self, layer: int) -> None:
+        """Whose gradients this rank is about to sum, or whose values to exchange; ``exchange_s`` is asked for it."""
+        self._layer = layer
 
     def go_on_from(self, before: ActionPacer) -> None:
         """Count on, after a change of plans."""
         self.actions, self.late, self.late_s = before.actions, before.late, before.late_s
 
-    def all_reduce_s(self, ranks: tuple[int, ...], size_bytes: int) -> float:
-        """Seconds of wall clock that the sum of the layer named last is to last. The stand-in's bytes do not matter."""
-        emulated_bytes = summed_bytes(self._profile.model, self._summed_layer)
-        if emulated_bytes == 0:
-            return 0.0  # the stand-in trains what the emulated model does not
-        return self._scale * all_reduce_s(self._profile, held_by(self._plan, self._summed_layer), emulated_bytes)
+    def exchange_s(self, sums: bool) -> float:
+        """Seconds of wall clock that the exchange of the layer named last is to last: its gradients are summed, or new values go
+        out. The stand-in's bytes do not matter, and what the emulated model does not train takes no time."""
+        seconds = sum_s if sums else values_s
+        return self._scale * seconds(self._plan, self._profile, self._layer)
 
     def hold(self, action: Action, start_s: float, finished: Callable[[int], None] | None = None) -> None:
         """Wait until an action that began at ``start_s`` (``time.perf_counter``) has lasted long enough.
@@ -262,7 +260,7 @@ def emulate(
     row_bytes = own * chain.config.hidden_size * DTYPES[loaded.job.train.dtype].itemsize
 
     def links(delay_s: Delay, nics: Nics) -> EmulatedTransport:
-        return EmulatedTransport(transport, world.rank, delay_s, nics, offsets_s, sleeper, pace.all_reduce_s)
+        return EmulatedTransport(transport, world.rank, delay_s, nics, offsets_s, sleeper, pace.exchange_s)
 
     return Emulation(
         profile,

@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.model.stage import IGNORED
+from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.planning.owners import owners
 from hetero_mpi.planning.schedule import held_by, stages
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan
 
@@ -43,8 +45,13 @@ def active_ranks(plan: Plan) -> list[int]:
 
 
 def holders(plan: Plan) -> dict[int, tuple[int, ...]]:
-    """layer -> the ranks that hold it, one per pipeline, in plan order. The first speaks for all of them."""
+    """layer -> the ranks that hold it, one per pipeline, in plan order."""
     return {layer: held_by(plan, layer) for layer in range(plan.layers)}
+
+
+def parameter_owners(tuning: Tuning, plan: Plan) -> dict[str, int]:
+    """Trained parameter -> the rank that owns it, in the model's order."""
+    return owners(plan, {name: (spec.layer, spec.count) for name, spec in tuning.trainable.items()})
 
 
 @dataclass(frozen=True)

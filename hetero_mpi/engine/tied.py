@@ -1,6 +1,6 @@
 """The two ends of a tied matrix within a pipeline: the head's gradient goes to the embedding, new values come back.
 
-The embedding's rank owns the matrix. Both ways lead through host memory that is kept, beside what the device computes.
+The embedding's rank has the matrix. Both ways lead through host memory that is kept, beside what the device computes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class TiedMatrix:
         self.sends, self.receives = ends.apart and rank == ends.head, ends.apart and rank == ends.embedding
         self._piece_bytes = sys.maxsize if whole else PIECE_BYTES
         self._backend, self._done = optimizer.stage.backend, False
-        matrix, dtype = optimizer.stage.tied_head if self.sends else optimizer.targets[ends.name], torch.float32
+        stage, dtype = optimizer.stage, torch.float32
+        matrix = stage.tied_head if self.sends else stage.parameters[ends.name]
         assert matrix is not None
         self._copying = self._backend.copying()
         self._host: torch.Tensor | None = None
@@ -61,7 +62,7 @@ class TiedMatrix:
         if self.receives or (self.sends and self._backend.device != HOST):
             self._host = self._backend.host_buffer(matrix.shape, matrix.dtype if self.sends else dtype)
         other, tag = (ends.embedding, _GRADIENT) if self.sends else (ends.head, _WEIGHT)
-        sent = dtype if self.sends else optimizer.stage.dtype
+        sent = dtype if self.sends else stage.dtype
         self._outbox = Outbox(transport, other, tag, self._backend, sent, self._piece_bytes)
         self._share: Arrival | None = None
 

@@ -1,8 +1,8 @@
-"""One rank's training state and the steps it takes: actions, gradient all-reduces, the common step decision, the optimizer."""
+"""One rank's training state and the steps it takes: actions, exchanges between holders, the step decision, the optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,9 +15,9 @@ from hetero_mpi.comm.transport import Transport
 from hetero_mpi.device.backend import DTYPES, Backend
 from hetero_mpi.emulation.pace import Emulation
 from hetero_mpi.engine.executor import Executor, StepData
-from hetero_mpi.engine.gradient_all_reduce import GradientAllReduce, shared_layers
 from hetero_mpi.engine.out_of_memory import memory_explained
-from hetero_mpi.engine.placement import Tokens, evaluation_shares, holders, place_of, slots, training_share
+from hetero_mpi.engine.placement import Tokens, evaluation_shares, parameter_owners, place_of, slots, training_share
+from hetero_mpi.engine.sharded_update import ShardedUpdate, SharedLayers, shared_layers
 from hetero_mpi.engine.tied import TiedEnds, TiedMatrix
 from hetero_mpi.job.load import TrainTable
 from hetero_mpi.model.frozen_weight_cache import Kept
@@ -56,7 +56,7 @@ class Trainer:
         stage, optimizer: this rank's share of the model; None without a stage.
         latest: the last step's result; None before the first.
         loss_scale: fp16's; every step decision changes it.
-        speaks_for: layers of which this rank is the first holder: it alone counts and saves them.
+        owner: trained parameter -> the rank that has its master and moments, counts its norm, steps it, and saves it.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Trainer:
         self.place = place_of(rank, plan)
         self.dtype = DTYPES[train.dtype]
         self.loss_scale = loss_scale or LossScale.of(self.dtype)
-        self.speaks_for = {layer for layer, ranks in holders(plan).items() if ranks[0] == rank}
+        self.owner = parameter_owners(tuning, plan)
         self.latest: StepResult | None = None
         self.stage: Stage | None = None
         self.optimizer: Optimizer | None = None
@@ -114,32 +114,39 @@ class Trainer:
         self._decided: StepResult | None = None
         if self.place is not None:
             with memory_explained(lambda: "loading its stage", memory, backend):
-                self.stage = self._stage(train, start, kept, stream_folder)
-                self._build(self.stage, schedule, train)
+                shared = shared_layers(plan, schedule, tuning)
+                self.stage = self._stage(shared, train, start, kept, stream_folder)
+                self._build(self.stage, shared, schedule, train)
 
-    def _stage(self, train: TrainTable, start: Start | None, kept: Kept | None, folder: Path | None) -> Stage:
+    def _stage(
+        self,
+        holders: SharedLayers,
+        train: TrainTable,
+        start: Start | None,
+        kept: Kept | None,
+        folder: Path | None,
+    ) -> Stage:
         assert self.place is not None
         pipeline = self.plan.pipelines[self.place.pipeline]
         own = pipeline.stages[self.place.position]
         given = self.chain, own.first, own.last, self.backend, train.dtype, start, train.seed, self.tuning
+        shared = {layer: self._owned(layer, ranks) for layer, ranks in holders.items() if self.rank in ranks}
+        foreign = {name for name, rank in self.owner.items() if rank != self.rank}
         if own.streamed:
-            return StreamedStage(*given, kept=kept, slice_sequences=own.slice_sequences, folder=folder)
+            return StreamedStage(*given, kept, own.slice_sequences, folder, shared, foreign)
         split = pipeline.split_backward and self.place.position > 0
-        return Stage(*given, own.recompute, split, kept, own.slice_sequences)
+        return Stage(*given, own.recompute, split, kept, own.slice_sequences, shared, foreign)
 
-    def _build(self, stage: Stage, schedule: Schedule, train: TrainTable) -> None:
+    def _build(self, stage: Stage, shared: SharedLayers, schedule: Schedule, train: TrainTable) -> None:
         assert self.place is not None
         pipeline = self.plan.pipelines[self.place.pipeline]
-        shared = shared_layers(self.plan, schedule, self.tuning)
-        self.optimizer = Optimizer(
-            stage, train, flat_layers=[layer for layer, ranks in shared.items() if self.rank in ranks]
-        )
+        self.optimizer = Optimizer(stage, train)
         ends = pipeline.stages[0].ranks[0], pipeline.stages[-1].ranks[0]
         pace = self.emulation.pace if self.emulation is not None else None
         if self.chain.tied is not None and self.tuning.full and self.rank in ends:
             tied = TiedEnds(*ends, self.chain.tied[1])
             self.tied = TiedMatrix(self.rank, tied, self.optimizer, self.end_transport, pace is not None)
-        self.all_reduce = GradientAllReduce(
+        self.update = ShardedUpdate(
             self.rank, self.plan.layers - 1, shared, self.tied, self.optimizer, self.end_transport, pace
         )
         self.executor = Executor(
@@ -149,10 +156,15 @@ class Trainer:
             schedule[self.rank],
             self.transport,
             {Op.REDUCE: self._reduce, Op.STEP: self._finish_step},
-            self.all_reduce.finished,
+            self.update.finished,
             self.emulation,
         )
         self.backend.begin_peak()
+
+    def _owned(self, layer: int, ranks: Sequence[int]) -> list[list[str]]:
+        """The trained parameters of a layer that each of ``ranks`` owns."""
+        names = [name for name, spec in self.tuning.trainable.items() if spec.layer == layer]
+        return [[name for name in names if self.owner[name] == rank] for rank in ranks]
 
     def step(
         self,
@@ -185,11 +197,10 @@ class Trainer:
             self.emulation.pace.begin_step(step)
         share = training_share(self.plan, self.place.pipeline, tokens, targets)
         self.optimizer.zero()
-        self.all_reduce.begin()
+        self.update.begin()
         data = self._data(step, share.tokens, share.targets, share.sizes, share.first_samples, target_tokens)
         with memory_explained(self._action, self._memory, self.backend):
             events = self.executor.run(data)
-        assert self.transport.pending() == 0, "the step left requests pending"
         assert self._decided is not None
         self.latest = replace(self._decided, events=tuple(events), began_s=self.executor.began_s, length=data.length)
         return self.latest
@@ -215,17 +226,17 @@ class Trainer:
     def close(self) -> None:
         """No step follows: another trainer may use the transport. Called by every active rank."""
         if self.executor is not None:
-            self.all_reduce.dissolve()
+            self.update.dissolve()
 
     def parameter(self, name: str) -> torch.Tensor:
-        """The fp32 value of a parameter or constant of this rank, in host memory."""
+        """The fp32 value of a parameter that this rank owns, or of a constant of its own, in host memory."""
         assert self.optimizer is not None
         if name in self.tuning.constants:
             return self._constant(name)
         return self.backend.to_host(self.optimizer.targets[name])
 
     def compute_parameter(self, name: str) -> torch.Tensor:
-        """A parameter of this rank in the compute dtype, or a constant in fp32, in host memory."""
+        """A parameter that this rank owns in the compute dtype, or a constant in fp32, in host memory."""
         assert self.stage is not None
         if name in self.tuning.constants:
             return self._constant(name)
@@ -238,13 +249,14 @@ class Trainer:
             if name in self.tuning.constants:
                 self.stage.storage_of(self.stage.model.get_parameter(name)).copy_(value)
                 return
-            self.optimizer.targets[name].copy_(value)
-            self.stage.overwrite({name: self.optimizer.targets[name]})
+            if name in self.optimizer.targets:
+                self.optimizer.targets[name].copy_(value)
+            self.stage.overwrite({name: self.optimizer.targets.get(name, value)})
 
     def share_tied_weight(self) -> None:
         """Bring the embedding's values to the head's copy of a tied matrix, within each pipeline. Called by every active rank."""
-        if self.tied is not None:
-            self.tied.share_weight()
+        if self.executor is not None:
+            self.update.share_tied_weight()
 
     def _constant(self, name: str) -> torch.Tensor:
         assert self.stage is not None
@@ -288,31 +300,28 @@ class Trainer:
 
     def _reduce(self, action: Action) -> None:
         assert action.layer is not None
-        self.all_reduce.reduce(action.layer)
+        self.update.reduce(action.layer)
 
     def _finish_step(self, action: Action) -> None:
         assert self.executor is not None and self.optimizer is not None and self.place is not None
-        self.all_reduce.end()
+        self.update.end()
         self.executor.flush()
         first = self._loss_slots[self.place.pipeline]
         shares = torch.stack(self.executor.losses).tolist() if self.executor.losses else []
         losses = {first + index: loss for index, loss in enumerate(shares)}
-        self._decided = self._decide(self._squared_norms(), losses)
+        self._decided = self._decide(self.optimizer.squared_norms(), losses)
         decision = self._decided.decision
+        assert self.transport.pending() == 0, "the step left requests pending"
         begin = self.executor.step_begins()
         if decision.finite:
             self.optimizer.step(self._step, decision.scale)
         if self.emulation is not None:
             self.emulation.pace.hold(action, begin)
         if decision.finite:
-            self.share_tied_weight()
-
-    def _squared_norms(self) -> dict[str, float]:
-        """Of the gradients that this rank speaks for: every parameter counts once."""
-        assert self.optimizer is not None
-        specs = self.tuning.trainable
-        norms = self.optimizer.squared_norms()
-        return {name: value for name, value in norms.items() if specs[name].layer in self.speaks_for}
+            self.update.publish()
+            # Else collective calls follow, which must have MPI to themselves; or weights are on their way to the device.
+            if self.world.thread_level != "multiple" or self.optimizer.stage.offloaded is not None:
+                self.update.settle()
 
     def _decide(self, squared_norms: dict[str, float], losses: dict[int, float]) -> StepResult:
         """The common step decision, without events. ``losses``: of this rank's micro-batches, by place in the plan."""

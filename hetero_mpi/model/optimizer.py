@@ -7,7 +7,6 @@ and of the global step, so the result does not depend on the partition.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 
 from hetero_mpi.job.load import TrainTable
-from hetero_mpi.model.offloaded_gradients import flat_layout
+from hetero_mpi.model.flat_gradients import FlatGradients
 from hetero_mpi.model.stage import Stage
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -51,36 +50,42 @@ class LearningRate:
 
 
 class Optimizer:
-    """The optimizer of one rank.
+    """The optimizer of one rank, of the parameters that it owns: all that its stage trains, but for ``stage.foreign``.
 
     In fp32 the parameters themselves are optimised. In a narrower dtype gradients are added up in fp32 as soon as autograd has
     them, AdamW steps the fp32 masters, and the parameters are rounded from these. Where the stage keeps its parameters in host
     memory beside a device of its own, all of that is there, too.
+
+    Attributes:
+        targets: name -> what is stepped, of each parameter that this rank owns.
+        flat: layer -> its gradients, where several ranks hold it.
     """
 
-    def __init__(self, stage: Stage, train: TrainTable, flat_layers: Iterable[int] = ()) -> None:
-        """``flat_layers``: layers whose gradients lie in one buffer each, for ``flat_gradients``."""
+    def __init__(self, stage: Stage, train: TrainTable) -> None:
         self.stage = stage
-        self.targets: dict[str, torch.nn.Parameter] = dict(stage.parameters)
+        self.targets: dict[str, torch.nn.Parameter] = {}
+        self._added: dict[str, torch.nn.Parameter | SimpleNamespace] = {}
+        """name -> what has the gradient that is added up (``grad``)."""
         self._tied: torch.nn.Parameter | SimpleNamespace | None = stage.tied_head
-        if stage.masters:
-            self.targets = {name: torch.nn.Parameter(master) for name, master in stage.masters.items()}
-        self._flat: dict[int, torch.Tensor] = {}
-        self._views: dict[str, torch.Tensor] = {}
-        if stage.offloaded is not None:
-            self._flat, self._views = stage.offloaded.flat, stage.offloaded.views
-            for name, view in self._views.items():
-                self.targets[name].grad = view
-            self._tied = SimpleNamespace(grad=stage.offloaded.tied)
-        elif stage.masters:
-            for name, parameter in stage.parameters.items():
-                _accumulate_in_fp32(stage, parameter, self.targets[name])
-            if stage.tied_head is not None and stage.tied_head.requires_grad:
-                self._tied = SimpleNamespace(grad=None)
-                _accumulate_in_fp32(stage, stage.tied_head, self._tied)
-        for layer in flat_layers:
-            if layer not in self._flat:
-                self._flatten(layer)
+        narrow, offloaded = stage.dtype != torch.float32, stage.offloaded
+        for name, parameter in stage.parameters.items():
+            apart = narrow or offloaded is not None
+            if name not in stage.foreign:
+                self.targets[name] = torch.nn.Parameter(stage.masters[name]) if apart else parameter
+            self._added[name] = self.targets.get(name, SimpleNamespace(grad=None)) if apart else parameter
+            if narrow and offloaded is None:
+                _accumulate_in_fp32(stage, parameter, self._added[name])
+        if offloaded is not None:
+            self._tied = SimpleNamespace(grad=offloaded.tied)
+        elif narrow and stage.tied_head is not None and stage.tied_head.requires_grad:
+            self._tied = SimpleNamespace(grad=None)
+            _accumulate_in_fp32(stage, stage.tied_head, self._tied)
+        self.flat = {layer: FlatGradients(stage, layer) for layer in stage.shared}
+        self._views = {name: view for flat in self.flat.values() for name, view in flat.views.items()}
+        if offloaded is not None:
+            self._views = offloaded.views
+        for name, view in self._views.items():
+            self._added[name].grad = view
         self.schedule = LearningRate(train)
         groups = [
             {
@@ -100,36 +105,18 @@ class Optimizer:
         )
 
     def zero(self) -> None:
+        """A step begins. The buffers of ``flat`` are zeroed by who exchanges them."""
         if self.stage.offloaded is not None:
             self.stage.offloaded.begin_step()
             return
-        for flat in self._flat.values():
-            flat.zero_()
-        for name, target in self.targets.items():
+        for name, holder in self._added.items():
             # Without a buffer of its own a parameter takes the first gradient that autograd makes as it is, which is faster
             # than adding it to zeros.
-            target.grad = self._views.get(name)
-            if target is not self.stage.parameters[name]:
+            holder.grad = self._views.get(name)
+            if holder is not self.stage.parameters[name]:
                 self.stage.parameters[name].grad = None
         if self._tied is not None:
             self._tied.grad = None
-
-    def flat_gradients(self, layer: int) -> torch.Tensor:
-        """The fp32 gradients of one of the ``flat_layers``, of which the parameters' are views: (n,), the same memory for good.
-
-        Parameters follow each other in the model's order, with a few zeros between them; the layout is the same wherever the
-        layer is held. Valid from ``zero`` on.
-        """
-        return self._flat[layer]
-
-    def _flatten(self, layer: int) -> None:
-        names = [name for name in self.targets if self.stage.chain.layer_of(name) == layer]
-        starts, length = flat_layout(self.targets[name].numel() for name in names)
-        self._flat[layer] = torch.zeros(length, dtype=torch.float32, device=self.stage.backend.device)
-        for name, start in zip(names, starts, strict=True):
-            target = self.targets[name]
-            self._views[name] = self._flat[layer][start : start + target.numel()].view(target.shape)
-            target.grad = self._views[name]
 
     def tied_gradient(self) -> torch.Tensor:
         """The fp32 gradient of the head's copy of a tied embedding matrix."""
@@ -139,11 +126,11 @@ class Optimizer:
 
     def gradient(self, name: str) -> torch.Tensor:
         """The fp32 gradient summed so far; zeros where a parameter took no part."""
-        target = self.targets[name]
-        if target.grad is None:
-            target.grad = torch.zeros_like(target)
+        holder = self._added[name]
+        if holder.grad is None:
+            holder.grad = torch.zeros_like(self.stage.parameters[name], dtype=torch.float32)
         self._wait()
-        return target.grad
+        return holder.grad
 
     def _wait(self) -> None:
         """Return when gradients that leave the device have left it."""
@@ -151,7 +138,7 @@ class Optimizer:
             self.stage.offloaded.wait()
 
     def squared_norms(self) -> dict[str, float]:
-        """name -> sum of squares of the gradient, to be added in fp64 over all ranks in name order."""
+        """name -> sum of squares of the gradient, of what this rank owns; to be added in fp64 over all ranks in name order."""
         if not self.targets:
             return {}
         parts = [_short(self.gradient(name)) for name in self.targets]

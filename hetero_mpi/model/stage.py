@@ -8,7 +8,7 @@ Layers keep their global indices, so parameter names are the whole model's every
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -56,6 +56,8 @@ class MicroBatch:
 
 
 Slices = list[tuple[MicroBatch, slice]]
+Shared = Mapping[int, Sequence[Sequence[str]]]
+"""Layer -> the names of the trained parameters that each of its holders owns."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,18 @@ class Stage:
 
     Attributes:
         parameters: name -> parameter this rank trains, in the model's order (compute dtype, on the device).
-        masters: name -> fp32 copy of each parameter where the compute dtype is narrower, or ``state_device`` another; else empty.
+        masters: name -> fp32 copy of each parameter that this rank owns where the compute dtype is narrower, or ``state_device``
+            another; else empty.
         tied_head: the head's own copy of a tied embedding matrix, or None. It is never optimised here: its gradient is
             added to the embedding's and the new values come back.
         offloaded: gradients in host memory, of a stage whose device has another; else None.
+        shared: layers that several ranks hold -> the names of the trained parameters that each of them owns.
+        foreign: trained parameters that other ranks own.
         deferred: what the second part of a split backward still needs; None where backward comes in one part.
+        before_layer: is called with a layer before its parameters are read in a forward; None: nobody asks.
     """
+
+    before_layer: Callable[[int], None] | None = None
 
     def __init__(
         self,
@@ -94,6 +102,8 @@ class Stage:
         split_backward: bool = False,
         kept: Kept | None = None,
         slice_sequences: int | None = None,
+        shared: Shared | None = None,
+        foreign: Collection[str] = (),
     ) -> None:
         """Build own layers only.
 
@@ -105,13 +115,15 @@ class Stage:
                 trained the second part is empty.
             kept: layers whose frozen weights are there already (``frozen_layers``); ``start`` is not asked for them.
             slice_sequences: a micro-batch is computed in slices of so many sequences, one after the other; None: at once.
+            shared: layers that several ranks hold -> the names of the trained parameters that each of them owns.
+            foreign: of these, what other ranks own: it has no masters here.
 
         :raises UserError: the model's files do not fit its configuration.
         """
         self.chain, self.first, self.last = chain, first, last
         self.backend, self.dtype, self.seed = backend, DTYPES[dtype], seed
         self.tuning = tuning if tuning is not None else full_training(chain)
-        self.slice_sequences = slice_sequences
+        self.slice_sequences, self.shared, self.foreign = slice_sequences, shared or {}, foreign
         self.masters: dict[str, torch.Tensor] = {}
         self.tied_head: nn.Parameter | None = None
         self.model: Any = chain.frame()
@@ -133,6 +145,9 @@ class Stage:
         self._position: MicroBatch | None = None
         if self.tuning.uses_dropout(chain):
             self._key_dropout()
+        for layer in self._trained_layers:
+            for name in chain.module_names(layer):
+                self.model.get_submodule(name).register_forward_pre_hook(partial(self._begin_layer, layer))
         self._input: torch.Tensor | None = None
         if not self.is_first:
             entrance = self.model.get_submodule(chain.module_names(first)[0])
@@ -354,7 +369,7 @@ class Stage:
         if not trained:  # narrowed on the host: the device never holds both forms of a matrix that it only reads
             value = value.to(self.chain.dtype_of(name, self.dtype))
         value = value.to(self.state_device)
-        if trained and self.dtype != torch.float32:
+        if trained and self.dtype != torch.float32 and name not in self.foreign:
             self.masters[name] = value
         parameter.data = value.to(self.chain.dtype_of(name, self.dtype))
         parameter.requires_grad_(trained)
@@ -372,7 +387,8 @@ class Stage:
             self.dtype != torch.float32
         ):  # else peft would bring the inputs of all adapted layers to fp32, and keep them so
             for name, parameter in own.items():
-                self.masters[name] = parameter.data
+                if name not in self.foreign:
+                    self.masters[name] = parameter.data
                 parameter.data = parameter.data.to(self.dtype)
         return own
 
@@ -396,6 +412,10 @@ class Stage:
         for layer in range(self.first, self.last):
             module = self.model.get_submodule(self.chain.module_names(layer)[0])
             module.register_forward_pre_hook(partial(self._seed, layer))
+
+    def _begin_layer(self, layer: int, module: nn.Module, arguments: object) -> None:
+        if self.before_layer is not None:
+            self.before_layer(layer)
 
     def _seed(self, layer: int, module: nn.Module, arguments: object) -> None:
         if module.training and self._position is not None:

@@ -10,7 +10,7 @@ it: of mapped files, each would be written to the disk in every step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from hetero_mpi.model.host_weights import HostLayer, HostWeights
 from hetero_mpi.model.layer.gradient_ready import Finished, GradientReadyHooks
 from hetero_mpi.model.layer.interface import LayerChain, PassThrough
 from hetero_mpi.model.offloaded_gradients import OffloadedGradients
-from hetero_mpi.model.stage import MicroBatch, Slices, Stage, joined, parts
+from hetero_mpi.model.stage import MicroBatch, Shared, Slices, Stage, joined, parts
 from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.model.tuning import Tuning
 
@@ -52,6 +52,8 @@ class StreamedStage(Stage):
         kept: Kept | None = None,
         slice_sequences: int | None = None,
         folder: Path | None = None,
+        shared: Shared | None = None,
+        foreign: Collection[str] = (),
     ) -> None:
         """As ``Stage``. ``folder``: where a rank that computes in the host's own memory (integrated GPUs too) keeps what is frozen
         beside adapters, as mapped files; None: in memory.
@@ -61,7 +63,18 @@ class StreamedStage(Stage):
         self._folder = folder
         self._host_layers: dict[int, HostLayer] = {}
         super().__init__(
-            chain, first, last, backend, dtype, start, seed, tuning, kept=kept, slice_sequences=slice_sequences
+            chain,
+            first,
+            last,
+            backend,
+            dtype,
+            start,
+            seed,
+            tuning,
+            kept=kept,
+            slice_sequences=slice_sequences,
+            shared=shared,
+            foreign=foreign,
         )
         self.weights = HostWeights(self._host_layers, backend)
         if self.state_device != backend.device:
@@ -120,12 +133,16 @@ class StreamedStage(Stage):
         self._host_layers[layer] = HostLayer(modules, self.backend, self._folder if mapped else None)
         if self.tuning.full:  # in fp32 the block has the masters
             for spec in self.chain.specs(layer, layer + 1):
+                if spec.name in self.foreign:
+                    continue
                 self.masters.setdefault(spec.name, self.model.get_parameter(spec.name).data)
 
     def _trained_by_layer(self) -> dict[int, dict[str, nn.Parameter]]:
         found: dict[int, dict[str, nn.Parameter]] = {layer: {} for layer in sorted(self._trained_layers)}
         for name, parameter in self.parameters.items():
             found[self.chain.layer_of(name)][name] = parameter
+        for layer, owned in self.shared.items():  # in the order in which they are exchanged
+            found[layer] = {name: self.parameters[name] for names in owned for name in names}
         return found
 
     def _through(

@@ -9,8 +9,8 @@ from operator import add
 
 import numpy as np
 
-from hetero_mpi.comm.all_reduce_paths import ring_of
-from hetero_mpi.planning.memory import stage_trainable
+from hetero_mpi.comm.group_paths import ring_of
+from hetero_mpi.planning.owners import owned_share
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by, reduced_layers, stages, tied_heads
 from hetero_mpi.planning.types.cost import DTYPE_BYTES, GRADIENT_BYTES, ModelCost
 from hetero_mpi.planning.types.plan import Plan, StagePlan
@@ -60,11 +60,11 @@ def recompute_s(profile: ClusterProfile, device: DeviceProfile, first: int, last
     return total
 
 
-def optimizer_s(profile: ClusterProfile, device: DeviceProfile, first: int, last: int, streamed: bool = False) -> float:
-    """Seconds of one optimizer step over the layers [first, last): in host memory, where these are streamed and trained whole."""
+def optimizer_s(profile: ClusterProfile, device: DeviceProfile, parameters: float, streamed: bool = False) -> float:
+    """Seconds of one optimizer step over so many parameters: in host memory, where they are streamed and trained whole."""
     in_host_memory = streamed and profile.model.trained_whole and not device.shares_host_memory
     each_s = host_optimizer_s(device) if in_host_memory else device.optimizer_s_per_parameter
-    return device.optimizer_fixed_s + each_s * stage_trainable(profile.model, first, last)
+    return device.optimizer_fixed_s + each_s * parameters
 
 
 def host_optimizer_s(device: DeviceProfile) -> float:
@@ -72,6 +72,31 @@ def host_optimizer_s(device: DeviceProfile) -> float:
     if device.host_optimizer_s_per_parameter is not None:
         return device.host_optimizer_s_per_parameter
     return _STEP_BYTES / device.host_to_device_bytes_per_s
+
+
+def update_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
+    """Seconds of the optimizer step of a stage: over the parameters that its rank owns."""
+    stage = stages(plan)[number][2]
+    owned = owned_share(plan, profile.model, number)
+    return optimizer_s(profile, profile.devices[stage.ranks[0]], owned, stage.streamed)
+
+
+def _late_values_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
+    """Seconds that a stage's first forward waits for new values from their owners, which come layer by layer beside it."""
+    _, index, stage = stages(plan)[number]
+    if len(plan.pipelines) == 1:
+        return 0.0
+    alike: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    for layer in range(stage.first, stage.last):
+        alike.setdefault((held_by(plan, layer), value_bytes(profile.model, layer)), []).append(layer)
+    coming_s = sum(len(layers) * values_s(plan, profile, layers[0]) for layers in alike.values())
+    forward_s = stage_s(profile, stage, plan.pipelines[index].size(0), plan.sequence_length, Op.F)
+    return exposed_s(coming_s, forward_s, stage.last - stage.first) if coming_s else 0.0
+
+
+def exposed_s(coming_s: float, forward_s: float, layers: int) -> float:
+    """What ``coming_s`` of new values adds to a forward of so many like layers, each of which waits for its own."""
+    return max(coming_s / layers, coming_s - forward_s * (layers - 1) / layers)
 
 
 def tied_s(profile: ClusterProfile, embedding: int, head: int) -> float:
@@ -86,42 +111,39 @@ def return_s(profile: ClusterProfile, embedding: int, head: int) -> float:
 
 
 def _step_s(action: Action, plan: Plan, profile: ClusterProfile) -> float:
-    """Seconds of a stage's STEP: its optimizer, and where the model is tied, the way of the new values to the head: the
-    embedding's rank sends them when it has them, the head's waits for them."""
-
-    def updated_s(number: int) -> float:
-        _, _, stage = stages(plan)[number]
-        return optimizer_s(profile, profile.devices[stage.ranks[0]], stage.first, stage.last, stage.streamed)
-
-    own = updated_s(action.stage)
+    """Seconds of a stage's STEP: its optimizer, what the next forward waits for new values, and where the model is tied, the way
+    of these to the head: the embedding's rank sends them when it has them, the head's waits for them."""
+    own = update_s(action.stage, plan, profile) + _late_values_s(action.stage, plan, profile)
     for head, embedding in tied_heads(plan, profile.model).items():
         if action.stage in (head, embedding):
             ranks = (stages(plan)[number][2].ranks[0] for number in (embedding, head))
-            own = max(own, updated_s(embedding) + return_s(profile, *ranks))
+            there = update_s(embedding, plan, profile) + values_s(plan, profile, 0)
+            own = max(own, there + return_s(profile, *ranks))
     return own
 
 
-def all_reduce_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: float) -> float:
-    """Seconds to sum ``size_bytes`` over ``ranks``, in whatever order these are given, the way the runtime does it.
+def exchange_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: float) -> float:
+    """Seconds of a reduce-scatter or all-gather of ``size_bytes`` over ``ranks``, in whatever order these are given, the way the
+    runtime does it, each rank owning as much.
 
-    ``comm.all_reduce_paths`` says which. Around a ring from host to host: 2 (n - 1) hops of 1/n of the bytes from each rank to the
+    ``comm.group_paths`` says which. Around a ring from host to host: n - 1 hops of 1/n of the bytes from each rank to the
     next. One message leaves every host in each hop, whose NIC it shares with none; a hop is taken to be as long as the
-    slowest link between any two of the ranks, since the ring does not choose its neighbours. By direct exchange: two hops,
-    in each of which every rank sends 1/n to every other, as long as the busiest rank sends or receives; its messages
+    slowest link between any two of the ranks, since the ring does not choose its neighbours. By direct exchange: one hop,
+    in which every rank sends 1/n to every other, as long as the busiest rank sends or receives; its messages
     follow one another, through its own NIC.
 
-    Either way 2 (n - 1) / n of the bytes leave every rank (Patarasuk & Yuan 2009: no all-reduce moves fewer), so that both
-    cost the same wherever all links are alike.
+    Either way (n - 1) / n of the bytes leave every rank (Patarasuk & Yuan 2009: none moves fewer), so that both cost the same
+    wherever all links are alike.
     """
     count = len(ranks)
     if count < 2:
         return 0.0
     seconds = profile.messages_s(ranks, size_bytes / count)
     if ring_of(ranks, [profile.devices[rank].host for rank in ranks]) is not None:
-        return 2 * (count - 1) * float(seconds.max())
+        return (count - 1) * float(seconds.max())
     # Sorted first: the same sums to the last bit however ranks are numbered.
     busiest = (np.sort(seconds, axis=axis).sum(axis=axis).max() for axis in (0, 1))
-    return 2 * float(max(busiest))
+    return float(max(busiest))
 
 
 def summed_bytes(model: ModelCost, layer: int) -> int:
@@ -130,8 +152,25 @@ def summed_bytes(model: ModelCost, layer: int) -> int:
 
 
 def sum_s(plan: Plan, profile: ClusterProfile, layer: int) -> float:
-    """Seconds to sum the gradients of ``layer`` over the ranks that hold it, one per pipeline."""
-    return all_reduce_s(profile, held_by(plan, layer), summed_bytes(profile.model, layer))
+    """Seconds to bring the gradients of ``layer`` to their owners, among the ranks that hold it, one per pipeline."""
+    return _exchange_s(plan, profile, layer, summed_bytes(profile.model, layer))
+
+
+def values_s(plan: Plan, profile: ClusterProfile, layer: int) -> float:
+    """Seconds to bring new values of ``layer``, in the compute dtype, from their owners to the other ranks that hold it."""
+    model = profile.model
+    return _exchange_s(plan, profile, layer, value_bytes(model, layer))
+
+
+def value_bytes(model: ModelCost, layer: int) -> int:
+    """Bytes of new values of a layer's trained parameters."""
+    return model.layers[layer].trainable_parameters * DTYPE_BYTES[model.dtype]
+
+
+def _exchange_s(plan: Plan, profile: ClusterProfile, layer: int, size_bytes: int) -> float:
+    """Of a layer's holders: who owns more than others has more to receive, and to send."""
+    weights = [plan.state_weights[rank] for rank in held_by(plan, layer)]
+    return exchange_s(profile, held_by(plan, layer), size_bytes) * (len(weights) * max(weights) / sum(weights))
 
 
 def _reduce_s(action: Action, plan: Plan, profile: ClusterProfile) -> float:

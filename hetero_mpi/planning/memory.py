@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hetero_mpi.planning.owners import owned_parameters
 from hetero_mpi.planning.schedule import Action, Op, schedule_of, stages
 from hetero_mpi.planning.types.cost import GRADIENT_BYTES, LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
@@ -18,6 +19,8 @@ STAGING_BUFFERS = 2
 STREAMED_LAYERS = 2
 """Layers of a streamed stage whose weights are on the device: the one that computes and the next one. Of gradients: the one that
 computes, and the one whose gradients leave or come."""
+_LEAST_WEIGHT = 0.01
+"""Of a rank's share of the optimizer's state, against the largest one."""
 
 
 @dataclass(frozen=True)
@@ -248,11 +251,43 @@ def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) ->
                 memory_of(profile, pipeline, stage, plan.sequence_length, holding).total
                 for holding in stage_holdings(pipeline, stage, profile.model)
             )
-            peaks[rank] = peaks.get(rank, 0) + max(needs)
+            peaks[rank] = peaks.get(rank, 0) + max(needs) - _elsewhere(plan, profile, stage)
     return tuple(
         RankMemory(rank, peaks[rank], usable_bytes(profile.devices[rank].memory_bytes, reserve))
         for rank in sorted(peaks)
     )
+
+
+def _elsewhere(plan: Plan, profile: ClusterProfile, stage: StagePlan) -> int:
+    """Bytes of masters and moments of a stage that other ranks own, where they would be in its device's memory."""
+    model, device = profile.model, profile.devices[stage.ranks[0]]
+    in_host_memory = stage.streamed and model.trained_whole and not device.shares_host_memory
+    if len(plan.pipelines) == 1 or in_host_memory:
+        return 0
+    foreign = stage_trainable(model, stage.first, stage.last) - owned_parameters(plan, model)[stage.ranks[0]]
+    return math.floor(foreign * max(0.0, model.state_bytes_per_trainable_parameter - GRADIENT_BYTES))
+
+
+def with_state_weights(plan: Plan, profile: ClusterProfile, reserve: float) -> Plan:
+    """The plan with ranks owning optimizer state by what it leaves free of their memory; unchanged where that would not fit."""
+    if len(plan.pipelines) == 1:
+        return plan
+    state = max(0.0, profile.model.state_bytes_per_trainable_parameter - GRADIENT_BYTES)
+    owned = owned_parameters(plan, profile.model)
+    free = {
+        memory.rank: memory.usable_bytes - memory.peak_bytes + state * owned[memory.rank]
+        for memory in predict_memory(plan, profile, reserve)
+    }
+    most = max(1.0, *free.values())
+
+    def weighted(stage: StagePlan) -> StagePlan:
+        return replace(stage, state_weight=max(_LEAST_WEIGHT, round(free[stage.ranks[0]] / most, 2)))
+
+    found = replace(plan, pipelines=tuple(replace(p, stages=tuple(map(weighted, p.stages))) for p in plan.pipelines))
+    if len(set(found.state_weights.values())) == 1:
+        return plan
+    fits = all(memory.peak_bytes <= memory.usable_bytes for memory in predict_memory(found, profile, reserve))
+    return found if fits and hosts_suffice(found, profile, reserve) else plan
 
 
 def predict_hosts(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[HostMemory, ...]:

@@ -99,9 +99,7 @@ def stages(plan: Plan) -> tuple[tuple[int, int, StagePlan], ...]:
 
 def held_by(plan: Plan, layer: int) -> tuple[int, ...]:
     """The ranks that hold ``layer``, one per pipeline, in plan order."""
-    return tuple(
-        stage.ranks[0] for pipeline in plan.pipelines for stage in pipeline.stages if stage.first <= layer < stage.last
-    )
+    return plan.holders[layer] if layer < plan.layers else ()
 
 
 def reduced_layers(plan: Plan, model: ModelCost) -> dict[int, tuple[int, ...]]:

@@ -1,11 +1,11 @@
 """What the disks of hosts still hold of a run that is started again: the newest copies that are whole (``shelf`` writes them).
 
     every host    offers the headers of its pieces (its first rank reads them)
-    all           the newest generation of this run of which all layers are on offer, if newer than the newest checkpoint
+    all           the newest generation of this run of which all tensors are on offer, if newer than the newest checkpoint
     its givers    compare checksums and job; a piece that is damaged is named and no longer on offer, and all choose again
     all           the trained state goes from the givers to its holders, as always (``redistribute.move``)
 
-A generation counts as whole where pieces of one id hold every layer, on whichever hosts; how many ranks wrote it does not matter.
+A generation counts as whole where pieces of one id hold every tensor, on whichever hosts; how many ranks wrote it does not matter.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class Standard:
 class OnDisk:
     """A whole generation on the disks of hosts; gives what this rank has of it. A context manager, as files are open meanwhile."""
 
-    def __init__(self, chosen: Sequence[Offer], own: list[Piece], layer_of: dict[str, int]) -> None:
+    def __init__(self, chosen: Sequence[Offer], own: list[Piece]) -> None:
         piece = chosen[0].piece
         self.step, self.generation, self.begun = piece.step, piece.generation, piece.begun
         self.having = _having(chosen)
-        """Layer -> the ranks that can give it."""
+        """Name -> the ranks that can give its tensors."""
         self.givers = sorted({offer.rank for offer in chosen})
-        self._own, self._layer_of = own, layer_of
+        self._own = own
         self._open: dict[Path, CheckpointReader] = {}
         self._stack = contextlib.ExitStack()
 
@@ -69,7 +69,7 @@ class OnDisk:
 
     def tensor(self, step: int, parcel: Parcel) -> torch.Tensor:
         """A parcel, from this rank's disk. As ``Copies.tensor``."""
-        piece = next(piece for piece in self._own if self._layer_of[parcel.name] in piece.layers)
+        piece = next(piece for piece in self._own if parcel.name in piece.names)
         array, _ = self._reader(piece).read(parcel.kind, parcel.name)
         return torch.from_numpy(np.ascontiguousarray(array))
 
@@ -138,8 +138,8 @@ def _choose(
 ) -> tuple[OnDisk | None, str | None]:
     """The newest whole generation of those on offer, read through if it is of a later step than ``above``; and its id."""
     world, tuning = setup.world, setup.tuning
-    layer_of = {name: spec.layer for name, spec in {**tuning.trainable, **tuning.constants}.items()}
-    while (chosen := newest_generation(offers, set(layer_of.values()))) is not None:
+    needed = {*tuning.trainable, *tuning.constants}
+    while (chosen := newest_generation(offers, needed)) is not None:
         kept = chosen[0].piece.generation
         if chosen[0].piece.step <= above:
             return None, kept
@@ -147,7 +147,7 @@ def _choose(
         damaged = [[str(piece.path), reason] for piece in mine if (reason := _damage(setup, piece)) is not None]
         told = world.all_gather_json(damaged)
         if not any(told):
-            return OnDisk(chosen, mine, layer_of), kept
+            return OnDisk(chosen, mine), kept
         for host, of_rank in zip(world.hosts, told, strict=True):
             say(*(f"{host}: passed over {path}: {reason}" for path, reason in of_rank))
         bad = {(rank, path) for rank, of_rank in enumerate(told) for path, _ in of_rank}
@@ -155,13 +155,13 @@ def _choose(
     return None, None
 
 
-def newest_generation(offers: Sequence[Offer], needed: set[int]) -> list[Offer] | None:
-    """The offers of the newest generation that together hold all ``needed`` layers; None: there is no such generation."""
+def newest_generation(offers: Sequence[Offer], needed: set[str]) -> list[Offer] | None:
+    """The offers of the newest generation that together hold all ``needed`` names; None: there is no such generation."""
     for step in sorted({offer.piece.step for offer in offers}, reverse=True):
         of_step = [offer for offer in offers if offer.piece.step == step]
         for generation in sorted({offer.piece.generation for offer in of_step}):
             chosen = [offer for offer in of_step if offer.piece.generation == generation]
-            if needed <= {layer for offer in chosen for layer in offer.piece.layers}:
+            if needed <= {name for offer in chosen for name in offer.piece.names}:
                 return chosen
     return None
 
@@ -174,12 +174,12 @@ def _once(offers: Sequence[Offer]) -> list[Offer]:
     return list(first.values())
 
 
-def _having(chosen: Sequence[Offer]) -> dict[int, tuple[int, ...]]:
-    having: dict[int, tuple[int, ...]] = {}
+def _having(chosen: Sequence[Offer]) -> dict[str, tuple[int, ...]]:
+    having: dict[str, tuple[int, ...]] = {}
     for offer in chosen:
-        for layer in offer.piece.layers:
-            if offer.rank not in having.get(layer, ()):
-                having[layer] = (*having.get(layer, ()), offer.rank)
+        for name in offer.piece.names:
+            if offer.rank not in having.get(name, ()):
+                having[name] = (*having.get(name, ()), offer.rank)
     return having
 
 
@@ -189,9 +189,7 @@ def _damage(setup: RunSetup, piece: Piece) -> str | None:
     if reason is not None:
         return reason
     tuning = setup.tuning
-    specs = {
-        name: spec for name, spec in {**tuning.trainable, **tuning.constants}.items() if spec.layer in piece.layers
-    }
+    specs = {name: spec for name, spec in {**tuning.trainable, **tuning.constants}.items() if name in piece.names}
     try:
         with CheckpointReader(piece.path) as reader:
             check_settings(reader, piece.path, setup.chain, setup.job.train, setup.job.data.sequence_length)
@@ -203,9 +201,9 @@ def _damage(setup: RunSetup, piece: Piece) -> str | None:
 
 
 def _row(piece: Piece) -> list[Any]:
-    return [str(piece.path), piece.generation, piece.step, piece.begun, piece.writer, list(piece.layers)]
+    return [str(piece.path), piece.generation, piece.step, piece.begun, piece.writer, list(piece.names)]
 
 
 def _piece(row: Sequence[Any]) -> Piece:
-    path, generation, step, begun, writer, layers = row
-    return Piece(Path(path), generation, step, begun, writer, tuple(layers))
+    path, generation, step, begun, writer, names = row
+    return Piece(Path(path), generation, step, begun, writer, tuple(names))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hetero_mpi.comm.ranks.world import CollectiveUserError
 from hetero_mpi.data.sequences import Batch
-from hetero_mpi.engine.placement import Tokens, holders
+from hetero_mpi.engine.placement import Tokens
 from hetero_mpi.engine.recording import Recorder
 from hetero_mpi.engine.trainer import StepResult
 from hetero_mpi.errors import ExitCode
@@ -22,7 +22,7 @@ from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, StepMetrics
 from hetero_mpi.runtime.build import Share
 from hetero_mpi.runtime.setup.setup import RunContext
-from hetero_mpi.state.checkpointing import align_replicas, open_saver, replicas_differ
+from hetero_mpi.state.checkpointing import open_saver
 from hetero_mpi.state.training_state import TrainingState
 
 _SKIPS_IN_A_ROW = 10
@@ -72,7 +72,6 @@ class Loop:
         self.saver = open_saver(self.trainer, context.run_dir / "checkpoints", self.job, state.newest_checkpoint)
         self.schedule = LearningRate(self.job.train)
         self._held_out = self._broadcast_held_out()
-        self._align = replicas_differ(self.trainer)
         self._recorder = Recorder(
             self.trainer, self.world, context.transport, context.run_dir, state.step, self.job.train.steps
         )
@@ -179,7 +178,7 @@ class Loop:
         """Where they were not finite first: backward takes what is not finite on with it."""
         if decision.first_non_finite is None:
             return "each is, but not the sum of their squares"
-        rank = holders(self.plan)[self.trainer.tuning.trainable[decision.first_non_finite].layer][0]
+        rank = self.trainer.owner[decision.first_non_finite]
         numbers = self.world.numbers or range(self.world.size)
         return f"first in {decision.first_non_finite} on rank {rank} ({self.world.hosts[list(numbers).index(rank)]})"
 
@@ -206,8 +205,6 @@ class Loop:
 
     def _save(self) -> None:
         self.world.doing = "taking a snapshot for a checkpoint"
-        if self._align:
-            align_replicas(self.trainer, self.state.updates)
         last = self.state.evaluations[-1] if self.state.evaluations else None
         held_out_loss = last.loss if last is not None and last.step == self.state.step else None
         metadata = {**self.metadata, **self.state.checkpoint_metadata()}

@@ -51,8 +51,8 @@ class Origin:
     """Where an attempt begins that has something to go on from."""
 
     step: int
-    having: dict[int, tuple[int, ...]] | None = None
-    """Layer -> the ranks that have copies of it."""
+    having: dict[str, tuple[int, ...]] | None = None
+    """Name of a parameter or constant -> the ranks that have copies of its tensors."""
     held: Held | None = None
     """This rank's copies."""
     checkpoint: Path | None = None
@@ -87,7 +87,7 @@ def origin(context: RunContext, history: RunHistory, options: TrainOptions) -> O
 def _left_by_survivors(context: RunContext, history: RunHistory) -> Origin | None:
     """Copies in memory, or a checkpoint of this run where that is newer."""
     world, tuning = context.world, context.tuning
-    needed = {spec.layer for spec in (*tuning.trainable.values(), *tuning.constants.values())}
+    needed = {*tuning.trainable, *tuning.constants}
     found = newest_whole(world.all_gather_json(history.copies.inventory()), needed)
     saved: list[Any] | None = None
     if world.rank == 0:
@@ -131,7 +131,6 @@ def bring_back(
     assert begin.having is not None and begin.held is not None
     world, held, having, step = context.world, begin.held, begin.having, begin.step
     tuning = context.tuning
-    layer = {spec.name: spec.layer for spec in (*tuning.trainable.values(), *tuning.constants.values())}
     with contextlib.ExitStack() as stack:
         if isinstance(held, OnDisk):
             stack.enter_context(held)
@@ -141,7 +140,7 @@ def bring_back(
             stood = world.broadcast_json(held.state(step) if world.rank == first else None, root=first)
         state = TrainingState.from_dict(stood, history.state)
         share = build_share(context, report, state)
-        listed = deliveries(parcels(tuning, report.plan, KINDS), lambda parcel: having[layer[parcel.name]])
+        listed = deliveries(parcels(tuning, report.plan, KINDS), lambda parcel: having[parcel.name])
         received = hand_over(context, share, listed, lambda parcel: held.tensor(step, parcel), state)
     _LOG.info("the state after step %d is back; %d bytes received", step, received)
     if not isinstance(held, OnDisk):

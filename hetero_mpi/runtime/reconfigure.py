@@ -48,11 +48,7 @@ def lack_of_room(share: Share) -> str | None:
     """Which hosts have not the memory for what ``keep`` copies, in words. Collective over the active ranks."""
     assert share.members is not None and share.trainer is not None
     members, trainer = share.members, share.trainer
-    held = [
-        parcel
-        for parcel in parcels(trainer.tuning, trainer.plan, KINDS)
-        if trainer.rank in (parcel.owner, *parcel.others)
-    ]
+    held = [parcel for parcel in parcels(trainer.tuning, trainer.plan, KINDS) if trainer.rank == parcel.owner]
     return lack_of_memory(members, 4 * numbers(held))
 
 

@@ -27,7 +27,7 @@ from hetero_mpi.comm.ranks.heartbeat import Heartbeat
 from hetero_mpi.comm.ranks.leave import end_all
 from hetero_mpi.comm.ranks.ulfm import RankLost
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
-from hetero_mpi.comm.transport import AllReduce, Message
+from hetero_mpi.comm.transport import Exchange, Message
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.planning.analysis.idle_time import busy
 from hetero_mpi.report import units
@@ -113,8 +113,9 @@ class Lookout:
         request = waiting[0]
         if isinstance(request, Message):
             return f"rank {request.peer} to {'send' if request.kind == 'receive' else 'take a message'}"
-        if isinstance(request, AllReduce):
-            return f"ranks {', '.join(str(rank) for rank in request.group.ranks)} for the all-reduce of gradients"
+        if isinstance(request, Exchange):
+            what = "the sums of gradients" if request.sums else "new values"
+            return f"ranks {', '.join(str(rank) for rank in request.group.ranks)} for {what}"
         return None
 
 

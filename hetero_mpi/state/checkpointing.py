@@ -209,29 +209,6 @@ def take_over(trainer: Trainer, listed: Sequence[Delivery], own: Callable[[Parce
     return received
 
 
-def replicas_differ(trainer: Trainer) -> bool:
-    """May ranks that hold the same layers round differently, since they compute on unlike devices? Collective."""
-    own = None
-    if trainer.stage is not None:
-        backend = trainer.backend
-        capability = torch.backends.cpu.get_cpu_capability()
-        own = [backend.name, backend.description(), torch.__version__, capability, torch.get_num_threads()]
-    kinds = [kind for kind in trainer.world.all_gather_json(own) if kind is not None]
-    return len(trainer.plan.pipelines) > 1 and any(kind != kinds[0] for kind in kinds)
-
-
-def align_replicas(trainer: Trainer, updates: int) -> None:
-    """Bring parameters and moments of the first holder to the others: unlike devices round the same update differently,
-    and a run that is resumed starts from the first holder's. Collective.
-
-    Args:
-        updates: steps of the optimizer so far.
-    """
-    listed = [Delivery(one, one.owner, one.others) for one in parcels(trainer.tuning, trainer.plan, KINDS)]
-    live = live_state(trainer)
-    take_over(trainer, listed, lambda parcel: trainer.backend.to_host(live(parcel)), updates)
-
-
 def _keeper(trainer: Trainer, updates: int) -> Callable[[Parcel, torch.Tensor], None]:
     """Puts arriving parameters and moments where they belong."""
     waiting: dict[str, dict[str, torch.Tensor]] = {}

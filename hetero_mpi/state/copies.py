@@ -27,13 +27,13 @@ class Generation:
     """Where the run stood, as ``TrainingState.to_dict`` says it."""
     tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     """(kind, name) -> fp32 host tensor."""
-    layers: set[int] = field(default_factory=set)
-    """Layers of which every tensor is here."""
+    names: set[str] = field(default_factory=set)
+    """Parameters and constants of which every tensor is here."""
 
-    def add(self, tensors: dict[tuple[str, str], torch.Tensor], layers: set[int]) -> None:
+    def add(self, tensors: dict[tuple[str, str], torch.Tensor], names: set[str]) -> None:
         """Those of another rank have arrived."""
         self.tensors |= tensors
-        self.layers |= layers
+        self.names |= names
 
 
 class Copies:
@@ -42,9 +42,9 @@ class Copies:
     def __init__(self) -> None:
         self.generations: list[Generation] = []
 
-    def inventory(self) -> list[tuple[int, list[int]]]:
-        """(step, layers that are here) of every generation, JSON-able."""
-        return [(generation.step, sorted(generation.layers)) for generation in self.generations]
+    def inventory(self) -> list[tuple[int, list[str]]]:
+        """(step, names of what is here) of every generation, JSON-able."""
+        return [(generation.step, sorted(generation.names)) for generation in self.generations]
 
     def tensor(self, step: int, parcel: Parcel) -> torch.Tensor:
         """A parcel as it was after ``step`` steps."""
@@ -57,19 +57,19 @@ class Copies:
 
 
 def newest_whole(
-    inventories: Sequence[Sequence[tuple[int, Sequence[int]]]], needed: set[int]
-) -> tuple[int, dict[int, tuple[int, ...]]] | None:
-    """The newest step of which the ranks together have all ``needed`` layers, and layer -> the ranks that have it then.
+    inventories: Sequence[Sequence[tuple[int, Sequence[str]]]], needed: set[str]
+) -> tuple[int, dict[str, tuple[int, ...]]] | None:
+    """The newest step of which the ranks together have all ``needed`` names, and name -> the ranks that have it then.
 
     Args:
         inventories: every rank's.
     """
     steps = sorted({step for inventory in inventories for step, _ in inventory}, reverse=True)
     for step in steps:
-        having: dict[int, tuple[int, ...]] = {}
+        having: dict[str, tuple[int, ...]] = {}
         for rank, inventory in enumerate(inventories):
-            for layer in {layer for at, layers in inventory if at == step for layer in layers}:
-                having[layer] = (*having.get(layer, ()), rank)
+            for name in {name for at, names in inventory if at == step for name in names}:
+                having[name] = (*having.get(name, ()), rank)
         if needed <= having.keys():
             return step, having
     return None

@@ -80,7 +80,7 @@ class LocalCheckpoint:
         self,
         generation: str,
         state: Mapping[str, Any],
-        layers: Sequence[int],
+        names: Sequence[str],
         tensors: Mapping[tuple[str, str], torch.Tensor],
     ) -> None:
         """Write this rank's piece. What fails is kept in ``trouble``, as training goes on without. Runs in the background.
@@ -88,7 +88,7 @@ class LocalCheckpoint:
         Args:
             generation: the id that all ranks' pieces bear.
             state: where the run stood, as ``TrainingState.to_dict`` says it.
-            layers: those of which ``tensors`` holds everything.
+            names: parameters and constants of which ``tensors`` holds everything.
             tensors: (kind, name) -> fp32 host tensor.
         """
         self._newest, self.trouble = generation, None
@@ -99,7 +99,7 @@ class LocalCheckpoint:
         losses = np.array(said.pop("losses"), dtype=np.float64)
         metadata = {**self._described, "step": said["step"], "updates": said["updates"], "losses": losses}
         metadata |= {"loss_scale": said["loss_scale"], "books": said, "generation": generation}
-        metadata |= {"rank": self._world.rank, "layers": sorted(layers)}
+        metadata |= {"rank": self._world.rank, "names": sorted(names)}
         path = piece_path(self._run_dir, self._world.rank, said["step"], generation)
         try:
             with contextlib.ExitStack() as alone, CheckpointWriter(path, metadata) as writer:

@@ -107,8 +107,6 @@ class PeerReplicas:
             for sender, peer in self.peer_of.items()
             if peer == world.rank
         }
-        specs = (*trainer.tuning.trainable.values(), *trainer.tuning.constants.values())
-        self._layer = {spec.name: spec.layer for spec in specs}
         self.enabled = (world.size > 1 or shelf is not None) and self._there_is_room(sizes)
         self._shelf: LocalCheckpoint | None = None
         if self.enabled and shelf is not None and run_dir is not None and self._there_is_disk(sizes, run_dir):
@@ -212,7 +210,7 @@ class PeerReplicas:
         slot = self._slots[0]
         self._slots.rotate(-1)
         slot.own.take(live_state(self.trainer))
-        generation = Generation(state.step, state.to_dict(), dict(slot.own.views), self._layers(self._own))
+        generation = Generation(state.step, state.to_dict(), dict(slot.own.views), _names(self._own))
         self._new.append(generation)
         self.copies.generations.append(generation)
         self._taken = generation.step
@@ -232,9 +230,9 @@ class PeerReplicas:
         begin_s = time.thread_time()
         self._transfer(slot)
         received = [parcel for listed in self._received.values() for parcel in listed]
-        generation.add(slot.received_views, self._layers(received))
+        generation.add(slot.received_views, _names(received))
         if self._shelf is not None:
-            self._shelf.write(number, generation.state, sorted(generation.layers), generation.tensors)
+            self._shelf.write(number, generation.state, sorted(generation.names), generation.tensors)
         if self._threaded:  # else it is a part of what training stood still
             self._costs.transferred(time.thread_time() - begin_s)
 
@@ -255,9 +253,6 @@ class PeerReplicas:
 
     def _slot(self) -> _Slot:
         return _Slot(self._own, self._received, self.trainer.backend)
-
-    def _layers(self, listed: Sequence[Parcel]) -> set[int]:
-        return {self._layer[parcel.name] for parcel in listed}
 
     def _there_is_room(self, sizes: Sequence[int]) -> bool:
         """Is there memory for all of it, on every host?"""
@@ -285,6 +280,10 @@ class PeerReplicas:
             size + sum(sizes[sender] for sender, peer in self.peer_of.items() if peer == r)
             for r, size in enumerate(sizes)
         ]
+
+
+def _names(listed: Sequence[Parcel]) -> set[str]:
+    return {parcel.name for parcel in listed}
 
 
 def _cut(flat: torch.Tensor) -> Iterator[NDArray[np.uint8]]:

@@ -15,7 +15,7 @@ import torch
 
 from hetero_mpi.comm.transport import Request, Transport, send_in_order
 from hetero_mpi.device.backend import host_bytes
-from hetero_mpi.engine.placement import holders
+from hetero_mpi.engine.placement import holders, parameter_owners
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.types.plan import Plan
 
@@ -34,22 +34,24 @@ class Parcel:
     shape: tuple[int, ...]
     dtype: torch.dtype
     owner: int
-    """The first of its holders, which speaks for all: where it is taken from."""
+    """The rank that owns it: where it is taken from."""
     others: tuple[int, ...] = ()
-    """Its further holders, in plan order: they are given the same."""
+    """Further ranks that need it: of a parameter, all that hold it."""
 
 
 def parcels(tuning: Tuning, plan: Plan, kinds: Iterable[str], dtype: torch.dtype = torch.float32) -> list[Parcel]:
     """All tensors of the given kinds, in the model's order, layer by layer. Constants are parameters in fp32, without moments."""
-    held, kinds = holders(plan), tuple(kinds)
+    held, owner, kinds = holders(plan), parameter_owners(tuning, plan), tuple(kinds)
     tensors = [(spec, kind, dtype) for spec in tuning.trainable.values() for kind in kinds]
     if "parameters" in kinds:
         tensors += [(spec, "parameters", torch.float32) for spec in tuning.constants.values()]
     tensors.sort(key=lambda tensor: tensor[0].layer)  # stable: the model's order within a layer
-    return [
-        Parcel(kind, spec.name, spec.shape, own, held[spec.layer][0], held[spec.layer][1:])
-        for spec, kind, own in tensors
-    ]
+    found = []
+    for spec, kind, own in tensors:
+        first = owner.get(spec.name, held[spec.layer][0])
+        others = tuple(rank for rank in held[spec.layer] if rank != first) if kind == "parameters" else ()
+        found.append(Parcel(kind, spec.name, spec.shape, own, first, others))
+    return found
 
 
 def collect(
@@ -114,10 +116,9 @@ def deliveries(listed: Iterable[Parcel], having: Callable[[Parcel], Sequence[int
 
 
 def held_under(tuning: Tuning, plan: Plan) -> Callable[[Parcel], tuple[int, ...]]:
-    """Gives the ranks that hold a parcel under ``plan``, the one that speaks for it first."""
-    held = holders(plan)
-    layers = {spec.name: spec.layer for spec in (*tuning.trainable.values(), *tuning.constants.values())}
-    return lambda parcel: held[layers[parcel.name]]
+    """Gives the ranks that have a parcel under ``plan``: its owner, or of a constant all that hold it."""
+    held, owner = holders(plan), parameter_owners(tuning, plan)
+    return lambda parcel: (owner[parcel.name],) if parcel.name in owner else held[tuning.constants[parcel.name].layer]
 
 
 def distribute(

@@ -25,18 +25,18 @@ from tests.support.small_jobs import GLOBAL_BATCH, Outcome, newest_copy_step
 from tests.training.test_recovery import newest_step, outliving_or_skip
 
 
-def offer(rank: int, generation: str, step: int, *layers: int) -> Offer:
-    return Offer(rank, Piece(Path(f"{generation}-{rank}"), generation, step, "run", rank, layers))
+def offer(rank: int, generation: str, step: int, names: str) -> Offer:
+    return Offer(rank, Piece(Path(f"{generation}-{rank}"), generation, step, "run", rank, tuple(names)))
 
 
 def test_only_pieces_of_one_moment_make_a_generation() -> None:
-    newer = [offer(0, "bb", 8, 0, 1), offer(1, "bb", 8, 1)]
-    other_time = [offer(2, "cc", 8, 2)]
-    older = [offer(0, "aa", 6, 0), offer(2, "aa", 6, 1, 2)]
-    assert newest_generation([*newer, *other_time, *older], {0, 1, 2}) == older
-    assert newest_generation([*newer, *other_time, *older], {0, 1}) == newer
-    assert newest_generation([*newer, *other_time], {0, 1, 2}) is None
-    assert newest_generation([], {0}) is None
+    newer = [offer(0, "bb", 8, "ab"), offer(1, "bb", 8, "b")]
+    other_time = [offer(2, "cc", 8, "c")]
+    older = [offer(0, "aa", 6, "a"), offer(2, "aa", 6, "bc")]
+    assert newest_generation([*newer, *other_time, *older], set("abc")) == older
+    assert newest_generation([*newer, *other_time, *older], set("ab")) == newer
+    assert newest_generation([*newer, *other_time], set("abc")) is None
+    assert newest_generation([], {"a"}) is None
 
 
 @dataclass
@@ -149,7 +149,7 @@ def test_what_a_piece_says_of_itself_np2(left: Left) -> None:
     """Each of two ranks is the other's peer: its piece holds both parts."""
     pieces, remarks = pieces_on_disk(left.run)
     assert remarks == [] and [piece.writer for piece in pieces] == [0, 1]
-    assert [piece.layers for piece in pieces] == [(0, 1, 2, 3)] * 2 and len({p.generation for p in pieces}) == 1
+    assert len({piece.names for piece in pieces}) == 1 and len({p.generation for p in pieces}) == 1
     assert [verify(piece.path) for piece in pieces] == [None, None]
     with CheckpointReader(pieces[1].path) as reader:
         assert len(reader.metadata["losses"]) == left.step and reader.metadata["job"]["train"]["seed"] == 7
@@ -166,7 +166,7 @@ def test_copies_of_several_pipelines_np2(tmp_path: Path) -> None:
     run = tmp_path / "run"
     killed(job, run)
     pieces = pieces_on_disk(run)[0]
-    assert {layer for piece in pieces for layer in piece.layers} == set(range(plan.layers))
+    assert len(pieces) == 2 and pieces[0].names == pieces[1].names, "each owns a part and keeps the other's"
     step = pieces[0].step
     more, straight = [f"train.steps={step + 4}"], tmp_path / "straight"
     entries = {

@@ -168,8 +168,8 @@ def test_resuming_takes_the_newest_that_is_whole_and_of_this_model(tmp_path: Pat
 def test_odd_pieces_of_a_copy_are_remarked_upon(tmp_path: Path) -> None:
     books = {"step": 1, "updates": 1, "loss_scale": None, "skipped": 0, "skips_in_a_row": 0}
     books |= {"last_checkpoint": None, "good_checkpoint": None}
-    said = {"generation": "0000aaaa", "rank": 0, "layers": [0, 1], "begun": "x", "books": books}
-    for number, (key, value) in enumerate({"": 0, "layers": "all", "rank": -1, "books": {}, "begun": 7}.items()):
+    said = {"generation": "0000aaaa", "rank": 0, "names": ["a", "b"], "begun": "x", "books": books}
+    for number, (key, value) in enumerate({"": 0, "names": "all", "rank": -1, "books": {}, "begun": 7}.items()):
         path = piece_path(tmp_path, number, 1, "0000aaaa")
         write_checkpoint(path, told(1, **{**said, **({key: value} if key else {})}), SHAPES)
     found, remarks = pieces_on_disk(tmp_path)

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hetero_mpi.comm.mpi_all_reduce import GroupAllReduce
+from hetero_mpi.comm.mpi_group_exchange import GroupExchange
 from hetero_mpi.comm.mpi_progress import Then
 from hetero_mpi.comm.precise_sleep import Sleeper
-from hetero_mpi.comm.transport import AllReduce, Group, Numbers, Transport
+from hetero_mpi.comm.transport import Exchange, Group, Part, Transport
 from hetero_mpi.emulation.emulated_links import EmulatedTransport
 from hetero_mpi.emulation.emulated_nics import Nics
-from tests.programs.comm_conformance import CASES, HELD_CASES, PIECE_CASES, SUM_CASES
+from tests.programs.comm_conformance import CASES, HELD_CASES, PIECE_CASES, SUM_CASES, bytes_of
 from tests.support.loopback import LoopbackNetwork
 from tests.support.mpi import run_mpi
 from tests.support.rank_pool import run_pooled
@@ -82,7 +82,7 @@ def test_sums_of_an_emulated_cluster(case: Callable[..., None]) -> None:
     sleeper = Sleeper(False)
     ends = LoopbackNetwork(3).transports
     held = [
-        EmulatedTransport(end, rank, lambda *_: 1e-3, None, [0.0] * 3, sleeper, lambda *_: 1e-3)
+        EmulatedTransport(end, rank, lambda *_: 1e-3, None, [0.0] * 3, sleeper, lambda sums: 1e-3)
         for rank, end in enumerate(ends)
     ]
     between_threads(held, partial(case, size=3))
@@ -90,9 +90,9 @@ def test_sums_of_an_emulated_cluster(case: Callable[..., None]) -> None:
 
 def test_a_sum_of_an_emulated_cluster_lasts_from_its_last_member_s_start() -> None:
     """Two sums at once: the second waits for the first, and neither begins before the member that comes late."""
-    starts, ends, all_reduce_s, late_s = [0.0] * 3, [0.0] * 3, 0.05, 0.1
+    starts, ends, exchange_s, late_s = [0.0] * 3, [0.0] * 3, 0.05, 0.1
     held = [
-        EmulatedTransport(end, rank, lambda *_: 0.0, None, [0.0] * 3, Sleeper(False), lambda ranks, size: all_reduce_s)
+        EmulatedTransport(end, rank, lambda *_: 0.0, None, [0.0] * 3, Sleeper(False), lambda sums: exchange_s)
         for rank, end in enumerate(LoopbackNetwork(3).transports)
     ]
 
@@ -101,21 +101,21 @@ def test_a_sum_of_an_emulated_cluster_lasts_from_its_last_member_s_start() -> No
         group = transport.group((0, 1, 2), 0)
         time.sleep(late_s if rank == 2 else 0.0)
         starts[rank] = time.perf_counter()
-        sums = [transport.all_reduce(group, np.ones(4, np.float32)) for _ in range(2)]
+        sums = [transport.reduce_scatter(group, ones(3)), transport.all_gather(group, bytes_of(ones(3)))]
         transport.wait(sums[1])
         ends[rank] = time.perf_counter()
         assert sums[0].completed
 
     between_threads(held, case)
     # The moments are read between the start noted here and the end: at most a waking early, at least two sums later.
-    assert min(ends) - max(starts) >= 2 * all_reduce_s - 1e-3
+    assert min(ends) - max(starts) >= 2 * exchange_s - 1e-3
     assert starts[2] - min(starts) >= late_s / 2, "the late member was not late"
 
 
 def test_sums_of_an_emulated_cluster_queue_for_the_cards_of_their_hosts(tmp_path: Path) -> None:
     """Ranks 0, 1 on host a, 2, 3 on b. Groups (0, 2) and (1, 3) sum between the hosts, one after the other; a third of ranks
     0 and 1 does not wait for the card, which is taken, and no rank sees another end than its peer."""
-    all_reduce_s, taken_s = 0.1, 0.3
+    exchange_s, taken_s = 0.1, 0.3
     starts, inside_ends, ends = [0.0] * 2, [0.0] * 2, [0.0] * 4
     begin = time.perf_counter()
     Nics.create(str(tmp_path / "cards"), "aabb").reserve(0, 2, begin, taken_s)
@@ -127,7 +127,7 @@ def test_sums_of_an_emulated_cluster_queue_for_the_cards_of_their_hosts(tmp_path
             Nics.create(str(tmp_path / "cards"), "aabb"),
             [0.0] * 4,
             Sleeper(False),
-            lambda *_: all_reduce_s,
+            lambda sums: exchange_s,
         )
         for rank, end in enumerate(LoopbackNetwork(4).transports)
     ]
@@ -137,18 +137,22 @@ def test_sums_of_an_emulated_cluster_queue_for_the_cards_of_their_hosts(tmp_path
         across = transport.group((rank % 2, rank % 2 + 2), rank % 2)
         inside = transport.group((0, 1), 2) if rank < 2 else None
         if inside is not None:
-            first = transport.all_reduce(inside, np.ones(4, np.float32))
+            first = transport.reduce_scatter(inside, ones(2))
             starts[rank] = time.perf_counter()
             transport.wait(first)
             inside_ends[rank] = first.moment_s  # type: ignore[attr-defined]
-        request = transport.all_reduce(across, np.ones(4, np.float32))
+        request = transport.reduce_scatter(across, ones(2))
         transport.wait(request)
         ends[rank] = request.moment_s  # type: ignore[attr-defined]
 
     between_threads(held, case)
-    assert inside_ends[0] == inside_ends[1] <= max(starts) + all_reduce_s
-    assert ends[:2] == ends[2:] and min(ends) >= begin + taken_s + all_reduce_s
-    assert abs(ends[0] - ends[1]) >= all_reduce_s * (1 - 1e-9)
+    assert inside_ends[0] == inside_ends[1] <= max(starts) + exchange_s
+    assert ends[:2] == ends[2:] and min(ends) >= begin + taken_s + exchange_s
+    assert abs(ends[0] - ends[1]) >= exchange_s * (1 - 1e-9)
+
+
+def ones(members: int) -> list[Part]:
+    return [np.ones(4, np.float32) for _ in range(members)]
 
 
 class Wire:
@@ -156,9 +160,9 @@ class Wire:
 
     def __init__(self, hosts: str, seed: int) -> None:
         self.hosts, self.draw = hosts, random.Random(seed)
-        self.sends: dict[tuple[int, int, int], deque[tuple[Numbers, Then]]] = defaultdict(deque)
-        self.receives: dict[tuple[int, int, int], deque[tuple[Numbers, Then]]] = defaultdict(deque)
-        self.being_sent: list[Numbers] = []
+        self.sends: dict[tuple[int, int, int], deque[tuple[Part, Then]]] = defaultdict(deque)
+        self.receives: dict[tuple[int, int, int], deque[tuple[Part, Then]]] = defaultdict(deque)
+        self.being_sent: list[Part] = []
         self.left_host: Counter[str] = Counter()
         """Bytes."""
 
@@ -189,21 +193,21 @@ class Wire:
 
 
 class WiredProgress:
-    """What ``GroupAllReduce`` asks of ``Progress``, for one rank on a ``Wire``."""
+    """What ``GroupExchange`` asks of ``Progress``, for one rank on a ``Wire``."""
 
     def __init__(self, wire: Wire, rank: int) -> None:
         self.wire, self.rank, self.ended = wire, rank, 0
 
-    def begin(self, request: AllReduce) -> None: ...
+    def begin(self, request: Exchange) -> None: ...
 
-    def end(self, request: AllReduce) -> None:
+    def end(self, request: Exchange) -> None:
         self.ended += 1
 
-    def send(self, comm: object, request: AllReduce, buffer: Numbers, peer: int, tag: int, then: Then) -> None:
+    def send(self, comm: object, request: Exchange, buffer: Part, peer: int, tag: int, then: Then) -> None:
         self.wire.being_sent.append(buffer)
         self.wire.sends[self.rank, peer, tag].append((buffer, then))
 
-    def receive(self, comm: object, request: AllReduce, buffer: Numbers, peer: int, tag: int, then: Then) -> None:
+    def receive(self, comm: object, request: Exchange, buffer: Part, peer: int, tag: int, then: Then) -> None:
         used = any(np.shares_memory(buffer, other) for other in self.wire.being_sent)
         assert not used, "MPI forbids to receive into what is still being sent"
         self.wire.receives[peer, self.rank, tag].append((buffer, then))
@@ -212,23 +216,25 @@ class WiredProgress:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("hosts", ["aab", "abab", "abcd", "aabbcc", "abcabcaa", "aaaa"])
 def test_sums_leave_every_host_as_seldom_as_a_ring(hosts: str, seed: int) -> None:
-    """Bytes that leave a host are counted where they are sent: at most 2 (n - 1) / n of what is summed, and equal bits."""
-    count, size, wire = len(hosts), 16 * 5 * len(hosts), Wire(hosts, seed)
+    """Bytes that leave a host are counted where they are sent: at most (n - 1) / n of what is summed, or of new values."""
+    count, size, wire = len(hosts), 16 * 5, Wire(hosts, seed)
     group = Group(tuple(range(count)), 0)
     sides = [WiredProgress(wire, rank) for rank in range(count)]
-    sums = [GroupAllReduce(side, None, side.rank, group, hosts) for side in sides]  # type: ignore[arg-type]
+    exchanges = [GroupExchange(side, None, side.rank, group, hosts) for side in sides]  # type: ignore[arg-type]
     draw = np.random.default_rng(seed)
-    turns = [[draw.normal(0, 1e3, size).astype(np.float32) for _ in range(count)] for _ in range(2)]
-    expected = [np.sum(np.stack(parts).astype(np.float64), axis=0) for parts in turns]
-    for parts in turns:
-        for rank in draw.permutation(count):
-            sums[rank].start(AllReduce(group, parts[rank]))
-    wire.deliver()
-    assert [side.ended for side in sides] == [2] * count
-    for parts, total in zip(turns, expected, strict=True):
-        assert all(np.array_equal(part, parts[0]) for part in parts)
-        assert np.linalg.norm(parts[0] - total) <= 1e-6 * np.linalg.norm(total)
-    most = 2 * 2 * (count - 1) * size * 4 // count
+    turns = [draw.normal(0, 1e3, (count, count, size)).astype(np.float32) for _ in range(2)]
+    expected = [members.astype(np.float64).sum(axis=0) for members in turns]
+    for sums in (True, False):
+        for members in turns:
+            for rank in draw.permutation(count):
+                parts = list(members[rank] if sums else members[rank].view(np.uint8))
+                exchanges[rank].start(Exchange(group, parts, sums))
+        wire.deliver()
+    assert [side.ended for side in sides] == [4] * count
+    for members, total in zip(turns, expected, strict=True):
+        assert all(np.array_equal(own, members[0]) for own in members)
+        assert np.linalg.norm(members[0] - total) <= 1e-6 * np.linalg.norm(total)
+    most = 2 * 2 * (count - 1) * size * 4
     assert set(wire.left_host) == (set(hosts) if len(set(hosts)) > 1 else {"a"})
     assert max(wire.left_host.values()) == (most if len(set(hosts)) > 1 else 0)
 

@@ -12,13 +12,12 @@ import itertools
 import json
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from hetero_mpi.comm.mpi_all_reduce import PIECE_NUMBERS
 from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Buffer, Numbers, Transport, TransportError
@@ -251,7 +250,7 @@ PIECE_CASES = {
 }
 
 
-SUM_SIZES = (0, 1, 15, 17, 1000, 65_537, PIECE_NUMBERS, 2 * PIECE_NUMBERS + 3)
+SUM_SIZES = (0, 1, 15, 17, 1000, 65_537, 1 << 20, (2 << 20) + 3)
 
 
 def numbers(size: int, seed: int) -> Numbers:
@@ -267,18 +266,37 @@ def in_order(parts: list[Numbers]) -> Numbers:
     return total
 
 
+def parts_of(numbers: Numbers, members: int) -> list[Numbers]:
+    """Of unequal length: that of member i is in proportion to i + 1."""
+    edges = [numbers.size * i * (i + 1) // (members * (members + 1)) for i in range(members + 1)]
+    return [numbers[first:last] for first, last in itertools.pairwise(edges)]
+
+
+def bytes_of(parts: list[Numbers]) -> list[Buffer]:
+    return [part.view(np.uint8) for part in parts]
+
+
 def sums_in_the_order_of_ranks(make: MakeTransport, rank: int, size: int) -> None:
-    """All sizes at once: the bits are those of adding rank after rank, and so equal on all; twice, as buffers are reused."""
+    """All sizes at once: bits are those of adding rank after rank, the owner's and then all ranks'. Twice: buffers are reused."""
     with make() as transport:
         group = transport.group(tuple(range(size)), 3)
         for turn in range(2):
             seeds = [100 * turn + 10 * index for index in range(len(SUM_SIZES))]
             own = [numbers(count, seed + rank) for count, seed in zip(SUM_SIZES, seeds, strict=True)]
-            requests = [transport.all_reduce(group, buffer) for buffer in own]
-            for request in reversed(requests):
+            parts = [parts_of(buffer, size) for buffer in own]
+            totals = [
+                in_order([numbers(n, s + other) for other in range(size)])
+                for n, s in zip(SUM_SIZES, seeds, strict=True)
+            ]
+            for request in reversed([transport.reduce_scatter(group, one) for one in parts]):
                 transport.wait(request)
-            for count, seed, buffer in zip(SUM_SIZES, seeds, own, strict=True):
-                expected = in_order([numbers(count, seed + other) for other in range(size)])
+            for one, total in zip(parts, totals, strict=True):
+                assert np.array_equal(one[rank].view(np.uint32), parts_of(total, size)[rank].view(np.uint32)), one[
+                    rank
+                ].size
+            for request in reversed([transport.all_gather(group, bytes_of(one)) for one in parts]):
+                transport.wait(request)
+            for count, expected, buffer in zip(SUM_SIZES, totals, own, strict=True):
                 assert np.array_equal(buffer.view(np.uint32), expected.view(np.uint32)), (turn, count)
         assert transport.pending() == 0
 
@@ -300,9 +318,14 @@ def groups_and_messages_interleave(make: MakeTransport, rank: int, size: int, ex
             for turn in range(2):
                 buffer = numbers(50_000 + number, 1000 * number + 10 * turn + rank)
                 sums.append((number, turn, buffer))
-                requests.append(transport.all_reduce(groups[number], buffer))
+                requests.append(transport.reduce_scatter(groups[number], parts_of(buffer, len(mine[number]))))
         requests.append(transport.send(ahead, 1, pattern(3 << 20, rank)))
         for request in requests[:: -1 if rank % 2 else 1]:
+            transport.wait(request)
+        gathers = []
+        for number, _, buffer in sums:
+            gathers.append(transport.all_gather(groups[number], bytes_of(parts_of(buffer, len(mine[number])))))
+        for request in gathers[:: 1 if rank % 2 else -1]:
             transport.wait(request)
         assert transport.pending() == 0
         assert np.array_equal(arriving, pattern(3 << 20, behind))
@@ -328,21 +351,23 @@ def sums_wait_for_their_numbers(make: MakeTransport, rank: int, size: int) -> No
 
         threading.Timer(0.05, arrives).start()
         requests = [
-            transport.all_reduce(group, first, there.is_set, told.set),
-            transport.all_reduce(group, second),
+            transport.reduce_scatter(group, parts_of(first, size), there.is_set, told.set),
+            transport.reduce_scatter(group, parts_of(second, size)),
         ]
         for request in reversed(requests):
             transport.wait(request)
         assert told.is_set()
         for own, seed in ((first, 0), (second, 10)):
-            assert np.array_equal(own, in_order([numbers(50_000, seed + other) for other in range(size)]))
+            total = in_order([numbers(50_000, seed + other) for other in range(size)])
+            assert np.array_equal(parts_of(own, size)[rank], parts_of(total, size)[rank])
 
 
 def sums_of_unequal_length_are_refused(make: MakeTransport, rank: int, size: int) -> None:
     """Both find out, and nobody waits for ever."""
     with make() as transport:
         group = transport.group((0, 1) if rank < 2 else (rank,), 0)
-        text = error_of(transport, transport.all_reduce(group, numbers(10 if rank == 0 else 20, rank)))
+        parts = parts_of(numbers(10 if rank == 0 else 20, rank), len(group.ranks))
+        text = error_of(transport, transport.reduce_scatter(group, parts))
         assert rank > 1 or text, "this rank found nothing wrong"
 
 
@@ -351,7 +376,7 @@ def close_ends_a_sum(make: MakeTransport, rank: int, size: int) -> None:
     transport = make()
     request = None
     if rank == 0:
-        request = transport.all_reduce(transport.group((0, 1), 5), numbers(100, 0))
+        request = transport.reduce_scatter(transport.group((0, 1), 5), parts_of(numbers(100, 0), 2))
         assert transport.pending() == 1
     transport.close()
     if request is not None:
@@ -360,7 +385,7 @@ def close_ends_a_sum(make: MakeTransport, rank: int, size: int) -> None:
 
 
 def unsuitable_groups_and_numbers_are_refused(make: MakeTransport, rank: int, size: int) -> None:
-    """Groups without the caller, out of order or with a number that is taken; numbers that cannot be summed in place."""
+    """Groups without the caller, out of order or with a number that is taken; parts that cannot be exchanged in place."""
     unsuitable: list[Any] = [np.zeros(4, np.float64), np.zeros((2, 2), np.float32), np.zeros(8, np.float32)[::2]]
     with make() as transport:
         group = transport.group(tuple(range(size)), 0)
@@ -370,7 +395,9 @@ def unsuitable_groups_and_numbers_are_refused(make: MakeTransport, rank: int, si
             lambda: transport.group((*range(size), size), 1),
             lambda: transport.group((rank,), 0),
         ]
-        calls += [lambda buffer=buffer: transport.all_reduce(group, buffer) for buffer in unsuitable]  # type: ignore[misc]
+        calls += [lambda part=part: transport.reduce_scatter(group, [part] * size) for part in unsuitable]  # type: ignore[misc]
+        calls.append(lambda: transport.all_gather(group, [np.zeros(4, np.uint8)] * (size + 1)))
+        calls.append(lambda: transport.all_gather(group, [np.zeros(4, np.float32)] * size))  # type: ignore[list-layer]
         for index, call in enumerate(calls):
             try:
                 call()
@@ -393,16 +420,14 @@ SUM_CASES: dict[str, Callable[..., None]] = {
 }
 
 
-def in_order_of_the_ring(parts: list[Numbers]) -> Numbers:
-    """Segment i of a piece is added up from the i-th member of the ring on; ``parts``: in the order of the ring."""
-    count = len(parts)
-    total: Numbers = np.empty_like(parts[0])
-    for first in range(0, total.size, PIECE_NUMBERS):
-        piece = total[first : first + PIECE_NUMBERS]
-        width = -(-piece.size // (count * 16)) * 16
-        for index in range(count):
-            where = slice(first + index * width, min(first + (index + 1) * width, first + piece.size))
-            total[where] = in_order([parts[(index + turn) % count][where] for turn in range(count)])
+def in_order_of_the_ring(members: list[Numbers], order: Sequence[int]) -> Numbers:
+    """A part is added up from the member after its owner on. ``members``: everybody's numbers; ``order``: of the ring."""
+    count = len(order)
+    total: Numbers = np.empty_like(members[0])
+    parts = [parts_of(own, count) for own in members]
+    for owner, part in enumerate(parts_of(total, count)):
+        first = order.index(owner) + 1
+        part[:] = in_order([parts[order[(first + turn) % count]][owner] for turn in range(count)])
     return total
 
 
@@ -434,7 +459,7 @@ HELD_CASES = {"a_held_send_holds_up_no_other": a_held_send_holds_up_no_other}
 
 
 def sums_around_a_ring(make: MakeTransport, rank: int, size: int) -> None:
-    """All sizes at once on two hosts: the bits are those of the ring's order, equal on all; rooms are reused in steady state."""
+    """All sizes at once on two hosts: the bits are those of the ring's order, then all ranks'; rooms are reused in steady state."""
     order = (*range(0, size, 2), *range(1, size, 2))
     with make() as transport:
         group = transport.group(tuple(range(size)), 3)
@@ -442,13 +467,15 @@ def sums_around_a_ring(make: MakeTransport, rank: int, size: int) -> None:
         for turn in range(4):
             seeds = [100 * turn + 10 * index for index in range(len(SUM_SIZES))]
             own = [numbers(count, seed + rank) for count, seed in zip(SUM_SIZES, seeds, strict=True)]
-            requests = [transport.all_reduce(group, buffer) for buffer in own]
-            for request in reversed(requests):
+            parts = [parts_of(buffer, size) for buffer in own]
+            for request in reversed([transport.reduce_scatter(group, one) for one in parts]):
+                transport.wait(request)
+            for request in reversed([transport.all_gather(group, bytes_of(one)) for one in parts]):
                 transport.wait(request)
             for count, seed, buffer in zip(SUM_SIZES, seeds, own, strict=True):
-                expected = in_order_of_the_ring([numbers(count, seed + other) for other in order])
+                expected = in_order_of_the_ring([numbers(count, seed + other) for other in range(size)], order)
                 assert np.array_equal(buffer.view(np.uint32), expected.view(np.uint32)), (turn, count)
-            rooms.append(sorted(id(array) for array in transport._all_reduces[group]._scratch))  # type: ignore[attr-defined]
+            rooms.append(sorted(id(array) for array in transport._exchanges[group]._scratch))  # type: ignore[attr-defined]
         assert transport.pending() == 0
         assert rooms[-1] == rooms[-2], "every piece takes rooms of earlier ones"
 

@@ -31,7 +31,11 @@ def main(world: World) -> int:
             print("message", flush=True)
         numbers = buffer.view(np.float32)
         numbers[:] = world.rank + 1
-        transport.wait(transport.all_reduce(transport.group((0, 1), 0), numbers))
+        group, half = transport.group((0, 1), 0), len(numbers) // 4  # the larger part is beyond two gibibytes
+        parts = [numbers[:half], numbers[half:]]
+        transport.wait(transport.reduce_scatter(group, parts))
+        assert float(parts[world.rank].min()) == float(parts[world.rank].max()) == 3.0
+        transport.wait(transport.all_gather(group, [part.view(np.uint8) for part in parts]))
         assert float(numbers.min()) == float(numbers.max()) == 3.0
         assert transport.pending() == 0
     world.barrier()

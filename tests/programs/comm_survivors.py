@@ -46,16 +46,17 @@ def work(world: World, victim: int, death_s: float) -> int:
         following, before = (world.rank + 1) % len(active), (world.rank - 1) % len(active)
         while time.monotonic() < deadline:
             heartbeat.beat({"step": steps})
-            incoming, numbers = np.zeros(200_000, np.uint8), np.ones(50_000, np.float32)
+            incoming = np.zeros(200_000, np.uint8)
+            parts = [np.ones(20_000, np.float32) for _ in active]
             requests = [
                 transport.post_receive(before, 1, incoming),
                 transport.send(following, 1, np.full(200_000, steps % 256, np.uint8)),
-                transport.all_reduce(group, numbers),
+                transport.reduce_scatter(group, parts),
             ]
             time.sleep(0.002 * world.rank)  # "computes"; the communication thread moves the messages
             for request in requests:
                 transport.wait(request)
-            assert incoming[-1] == steps % 256 and numbers[-1] == len(active)
+            assert incoming[-1] == steps % 256 and parts[active.index(world.rank)][-1] == len(active)
             if world.rank == 0:
                 world.asked()
             assert members.all_reduce_sum(np.ones(3))[0] == len(active)

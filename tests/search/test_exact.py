@@ -237,7 +237,8 @@ def timed(pipeline: PipelinePlan, prices: Prices) -> Timed:
         for layer, after in prices.whole_after_s(Op.W if split[s] else Op.B, pipeline, s).items():
             whole[stage.ranks[0], layer] = begun + after
     own = {stage.ranks[0]: clocks[s] for s, stage in enumerate(pipeline.stages)}
-    return Timed(pipeline, own, whole, prices.step_s(pipeline))
+    alone = pipeline.sequences == prices.request.global_batch  # else others may own what it steps
+    return Timed(pipeline, own, whole, prices.step_s(pipeline) if alone else 0.0)
 
 
 def together_s(parts: list[Timed], plan: Plan, profile: ClusterProfile) -> float:
@@ -255,7 +256,8 @@ def together_s(parts: list[Timed], plan: Plan, profile: ClusterProfile) -> float
         ranks = held_by(plan, layer)
         start = max(max(free[rank], whole[rank, layer]) for rank in ranks)
         free.update(dict.fromkeys(ranks, start + sum_s(plan, profile, layer)))
-    return max(*ends.values(), *free.values()) + max(part.step_s for part in parts)
+    steps = (Action(Op.STEP, number) for number in range(len(numbered)))
+    return max(*ends.values(), *free.values()) + max(duration(step, plan, profile) for step in steps)
 
 
 def teams(profile: ClusterProfile, request: PlanRequest) -> Iterator[tuple[tuple[int, ...], ...]]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hetero_mpi.planning.durations import all_reduce_s
+from hetero_mpi.planning.durations import exchange_s
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.several.cluster import ClusterArrays
 from hetero_mpi.planning.several.layouts import several
@@ -54,8 +54,8 @@ def test_an_outline_is_the_simulation_to_the_last_bit(block: int) -> None:
 def test_sums_take_as_long_as_durations_say(members: tuple[int, ...]) -> None:
     profile = cluster(0)
     sizes = np.array([0.0, 10.0, 4000.0])
-    expected = [0.0, *(all_reduce_s(profile, members, size) for size in (10.0, 4000.0))]
-    assert ClusterArrays(profile, REQUEST, 1).all_reduce_s(members, sizes).tolist() == pytest.approx(expected)
+    expected = [0.0, *(exchange_s(profile, members, size) for size in (10.0, 4000.0))]
+    assert ClusterArrays(profile, REQUEST, 1).exchange_s(members, sizes).tolist() == pytest.approx(expected)
 
 
 def test_several_is_no_slower_than_alike_pipelines_and_indifferent_to_numbers() -> None:

@@ -23,7 +23,7 @@ from hetero_mpi.device import accelerators
 from hetero_mpi.device.accelerators import has_kernels, open_backend, usable, visible_devices
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.look import look
-from hetero_mpi.engine.gradient_all_reduce import GradientAllReduce
+from hetero_mpi.engine.sharded_update import ShardedUpdate
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import AdapterTable, TrainTable
@@ -507,14 +507,15 @@ def test_gradients_leave_for_their_sum_beside_what_the_device_computes(standin: 
 
     model = chain()
     stage = Stage(model, 0, model.layer_count, gpu, "fp32", SeededStart(0))
-    optimizer = Optimizer(stage, TrainTable(steps=1, global_batch=4), flat_layers=[2])
-    flat = optimizer.flat_gradients(2)
+    names = [name for name in stage.parameters if model.layer_of(name) == 2]
+    optimizer = Optimizer(stage, TrainTable(steps=1, global_batch=4), {2: [names]})
+    flat = optimizer.flat[2].gradients
     optimizer.zero()
     values = torch.rand(flat.shape)
-    flat.copy_(values)
     with MpiTransport(MPI.COMM_SELF) as transport:
-        sums = GradientAllReduce(0, model.layer_count - 1, {2: (0,)}, None, optimizer, transport)
+        sums = ShardedUpdate(0, model.layer_count - 1, {2: (0,)}, None, optimizer, transport)
         sums.begin()
+        flat.copy_(values)
         with standing_still(standin, standin.current_stream(1)):
             sums.finished(2)
             time.sleep(0.02)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Sequence
 
 import numpy as np
 
 from hetero_mpi.comm.transport import (
-    AllReduce,
     Arrived,
     Buffer,
+    Exchange,
     Group,
     Message,
     Numbers,
@@ -23,13 +24,21 @@ from hetero_mpi.comm.transport import (
     Request,
     Transport,
     TransportError,
-    all_reduce_length_problem,
     check_group,
     length_problem,
+    part_length_problem,
 )
 
 Route = tuple[int, int, int]
 """(source, destination, tag)"""
+
+
+def in_order(parts: Sequence[Numbers]) -> Numbers:
+    """((r0 + r1) + r2) + ..."""
+    total: Numbers = parts[0].copy()
+    for part in parts[1:]:
+        total += part
+    return total
 
 
 class LoopbackNetwork:
@@ -39,7 +48,7 @@ class LoopbackNetwork:
         self._lock = threading.Lock()
         self._sends: dict[Route, deque[Message]] = defaultdict(deque)
         self._receives: dict[Route, deque[Message]] = defaultdict(deque)
-        self._sums: dict[Group, dict[int, deque[AllReduce]]] = {}
+        self._exchanges: dict[Group, dict[int, deque[Exchange]]] = {}
         self.transports = tuple(LoopbackTransport(self, rank, n) for rank in range(n))
 
     def _post(self, route: Route, request: Message) -> None:
@@ -61,31 +70,32 @@ class LoopbackNetwork:
         receive.complete(error)
         send.complete()
 
-    def _sum(self, rank: int, request: AllReduce) -> None:
-        """Queue a sum; the last member to come adds up, in the order of the ranks."""
+    def _exchange(self, rank: int, request: Exchange) -> None:
+        """Queue an exchange; the last member to come adds up, in the order of the ranks, or hands out."""
         with self._lock:
-            queues = self._sums.setdefault(request.group, {member: deque() for member in request.group.ranks})
+            queues = self._exchanges.setdefault(request.group, {member: deque() for member in request.group.ranks})
             queues[rank].append(request)
             if not all(queues.values()):
                 return
-            parts = [queue.popleft() for queue in queues.values()]
+            members = [queue.popleft() for queue in queues.values()]
         error = None
-        if len({part.buffer.size for part in parts}) > 1:
-            error = all_reduce_length_problem()
+        if len({(member.sums, *(part.size for part in member.parts)) for member in members}) > 1:
+            error = part_length_problem()
         else:
-            total = parts[0].buffer.copy()
-            for part in parts[1:]:
-                total += part.buffer
-            for part in parts:
-                np.copyto(part.buffer, total)
-        for part in parts:
-            part.complete(error)
+            for place, owner in enumerate(members):
+                others = [member for member in members if member is not owner]
+                if request.sums:
+                    np.copyto(owner.parts[place], in_order([member.parts[place] for member in members]))
+                for other in others:  # what others have of a sum is not said
+                    other.parts[place][...] = np.nan if request.sums else owner.parts[place]
+        for member in members:
+            member.complete(error)
 
     def _withdraw(self, rank: int) -> None:
         """End what ``rank`` has posted and nobody has matched."""
         withdrawn: list[Request] = []
         with self._lock:
-            for queues_of_group in self._sums.values():
+            for queues_of_group in self._exchanges.values():
                 if rank in queues_of_group:
                     withdrawn.extend(queues_of_group[rank])
                     queues_of_group[rank].clear()
@@ -127,15 +137,25 @@ class LoopbackTransport(Transport):
         """See ``Transport``."""
         del self._groups[group.number]
 
-    def all_reduce(
-        self, group: Group, buffer: Numbers, ready: Ready | None = None, arrived: Arrived | None = None
+    def reduce_scatter(
+        self, group: Group, parts: Sequence[Numbers], ready: Ready | None = None, arrived: Arrived | None = None
     ) -> Request:
         """See ``Transport``."""
-        assert self._groups.get(group.number) == group, f"{group} was not made by this transport"
+        return self._exchange(Exchange(group, parts, True, arrived=arrived), ready)
+
+    def all_gather(
+        self, group: Group, parts: Sequence[Buffer], ready: Ready | None = None, arrived: Arrived | None = None
+    ) -> Request:
+        """See ``Transport``."""
+        return self._exchange(Exchange(group, parts, False, arrived=arrived), ready)
+
+    def _exchange(self, request: Exchange, ready: Ready | None) -> Request:
+        assert self._groups.get(request.group.number) == request.group, (
+            f"{request.group} was not made by this transport"
+        )
         _wait_for(ready)
-        request = AllReduce(group, buffer, arrived=arrived)
         self._remember(request)
-        self._network._sum(self.rank, request)
+        self._network._exchange(self.rank, request)
         return request
 
     def _post(self, request: Message, route: Route) -> Request:

@@ -43,7 +43,7 @@ class Meeting:
 class ThreadWorld:
     """The collectives that a trainer uses, between threads."""
 
-    host, numbers = "here", ()
+    host, numbers, thread_level = "here", (), "multiple"
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.size, self._meeting = rank, len(meeting.values), meeting

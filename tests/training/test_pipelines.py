@@ -7,7 +7,7 @@ itself is what everything is held against.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ from hetero_mpi.model.tuning import Tuning, adapter_tuning, full_training
 from hetero_mpi.planning.orders import ORDERS
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.state.checkpointing import KINDS, align_replicas, live_state
+from hetero_mpi.state.checkpointing import KINDS, live_state
 from hetero_mpi.state.redistribute import parcels
 from tests.planning import two_backwards
 from tests.support.late_copies import LateBackend
@@ -148,10 +148,10 @@ def trained_once(
 def _random_adapters(threads: Threads) -> None:
     """With B at its usual zero, A has no gradient. Larger values make models that no fp32 arithmetic follows to 1e-6."""
     for trainer in threads.trainers:
-        assert trainer.optimizer is not None
-        for name in trainer.optimizer.targets:
+        assert trainer.stage is not None
+        for name, parameter in trainer.stage.parameters.items():
             generator = torch.Generator().manual_seed(len(name) + int(name.split(".")[2]))
-            value = 0.1 * torch.randn(trainer.optimizer.targets[name].shape, generator=generator)
+            value = 0.1 * torch.randn(parameter.shape, generator=generator)
             trainer.set_parameter(name, value)
 
 
@@ -315,13 +315,13 @@ def test_a_transport_is_told_while_a_device_is_waited_for(monkeypatch: pytest.Mo
 def watched(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Per rank: ``sum ITEM BYTES`` when a sum starts, ``backward M`` when a backward has ended."""
     logs: list[list[str]] = [[] for _ in threads.trainers]
-    all_reduce = LoopbackTransport.all_reduce
+    reduce_scatter = LoopbackTransport.reduce_scatter
 
-    def logged(transport: LoopbackTransport, group: Group, numbers: Numbers, *hooks: Any) -> Request:
-        logs[transport.rank].append(f"sum {numbers.size}")
-        return all_reduce(transport, group, numbers, *hooks)
+    def logged(transport: LoopbackTransport, group: Group, parts: list[Numbers], *hooks: Any) -> Request:
+        logs[transport.rank].append(f"sum {sum(part.size for part in parts)}")
+        return reduce_scatter(transport, group, parts, *hooks)
 
-    monkeypatch.setattr(LoopbackTransport, "all_reduce", logged)
+    monkeypatch.setattr(LoopbackTransport, "reduce_scatter", logged)
     for trainer in threads.trainers:
         stage = trainer.stage
         assert stage is not None
@@ -345,7 +345,7 @@ def test_sums_start_while_the_last_backward_runs(monkeypatch: pytest.MonkeyPatch
     for trainer, log in zip(threads.trainers, logs, strict=True):
         assert trainer.stage is not None and trainer.optimizer is not None
         layers = range(trainer.stage.first, trainer.stage.last)
-        expected = [f"sum {trainer.optimizer.flat_gradients(layer).numel()}" for layer in reversed(layers)]
+        expected = [f"sum {trainer.optimizer.flat[layer].gradients.numel()}" for layer in reversed(layers)]
         last = max(index for index, line in enumerate(log) if line.startswith("backward"))
         backwards = [line for line in log if line.startswith("backward")]
         assert log == [*backwards[:-1], *expected, backwards[-1]] and last == len(log) - 1
@@ -387,32 +387,48 @@ def test_events_name_every_action_once() -> None:
     assert operations == set(Op), "every operation has been run"
 
 
-def test_replicas_that_drifted_are_brought_together() -> None:
-    """As happens where they compute on unlike devices: the first holder's values win, moments and tied heads included."""
+def test_who_owns_what_changes_no_bit() -> None:
+    """From each rank keeping as much as it holds to all state on as few ranks as can be: losses, norms, masters and moments."""
     chain = CHAINS[True]
-    threads = Threads(chain, plan_of(chain, LAYOUTS["unlike pipelines"], LENGTH), TRAIN)
-    outcome_of(threads)
-    kept = state_of(threads.trainers[3]) | state_of(threads.trainers[1])  # the first pipeline
+    for layout, clip_norm in itertools.product(("data parallel, unequal", "unlike pipelines"), (None, 0.5)):
+        found = [
+            _trained_with_weights(
+                chain, layout, weights, TRAIN.model_copy(update={"dtype": dtype, "clip_norm": clip_norm})
+            )
+            for dtype in ("fp32", "bf16")
+            for weights in ((1.0, 1.0, 1.0, 1.0), (1.0, 2.0, 3.0, 4.0), (1e-9, 1.0, 1e-9, 1.0))
+        ]
+        for first, *others in (found[:3], found[3:]):
+            for other in others:
+                assert other[0] == first[0]
+                assert other[1].keys() == first[1].keys()
+                assert all(torch.equal(value, first[1][key]) for key, value in other[1].items())
+
+
+def _trained_with_weights(
+    chain: TransformersChain, layout: str, weights: tuple[float, ...], train: TrainTable
+) -> tuple[list[StepDecision], dict[tuple[str, str], torch.Tensor]]:
+    """(decisions of three steps, masters and moments), where each rank's share of the state has such a weight."""
+    plan = plan_of(chain, LAYOUTS[layout], LENGTH)
+    weighted = [
+        replace(pipeline, stages=tuple(replace(s, state_weight=weights[s.ranks[0]]) for s in pipeline.stages))
+        for pipeline in plan.pipelines
+    ]
+    threads = Threads(chain, replace(plan, pipelines=tuple(weighted)), train)
+    decisions = [threads.together(partial(stepped, step=step, batch=batch_of(step)))[0] for step in range(3)]
+    state: dict[tuple[str, str], torch.Tensor] = {}
     for trainer in threads.trainers:
-        assert trainer.optimizer is not None
-        for name, target in trainer.optimizer.targets.items():
-            if trainer.rank in (0, 2):
-                trainer.set_parameter(name, target.detach() + 1)
-                trainer.optimizer.adamw.state[target]["exp_avg"].add_(1)
-    threads.together(lambda trainer: align_replicas(trainer, 1))
-    for rank in (0, 2):
-        for key, value in state_of(threads.trainers[rank]).items():
-            assert torch.equal(value, kept[key]), key
-    head = threads.trainers[2].stage
-    assert head is not None and head.tied_head is not None
-    assert torch.equal(head.tied_head, kept["parameters", "model.embed_tokens.weight"])
-
-
-def state_of(trainer: Trainer) -> dict[tuple[str, str], torch.Tensor]:
-    assert trainer.optimizer is not None
-    live = live_state(trainer)
-    listed = [p for p in parcels(trainer.tuning, trainer.plan, KINDS) if p.name in trainer.optimizer.targets]
-    return {(parcel.kind, parcel.name): live(parcel).clone() for parcel in listed}
+        assert trainer.optimizer is not None and trainer.stage is not None
+        trainer.update.settle()
+        live = live_state(trainer)
+        own = [parcel for parcel in parcels(trainer.tuning, trainer.plan, KINDS) if parcel.owner == trainer.rank]
+        assert {parcel.name for parcel in own} == trainer.optimizer.targets.keys()
+        state |= {(parcel.kind, parcel.name): live(parcel).clone() for parcel in own}
+    for trainer in threads.trainers:
+        assert trainer.stage is not None
+        for name, parameter in trainer.stage.parameters.items():
+            assert torch.equal(parameter, state["parameters", name].to(parameter.dtype)), f"a replica of {name} differs"
+    return decisions, state
 
 
 def test_host_buffers_grow_to_the_largest_shape_and_stay() -> None:

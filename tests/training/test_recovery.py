@@ -44,15 +44,15 @@ def test_a_peer_is_on_another_host_and_has_room(sizes: list[int], hosts: str, ex
 
 
 def test_the_newest_generation_that_is_whole() -> None:
-    layers = {0, 1, 2}
-    everything = [[(8, [0, 1]), (10, [0])], [(8, [1, 2]), (10, [1, 2])]]
-    assert newest_whole(everything, layers) == (10, {0: (0,), 1: (1,), 2: (1,)})
+    names = {"a", "b", "c"}
+    everything = [[(8, ["a", "b"]), (10, ["a"])], [(8, ["b", "c"]), (10, ["b", "c"])]]
+    assert newest_whole(everything, names) == (10, {"a": (0,), "b": (1,), "c": (1,)})
     without_rank_0 = [everything[1]]
-    assert newest_whole(without_rank_0, layers) is None
-    assert newest_whole(without_rank_0, {1, 2}) == (10, {1: (0,), 2: (0,)})
-    interrupted = [[(8, [0, 1]), (10, [0])], [(8, [1, 2]), (10, [1])]]  # layer 2 has not arrived yet
-    assert newest_whole(interrupted, layers) == (8, {0: (0,), 1: (0, 1), 2: (1,)})
-    assert newest_whole([[], []], layers) is None
+    assert newest_whole(without_rank_0, names) is None
+    assert newest_whole(without_rank_0, {"b", "c"}) == (10, {"b": (0,), "c": (0,)})
+    interrupted = [[(8, ["a", "b"]), (10, ["a"])], [(8, ["b", "c"]), (10, ["b"])]]  # c has not arrived yet
+    assert newest_whole(interrupted, names) == (8, {"a": (0,), "b": (0, 1), "c": (1,)})
+    assert newest_whole([[], []], names) is None
 
 
 def test_copies_take_at_most_two_per_cent_of_the_time() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from hetero_mpi.planning.annealing.costs import Costs
 from hetero_mpi.planning.annealing.lines import Fitting, Line
+from hetero_mpi.planning.durations import exposed_s
 from hetero_mpi.planning.several.cluster import ClusterArrays
 from hetero_mpi.planning.tables import shared_memories, shares_nics
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -24,30 +25,43 @@ class Clock:
     def __init__(self, costs: Mapping[int, Costs], cluster: ClusterArrays) -> None:
         self.costs, self.cluster = costs, cluster
         self._is_summed = [size > 0 for size in cluster.summed_bytes.tolist()]
-        self._sums: dict[tuple[int, ...], list[float]] = {}
+        self._known: dict[tuple[int, ...], tuple[list[float], list[float]]] = {}
         self._whole: dict[Line, list[float]] = {}
 
     def step_s(self, lines: Sequence[Fitting]) -> float:
         """Seconds of a step of these pipelines, which share no rank. See ``is_plain``."""
-        ended = max(max(line.spans_s[1]) for line in lines)
+        ended, coming = max(max(line.spans_s[1]) for line in lines), dict[int, float]()
         if len(lines) > 1:
-            ended = max(ended, self._summed_s(lines))
-        return ended + max(line.step_s for line in lines)
+            ended = max(ended, self._summed_s(lines, coming))
+        return ended + max(
+            self._step_s(line, place, len(lines), coming) for line in lines for place in range(len(line.line.ranks))
+        )
 
-    def _summed_s(self, lines: Sequence[Fitting]) -> float:
+    def _step_s(self, fitting: Fitting, place: int, pipelines: int, coming: Mapping[int, float]) -> float:
+        line = fitting.line
+        seconds = self.costs[line.micro_batch].step_s(line, place, pipelines)
+        coming_s = coming.get(line.ranks[place], 0.0)
+        return seconds + (exposed_s(coming_s, fitting.times.forward[place], line.counts[place]) if coming_s else 0.0)
+
+    def _summed_s(self, lines: Sequence[Fitting], coming: dict[int, float]) -> float:
         """When the last gradient is summed: all ranks take part in the sums of their layers from the last one to the first, each as
-        soon as the gradient is whole everywhere and all have done their earlier ones."""
+        soon as the gradient is whole everywhere and all have done their earlier ones.
+
+        ``coming``: is told how long new values of its layers take to every rank."""
         whole = list(map(max, *map(self._whole_s, lines)))
         free: dict[int, float] = {}
         cuts = [line.line.cuts for line in lines]
         for first, last in itertools.pairwise(sorted(set(itertools.chain(*cuts)))[::-1]):
             # Between two cuts of any pipelines the same ranks sum one layer after the other.
             ranks = tuple(line.line.ranks[bisect_left(own, first) - 1] for line, own in zip(lines, cuts, strict=True))
-            sums, now = self._sum_s(ranks), max(free.get(rank, 0.0) for rank in ranks)
+            (sums, values), now = self._exchanges_s(ranks), max(free.get(rank, 0.0) for rank in ranks)
             layers = [layer for layer in range(first - 1, last - 1, -1) if self._is_summed[layer]]
             for layer in layers:
                 now = max(now, whole[layer]) + sums[layer]
             free.update(dict.fromkeys(ranks if layers else (), now))
+            of_all_s = sum(values[last:first])
+            for rank in ranks:
+                coming[rank] = coming.get(rank, 0.0) + of_all_s
         return max(free.values(), default=0.0)
 
     def _whole_s(self, fitting: Fitting) -> list[float]:
@@ -56,8 +70,10 @@ class Clock:
             self._whole[line] = self.costs[line.micro_batch].whole_s(fitting)
         return self._whole[line]
 
-    def _sum_s(self, ranks: tuple[int, ...]) -> list[float]:
-        """Of every layer."""
-        if ranks not in self._sums:
-            self._sums[ranks] = self.cluster.all_reduce_s(ranks, self.cluster.summed_bytes).tolist()
-        return self._sums[ranks]
+    def _exchanges_s(self, ranks: tuple[int, ...]) -> tuple[list[float], list[float]]:
+        """Of every layer: to sum its gradients, and to bring its new values."""
+        if ranks not in self._known:
+            sizes = self.cluster.summed_bytes, self.cluster.value_bytes
+            sums, values = (self.cluster.exchange_s(ranks, size).tolist() for size in sizes)
+            self._known[ranks] = sums, values
+        return self._known[ranks]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 from hetero_mpi.planning.annealing.lines import Fitting, Line, LineTimes, falling
@@ -76,8 +77,8 @@ class Costs:
         if not line.is_split:
             seconds = times.forward, times.backward, times.out, times.back
             bound_s = cycle_bound_s(*seconds, [depth - 1 for depth in flying], line.micro_batches)
-        step_s = self._step_s(line)
-        return Fitting(line, tuple(recompute), times, step_s, (bound_s + step_s) * (1 - ROUNDING))
+        step_s = max(self.step_s(line, place, math.inf) for place in range(len(line.ranks)))
+        return Fitting(line, tuple(recompute), times, (bound_s + step_s) * (1 - ROUNDING))
 
     def paced(self, line: Line, allowance: float, repeat: bool) -> Line:
         """``line`` so deep that gradients are back in time at the pace of its slowest stage or link, ``allowance`` periods
@@ -133,12 +134,11 @@ class Costs:
                 found += [end_s - seconds for seconds in backward[first:last]]
         return found
 
-    def _step_s(self, line: Line) -> float:
-        """The longest STEP; of a tied model, whose ends count their matrix otherwise, nothing."""
+    def step_s(self, line: Line, place: int, pipelines: float) -> float:
+        """A stage's optimizer, where as many pipelines own as much each; of a tied model, whose ends count their matrix otherwise,
+        nothing."""
         if self.cluster.model.tied:
             return 0.0
-        longest_s, cuts = 0.0, line.cuts
-        for place, rank in enumerate(line.ranks):
-            trainable = self.trainable[cuts[place + 1]] - self.trainable[cuts[place]]
-            longest_s = max(longest_s, self.step_fixed[rank] + self.step_per_parameter[rank] * trainable)
-        return longest_s
+        rank, cuts = line.ranks[place], line.cuts
+        trainable = self.trainable[cuts[place + 1]] - self.trainable[cuts[place]]
+        return self.step_fixed[rank] + self.step_per_parameter[rank] * trainable / pipelines

@@ -57,8 +57,6 @@ class Fitting:
     line: Line
     recompute: tuple[bool, ...]
     times: LineTimes
-    step_s: float
-    """The longest STEP."""
     bound_s: float
     """Its step takes no less."""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.durations import compute_s, optimizer_s
-from hetero_mpi.planning.memory import with_copies
+from hetero_mpi.planning.memory import stage_trainable, with_copies
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.tables import rank_contents
 from hetero_mpi.planning.types.cluster_changes import restricted
@@ -75,4 +75,5 @@ def _least_s(profile: ClusterProfile, request: PlanRequest, rank: int) -> float:
         tokens = size * request.sequence_length
         return sum(compute_s(profile, device, 0, layers, tokens, op) for op in (Op.F, Op.B)) / size
 
-    return request.global_batch * min(map(seconds, _sizes(request))) + optimizer_s(profile, device, 0, layers)
+    stepping_s = optimizer_s(profile, device, stage_trainable(profile.model, 0, layers))
+    return request.global_batch * min(map(seconds, _sizes(request))) + stepping_s

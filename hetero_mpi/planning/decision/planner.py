@@ -16,7 +16,7 @@ from hetero_mpi.planning.decision.shortage import explain_shortage
 from hetero_mpi.planning.decision.streaming import streamed_texts
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.durations import host_optimizer_s
-from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copies
+from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copies, with_state_weights
 from hetero_mpi.planning.orders import ORDERS, OTHER_ORDERS, SCHEDULES
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.packing.bound import packing_bound_s
@@ -55,10 +55,11 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
         remarks = (f"memory: {_copies(request)} are counted",)
     if decision is None:
         raise UserError(explain_shortage(profile, request))
-    simulation = outlined(decision.plan, profile)
-    report = _figures(decision.plan, profile, request, simulation)
+    plan = with_state_weights(decision.plan, profile, request.memory_reserve)
+    simulation = outlined(plan, profile)
+    report = _figures(plan, profile, request, simulation)
     idle = idle_ranks(decision, profile, request)
-    told = (*reasons(decision.plan, profile, request, simulation), *streamed_texts(decision.plan, profile), *remarks)
+    told = (*reasons(plan, profile, request, simulation), *streamed_texts(plan, profile), *remarks)
     return replace(report, alone=best_alone(plain, request), idle=idle, reasons=told)
 
 

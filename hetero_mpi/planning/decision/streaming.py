@@ -26,6 +26,7 @@ from hetero_mpi.planning.memory import (
     host_state_bytes,
     hosts_suffice,
     predict_memory,
+    stage_trainable,
     streamed_bytes,
     streamed_memory,
     usable_bytes,
@@ -230,7 +231,9 @@ def _in_step_s(profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan
     """Seconds of a step in which a stage computes."""
     each_s = sum(stage_s(profile, stage, pipeline.micro_batch, sequence_length, op) for op in (Op.F, Op.B))
     device = profile.devices[stage.ranks[0]]
-    return pipeline.micro_batches * each_s + optimizer_s(profile, device, stage.first, stage.last, stage.streamed)
+    return pipeline.micro_batches * each_s + optimizer_s(
+        profile, device, stage_trainable(profile.model, stage.first, stage.last), stage.streamed
+    )
 
 
 def _ways(stage: StagePlan, request: PlanRequest, size: int | None) -> Iterator[StagePlan]:
@@ -271,6 +274,6 @@ def _text(plan: Plan, pipeline: PipelinePlan, stage: StagePlan, profile: Cluster
     with_state = ""
     if profile.model.trained_whole:
         kept_bytes = host_state_bytes(profile.model, stage.first, stage.last)
-        each_s = optimizer_s(profile, device, stage.first, stage.last, streamed=True)
+        each_s = optimizer_s(profile, device, stage_trainable(profile.model, stage.first, stage.last), streamed=True)
         with_state = f" ({describe_bytes(kept_bytes)} there with the rest of what it trains; optimizer {describe_seconds(each_s)})"
     return f"rank {rank} streams {describe_bytes(size_bytes)} from host memory{with_state}, {cost}"

@@ -252,6 +252,6 @@ class Facts:
             ways = [self.exit[host]]
             if len(self.members[host]) >= pipelines:
                 ways.append(self.inside[rank])
-            return 2 * (pipelines - 1) * min(self.message_s(way, size / pipelines) for way in ways)
+            return (pipelines - 1) * min(self.message_s(way, size / pipelines) for way in ways)
 
         return [tuple(min(of(rank, size) for rank in one.ranks) for size in self.summed) for one in self.classes]

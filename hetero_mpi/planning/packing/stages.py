@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from hetero_mpi.planning.packing.relaxed import Facts
 from hetero_mpi.planning.several.cluster import Floats
 from hetero_mpi.planning.tables import Table, stage_bytes
+from hetero_mpi.planning.types.cost import GRADIENT_BYTES, ModelCost
 
 ENDS = tuple(itertools.product((False, True), repeat=2))
 """Does a stage begin with the embedding? Does it end with the head?"""
@@ -81,19 +82,23 @@ class StageTables:
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
+        shared = replace(facts.model, state_bytes_per_trainable_parameter=float(GRADIENT_BYTES))
         self._bytes = {
-            (first, last, recompute): tuple(_over_blocks(table, first, last) for table in self._stage_bytes(recompute))
-            for first, last in ENDS
+            (several, first, last, recompute): tuple(_over_blocks(table, first, last) for table in tables)
+            for several, model in ((False, facts.model), (True, shared))
             for recompute in set(facts.request.recompute_choices)
+            for tables in [self._stage_bytes(model, recompute)]
+            for first, last in ENDS
         }
+        """Where several pipelines hold a layer, a rank may own next to nothing of the optimizer's state."""
         sums = np.concatenate([[0.0], np.cumsum([float(x.trainable_parameters) for x in facts.model.layers])])
         trained = sums[None, :] - sums[:, None]
         self._trained = {ends: np.nan_to_num(_over_blocks(trained, *ends), posinf=0.0) for ends in ENDS}
         self._known: dict[int, dict[tuple[int, bool, bool], list[BoundStages]]] = {}
 
-    def _stage_bytes(self, recompute: bool) -> tuple[Table, Table]:
+    def _stage_bytes(self, model: ModelCost, recompute: bool) -> tuple[Table, Table]:
         """(bytes whatever is in flight, bytes of every sequence in flight) [first, last]"""
-        model, tokens = self.facts.model, self.facts.request.sequence_length
+        tokens = self.facts.request.sequence_length
         tables = [stage_bytes(model, tokens * size, recompute) for size in self.facts.choices]
         each = [table / size for size, (_, table) in zip(self.facts.choices, tables, strict=True)]
         return tables[0][0], np.minimum.reduce(each)
@@ -103,13 +108,17 @@ class StageTables:
         if pipelines not in self._known:
             sums = self.facts.sums_s(pipelines)
             self._known[pipelines] = {
-                (kind, first, last): [one for one in self._stages(kind, first, last, sums[kind]) if one.kept.any()]
+                (kind, first, last): [
+                    one for one in self._stages(kind, first, last, sums[kind], pipelines > 1) if one.kept.any()
+                ]
                 for kind in range(len(self.facts.classes))
                 for first, last in ENDS
             }
         return self._known[pipelines]
 
-    def _stages(self, kind: int, first: bool, last: bool, sums: tuple[float, ...]) -> Iterator[BoundStages]:
+    def _stages(
+        self, kind: int, first: bool, last: bool, sums: tuple[float, ...], several: bool
+    ) -> Iterator[BoundStages]:
         facts, one, ends = self.facts, self.facts.classes[kind], (first, last)
         blocks: Floats = np.arange(len(facts.blocks) + 1, dtype=np.float64)
 
@@ -124,13 +133,13 @@ class StageTables:
                 work_s=total(one.work_s) + again + overhead_s,
                 trip_s=total(one.trip_s) + again + overhead_s,
                 fill_s=total(one.fill_s) + own,
-                optimizer_s=one.fixed_s + one.per_parameter_s * self._trained[first, last],
+                optimizer_s=one.fixed_s + (0.0 if several else one.per_parameter_s) * self._trained[first, last],
                 tail_s=_tail_s(sums, total(sums), blocks, ends, one.hides_s[recompute]),
-                kept=self._kept(one.usable, first, last, recompute),
+                kept=self._kept(one.usable, several, first, last, recompute),
             )
 
-    def _kept(self, usable: float, first: bool, last: bool, recompute: bool) -> Floats:
-        fixed, each = self._bytes[first, last, recompute]
+    def _kept(self, usable: float, several: bool, first: bool, last: bool, recompute: bool) -> Floats:
+        fixed, each = self._bytes[several, first, last, recompute]
         room = usable - fixed
         with np.errstate(invalid="ignore"):
             kept = np.where(each > 0, np.floor(room / np.maximum(each, 1e-30) + 1e-9), np.inf)

@@ -98,12 +98,15 @@ class Chains:
             backward = stages.over(columns.backward_s[column]) + columns.overhead_s[column, 1]
             sums = columns.sum_s[column]
             room = float(columns.usable[column]), float(columns.ratio[column])
+            forward = stages.over(columns.forward_s[column]) + columns.overhead_s[column, 0]
+            values = stages.over(columns.value_s[column])
+            late = np.maximum(values / stages.count, values - forward * (stages.count - 1) / stages.count)
             self.known[column] = _Held(
-                stages.over(columns.forward_s[column]) + columns.overhead_s[column, 0],
+                forward,
                 backward,
                 stages.over(columns.repeated_s[column]),
                 np.maximum(sums[stages.first], stages.over(sums) - backward + backward / stages.count),
-                columns.step_fixed_s[column] + columns.step_per_parameter_s[column] * stages.trainable,
+                columns.step_fixed_s[column] + columns.step_per_parameter_s[column] * stages.trainable + late,
                 stages.deepest(*room, False),
                 stages.deepest(*room, True),
             )

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.planning.bounds import usable_devices
-from hetero_mpi.planning.durations import repeated_s, summed_bytes
+from hetero_mpi.planning.durations import repeated_s, summed_bytes, value_bytes
 from hetero_mpi.planning.noise import NOISE
 from hetero_mpi.planning.tables import rank_usable_bytes, stage_bytes
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
@@ -59,6 +59,7 @@ class ClusterArrays:
         layers = profile.model.layers
         self.message_bytes: Floats = np.array([float(x.boundary_bytes_per_token * self.tokens) for x in layers])
         self.summed_bytes: Floats = np.array([float(summed_bytes(profile.model, i)) for i in range(self.layer_count)])
+        self.value_bytes: Floats = np.array([float(value_bytes(profile.model, i)) for i in range(self.layer_count)])
 
     def _tabulate(self) -> None:
         """Seconds [rank, layer] of forward, backward and the forward that backward repeats."""
@@ -147,8 +148,8 @@ class ClusterArrays:
             self._stages[longest] = Stages(self, longest)
         return self._stages[longest]
 
-    def all_reduce_s(self, members: Sequence[int], size_bytes: Floats) -> Floats:
-        """``durations.all_reduce_s`` for several sizes at once."""
+    def exchange_s(self, members: Sequence[int], size_bytes: Floats) -> Floats:
+        """``durations.exchange_s`` for several sizes at once."""
         count = len(members)
         if count < 2:
             return np.zeros(len(size_bytes))
@@ -158,14 +159,14 @@ class ClusterArrays:
         latency_s = self.latency_s[np.ix_(places, places)] * others
         per_byte_s = self.per_byte_s[np.ix_(places, places)] * others
         hosts = len(set(self.host[np.array(members)].tolist()))
-        if hosts not in (1, count):  # around a ring from host to host (``comm.all_reduce_paths``)
+        if hosts not in (1, count):  # around a ring from host to host (``comm.group_paths``)
             slowest = [float((latency_s + per_byte_s * size).max()) for size in part.tolist()]
-            return np.where(size_bytes > 0, 2 * (count - 1) * np.array(slowest), 0.0)
+            return np.where(size_bytes > 0, (count - 1) * np.array(slowest), 0.0)
         busiest = np.maximum(
             (latency_s.sum(axis=1)[:, None] + per_byte_s.sum(axis=1)[:, None] * part).max(axis=0),
             (latency_s.sum(axis=0)[:, None] + per_byte_s.sum(axis=0)[:, None] * part).max(axis=0),
         )
-        return np.where(size_bytes > 0, 2 * busiest, 0.0)
+        return np.where(size_bytes > 0, busiest, 0.0)
 
 
 class Stages:

@@ -102,8 +102,8 @@ class Columns:
         self.usable: Floats = cluster.usable[self.table].min(axis=1)
         self.ratio: Floats = cluster.ratio[self.table].max(axis=1)
         self.step_fixed_s: Floats = cluster.step_fixed_s[self.table].max(axis=1)
-        self.step_per_parameter_s: Floats = cluster.step_per_parameter_s[self.table].max(axis=1)
-        self.sum_s = self._sums()
+        self.step_per_parameter_s: Floats = cluster.step_per_parameter_s[self.table].max(axis=1) / self.pipelines
+        self.sum_s, self.value_s = self._exchanges(cluster.summed_bytes), self._exchanges(cluster.value_bytes)
         places = cluster.place[self.table]
         count = len(self.members)
         self.latency_s: Floats = np.zeros((count, count))
@@ -113,10 +113,10 @@ class Columns:
             np.maximum(self.latency_s, cluster.latency_s[pair] * weights[p], out=self.latency_s)
             np.maximum(self.per_byte_s, cluster.per_byte_s[pair] * weights[p], out=self.per_byte_s)
 
-    def _sums(self) -> Floats:
-        """Seconds [K, I] to sum the gradients of one layer over one column."""
-        sizes, which = np.unique(self.cluster.summed_bytes, return_inverse=True)
-        return np.array([self.cluster.all_reduce_s(members, sizes)[which] for members in self.members])
+    def _exchanges(self, bytes_of_layers: Floats) -> Floats:
+        """Seconds [K, I] to sum the gradients, or bring the new values, of one layer over one column."""
+        sizes, which = np.unique(bytes_of_layers, return_inverse=True)
+        return np.array([self.cluster.exchange_s(members, sizes)[which] for members in self.members])
 
     def summed_s(self, column: int, first: int, last: int, begun_s: float, end_s: float, recompute: bool) -> float:
         """When a column has summed its layers [first, last), each as soon as it is whole, the last of them first.

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from hetero_mpi.planning.durations import exposed_s
 from hetero_mpi.planning.several.chains import Chain
 from hetero_mpi.planning.several.columns import Columns
 from hetero_mpi.planning.simulator import spans_s
@@ -61,7 +62,10 @@ class Pipelines:
             first, last = chain.cuts[place], chain.cuts[place + 1]
             ends.append(columns.summed_s(column, first, last, begun, end, chain.recompute[place]))
             trained = sum(layer.trainable_parameters for layer in columns.cluster.model.layers[first:last])
-            steps.append(float(columns.step_fixed_s[column] + columns.step_per_parameter_s[column] * trained))
+            coming_s = float(columns.value_s[column, first:last].sum())
+            late_s = exposed_s(coming_s, min(forward[place] for forward, *_ in self.times), last - first)
+            step_s = float(columns.step_fixed_s[column] + columns.step_per_parameter_s[column] * trained)
+            steps.append(step_s + (late_s if coming_s else 0.0))
         return max(ends) + max(steps)
 
     def dealt(self) -> list[int]:

@@ -26,6 +26,8 @@ class StagePlan:
     only while they are needed. Backward repeats every forward."""
     slice_sequences: int | None = None
     """A micro-batch is computed in slices of so many sequences; None: at once."""
+    state_weight: float = 1.0
+    """Of the optimizer's state of layers that several ranks hold, each owns a part in proportion to this (``owners``)."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,20 @@ class Plan:
     sequence_length: int
     layers: int
     """Length of the chain: the embedding, the blocks, the head."""
+
+    @cached_property
+    def state_weights(self) -> dict[int, float]:
+        """Rank -> ``state_weight`` of its stage."""
+        return {stage.ranks[0]: stage.state_weight for _, _, stage in self.numbered}
+
+    @cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """Of every layer the ranks that hold it, one per pipeline, in plan order."""
+        found: list[list[int]] = [[] for _ in range(self.layers)]
+        for _, _, stage in self.numbered:
+            for layer in range(max(0, stage.first), min(stage.last, self.layers)):
+                found[layer].append(stage.ranks[0])
+        return tuple(map(tuple, found))
 
     @cached_property
     def numbered(self) -> tuple[tuple[int, int, StagePlan], ...]:

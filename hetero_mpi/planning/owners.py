@@ -1,0 +1,66 @@
+"""Who owns the optimizer's state (fp32 masters and moments) of each trained parameter that several pipelines hold.
+
+Whole parameters are dealt, the largest first, to the holder that is furthest from its share: that of its weight among the holders
+of each layer. A function of the plan and of the parameters' sizes, so every rank, a checkpoint and a later start deal alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TypeVar
+
+from hetero_mpi.planning.schedule import held_by, stages
+from hetero_mpi.planning.types.cost import ModelCost
+from hetero_mpi.planning.types.plan import Plan
+
+Key = TypeVar("Key")
+_UNITS = 8
+"""Where only a layer's trained numbers are known, a block counts as so many parameters; embedding and head are one each."""
+
+
+def owners(plan: Plan, sizes: Mapping[Key, tuple[int, int]]) -> dict[Key, int]:
+    """The rank that owns each parameter, in the order of ``sizes``.
+
+    Args:
+        sizes: parameter -> (its layer, how many numbers it has).
+    """
+    weight = plan.state_weights
+    held = {layer: held_by(plan, layer) for layer in range(plan.layers)}
+    lacking = dict.fromkeys(weight, 0.0)
+    for layer, size in sizes.values():
+        together = sum(weight[rank] for rank in held[layer])
+        for rank in held[layer]:
+            lacking[rank] += size * weight[rank] / together
+    found: dict[Key, int] = {}
+    for key, (layer, size) in sorted(sizes.items(), key=lambda one: -one[1][1]):  # stable
+        found[key] = max(held[layer], key=lambda rank: lacking[rank])
+        lacking[found[key]] -= size
+    return {key: found[key] for key in sizes}
+
+
+def owned_share(plan: Plan, model: ModelCost, number: int) -> float:
+    """Trained numbers of a stage that its rank owns, if parameters could be divided: what it takes to step them."""
+    stage, weight, owned = stages(plan)[number][2], plan.state_weights, 0.0
+    for layer in range(stage.first, stage.last):
+        together = sum(weight[rank] for rank in held_by(plan, layer))
+        owned += model.layers[layer].trainable_parameters * weight[stage.ranks[0]] / together
+    return owned
+
+
+def owned_parameters(plan: Plan, model: ModelCost) -> dict[int, int]:
+    """Rank -> trained numbers whose state it owns, in whole parameters as far as a model's cost tells their sizes."""
+    return _owned_parameters(plan, tuple(layer.trainable_parameters for layer in model.layers))
+
+
+@lru_cache(maxsize=64)
+def _owned_parameters(plan: Plan, trained: tuple[int, ...]) -> dict[int, int]:
+    sizes = {}
+    for layer, count in enumerate(trained):
+        units = _UNITS if 0 < layer < len(trained) - 1 else 1
+        for unit in range(units):
+            sizes[layer, unit] = layer, (unit + 1) * count // units - unit * count // units
+    found = dict.fromkeys(plan.state_weights, 0)
+    for key, rank in owners(plan, sizes).items():
+        found[rank] += sizes[key][1]
+    return found
