@@ -260,22 +260,29 @@ def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) ->
 
 def _elsewhere(plan: Plan, profile: ClusterProfile, stage: StagePlan) -> int:
     """Bytes of masters and moments of a stage that other ranks own, where they would be in its device's memory."""
-    model, device = profile.model, profile.devices[stage.ranks[0]]
-    in_host_memory = stage.streamed and model.trained_whole and not device.shares_host_memory
-    if len(plan.pipelines) == 1 or in_host_memory:
+    if len(plan.pipelines) == 1:
         return 0
+    model = profile.model
     foreign = stage_trainable(model, stage.first, stage.last) - owned_parameters(plan, model)[stage.ranks[0]]
-    return math.floor(foreign * max(0.0, model.state_bytes_per_trainable_parameter - GRADIENT_BYTES))
+    return math.floor(foreign * _owned_bytes(profile, stage))
+
+
+def _owned_bytes(profile: ClusterProfile, stage: StagePlan) -> float:
+    """Bytes of a parameter's master and moments in the memory of the device that owns it."""
+    model, device = profile.model, profile.devices[stage.ranks[0]]
+    if stage.streamed and model.trained_whole and not device.shares_host_memory:
+        return 0.0
+    return max(0.0, model.state_bytes_per_trainable_parameter - GRADIENT_BYTES)
 
 
 def with_state_weights(plan: Plan, profile: ClusterProfile, reserve: float) -> Plan:
     """The plan with ranks owning optimizer state by what it leaves free of their memory; unchanged where that would not fit."""
     if len(plan.pipelines) == 1:
         return plan
-    state = max(0.0, profile.model.state_bytes_per_trainable_parameter - GRADIENT_BYTES)
     owned = owned_parameters(plan, profile.model)
+    state = {stage.ranks[0]: _owned_bytes(profile, stage) * owned[stage.ranks[0]] for _, _, stage in stages(plan)}
     free = {
-        memory.rank: memory.usable_bytes - memory.peak_bytes + state * owned[memory.rank]
+        memory.rank: memory.usable_bytes - memory.peak_bytes + state[memory.rank]
         for memory in predict_memory(plan, profile, reserve)
     }
     most = max(1.0, *free.values())

@@ -1,0 +1,76 @@
+"""Who owns the optimizer's state of parameters that several pipelines hold: by free memory, within one parameter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hetero_mpi.planning.memory import predict_memory, stage_trainable, with_state_weights
+from hetero_mpi.planning.owners import owned_parameters, owners
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from tests.support.planning_samples import SEQUENCE, make_model, make_profile
+
+BLOCKS = 6
+LAYERS = BLOCKS + 2
+SIZES = {"embedding": (0, 9000), "head": (LAYERS - 1, 9000)} | {
+    f"{layer}.{name}": (layer, size)
+    for layer in range(1, BLOCKS + 1)
+    for name, size in (("q", 800), ("k", 200), ("v", 200), ("o", 800), ("up", 2500), ("down", 2500), ("norm", 16))
+}
+
+
+def plan_of(*pipelines: tuple[tuple[int, ...], tuple[int, ...]], weights: dict[int, float] | None = None) -> Plan:
+    """(ranks, edges) of each."""
+    made = []
+    for ranks, edges in pipelines:
+        stages = tuple(
+            StagePlan((rank,), edges[i], edges[i + 1], len(ranks) - 1 - i, state_weight=(weights or {}).get(rank, 1.0))
+            for i, rank in enumerate(ranks)
+        )
+        made.append(PipelinePlan(stages, 1, 2))
+    return Plan(tuple(made), 2 * len(made), SEQUENCE, LAYERS)
+
+
+def owned(plan: Plan) -> dict[int, int]:
+    found = dict.fromkeys(plan.state_weights, 0)
+    for key, rank in owners(plan, SIZES).items():
+        assert rank in plan.holders[SIZES[key][0]], "only who holds a parameter can own it"
+        found[rank] += SIZES[key][1]
+    return found
+
+
+@pytest.mark.parametrize("pipelines", [1, 2, 3, 4])
+def test_each_of_like_ranks_owns_as_much_within_one_parameter(pipelines: int) -> None:
+    total = sum(size for _, size in SIZES.values())
+    found = owned(plan_of(*(((rank,), (0, LAYERS)) for rank in range(pipelines))))
+    assert sum(found.values()) == total, "each parameter has one owner"
+    # Of three ranks two own a matrix of an end each, which alone is more than what is left to level out.
+    assert all(abs(count - total / pipelines) <= 2500 for count in found.values())
+
+
+def test_a_rank_with_a_third_of_the_weight_owns_a_third_whatever_it_shares_with_whom() -> None:
+    total = sum(size for _, size in SIZES.values())
+    found = owned(plan_of(((0,), (0, LAYERS)), ((1,), (0, LAYERS)), weights={0: 1.0, 1: 2.0}))
+    assert abs(found[0] - total / 3) <= 800
+    unlike = plan_of(((0, 1), (0, 4, LAYERS)), ((2,), (0, LAYERS)), weights={2: 2.0})
+    found, first = owned(unlike), sum(size for layer, size in SIZES.values() if layer < 4)
+    assert abs(found[0] - first / 3) <= 2500 and abs(found[1] - (total - first) / 3) <= 2500
+
+
+def test_weights_follow_the_memory_that_a_plan_leaves_free() -> None:
+    """Rank 1 has twice as much left as rank 0, once everything but masters and moments is counted: it owns two thirds."""
+    model = replace(make_model(BLOCKS), state_bytes_per_trainable_parameter=16.0)
+    plan = replace(plan_of(((0,), (0, LAYERS)), ((1,), (0, LAYERS))))
+    profile = make_profile([1.0, 1.0], model)
+    trained, peak = stage_trainable(model, 0, LAYERS), predict_memory(plan, profile)[0].peak_bytes
+    without = peak - 12 * owned_parameters(plan, model)[0]
+    room = [without + 100_000, without + 200_000]
+    devices = tuple(replace(d, memory_bytes=size) for d, size in zip(profile.devices, room, strict=True))
+    found = with_state_weights(plan, replace(profile, devices=devices), 0.0)
+    assert found.state_weights == {0: 0.5, 1: 1.0}
+    shares = owned_parameters(found, model)
+    assert shares[0] + shares[1] == trained and abs(shares[0] - trained / 3) <= 400 / 8
+    peaks = [memory.peak_bytes for memory in predict_memory(found, profile)]
+    assert peaks == [without + 12 * shares[0], without + 12 * shares[1]]
+    assert with_state_weights(plan, profile, 0.0) == plan, "like ranks own alike"
