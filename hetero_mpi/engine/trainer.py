@@ -223,6 +223,11 @@ class Trainer:
             losses[begin : begin + len(own)] = own
         return added(self.world.all_reduce_sum(losses))
 
+    def settle(self) -> None:
+        """Return when new values of the latest step are there. Called by every active rank, if no step follows at once."""
+        if self.executor is not None:
+            self.update.settle()
+
     def close(self) -> None:
         """No step follows: another trainer may use the transport. Called by every active rank."""
         if self.executor is not None:

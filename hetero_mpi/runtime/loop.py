@@ -91,6 +91,7 @@ class Loop:
         """
         with self.saver:
             done = self._run(metrics, display)
+            self.trainer.settle()
         if self.world.rank == 0:
             self.state.set_newest_checkpoint(self.saver.newest)  # the writing of the last one may have failed
         return done

@@ -431,6 +431,25 @@ def _trained_with_weights(
     return decisions, state
 
 
+@pytest.mark.parametrize(("dtype", "alone"), [("fp32", 16), ("bf16", 18)])
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_masters_and_moments_exist_once(dtype: str, alone: int, pipelines: int) -> None:
+    """Bytes of a trained parameter on each of two ranks that hold the whole model: 12, within one parameter."""
+    chain = CHAINS[False]
+    each = [([rank], [0, LAYERS], 2, 4) for rank in range(pipelines)]
+    threads = Threads(chain, plan_of(chain, each, LENGTH), TRAIN.model_copy(update={"dtype": dtype, "global_batch": 4}))
+    threads.together(partial(stepped, step=0, batch=batch_of(0, 4 * pipelines)))
+    counts = [spec.count for spec in chain.parameters.values()]
+    for trainer in threads.trainers:
+        assert trainer.optimizer is not None and trainer.stage is not None
+        held = [*trainer.stage.parameters.values(), *trainer.stage.masters.values()]
+        held += [optimizer.gradient(name) for optimizer in [trainer.optimizer] for name in trainer.stage.parameters]
+        held += [moment for name in trainer.optimizer.targets for moment in trainer.optimizer.state(name).values()]
+        found = sum(tensor.nbytes for tensor in held) / sum(counts)
+        expected = alone if pipelines == 1 else 12
+        assert found == pytest.approx(expected, abs=12 * max(counts) / sum(counts) / 2)
+
+
 def test_host_buffers_grow_to_the_largest_shape_and_stay() -> None:
     buffers = HostBuffers(Backend(), torch.bfloat16)
     small = buffers.lend((2, 3))
