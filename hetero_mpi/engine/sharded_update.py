@@ -1,8 +1,8 @@
 """The update of layers that several ranks hold: each trained parameter has one owner among them (``planning.owners``).
 
-    last backward    gradients of layer 9 | of layer 8 | ...     a reduce-scatter each: every owner gets the sums of what it owns
-    REDUCE, STEP     owners count norms, clip, and step        masters and moments exist once
-    next forward     values of layer 0 | of layer 1 | ...        an all-gather each, in the compute dtype; a layer waits for its own
+    last backward    gradients of layer 9 | of layer 8 | ...    a reduce-scatter each: every owner gets the sums of what it owns
+    REDUCE, STEP     owners count norms, clip, and step         masters and moments exist once
+    next forward     values of layer 0 | of layer 1 | ...       an all-gather each, in the compute dtype; a layer waits for its own
 
 Every such layer has one flat fp32 buffer, a part of it for each owner, whose views are its parameters' gradients. As backward
 finishes a layer, the last one first, its buffer is summed where it lies (in host memory) or in a copy there, over exactly
@@ -77,7 +77,7 @@ class ShardedUpdate:
         groups, backend = _groups(rank, shared, transport), optimizer.stage.backend
         out, back = backend.copying(), backend.copying()  # two: what is summed waits for no later layer's backward
         self._layers = {
-            layer: _SharedItem(groups[ranks], ranks.index(rank), optimizer.flat[layer], backend, out, back)
+            layer: _SharedLayer(groups[ranks], ranks.index(rank), optimizer.flat[layer], backend, out, back)
             for layer, ranks in shared.items()
             if rank in ranks
         }
@@ -173,7 +173,7 @@ class ShardedUpdate:
         own.wait(self.transport)
 
 
-class _SharedItem:
+class _SharedLayer:
     """A layer's flat buffer, and where it is exchanged: in place in host memory, else in a copy there.
 
     Attributes:
