@@ -81,7 +81,7 @@ class ShardedUpdate:
             for layer, ranks in shared.items()
             if rank in ranks
         }
-        optimizer.stage.before_layer = self.take
+        optimizer.stage.before_each_layer(self.take)
 
     def begin(self) -> None:
         """A step begins: be ready for what may come early."""
@@ -111,7 +111,7 @@ class ShardedUpdate:
             self.tied.end()
         for layer, own in self._layers.items():
             self._complete(layer)
-            own.request = None
+            own.end()
 
     def publish(self) -> None:
         """After the optimizer's step: new values go from their owners to the other holders, the first layer first."""
@@ -218,6 +218,10 @@ class _SharedLayer:
         self._whole = True
         assert self.request is not None
         self._arrive(self.request, transport, self._bring_sums)
+
+    def end(self) -> None:
+        """They are summed, and the step is over."""
+        self.request = None
 
     def publish(self, transport: Transport) -> None:
         """The parameters that this rank owns have new values: send them as soon as they are in host memory."""

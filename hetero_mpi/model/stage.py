@@ -83,10 +83,7 @@ class Stage:
         shared: layers that several ranks hold -> the names of the trained parameters that each of them owns.
         foreign: trained parameters that other ranks own.
         deferred: what the second part of a split backward still needs; None where backward comes in one part.
-        before_layer: is called with a layer before its parameters are read in a forward; None: nobody asks.
     """
-
-    before_layer: Callable[[int], None] | None = None
 
     def __init__(
         self,
@@ -139,6 +136,7 @@ class Stage:
         self.deferred: WeightGradients | None = None
         if split_backward and self.tuning.full:
             self._put_off_matrices(recompute)
+        self._before_layer: Callable[[int], None] = lambda layer: None
         self._trained_layers = self._layers_with_gradients()
         self._beginnings = Beginnings(chain, self.model, first, last)
         self._kept: dict[int, list[_Kept]] = {}
@@ -300,6 +298,10 @@ class Stage:
             return (self._input, *arguments[1:]), keywords
         return arguments, {**keywords, "hidden_states": self._input}
 
+    def before_each_layer(self, call: Callable[[int], None]) -> None:
+        """``call`` a function with a layer before its trained parameters are read."""
+        self._before_layer = call
+
     def frozen_layers(self, layers: Iterable[int]) -> Kept:
         """The frozen weights of those of ``layers`` that the stage holds; nothing where all weights are trained."""
         if self.tuning.full:
@@ -414,8 +416,7 @@ class Stage:
             module.register_forward_pre_hook(partial(self._seed, layer))
 
     def _begin_layer(self, layer: int, module: nn.Module, arguments: object) -> None:
-        if self.before_layer is not None:
-            self.before_layer(layer)
+        self._before_layer(layer)
 
     def _seed(self, layer: int, module: nn.Module, arguments: object) -> None:
         if module.training and self._position is not None:
