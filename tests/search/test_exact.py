@@ -7,6 +7,7 @@ stage before (a deadlock), depth and split backward of a lone stage, for which n
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -298,8 +299,13 @@ def brute_force_s(profile: ClusterProfile, request: PlanRequest) -> float:
                 if max(part.end_s for part in parts) >= best:
                     continue
                 plan = Plan(tuple(p.pipeline for p in parts), request.global_batch, request.sequence_length, layers)
-                hosts = predict_hosts(plan, profile, request.memory_reserve) if profile.hosts else ()
-                if any(host.peak_bytes > host.usable_bytes for host in hosts):
+                alone = [predict_hosts(prices.plan(p.pipeline), profile, request.memory_reserve) for p in parts]
+                peaks: Counter[str] = (
+                    Counter()
+                )  # as the search counts: all of the state on every rank that holds a layer
+                for host in itertools.chain(*alone):
+                    peaks[host.host] += host.peak_bytes
+                if any(peaks[host.host] > host.usable_bytes for host in itertools.chain(*alone)):
                     continue
                 best = min(best, simulate(plan, profile).step_s if nics else together_s(list(parts), plan, profile))
     return best
