@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.errors import UserError
+from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.durations import duration, finished_layers_s
 from hetero_mpi.planning.memory import STREAMED_LAYERS, predict_hosts, predict_memory, stage_memory, streamed_memory
@@ -221,6 +222,16 @@ def test_a_streamed_stage_goes_back_in_one_part() -> None:
     split = replace(plan, pipelines=(replace(plan.pipelines[0], split_backward=True),))
     with pytest.raises(UserError, match="goes back in one part"):
         complete_plan(split, profile, PlanRequest(8, SEQUENCE, (4,)))
+
+
+def test_a_streamed_plan_moves_layers_away_from_a_slow_rank() -> None:
+    profile, asked = heavy_cluster(220_000), request(micro_batch_choices=(1,))
+    report = make_plan(profile, asked)
+    assert streamed_in(report.plan) == 2
+    found = answer(ReplanQuestion(profile, {0: 3.0, 1: 1.0}, asked, report, 100_000, 0.1))
+    held = {stage.ranks[0]: stage.last - stage.first for _, _, stage in found.report.plan.numbered}
+    assert held[0] < held[1] and streamed_in(found.report.plan) > 0
+    assert found.prospect.then_s < 0.9 * found.prospect.now_s
 
 
 def test_what_fits_on_one_card() -> None:

@@ -167,7 +167,10 @@ def _candidates(question: ReplanQuestion, profile: ClusterProfile) -> Iterator[P
 
 
 def _annealed(pipeline: PipelinePlan, plan: Plan, profile: ClusterProfile, request: PlanRequest) -> PipelinePlan:
-    """One pipeline with other cuts, another order of its ranks and other depths, if that helps; as it is otherwise."""
+    """One pipeline with other cuts, another order of its ranks and other depths, if that helps; as it is otherwise, or where it
+    streams: annealing knows no streamed stages."""
+    if any(stage.streamed for stage in pipeline.stages):
+        return pipeline
     ranks = sorted(stage.ranks[0] for stage in pipeline.stages)
     number = {rank: (index,) for index, rank in enumerate(ranks)}
     stages = tuple(replace(stage, ranks=number[stage.ranks[0]]) for stage in pipeline.stages)
