@@ -1,9 +1,9 @@
-"""Copies of the trained state on the disks of hosts: ``RUN/copies/rank-0002/step-00000120.5f2c09aa.h5``.
+"""Local checkpoint shards: copies of the trained state on the disks of hosts, ``RUN/copies/rank-0002/step-00000120.5f2c09aa.h5``.
 
-Each file is a *piece* of a generation: what one rank holds of one moment, its own part and those of the ranks whose peer it is,
-in the format of checkpoints. All pieces of a generation bear its id and nothing else does, so pieces of different moments, or
-of the same step taken twice, never make one whole. Only names, headers and removal are here; who writes what, and which
-generation is whole, is known in ``training``.
+A *version* is all ranks' trained parameters and moments after one step. A *shard* is the part of a version that one rank writes, in
+the format of checkpoints: the rank's own part, and those of the ranks whose peer it is. All shards of a version, and no others,
+bear its id, so shards of different moments, or of the same step taken twice, never make one whole. This module knows names, headers
+and removal only. ``state`` writes shards, and ``runtime.local_versions`` finds out which version is whole.
 """
 
 from __future__ import annotations
@@ -19,45 +19,47 @@ from secrets import token_hex
 from hetero_mpi.checkpoint.checkpoint_error import CheckpointError
 from hetero_mpi.checkpoint.reader import CheckpointReader
 
-SHELF_NAME = "copies"
+SHARDS_NAME = "copies"
 _RANK = re.compile(r"rank-(\d{4,})")
-_PIECE = re.compile(r"step-(\d{8,})\.([0-9a-f]{8})\.h5")
+_SHARD = re.compile(r"step-(\d{8,})\.([0-9a-f]{8})\.h5")
 _LEFTOVER = re.compile(r"\..*\.h5\.tmp-.*")
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What a file says it holds, before anything but its header was compared."""
+class Shard:
+    """A shard's header. Its tensors have not been read yet."""
 
     path: Path
-    generation: str
-    """The id that all pieces of one moment share."""
+    version_id: str
+    """The id of its version."""
     step: int
     begun: str
-    """Which run it belongs to (``new_lineage``)."""
+    """The id of its run (``new_run_id``)."""
     writer: int
-    """Rank that wrote it."""
+    """The rank that wrote it."""
     names: tuple[str, ...]
     """Parameters and constants of the model of which every tensor is in it."""
 
 
-def new_lineage() -> str:
-    """The id of a run that begins now. It passes from start to start by ``--resume``; of two, the run begun later is larger."""
+def new_run_id() -> str:
+    """The id of a run that begins now. ``--resume`` passes it from start to start. Of two ids, that of the run begun later is
+    larger.
+    """
     return f"{int(time.time()):012d}-{token_hex(4)}"
 
 
-def new_generation() -> str:
-    """An id for the pieces of one moment."""
+def new_version_id() -> str:
+    """A random id for the shards of one version."""
     return token_hex(4)
 
 
-def piece_path(run_dir: Path, rank: int, step: int, generation: str) -> Path:
-    """Where a rank puts its piece."""
-    return run_dir / SHELF_NAME / f"rank-{rank:04}" / f"step-{step:08d}.{generation}.h5"
+def shard_path(run_dir: Path, rank: int, step: int, version_id: str) -> Path:
+    """The path of a rank's shard."""
+    return run_dir / SHARDS_NAME / f"rank-{rank:04}" / f"step-{step:08d}.{version_id}.h5"
 
 
-def pieces_on_disk(run_dir: Path) -> tuple[list[Piece], list[str]]:
-    """The pieces on this host whose headers can be read, and remarks that name the others."""
+def shards_on_disk(run_dir: Path) -> tuple[list[Shard], list[str]]:
+    """The shards on this host whose headers can be read, and remarks about the others."""
     found, remarks = [], []
     for path, _ in sorted(_named(run_dir)):
         try:
@@ -65,21 +67,21 @@ def pieces_on_disk(run_dir: Path) -> tuple[list[Piece], list[str]]:
                 said = reader.metadata
                 names = tuple(said["names"])
                 found.append(
-                    Piece(
-                        path, str(said["generation"]), int(said["step"]), str(said["begun"]), int(said["rank"]), names
+                    Shard(
+                        path, str(said["version_id"]), int(said["step"]), str(said["begun"]), int(said["rank"]), names
                     )
                 )
         except CheckpointError as error:
             remarks.append(f"passed over {path}: {error}")
         except (KeyError, TypeError, ValueError):
-            remarks.append(f"passed over {path}: a checkpoint, but no piece of a copy")
+            remarks.append(f"passed over {path}: a checkpoint, but no shard of a copy")
     return found, remarks
 
 
-def keep_generations(run_dir: Path, kept: Collection[str], sweep: bool = False) -> None:
-    """Remove this host's pieces of all other generations. Any number of ranks may do so at once, with the same ``kept``.
+def keep_versions(run_dir: Path, kept: Collection[str], sweep: bool = False) -> None:
+    """Remove this host's shards of all versions but ``kept``. Any number of ranks may do so at once, with the same ``kept``.
 
-    ``sweep``: remove what dead processes were writing, too. Only while nobody writes.
+    ``sweep``: also remove what dead processes were writing; only while nobody writes.
     """
     for path, name in list(_named(run_dir)):
         if name[2] not in kept:
@@ -91,16 +93,16 @@ def keep_generations(run_dir: Path, kept: Collection[str], sweep: bool = False) 
                 leftover.unlink(missing_ok=True)
 
 
-def clear_shelf(run_dir: Path) -> None:
-    """Remove all copies on this host: the run is over, or another one begins. Any number of ranks may do so at once."""
-    keep_generations(run_dir, (), sweep=True)
-    for folder in (*_folders(run_dir), run_dir / SHELF_NAME):
+def remove_shards(run_dir: Path) -> None:
+    """Remove all shards on this host: the run is over, or another one begins. Any number of ranks may do so at once."""
+    keep_versions(run_dir, (), sweep=True)
+    for folder in (*_folders(run_dir), run_dir / SHARDS_NAME):
         with contextlib.suppress(OSError):  # not there, or something of somebody else's in it
             folder.rmdir()
 
 
-def _named(run_dir: Path, pattern: re.Pattern[str] = _PIECE) -> Iterator[tuple[Path, re.Match[str]]]:
-    """Files of ranks that bear such a name, with the match; of a piece: (step, generation)."""
+def _named(run_dir: Path, pattern: re.Pattern[str] = _SHARD) -> Iterator[tuple[Path, re.Match[str]]]:
+    """Files in the ranks' folders whose names match ``pattern``, with the match; of a shard: (step, version id)."""
     for folder in _folders(run_dir):
         for path in _listed(folder):
             name = pattern.fullmatch(path.name)
@@ -109,12 +111,12 @@ def _named(run_dir: Path, pattern: re.Pattern[str] = _PIECE) -> Iterator[tuple[P
 
 
 def _folders(run_dir: Path) -> list[Path]:
-    """Those of ranks."""
-    return [folder for folder in _listed(run_dir / SHELF_NAME) if _RANK.fullmatch(folder.name)]
+    """The folders of ranks."""
+    return [folder for folder in _listed(run_dir / SHARDS_NAME) if _RANK.fullmatch(folder.name)]
 
 
 def _listed(folder: Path) -> list[Path]:
-    """What lies there; nothing where there is no such folder, or another rank of the host removes it at this moment."""
+    """The entries of a folder; none where it does not exist, or another rank of the host removes it meanwhile."""
     try:
         return list(folder.iterdir())
     except OSError:

@@ -1,4 +1,4 @@
-"""What the metadata of a checkpoint must be before anybody uses them: a file may say anything."""
+"""The rules for the metadata of a checkpoint, which are checked before anything uses them, as a file may say anything."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any
 import numpy as np
 
 MOST_BYTES = 64 << 20
-"""All texts and arrays of the metadata together; a profile with every link between 256 ranks has some 26 MB."""
+"""Largest size of all texts and arrays of the metadata together; a profile with every link between 256 ranks has some 26 MB."""
 MOST_VALUES = 1 << 22
-"""Values in a JSON text: each takes up to a hundred times its length in memory."""
+"""Largest number of values in a JSON text: in memory each takes up to a hundred times its length."""
 REQUIRED = ("step", "updates", "losses", "loss_scale", "job")
-"""Without these nothing can go on from a checkpoint."""
-REQUIRED_OF_PIECES = ("begun", "rank", "names", "books")
-"""A rank's copy, which says its generation, must hold these too."""
+"""Keys of every checkpoint: without them nothing can go on from it."""
+REQUIRED_OF_SHARDS = ("begun", "rank", "names", "training_state")
+"""Further keys of a local shard, which is told by its ``version_id``."""
 
 
 def check_size(text: bytes) -> None:
-    """Raises ValueError for a JSON text with more values than any checkpoint's."""
+    """Refuse a JSON text with more values than any checkpoint has. Raises ValueError."""
     if text.count(b",") + text.count(b"[") + text.count(b"{") > MOST_VALUES:
         raise ValueError(f"more than {MOST_VALUES:,} values")
 
 
 def check_metadata(found: Mapping[str, Any]) -> None:
-    """Raises ValueError with the key, its value and what it must be."""
-    required = (*REQUIRED, *(REQUIRED_OF_PIECES if "generation" in found else ()))
+    """Check all keys. Raises ValueError with the key, its value and the rule."""
+    required = (*REQUIRED, *(REQUIRED_OF_SHARDS if "version_id" in found else ()))
     lacking = [key for key in required if key not in found]
     if lacking:
         raise ValueError(f"{', '.join(lacking)} missing from the metadata")
     _check(found, "", {key: rule for key, rule in _RULES.items() if key in found})
     _check(found["job"], "job.", {"train": _TABLE, "data": _TABLE})
-    if "books" in found:
-        _check(found["books"], "books.", _BOOKS)
+    if "training_state" in found:
+        _check(found["training_state"], "training_state.", _TRAINING_STATE)
     step, updates, losses = found["step"], found["updates"], len(found["losses"])
     if updates > step or losses != step:
         raise ValueError(f"step = {step} with {updates} updates and {losses} losses: must have as many losses")
@@ -70,7 +70,7 @@ def _is_text_or_none(value: Any) -> bool:
 
 
 def _are_losses(value: Any) -> bool:
-    """Skipped steps may have losses that are not finite."""
+    """An fp64 array; losses of skipped steps may be infinite or NaN."""
     return isinstance(value, np.ndarray) and value.dtype == np.float64 and value.ndim == 1
 
 
@@ -91,12 +91,12 @@ _RULES: dict[str, _Rule] = {
     "data_fingerprint": _TEXT,
     "run": _TEXT_OR_NONE,
     "begun": _TEXT_OR_NONE,
-    "generation": _TEXT,
+    "version_id": _TEXT,
     "rank": _COUNT,
     "names": (lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value), "a list of texts"),
-    "books": _TABLE,
+    "training_state": _TABLE,
 }
-_BOOKS: dict[str, _Rule] = {
+_TRAINING_STATE: dict[str, _Rule] = {
     "step": _COUNT,
     "updates": _COUNT,
     "loss_scale": (lambda value: value is None or _is_scale(value), "a positive number and a count"),

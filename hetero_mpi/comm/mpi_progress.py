@@ -1,7 +1,7 @@
-"""The MPI requests of a transport, and how to push them. Used by one thread at a time.
+"""The MPI requests of a transport, and polling them. Used by one thread at a time.
 
-A ``Request`` is served by *parts*, one MPI request each: a message by its pieces, an exchange by the segments that
-members send each other. MPI reports finished parts in no order that matters; each says what comes next.
+A ``Request`` is served by *parts*, one MPI request each: a message by its pieces, an exchange by the segments that members send
+each other. MPI reports finished parts in any order; each part says what follows it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hetero_mpi.comm.transport import (
 Then = Callable[[], None]
 
 _ABANDONED: list[Any] = []
-"""MPI requests that were given up, for good: MPI may still write into their buffers, so these must live."""
+"""MPI requests that were given up. They are kept for good, because MPI may still write into their buffers."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class _Part:
 
 
 class MpiProgress:
-    """Everything that MPI is working on for one transport."""
+    """The MPI requests under way for one transport."""
 
     def __init__(self, mpi: Any) -> None:
         self._mpi = mpi
@@ -52,7 +52,7 @@ class MpiProgress:
         """Requests that have ended, well or badly."""
 
     def begin(self, request: Request) -> None:
-        """The request is under way; ``send``, ``receive`` and ``end`` serve it."""
+        """Register a request; ``send`` and ``receive`` start its parts, ``end`` completes it."""
         self.requests[request] = 0
 
     def start_message(self, comm: Any, request: Message, piece_bytes: int) -> None:
@@ -97,7 +97,7 @@ class MpiProgress:
         request.complete(error)
 
     def poll(self) -> bool:
-        """Do what MPI's finished parts call for. Whether there were any; an error of MPI fails all requests."""
+        """Handle the parts that MPI has finished; returns whether there were any. An error of MPI fails all requests."""
         if not self._handles:
             return False
         try:
@@ -155,7 +155,9 @@ class MpiProgress:
                 raise
 
     def _fail_all(self, error: BaseException) -> None:
-        """MPI does not say which requests are still good after an error, so none is; the guilty ones say why."""
+        """Fail all requests with an error of MPI, as it does not say which are still good; those with an error of their own keep
+        it.
+        """
         if ulfm.note(error):
             error = ulfm.RankLost()
         truncated = {

@@ -1,10 +1,10 @@
-"""The transport over MPI: messages move while ranks compute, because somebody always calls into MPI.
+"""The transport over MPI: messages move while ranks compute, because a thread calls into MPI.
 
-MPI libraries make little progress on a message unless somebody calls into them. While the rank computes, a communication
-thread does: it looks now and then and sleeps in between, the longer nothing comes, the longer, unless it is the rank's device
-that computes and the rank's thread waits for it. While the rank waits for a
-request it looks itself and the communication thread keeps out of its way: no hand-over from thread to thread, no second
-thread that wants the core or the interpreter's lock. One lock makes these calls exclusive, so THREAD_SERIALIZED is enough.
+MPI libraries make little progress on a message unless somebody calls into them. While the rank computes, a communication thread
+does. It polls now and then, and sleeps in between, longer and longer while nothing comes; where the rank's device computes and the
+rank's thread waits for it, it polls more often. While the rank waits for a request, it polls by itself and the communication thread
+does not. So there is no hand-over between threads, and no second thread that wants the core or the interpreter's lock. One lock
+makes these calls exclusive, so THREAD_SERIALIZED is enough.
 
 With nothing pending the thread makes no MPI call at all, so that collectives on the main thread have MPI to themselves.
 """
@@ -41,12 +41,13 @@ from hetero_mpi.errors import UserError
 PIECE_BYTES = 1 << 30
 """Longer messages travel in pieces: MPI counts are 32 bit in most libraries."""
 SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 100e-6, 1e-3
-"""Between two looks of the communication thread. A look that finds nothing still costs a computing rank some 40 us: the
-thread needs a core and the interpreter's lock."""
+"""Limits of the communication thread's sleep between two looks, seconds. A look that finds nothing costs a computing rank some 40
+us: the thread needs a core and the interpreter's lock.
+"""
 WORTHWHILE_S = 30e-6
 """A look that took longer than this has moved bytes: copying 100 KB takes about as long."""
 CLOSE_S = 0.5
-"""How long ``close`` lets pending sends run on before it abandons them."""
+"""Seconds that ``close`` lets pending sends run on before it abandons them."""
 
 
 class MpiTransport(Transport):
@@ -93,7 +94,7 @@ class MpiTransport(Transport):
         return self._post(Message("send", destination, tag, buffer, ready=ready))
 
     def group(self, ranks: tuple[int, ...], number: int) -> Group:
-        """No rank waits for another here."""
+        """See ``Transport.group``. Does not wait for other ranks."""
         group = Group(ranks, number)
         rank = self._summing.Get_rank()
         check_group(rank, self._summing.Get_size(), group, self._groups)
@@ -136,7 +137,7 @@ class MpiTransport(Transport):
         return request
 
     def _start(self) -> bool:
-        """Start what has been posted, and what was held whose bytes are there. Whether there was any of that."""
+        """Start the posted requests, and the held ones whose bytes are there. Returns whether there were any."""
         while self._to_start:
             request = self._to_start.popleft()
             receives = isinstance(request, Message) and request.kind == "receive"
@@ -154,7 +155,7 @@ class MpiTransport(Transport):
             self._progress.start_message(self._messages, request, self._piece_bytes)
 
     def _start_held(self) -> bool:
-        """Of each (destination, tag), and of each group, in their order."""
+        """Start held requests in order, per (destination, tag) and per group."""
         held: list[Request] = []
         behind = set()
         for request in self._held:
@@ -174,13 +175,16 @@ class MpiTransport(Transport):
         return started
 
     def look(self) -> bool:
-        """Start what has been posted, take what has finished. Whether anything has, or could leave at last."""
+        """Start what was posted, and take what has finished. Returns whether anything has finished or could start."""
         with self._own_mpi:
             started = self._start()
             return self._progress.poll() or started
 
     def wait(self, request: Request) -> None:
-        """:raises RankLost: some rank has died, whether or not the request has to do with it."""
+        """See ``Transport.wait``.
+
+        :raises RankLost: some rank has died, whether or not the request has to do with it.
+        """
         if not request.completed:
             self.waiting.append(request)
             pause, check = Pause(), ulfm.Check()
@@ -204,7 +208,7 @@ class MpiTransport(Transport):
 
     @property
     def moved(self) -> int:
-        """Grows whenever a request is posted or completed."""
+        """A counter that grows whenever a request is posted or completed."""
         return self._posted + self._progress.completed
 
     def close(self) -> None:
@@ -229,7 +233,7 @@ class MpiTransport(Transport):
 
 
 def _route(request: Request) -> Group | tuple[int, int]:
-    """What starts in order."""
+    """The key within which requests start in order."""
     if isinstance(request, Exchange):
         return request.group
     assert isinstance(request, Message)
@@ -237,7 +241,7 @@ def _route(request: Request) -> Group | tuple[int, int]:
 
 
 class _CommunicationThread:
-    """Looks into MPI while requests are pending and nobody waits for one."""
+    """Polls MPI while requests are pending and nobody waits for one."""
 
     def __init__(self, transport: MpiTransport) -> None:
         self._transport = transport
@@ -252,7 +256,7 @@ class _CommunicationThread:
             self._woken.put(None)
 
     def stop(self) -> None:
-        """End the thread. From now on the caller's thread owns MPI."""
+        """End the thread. From now on only the caller's thread calls MPI."""
         self._stopping = True
         self._woken.put(None)
         self._looking.finish()
@@ -274,7 +278,7 @@ class _CommunicationThread:
             time.sleep(SHORTEST_SLEEP_S if transport.idle else self._sleep_s)
 
     def _adapt(self, worked_s: float) -> None:
-        """Look again sooner where there was something to move, and later where there was not."""
+        """Sleep for a shorter time after a look that moved something, else for a longer one."""
         if worked_s > WORTHWHILE_S:
             self._sleep_s = max(self._sleep_s / 2, SHORTEST_SLEEP_S)
         else:

@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class TransportError(RuntimeError):
-    """A message could not be moved as promised: a defect in the program, or a machine that has gone."""
+    """A message could not be moved as promised: there is a defect in the program, or a machine is gone."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class Group:
     ranks: tuple[int, ...]
     """Increasing; this rank is one of them."""
     number: int
-    """Tells groups apart that share ranks."""
+    """Distinguishes groups that share ranks."""
 
     def __str__(self) -> str:
         return f"group {self.number} of ranks {', '.join(map(str, self.ranks))}"
 
 
 class Request:
-    """Something under way. Completed once, by any thread; waited for by any number of threads."""
+    """A message or exchange under way. It is completed once, by any thread; any number of threads may wait for it."""
 
     def __init__(self, buffer: NDArray[Any], ready: Ready | None = None, arrived: Arrived | None = None) -> None:
         self.buffer, self.ready, self._arrived = buffer, ready, arrived
@@ -68,11 +68,11 @@ class Request:
 
     @property
     def completed(self) -> bool:
-        """Whether ``wait`` would return (or raise) at once."""
+        """Would ``wait`` return (or raise) at once?"""
         return self._ended_s is not None
 
     def complete(self, error: BaseException | None = None) -> None:
-        """Mark as done, with what went wrong. Called once, by the transport."""
+        """Mark as complete, with its error if any. Called once, by the transport."""
         if error is None and self._arrived is not None:
             try:
                 self._arrived()
@@ -87,7 +87,7 @@ class Request:
         return self._ended_s
 
     def raise_error(self) -> None:
-        """Raise what went wrong, if anything did."""
+        """Raise its error, if it has one."""
         if self.error is not None:
             raise TransportError(f"{self}: {self.error}") from self.error
 
@@ -136,10 +136,12 @@ class Exchange(Request):
 
 
 class Transport(Protocol):
-    """See the module's contract. Use as a context manager: leaving the block closes the transport."""
+    """Moves messages and sums between ranks; the module's docstring is the contract. A context manager: leaving it closes the
+    transport.
+    """
 
     idle: bool = False
-    """The rank's thread waits for its device: looking after messages often costs no computation. Set by that thread."""
+    """The rank's thread waits for its device, so polling often costs no computation. Set by that thread."""
 
     def post_receive(self, source: int, tag: int, buffer: Buffer, arrived: Arrived | None = None) -> Request:
         """Announce a writable buffer for the next message of (source, tag).
@@ -189,7 +191,7 @@ class Transport(Protocol):
         ...
 
     def pending(self) -> int:
-        """Requests that are not complete."""
+        """Number of requests that are not complete."""
         ...
 
     def close(self) -> None:
@@ -204,7 +206,7 @@ class Transport(Protocol):
 
 
 def check_buffer(buffer: Buffer, writable: bool) -> None:
-    """Refuse what could not be moved without a copy.
+    """Refuse a buffer that could not be moved without a copy.
 
     :raises ValueError: not a one-dimensional contiguous uint8 array, or read-only where it must be written.
     """
@@ -233,7 +235,7 @@ def check_parts(group: Group, parts: Sequence[Part], dtype: type[np.generic]) ->
 
 
 def check_group(rank: int, size: int, group: Group, earlier: dict[int, Group]) -> None:
-    """Refuse what is no group of ranks of this job, or one whose number has another meaning already.
+    """Refuse ranks that are no group of this job, or a number that is in use for another group.
 
     :raises ValueError: with the rule and the values.
     """
@@ -252,7 +254,7 @@ SENDS_AHEAD = 2
 
 
 def send_in_order(transport: Transport, messages: Iterable[tuple[int, int, Buffer]]) -> None:
-    """Send messages (destination, tag, bytes) that are made as they are asked for; returns when all have left."""
+    """Send messages (destination, tag, bytes) that an iterator produces; returns when all have left."""
     under_way: deque[Request] = deque()
     for message in messages:
         under_way.append(transport.send(*message))
@@ -263,7 +265,7 @@ def send_in_order(transport: Transport, messages: Iterable[tuple[int, int, Buffe
 
 
 def length_problem(expected: int, arrived: int) -> TransportError:
-    """The error for a message that is shorter or longer than its buffer."""
+    """The error for a message whose length differs from its buffer's."""
     return TransportError(
         f"the message has {arrived} bytes, the buffer {expected}: sender and receiver must agree on the length"
     )

@@ -36,12 +36,12 @@ COPY_BYTES = 12
 """Of the trained state in host memory, per trained parameter: itself and AdamW's two moments, fp32."""
 
 
-def request_of(loaded: LoadedJob, ranks: int, dropout: bool, generations: int = 0) -> PlanRequest:
+def request_of(loaded: LoadedJob, ranks: int, dropout: bool, versions: int = 0) -> PlanRequest:
     """The job as planning sees it.
 
     Args:
         ranks, dropout: of which the choice of micro-batches depends.
-        generations: how many copies of its own state a rank keeps for itself and, as many, for others (``state.peer_replicas``).
+        versions: how many copies of its own state a rank keeps for itself and, as many, for others (``state.peer_replicas``).
     """
     job = loaded.job
     snapshots = 1 if job.checkpoint.background and job.checkpoint.every else 0
@@ -64,7 +64,7 @@ def request_of(loaded: LoadedJob, ranks: int, dropout: bool, generations: int = 
         thorough=job.plan.thorough,
         memory_reserve=job.plan.memory_reserve,
         indifference=INDIFFERENCE,
-        copy_bytes_per_trainable_parameter=COPY_BYTES * (snapshots + 2 * generations),
+        copy_bytes_per_trainable_parameter=COPY_BYTES * (snapshots + 2 * versions),
     )
 
 

@@ -1,4 +1,4 @@
-"""The loop over steps: batches from rank 0, one decision per step, evaluation, checkpoints and what a person is told."""
+"""The loop over steps under one plan: batches from rank 0, one decision per step, evaluation, checkpoints, and progress."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ from hetero_mpi.state.checkpointing import open_saver
 from hetero_mpi.state.training_state import TrainingState
 
 _SKIPS_IN_A_ROW = 10
-"""So many steps with non-finite gradients one after the other end the run."""
+"""Number of consecutive steps with non-finite gradients after which the run ends."""
 
 
 class Steering(Protocol):
-    """Who may ask for another plan between two steps. Every active rank makes the same calls."""
+    """An object that may ask for another plan between two steps. Every active rank makes the same calls."""
 
     def word(self) -> NDArray[np.float64]:
-        """What this rank says along with the step decision: as many numbers on every rank."""
+        """This rank's numbers that travel with the step decision; the same count on every rank."""
         ...
 
     def due(self, step: int, result: StepResult) -> bool:
-        """After step number ``step``, with all ranks' words added up in ``result.heard``: is the plan to be changed now? The same
-        answer on all ranks."""
+        """Called after step number ``step``, when ``result.heard`` is the sum of all ranks' words: is the plan to be changed now?
+        The same answer on all ranks.
+        """
         ...
 
 
 class Loop:
-    """Runs the steps of a job under one plan. Everything here is collective over the active ranks.
+    """Runs the steps of a job under one plan. All methods are collective over the active ranks.
 
     Args:
         share: this rank's, with its trainer.
-        state: where the run stands (resumed runs start later); kept up to date.
+        state: the training state (resumed runs start later); it is updated.
         metadata: what every checkpoint carries besides tensors; used on rank 0.
         asked: has this rank been asked to end the run (``runtime.signals``)?
         steering: says when the plan is to be changed; None: never.
@@ -77,7 +78,7 @@ class Loop:
         )
 
     def run(self, metrics: MetricsWriter | None, display: ProgressDisplay | None) -> bool:
-        """Train until the last step, or until the plan is to be changed, and until the last checkpoint is on disk.
+        """Train until the last step, or until the plan is to be changed. The last checkpoint is on disk then.
 
         Args:
             metrics, display: on rank 0 only.
@@ -87,7 +88,7 @@ class Loop:
 
         Raises:
             UserError: the loss is not a number, or too many steps in a row had non-finite gradients.
-            CollectiveUserError: with ``ExitCode.STOPPED``: the run was asked to end, and has left a checkpoint.
+            CollectiveUserError: with ``ExitCode.STOPPED``: the run was asked to end, and has written a checkpoint.
         """
         with self.saver:
             done = self._run(metrics, display)
@@ -161,7 +162,7 @@ class Loop:
         )
 
     def _skipped(self, step: int, decision: StepDecision) -> None:
-        """Tell of a step without an update; stop a run that has lost its way, on all ranks by the same decision."""
+        """Report a step without an update. Too many in a row end the run, on all ranks by the same decision."""
         in_a_row = self.state.skips_in_a_row
         if not math.isfinite(decision.loss):
             self.world.agree(f"step {step + 1}: the loss is {decision.loss}; {self._remedy()}")
@@ -176,7 +177,7 @@ class Loop:
         say(f"step {step + 1}: gradients are not finite; the step is skipped on every rank ({where_first}){then}")
 
     def _where_first(self, decision: StepDecision) -> str:
-        """Where they were not finite first: backward takes what is not finite on with it."""
+        """Where gradients were not finite first, in words; in backward all earlier layers follow."""
         if decision.first_non_finite is None:
             return "each is, but not the sum of their squares"
         rank = self.trainer.owner[decision.first_non_finite]
@@ -184,7 +185,7 @@ class Loop:
         return f"first in {decision.first_non_finite} on rank {rank} ({self.world.hosts[list(numbers).index(rank)]})"
 
     def _remedy(self) -> str:
-        """What to do about a run that has lost its way. Collective: only rank 0 sees whether a checkpoint is still there."""
+        """What to do when the loss has diverged. Collective, as only rank 0 sees whether a checkpoint is still there."""
         self.saver.finish()
         good = self.state.good_checkpoint
         checkpoint = self.world.broadcast_json(str(good) if good is not None and good.exists() else None)
@@ -214,7 +215,7 @@ class Loop:
         self.state.set_newest_checkpoint(self.saver.save(metadata))
 
     def _padded(self, batch: Batch) -> list[Tokens]:
-        """Tokens and targets as they travel, padded as the job says."""
+        """Tokens and targets as they are sent, padded as the job says."""
         batch = batch.trimmed() if self.job.data.pad == "longest" else batch
         return [batch.tokens, batch.targets]
 
@@ -231,5 +232,5 @@ class Loop:
 
 
 def _due(steps: int, every: int) -> bool:
-    """Is something due after ``steps`` steps that happens every ``every`` of them (0: never)?"""
+    """Is something due after ``steps`` steps that happens every ``every`` steps (0: never)?"""
     return every > 0 and steps % every == 0

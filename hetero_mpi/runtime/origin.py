@@ -1,7 +1,8 @@
-"""Where a start begins: copies in the memory of ranks that are left, copies on the disks of hosts, a checkpoint, or the job alone.
+"""Where a start begins: from copies in the memory of surviving ranks, from copies on hosts' disks, from a checkpoint, or from the
+job.
 
-After a death the processes that are left have copies in memory (``recovery``); a run that is started again has what disks
-hold (``offers``) and rank 0's checkpoints. The newest state wins, and the person is told which.
+After a death the surviving processes have copies in memory (``recovery``). A run that is started again has what is on disks
+(``local_versions``) and rank 0's checkpoints. The newest state is taken, and reported.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hetero_mpi.launch.supervisor.event_log import append_event
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.build import Share
-from hetero_mpi.runtime.local_offers import OnDisk, Standard, look_on_disks
+from hetero_mpi.runtime.local_versions import LocalVersion, StateToBeat, find_local_version
 from hetero_mpi.runtime.reconfigure import build_share, hand_over
 from hetero_mpi.runtime.recovery import RunHistory
 from hetero_mpi.runtime.resume import rate_change, tell_set_aside
@@ -35,20 +36,20 @@ _LOG = logging.getLogger(__name__)
 
 
 class Held(Protocol):
-    """Copies, as far as this rank has them."""
+    """A version of the trained state, as far as this rank has it."""
 
     def tensor(self, step: int, parcel: Parcel) -> torch.Tensor:
         """A parcel as it was after ``step`` steps."""
         ...
 
     def state(self, step: int) -> dict[str, Any]:
-        """Where the run stood, as ``TrainingState.to_dict`` says it."""
+        """The training state after ``step`` steps, as ``TrainingState.to_dict`` returns it."""
         ...
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an attempt begins that has something to go on from."""
+    """The state that an attempt goes on from: a version held in copies, or a checkpoint."""
 
     step: int
     having: dict[str, tuple[int, ...]] | None = None
@@ -56,13 +57,12 @@ class Origin:
     held: Held | None = None
     """This rank's copies."""
     checkpoint: Path | None = None
-    """Instead of copies."""
+    """The checkpoint; None: there are copies."""
 
 
 def origin(context: RunContext, history: RunHistory, options: TrainOptions) -> Origin | None:
-    """The newest state of the run that is left; None: as the command line says, be that a checkpoint or the beginning.
-
-    Collective over all ranks.
+    """The newest state of the run; None: as the command line says, from a checkpoint or from the beginning. Collective over all
+    ranks.
     """
     world, resumes = context.world, options.resume in (LATEST, ANY)
     if not history.losses and not resumes:
@@ -74,10 +74,10 @@ def origin(context: RunContext, history: RunHistory, options: TrainOptions) -> O
     if not resumes and not (known and supervised()):
         return begin
     step = begin.step if begin is not None else 0
-    found, shelved = look_on_disks(
-        context, lambda: Standard(history.begun, step, final=True) if known else _newest_checkpoint(context.run_dir)
+    found, kept_version = find_local_version(
+        context, lambda: StateToBeat(history.begun, step, final=True) if known else _newest_checkpoint(context.run_dir)
     )
-    history.keeps_on_disk(shelved)
+    history.keeps_on_disk(kept_version)
     if found is None:
         return begin
     history.belongs_to(found.begun)
@@ -85,7 +85,7 @@ def origin(context: RunContext, history: RunHistory, options: TrainOptions) -> O
 
 
 def _left_by_survivors(context: RunContext, history: RunHistory) -> Origin | None:
-    """Copies in memory, or a checkpoint of this run where that is newer."""
+    """The newest version in memory, or a checkpoint of this run where that is newer."""
     world, tuning = context.world, context.tuning
     needed = {*tuning.trainable, *tuning.constants}
     found = newest_whole(world.all_gather_json(history.copies.inventory()), needed)
@@ -100,8 +100,9 @@ def _left_by_survivors(context: RunContext, history: RunHistory) -> Origin | Non
 
 
 def _checkpoint_of_this_run(directory: Path, token: str | None) -> tuple[Path, int] | None:
-    """(path, step) of the newest whole checkpoint. A rank that has come to lead may find some of another run on its disk: this
-    run's bear its token."""
+    """(path, step) of the newest whole checkpoint with this run's token. A new rank 0 may find checkpoints of another run on its
+    disk.
+    """
     path, _ = newest_good(directory)
     if path is None or token is None:
         return None
@@ -112,12 +113,12 @@ def _checkpoint_of_this_run(directory: Path, token: str | None) -> tuple[Path, i
         return None
 
 
-def _newest_checkpoint(run_dir: Path) -> Standard:
+def _newest_checkpoint(run_dir: Path) -> StateToBeat:
     path, _ = newest_good(run_dir / "checkpoints")
     if path is None:
-        return Standard(None, 0)
+        return StateToBeat(None, 0)
     with CheckpointReader(path) as reader:
-        return Standard(reader.metadata.get("begun"), int(reader.metadata["step"]))
+        return StateToBeat(reader.metadata.get("begun"), int(reader.metadata["step"]))
 
 
 def bring_back(
@@ -132,7 +133,7 @@ def bring_back(
     world, held, having, step = context.world, begin.held, begin.having, begin.step
     tuning = context.tuning
     with contextlib.ExitStack() as stack:
-        if isinstance(held, OnDisk):
+        if isinstance(held, LocalVersion):
             stack.enter_context(held)
             stood = _state_on_disk(context, held)
         else:
@@ -143,14 +144,15 @@ def bring_back(
         listed = deliveries(parcels(tuning, report.plan, KINDS), lambda parcel: having[parcel.name])
         received = hand_over(context, share, listed, lambda parcel: held.tensor(step, parcel), state)
     _LOG.info("the state after step %d is back; %d bytes received", step, received)
-    if not isinstance(held, OnDisk):
+    if not isinstance(held, LocalVersion):
         say(f"Going on after step {step}, from copies in memory")
     return share, state
 
 
-def _state_on_disk(context: RunContext, held: OnDisk) -> dict[str, Any]:
-    """Where the run stood, as ``TrainingState.to_dict`` says it, once it is clear that the run may go on from there; which is told.
-    Collective over all ranks."""
+def _state_on_disk(context: RunContext, held: LocalVersion) -> dict[str, Any]:
+    """The training state of a version on disk (``TrainingState.to_dict``), checked against the job's data and reported. Collective
+    over all ranks.
+    """
     world, job, first = context.world, context.job, held.givers[0]
     said, fingerprint, train = world.broadcast_json(
         [held.state(held.step), held.fingerprint(), held.train_table()] if world.rank == first else None, root=first

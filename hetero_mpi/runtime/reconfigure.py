@@ -1,4 +1,4 @@
-"""From one plan to another inside the running processes, between two steps.
+"""Changes the plan inside the running processes, between two steps.
 
     before      rank 0: layers 0-3     rank 1: layers 4-8     rank 2: idle
     keep        copies what it trains  copies what it trains                   in host memory; stages are given up
@@ -6,9 +6,9 @@
     move                layer 3 -> 1   layers 6-8 -> 2                         parameters and moments; the rest stays
     after       the loop goes on with the next step: the same data, the same numbers
 
-A change has three parts that others may put together in another way (after a death what is to be moved comes from copies that
-other ranks keep): ``keep`` says what this rank brings along, ``build_share`` makes ranks and stages ready for a plan, and
-``hand_over`` moves the trained state by a list of deliveries. Only one stage is in memory at any time.
+A change has three parts, which a recovery combines in another way (there, what is moved comes from copies on other ranks). ``keep``
+copies what this rank brings along. ``build_share`` builds the stages of a plan. ``hand_over`` moves the trained state by a list of
+deliveries. Only one stage is in memory at any time.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from hetero_mpi.state.training_state import TrainingState
 
 _LOG = logging.getLogger(__name__)
 MEMORY_SHARE = 0.5
-"""What a rank brings along may take this share of the host memory that is free while it trains."""
+"""Largest share of a host's free memory, while it trains, that what its ranks bring along may take."""
 Own = Callable[[Parcel], torch.Tensor]
-"""Gives a parcel that this rank has, as a contiguous host tensor."""
+"""Returns a parcel that this rank has, as a contiguous host tensor."""
 
 
 def lack_of_room(share: Share) -> str | None:
-    """Which hosts have not the memory for what ``keep`` copies, in words. Collective over the active ranks."""
+    """The hosts without memory for what ``keep`` copies, in words; None: all have it. Collective over the active ranks."""
     assert share.members is not None and share.trainer is not None
     members, trainer = share.members, share.trainer
     held = [parcel for parcel in parcels(trainer.tuning, trainer.plan, KINDS) if trainer.rank == parcel.owner]
@@ -53,7 +53,7 @@ def lack_of_room(share: Share) -> str | None:
 
 
 def keep(trainer: Trainer, listed: Sequence[Delivery]) -> Snapshot:
-    """Copies, in host memory, of what this rank is the source or a keeper of. Local."""
+    """Copies in host memory of the parcels that this rank sends or keeps. Local."""
     rank = trainer.rank
     own = [one.parcel for one in listed if rank in one.keepers or (rank == one.source and one.destinations)]
     snapshot = Snapshot(own, trainer.backend)
@@ -62,7 +62,7 @@ def keep(trainer: Trainer, listed: Sequence[Delivery]) -> Snapshot:
 
 
 def join(context: RunContext, report: PlanReport) -> Share:
-    """Which ranks take part in ``report.plan``, without stages yet. Collective over all ranks of the job."""
+    """This rank's share of ``report.plan``, without a stage yet. Collective over all ranks of the job."""
     emulation, plan = None, report.plan
     if context.job.cluster.emulate is not None:
         chain, profile = language(context.chain), context.profile
@@ -72,14 +72,14 @@ def join(context: RunContext, report: PlanReport) -> Share:
 
 
 def build_share(context: RunContext, report: PlanReport, state: TrainingState, kept: Kept | None = None) -> Share:
-    """This rank's part under ``report.plan``, whose trained state is still to be brought. Collective over all ranks of the job,
-    idle ones too; no rank may be asleep.
+    """This rank's share of ``report.plan`` with its stage, whose trained state is still to be moved. Collective over all ranks of
+    the job, idle ones included; no rank may be asleep.
 
     Args:
-        kept: frozen weights that this rank has already.
+        kept: frozen weights that this rank already has in memory.
 
     Raises:
-        CollectiveUserError: on all of them, if an active rank cannot build its stage.
+        CollectiveUserError: on all ranks, if an active rank cannot build its stage.
     """
     share = join(context, report)
     problem: CollectiveUserError | None = None
@@ -95,11 +95,12 @@ def build_share(context: RunContext, report: PlanReport, state: TrainingState, k
 def hand_over(
     context: RunContext, share: Share, listed: Sequence[Delivery], own: Own | None, state: TrainingState
 ) -> int:
-    """Bring trained parameters and moments to the ranks that hold them now. Collective over all ranks of the job.
+    """Move trained parameters and moments to the ranks that hold them under the plan of ``share``. Collective over all ranks of the
+    job.
 
     Args:
-        listed: who gives what to whom, the same on all ranks; of the plan of ``share``.
-        own: gives what this rank is the source or a keeper of; None where it is neither.
+        listed: who sends what to whom, the same on all ranks.
+        own: returns a parcel that this rank sends or keeps; None where it has none.
 
     Returns:
         The bytes that this rank received.
@@ -111,8 +112,9 @@ def hand_over(
 
 
 def change(context: RunContext, before: Share, report: PlanReport, state: TrainingState) -> Share:
-    """Go over to ``report.plan``. Collective over all ranks of the job, idle ones too; no rank may be asleep. Nobody else may
-    hold the trainer of ``before``: its memory is needed.
+    """Change to ``report.plan``; returns this rank's new share. Collective over all ranks of the job, idle ones included.
+
+    No rank may be asleep. Nobody else may hold the trainer of ``before``, as its memory is needed.
 
     Args:
         state: of this rank.

@@ -69,9 +69,9 @@ class RunHistory:
     token: str | None = None
     """A random id in all checkpoints of this run; None without fault tolerance."""
     begun: str | None = None
-    """Id of this run over all its starts (``checkpoint.local_shards.new_lineage``); only some ranks know it."""
-    shelved: str | None = None
-    """Id of the copies on disk that stay until newer ones are whole."""
+    """Id of this run over all its starts (``checkpoint.local_shards.new_run_id``); only some ranks know it."""
+    kept_version: str | None = None
+    """Id of the version on disk that stays until a newer one is whole."""
     profile: ClusterProfile | None = None
     """The profile of the present ranks, in their present numbering."""
     profiled_ranks: int = 0
@@ -137,9 +137,9 @@ class RunHistory:
         """Keep the run's id."""
         self.begun = begun
 
-    def keeps_on_disk(self, shelved: str | None) -> None:
-        """The copies on disk that stay until newer ones are whole."""
-        self.shelved = shelved
+    def keeps_on_disk(self, kept_version: str | None) -> None:
+        """Keep the id of the version on disk that stays until a newer one is whole."""
+        self.kept_version = kept_version
 
     def known_profile(self, world: World) -> ClusterProfile | None:
         """The profile of an earlier attempt, if any rank has it. Collective."""
@@ -280,14 +280,14 @@ def beside_steps(
     if not (ulfm.active() or supervised()) or every == 0:
         yield lambda: history.tell_first_step(setup, state.step)
         return
-    shelf: Callable[[Sequence[Parcel]], LocalCheckpoint] | None = None
+    local: Callable[[Sequence[Parcel]], LocalCheckpoint] | None = None
     if supervised():
         said = world.broadcast_json({key: described[key] for key in SAID if key in described})
         history.belongs_to(said["begun"])
-        shelf = partial(LocalCheckpoint, world, setup.run_dir, said, kept=history.shelved)
+        local = partial(LocalCheckpoint, world, setup.run_dir, said, kept=history.kept_version)
     threaded = setup.job.cluster.communication_thread and world.thread_level == "multiple"
     fixed = every if isinstance(every, int) else None
-    with PeerReplicas(trainer, history.copies, fixed, threaded, shelf, setup.run_dir) as peers:
+    with PeerReplicas(trainer, history.copies, fixed, threaded, local, setup.run_dir) as peers:
         peers.begin(state)
 
         def after() -> None:

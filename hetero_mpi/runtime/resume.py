@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi.checkpoint import CheckpointReader, newest_good, set_aside
-from hetero_mpi.checkpoint.local_shards import new_lineage
+from hetero_mpi.checkpoint.local_shards import new_run_id
 from hetero_mpi.checkpoint.opening import damage_named
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.errors import UserError
@@ -108,10 +108,12 @@ def _set_aside(setup: RunSetup, earlier: EarlierRun | None) -> None:
         say(f"The earlier run in {setup.run_dir} is in {earlier.set_aside(own_event)} now, whole")
 
 
-def lineage(reader: CheckpointReader | None, options: TrainOptions) -> str:
-    """Which run this is: that of the checkpoint, where it goes on from the newest; from one that was named, it is a new one."""
+def run_id_of(reader: CheckpointReader | None, options: TrainOptions) -> str:
+    """The id of this run: the checkpoint's where it goes on from the newest; a new one where the checkpoint was named or there is
+    none.
+    """
     found = reader.metadata.get("begun") if reader is not None and options.resume in (LATEST, ANY) else None
-    return found or new_lineage()
+    return found or new_run_id()
 
 
 def rate_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | None:

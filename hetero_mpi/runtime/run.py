@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
-from hetero_mpi.checkpoint.local_shards import clear_shelf
+from hetero_mpi.checkpoint.local_shards import remove_shards
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.versions import MUST_MATCH, own_versions
 from hetero_mpi.comm.ranks.world import World
@@ -33,7 +33,7 @@ from hetero_mpi.runtime.rebalance import rebalancer_of
 from hetero_mpi.runtime.reconfigure import join
 from hetero_mpi.runtime.recovery import RunHistory, outlive, plan_again
 from hetero_mpi.runtime.result import TrainResult
-from hetero_mpi.runtime.resume import earlier_run, lineage, make_room, open_checkpoint
+from hetero_mpi.runtime.resume import earlier_run, make_room, open_checkpoint, run_id_of
 from hetero_mpi.runtime.run_report import draw_plan, keep_profile, reported
 from hetero_mpi.runtime.setup.material import model_directory
 from hetero_mpi.runtime.setup.setup import RunContext, RunSetup, TrainOptions, claimed, plan_run, read_job, set_up
@@ -117,7 +117,7 @@ def _train(setup: RunSetup, options: TrainOptions, stop: StopRequest, history: R
         with passed_on(world, share):
             leave_result(context, share, state)
         world.release(idle_ranks(world, share), None)
-    clear_shelf(context.run_dir)  # the last checkpoint holds everything
+    remove_shards(context.run_dir)  # the last checkpoint holds everything
     return outcome(context, share.report, state)
 
 
@@ -133,9 +133,9 @@ def _start(
     with contextlib.ExitStack() as stack:
         reader, state = open_checkpoint(context, members, options, stack)
         make_room(context, members, earlier)
-        history.belongs_to(history.begun or (lineage(reader, options) if members.rank == 0 else None))
+        history.belongs_to(history.begun or (run_id_of(reader, options) if members.rank == 0 else None))
         if not history.losses and options.resume not in (LATEST, ANY):
-            clear_shelf(context.run_dir)  # copies there are of a run that this one, accepted now, does not continue
+            remove_shards(context.run_dir)  # copies there are of a run that this one, accepted now, does not continue
         begin = time.perf_counter()
         resumed = state.newest_checkpoint is not None
         brought = resumed or context.chain.start_is_sent

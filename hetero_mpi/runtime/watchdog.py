@@ -1,11 +1,11 @@
-"""Notices that a run does not go on, says where every rank stands and whom it waits for, and ends the job.
+"""The watchdog: notices a run that makes no progress, prints where every rank is and whom it waits for, and ends the job.
 
-A thread on every rank looks twice a second where its rank is (step, action, messages so far) and since when. Ranks tell each
-other so (``comm.ranks.heartbeat``), and a hang is what all of them agree on: no rank has moved for the limit. So nobody is blamed
-for waiting while another rank works. Rank 0 decides; where rank 0 itself is not heard of, the others do.
+A thread on every rank looks twice a second where its rank is (step, action, messages so far) and since when. Ranks tell each other
+(``comm.ranks.heartbeat``). A hang is what all of them agree on: no rank has moved for the limit. So a rank that waits while another
+works causes no alarm. Rank 0 decides; if rank 0 itself is silent, the others do.
 
-* A rank that was stopped (a laptop's lid, SIGSTOP) sees it by the gap between two looks of its own thread. Such gaps do not
-  count as time; when all ranks have stood still for less than the limit because of it, the run goes on.
+* A rank that was stopped (a laptop's lid, SIGSTOP) sees that by the gap between two looks of its own thread. Such gaps do not count
+  as time. If all ranks have stood still for less than the limit without them, the run goes on.
 * What one rank does alone for long, such as closing a large checkpoint, is marked with ``World.busy`` and counts as progress.
 """
 
@@ -37,47 +37,47 @@ if TYPE_CHECKING:
 
 SHORTEST_S = 60.0
 STEPS = 20
-"""The limit is so many predicted steps, unless the job says otherwise, and not under ``SHORTEST_S``."""
+"""The limit in predicted steps, unless the job sets it; at least ``SHORTEST_S``."""
 _LOOK_S = 0.5
 _ASLEEP_S = 2.0
-"""A look that comes so much later than it should: the process, or its machine, has been stopped."""
+"""A look this much too late means that the process, or its machine, was stopped."""
 _GRACE_S = 1.0
-"""Between noticing a hang and ending the job: every rank writes down where it is stuck."""
+"""Seconds between noticing a hang and ending the job, in which every rank logs where it is stuck."""
 _LOG = logging.getLogger(__name__)
 
 
 def limit_s(wanted: float | str, predicted_step_s: float) -> float:
-    """Seconds without progress that are a hang; 0: never.
+    """The limit: seconds without progress that count as a hang; 0: none.
 
     Args:
         wanted: [cluster] watchdog_s: "auto" or seconds.
-        predicted_step_s: as steps last on this machine.
+        predicted_step_s: of a step on this machine (with the time scale of an emulation).
     """
     return max(SHORTEST_S, STEPS * predicted_step_s) if isinstance(wanted, str) else float(wanted)
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rank stands, in its own words."""
+    """Where a rank stands, as it reports it."""
 
     at: str
-    """Such as ``training step 18, 1RECV_F2``."""
+    """Activity and action, such as ``training step 18, 1RECV_F2``."""
     still_s: float
-    """For how long it has been there."""
+    """Seconds without a change."""
     waits_for: str | None
     busy: bool
-    """It works alone, for long, and says so."""
+    """It is in a block that may last long (``World.busy``)."""
     computed: float | None = None
-    """Share of its last step in which it computed."""
+    """Share of its last step in which it computed; None: not known."""
 
     def line(self) -> str:
-        """For a person."""
+        """As text."""
         waits = f", waits for {self.waits_for}" if self.waits_for else ""
         return f"{self.at}, {'at work' if self.busy else 'there'} for {units.seconds(self.still_s)}{waits}"
 
 
 class Lookout:
-    """This rank's standing, looked up from outside: the ranks' own work is not slowed by it."""
+    """Reads this rank's standing from another thread, so that the rank's own work is not slowed."""
 
     def __init__(self, world: World, trainer: Trainer, transport: MpiTransport) -> None:
         self._world, self._trainer, self._transport = world, trainer, transport
@@ -97,7 +97,7 @@ class Lookout:
         return Standing(at, round(now - self._since_s, 1), self._waits_for(), activity.busy > 0, self._computed())
 
     def forgive(self, pause_s: float) -> None:
-        """This process was stopped for so long."""
+        """Do not count ``pause_s``, for which this process was stopped."""
         self._since_s += pause_s
 
     def _computed(self) -> float | None:
@@ -120,14 +120,14 @@ class Lookout:
 
 
 class Watchdog:
-    """Watches the block that it is a context manager of. Entering and leaving (well, or all ranks by the same error) are
-    collective over ``world``.
+    """Watches a block. A context manager: entering and leaving it (normally, or on all ranks by the same error) are collective over
+    ``world``.
 
     Args:
         world: the active ranks.
-        limit_s: seconds without progress of any rank that are a hang.
-        look: tells this rank's standing.
-        forgive: is told how long this process was stopped.
+        limit_s: seconds without progress of any rank that count as a hang.
+        look: returns this rank's standing.
+        forgive: called with the time for which this process was stopped.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Watchdog:
             self._heartbeat.close()
 
     def standings(self) -> dict[int, Standing]:
-        """The ranks' newest words, by their numbers in the job; on rank 0."""
+        """The newest standings, by the ranks' numbers in the job; on rank 0."""
         numbers = self.world.numbers or range(self.world.size)
         return {numbers[index]: Standing(**word) for index, word in list(self._heartbeat.words.items())}
 
@@ -186,7 +186,7 @@ class Watchdog:
         return all(self._still_s(peer) > self.limit_s for peer in self._heartbeat.heard_s)
 
     def _still_s(self, peer: int) -> float:
-        """For how long ``peer`` has not moved, as far as it is known; on other ranks than 0: has not been heard of."""
+        """Seconds without a change of ``peer``, as far as known here; on other ranks than 0: seconds of silence."""
         silent_s = self._heartbeat.silent_s(peer)
         word = self._heartbeat.words.get(peer)
         if self.world.rank != 0 or word is None or word["busy"]:
@@ -194,7 +194,7 @@ class Watchdog:
         return silent_s + float(word["still_s"])
 
     def _note_where(self) -> None:
-        """Into this rank's log: the Python lines at which its main thread is stuck."""
+        """Log the Python lines at which this rank's main thread is stuck."""
         self._noted = True
         frame = sys._current_frames().get(self._main or 0)
         lines = "".join(traceback.format_stack(frame)) if frame is not None else "unknown"
@@ -210,7 +210,7 @@ class Watchdog:
 
 
 def report(world: World, limit: float, heartbeat: Heartbeat) -> str:
-    """Every rank's position, and whom it waits for."""
+    """The message about a hang: every rank's position, and whom it waits for."""
     lines = []
     unheard = []
     for rank in range(world.size):

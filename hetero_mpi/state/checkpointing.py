@@ -1,4 +1,4 @@
-"""Checkpoints and the model directory: what leaves the ranks through rank 0, tensor by tensor, and how it comes back."""
+"""Checkpoints, and the model or adapter directory: written through rank 0 tensor by tensor, checked, and brought back."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ from hetero_mpi.state.redistribute import Delivery, Parcel, collect, deliveries,
 
 KINDS = ("parameters", "moments1", "moments2")
 LATEST = "latest"
-"""``--resume latest``: from the newest state of the run directory."""
+"""``--resume latest``: from the newest state in the run directory."""
 ANY = "any"
-"""The same, or from the beginning where there is none: what a supervisor asks for."""
+"""As ``LATEST``, or from the beginning where there is no state; the supervisor uses it."""
 _MOMENT_OF = dict(zip(KINDS[1:], MOMENTS, strict=True))
 
 
 def open_saver(trainer: Trainer, directory: Path, job: JobConfig, newest: Path | None) -> Saver:
-    """What writes the run's checkpoints to ``directory``, of which ``newest`` is there. Collective over the active ranks."""
+    """The ``Saver`` of the run's checkpoints in ``directory``, the newest of which is ``newest``. Collective over the active
+    ranks.
+    """
     listed = parcels(trainer.tuning, trainer.plan, KINDS)
     threaded = job.cluster.communication_thread
     live = live_state(trainer)
@@ -40,7 +42,7 @@ def open_saver(trainer: Trainer, directory: Path, job: JobConfig, newest: Path |
 
 
 def live_state(trainer: Trainer) -> Callable[[Parcel], torch.Tensor]:
-    """Gives the fp32 tensor of a parcel that this rank holds, where it lies on the device."""
+    """A function that returns the fp32 tensor of a parcel this rank holds, where it lies on the device."""
 
     def own(parcel: Parcel) -> torch.Tensor:
         assert trainer.optimizer is not None and trainer.stage is not None
@@ -60,7 +62,7 @@ def find_checkpoint(run_dir: Path, wanted: str) -> tuple[Path, list[str]]:
         wanted: ``LATEST`` (or ``ANY``), or the path of a checkpoint file.
 
     Raises:
-        UserError: there is none that is whole.
+        UserError: no whole checkpoint is there.
     """
     if wanted not in (LATEST, ANY):
         path = Path(wanted)
@@ -82,12 +84,12 @@ def find_checkpoint(run_dir: Path, wanted: str) -> tuple[Path, list[str]]:
 def check_fits(
     reader: CheckpointReader, path: Path, chain: LayerChain, tuning: Tuning, train: TrainTable, sequence_length: int
 ) -> None:
-    """Refuse a checkpoint of another model or of a run whose steps would not continue in this one.
+    """Refuse a checkpoint of another model, or of a run whose steps this one would not continue.
 
     Raises:
         UserError: with the first difference.
     """
-    if "generation" in reader.metadata:
+    if "version_id" in reader.metadata:
         raise UserError(f"{path} is one rank's copy, not a checkpoint; `--resume` alone looks for those on all hosts")
     check_tensors(reader, path, tuning)
     check_settings(reader, path, chain, train, sequence_length)
@@ -111,7 +113,7 @@ def check_tensors(reader: CheckpointReader, path: Path, tuning: Tuning) -> None:
 
 
 def check_shapes(reader: CheckpointReader, path: Path, name: str, spec: ParameterSpec, kinds: Sequence[str]) -> None:
-    """Refuse a tensor of a checkpoint, or of a rank's copy, that is not this model's. Raises UserError."""
+    """Refuse a tensor, of a checkpoint or of a local shard, that is not this model's. Raises UserError."""
     for kind in kinds:
         found = reader.shape(kind, name), reader.dtype(kind, name)
         if found != (tuple(spec.shape), "float32"):
@@ -124,7 +126,7 @@ def check_shapes(reader: CheckpointReader, path: Path, name: str, spec: Paramete
 def check_settings(
     reader: CheckpointReader, path: Path, chain: LayerChain, train: TrainTable, sequence_length: int
 ) -> None:
-    """Refuse a checkpoint, or a rank's copy, of a run whose steps would not continue in this one.
+    """Refuse a checkpoint or local shard of a run whose steps this one would not continue.
 
     Raises:
         UserError: with the first difference.
@@ -154,15 +156,15 @@ def check_settings(
 
 
 def check_data(then: str | None, path: Path, fingerprint: str, allowed: bool) -> str | None:
-    """A remark if the run would go on with other data than the checkpoint's; None if with the same.
+    """A remark if the run goes on with other data than the checkpoint's; None if with the same.
 
     Args:
-        then: the fingerprint that the checkpoint bears.
+        then: the checkpoint's data fingerprint.
         fingerprint: of the data now (``Dataset.fingerprint``).
-        allowed: the user has said that this may be.
+        allowed: the user allows other data.
 
     Raises:
-        UserError: it would, and the user has not said so.
+        UserError: the data are other ones, and the user does not allow that.
     """
     if then is None or then == fingerprint:
         return None
@@ -176,11 +178,11 @@ def check_data(then: str | None, path: Path, fingerprint: str, allowed: bool) ->
 
 
 def restore(trainer: Trainer, reader: CheckpointReader | None, updates: int) -> None:
-    """Bring parameters and moments from rank 0's checkpoint to the ranks that hold them now. Collective.
+    """Send parameters and moments from rank 0's checkpoint to the ranks that need them now. Collective.
 
     Args:
         reader: the open checkpoint on rank 0, else None.
-        updates: steps of the optimizer by then.
+        updates: updates by the optimizer so far.
     """
 
     def produce(parcel: Parcel) -> torch.Tensor:
@@ -193,13 +195,13 @@ def restore(trainer: Trainer, reader: CheckpointReader | None, updates: int) -> 
 
 
 def take_over(trainer: Trainer, listed: Sequence[Delivery], own: Callable[[Parcel], torch.Tensor], updates: int) -> int:
-    """Bring parameters and moments of all ``KINDS`` from the ranks that have them to those that hold them now. Collective over
-    the trainers; ranks that only give call ``redistribute.move`` with the same list.
+    """Move parameters and moments of all ``KINDS`` from the ranks that have them to the ranks that need them now. Collective over
+    the trainers. Ranks that only send call ``redistribute.move`` with the same list.
 
     Args:
-        listed: who gives what to whom.
-        own: gives what this rank has, as a contiguous host tensor.
-        updates: steps of the optimizer so far.
+        listed: who sends what to whom.
+        own: returns what this rank has, as a contiguous host tensor.
+        updates: updates by the optimizer so far.
 
     Returns:
         The bytes that this rank received.
@@ -210,7 +212,7 @@ def take_over(trainer: Trainer, listed: Sequence[Delivery], own: Callable[[Parce
 
 
 def _keeper(trainer: Trainer, updates: int) -> Callable[[Parcel, torch.Tensor], None]:
-    """Puts arriving parameters and moments where they belong."""
+    """A function that puts arriving parameters and moments where they belong."""
     waiting: dict[str, dict[str, torch.Tensor]] = {}
 
     def keep(parcel: Parcel, tensor: torch.Tensor) -> None:
@@ -228,8 +230,8 @@ def _keeper(trainer: Trainer, updates: int) -> Callable[[Parcel, torch.Tensor], 
 
 def save_model(trainer: Trainer, directory: Path, shard_bytes: int, tokenizer: PreTrainedTokenizerFast | None) -> None:
     """Write the model on rank 0, layer by layer: a Hugging Face directory with its tokenizer, or what else the chain writes.
-
-    Collective."""
+    Collective.
+    """
     listed = parcels(trainer.tuning, trainer.plan, ("parameters",), trainer.dtype)
     coming = collect(trainer.rank, trainer.transport, listed, lambda parcel: trainer.compute_parameter(parcel.name))
     if trainer.rank != 0:
@@ -246,7 +248,7 @@ def save_model(trainer: Trainer, directory: Path, shard_bytes: int, tokenizer: P
 def save_adapter(
     trainer: Trainer, directory: Path, base: str | None, tokenizer: PreTrainedTokenizerFast | None
 ) -> None:
-    """Write the adapter as a PEFT directory on rank 0, with the tokenizer. Collective. ``base``: what it was trained on."""
+    """Write the adapter on rank 0 as a PEFT directory with the tokenizer. Collective. ``base``: the model it was trained on."""
     listed = parcels(trainer.tuning, trainer.plan, ("parameters",))
     coming = collect(trainer.rank, trainer.transport, listed, lambda parcel: trainer.parameter(parcel.name))
     state = {parcel.name: tensor.clone() for parcel, tensor in coming}
@@ -259,7 +261,7 @@ def save_adapter(
 
 
 def load_adapter(trainer: Trainer, directory: Path | None) -> None:
-    """Start from a PEFT directory that rank 0 has (``directory``, None elsewhere). Collective."""
+    """Load the parameters of a PEFT directory that rank 0 has (``directory``, None elsewhere). Collective."""
     stored = read_adapter(directory, trainer.tuning) if directory is not None else {}
     listed = parcels(trainer.tuning, trainer.plan, ("parameters",))
     distribute(

@@ -1,4 +1,4 @@
-"""Copies of the trained state in host memory: what a process has of which moment, who keeps whose, and how often."""
+"""Versions of the trained state in host memory; which rank keeps whose copy; and how often copies are made."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ import torch
 from hetero_mpi.state.redistribute import Parcel
 
 COST_SHARE = 0.02
-"""Copies may take this share of the time."""
+"""Largest share of the time that copies may take."""
 
 
 @dataclass
-class Generation:
-    """What this process has of one moment of the run."""
+class StateVersion:
+    """What this process has of one version: the trained state after one step."""
 
     step: int
     state: dict[str, Any]
-    """Where the run stood, as ``TrainingState.to_dict`` says it."""
+    """The training state, as ``TrainingState.to_dict`` returns it."""
     tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     """(kind, name) -> fp32 host tensor."""
     names: set[str] = field(default_factory=set)
     """Parameters and constants of which every tensor is here."""
 
     def add(self, tensors: dict[tuple[str, str], torch.Tensor], names: set[str]) -> None:
-        """Those of another rank have arrived."""
+        """Add what another rank has sent."""
         self.tensors |= tensors
         self.names |= names
 
 
 class Copies:
-    """The generations that this process has, oldest first. They outlive plans, transports and other ranks."""
+    """The versions in this process's memory, oldest first. They outlive plans, transports and other ranks."""
 
     def __init__(self) -> None:
-        self.generations: list[Generation] = []
+        self.versions: list[StateVersion] = []
 
     def inventory(self) -> list[tuple[int, list[str]]]:
-        """(step, names of what is here) of every generation, JSON-able."""
-        return [(generation.step, sorted(generation.names)) for generation in self.generations]
+        """(step, names of what is here) of every version, JSON-able."""
+        return [(version.step, sorted(version.names)) for version in self.versions]
 
     def tensor(self, step: int, parcel: Parcel) -> torch.Tensor:
         """A parcel as it was after ``step`` steps."""
         key = parcel.kind, parcel.name
-        return next(one.tensors[key] for one in self.generations if one.step == step and key in one.tensors)
+        return next(one.tensors[key] for one in self.versions if one.step == step and key in one.tensors)
 
     def state(self, step: int) -> dict[str, Any]:
-        """Where the run stood after ``step`` steps."""
-        return next(one.state for one in self.generations if one.step == step)
+        """The training state after ``step`` steps, as ``TrainingState.to_dict`` returns it."""
+        return next(one.state for one in self.versions if one.step == step)
 
 
 def newest_whole(
@@ -76,7 +76,8 @@ def newest_whole(
 
 
 def peers(sizes: Sequence[int], hosts: Sequence[str]) -> dict[int, int]:
-    """rank -> the rank that keeps its copy: on another host where there is one, and of these the one with the least to hold.
+    """rank -> its peer, the rank that keeps its copy. It is on another host where there is one, and there the rank that holds
+    least.
 
     Args:
         sizes: bytes that each rank has to give; ranks with none need no peer.
@@ -93,12 +94,14 @@ def peers(sizes: Sequence[int], hosts: Sequence[str]) -> dict[int, int]:
 
 
 def steps_between(cost_s: float, step_s: float) -> int:
-    """How often is often enough: the fewest steps of ``step_s`` between two copies of ``cost_s`` each within ``COST_SHARE``."""
+    """The smallest number of steps of ``step_s`` between two copies of ``cost_s`` each that keeps their cost within
+    ``COST_SHARE``.
+    """
     return max(1, math.ceil(cost_s / (COST_SHARE * step_s)))
 
 
 class CopyCosts:
-    """What copies cost this rank: the time that training stands still, and what the transfer takes from the steps beside it."""
+    """Measures what copies cost this rank: the time that training stands still, and the delay of the steps during a transfer."""
 
     def __init__(self) -> None:
         self.stall_s = 0.0
@@ -110,7 +113,7 @@ class CopyCosts:
         self._last_s = time.perf_counter()
 
     def begin(self, stall_s: float) -> None:
-        """A copy has been taken, and its transfer begins."""
+        """Record that a copy has been taken and its transfer begins. ``stall_s``: how long training stood still."""
         if self.stall_s:
             self._earlier.append(self._parts())
         self.stall_s, self.processor_s = stall_s, 0.0
@@ -118,17 +121,17 @@ class CopyCosts:
         self._last_s = time.perf_counter()
 
     def transferred(self, processor_s: float) -> None:
-        """The transfer is over; its thread has computed for so long."""
+        """Record the end of a transfer. ``processor_s``: processor time of its thread."""
         self.processor_s = processor_s
 
     def step(self, beside: bool) -> None:
-        """A step has been taken. ``beside``: with a transfer beside it, for a part of it at least."""
+        """Record a step. ``beside``: a transfer was under way during a part of it at least."""
         now = time.perf_counter()
         (self._beside if beside else self._alone).append(now - self._last_s)
         self._last_s = now
 
     def pause_ended(self) -> None:
-        """What has passed since the last step was no part of one."""
+        """Do not count the time since the last step as part of one."""
         self._last_s = time.perf_counter()
 
     @property
@@ -137,17 +140,19 @@ class CopyCosts:
 
     @property
     def step_s(self) -> float:
-        """A step without any transfer (seconds); 0: none was timed."""
+        """Median seconds of a step without any transfer; 0: none was timed."""
         return statistics.median(self._alone) if self._alone else 0.0
 
     @property
     def cost_s(self) -> float:
-        """Of one generation, seconds: the mean of the last ones, since steps differ by chance as well."""
+        """Cost of a version, seconds: the mean over the last ones, since steps also vary by chance."""
         stalls, processors, longer = zip(*self._earlier, self._parts(), strict=True)
         return float(statistics.mean(stalls) + max(statistics.mean(processors), statistics.mean(longer)))
 
     def _parts(self) -> tuple[float, float, float]:
-        """Of the newest generation: stall, processor time, and what the steps beside its transfer took longer (or less)."""
+        """Of the newest version: stall, processor time, and the additional time of the steps during its transfer (may be
+        negative).
+        """
         longer_s = 0.0
         if self._beside and self._alone:
             longer_s = len(self._beside) * (statistics.median(self._beside) - self.step_s)

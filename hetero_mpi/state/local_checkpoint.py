@@ -1,7 +1,7 @@
-"""Generations on disk: what each rank leaves on its host while a supervisor may have to start the run again.
+"""Writes local checkpoint shards while a supervisor may have to start the run again.
 
-A rank writes one piece per generation (``checkpoint.local_shards``): its own part, and the parts it keeps as a peer. So when a
-machine is lost with its disk, the checkpoints perhaps among what was there, its ranks' parts are on the disks of their peers.
+Of each version a rank writes one shard to its host's disk (``checkpoint.local_shards``): its own part, and the parts it keeps as a
+peer. So if a machine is lost with its disk, checkpoints included, its ranks' parts are on the disks of their peers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from hetero_mpi.checkpoint import CheckpointWriter
-from hetero_mpi.checkpoint.local_shards import keep_generations, piece_path
+from hetero_mpi.checkpoint.local_shards import keep_versions, shard_path
 from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.disk import free_bytes
@@ -28,41 +28,41 @@ from hetero_mpi.state.background_save import flat_pieces, lack_of_space
 from hetero_mpi.state.redistribute import Parcel
 
 _LOG = logging.getLogger(__name__)
-GENERATIONS = 2
-"""In memory, where ranks may outlive others: the newest that is whole, and one that is on its way. Else one is enough."""
+VERSIONS = 2
+"""Versions in memory where ranks may outlive others: the newest whole one, and one under way. Otherwise one is enough."""
 DISK_SHARE = 0.5
-"""Copies may take this share of what is free on a host's disk when training begins."""
-GENERATIONS_ON_DISK = 2
+"""Largest share of a host's free disk, when training begins, that copies may take."""
+VERSIONS_ON_DISK = 2
 """One that is whole everywhere, and one that is being written."""
 SAID = ("job", "plan", "model_config", "base_model", "seed", "versions", "data_fingerprint", "run", "begun")
-"""What a piece carries of a checkpoint's metadata."""
+"""Keys of a checkpoint's metadata that a shard has too."""
 
 
 def supervised() -> bool:
-    """Does a supervisor (``launch --elastic``) stand by to start this run again?"""
+    """Was this run started by a supervisor (``launch --elastic``) that can start it again?"""
     return VARIABLE in os.environ
 
 
-def generations_in_memory(every: int | str) -> int:
-    """How many generations of copies a rank of this run holds in memory (``state.peer_replicas``).
+def versions_in_memory(every: int | str) -> int:
+    """Number of versions that a rank of this run holds in memory (``state.peer_replicas``).
 
     Args:
         every: ``[checkpoint] replicate_every``.
     """
     if every == 0:
         return 0
-    return GENERATIONS if ulfm.active() else int(supervised())
+    return VERSIONS if ulfm.active() else int(supervised())
 
 
 class LocalCheckpoint:
-    """Where this rank's pieces go.
+    """Writes this rank's shards.
 
     Args:
         world: the active ranks.
         run_dir: on this host's own disk, or on one that hosts share.
-        described: what every checkpoint of the run carries besides tensors (``SAID``), on every rank.
-        parcels: all tensors of a piece.
-        kept: id of the generation on disk that the run goes on from, if any: it stays until a new one is whole.
+        described: metadata that all checkpoints of the run share (``SAID``), on every rank.
+        parcels: all tensors of a shard.
+        kept: id of the version on disk that the run goes on from, if any: it stays until a new one is whole.
     """
 
     def __init__(
@@ -73,34 +73,34 @@ class LocalCheckpoint:
         self._kept = kept
         self._newest: str | None = None
         self.trouble: str | None = None
-        """Why this rank's newest piece could not be written."""
+        """Why this rank's newest shard could not be written; None: it could."""
         self._told = False
 
     def write(
         self,
-        generation: str,
+        version_id: str,
         state: Mapping[str, Any],
         names: Sequence[str],
         tensors: Mapping[tuple[str, str], torch.Tensor],
     ) -> None:
-        """Write this rank's piece. What fails is kept in ``trouble``, as training goes on without. Runs in the background.
+        """Write this rank's shard of a version. An error is kept in ``trouble``, and training goes on. Runs in the background.
 
         Args:
-            generation: the id that all ranks' pieces bear.
-            state: where the run stood, as ``TrainingState.to_dict`` says it.
+            version_id: in all ranks' shards of this version.
+            state: the training state, as ``TrainingState.to_dict`` returns it.
             names: parameters and constants of which ``tensors`` holds everything.
             tensors: (kind, name) -> fp32 host tensor.
         """
-        self._newest, self.trouble = generation, None
-        keep_generations(self._run_dir, [one for one in (self._kept, generation) if one is not None])
+        self._newest, self.trouble = version_id, None
+        keep_versions(self._run_dir, [one for one in (self._kept, version_id) if one is not None])
         if not self._parcels:
             return
         said = dict(state)
         losses = np.array(said.pop("losses"), dtype=np.float64)
         metadata = {**self._described, "step": said["step"], "updates": said["updates"], "losses": losses}
-        metadata |= {"loss_scale": said["loss_scale"], "books": said, "generation": generation}
+        metadata |= {"loss_scale": said["loss_scale"], "training_state": said, "version_id": version_id}
         metadata |= {"rank": self._world.rank, "names": sorted(names)}
-        path = piece_path(self._run_dir, self._world.rank, said["step"], generation)
+        path = shard_path(self._run_dir, self._world.rank, said["step"], version_id)
         try:
             with contextlib.ExitStack() as alone, CheckpointWriter(path, metadata) as writer:
                 for parcel in self._world.marked(self._parcels):
@@ -112,7 +112,7 @@ class LocalCheckpoint:
             self.trouble = str(error)
 
     def settle(self, troubles: Sequence[str | None]) -> None:
-        """All ranks have said how the newest generation went: if it is whole, older ones have done their duty. Local.
+        """Called when all ranks have reported on the newest version: if it is whole, older ones are no longer kept. Local.
 
         Args:
             troubles: every rank's ``trouble``.
@@ -129,12 +129,12 @@ class LocalCheckpoint:
 
 
 def lack_of_disk(world: World, run_dir: Path, own_bytes: int) -> str | None:
-    """Which hosts have not the room for their ranks' pieces, in words. Collective.
+    """The hosts without room for their ranks' shards, in words; None: all have it. Collective.
 
     Args:
-        own_bytes: of one piece of this rank.
+        own_bytes: of one shard of this rank.
     """
     free = 0
     with contextlib.suppress(OSError):
         free = free_bytes(run_dir)
-    return lack_of_space(world, GENERATIONS_ON_DISK * own_bytes, free, DISK_SHARE)
+    return lack_of_space(world, VERSIONS_ON_DISK * own_bytes, free, DISK_SHARE)

@@ -1,15 +1,17 @@
-"""Copies of the trained state on other ranks, so that the death of a rank, or of a machine with its disk, costs a few steps.
+"""Peer replicas: copies of the trained state on other ranks, so that a dead rank, or a machine lost with its disk, costs a few
+steps.
 
     rank 0   step 20 | copy | step 21 | ...        own copy of step 20, and rank 1's
     rank 1   step 20 | copy | step 21 | ...        own copy of step 20, and rank 0's
-    background        each sends its copy to its *peer*, on another host where there is one
-                      and writes what it has then to its own disk, where a supervisor stands by (``shelf``)
+    background        each sends its copy to its *peer*, on another host where there is one,
+                      and writes what it then has to its own disk, where there is a supervisor (``LocalCheckpoint``)
 
-A *generation* is all ranks' trained parameters and moments after one step. Every rank keeps its own part, as its device has
-moved on when somebody dies, and a peer keeps what it received with it. A generation takes the place of the one before the last
-when the last one has arrived everywhere, on which all ranks agree first: so at any moment there is one that is whole, and survivors
-never go on from different steps. (Checkpoints in memory with a peer: Zheng, Shi, Kale 2004, FTC-Charm++.) Copies in memory
-serve ranks that outlive others; without such ranks one generation in memory is enough, as it only passes through to the disk.
+A *version* is all ranks' trained parameters and moments after one step. Every rank keeps a copy of its own part, because its device
+has moved on when somebody dies. A peer keeps what it receives. A new version replaces the one before the last only when all ranks
+have agreed that the last one has arrived everywhere. So at any moment one version is whole, and survivors never go on from
+different steps. (Checkpoints in memory with a peer: Zheng, Shi, Kale 2004, FTC-Charm++.)
+
+Two versions in memory serve ranks that outlive others. Without such ranks one is enough, as it only passes through to the disk.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from numpy.typing import NDArray
 
 from hetero_mpi.background import Background
 from hetero_mpi.checkpoint import PIECE_BYTES
-from hetero_mpi.checkpoint.local_shards import new_generation
+from hetero_mpi.checkpoint.local_shards import new_version_id
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.ulfm import RankLost
@@ -40,8 +42,8 @@ from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.state.background_save import MEMORY_SHARE, Snapshot, lack_of_memory, numbers, views
 from hetero_mpi.state.checkpointing import KINDS, live_state
-from hetero_mpi.state.copies import Copies, CopyCosts, Generation, peers, steps_between
-from hetero_mpi.state.local_checkpoint import DISK_SHARE, GENERATIONS, LocalCheckpoint, lack_of_disk
+from hetero_mpi.state.copies import Copies, CopyCosts, StateVersion, peers, steps_between
+from hetero_mpi.state.local_checkpoint import DISK_SHARE, VERSIONS, LocalCheckpoint, lack_of_disk
 from hetero_mpi.state.redistribute import Parcel, parcels
 
 if TYPE_CHECKING:
@@ -50,13 +52,13 @@ if TYPE_CHECKING:
 
 _TAG = 1
 _FIRST_LOOK = 4
-"""Steps before the first decision how often; the first few of a run are slower than the rest."""
+"""Steps before it is first decided how often copies are made, as the first few of a run are slower than the rest."""
 _STEPS_ALONE = 3
-"""Steps without a transfer beside them that must have been timed before that."""
+"""Number of steps without a transfer that must have been timed before that."""
 
 
 class _Slot:
-    """Host memory for one generation, made once: the own part in one piece, and the parts received."""
+    """Host memory for one version, allocated once: the own part in one block, and the parts received."""
 
     def __init__(self, own: Sequence[Parcel], received: dict[int, list[Parcel]], backend: Backend) -> None:
         self.own = Snapshot(own, backend)
@@ -67,17 +69,17 @@ class _Slot:
 
 
 class PeerReplicas:
-    """Takes generations while one plan lasts. Every method is collective over the active ranks, between two steps.
+    """Makes versions while one plan lasts. Every method is collective over the active ranks, between two steps.
 
-    A context manager: leaving the block ends the transfer under way, or gives it up after a death.
+    A context manager: leaving the block waits for the transfer under way, or gives it up after a death.
 
     Args:
-        trainer: this rank's share.
-        copies: where generations are kept; older ones, of other plans too, stay until the first new one is whole.
-        every: steps between generations; None: as few as ``COST_SHARE`` allows, by measured times.
+        trainer: this rank's trainer.
+        copies: where versions are kept; older ones, of other plans too, stay until the first new one is whole.
+        every: steps between versions; None: as few as ``COST_SHARE`` allows, by measured times.
         threaded: may MPI be called by several threads? If not, training stands still while copies are sent and written.
-        shelf: makes what writes pieces to disk, of the tensors it is given, for this run; None: nothing is written.
-        run_dir: where pieces go.
+        local: makes the ``LocalCheckpoint`` for the tensors it is given; None: nothing is written to disk.
+        run_dir: where shards go.
     """
 
     def __init__(
@@ -86,13 +88,13 @@ class PeerReplicas:
         copies: Copies,
         every: int | None,
         threaded: bool = True,
-        shelf: Callable[[Sequence[Parcel]], LocalCheckpoint] | None = None,
+        local: Callable[[Sequence[Parcel]], LocalCheckpoint] | None = None,
         run_dir: Path | None = None,
     ) -> None:
         world = trainer.world
         self._threaded = threaded
         self._in_memory = ulfm.active()
-        self._generations = GENERATIONS if self._in_memory else 1
+        self._versions = VERSIONS if self._in_memory else 1
         self.world, self.trainer, self.copies, self._fixed = world, trainer, copies, every
         self.every: int | None = every
         active = list(world.numbers or range(world.size))
@@ -107,29 +109,29 @@ class PeerReplicas:
             for sender, peer in self.peer_of.items()
             if peer == world.rank
         }
-        self.enabled = (world.size > 1 or shelf is not None) and self._there_is_room(sizes)
-        self._shelf: LocalCheckpoint | None = None
-        if self.enabled and shelf is not None and run_dir is not None and self._there_is_disk(sizes, run_dir):
-            self._shelf = shelf([*self._own, *(parcel for listed in self._received.values() for parcel in listed)])
-        self.enabled = self.enabled and (self._shelf is not None or (self._in_memory and world.size > 1))
+        self.enabled = (world.size > 1 or local is not None) and self._there_is_room(sizes)
+        self._local: LocalCheckpoint | None = None
+        if self.enabled and local is not None and run_dir is not None and self._there_is_disk(sizes, run_dir):
+            self._local = local([*self._own, *(parcel for listed in self._received.values() for parcel in listed)])
+        self.enabled = self.enabled and (self._local is not None or (self._in_memory and world.size > 1))
         self._transport = MpiTransport(world.comm, threaded=False) if self.enabled else None
-        self._slots = deque([self._slot() for _ in range(self._generations)]) if self.enabled else deque()
+        self._slots = deque([self._slot() for _ in range(self._versions)]) if self.enabled else deque()
         self._sending: Background[None] | None = None
         self._costs = CopyCosts()
         self._said = math.inf
         """The number of steps that a person was told last."""
         self._since = self._taken = self._next = 0
-        self._new: list[Generation] = []
+        self._new: list[StateVersion] = []
 
     def begin(self, state: TrainingState) -> None:
-        """Before the first step: a generation of this moment."""
+        """Before the first step: make a version of this moment."""
         self._since = state.step
         if self.enabled:
-            self._take(state, time.perf_counter(), self.world.broadcast_json(new_generation()))
+            self._take(state, time.perf_counter(), self.world.broadcast_json(new_version_id()))
             self._next = self._since + (self._fixed or _FIRST_LOOK)
 
     def after(self, state: TrainingState) -> None:
-        """After a step: a generation of it, when one is due."""
+        """After a step: make a version, if one is due."""
         if not self.enabled:
             return
         step = state.step
@@ -163,20 +165,20 @@ class PeerReplicas:
         return self._sending is not None and self._sending.running
 
     def _meet(self, state: TrainingState) -> None:
-        """All ranks: has the last generation arrived everywhere, what did it cost, is the next one due?"""
+        """Exchange whether the last version has arrived everywhere and what it cost; make the next one if it is due."""
         begin, step = time.perf_counter(), state.step
         if self._fixed is not None or not self._under_way():
             self.finish()  # with a number given by the user, whatever it costs
         costs = self._costs
-        trouble = self._shelf.trouble if self._shelf is not None else None
-        own = [self._sending is None, costs.steps_alone, costs.step_s, costs.cost_s, trouble, new_generation()]
+        trouble = self._local.trouble if self._local is not None else None
+        own = [self._sending is None, costs.steps_alone, costs.step_s, costs.cost_s, trouble, new_version_id()]
         words = self.world.all_gather_json(own)
         if not all(word[0] for word in words):
             self._next = step + max(1, (step - self._taken) // 2)
             return
         self._forget()
-        if self._shelf is not None:
-            self._shelf.settle([word[4] for word in words])
+        if self._local is not None:
+            self._local.settle([word[4] for word in words])
         if self._fixed is None:
             if min(word[1] for word in words) < _STEPS_ALONE:
                 self._next = step + _STEPS_ALONE
@@ -192,7 +194,7 @@ class PeerReplicas:
         if not 0.5 < self.every / self._said < 2.0:
             self._said = self.every
             share = cost_s / (self.every * step_s)
-            memory, disk = self._in_memory, self._shelf is not None
+            memory, disk = self._in_memory, self._local is not None
             where = ["in other ranks' memory"] * memory + ["on hosts' disks"] * disk
             say(
                 f"Copies of the trained state {' and '.join(where)}: every {self.every} "
@@ -204,35 +206,35 @@ class PeerReplicas:
         """Copy this rank's part, and begin to send it.
 
         Args:
-            begin_s: since when training has stood still for it.
-            number: of the generation, the same on all ranks and never used before.
+            begin_s: when training stopped for it.
+            number: the version's id, the same on all ranks and never used before.
         """
         slot = self._slots[0]
         self._slots.rotate(-1)
         slot.own.take(live_state(self.trainer))
-        generation = Generation(state.step, state.to_dict(), dict(slot.own.views), _names(self._own))
-        self._new.append(generation)
-        self.copies.generations.append(generation)
-        self._taken = generation.step
+        version = StateVersion(state.step, state.to_dict(), dict(slot.own.views), _names(self._own))
+        self._new.append(version)
+        self.copies.versions.append(version)
+        self._taken = version.step
         if not self._threaded:
-            self._exchange(slot, generation, number)
+            self._exchange(slot, version, number)
         self._costs.begin(time.perf_counter() - begin_s)
         if self._threaded:
-            action = f"keeping copies of step {generation.step} on other ranks and disks"
-            self._sending = Background(action, lambda: self._exchange(slot, generation, number))
+            action = f"keeping copies of step {version.step} on other ranks and disks"
+            self._sending = Background(action, lambda: self._exchange(slot, version, number))
 
     def _forget(self) -> None:
-        """The newest generation is whole on all ranks: older ones have done their duty."""
-        self.copies.generations[:] = self._new = self._new[-1:]
+        """Drop the older versions: the newest is whole on all ranks."""
+        self.copies.versions[:] = self._new = self._new[-1:]
 
-    def _exchange(self, slot: _Slot, generation: Generation, number: str) -> None:
-        """Send the own part, receive the others', and write them all where that is asked for. Runs in the background."""
+    def _exchange(self, slot: _Slot, version: StateVersion, number: str) -> None:
+        """Send the own part, receive the others', and write the shard where that is asked for. Runs in the background."""
         begin_s = time.thread_time()
         self._transfer(slot)
         received = [parcel for listed in self._received.values() for parcel in listed]
-        generation.add(slot.received_views, _names(received))
-        if self._shelf is not None:
-            self._shelf.write(number, generation.state, sorted(generation.names), generation.tensors)
+        version.add(slot.received_views, _names(received))
+        if self._local is not None:
+            self._local.write(number, version.state, sorted(version.names), version.tensors)
         if self._threaded:  # else it is a part of what training stood still
             self._costs.transferred(time.thread_time() - begin_s)
 
@@ -255,8 +257,8 @@ class PeerReplicas:
         return _Slot(self._own, self._received, self.trainer.backend)
 
     def _there_is_room(self, sizes: Sequence[int]) -> bool:
-        """Is there memory for all of it, on every host?"""
-        lacking = lack_of_memory(self.world, self._generations * self._held(sizes)[self.world.rank])
+        """Does every host have the memory for all versions?"""
+        lacking = lack_of_memory(self.world, self._versions * self._held(sizes)[self.world.rank])
         if lacking is not None:
             say(
                 "No copies of the trained state are kept by other ranks, so a death costs the steps since the newest "
@@ -265,7 +267,7 @@ class PeerReplicas:
         return lacking is None
 
     def _there_is_disk(self, sizes: Sequence[int], run_dir: Path) -> bool:
-        """Is there room for pieces, on every host?"""
+        """Does every host have the disk space for its shards?"""
         lacking = lack_of_disk(self.world, run_dir, self._held(sizes)[self.world.rank])
         if lacking is not None:
             say(
@@ -275,7 +277,7 @@ class PeerReplicas:
         return lacking is None
 
     def _held(self, sizes: Sequence[int]) -> list[int]:
-        """Bytes of one generation on each rank: its own part and those it receives."""
+        """Bytes of one version on each rank: its own part and those it receives."""
         return [
             size + sum(sizes[sender] for sender, peer in self.peer_of.items() if peer == r)
             for r, size in enumerate(sizes)
@@ -287,7 +289,7 @@ def _names(listed: Sequence[Parcel]) -> set[str]:
 
 
 def _cut(flat: torch.Tensor) -> Iterator[NDArray[np.uint8]]:
-    """The bytes of a tensor, in pieces."""
+    """The bytes of a tensor, in pieces of ``PIECE_BYTES``."""
     everything = host_bytes(flat)
     for first in range(0, everything.size, PIECE_BYTES):
         yield everything[first : first + PIECE_BYTES]

@@ -1,8 +1,8 @@
 """Moves named tensors from ranks that have them to ranks that need them, a few at a time.
 
-One mechanism serves saving, restoring under another plan (from a checkpoint, from the ranks that held the layers before, or
-from copies that other ranks keep), and writing the model: who has and who needs a tensor is a function of the plans, so the
-same list, walked by all ranks in the same order, needs no negotiation.
+One mechanism serves saving, writing the model, and restoring under another plan: from a checkpoint, from the ranks that held the
+layers before, or from copies on other ranks. Who has and who needs a tensor is a function of the plans. So all ranks make the same
+list, and walk it in the same order without negotiation.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def parcels(tuning: Tuning, plan: Plan, kinds: Iterable[str], dtype: torch.dtype
 def collect(
     rank: int, transport: Transport, listed: Iterable[Parcel], own: Callable[[Parcel], torch.Tensor]
 ) -> Iterator[tuple[Parcel, torch.Tensor]]:
-    """Bring every parcel to rank 0. Collective: every rank must exhaust the iterator.
+    """Send every parcel to rank 0. Collective: every rank must exhaust the iterator.
 
     Args:
-        own: gives a parcel this rank holds, as a contiguous host tensor.
+        own: returns a parcel this rank holds, as a contiguous host tensor.
 
     Yields:
-        on rank 0 each parcel with its host tensor, valid until the next one is asked for; nothing on other ranks.
+        on rank 0 each parcel with its host tensor, valid until the next one is taken; nothing on other ranks.
     """
     if rank != 0:
         send_in_order(transport, ((0, _TAG, host_bytes(own(parcel))) for parcel in listed if parcel.owner == rank))
@@ -89,21 +89,22 @@ def collect(
 
 @dataclass(frozen=True)
 class Delivery:
-    """Who gives a parcel to whom."""
+    """One parcel's transfer: the rank that sends it, and the ranks that need it."""
 
     parcel: Parcel
     source: int
     destinations: tuple[int, ...]
-    """Ranks that need it and lack it."""
+    """Ranks that need it and do not have it."""
     keepers: tuple[int, ...] = ()
-    """Ranks that need it and have it themselves: nothing is sent to them."""
+    """Ranks that need it and have it: nothing is sent to them."""
 
 
 def deliveries(listed: Iterable[Parcel], having: Callable[[Parcel], Sequence[int]]) -> list[Delivery]:
-    """What brings every parcel to all its holders. A function of its arguments: every rank makes the same list.
+    """The deliveries that bring every parcel to all ranks that need it. A function of its arguments: every rank makes the same
+    list.
 
     Args:
-        listed: as ``parcels`` gives it, of the plan that is to be.
+        listed: as ``parcels`` returns it, of the new plan.
         having: the ranks that have a parcel, at least one; the first of them sends it.
     """
     found = []
@@ -128,11 +129,11 @@ def distribute(
     produce: Callable[[Parcel], torch.Tensor],
     keep: Callable[[Parcel, torch.Tensor], None],
 ) -> None:
-    """Bring every parcel from rank 0 to all its holders. Collective.
+    """Send every parcel from rank 0 to all ranks that need it. Collective.
 
     Args:
-        produce: gives a parcel on rank 0, as a contiguous host tensor.
-        keep: takes a parcel this rank holds.
+        produce: returns a parcel on rank 0, as a contiguous host tensor.
+        keep: takes a parcel that this rank needs.
     """
     move(rank, transport, deliveries(listed, lambda parcel: (0,)), produce, keep)
 
@@ -146,12 +147,12 @@ def move(
 ) -> int:
     """Make every delivery, in order. Called by all sources, destinations and keepers with the same list.
 
-    No two ranks wait for each other: whoever waits, waits for its oldest delivery under way, and the oldest of all is
-    waited for by both its ends.
+    There is no deadlock: a rank that waits, waits for its oldest delivery under way, and both ends of the oldest of all wait for
+    that one.
 
     Args:
-        own: gives a parcel of which this rank is the source or a keeper, as a contiguous host tensor.
-        put: takes a parcel of which this rank is a destination or a keeper; what a keeper is given is its own tensor again.
+        own: returns a parcel that this rank sends or keeps, as a contiguous host tensor.
+        put: takes a parcel that this rank receives or keeps; a keeper gets its own tensor back.
 
     Returns:
         The bytes that this rank received.

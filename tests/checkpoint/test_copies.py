@@ -14,29 +14,29 @@ from typing import Any
 import pytest
 
 from hetero_mpi.checkpoint import CheckpointReader, verify
-from hetero_mpi.checkpoint.local_shards import Piece, keep_generations, pieces_on_disk
+from hetero_mpi.checkpoint.local_shards import Shard, keep_versions, shards_on_disk
 from hetero_mpi.launch.hosts.processes import VARIABLE
 from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
-from hetero_mpi.runtime.local_offers import Offer, newest_generation
+from hetero_mpi.runtime.local_versions import ShardSource, newest_version
 from tests.support.long_run import LongRun
 from tests.support.small_jobs import GLOBAL_BATCH, Outcome, newest_copy_step
 from tests.training.test_recovery import newest_step, outliving_or_skip
 
 
-def offer(rank: int, generation: str, step: int, names: str) -> Offer:
-    return Offer(rank, Piece(Path(f"{generation}-{rank}"), generation, step, "run", rank, tuple(names)))
+def source(rank: int, version_id: str, step: int, names: str) -> ShardSource:
+    return ShardSource(rank, Shard(Path(f"{version_id}-{rank}"), version_id, step, "run", rank, tuple(names)))
 
 
-def test_only_pieces_of_one_moment_make_a_generation() -> None:
-    newer = [offer(0, "bb", 8, "ab"), offer(1, "bb", 8, "b")]
-    other_time = [offer(2, "cc", 8, "c")]
-    older = [offer(0, "aa", 6, "a"), offer(2, "aa", 6, "bc")]
-    assert newest_generation([*newer, *other_time, *older], set("abc")) == older
-    assert newest_generation([*newer, *other_time, *older], set("ab")) == newer
-    assert newest_generation([*newer, *other_time], set("abc")) is None
-    assert newest_generation([], {"a"}) is None
+def test_only_shards_of_one_moment_make_a_version() -> None:
+    newer = [source(0, "bb", 8, "ab"), source(1, "bb", 8, "b")]
+    other_time = [source(2, "cc", 8, "c")]
+    older = [source(0, "aa", 6, "a"), source(2, "aa", 6, "bc")]
+    assert newest_version([*newer, *other_time, *older], set("abc")) == older
+    assert newest_version([*newer, *other_time, *older], set("ab")) == newer
+    assert newest_version([*newer, *other_time], set("abc")) is None
+    assert newest_version([], {"a"}) is None
 
 
 @dataclass
@@ -72,9 +72,9 @@ def killed(job: LongRun, run: Path) -> None:
             rank.send_signal(signal.SIGKILL)
         assert running.end() != 0
     assert not (run / "checkpoints").exists()
-    found = [piece.generation for piece in pieces_on_disk(run)[0]]
+    found = [shard.version_id for shard in shards_on_disk(run)[0]]
     assert len(set(found)) <= 2
-    keep_generations(run, [next(one for one in found if found.count(one) == 2)], sweep=True)
+    keep_versions(run, [next(one for one in found if found.count(one) == 2)], sweep=True)
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +82,8 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Left:
     job = LongRun(tmp_path_factory.mktemp("copies"), 2)
     run = job.directory / "run"
     killed(job, run)
-    pieces = pieces_on_disk(run)[0]
-    step, (first, second) = pieces[0].step, sorted(piece.path.relative_to(run) for piece in pieces)
+    shards = shards_on_disk(run)[0]
+    step, (first, second) = shards[0].step, sorted(shard.path.relative_to(run) for shard in shards)
     more = [f"train.steps={step + 4}"]
 
     def entry(name: str, resume: str | None = "latest", *sets: str) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def test_a_run_goes_on_from_the_copies_alone_np2(left: Left) -> None:
     assert left.losses("anew") == straight and "Going on" not in left.outcomes["anew"].printed
 
 
-def test_damaged_pieces_are_named_and_passed_over_np2(left: Left) -> None:
+def test_damaged_shards_are_named_and_passed_over_np2(left: Left) -> None:
     one, both, anew = (left.outcomes[name] for name in ("one-damaged", "both-damaged", "both-damaged-any"))
     assert one.codes == (0,) and f"Going on after step {left.step}, from copies" in one.printed, one.printed
     named = [line for line in one.printed.splitlines() if "passed over" in line]
@@ -145,13 +145,13 @@ def test_copies_of_another_job_or_other_data_are_refused_np2(left: Left) -> None
     assert late.codes == (2,) and f"written after step {left.step}, and the job ends at" in late.texts[0]
 
 
-def test_what_a_piece_says_of_itself_np2(left: Left) -> None:
-    """Each of two ranks is the other's peer: its piece holds both parts."""
-    pieces, remarks = pieces_on_disk(left.run)
-    assert remarks == [] and [piece.writer for piece in pieces] == [0, 1]
-    assert len({piece.names for piece in pieces}) == 1 and len({p.generation for p in pieces}) == 1
-    assert [verify(piece.path) for piece in pieces] == [None, None]
-    with CheckpointReader(pieces[1].path) as reader:
+def test_what_a_shard_says_of_itself_np2(left: Left) -> None:
+    """Each of two ranks is the other's peer: its shard holds both parts."""
+    shards, remarks = shards_on_disk(left.run)
+    assert remarks == [] and [shard.writer for shard in shards] == [0, 1]
+    assert len({shard.names for shard in shards}) == 1 and len({p.version_id for p in shards}) == 1
+    assert [verify(shard.path) for shard in shards] == [None, None]
+    with CheckpointReader(shards[1].path) as reader:
         assert len(reader.metadata["losses"]) == left.step and reader.metadata["job"]["train"]["seed"] == 7
 
 
@@ -165,9 +165,9 @@ def test_copies_of_several_pipelines_np2(tmp_path: Path) -> None:
     save_plan(replace(plan, pipelines=tuple(alone)), job.plan)
     run = tmp_path / "run"
     killed(job, run)
-    pieces = pieces_on_disk(run)[0]
-    assert len(pieces) == 2 and pieces[0].names == pieces[1].names, "each owns a part and keeps the other's"
-    step = pieces[0].step
+    shards = shards_on_disk(run)[0]
+    assert len(shards) == 2 and shards[0].names == shards[1].names, "each owns a part and keeps the other's"
+    step = shards[0].step
     more, straight = [f"train.steps={step + 4}"], tmp_path / "straight"
     entries = {
         "straight": {"job": str(job.file), "run_dir": str(straight), "resume": None, "set": more},
@@ -196,8 +196,8 @@ def test_copies_on_disk_of_ranks_that_outlived_another_np4(tmp_path: Path) -> No
             running.ranks[rank].send_signal(signal.SIGKILL)
         running.end()  # with 0: a launcher that lets ranks die sees nothing wrong
         assert running.text().count("from copies in memory") == 1, running.text()
-    generations = {piece.generation for piece in pieces_on_disk(run)[0] if piece.step > before}
-    assert generations, "pieces of after the death"
+    versions = {shard.version_id for shard in shards_on_disk(run)[0] if shard.step > before}
+    assert versions, "shards of after the death"
     steps = [f"train.steps={newest_copy_step(run) + 4}"]
     entries = {
         "straight": {"job": str(job.file), "run_dir": str(straight), "resume": None, "set": steps},

@@ -28,7 +28,7 @@ from hetero_mpi.checkpoint import (
     newest_good,
     verify,
 )
-from hetero_mpi.checkpoint.local_shards import piece_path, pieces_on_disk
+from hetero_mpi.checkpoint.local_shards import shard_path, shards_on_disk
 from hetero_mpi.errors import UserError
 from tests.support.checkpoint_samples import told, write_checkpoint
 from tests.support.crafted_checkpoints import CRAFTED, FIFO, KINDS, PLAIN, SECRET, SHAPES, numbers
@@ -45,7 +45,7 @@ import json, resource, sys
 from pathlib import Path
 from hetero_mpi.checkpoint import CheckpointError, CheckpointReader, newest_good, prune
 from hetero_mpi.checkpoint.directory import _best
-from hetero_mpi.checkpoint.local_shards import pieces_on_disk
+from hetero_mpi.checkpoint.local_shards import shards_on_disk
 from hetero_mpi.commands.plan import inspect
 from hetero_mpi.errors import UserError
 import hetero_mpi.report.checkpoints
@@ -165,15 +165,17 @@ def test_resuming_takes_the_newest_that_is_whole_and_of_this_model(tmp_path: Pat
             check_tensors(reader, good, tuning)
 
 
-def test_odd_pieces_of_a_copy_are_remarked_upon(tmp_path: Path) -> None:
-    books = {"step": 1, "updates": 1, "loss_scale": None, "skipped": 0, "skips_in_a_row": 0}
-    books |= {"last_checkpoint": None, "good_checkpoint": None}
-    said = {"generation": "0000aaaa", "rank": 0, "names": ["a", "b"], "begun": "x", "books": books}
-    for number, (key, value) in enumerate({"": 0, "names": "all", "rank": -1, "books": {}, "begun": 7}.items()):
-        path = piece_path(tmp_path, number, 1, "0000aaaa")
+def test_odd_shards_of_a_copy_are_remarked_upon(tmp_path: Path) -> None:
+    state = {"step": 1, "updates": 1, "loss_scale": None, "skipped": 0, "skips_in_a_row": 0}
+    state |= {"last_checkpoint": None, "good_checkpoint": None}
+    said = {"version_id": "0000aaaa", "rank": 0, "names": ["a", "b"], "begun": "x", "training_state": state}
+    for number, (key, value) in enumerate(
+        {"": 0, "names": "all", "rank": -1, "training_state": {}, "begun": 7}.items()
+    ):
+        path = shard_path(tmp_path, number, 1, "0000aaaa")
         write_checkpoint(path, told(1, **{**said, **({key: value} if key else {})}), SHAPES)
-    found, remarks = pieces_on_disk(tmp_path)
-    assert [piece.writer for piece in found] == [0] and len(remarks) == 4, remarks
+    found, remarks = shards_on_disk(tmp_path)
+    assert [shard.writer for shard in found] == [0] and len(remarks) == 4, remarks
 
 
 def broken(draw: random.Random, file: Any) -> None:

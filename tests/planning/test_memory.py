@@ -93,7 +93,7 @@ def test_copies_of_a_gpu_and_of_a_processor_share_the_hosts_memory(hosts: tuple[
 
 def test_what_a_job_asks_for_its_copies(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
-    for more, generations, bytes_each in (
+    for more, versions, bytes_each in (
         ("", 0, 0),
         ("[checkpoint]\nevery = 5", 0, 12),
         ("[checkpoint]\nevery = 5\nbackground = false", 0, 0),
@@ -101,7 +101,7 @@ def test_what_a_job_asks_for_its_copies(tmp_path: Path) -> None:
         ("", 2, 48),  # where ranks outlive others
     ):
         path.write_text(f"{JOB_TOML}{more}")
-        assert request_of(load_job(path), 1, False, generations).copy_bytes_per_trainable_parameter == bytes_each
+        assert request_of(load_job(path), 1, False, versions).copy_bytes_per_trainable_parameter == bytes_each
 
 
 def test_a_rank_with_both_tied_ends_holds_their_matrix_once() -> None:

@@ -237,7 +237,7 @@ CRAFTED: dict[str, Callable[[Any], None]] = {
     "base-model-a-number": metadata("base_model", "7"),
     "config-a-text": metadata("model_config", '"llama"'),
     "versions-a-list": metadata("versions", "[1]"),
-    "generation-alone": metadata("generation", '"0000aaaa"'),
+    "version-alone": metadata("version_id", '"0000aaaa"'),
     # Numbers that no run can go on from.
     "nan-weights": filled("parameters", float("nan")),
     "infinite-weights": filled("parameters", float("-inf")),

@@ -13,7 +13,7 @@ from typing import Any
 
 import tomli_w
 
-from hetero_mpi.checkpoint.local_shards import SHELF_NAME
+from hetero_mpi.checkpoint.local_shards import SHARDS_NAME
 from tests.support import training_cases
 from tests.support.mpi import run_mpi
 from tests.support.rank_pool import run_pooled
@@ -127,5 +127,5 @@ class _Sized(Case):
 
 def newest_copy_step(run_dir: Path) -> int:
     """The step of the newest copy of a rank's part of the state on this host; 0: there is none."""
-    names = (path.name for path in run_dir.glob(f"{SHELF_NAME}/rank-*/step-*.h5"))
+    names = (path.name for path in run_dir.glob(f"{SHARDS_NAME}/rank-*/step-*.h5"))
     return max((int(name[5:13]) for name in names), default=0)

@@ -43,7 +43,7 @@ def test_a_peer_is_on_another_host_and_has_room(sizes: list[int], hosts: str, ex
     assert peers(sizes, list(hosts)) == expected
 
 
-def test_the_newest_generation_that_is_whole() -> None:
+def test_the_newest_version_that_is_whole() -> None:
     names = {"a", "b", "c"}
     everything = [[(8, ["a", "b"]), (10, ["a"])], [(8, ["b", "c"]), (10, ["b", "c"])]]
     assert newest_whole(everything, names) == (10, {"a": (0,), "b": (1,), "c": (1,)})

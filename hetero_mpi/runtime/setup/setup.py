@@ -45,7 +45,7 @@ from hetero_mpi.runtime.setup.custom_model import custom_chain
 from hetero_mpi.runtime.setup.device_test import SELF_TEST_VARIABLE, Needs, failure
 from hetero_mpi.runtime.setup.material import Material, prepare
 from hetero_mpi.runtime.setup.profile_and_plan import obtain_plan, obtain_profile
-from hetero_mpi.state.local_checkpoint import generations_in_memory
+from hetero_mpi.state.local_checkpoint import versions_in_memory
 
 
 @dataclass(frozen=True)
@@ -276,9 +276,9 @@ def planning_request(setup: RunSetup, profile: ClusterProfile, ranks: int = 0) -
     """The planner's request. Local. ``ranks``: number of ranks that the measured micro-batch sizes were chosen for; 0: the present
     ones.
     """
-    generations = generations_in_memory(setup.job.checkpoint.replicate_every)
+    versions = versions_in_memory(setup.job.checkpoint.replicate_every)
     dropout = setup.tuning.uses_dropout(setup.chain)
-    request = request_of(setup.loaded, ranks or setup.world.size, dropout, generations)
+    request = request_of(setup.loaded, ranks or setup.world.size, dropout, versions)
     return replace(request, sequence_length=profile.model.sequence_length)
 
 

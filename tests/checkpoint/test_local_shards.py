@@ -3,34 +3,34 @@
 import threading
 from pathlib import Path
 
-from hetero_mpi.checkpoint.local_shards import SHELF_NAME, clear_shelf, keep_generations, piece_path
+from hetero_mpi.checkpoint.local_shards import SHARDS_NAME, keep_versions, remove_shards, shard_path
 from tests.support.small_jobs import newest_copy_step
 
 RANKS = 6
 
 
 def filled(run: Path) -> None:
-    """A piece of two generations of every rank, and what a dead process was writing."""
+    """A shard of two versions of every rank, and what a dead process was writing."""
     for rank in range(RANKS):
-        for step, generation in ((3, "0000aaaa"), (5, "0000bbbb")):
-            path = piece_path(run, rank, step, generation)
+        for step, version_id in ((3, "0000aaaa"), (5, "0000bbbb")):
+            path = shard_path(run, rank, step, version_id)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
         (path.parent / f".{path.name}.tmp-12.abcd").touch()
 
 
-def test_pieces_of_other_generations_go_and_what_was_being_written(tmp_path: Path) -> None:
+def test_shards_of_other_versions_go_and_what_was_being_written(tmp_path: Path) -> None:
     filled(tmp_path)
-    other = tmp_path / SHELF_NAME / "notes.txt"
+    other = tmp_path / SHARDS_NAME / "notes.txt"
     other.touch()
-    keep_generations(tmp_path, ("0000aaaa",))
+    keep_versions(tmp_path, ("0000aaaa",))
     assert newest_copy_step(tmp_path) == 3
-    assert len(list((tmp_path / SHELF_NAME).glob("rank-*/.*"))) == RANKS
-    keep_generations(tmp_path, ("0000aaaa",), sweep=True)
-    left = {path.name for path in (tmp_path / SHELF_NAME).glob("rank-*/*")}
-    assert left == {piece_path(tmp_path, 0, 3, "0000aaaa").name}
-    clear_shelf(tmp_path)
-    assert list((tmp_path / SHELF_NAME).iterdir()) == [other]
+    assert len(list((tmp_path / SHARDS_NAME).glob("rank-*/.*"))) == RANKS
+    keep_versions(tmp_path, ("0000aaaa",), sweep=True)
+    left = {path.name for path in (tmp_path / SHARDS_NAME).glob("rank-*/*")}
+    assert left == {shard_path(tmp_path, 0, 3, "0000aaaa").name}
+    remove_shards(tmp_path)
+    assert list((tmp_path / SHARDS_NAME).iterdir()) == [other]
 
 
 def test_ranks_of_one_disk_clear_it_at_once(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_ranks_of_one_disk_clear_it_at_once(tmp_path: Path) -> None:
     def clear(run: Path, together: threading.Barrier) -> None:
         together.wait()
         try:
-            clear_shelf(run)
+            remove_shards(run)
         except BaseException as error:
             failures.append(error)
 
@@ -53,4 +53,4 @@ def test_ranks_of_one_disk_clear_it_at_once(tmp_path: Path) -> None:
         for rank in ranks:
             rank.join()
         assert not failures, failures
-        assert not (run / SHELF_NAME).exists()
+        assert not (run / SHARDS_NAME).exists()
