@@ -20,8 +20,9 @@ from hetero_mpi.comm.precise_sleep import Sleeper
 from hetero_mpi.comm.transport import Exchange, Group, Part, Transport
 from hetero_mpi.emulation.emulated_links import EmulatedTransport
 from hetero_mpi.emulation.emulated_nics import Nics
-from tests.programs.comm_conformance import CASES, HELD_CASES, PIECE_CASES, SUM_CASES, bytes_of
+from tests.support.exchange_cases import SUM_CASES, bytes_of
 from tests.support.loopback import LoopbackNetwork
+from tests.support.message_cases import CASES, HELD_CASES, PIECE_CASES
 from tests.support.mpi import run_mpi
 from tests.support.rank_pool import run_pooled
 

@@ -25,8 +25,8 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
 from hetero_mpi.planning.types.toml_files import load_profile, save_plan, save_profile
 from hetero_mpi.report.run_files.metrics import StepMetrics, read_metrics
-from tests.programs.comm_conformance import CASES
 from tests.support.loopback import LoopbackNetwork, LoopbackTransport
+from tests.support.message_cases import CASES
 from tests.support.planning_samples import make_model, make_plan_of, make_profile
 from tests.support.small_jobs import SEQUENCE, Outcome, Workshop
 
