@@ -77,10 +77,11 @@ class GroupExchange:
             return
         parts = [request.parts[place] for place in self._places]
         width = segment_bytes(self.size) // parts[0].itemsize
-        # As with messages, the last piece is shorter, or even empty: members with another length always find out.
+        # Empty segments are not sent: Open MPI ends the job where a rank has died that a short message is on its way to.
+        longest = max(part.size for part in parts)
         pieces = [
             self._piece(self, request, [part[first : first + width] for part in parts])
-            for first in range(0, max(part.size for part in parts) + 1, width)
+            for first in range(0, max(1, longest), width)
         ]
         self._pieces_left[request] = len(pieces)
         self._waiting.extend(pieces)
@@ -127,7 +128,8 @@ class _DirectPiece:
         self._own = segments.pop(exchange.position)
         self._segments = segments
         self.scratch: Numbers | None = None
-        self._left = 2 * len(exchange.others)
+        self._left = 0
+        """Messages."""
 
     def begin(self, tag: int) -> None:
         exchange, progress = self.exchange, self.exchange.progress
@@ -136,9 +138,14 @@ class _DirectPiece:
         if self.request.sums:
             self.scratch = exchange.take_scratch(self._own.size * len(rooms))
             sent, rooms = rooms, list(self._rows())
-        for other, room in zip(exchange.others, rooms, strict=True):
+        coming = [(other, room) for other, room in zip(exchange.others, rooms, strict=True) if room.size]
+        leaving = [(other, segment) for other, segment in zip(exchange.others, sent, strict=True) if segment.size]
+        self._left = len(coming) + len(leaving)
+        if not self._left:
+            exchange.finish(self)
+        for other, room in coming:
             progress.receive(exchange.comm, self.request, room, other, tag, self._one_less)
-        for other, segment in zip(exchange.others, sent, strict=True):
+        for other, segment in leaving:
             progress.send(exchange.comm, self.request, segment, other, tag, self._one_less)
 
     def _rows(self) -> Numbers:
@@ -193,9 +200,15 @@ class _RingPiece:
     def _hop(self) -> None:
         exchange, arriving = self.exchange, self._segment(self._first - self._come - 1)
         room = arriving if self.scratch is None else self.scratch[: arriving.size]
-        exchange.progress.receive(exchange.comm, self.request, room, exchange.behind, self._tag, self._has_come)
+        if arriving.size:
+            exchange.progress.receive(exchange.comm, self.request, room, exchange.behind, self._tag, self._has_come)
         leaving = self._segment(self._first - self._come)
-        exchange.progress.send(exchange.comm, self.request, leaving, exchange.ahead, self._tag, self._has_left)
+        if leaving.size:
+            exchange.progress.send(exchange.comm, self.request, leaving, exchange.ahead, self._tag, self._has_left)
+        else:
+            self._sent += 1
+        if not arriving.size:
+            self._has_come()
 
     def _has_come(self) -> None:
         if self.scratch is not None:
@@ -204,7 +217,8 @@ class _RingPiece:
         self._come += 1
         if self._come < self.exchange.size - 1:
             self._hop()
-        self._finish_if_done()
+        else:
+            self._finish_if_done()
 
     def _has_left(self) -> None:
         self._sent += 1
