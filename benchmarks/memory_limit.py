@@ -129,6 +129,7 @@ def _job(folder: Path, steps: int, full: bool) -> Path:
         "train": {"steps": steps, "global_batch": 4, "dtype": "fp32" if full else "bf16"},
         "plan": {"memory_reserve": 0.0 if full else 0.05},
         "checkpoint": {"every": 0},
+        "output": {"shard_bytes": 200_000_000},  # so much of the model directory is put together in memory
         "report": {"write": False},
     }
     (folder / "job.toml").write_text(tomli_w.dumps(tables))
