@@ -253,6 +253,7 @@ def test_streamed_stages_beside_resident_ones_give_their_bits(streamed_runs: Run
     check_memory(streamed_runs, f"{weights}-{by}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_run_goes_on_streamed_or_not_with_the_same_bits(streamed_runs: Runs, name: str) -> None:
     streamed_runs.check_equal(name, "whole-resident")
