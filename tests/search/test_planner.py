@@ -340,6 +340,15 @@ def test_hand_written_plans_that_do_not_fit_the_job(
     assert expected in str(caught.value)
 
 
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.inf, math.nan])
+def test_a_hand_written_plan_gives_every_rank_a_part_of_the_state(weight: float) -> None:
+    plan = make_plan_of((0, 2, 4), (0, 1), 4)
+    first, second = plan.pipelines[0].stages
+    changed = replace(plan.pipelines[0], stages=(first, replace(second, state_weight=weight)))
+    with pytest.raises(UserError, match=r"stages\[1\]\.state_weight = .*: must be a number over 0"):
+        complete_plan(replace(plan, pipelines=(changed,)), make_profile((1.0, 1.0)), PlanRequest(4, SEQUENCE, (1,)))
+
+
 def test_hand_written_plans_with_a_wrong_batch_depth_or_too_little_memory() -> None:
     profile, request = make_profile((1.0, 1.0)), PlanRequest(4, SEQUENCE, (1,))
     plan = make_plan_of((0, 2, 4), (0, 1), 4)

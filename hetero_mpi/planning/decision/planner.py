@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from hetero_mpi.errors import UserError
@@ -186,6 +187,10 @@ def _chain_problems(plan: Plan, profile: ClusterProfile) -> list[str]:
             if stage.slice_sequences is not None and stage.slice_sequences < 1:
                 problems.append(
                     f"pipelines[{index}].stages[{place}].slice_sequences = {stage.slice_sequences}: must be at least 1"
+                )
+            if not 0 < stage.state_weight < math.inf:
+                problems.append(
+                    f"pipelines[{index}].stages[{place}].state_weight = {stage.state_weight}: must be a number over 0"
                 )
             if pipeline.split_backward and place > 0 and (stage.streamed or stage.slice_sequences is not None):
                 problems.append(

@@ -22,8 +22,8 @@ class StagePlan:
     """Micro-batches sent forward before the first backward; 1F1B's classic depth is ``stages - 1 - index``."""
     recompute: bool = False
     streamed: bool = False
-    """Layer by layer, each on all slices of a micro-batch: frozen weights are in host memory (or mapped files) and on the device
-    only while they are needed. Backward repeats every forward."""
+    """Layer by layer, each on all slices of a micro-batch: weights (and in full training gradients, masters and moments) are in
+    host memory or mapped files, and on the device only while they are needed. Backward repeats every forward."""
     slice_sequences: int | None = None
     """A micro-batch is computed in slices of so many sequences; None: at once."""
     state_weight: float = 1.0
