@@ -33,7 +33,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, Hos
 from hetero_mpi.planning.types.request import PlanRequest  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_profile  # noqa: E402
 
-SEQUENCE, BATCH, RANKS = 2048, 16, 8
+SEQUENCE, BATCH, RANKS = 2048, 16, 3
 HOST_BYTES = 256 * GIB
 QWEN_32B = Shape(5120, 64, 27648, 152064, 1024)
 JOBS = {
