@@ -10,7 +10,7 @@ from hetero_mpi.planning.annealing import anneal
 from hetero_mpi.planning.annealing.anneal import Annealer
 from hetero_mpi.planning.annealing.changes import Changes
 from hetero_mpi.planning.annealing.rounds import Budget
-from hetero_mpi.planning.annealing.teams import dealt, teams
+from hetero_mpi.planning.annealing.teams import dealt, likely, teams
 from hetero_mpi.planning.cycles import cycle_bound_s
 from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.memory import predict_hosts, predict_memory
@@ -160,7 +160,7 @@ def test_a_whole_hosts_stages_are_moved_and_turned_round() -> None:
 def test_all_ranks_stay_at_work_where_none_may_idle() -> None:
     profile = cluster()
     plan, _ = annealed(even_plan(((6, 0, 5, 1, 4, 2, 3),)), profile, replace(REQUEST, allow_idle=False))
-    assert sorted(stage.ranks[0] for stage in plan.pipelines[0].stages) == list(range(7))
+    assert sorted(stage.ranks[0] for pipeline in plan.pipelines for stage in pipeline.stages) == list(range(7))
 
 
 def test_indifference_keeps_a_plan_that_is_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +172,19 @@ def test_indifference_keeps_a_plan_that_is_as_good(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(anneal, "EFFORT", 0)
     monkeypatch.setattr(anneal, "ORDERS", 0)
     assert annealed(best.plan, profile, REQUEST) == (best.plan, best.step_s)
+
+
+def test_a_number_of_pipelines_that_no_start_has_is_begun_with() -> None:
+    """From a plan of one pipeline the search reaches the faster ones of several; ranks are dealt out by memory and by speed."""
+    profile = cluster(10_000_000)
+    start = even_plan(((6, 0, 5, 1, 4, 2, 3),))
+    found, _ = annealed(start, profile, REQUEST)
+    assert len(found.pipelines) > 1
+    rounds = Annealer(profile, REQUEST).rounds
+    by_memory, by_speed = likely(rounds, 3)
+    assert sorted(map(len, by_memory)) == [2, 2, 3] and len({rank for line in by_speed for rank in line}) == 7
+    speeds = [sum(rounds.speed[rank] for rank in line) for line in by_speed]
+    assert max(speeds) < 1.6 * min(speeds)
 
 
 def test_teams_are_all_ways_of_putting_ranks_into_pipelines() -> None:

@@ -85,8 +85,9 @@ class Annealer:
         for lines, step_s in timed:
             step_s = step_s if used(lines) >= self.rounds.least else math.inf
             numbers.setdefault(len(lines), []).append((lines, step_s))
-        for number in range(1, min(self.request.max_pipelines, self.request.global_batch) + 1):
-            teams = list(best_teams(self.rounds, number)) if len(self.ranks) <= FEW else []
+        few, most = len(self.ranks) <= FEW, len(self.ranks) if len(self.ranks) <= MANY else 0
+        for number in range(1, min(self.request.max_pipelines, self.request.global_batch, most) + 1):
+            teams = list(best_teams(self.rounds, number, few)) if few or number not in numbers else []
             if teams:
                 numbers.setdefault(number, []).extend(teams)
         best = self._of_all(numbers)
@@ -124,7 +125,7 @@ class Annealer:
         lines = rounds.filled(found[0])
         begun = [(lines, rounds.price(lines)), *(start for start in starts if used(start[0]) >= self.every)]
         if len(self.ranks) <= FEW:
-            begun += best_teams(rounds, number)
+            begun += best_teams(rounds, number, all_ways=True)
         return self._annealed(begun, known_s, rounds)
 
     def in_order(self, lines: Lines, limit_s: float) -> tuple[Plan, float] | None:

@@ -51,6 +51,7 @@ class Rounds:
         first = next(iter(costs.values()))
         self.request, self.layer_count, self._splits = first.cluster.request, first.cluster.layer_count, first.splits
         self.speed: list[float] = first.cluster.speed.tolist()
+        self.usable_bytes: list[float] = first.cluster.usable.tolist()
         self.fixed = self.request.schedule != "auto"
         self._known: dict[Line, Fitting | None] = {}
 

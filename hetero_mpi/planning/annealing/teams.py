@@ -1,4 +1,4 @@
-"""Every way of putting few ranks into pipelines, some left out: those that look best by estimate are plans to begin with."""
+"""Ways of putting ranks into pipelines, of few ranks all of them: those that look best by estimate are plans to begin with."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ LOOKED_AT = 60
 """Teams of one number of pipelines, with micro-batch size and cuts, that are simulated."""
 
 
-def best_teams(rounds: Rounds, pipelines: int) -> Iterator[Start]:
-    """Every team of so many pipelines, with what suits it best of a few cuts, micro-batch sizes and depths, with backward in one
-    part and in two."""
+def best_teams(rounds: Rounds, pipelines: int, all_ways: bool) -> Iterator[Start]:
+    """Teams of so many pipelines, all or ``likely`` ones, each with what suits it best of a few cuts, micro-batch sizes and depths,
+    with backward in one part and in two."""
     known: dict[Line, tuple[float, Line] | None] = {}
+    ways = teams(len(rounds.speed), pipelines, rounds.layer_count) if all_ways else likely(rounds, pipelines)
     every = [
         (step_s, index, lines)
-        for index, team in enumerate(teams(len(rounds.speed), pipelines, rounds.layer_count))
+        for index, team in enumerate(ways)
         if sum(map(len, team)) >= rounds.least
         for step_s, lines in _cut(team, rounds, known)
     ]
@@ -39,6 +40,19 @@ def teams(count: int, pipelines: int, stages: int) -> list[Team]:
     for rank in range(count):
         found = [other for team in found for other in _with(team, rank, pipelines, stages)]
     return [team for team in found if len(team) == pipelines]
+
+
+def likely(rounds: Rounds, pipelines: int) -> list[Team]:
+    """All ranks in pipelines with as much memory each, and in pipelines as fast."""
+    found = []
+    for weights in (rounds.usable_bytes, rounds.speed):
+        team: list[list[int]] = [[] for _ in range(pipelines)]
+        for rank in sorted(range(len(weights)), key=lambda rank: (-weights[rank], rank)):
+            least = min(team, key=lambda line: (bool(line), sum(weights[own] for own in line)))
+            if len(least) < rounds.layer_count:
+                least.append(rank)
+        found.append(tuple(map(tuple, team)))
+    return found
 
 
 def _with(team: Team, rank: int, pipelines: int, stages: int) -> Iterator[Team]:
