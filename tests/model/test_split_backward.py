@@ -227,9 +227,9 @@ def test_adapters_are_whole_after_the_first_part() -> None:
     assert order == [4, 3, 2, 1], "neither embedding nor head is trained"
 
 
-def halves_of(stage: Stage, layer: int) -> list[list[str]]:
+def halves_of(chain: TransformersChain, layer: int) -> list[list[str]]:
     """As if two ranks owned every other parameter."""
-    names = [name for name in stage.parameters if stage.chain.layer_of(name) == layer]
+    names = [name for name in chain.parameters if chain.layer_of(name) == layer]
     return [names[::2], names[1::2]]
 
 
@@ -239,11 +239,15 @@ def test_gradients_of_a_layer_lie_in_one_buffer(dtype: str, split: bool) -> None
     """The same gradients as without, in the same memory step after step, for a layer of experts and both ends."""
     chain = chain_of("mixtral", tie_word_embeddings=True)
     plain = step(build(chain, dtype, split_backward=split), split)
-    stages = build(chain, dtype, split_backward=split)
-    optimizers = [
-        Optimizer(stage, TrainTable(steps=1), {layer: halves_of(stage, layer) for layer in layers})
-        for stage, layers in zip(stages, ([0, 2], [5]), strict=True)
-    ]
+    bounds = (((0, 3), [0, 2]), ((3, chain.layer_count), [5]))
+    stages = [
+        Stage(
+            chain, *edges, Backend(), dtype, NormalStart(), 7, split_backward=split,
+            shared={layer: halves_of(chain, layer) for layer in layers},
+        )
+        for edges, layers in bounds
+    ]  # fmt: skip
+    optimizers = [Optimizer(stage, TrainTable(steps=1)) for stage in stages]
     flat = {
         layer: (o, o.flat[layer].gradients)
         for o, layers in zip(optimizers, ([0, 2], [5]), strict=True)

@@ -506,9 +506,9 @@ def test_gradients_leave_for_their_sum_beside_what_the_device_computes(standin: 
     from mpi4py import MPI
 
     model = chain()
-    stage = Stage(model, 0, model.layer_count, gpu, "fp32", SeededStart(0))
-    names = [name for name in stage.parameters if model.layer_of(name) == 2]
-    optimizer = Optimizer(stage, TrainTable(steps=1, global_batch=4), {2: [names]})
+    names = [name for name in model.parameters if model.layer_of(name) == 2]
+    stage = Stage(model, 0, model.layer_count, gpu, "fp32", SeededStart(0), shared={2: [names]})
+    optimizer = Optimizer(stage, TrainTable(steps=1, global_batch=4))
     flat = optimizer.flat[2].gradients
     optimizer.zero()
     values = torch.rand(flat.shape)
