@@ -35,9 +35,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from hetero_mpi.planning.durations import optimizer_s  # noqa: E402
 from hetero_mpi.planning.memory import holdings, stage_memory  # noqa: E402
 from hetero_mpi.planning.schedule import Op, Schedule, schedule_of, stages  # noqa: E402
-from hetero_mpi.planning.simulator import simulate  # noqa: E402
+from hetero_mpi.planning.simulator import SimulatedStep, simulate  # noqa: E402
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost  # noqa: E402
 from hetero_mpi.planning.types.network import Network  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
@@ -197,13 +198,8 @@ def _node(text: str) -> Node:
 def predict(run: Run, times: Times) -> Prediction:
     plan, profile = plan_of(run), profile_of(run, times)
     schedule = gradients_first(plan, profile.model)
-    simulation = simulate(plan, profile, schedule, NETWORK)
-    apart_s = simulate(plan, profile, schedule, APART).step_s
-    sums: dict[int, float] = {}
-    for event in simulation.events:
-        if event.action.op is Op.REDUCE:
-            sums[event.rank] = sums.get(event.rank, 0.0) + event.end_s - event.start_s
-    sync = max(sums.values(), default=0.0)
+    step_s, sync = replicated_s(simulate(plan, profile, schedule, NETWORK), plan, profile)
+    apart_s, _ = replicated_s(simulate(plan, profile, schedule, APART), plan, profile)
     nodes = [run.nodes[s][p] for p in range(len(run.nodes[0])) for s in range(len(run.layers))]
     peak = 0
     for number, _, stage in stages(plan):
@@ -211,7 +207,26 @@ def predict(run: Run, times: Times) -> Prediction:
         model = model_cost(nodes[number].gpus)
         parts = stage_memory(model, stage.first, stage.last, run.micro_batch * SEQUENCE, flying)
         peak = max(peak, parts.total - parts.staging)  # messages were sent from the device, not from host buffers
-    return Prediction(run.name, run.use, run.step_s, simulation.step_s, apart_s, run.sync_s, sync, run.peak_bytes, peak)
+    return Prediction(run.name, run.use, run.step_s, step_s, apart_s, run.sync_s, sync, run.peak_bytes, peak)
+
+
+def replicated_s(simulation: SimulatedStep, plan: Plan, profile: ClusterProfile) -> tuple[float, float]:
+    """Seconds of a step, and of its gradient sums on the rank where they take longest, where every holder of a layer keeps all its
+    state.
+
+    What is simulated sums at one owner of each parameter, which then sends new values. There, an all-reduce takes twice that sum's
+    time (its second half brings the sums to all), and everybody steps all of its stage.
+    """
+    ends, syncs = [], []
+    for _, _, stage in stages(plan):
+        rank = stage.ranks[0]
+        own = [event for event in simulation.events if event.rank == rank]
+        sync = sum(event.end_s - event.start_s for event in own if event.action.op is Op.REDUCE)
+        summed = max(event.end_s for event in own if event.action.op is not Op.STEP)
+        syncs.append(2 * sync)
+        parameters = sum(layer.trainable_parameters for layer in profile.model.layers[stage.first : stage.last])
+        ends.append(summed + sync + optimizer_s(profile, profile.devices[rank], parameters))
+    return max(ends), max(syncs)
 
 
 def gradients_first(plan: Plan, model: ModelCost) -> Schedule:

@@ -18,7 +18,7 @@ from hetero_mpi.planning.types.toml_files import save_profile
 from hetero_mpi.report.comparison import job_differences, loss_after, worth_adding
 from hetero_mpi.report.past_run import read_run
 from hetero_mpi.report.run_files.tensorboard import TensorBoard
-from tests.report.test_report import ODD_LINES
+from tests.report.test_run_files import ODD_LINES
 from tests.support.past_runs import JOB, cluster, make_run, planned
 from tests.support.planning_samples import JOB_TOML
 

@@ -151,7 +151,7 @@ def copy():
 thread = threading.Thread(target=copy)
 thread.start(); thread.join(); copy()
 gpu.seed(5)
-print(module.device.contexts(), module.seeded, there.sum().layer())
+print(module.device.contexts(), module.seeded, there.sum().item())
 """
     import os
     import sys
