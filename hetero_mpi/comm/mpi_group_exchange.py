@@ -41,7 +41,8 @@ PIECE_BYTES = 1 << 22
 """Large enough that messages cost nothing, small enough to add in the cache while the next piece travels."""
 PIECES_AT_ONCE = 4
 _TAGS_OF_GROUP = 2 * PIECES_AT_ONCE
-"""A member may be a whole window of pieces ahead."""
+"""Pieces take them in turn. Messages of one tag are matched in the order in which members send and receive them, and around a ring
+a piece's messages follow one another: so a tag is taken again only when the piece that has it is finished."""
 MOST_GROUPS = 32768 // _TAGS_OF_GROUP
 """MPI promises tags up to 32767."""
 _ALIGNMENT = 64
@@ -63,8 +64,9 @@ class GroupExchange:
         self._piece: type[_DirectPiece] | type[_RingPiece] = _DirectPiece if ring is None else _RingPiece
         self._first_tag = group.number * _TAGS_OF_GROUP
         self._waiting: deque[_DirectPiece | _RingPiece] = deque()
-        self._begun = 0
-        self._under_way = 0
+        self._tag = 0
+        """Of the next piece, from the group's first tag on."""
+        self._tags_in_use: set[int] = set()
         self._pieces_left: dict[Exchange, int] = {}
         self._scratch: list[Numbers] = []
         self._room = 0
@@ -88,14 +90,13 @@ class GroupExchange:
         self._begin_pieces()
 
     def _begin_pieces(self) -> None:
-        while self._waiting and self._under_way < PIECES_AT_ONCE:
-            self._under_way += 1
-            tag = self._first_tag + self._begun % _TAGS_OF_GROUP
-            self._begun += 1
-            self._waiting.popleft().begin(tag)
+        while self._waiting and len(self._tags_in_use) < PIECES_AT_ONCE and self._tag not in self._tags_in_use:
+            tag, self._tag = self._tag, (self._tag + 1) % _TAGS_OF_GROUP
+            self._tags_in_use.add(tag)
+            self._waiting.popleft().begin(self._first_tag + tag)
 
     def finish(self, piece: _DirectPiece | _RingPiece) -> None:
-        self._under_way -= 1
+        self._tags_in_use.remove(piece.tag - self._first_tag)
         if piece.scratch is not None:
             self._scratch.append(piece.scratch)
         self._pieces_left[piece.request] -= 1
@@ -127,11 +128,13 @@ class _DirectPiece:
         self.exchange, self.request = exchange, request
         self._own = segments.pop(exchange.position)
         self._segments = segments
+        self.tag = 0
         self.scratch: Numbers | None = None
         self._left = 0
         """Messages."""
 
     def begin(self, tag: int) -> None:
+        self.tag = tag
         exchange, progress = self.exchange, self.exchange.progress
         rooms: Sequence[Part] = self._segments
         sent: Sequence[Part] = [self._own] * len(rooms)
@@ -184,12 +187,12 @@ class _RingPiece:
         self.exchange, self.request, self._segments = exchange, request, segments
         self._first = exchange.position - request.sums
         self._sent = self._come = 0
-        self._tag = 0
+        self.tag = 0
         self.scratch: Numbers | None = None
 
     def begin(self, tag: int) -> None:
         """The first hop. All hops use the same tag: they follow one another from each member to the next."""
-        self._tag = tag
+        self.tag = tag
         if self.request.sums:
             self.scratch = self.exchange.take_scratch(max(segment.size for segment in self._segments))
         self._hop()
@@ -201,10 +204,10 @@ class _RingPiece:
         exchange, arriving = self.exchange, self._segment(self._first - self._come - 1)
         room = arriving if self.scratch is None else self.scratch[: arriving.size]
         if arriving.size:
-            exchange.progress.receive(exchange.comm, self.request, room, exchange.behind, self._tag, self._has_come)
+            exchange.progress.receive(exchange.comm, self.request, room, exchange.behind, self.tag, self._has_come)
         leaving = self._segment(self._first - self._come)
         if leaving.size:
-            exchange.progress.send(exchange.comm, self.request, leaving, exchange.ahead, self._tag, self._has_left)
+            exchange.progress.send(exchange.comm, self.request, leaving, exchange.ahead, self.tag, self._has_left)
         else:
             self._sent += 1
         if not arriving.size:

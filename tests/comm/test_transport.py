@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hetero_mpi.comm.mpi_group_exchange import GroupExchange
+from hetero_mpi.comm import mpi_group_exchange
+from hetero_mpi.comm.mpi_group_exchange import GroupExchange, segment_bytes
 from hetero_mpi.comm.mpi_progress import Then
 from hetero_mpi.comm.precise_sleep import Sleeper
 from hetero_mpi.comm.transport import Exchange, Group, Part, Transport
@@ -157,10 +158,13 @@ def ones(members: int) -> list[Part]:
 
 
 class Wire:
-    """Stands for MPI under all ranks' sums: delivers in a random order, and tells when a send may be received into."""
+    """Stands for MPI under all ranks' sums: delivers in a random order, and tells when a send may be received into.
 
-    def __init__(self, hosts: str, seed: int) -> None:
-        self.hosts, self.draw = hosts, random.Random(seed)
+    Messages with the tag ``late`` are delivered when nothing else is left to be.
+    """
+
+    def __init__(self, hosts: str, seed: int, late: int | None = None) -> None:
+        self.hosts, self.draw, self.late = hosts, random.Random(seed), late
         self.sends: dict[tuple[int, int, int], deque[tuple[Part, Then]]] = defaultdict(deque)
         self.receives: dict[tuple[int, int, int], deque[tuple[Part, Then]]] = defaultdict(deque)
         self.being_sent: list[Part] = []
@@ -172,6 +176,7 @@ class Wire:
         finished: list[Callable[[], None]] = []
         while True:
             matched = [route for route, sends in self.sends.items() if sends and self.receives[route]]
+            matched = [route for route in matched if route[2] != self.late] or matched
             if not matched and not finished:
                 return
             if matched and (not finished or self.draw.random() < 0.5):
@@ -238,6 +243,31 @@ def test_sums_leave_every_host_as_seldom_as_a_ring(hosts: str, seed: int) -> Non
     most = 2 * 2 * (count - 1) * size * 4
     assert set(wire.left_host) == (set(hosts) if len(set(hosts)) > 1 else {"a"})
     assert max(wire.left_host.values()) == (most if len(set(hosts)) > 1 else 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("hosts", ["aab", "abcd", "aabbccddee"])
+def test_a_piece_that_others_overtake_keeps_its_messages(
+    monkeypatch: pytest.MonkeyPatch, hosts: str, seed: int
+) -> None:
+    monkeypatch.setattr(mpi_group_exchange, "PIECE_BYTES", 1)
+    count, width, wire = len(hosts), segment_bytes(len(hosts)) // 4, Wire(hosts, seed, late=0)
+    group = Group(tuple(range(count)), 0)
+    sides = [WiredProgress(wire, rank) for rank in range(count)]
+    exchanges = [GroupExchange(side, None, side.rank, group, hosts) for side in sides]  # type: ignore[arg-type]
+    draw = np.random.default_rng(seed)
+    turns = []
+    for _ in range(20):
+        sizes = draw.choice([0, 1, 3 * width], size=count)
+        turns.append([[draw.integers(-9, 9, size).astype(np.float32) for size in sizes] for _ in range(count)])
+    sums = [[sum(member[part].copy() for member in members) for part in range(count)] for members in turns]
+    for members in turns:
+        for rank in draw.permutation(count):
+            exchanges[rank].start(Exchange(group, members[rank], sums=True))
+    wire.deliver()
+    assert [side.ended for side in sides] == [len(turns)] * count
+    for members, total in zip(turns, sums, strict=True):
+        assert all(np.array_equal(members[rank][rank], total[rank]) for rank in range(count))
 
 
 @pytest.mark.long
