@@ -106,7 +106,7 @@ class ShardedUpdate:
             self._complete(layer)
 
     def end(self) -> None:
-        """Before the optimizer's step: what needs no REDUCE, and the books."""
+        """Before the optimizer's step: sums that no REDUCE waits for; each exchange is ready for the next step's."""
         if self.tied is not None:
             self.tied.end()
         for layer, own in self._layers.items():

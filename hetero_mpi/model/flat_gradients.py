@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hetero_mpi.model.offloaded_gradients import flat_layout
+from hetero_mpi.model.layer.flat_layout import flat_layout
 from hetero_mpi.model.stage import Stage
 
 
