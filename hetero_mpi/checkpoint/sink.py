@@ -3,6 +3,9 @@
 HDF5 does not survive a disk that is full: a close that fails leaves objects behind in the library, which crash the process
 when it exits (seen with HDF5 2.0: a segmentation fault in H5D_close, after the run had ended well). So it is told that every
 write has worked; the first that did not is remembered here, and the writer gives up its file as soon as it looks.
+
+Beside training, memory may be nearly full. Pages that are not on the disk yet cannot be dropped, and the system counts those of a
+control group with its processes: it would end one of them for the pages of a large file. So the disk takes a window at a time.
 """
 
 from __future__ import annotations
@@ -10,6 +13,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+
+WINDOW_BYTES = 64 << 20
+"""So much of a file is in memory at most."""
 
 
 class Sink:
@@ -22,6 +28,8 @@ class Sink:
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o666)
         self._position = 0
+        self._window = 0
+        """Bytes written since the disk took all."""
         self.error: OSError | None = None
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -50,6 +58,9 @@ class Sink:
                 written += os.pwrite(self._descriptor, view[written:], self._position + written)
             except OSError as error:
                 self.error = error
+        self._window += written
+        if self._window >= WINDOW_BYTES and self.error is None:
+            self._empty_window()
         return len(view)
 
     def truncate(self, size: int) -> int:
@@ -66,6 +77,16 @@ class Sink:
         """Return when everything is on the disk. Raises OSError if it is not, or something has failed before."""
         self.raise_error()
         os.fsync(self._descriptor)
+
+    def _empty_window(self) -> None:
+        """Return when everything is on the disk; where the system can, nothing is in memory any more."""
+        self._window = 0
+        try:
+            os.fsync(self._descriptor)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            self.error = error
 
     def raise_error(self) -> None:
         """Raise the first write that failed, if one has."""

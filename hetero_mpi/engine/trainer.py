@@ -196,7 +196,6 @@ class Trainer:
         if self.emulation is not None:
             self.emulation.pace.begin_step(step)
         share = training_share(self.plan, self.place.pipeline, tokens, targets)
-        self.optimizer.zero()
         self.update.begin()
         data = self._data(step, share.tokens, share.targets, share.sizes, share.first_samples, target_tokens)
         with memory_explained(self._action, self._memory, self.backend):
@@ -320,6 +319,7 @@ class Trainer:
         begin = self.executor.step_begins()
         if decision.finite:
             self.optimizer.step(self._step, decision.scale)
+        self.optimizer.zero()  # not in the next step: what is saved or evaluated before has the gradients' memory
         if self.emulation is not None:
             self.emulation.pace.hold(action, begin)
         if decision.finite:

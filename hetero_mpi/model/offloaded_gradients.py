@@ -55,11 +55,11 @@ class OffloadedGradients:
         self._copied = [Copied()] * STREAMED_LAYERS
         """Of every slot, the last copy."""
         self._computing = 0
-        self._fresh: set[int] = set()
+        self._fresh = set(self._parts)
         """Layers that have no gradients yet in this step."""
 
-    def begin_step(self) -> None:
-        """All gradients are zero."""
+    def zero(self) -> None:
+        """All gradients are zero: a step has ended."""
         self._fresh = set(self._parts)
 
     def begin(self, layer: int) -> None:

@@ -105,9 +105,9 @@ class Optimizer:
         )
 
     def zero(self) -> None:
-        """A step begins. The buffers of ``flat`` are zeroed by who exchanges them."""
+        """A step has ended: gradients are zero. The buffers of ``flat`` are zeroed by who exchanges them."""
         if self.stage.offloaded is not None:
-            self.stage.offloaded.begin_step()
+            self.stage.offloaded.zero()
             return
         for name, holder in self._added.items():
             # Without a buffer of its own a parameter takes the first gradient that autograd makes as it is, which is faster

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import re
 import signal
@@ -28,6 +30,7 @@ from hetero_mpi.checkpoint import (
     prune,
     verify,
 )
+from hetero_mpi.checkpoint.sink import WINDOW_BYTES
 from hetero_mpi.report.checkpoints import checkpoint_lines
 from tests.support.checkpoint_samples import told
 
@@ -391,3 +394,35 @@ def test_memory_is_bounded_by_a_tensor(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, str(tmp_path / "a.h5")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 100
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="pages are dropped where the system can")
+def test_few_pages_of_a_large_file_are_in_memory(tmp_path: Path) -> None:
+    """A control group that training has filled but for little would be ended for them."""
+    probe = tmp_path / "probe"
+    with probe.open("wb") as file:
+        file.write(bytes(100_000))
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if resident_bytes(probe, 100_000) > 0:
+        pytest.skip("this file system keeps its files in memory")
+    array, folder = np.ones(2_000_000, np.float32), tmp_path / "checkpoints"
+    with CheckpointWriter(folder / "a.h5", told(1)) as writer:
+        for number in range(40):
+            writer.write("parameters", f"w{number}", array, "float32")
+        (growing,) = folder.iterdir()
+        assert growing.stat().st_size > 4 * WINDOW_BYTES
+        assert resident_bytes(growing, growing.stat().st_size) <= WINDOW_BYTES + array.nbytes
+
+
+def resident_bytes(path: Path, count: int) -> int:
+    """How many of the first bytes of a file are in memory, by mincore(2)."""
+    page = mmap.PAGESIZE
+    with path.open("rb") as file, mmap.mmap(file.fileno(), count, access=mmap.ACCESS_COPY) as mapped:
+        flags = (ctypes.c_ubyte * (-(-count // page)))()
+        start = ctypes.c_char.from_buffer(mapped)
+        failed = ctypes.CDLL(None).mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(count), flags)
+        del start
+        assert failed == 0
+        return min(count, page * sum(flag & 1 for flag in flags))

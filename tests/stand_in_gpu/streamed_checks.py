@@ -175,7 +175,7 @@ def test_weights_stay_until_they_have_been_computed_with(chain: TransformersChai
 def test_gradients_leave_when_they_have_been_computed(chain: TransformersChain, gpu: Backend) -> None:
     gradients = StreamedStage(chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7).offloaded
     assert gradients is not None
-    gradients.begin_step()
+    gradients.zero()
     gradients.begin(2)
     stream = module.device.current_stream(1)
     module.device.compute_for(stream, 0.2)
