@@ -118,9 +118,9 @@ def heavy() -> ModelCost:
     return replace(model, layers=tuple(layers))
 
 
-def heavy_cluster(memory_bytes: int) -> ClusterProfile:
+def heavy_cluster(memory_bytes: int, ranks: int = 2) -> ClusterProfile:
     copies = {"memory_bytes": memory_bytes, "host_to_device_bytes_per_s": 1e6}
-    return of_devices([make_device(rank, **copies) for rank in range(2)], heavy())
+    return of_devices([make_device(rank, **copies) for rank in range(ranks)], heavy())
 
 
 def request(**changes: object) -> PlanRequest:
@@ -231,6 +231,24 @@ def test_a_streamed_plan_moves_layers_away_from_a_slow_rank() -> None:
     found = answer(ReplanQuestion(profile, {0: 3.0, 1: 1.0}, asked, report, 100_000, 0.1))
     held = {stage.ranks[0]: stage.last - stage.first for _, _, stage in found.report.plan.numbered}
     assert held[0] < held[1] and streamed_in(found.report.plan) > 0
+    assert found.prospect.then_s < 0.9 * found.prospect.now_s
+
+
+def test_each_of_two_streamed_pipelines_moves_layers_away_from_its_slow_rank() -> None:
+    profile = heavy_cluster(220_000, ranks=4)
+    asked = request(micro_batch_choices=(1,))
+    stages = [
+        [
+            StagePlan((rank,), 5 * place, 5 * (place + 1), 1 - place, streamed=True, slice_sequences=1)
+            for place, rank in pair
+        ]
+        for pair in (((0, 0), (1, 1)), ((0, 2), (1, 3)))
+    ]
+    pipelines = tuple(PipelinePlan(tuple(own), 1, asked.global_batch // 2) for own in stages)
+    report = complete_plan(Plan(pipelines, asked.global_batch, SEQUENCE, 10), profile, asked)
+    found = answer(ReplanQuestion(profile, {0: 3.0, 3: 3.0}, asked, report, 100_000, 0.1))
+    held = {stage.ranks[0]: stage.last - stage.first for _, _, stage in found.report.plan.numbered}
+    assert held[0] < held[1] and held[3] < held[2] and streamed_in(found.report.plan) > 0
     assert found.prospect.then_s < 0.9 * found.prospect.now_s
 
 

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from hetero_mpi.errors import UserError
@@ -144,7 +145,7 @@ def _less_moved(plan: Plan, question: ReplanQuestion, seconds: Callable[[Plan], 
 
 def _candidates(question: ReplanQuestion, profile: ClusterProfile) -> Iterator[Plan]:
     plan = question.report.plan
-    pipelines = tuple(_annealed(pipeline, plan, profile, question.request) for pipeline in plan.pipelines)
+    pipelines = tuple(_alone(pipeline, plan, profile, question.request) for pipeline in plan.pipelines)
     yield replace(plan, pipelines=pipelines)
     if len(plan.pipelines) > 1:
         return
@@ -166,11 +167,8 @@ def _candidates(question: ReplanQuestion, profile: ClusterProfile) -> Iterator[P
         yield free
 
 
-def _annealed(pipeline: PipelinePlan, plan: Plan, profile: ClusterProfile, request: PlanRequest) -> PipelinePlan:
-    """One pipeline with other cuts, another order of its ranks and other depths, if that helps; as it is otherwise, or where it
-    streams: annealing knows no streamed stages."""
-    if any(stage.streamed for stage in pipeline.stages):
-        return pipeline
+def _alone(pipeline: PipelinePlan, plan: Plan, profile: ClusterProfile, request: PlanRequest) -> PipelinePlan:
+    """One pipeline with other cuts, another order of its ranks and other depths, if that helps; else as it is."""
     ranks = sorted(stage.ranks[0] for stage in pipeline.stages)
     number = {rank: (index,) for index, rank in enumerate(ranks)}
     stages = tuple(replace(stage, ranks=number[stage.ranks[0]]) for stage in pipeline.stages)
@@ -186,14 +184,17 @@ def _annealed(pipeline: PipelinePlan, plan: Plan, profile: ClusterProfile, reque
         allow_idle=False,
         thorough=False,
     )
-    annealer = Annealer(restricted(profile, ranks), request)
-    fitting = annealer.fitter.fitted(alone)
-    if fitting is None:
-        return pipeline
-    found = annealer.best([(fitting, annealer.fitter.step_s(fitting))])
-    if found is None:
-        return pipeline
-    return replace(_renumbered(found[0], ranks).pipelines[0], sequences=pipeline.sequences)
+    # Annealing knows no streamed stages.
+    searched = _decided if any(stage.streamed for stage in stages) else partial(_annealed, alone)
+    found = searched(restricted(profile, ranks), request)
+    return pipeline if found is None else replace(_renumbered(found, ranks).pipelines[0], sequences=pipeline.sequences)
+
+
+def _annealed(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan | None:
+    annealer = Annealer(profile, request)
+    fitting = annealer.fitter.fitted(plan)
+    found = annealer.best([(fitting, annealer.fitter.step_s(fitting))]) if fitting is not None else None
+    return found[0] if found is not None else None
 
 
 def _decided(profile: ClusterProfile, request: PlanRequest) -> Plan | None:
