@@ -21,6 +21,7 @@ LONGEST = [
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all tests are collected: thousands of modules are no garbage
     config.option.loadscopereorder = False  # else files with the most tests begin first: mostly the quickest ones
 
 
@@ -31,6 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Tests that free memory do not look through all modules and all tests each time."""
+    gc.enable()
     gc.freeze()
 
 

@@ -1,9 +1,13 @@
-"""Device code on a GPU made of host memory: the checks of tests/stand_in_gpu/checks.py, in a process of their own."""
+"""Device code on a GPU made of host memory, which a first run on a real one would break: the checks of tests/stand_in_gpu/.
+
+In a process of their own: torch counts the devices when the first backward of a process runs.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,8 +25,9 @@ def test_device_code_on_a_stand_in_gpu() -> None:
         "-q",
         "-p",
         "no:cacheprovider",
-        "tests/stand_in_gpu/checks.py",
-        "tests/stand_in_gpu/streamed_checks.py",
+        "-p",
+        "tests.stand_in_gpu.fixtures",
+        *sorted(str(path) for path in Path(build.__file__).parent.glob("*_checks.py")),
     ]
     result = run_bounded(command, {**os.environ, "OMP_NUM_THREADS": "1"}, 600)
     assert result.returncode == 0, result.stdout + result.stderr

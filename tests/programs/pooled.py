@@ -47,8 +47,14 @@ def perform(program: str, *arguments: str) -> dict[str, Any]:
             answer["code"] = importlib.import_module(f"tests.programs.{program}").main(join())
         except BaseException:
             answer["traceback"] = traceback.format_exc()
-    gc.collect()  # as if the process had ended: what one program leaves is not on the account of the next
+    forget()
     return answer
+
+
+def forget() -> None:
+    """As if the process had ended: what has run is not on the account of what follows, nor do later collections look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def main(world: World) -> int:

@@ -19,6 +19,7 @@ with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.data.sequences import Batch, Dataset
     from hetero_mpi.runtime.run import train
     from hetero_mpi.runtime.setup.setup import TrainOptions
+    from tests.programs.pooled import forget
     from tests.support.changing_batches import changed
 
 
@@ -27,6 +28,7 @@ def main(world: World) -> int:
         paths = {key: Path(entry[key]) for key in ("job", "plan", "profile") if entry.get(key)}
         with changing_batches() if entry.get("changing") else contextlib.nullcontext():
             train(world, TrainOptions(**paths, run_dir=entry["run_dir"], resume=entry.get("resume")))
+        forget()
     return 0
 
 

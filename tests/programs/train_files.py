@@ -29,6 +29,7 @@ with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.runtime.run import train
     from hetero_mpi.runtime.setup.setup import TrainOptions
     from hetero_mpi.state import file_supply
+    from tests.programs.pooled import forget
 
 
 class Meter:
@@ -121,6 +122,7 @@ def main(world: World) -> int:
     outcomes = []
     for entry in json.loads(Path(sys.argv[1]).read_text()):
         outcomes.append(world.gather_json(outcome_of(world, entry)))
+        forget()
         if world.rank == 0:
             Path(sys.argv[2]).write_text(json.dumps(outcomes))
     return 0

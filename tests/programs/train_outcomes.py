@@ -29,6 +29,7 @@ from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import Curve
 from hetero_mpi.planning.types.toml_files import load_plan
+from tests.programs.pooled import forget
 from tests.support.planning_samples import reported
 
 with eager_imports():  # as a rank of ``train`` does
@@ -295,6 +296,7 @@ def main(world: World) -> int:
     outcomes = []
     for entry in json.loads(listed.read_text()):
         outcomes.append(world.gather_json(outcome_of(world, entry)))
+        forget()
         if world.rank == 0:
             results.write_text(json.dumps(outcomes))  # also when a later entry takes all ranks down
     return 0

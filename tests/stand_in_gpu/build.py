@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -32,17 +33,25 @@ def built() -> Path:
         RuntimeError: the compiler refused it; the text is the compiler's.
     """
     import torch
-    from torch.utils.cpp_extension import include_paths, library_paths
 
     key = hashlib.sha256(SOURCE.read_bytes() + f"{torch.__version__} {sysconfig.get_platform()}".encode()).hexdigest()[
         :16
     ]
     folder = SOURCE.parents[2] / "build" / f"stand_in_gpu-{key}"  # build/ is not tracked
     target = folder / f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    if target.exists():
-        return target
     folder.mkdir(parents=True, exist_ok=True)
-    fresh = folder / f"{os.getpid()}.so"
+    with (folder / "lock").open("w") as lock:  # test processes run beside each other: one compiles, the others wait
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            _compile(target)
+    return target
+
+
+def _compile(target: Path) -> None:
+    import torch
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    fresh = target.with_name(f"{os.getpid()}.so")
     command = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", "-shared", str(SOURCE), "-o", str(fresh)]
     command += [f"-DTORCH_EXTENSION_NAME={NAME}", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     command += [f"-I{path}" for path in [*include_paths(), sysconfig.get_paths()["include"]]]
@@ -51,4 +60,3 @@ def built() -> Path:
     if result.returncode != 0:
         raise RuntimeError(f"the stand-in GPU does not compile:\n{result.stderr[-4000:]}")
     fresh.rename(target)
-    return target

@@ -1,4 +1,4 @@
-"""Streamed stages on a GPU made of host memory; run by tests/device/test_stand_in_gpu.py in a process of its own."""
+"""Streamed stages on a GPU made of host memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning, adapter_tuning
 from hetero_mpi.planning.memory import STREAMED_LAYERS
 from hetero_mpi.planning.types.cost import GRADIENT_BYTES
-from tests.stand_in_gpu import backend, module
+from tests.stand_in_gpu import module
 
 CONFIG = {
     "model_type": "llama",
@@ -35,8 +35,6 @@ CONFIG = {
 }
 ROWS, SLICE, TOKENS = 4, 2, 8
 EMBEDDING = "model.embed_tokens.weight"
-
-backend.install()
 
 
 @pytest.fixture
@@ -50,6 +48,16 @@ def gpu() -> Iterator[Backend]:
 @pytest.fixture
 def chain() -> TransformersChain:
     return TransformersChain(read_config(CONFIG))
+
+
+def check_waits_for_copies(
+    resident: Stage, streamed: StreamedStage, gpu: Backend, micro_batches: int, copy_s: float
+) -> None:
+    """Equal bits while copies take long: one that nobody waits for gives the weights of another layer."""
+    expected = steps(resident, gpu, micro_batches)
+    module.device.set_delays(copy_s, 0.0)
+    for one, other in zip(expected, steps(streamed, gpu, micro_batches), strict=True):
+        assert torch.equal(one, other)
 
 
 def tuning(chain: TransformersChain, nf4: bool) -> Tuning:
@@ -80,11 +88,8 @@ def test_full_training_gives_the_bits_of_a_resident_stage(
 ) -> None:
     chain = TransformersChain(read_config({**CONFIG, "tie_word_embeddings": tied, "attention_dropout": 0.1}))
     given: Any = chain, 0, chain.layer_count, gpu, dtype, SeededStart(0), 7, None
-    resident = steps(Stage(*given, recompute=True, slice_sequences=slices), gpu, 2)
-    streamed = StreamedStage(*given, slice_sequences=slices)
-    module.device.set_delays(0.01, 0.0)
-    for one, other in zip(resident, steps(streamed, gpu, 2), strict=True):
-        assert torch.equal(one, other)
+    resident = Stage(*given, recompute=True, slice_sequences=slices)
+    check_waits_for_copies(resident, StreamedStage(*given, slice_sequences=slices), gpu, 2, 0.01)
 
 
 def test_of_full_training_few_layers_are_on_the_device(chain: TransformersChain, gpu: Backend) -> None:
@@ -105,11 +110,8 @@ def test_of_full_training_few_layers_are_on_the_device(chain: TransformersChain,
 @pytest.mark.parametrize("nf4", [False, True])
 def test_copies_that_take_long_are_waited_for(chain: TransformersChain, gpu: Backend, nf4: bool) -> None:
     given: Any = chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7, tuning(chain, nf4)
-    resident = steps(Stage(*given, recompute=True, slice_sequences=SLICE), gpu, 1)
-    streamed = StreamedStage(*given, slice_sequences=SLICE)
-    module.device.set_delays(0.02, 0.0)  # a copy that nobody waits for gives the weights of another layer
-    for one, other in zip(resident, steps(streamed, gpu, 1), strict=True):
-        assert torch.equal(one, other)
+    resident = Stage(*given, recompute=True, slice_sequences=SLICE)
+    check_waits_for_copies(resident, StreamedStage(*given, slice_sequences=SLICE), gpu, 1, 0.02)
 
 
 def test_an_integrated_gpu_streams_from_mapped_files(
@@ -117,13 +119,11 @@ def test_an_integrated_gpu_streams_from_mapped_files(
 ) -> None:
     """In the memory that it computes in, a copy of the weights would spare nothing."""
     given: Any = chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7, tuning(chain, True)
-    resident = steps(Stage(*given, recompute=True, slice_sequences=SLICE), gpu, 1)
+    resident = Stage(*given, recompute=True, slice_sequences=SLICE)
     monkeypatch.setattr(gpu, "shares_host_memory", lambda: True)
     streamed = StreamedStage(*given, slice_sequences=SLICE, folder=tmp_path)
     assert all(layer._file is not None for layer in streamed.weights.layers.values())
-    module.device.set_delays(0.02, 0.0)
-    for one, other in zip(resident, steps(streamed, gpu, 1), strict=True):
-        assert torch.equal(one, other)
+    check_waits_for_copies(resident, streamed, gpu, 1, 0.02)
 
 
 def test_few_layers_are_on_the_device(chain: TransformersChain, gpu: Backend) -> None:

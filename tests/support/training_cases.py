@@ -174,45 +174,6 @@ NORMAL = (
 )
 """Pairwise: every value of every field meets most values of the others."""
 
-_PRODUCT = tuple(
-    Case(
-        f"{family}-{tied}-{dropout}-{packing}-{micro_batch}-{split}", family, tied, dropout, packing, micro_batch, split
-    )
-    for family in ("llama", "qwen3", "gemma2", "gpt_neox", "phi3")
-    for tied in (False, True)
-    for dropout in (0.0, 0.1)
-    for packing in (False, True)
-    for micro_batch in (1, 4)
-    for split in ("even", "uneven", "ends", "reversed")
-) + tuple(
-    Case(
-        f"{family}-{pipelines}-{shares}-{schedule}-{recompute}-{tuning}-{dtype}-{changing}",
-        family,
-        tied,
-        0.0,
-        True,
-        1,
-        "uneven",
-        tuning=tuning,
-        recompute=recompute,
-        dtype=dtype,
-        pipelines=pipelines,
-        shares=shares,
-        schedule=schedule,
-        changing=changing,
-    )
-    for family, tied in (("llama", False), ("qwen3", True), ("gemma2", True), ("gpt_neox", False))
-    for pipelines in ("one", "each", "two", "tail")
-    for shares in ("whole", "unequal")
-    for schedule in ("1f1b", "gpipe", "split")
-    for recompute in (False, True)
-    for tuning, dtype in (("full", "fp32"), ("lora", "fp32"), ("full", "bf16"))
-    for changing in (False, True)
-    if (pipelines, shares) != ("one", "unequal")
-)
-FULL = _PRODUCT[::13]
-"""All pairs of values of the product's fields, and most triples: all of its 1,328 cases take hours on four numbers of ranks."""
-
 
 def cuts(split: str, ranks: int) -> list[int]:
     """Boundaries of the stages along the chain of ``LAYERS`` layers."""

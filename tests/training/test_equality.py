@@ -21,9 +21,10 @@ from hetero_mpi.planning.types.profile import LinkProfile
 from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_profile
 from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.support import training_cases
+from tests.support.case_product import FULL
 from tests.support.mpi import on_ranks
 from tests.support.rank_pool import run_pooled
-from tests.support.training_cases import FULL, NORMAL, STEPS, Case, Reference
+from tests.support.training_cases import NORMAL, STEPS, Case, Reference
 
 RANKS = (1, 2, 3, 4)
 TOLERANCE = 1e-6
@@ -50,6 +51,8 @@ class Bench:
     finished: dict[int, Path] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     references: dict[str, Reference] = field(default_factory=dict)
+    measured: dict[tuple[object, ...], Path] = field(default_factory=dict)
+    """What determines a profile (model, what is trained, dtype) -> that of the first case that ran alone with it."""
 
     def __post_init__(self) -> None:
         self.text = training_cases.corpus(self.directory)
@@ -86,8 +89,9 @@ class Bench:
             plan = training_cases.write_plan(root / f"{case.name}.plan.toml", case, ranks)
             run = str(root / case.name)
             entry = {"job": str(job), "plan": str(plan) if plan else None, "run_dir": run, "changing": case.changing}
-            if plan and ranks > 1:
-                entry["profile"] = str(self._alike(ranks, case, root / f"{case.name}.profile.toml"))
+            profile = self._profile(ranks, case, root / f"{case.name}.profile.toml") if plan or ranks == 1 else None
+            if profile is not None:
+                entry["profile"] = str(profile)
             entries.append(entry)
             resume = str(checkpoint_path(root / case.name / "checkpoints", 1))
             other = root / f"{case.name}.other.toml"
@@ -106,10 +110,17 @@ class Bench:
         assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
         return root
 
-    def _alike(self, ranks: int, case: Case, path: Path) -> Path:
-        """A profile of so many ranks like the one that the case ran on alone: measuring all of them would take longer than the
+    def _profile(self, ranks: int, case: Case, path: Path) -> Path | None:
+        """That of an earlier case alike, made one of so many ranks; None: it is to be measured. Measuring takes longer than the
         runs."""
-        alone = load_profile(self.run(1, case) / "profile.toml")
+        alike = (case.family, case.tied, case.tuning, case.dtype)
+        if ranks == 1 and alike not in self.measured:
+            self.measured[alike] = self.directory / "np1" / case.name / "profile.toml"
+            return None
+        if ranks == 1:
+            return self.measured[alike]
+        self.run(1, case)
+        alone = load_profile(self.measured[alike])
         pairs = itertools.permutations(range(ranks), 2)
         links = tuple(LinkProfile(a, b, 1e-4, 1e9, True) for a, b in pairs)
         devices = tuple(replace(alone.devices[0], rank=rank) for rank in range(ranks))

@@ -1,0 +1,63 @@
+"""The product of the equality tests' fields, and those of its cases that the long suite runs."""
+
+from __future__ import annotations
+
+import itertools
+
+from tests.support.training_cases import Case
+
+CUTS = tuple(
+    Case(
+        f"{family}-{tied}-{dropout}-{packing}-{micro_batch}-{split}", family, tied, dropout, packing, micro_batch, split
+    )
+    for family in ("llama", "qwen3", "gemma2", "gpt_neox", "phi3")
+    for tied in (False, True)
+    for dropout in (0.0, 0.1)
+    for packing in (False, True)
+    for micro_batch in (1, 4)
+    for split in ("even", "uneven", "ends", "reversed")
+)
+"""How one pipeline is cut, what it trains, and how its data are packed."""
+SHARED = tuple(
+    Case(
+        f"{family}-{pipelines}-{shares}-{schedule}-{recompute}-{tuning}-{dtype}-{changing}",
+        family,
+        tied,
+        0.0,
+        True,
+        1,
+        "uneven",
+        tuning=tuning,
+        recompute=recompute,
+        dtype=dtype,
+        pipelines=pipelines,
+        shares=shares,
+        schedule=schedule,
+        changing=changing,
+    )
+    for family, tied in (("llama", False), ("qwen3", True), ("gemma2", True), ("gpt_neox", False))
+    for pipelines in ("one", "each", "two", "tail")
+    for shares in ("whole", "unequal")
+    for schedule in ("1f1b", "gpipe", "split")
+    for recompute in (False, True)
+    for tuning, dtype in (("full", "fp32"), ("lora", "fp32"), ("full", "bf16"))
+    for changing in (False, True)
+    if (pipelines, shares) != ("one", "unequal")
+)
+"""How a batch is shared among pipelines, in which order they compute, and what is trained in which dtype."""
+
+
+def covering(cases: tuple[Case, ...]) -> tuple[Case, ...]:
+    """Some of the ``cases``, in which every two values meet that meet in any of them: each time the one with the most new pairs."""
+    fields = [name for name in vars(cases[0]) if name != "name"]
+    values = {case: [(name, getattr(case, name)) for name in fields] for case in cases}
+    pairs = {case: set(itertools.combinations(own, 2)) for case, own in values.items()}
+    left, chosen = set().union(*pairs.values()), list[Case]()
+    while left:
+        chosen.append(max(cases, key=lambda case: len(pairs[case] & left)))
+        left -= pairs[chosen[-1]]
+    return tuple(chosen)
+
+
+FULL = covering(CUTS) + covering(SHARED)
+"""All pairs of values of the fields: all 1,328 cases would take hours on four numbers of ranks."""
