@@ -146,6 +146,9 @@ class Annealer:
     def _annealed(self, starts: Sequence[Start], known_s: float, rounds: Rounds) -> Start:
         """The best plan found of one number of pipelines."""
         lines, alive = min(starts, key=lambda one: one[1])[0], list(starts)
+        if len(self.ranks) == 1:  # its micro-batch is all that there is to choose
+            sized = [(lines[0]._replace(micro_batch=size),) for size in self.costs]
+            return min([*starts, *((one, rounds.price(one)) for one in sized)], key=lambda one: one[1])
         found = [rounds.deepened(lines)]
         for place, depth in enumerate(DEPTHS):
             every = rounds.ordered(lines, depth, random.Random(place), self.orders)
