@@ -11,13 +11,15 @@ import pytest
 from tests.support.rank_pool import close_pools
 
 LONGEST = [
-    "training/test_equality.py", "training/test_bad_input.py", "training/test_command.py", "training/test_factory.py",
-    "launch/test_self_test.py", "device/test_accelerators.py", "commands/test_generate.py", "training/test_files.py",
-    "training/test_emulated.py", "training/test_changing.py", "training/test_recovery.py", "checkpoint/test_kills.py",
-    "commands/test_python_api.py", "search/test_planner.py", "search/test_exact.py", "launch/test_elastic.py",
-    "training/test_watchdog.py", "training/test_signals.py", "checkpoint/test_copies.py", "launch/test_slurm.py",
+    "training/test_equality.py", "device/test_accelerators.py", "commands/test_python_api.py", "training/test_streamed.py",
+    "training/test_recovery.py", "training/test_command.py", "checkpoint/test_kills.py", "device/test_stand_in_gpu.py",
+    "launch/test_self_test.py", "search/test_planner.py", "training/test_bad_input.py", "training/test_files.py",
+    "search/test_exact.py", "files/test_jobs.py", "commands/test_generate.py", "training/test_factory.py",
+    "commands/test_export.py", "training/test_signals.py", "training/test_emulated.py", "commands/test_installed.py",
+    "training/test_changing.py", "launch/test_elastic.py", "training/test_watchdog.py", "checkpoint/test_copies.py",
+    "launch/test_slurm.py", "launch/test_mesh.py", "launch/test_hosts.py", "search/test_frozen_plans.py",
 ]  # fmt: skip
-"""Files that begin first, so that no process ends long after the other. The order of all others does not matter."""
+"""Files that begin first, those that take longest in either suite, so that no process ends long after the other."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

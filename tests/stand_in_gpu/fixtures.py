@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # bitsandbytes' plain kernels would be compiled anew for every shape
 from hetero_mpi.device.accelerators import open_backend
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.load import TrainTable
