@@ -117,6 +117,7 @@ class Optimizer:
                 self.stage.parameters[name].grad = None
         if self._tied is not None:
             self._tied.grad = None
+        self.stage.gradients_gone()
 
     def tied_gradient(self) -> torch.Tensor:
         """The fp32 gradient of the head's copy of a tied embedding matrix."""

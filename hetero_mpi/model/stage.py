@@ -259,6 +259,9 @@ class Stage:
         if pairs:
             torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
+    def gradients_gone(self) -> None:
+        """A step has ended, and its gradients are no more."""
+
     def forget(self) -> None:
         """Drop what forwards kept for backwards that will not come."""
         self._kept.clear()

@@ -96,7 +96,7 @@ def test_full_training_of_unlike_families(family: str) -> None:
 
 
 @pytest.mark.parametrize("streamed", [(True,), (True, False), (False, True), (True, True, True)])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_neighbours_dtypes_tied_heads_and_dropout(streamed: tuple[bool, ...], dtype: str) -> None:
     tied = streamed[0] is (dtype == "fp32")
     chain = chain_of("granite", tie_word_embeddings=tied, **dropout_rates("granite"))

@@ -121,6 +121,8 @@ def run_all(directory: Path, quick: bool) -> Runs:
     entry("nf4-changed", "first", CHANGES, model={"quantization": "nf4"}, **ADAPTED)
     entry("streamed-straight", "first", {}, **ADAPTED)
     entry("streamed-changed", "first", {2: "two-stream", 4: "one-streams", 6: "first"}, **ADAPTED)
+    entry("full-streamed-straight", "first", {})
+    entry("full-streamed-changed", "two-stream", {2: "one-streams", 4: "all", 6: "two-stream"})
     untied = shop.model("untied", BLOCKS)
     entry("two-straight", "two", {}, base=untied)
     entry("two-changed", "two", {3: "two-exchanged", 5: "two-otherwise"}, base=untied)
@@ -196,7 +198,7 @@ def test_changing_plans_gives_the_same_bits(runs: Runs) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["nf4", "two", "streamed"])
+@pytest.mark.parametrize("kind", ["nf4", "two", "streamed", "full-streamed"])
 def test_changing_plans_gives_the_same_bits_over_packed_and_streamed_weights_and_in_two_pipelines(
     more_runs: Runs, kind: str
 ) -> None:
