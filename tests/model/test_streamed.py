@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from hetero_mpi.model.tuning import Tuning, adapter_tuning
 from tests.model.test_all_families import UNLIKE
 from tests.model.test_split_backward import NormalStart, chain_of
 from tests.support.family_configs import VOCABULARY, dropout_rates
+from tests.support.mpi import ROOT
 
 ROWS, SLICE, TOKENS = (4, 4, 3), 2, 24
 """Sequences of the micro-batches, of which the last is short; sequences of a slice; tokens of a sequence."""
@@ -128,3 +133,36 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     chain = chain_of("llama")
     with pytest.raises(UserError, match=r"streamed layers cannot be kept there.*shard_cache"):
         build(chain, (True,), adapter_tuning(chain, LORA, False, True), "fp32", tmp_path / "file")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries give memory back by themselves")
+def test_gradients_of_full_training_leave_the_process_on_a_cpu() -> None:
+    program = textwrap.dedent("""
+        from pathlib import Path
+        import torch
+        from hetero_mpi.device.backend import Backend
+        from hetero_mpi.job.load import TrainTable
+        from hetero_mpi.model.optimizer import Optimizer
+        from hetero_mpi.model.stage import MicroBatch
+        from hetero_mpi.model.streamed_stage import StreamedStage
+        from tests.model.test_split_backward import NormalStart, chain_of
+
+        def resident():
+            lines = Path("/proc/self/status").read_text().splitlines()
+            return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+
+        torch.set_num_threads(1)
+        chain = chain_of("llama", hidden_size=512, intermediate_size=1536, num_hidden_layers=8)
+        stage = StreamedStage(chain, 0, chain.layer_count, Backend(), "fp32", NormalStart())
+        optimizer = Optimizer(stage, TrainTable(steps=2))
+        before, tokens = resident(), torch.ones((1, 8), dtype=torch.int64)
+        for step in range(2):
+            stage.forward(MicroBatch(0, step, 0, 8), tokens, tokens)
+            stage.backward(0)
+            optimizer.step(step, 1.0)
+            optimizer.zero()
+        print(resident() - before, 4 * sum(p.numel() for p in stage.parameters.values()))
+    """)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    grown, weights = map(int, done.stdout.split())
+    assert grown < 2.3 * weights, "both moments, and nothing of the gradients"
