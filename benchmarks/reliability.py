@@ -11,6 +11,7 @@ damage     random damage to a checkpoint (flipped bits, zeroed and foreign block
 kills      four ranks under Open MPI's fault tolerance, of which three are killed one after the other at random moments, up to
            eight times, as far as four minutes suffice: deaths survived, steps lost, seconds from the death to the next new step,
            losses against an undisturbed run
+pipeline_kills  likewise, of two pipelines with two ranks each, until each has one
 copies     two ranks with copies of the trained state in memory, on disk and without, in turns: what a step takes
 rebalancing  three emulated devices, of which one falls to a third of its speed after step 20 and recovers after step 60: step times
            with layers that stay and with layers that move, changes of plan, losses; changes of plan under noise alone
@@ -253,6 +254,13 @@ def kills(folder: Path) -> list[Figure]:
     return [Figure(*row) for row in reliability_kills.kills(folder)]
 
 
+def pipeline_kills(folder: Path) -> list[Figure]:
+    """Deaths of ranks of two pipelines."""
+    from benchmarks import reliability_kills
+
+    return [Figure(*row) for row in reliability_kills.kills(folder, pipelines=2)]
+
+
 def copies(folder: Path) -> list[Figure]:
     """Copies of the trained state in other ranks' memory and on hosts' disks, as often as the run thinks right."""
     from benchmarks import reliability_copies
@@ -268,7 +276,8 @@ def rebalancing(folder: Path) -> list[Figure]:
 
 
 MEASUREMENTS: dict[str, Callable[[Path], list[Figure]]] = {
-    measurement.__name__: measurement for measurement in (bandwidth, stall, damage, kills, copies, rebalancing)
+    measurement.__name__: measurement
+    for measurement in (bandwidth, stall, damage, kills, pipeline_kills, copies, rebalancing)
 }
 
 

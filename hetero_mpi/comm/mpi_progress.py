@@ -2,6 +2,10 @@
 
 A ``Request`` is served by *parts*, one MPI request each: a message by its pieces, an exchange by the segments that members send
 each other. MPI reports finished parts in any order; each part says what follows it.
+
+They are persistent requests, which MPI never frees by itself. Others it frees when it reports that they have failed; and Open MPI 5.0
+ends the job ("Send error after request freed") when bytes of a failed one still leave or come afterwards, as they do between
+ranks that outlive another. Sends are synchronous, because a short message would else be freed before it has left.
 """
 
 from __future__ import annotations
@@ -70,16 +74,17 @@ class MpiProgress:
             move(comm, request, request.buffer[first : first + piece_bytes], request.peer, request.tag)
 
     def send(self, comm: Any, request: Request, buffer: Any, peer: int, tag: int, then: Then | None = None) -> None:
-        self._start(comm.Isend, _Part(request, False, buffer.nbytes, then), buffer, peer, tag)
+        self._start(comm.Ssend_init, _Part(request, False, buffer.nbytes, then), buffer, peer, tag)
 
     def receive(self, comm: Any, request: Request, buffer: Any, peer: int, tag: int, then: Then | None = None) -> None:
-        self._start(comm.Irecv, _Part(request, True, buffer.nbytes, then), buffer, peer, tag)
+        self._start(comm.Recv_init, _Part(request, True, buffer.nbytes, then), buffer, peer, tag)
 
     def _start(self, call: Any, part: _Part, buffer: Any, peer: int, tag: int) -> None:
         if part.request not in self.requests:
             return  # an earlier part has failed
         try:
             handle = call([buffer, buffer.nbytes, self._mpi.BYTE], peer, tag)
+            handle.Start()
         except (self._mpi.Exception, ValueError, OverflowError) as error:
             ulfm.note(error)
             self.end(part.request, error)
@@ -112,7 +117,8 @@ class MpiProgress:
             for index, status in zip(finished, self._statuses, strict=False)
         ]
         for index in sorted(finished, reverse=True):
-            del self._handles[index], self._parts[index]
+            self._handles.pop(index).Free()
+            del self._parts[index]
         for part, arrived_bytes in ended:
             self._finish(part, arrived_bytes)
         return True
@@ -140,7 +146,8 @@ class MpiProgress:
             else:
                 pause.rest()
         for handle, part in zip(self._handles, self._parts, strict=True):
-            if part.receives:
+            # Where a rank has died, MPI may wait for ever for a message that has begun to come.
+            if part.receives and not ulfm.lost_any():
                 self._cancel(handle)
         self._give_up()
         for request in list(self.requests):
@@ -150,6 +157,7 @@ class MpiProgress:
         try:
             handle.Cancel()
             handle.Wait()
+            handle.Free()
         except self._mpi.Exception as error:
             if not ulfm.is_loss(error):
                 raise

@@ -1,5 +1,7 @@
 """Ranks kill themselves in many ways while the others wait in as many; those that are left go on, in the same processes.
 
+First nobody dies, but one rank says so while long messages are on their way between all: what of them still comes disturbs nobody.
+
 ``mpirun --with-ft ulfm -np 4 python tests/programs/comm_survivors.py``. Prints what became of every round.
 """
 
@@ -20,6 +22,8 @@ from hetero_mpi.comm.ranks.heartbeat import Heartbeat
 from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.shrink import settled, survivors
 from hetero_mpi.comm.ranks.world import World
+
+MESSAGES, MESSAGE_BYTES = 20, 1 << 22
 
 
 def work(world: World, victim: int, death_s: float) -> int:
@@ -65,8 +69,29 @@ def work(world: World, victim: int, death_s: float) -> int:
     return steps
 
 
+def false_alarm(world: World, caller: int) -> None:
+    """Rank ``caller`` gives up while ``MESSAGES`` go around a ring."""
+    following, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    try:
+        with MpiTransport(world.comm) as transport:
+            world.barrier()
+            coming = [transport.post_receive(before, tag, np.empty(MESSAGE_BYTES, np.uint8)) for tag in range(MESSAGES)]
+            leaving = [transport.send(following, tag, np.ones(MESSAGE_BYTES, np.uint8)) for tag in range(MESSAGES)]
+            transport.wait(coming[MESSAGES // 4])
+            if world.rank == caller:
+                ulfm.revoke()
+            for request in coming + leaving:
+                transport.wait(request)
+    except ulfm.RankLost:
+        pass
+    assert not settled(world, False)
+    assert survivors(world).gone == ()
+
+
 def main(world: World) -> int:
     assert ulfm.active(), "start with --with-ft ulfm"
+    for caller in range(world.size):
+        false_alarm(world, caller)
     chance = random.Random(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
     while world.size > 1:
         victim, death_s = chance.randrange(world.size), chance.uniform(0.0, 0.5)

@@ -233,7 +233,7 @@ def test_with_nothing_left_the_run_begins_anew_np4(job: LongRun, undisturbed: li
 @pytest.mark.parametrize("seed", range(4))
 def test_a_death_while_profiling_np4(job: LongRun, undisturbed: list[float], seed: int) -> None:
     chance = random.Random(seed)
-    run = job.directory / f"profiling-{seed}"
+    run = job.directory / "profiling" / str(seed)  # deeper than where the other runs look for a profile
     arguments, environment = start(job, run, "--reprofile")
     for option in ("--plan", "--profile"):
         if option in arguments:

@@ -99,6 +99,7 @@ def join() -> World:
     _be_polite(os.environ)
     for name, value in HOST_MEMORY_ONLY.items():
         os.environ.setdefault(name, value)
+    ulfm.prepare(os.environ)
     keep_to_the_launcher_s_interfaces(os.environ)
     mpi = _import_mpi()
     library = parse_library_version(mpi.Get_library_version())

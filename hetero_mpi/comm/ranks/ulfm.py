@@ -22,7 +22,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,6 +45,16 @@ class RankLost(RuntimeError):
 
     def __init__(self, text: str = "a rank has died") -> None:
         super().__init__(text)
+
+
+def prepare(environment: MutableMapping[str, str]) -> None:
+    """Settings of an MPI that is to outlive ranks, before it starts.
+
+    Between hosts Open MPI 5.0 moves long messages by its "put" protocol. When a survivor finds the socket to a dead rank broken in
+    the middle of one, it tries to tell that rank so, under a lock that it holds already, and hangs. Ordinary sends do not.
+    """
+    if _asked_for():
+        environment.setdefault("OMPI_MCA_btl_tcp_flags", "send,inplace")
 
 
 def active() -> bool:
