@@ -3,9 +3,9 @@
 A ``Request`` is served by *parts*, one MPI request each: a message by its pieces, an exchange by the segments that members send
 each other. MPI reports finished parts in any order; each part says what follows it.
 
-They are persistent requests, which MPI never frees by itself. Others it frees when it reports that they have failed; and Open MPI 5.0
+They are persistent requests, which MPI never frees by itself. Others it frees when it reports that they have failed, and Open MPI 5
 ends the job ("Send error after request freed") when bytes of a failed one still leave or come afterwards, as they do between
-ranks that outlive another. Sends are synchronous, because a short message would else be freed before it has left.
+ranks that outlive another. Sends of exchanges are synchronous, because a short one would else be freed before it has left.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class MpiProgress:
             move(comm, request, request.buffer[first : first + piece_bytes], request.peer, request.tag)
 
     def send(self, comm: Any, request: Request, buffer: Any, peer: int, tag: int, then: Then | None = None) -> None:
-        self._start(comm.Ssend_init, _Part(request, False, buffer.nbytes, then), buffer, peer, tag)
+        call = comm.Send_init if then is None else comm.Ssend_init
+        self._start(call, _Part(request, False, buffer.nbytes, then), buffer, peer, tag)
 
     def receive(self, comm: Any, request: Request, buffer: Any, peer: int, tag: int, then: Then | None = None) -> None:
         self._start(comm.Recv_init, _Part(request, True, buffer.nbytes, then), buffer, peer, tag)
