@@ -40,11 +40,14 @@ def stopped(running: Running) -> int:
 
 def equal_to_the_straight_run(job: LongRun, last: int) -> bool:
     """Resume ``run`` up to step ``last``, and run as far without a stop: the same bits?"""
-    for name, more in (("run", ["--resume"]), ("straight", [])):
-        result = job.finish(job.directory / name, last, *more)
-        assert result.returncode == ExitCode.DONE, result.stdout + result.stderr
-    files = (job.directory / name / "checkpoints" / f"step-{last:08d}.h5" for name in ("run", "straight"))
-    ours, theirs = map(tensors, files)
+    common = {"job": job.file, "plan": job.plan, "set": [f"train.steps={last}"]}
+    common["profile"] = job.directory / "run" / "profile.toml"
+    runs = {name: job.directory / name for name in ("run", "straight")}
+    entries = {name: {**common, "run_dir": run} for name, run in runs.items()}
+    entries["run"]["resume"] = "latest"
+    outcomes = job.run_entries(job.ranks, entries)
+    assert all(outcome.codes == (0,) * job.ranks for outcome in outcomes.values()), outcomes
+    ours, theirs = (tensors(run / "checkpoints" / f"step-{last:08d}.h5") for run in runs.values())
     assert ours.keys() == theirs.keys()
     return all(np.array_equal(array, theirs[key]) for key, array in ours.items())
 
