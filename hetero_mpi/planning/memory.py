@@ -262,8 +262,16 @@ def _elsewhere(plan: Plan, profile: ClusterProfile, stage: StagePlan) -> int:
     """Bytes of masters and moments of a stage that other ranks own, where they would be in its device's memory."""
     if len(plan.pipelines) == 1:
         return 0
-    model = profile.model
-    foreign = stage_trainable(model, stage.first, stage.last) - owned_parameters(plan, model)[stage.ranks[0]]
+    owned = owned_parameters(plan, profile.model)[stage.ranks[0]]
+    foreign = stage_trainable(profile.model, stage.first, stage.last) - owned
+    return math.floor(foreign * _owned_bytes(profile, stage))
+
+
+def elsewhere_bytes(profile: ClusterProfile, stage: StagePlan, pipelines: int) -> int:
+    """The same where as many pipelines own as much each. (Adapters' state is too small to matter.)"""
+    if pipelines == 1 or not profile.model.trained_whole:
+        return 0
+    foreign = stage_trainable(profile.model, stage.first, stage.last) * (1 - 1 / pipelines)
     return math.floor(foreign * _owned_bytes(profile, stage))
 
 
@@ -272,7 +280,7 @@ def _owned_bytes(profile: ClusterProfile, stage: StagePlan) -> float:
     model, device = profile.model, profile.devices[stage.ranks[0]]
     if stage.streamed and model.trained_whole and not device.shares_host_memory:
         return 0.0
-    return max(0.0, model.state_bytes_per_trainable_parameter - GRADIENT_BYTES)
+    return model.owned_bytes_per_trainable_parameter
 
 
 def with_state_weights(plan: Plan, profile: ClusterProfile, reserve: float) -> Plan:
@@ -293,8 +301,13 @@ def with_state_weights(plan: Plan, profile: ClusterProfile, reserve: float) -> P
     found = replace(plan, pipelines=tuple(replace(p, stages=tuple(map(weighted, p.stages))) for p in plan.pipelines))
     if len(set(found.state_weights.values())) == 1:
         return plan
-    fits = all(memory.peak_bytes <= memory.usable_bytes for memory in predict_memory(found, profile, reserve))
-    return found if fits and hosts_suffice(found, profile, reserve) else plan
+    return found if memory_suffices(found, profile, reserve) else plan
+
+
+def memory_suffices(plan: Plan, profile: ClusterProfile, reserve: float) -> bool:
+    """Does every rank and every host hold what the plan asks of its memory?"""
+    ranks = predict_memory(plan, profile, reserve)
+    return all(one.peak_bytes <= one.usable_bytes for one in ranks) and hosts_suffice(plan, profile, reserve)
 
 
 def predict_hosts(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[HostMemory, ...]:

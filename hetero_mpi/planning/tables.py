@@ -157,9 +157,19 @@ def alike_stages(model: ModelCost) -> dict[tuple[int, int], Hashable]:
     return keys
 
 
+def stage_bytes(model: ModelCost, tokens: int, recompute: bool, pipelines: int = 1) -> tuple[Table, Table]:
+    """(bytes whatever the depth, bytes of every micro-batch in flight): ``stage_memory`` of every stage, where as many pipelines
+    own as much each of the state. (That of adapters is too small to matter.)"""
+    fixed, each = _stage_bytes(model, tokens, recompute)
+    if pipelines == 1 or not model.trained_whole:
+        return fixed, each
+    trained = np.cumsum([0.0, *(layer.trainable_parameters for layer in model.layers)])
+    elsewhere = model.owned_bytes_per_trainable_parameter * (1 - 1 / pipelines)
+    return fixed - elsewhere * (trained[None, :] - trained[:, None]), each
+
+
 @lru_cache(maxsize=64)
-def stage_bytes(model: ModelCost, tokens: int, recompute: bool) -> tuple[Table, Table]:
-    """(bytes whatever the depth, bytes of every micro-batch in flight): ``stage_memory`` of every stage."""
+def _stage_bytes(model: ModelCost, tokens: int, recompute: bool) -> tuple[Table, Table]:
     layers = len(model.layers)
     fixed = np.full((layers + 1, layers + 1), np.inf)
     per_micro_batch = np.zeros_like(fixed)

@@ -6,9 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from hetero_mpi.planning.memory import predict_memory, stage_trainable, with_state_weights
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning.decision.decide import decide, fits
+from hetero_mpi.planning.decision.planner import make_plan
+from hetero_mpi.planning.memory import (
+    memory_suffices,
+    predict_memory,
+    stage_memory,
+    stage_trainable,
+    with_state_weights,
+)
 from hetero_mpi.planning.owners import owned_parameters, owners
+from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.request import PlanRequest
 from tests.support.planning_samples import SEQUENCE, make_model, make_profile
 
 BLOCKS = 6
@@ -74,3 +85,47 @@ def test_weights_follow_the_memory_that_a_plan_leaves_free() -> None:
     peaks = [memory.peak_bytes for memory in predict_memory(found, profile)]
     assert peaks == [without + 12 * shares[0], without + 12 * shares[1]]
     assert with_state_weights(plan, profile, 0.0) == plan, "like ranks own alike"
+
+
+@pytest.mark.parametrize(
+    "blocks, more",
+    [(1, (0, 0)), (2, (0, 0, 0)), (1, (12_500, -7_500)), (2, (10_000, -10_000, 0))],
+    ids=["two", "three", "two unlike", "three unlike"],
+)
+def test_a_plan_is_found_whose_ranks_have_no_room_for_all_the_state(blocks: int, more: tuple[int, ...]) -> None:
+    """Every rank by itself, as suits unlike layers best, with memory for its part of the state; ``more``: or more of it, or less."""
+    model = replace(make_model(blocks), state_bytes_per_trainable_parameter=16.0)
+    count, layers = len(more), blocks + 2
+    pipelines = tuple(PipelinePlan((StagePlan((rank,), 0, layers, 0),), 1, 4) for rank in range(count))
+    plan = Plan(pipelines, 4 * count, SEQUENCE, layers)
+    profile = make_profile([1.0] * count, model)
+    each = max(memory.peak_bytes for memory in predict_memory(plan, profile))
+    assert all(each + one < stage_memory(model, 0, layers, SEQUENCE, 1).total for one in more)
+    devices = (replace(d, memory_bytes=each + one) for d, one in zip(profile.devices, more, strict=True))
+    profile = replace(profile, devices=tuple(devices))
+    request = PlanRequest(4 * count, SEQUENCE, (1,), max_pipelines=count, memory_reserve=0.0)
+    found = make_plan(profile, request)
+    assert len(found.plan.pipelines) == count and found.predicted_step_s == simulate(plan, profile).step_s
+    assert memory_suffices(found.plan, profile, 0.0)
+    assert (len(set(found.plan.state_weights.values())) > 1) == any(more)
+    one = decide(profile, replace(request, max_pipelines=1))
+    assert one is not None and found.predicted_step_s < 0.9 * one.step_s
+    less = replace(profile, devices=tuple(replace(d, memory_bytes=d.memory_bytes - 5_000) for d in profile.devices))
+    without = decide(less, request)
+    assert without is None or len(without.plan.pipelines) < count
+
+
+def test_a_layer_too_large_for_one_rank_with_its_state_is_held_by_two() -> None:
+    """One block of 10,000 parameters, 160 kB with all its state: in one pipeline it fits nowhere."""
+    model = replace(make_model(1), state_bytes_per_trainable_parameter=16.0)
+    embedding, block, head = model.layers
+    large = replace(block, parameters=10_000, trainable_parameters=10_000, parameter_bytes=40_000)
+    model = replace(model, layers=(embedding, large, head))
+    profile = make_profile([1.0] * 2, model, memory_bytes=185_000)
+    request = PlanRequest(2, SEQUENCE, (1,), max_pipelines=2, memory_reserve=0.0)
+    assert fits(profile, request) and not fits(profile, replace(request, max_pipelines=1))
+    found = make_plan(profile, request)
+    assert len(found.plan.pipelines) == 2 and memory_suffices(found.plan, profile, 0.0)
+    with pytest.raises(UserError, match=r"The one pipeline that comes closest has 2 stages"):
+        make_plan(profile, replace(request, max_pipelines=1))
+    assert not fits(make_profile([1.0] * 2, model, memory_bytes=165_000), request)

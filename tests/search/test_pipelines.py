@@ -237,13 +237,13 @@ def test_the_packing_bound_thinks_every_plan_possible(seed: int) -> None:
 
 @pytest.mark.parametrize("bytes_per_s", [4800.0, 960.0])
 def test_the_packing_bound_counts_sums_that_backward_cannot_hide(bytes_per_s: float) -> None:
-    """Two ranks with the whole model each: 13.8 s of computing, then the embedding's sum at least, and nothing for new values."""
+    """Two ranks with the whole model each: 13.8 s of computing, then the embedding's sum and new values at least."""
     profile = make_profile([1.0, 1.0], make_model(4), bytes_per_s=bytes_per_s)
     request = PlanRequest(2, SEQUENCE, (1,), max_pipelines=2, memory_reserve=0.0)
     pipelines = tuple(PipelinePlan((StagePlan((rank,), 0, 6, 0),), 1, 1) for rank in range(2))
     step_s = simulate(Plan(pipelines, 2, SEQUENCE, 6), profile).step_s
     bound_s = packing_bound_s(profile, request, 2 * step_s)
-    assert max(14.1, 0.75 * step_s) <= bound_s <= step_s * EQUAL
+    assert max(14.38, 0.95 * step_s) <= bound_s <= step_s * EQUAL
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -69,7 +69,7 @@ class Annealer:
         self.every = min(len(self.ranks), most)
         """So many ranks are at work where none may idle."""
         least = 0 if request.allow_idle or len(self.ranks) <= MANY else self.every
-        self.rounds = Rounds(self.costs, self._step_s, self.clock.step_s, least)
+        self.rounds = Rounds(self.costs, self._step_s, self.clock.step_s, self._owned_s, least)
         times = THOROUGH if request.thorough else 1
         self.budget = Budget(times * LOOKS, times * EFFORT / (NICS if shares_nics(profile) else 1))
         self._known: dict[Lines, float] = {}
@@ -87,7 +87,7 @@ class Annealer:
             numbers.setdefault(len(lines), []).append((lines, step_s))
         few, most = len(self.ranks) <= FEW, len(self.ranks) if len(self.ranks) <= MANY else 0
         for number in range(1, min(self.request.max_pipelines, self.request.global_batch, most) + 1):
-            teams = list(best_teams(self.rounds, number, few)) if few or number not in numbers else []
+            teams = list(best_teams(self.rounds.of(number), number, few)) if few or number not in numbers else []
             if teams:
                 numbers.setdefault(number, []).extend(teams)
         best = self._of_all(numbers)
@@ -110,7 +110,7 @@ class Annealer:
         for number in order:
             known_s = best[1] if many else max(best[1], whole[1])
             if begins[number] == math.inf or begins[number] <= known_s * MUCH_SLOWER:
-                other = self._annealed(numbers[number], known_s, self.rounds)
+                other = self._annealed(numbers[number], known_s, self.rounds.of(number))
                 best = other if other[1] < best[1] * (1 - ROUNDING) else best
                 if not many:
                     other = self._at_work(other, numbers[number], whole[1]) if used(other[0]) < self.every else other
@@ -121,7 +121,8 @@ class Annealer:
 
     def _at_work(self, found: Start, starts: Sequence[Start], known_s: float) -> Start:
         """A plan of as many pipelines in which no rank idles, from ``found``, in which some do."""
-        rounds, number = self.rounds.requiring(self.every), len(found[0])
+        number = len(found[0])
+        rounds = self.rounds.of(number).requiring(self.every)
         lines = rounds.filled(found[0])
         begun = [(lines, rounds.price(lines)), *(start for start in starts if used(start[0]) >= self.every)]
         if len(self.ranks) <= FEW:
@@ -130,14 +131,15 @@ class Annealer:
 
     def in_order(self, lines: Lines, limit_s: float) -> tuple[Plan, float] | None:
         """A plan of these ranks in this order, with other cuts and depths if need be, that takes no longer than ``limit_s``."""
-        starts = [(lines, self.rounds.price(lines))]
+        rounds = self.rounds.of(len(lines))
+        starts = [(lines, rounds.price(lines))]
         for depth in sorted(set(DEPTHS)):
-            cut = self.rounds.cut(lines, depth)
+            cut = rounds.cut(lines, depth)
             if cut is not None and used(cut[1]) == used(lines):
-                starts.append(self.rounds.fastest(self.rounds.deepened(cut[1])))
+                starts.append(rounds.fastest(rounds.deepened(cut[1])))
         best = min(starts, key=lambda one: one[1])
         if limit_s < best[1] < math.inf:
-            best = self.rounds.round(*best, NEAR, random.Random(0), self.budget.part(4), "cuts")
+            best = rounds.round(*best, NEAR, random.Random(0), self.budget.part(4), "cuts")
         if best[1] > limit_s:
             return None
         plan = self.fitter.fitted(self.plan(best[0]))
@@ -191,11 +193,16 @@ class Annealer:
 
     def plan(self, lines: Lines) -> Plan:
         """Recompute, and depth, as memory allows by the table of whole backwards."""
-        return self._plan([fitting for line in lines if (fitting := self.rounds.fitted(line)) is not None])
+        rounds = self.rounds.of(len(lines))
+        return self._plan([fitting for line in lines if (fitting := rounds.fitted(line)) is not None])
 
     def _plan(self, fittings: Sequence[Fitting]) -> Plan:
         pipelines = tuple(fitting.pipeline(self.ranks) for fitting in fittings)
         return Plan(pipelines, self.request.global_batch, self.request.sequence_length, self.layer_count)
+
+    def _owned_s(self, fittings: Sequence[Fitting]) -> float:
+        plan = self.fitter.fitted(self._plan(fittings))
+        return math.inf if plan is None else self.fitter.step_s(plan)
 
     def _step_s(self, fittings: Sequence[Fitting]) -> float:
         if self.is_plain and not any(fitting.line.is_split for fitting in fittings):

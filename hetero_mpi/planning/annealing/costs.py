@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Sequence
@@ -36,22 +37,35 @@ class Costs:
         self.step_per_parameter: list[float] = cluster.step_per_parameter_s.tolist()
         trainable = itertools.accumulate(float(layer.trainable_parameters) for layer in cluster.model.layers)
         self.trainable = [0.0, *trainable]
-        self.deepest = {again: self._deepest(again) for again in sorted(set(cluster.request.recompute_choices))}
+        self.deepest = self.unshared = self._deepest(1)
         """By whether forwards are repeated, [rank][first][layers - 1]: most micro-batches in flight; longer stages fit nowhere."""
 
-    def _deepest(self, recompute: bool) -> list[list[list[float]]]:
+    def of(self, pipelines: int) -> Costs:
+        """The same where so many pipelines share the state."""
+        deepest = self._deepest(pipelines) if self.cluster.model.trained_whole else self.deepest
+        if deepest == self.deepest:
+            return self
+        other = copy.copy(self)
+        other.deepest = deepest
+        return other
+
+    def _deepest(self, pipelines: int) -> dict[bool, list[list[list[float]]]]:
+        choices = sorted(set(self.cluster.request.recompute_choices))
+        return {again: self._rooms(again, pipelines) for again in choices}
+
+    def _rooms(self, recompute: bool, pipelines: int) -> list[list[list[float]]]:
         cluster, known = self.cluster, dict[tuple[float, float], list[list[float]]]()
-        stages = cluster.stages(float(cluster.usable.max()))
+        stages = cluster.stages(float(cluster.usable.max()), pipelines)
         rooms = list(zip(cluster.usable.tolist(), cluster.ratio.tolist(), strict=True))
         for room in rooms:
             if room not in known:
-                known[room] = stages.deepest(*room, recompute).tolist()
+                relief = max(0.0, float(cluster.usable.mean()) - room[0])
+                known[room] = stages.deepest(*room, recompute, relief).tolist()
         return [known[room] for room in rooms]
 
     def room(self, again: bool, rank: int, first: int, count: int) -> int:
         """Most micro-batches in flight of a stage that repeats its forwards, or does not."""
-        of = self.deepest[again][rank][first]
-        return max(0, int(of[count - 1])) if count <= len(of) else 0
+        return _room(self.deepest[again][rank][first], count)
 
     def fitted(self, line: Line) -> Fitting | None:
         """``line``, no deeper than memory allows, forwards repeated where it asks for that; None: it does not fit."""
@@ -79,6 +93,14 @@ class Costs:
             bound_s = cycle_bound_s(*seconds, [depth - 1 for depth in flying], line.micro_batches)
         step_s = max(self.step_s(line, place, math.inf) for place in range(len(line.ranks)))
         return Fitting(line, tuple(recompute), times, (bound_s + step_s) * (1 - ROUNDING))
+
+    def holds(self, fitting: Fitting) -> bool:
+        """Do its ranks have room for all the state of what they hold?"""
+        line = fitting.line
+        stages = zip(fitting.recompute, line.ranks, line.cuts, line.counts, line.flying, strict=False)
+        return self.deepest is self.unshared or all(
+            _room(self.unshared[again][rank][first], count) >= flying for again, rank, first, count, flying in stages
+        )
 
     def paced(self, line: Line, allowance: float, repeat: bool) -> Line:
         """``line`` so deep that gradients are back in time at the pace of its slowest stage or link, ``allowance`` periods
@@ -142,3 +164,7 @@ class Costs:
         rank, cuts = line.ranks[place], line.cuts
         trainable = self.trainable[cuts[place + 1]] - self.trainable[cuts[place]]
         return self.step_fixed[rank] + self.step_per_parameter[rank] * trainable / pipelines
+
+
+def _room(by_count: Sequence[float], count: int) -> int:
+    return max(0, int(by_count[count - 1])) if count <= len(by_count) else 0

@@ -24,6 +24,8 @@ SOONER, LEFT = 0.99, (1.0, 0.1)
 and at the end."""
 ALLOWANCES = (0.0, 0.1, 0.25, 0.5, 0.9, 1.5, 2.5)
 """For which depths are guessed: see ``Costs.paced``."""
+DEALT = 12
+"""How much longer an action takes to simulate where state is dealt to owners as well."""
 
 Step = Callable[[Sequence[Fitting]], float]
 Start = tuple[Lines, float]
@@ -43,10 +45,11 @@ class Budget:
 
 class Rounds:
     """Rounds of annealing over the pipelines that ``costs`` describe. ``step_s``: of pipelines that fit by themselves; infinite:
-    they do not fit together; ``quick_s``: nearly so. ``least``: so many ranks are in use, or more."""
+    they do not fit together; ``quick_s``: nearly so. ``owned_s``: the same of pipelines that fit only because they share the state,
+    with owners that have room for it. ``least``: so many ranks are in use, or more."""
 
-    def __init__(self, costs: dict[int, Costs], step_s: Step, quick_s: Step, least: int = 0) -> None:
-        self.costs, self.step_s, self.quick_s, self.least = costs, step_s, quick_s, least
+    def __init__(self, costs: dict[int, Costs], step_s: Step, quick_s: Step, owned_s: Step, least: int = 0) -> None:
+        self.costs, self.step_s, self.quick_s, self.owned_s, self.least = costs, step_s, quick_s, owned_s, least
         self.estimates = {size: Estimate(own) for size, own in costs.items()}
         first = next(iter(costs.values()))
         self.request, self.layer_count, self._splits = first.cluster.request, first.cluster.layer_count, first.splits
@@ -54,6 +57,16 @@ class Rounds:
         self.usable_bytes: list[float] = first.cluster.usable.tolist()
         self.fixed = self.request.schedule != "auto"
         self._known: dict[Line, Fitting | None] = {}
+        self._shared: dict[int, Rounds] = {1: self}
+
+    def of(self, pipelines: int) -> Rounds:
+        """The same for so many pipelines, which share the state."""
+        if pipelines not in self._shared:
+            costs = {size: own.of(pipelines) for size, own in self.costs.items()}
+            same = all(own is self.costs[size] for size, own in costs.items())
+            other = self if same else Rounds(costs, self.step_s, self.quick_s, self.owned_s, self.least)
+            self._shared[pipelines] = other
+        return self._shared[pipelines]
 
     def requiring(self, least: int) -> Rounds:
         """The same, with so many ranks in use or more."""
@@ -89,12 +102,16 @@ class Rounds:
             if used(changed) < self.least:
                 now = changed
                 continue
-            left -= sum(2 * len(line.ranks) * line.micro_batches for line in changed)
+            actions = sum(2 * len(line.ranks) * line.micro_batches for line in changed)
+            left -= actions
             found_s = self.step_s(fittings)
             if found_s <= limit_s:
                 now, now_s = tuple(fitting.line for fitting in fittings), found_s
-                if now_s < best_s:
-                    best, best_s = now, now_s
+                if now_s < best_s and not self.holds(fittings):
+                    left -= DEALT * actions
+                    found_s = self.owned_s(fittings)
+                if found_s < best_s:
+                    best, best_s = now, found_s
         return best, best_s
 
     def descended(self, lines: Lines, step_s: float, looks: int) -> Start:
@@ -108,10 +125,16 @@ class Rounds:
                 if fittings is None:
                     continue
                 found_s = self.step_s(fittings)
+                if found_s < step_s * (1 - ROUNDING) and not self.holds(fittings):
+                    found_s = self.owned_s(fittings)
                 if found_s < step_s * (1 - ROUNDING):
                     lines, step_s, improved = tuple(fitting.line for fitting in fittings), found_s, True
                     break
         return lines, step_s
+
+    def holds(self, fittings: Sequence[Fitting]) -> bool:
+        """Does every rank have room for all the state of what it holds?"""
+        return all(self.costs[fitting.line.micro_batch].holds(fitting) for fitting in fittings)
 
     def may_split(self, lines: Lines) -> bool:
         """Whether backward in two parts is a choice, and there is more than one stage for it."""
@@ -155,7 +178,9 @@ class Rounds:
     def price(self, lines: Lines) -> float:
         """Step time; infinite: they do not fit."""
         fittings = self.within(math.inf, lines)
-        return math.inf if fittings is None or used(lines) < self.least else self.step_s(fittings)
+        if fittings is None or used(lines) < self.least:
+            return math.inf
+        return self.step_s(fittings) if self.holds(fittings) else self.owned_s(fittings)
 
     def deepened(self, lines: Lines) -> list[Start]:
         """``lines`` with several depths, by their ``quick_s``, the best first; those that fit pipeline by pipeline."""

@@ -118,9 +118,10 @@ def fits(profile: ClusterProfile, request: PlanRequest) -> bool:
     """Is there a plan? Quicker to answer than which."""
     if not any(profile.model.dtype in device.dtypes for device in profile.devices):
         return False
-    smallest = (min(request.micro_batch_choices),)
-    request = replace(request, max_pipelines=1, micro_batch_choices=smallest)  # whatever fits, fits so
-    return any(closest(divided, request).shortage_bytes <= 0 for divided in with_hosts_divided(profile))
+    request = replace(request, micro_batch_choices=(min(request.micro_batch_choices),))  # whatever fits, fits so
+    if any(closest(divided, request).shortage_bytes <= 0 for divided in with_hosts_divided(profile)):
+        return True  # as one pipeline; several take less where they share what is trained, and a layer is large
+    return profile.model.trained_whole and request.max_pipelines > 1 and any(_starts(profile, request))
 
 
 def _starts(profile: ClusterProfile, request: PlanRequest) -> Iterator[tuple[Plan, float]]:

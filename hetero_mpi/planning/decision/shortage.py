@@ -23,7 +23,7 @@ def explain_shortage(profile: ClusterProfile, request: PlanRequest) -> str:
     lines = [
         "the model does not fit in memory on these ranks "
         f"(sequences of {request.sequence_length} tokens, {profile.model.dtype}). "
-        f"The split that comes closest has {count} stage{'s' if count > 1 else ''} "
+        f"The one pipeline that comes closest has {count} stage{'s' if count > 1 else ''} "
         f"and micro-batches of {found.micro_batch}:"
     ]
     short = _short_ranks(found, divided, request)

@@ -42,6 +42,8 @@ class RankClass:
     """Least seconds of a stage's own per micro-batch, forward and backward."""
     hides_s: tuple[tuple[float, ...], tuple[float, ...]]
     """Most seconds of the backward of a block, the embedding and the head, without and with a repeated forward."""
+    forward_s: tuple[float, ...]
+    """Most seconds of the forward of the same, of one micro-batch."""
     ahead: float
     """Least share of forwards in forwards and backwards."""
     usable: float
@@ -56,7 +58,7 @@ class RankClass:
     ranks: list[int]
 
 
-MORE_IS_BETTER = ("hides_s", "usable")
+MORE_IS_BETTER = ("hides_s", "forward_s", "usable")
 
 
 def joined(a: RankClass, b: RankClass) -> RankClass:
@@ -220,6 +222,9 @@ class Facts:
             refill_s=least(blocks, repeated_s),
             overhead_s=device.forward_overhead_s + device.backward_overhead_s,
             hides_s=self._hides_s(parts),
+            forward_s=tuple(
+                max((forward(t, n * tokens) for t in part for n in self.sizes), default=0.0) for part in parts
+            ),
             ahead=min(ahead(t, n * tokens) for t in layers for n in self.sizes),
             usable=usable,
             fixed_s=device.optimizer_fixed_s,

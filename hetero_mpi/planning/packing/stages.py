@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hetero_mpi.planning.packing.relaxed import Facts
 from hetero_mpi.planning.several.cluster import Floats
 from hetero_mpi.planning.tables import Table, stage_bytes
-from hetero_mpi.planning.types.cost import GRADIENT_BYTES, ModelCost
+from hetero_mpi.planning.types.cost import DTYPE_BYTES, GRADIENT_BYTES, ModelCost
 
 ENDS = tuple(itertools.product((False, True), repeat=2))
 """Does a stage begin with the embedding? Does it end with the head?"""
@@ -126,6 +126,11 @@ class StageTables:
             return blocks * each[0] + float(first) * each[1] + float(last) * each[2]
 
         overhead_s = one.overhead_s / max(facts.choices)
+        # The next forward waits for new values of its layers.
+        values_s = total(sums) * DTYPE_BYTES[facts.model.dtype] / GRADIENT_BYTES
+        forward_s = total(one.forward_s) + one.overhead_s
+        share = 1 / np.maximum(1, blocks + first + last)
+        late_s = np.maximum(values_s * share, values_s - forward_s * (1 - share))
         for recompute in sorted(set(facts.request.recompute_choices)):
             again = blocks * one.repeated_s if recompute else np.zeros_like(blocks)
             own = (blocks * one.refill_s if recompute else 0.0) + one.overhead_s
@@ -133,7 +138,9 @@ class StageTables:
                 work_s=total(one.work_s) + again + overhead_s,
                 trip_s=total(one.trip_s) + again + overhead_s,
                 fill_s=total(one.fill_s) + own,
-                optimizer_s=one.fixed_s + (0.0 if several else one.per_parameter_s) * self._trained[first, last],
+                optimizer_s=one.fixed_s
+                + (0.0 if several else one.per_parameter_s) * self._trained[first, last]
+                + late_s,
                 tail_s=_tail_s(sums, total(sums), blocks, ends, one.hides_s[recompute]),
                 kept=self._kept(one.usable, several, first, last, recompute),
             )

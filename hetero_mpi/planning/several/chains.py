@@ -88,7 +88,7 @@ class Chains:
     def __init__(self, columns: Columns, micro_batches: int) -> None:
         self.columns, self.micro_batches = columns, micro_batches
         self.layer_count = columns.cluster.layer_count
-        self.stages = columns.cluster.stages(float(columns.usable.max()))
+        self.stages = columns.cluster.stages(float(columns.usable.max()), columns.pipelines)
         self.message = np.append(0.0, columns.cluster.message_bytes)
         self.known: dict[int, _Held] = {}
 
@@ -97,7 +97,7 @@ class Chains:
             columns, stages = self.columns, self.stages
             backward = stages.over(columns.backward_s[column]) + columns.overhead_s[column, 1]
             sums = columns.sum_s[column]
-            room = float(columns.usable[column]), float(columns.ratio[column])
+            room, relief = (float(columns.usable[column]), float(columns.ratio[column])), float(columns.relief[column])
             forward = stages.over(columns.forward_s[column]) + columns.overhead_s[column, 0]
             values = stages.over(columns.value_s[column])
             late = np.maximum(values / stages.count, values - forward * (stages.count - 1) / stages.count)
@@ -107,8 +107,8 @@ class Chains:
                 stages.over(columns.repeated_s[column]),
                 np.maximum(sums[stages.first], stages.over(sums) - backward + backward / stages.count),
                 columns.step_fixed_s[column] + columns.step_per_parameter_s[column] * stages.trainable + late,
-                stages.deepest(*room, False),
-                stages.deepest(*room, True),
+                stages.deepest(*room, False, relief),
+                stages.deepest(*room, True, relief),
             )
         return self.known[column]
 

@@ -52,7 +52,7 @@ class ClusterArrays:
             [float(rank_usable_bytes(profile, device.rank, request.memory_reserve)) for device in self.devices]
         )
         self.ratio: Floats = np.array([device.activation_ratio for device in self.devices])
-        self._stages: dict[int, Stages] = {}
+        self._stages: dict[tuple[int, int], Stages] = {}
         self._tabulate()
         self._linked: tuple[Indices, Floats, Floats] = self._links() if like is None else like._linked
         self.place, self.latency_s, self.per_byte_s = self._linked
@@ -137,16 +137,17 @@ class ClusterArrays:
     def memory_level(self) -> Floats:
         return levels(self.usable)
 
-    def stages(self, room_bytes: float) -> Stages:
-        """Tables of all stages that fit into ``room_bytes``."""
+    def stages(self, room_bytes: float, pipelines: int) -> Stages:
+        """Tables of all stages that fit into ``room_bytes``, where so many pipelines share the state."""
         longest = 1
         for recompute in set(self.request.recompute_choices):
-            fixed, each = stage_bytes(self.model, self.tokens, recompute)
+            fixed, each = stage_bytes(self.model, self.tokens, recompute, pipelines)
             fits = np.argwhere(fixed + each <= room_bytes)
             longest = max([longest, *(fits[:, 1] - fits[:, 0]).tolist()])
-        if longest not in self._stages:
-            self._stages[longest] = Stages(self, longest)
-        return self._stages[longest]
+        key = longest, pipelines if self.model.trained_whole else 1
+        if key not in self._stages:
+            self._stages[key] = Stages(self, *key)
+        return self._stages[key]
 
     def exchange_s(self, members: Sequence[int], size_bytes: Floats) -> Floats:
         """``durations.exchange_s`` for several sizes at once."""
@@ -172,7 +173,7 @@ class ClusterArrays:
 class Stages:
     """What holding layers [first, last) costs, tabulated [first, last - first - 1] up to ``longest`` layers."""
 
-    def __init__(self, cluster: ClusterArrays, longest: int) -> None:
+    def __init__(self, cluster: ClusterArrays, longest: int, pipelines: int) -> None:
         model, layers = cluster.model, cluster.layer_count
         self.longest = min(longest, layers)
         first = np.arange(layers + 1)[:, None]
@@ -182,26 +183,29 @@ class Stages:
         self.count = np.maximum(1, self.last - first)
         self.bytes = {
             (ratio, recompute): tuple(
-                table[first, self.last] for table in stage_bytes(model.keeping(ratio), cluster.tokens, recompute)
+                table[first, self.last]
+                for table in stage_bytes(model.keeping(ratio), cluster.tokens, recompute, pipelines)
             )
             for ratio in set(cluster.ratio.tolist())
             for recompute in set(cluster.request.recompute_choices)
         }
         self.trainable = self.over(np.array([float(layer.trainable_parameters) for layer in model.layers]))
+        shared = pipelines > 1 and model.trained_whole
+        self.owned = self.trainable * (model.owned_bytes_per_trainable_parameter / pipelines if shared else 0.0)
 
     def over(self, seconds: Floats) -> Floats:
         """Sums of ``seconds`` [I] over every stage."""
         total = np.concatenate([[0.0], np.cumsum(seconds)])
         return np.asarray(total[self.last] - total[np.arange(len(self.last))[:, None]])
 
-    def deepest(self, usable: float, ratio: float, recompute: bool) -> Floats:
+    def deepest(self, usable: float, ratio: float, recompute: bool, relief: float = 0.0) -> Floats:
         """Most micro-batches in flight with which every stage fits on a device that keeps ``ratio`` times the model's activation
-        bytes; negative: it does not at all."""
+        bytes; negative: it does not at all. ``relief``: bytes of the device's part of the state that others have room for."""
         if (ratio, recompute) not in self.bytes:
             return np.full(self.last.shape, -1.0)
         fixed, each = self.bytes[ratio, recompute]
         with np.errstate(invalid="ignore"):
-            most = np.floor((usable - fixed) / np.maximum(each, 1e-9))
+            most = np.floor((usable + np.minimum(relief, self.owned) - fixed) / np.maximum(each, 1e-9))
         return np.where(self.inside, most, -1.0)
 
 

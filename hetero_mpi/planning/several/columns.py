@@ -100,6 +100,7 @@ class Columns:
         self.repeated_s = slowest(cluster.repeated_s)
         self.overhead_s = slowest(cluster.overhead_s)
         self.usable: Floats = cluster.usable[self.table].min(axis=1)
+        self.relief: Floats = cluster.usable[self.table].mean(axis=1) - self.usable
         self.ratio: Floats = cluster.ratio[self.table].max(axis=1)
         self.step_fixed_s: Floats = cluster.step_fixed_s[self.table].max(axis=1)
         self.step_per_parameter_s: Floats = cluster.step_per_parameter_s[self.table].max(axis=1) / self.pipelines

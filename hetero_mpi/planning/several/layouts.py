@@ -140,12 +140,16 @@ def _dealt(found: _Found) -> tuple[float, Plan]:
 
 def _numbers(cluster: ClusterArrays) -> list[int]:
     """Numbers of pipelines to look at: as many as there may be and as memory holds."""
-    request = cluster.request
-    fixed = min(
-        float(stage_bytes(cluster.model, cluster.tokens, choice)[0][0, -1]) for choice in request.recompute_choices
-    )
+    request, room = cluster.request, float(cluster.usable.sum())
     shares = request.global_batch // cluster.micro_batch  # of one micro-batch at least
-    most = min(request.max_pipelines, len(cluster.devices), shares, int(cluster.usable.sum() / max(fixed, 1.0)))
+
+    def held(number: int) -> bool:
+        tables = (stage_bytes(cluster.model, cluster.tokens, way, number) for way in request.recompute_choices)
+        return number * min(float(fixed[0, -1]) for fixed, _ in tables) <= room
+
+    most = min(request.max_pipelines, len(cluster.devices), shares)
+    while most and not held(most):
+        most -= 1
     every, ratio = (EVERY, RATIO) if len(cluster.devices) <= FEW else COARSE
     numbers, number = [], 1.0
     while number <= most:

@@ -68,6 +68,11 @@ class ModelCost:
         """Are layers trained themselves, rather than adapters over them?"""
         return any(2 * layer.trainable_parameters > layer.parameters for layer in self.layers)
 
+    @property
+    def owned_bytes_per_trainable_parameter(self) -> float:
+        """Optimizer moments and master weight, which one of the ranks that hold a parameter keeps."""
+        return max(0.0, self.state_bytes_per_trainable_parameter - GRADIENT_BYTES)
+
     def streamed_bytes(self, index: int) -> int:
         """Bytes of a layer's parameters that come to the device where it is streamed: all, or what is frozen beside adapters."""
         layer = self.layers[index]
