@@ -267,7 +267,7 @@ def _elsewhere(plan: Plan, profile: ClusterProfile, stage: StagePlan) -> int:
     return math.floor(foreign * _owned_bytes(profile, stage))
 
 
-def elsewhere_bytes(profile: ClusterProfile, stage: StagePlan, pipelines: int) -> int:
+def elsewhere_bytes(profile: ClusterProfile, stage: StagePlan, pipelines: float) -> int:
     """The same where as many pipelines own as much each. (Adapters' state is too small to matter.)"""
     if pipelines == 1 or not profile.model.trained_whole:
         return 0

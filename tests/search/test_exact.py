@@ -19,7 +19,14 @@ from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.durations import duration, finished_layers_s, sum_s, tied_s
-from hetero_mpi.planning.memory import predict_hosts, predict_memory, usable_bytes
+from hetero_mpi.planning.memory import (
+    elsewhere_bytes,
+    memory_suffices,
+    predict_hosts,
+    predict_memory,
+    usable_bytes,
+    with_state_weights,
+)
 from hetero_mpi.planning.schedule import Action, Op, held_by, reduced_layers, stages, tied_heads
 from hetero_mpi.planning.simulator import simulate, spans_s
 from hetero_mpi.planning.tables import rank_classes
@@ -202,15 +209,15 @@ class Prices:
             busy.append(pipeline.micro_batches * sum(self.seconds(op, pipeline, s) for op in ops))
         return max(busy)
 
-    def fit(self, pipeline: PipelinePlan) -> bool:
-        """Does every stage fit on its device?"""
+    def fit(self, pipeline: PipelinePlan, pipelines: float) -> bool:
+        """Does every stage fit on its device, where as many pipelines own as much each of the state?"""
         for s, stage in enumerate(pipeline.stages):
             lists = (pipeline.split_backward, s == 0, pipeline.micro_batches, pipeline.stages[0].warm_up, stage.warm_up)
             key = (stage.first, stage.last, stage.recompute, pipeline.micro_batch, lists)
             if key not in self.known:
                 memory = predict_memory(self.plan(pipeline), self.profile)
                 self.known[key] = next(m.peak_bytes for m in memory if m.rank == stage.ranks[0])
-            if self.known[key] > usable_bytes(
+            if self.known[key] - elsewhere_bytes(self.profile, stage, pipelines) > usable_bytes(
                 self.profile.devices[stage.ranks[0]].memory_bytes, self.request.memory_reserve
             ):
                 return False
@@ -289,7 +296,8 @@ def brute_force_s(profile: ClusterProfile, request: PlanRequest) -> float:
             for order, share in zip(team, shares, strict=True):
                 if (order, share) not in known:
                     possible = pipelines(profile, request, order, share)
-                    promising = (one for one in possible if prices.fit(one) and prices.busiest_s(one) < best)
+                    least = 1 if len(team) == 1 else math.inf  # others may own all that it trains
+                    promising = (one for one in possible if prices.fit(one, least) and prices.busiest_s(one) < best)
                     fitting = [timed(one, prices) for one in promising]
                     known[order, share] = sorted(fitting, key=lambda one: one.end_s)
             own = [known[order, share] for order, share in zip(team, shares, strict=True)]
@@ -300,14 +308,17 @@ def brute_force_s(profile: ClusterProfile, request: PlanRequest) -> float:
                     continue
                 plan = Plan(tuple(p.pipeline for p in parts), request.global_batch, request.sequence_length, layers)
                 alone = [predict_hosts(prices.plan(p.pipeline), profile, request.memory_reserve) for p in parts]
-                peaks: Counter[str] = (
-                    Counter()
-                )  # as the search counts: all of the state on every rank that holds a layer
+                peaks: Counter[str] = Counter()
                 for host in itertools.chain(*alone):
                     peaks[host.host] += host.peak_bytes
-                if any(peaks[host.host] > host.usable_bytes for host in itertools.chain(*alone)):
+                if all(prices.fit(part.pipeline, 1) for part in parts) and all(
+                    peaks[host.host] <= host.usable_bytes for host in itertools.chain(*alone)
+                ):
+                    best = min(best, simulate(plan, profile).step_s if nics else together_s(list(parts), plan, profile))
                     continue
-                best = min(best, simulate(plan, profile).step_s if nics else together_s(list(parts), plan, profile))
+                plan = with_state_weights(plan, profile, request.memory_reserve)
+                if memory_suffices(plan, profile, request.memory_reserve):
+                    best = min(best, simulate(plan, profile).step_s)
     return best
 
 

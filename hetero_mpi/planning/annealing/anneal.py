@@ -73,6 +73,7 @@ class Annealer:
         times = THOROUGH if request.thorough else 1
         self.budget = Budget(times * LOOKS, times * EFFORT / (NICS if shares_nics(profile) else 1))
         self._known: dict[Lines, float] = {}
+        self._too_large: set[tuple[object, ...]] = set()
         self.orders = times * min(ORDERS, PER_PAIR * len(self.ranks) ** 2)
 
     def best(self, starts: Sequence[tuple[Plan, float]]) -> tuple[Plan, float] | None:
@@ -201,7 +202,10 @@ class Annealer:
         return Plan(pipelines, self.request.global_batch, self.request.sequence_length, self.layer_count)
 
     def _owned_s(self, fittings: Sequence[Fitting]) -> float:
-        plan = self.fitter.fitted(self._plan(fittings))
+        held = tuple((line.ranks, line.counts, line.micro_batch) for line in (one.line for one in fittings))
+        plan = None if held in self._too_large else self.fitter.fitted(self._plan(fittings))
+        if plan is None:
+            self._too_large.add(held)  # at other depths, too: ``fitted`` has tried the least
         return math.inf if plan is None else self.fitter.step_s(plan)
 
     def _step_s(self, fittings: Sequence[Fitting]) -> float:
