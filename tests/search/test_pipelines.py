@@ -168,7 +168,7 @@ def test_links_by_hosts_are_kept_in_files_and_checked(tmp_path: Path) -> None:
 
 def test_sums_stay_in_hosts_when_the_network_is_slow() -> None:
     """Two hosts of two: one pipeline per host would sum all gradients over the slow link."""
-    profile = on_hosts("aabb", {"a": 1.0, "b": 1.0}, memory_bytes=70_000)
+    profile = on_hosts("aabb", {"a": 1.0, "b": 1.0}, memory_bytes=60_000)
     slow = tuple(link if link.same_host else replace(link, bytes_per_s=2e3) for link in profile.links)
     profile = replace(profile, links=slow)
     plan = several(profile, PlanRequest(64, SEQUENCE, (1,), max_pipelines=4))
