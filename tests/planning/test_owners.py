@@ -93,7 +93,7 @@ def test_weights_follow_the_memory_that_a_plan_leaves_free() -> None:
     ids=["two", "three", "two unlike", "three unlike"],
 )
 def test_a_plan_is_found_whose_ranks_have_no_room_for_all_the_state(blocks: int, more: tuple[int, ...]) -> None:
-    """Every rank by itself, as suits unlike layers best, with memory for its part of the state; ``more``: or more of it, or less."""
+    """Every rank by itself, as suits unlike layers best, with memory for its part of the state, or ``more``."""
     model = replace(make_model(blocks), state_bytes_per_trainable_parameter=16.0)
     count, layers = len(more), blocks + 2
     pipelines = tuple(PipelinePlan((StagePlan((rank,), 0, layers, 0),), 1, 4) for rank in range(count))

@@ -9,8 +9,8 @@ import pytest
 from hetero_mpi.planning.annealing import anneal
 from hetero_mpi.planning.annealing.anneal import Annealer
 from hetero_mpi.planning.annealing.changes import Changes
+from hetero_mpi.planning.annealing.partitions import dealt, likely, partitions
 from hetero_mpi.planning.annealing.rounds import Budget
-from hetero_mpi.planning.annealing.teams import dealt, likely, teams
 from hetero_mpi.planning.cycles import cycle_bound_s
 from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.memory import predict_hosts, predict_memory
@@ -189,9 +189,9 @@ def test_a_number_of_pipelines_that_no_start_has_is_begun_with() -> None:
 
 def test_teams_are_all_ways_of_putting_ranks_into_pipelines() -> None:
     """Lah's numbers of every subset: 64, 66, 16 and 1 for four ranks; with two stages at most, pairs and ranks alone."""
-    assert [len(set(teams(4, number, 4))) for number in (1, 2, 3, 4)] == [64, 66, 16, 1]
-    assert sorted(teams(2, 1, 2)) == [((0,),), ((0, 1),), ((1,),), ((1, 0),)]
-    assert max(len(line) for team in teams(5, 2, 2) for line in team) == 2
+    assert [len(set(partitions(4, number, 4))) for number in (1, 2, 3, 4)] == [64, 66, 16, 1]
+    assert sorted(partitions(2, 1, 2)) == [((0,),), ((0, 1),), ((1,),), ((1, 0),)]
+    assert max(len(line) for partition in partitions(5, 2, 2) for line in partition) == 2
     assert dealt([1.0, 1.0, 4.0], 8) == [1, 1, 6] and dealt([5.0, 0.1], 3) == [2, 1]
 
 

@@ -268,7 +268,7 @@ def together_s(parts: list[Timed], plan: Plan, profile: ClusterProfile) -> float
     return max(*ends.values(), *free.values()) + max(duration(step, plan, profile) for step in steps)
 
 
-def teams(profile: ClusterProfile, request: PlanRequest) -> Iterator[tuple[tuple[int, ...], ...]]:
+def partitions(profile: ClusterProfile, request: PlanRequest) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Orders of ranks, each for a pipeline; rings of three in both senses."""
     ranks = [device.rank for device in profile.devices if profile.model.dtype in device.dtypes]
     layers = len(profile.model.layers)
@@ -278,11 +278,11 @@ def teams(profile: ClusterProfile, request: PlanRequest) -> Iterator[tuple[tuple
         for chosen in itertools.permutations(ranks, used):
             for ends in itertools.product((False, True), repeat=used - 1):
                 marks = [0, *(i + 1 for i, end in enumerate(ends) if end), used]
-                team = tuple(chosen[a:b] for a, b in itertools.pairwise(marks))
-                longest = max(map(len, team))
-                small_enough = len(team) <= min(request.max_pipelines, request.global_batch) and longest <= layers
-                if small_enough and team[0] == min(team):  # the ring turned round is the same
-                    yield team
+                partition = tuple(chosen[a:b] for a, b in itertools.pairwise(marks))
+                longest = max(map(len, partition))
+                small_enough = len(partition) <= min(request.max_pipelines, request.global_batch) and longest <= layers
+                if small_enough and partition[0] == min(partition):  # the ring turned round is the same
+                    yield partition
 
 
 def brute_force_s(profile: ClusterProfile, request: PlanRequest) -> float:
@@ -290,17 +290,17 @@ def brute_force_s(profile: ClusterProfile, request: PlanRequest) -> float:
     layers, best = len(profile.model.layers), math.inf
     nics = any(host.shared_nic for host in profile.hosts)
     prices, known = Prices(profile, request), {}  # type: tuple[Prices, dict[tuple[tuple[int, ...], int], list[Timed]]]
-    for team in teams(profile, request):
-        for inner in itertools.combinations(range(1, request.global_batch), len(team) - 1):
+    for partition in partitions(profile, request):
+        for inner in itertools.combinations(range(1, request.global_batch), len(partition) - 1):
             shares = [b - a for a, b in itertools.pairwise((0, *inner, request.global_batch))]
-            for order, share in zip(team, shares, strict=True):
+            for order, share in zip(partition, shares, strict=True):
                 if (order, share) not in known:
                     possible = pipelines(profile, request, order, share)
-                    least = 1 if len(team) == 1 else math.inf  # others may own all that it trains
+                    least = 1 if len(partition) == 1 else math.inf  # others may own all that it trains
                     promising = (one for one in possible if prices.fit(one, least) and prices.busiest_s(one) < best)
                     fitting = [timed(one, prices) for one in promising]
                     known[order, share] = sorted(fitting, key=lambda one: one.end_s)
-            own = [known[order, share] for order, share in zip(team, shares, strict=True)]
+            own = [known[order, share] for order, share in zip(partition, shares, strict=True)]
             for parts in itertools.product(*own):
                 if parts[0].end_s >= best:
                     break  # and so are all that follow: whatever else happens, a pipeline's own end is not earlier

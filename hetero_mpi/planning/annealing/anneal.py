@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from hetero_mpi.planning.annealing.clock import Clock, is_plain
 from hetero_mpi.planning.annealing.costs import ROUNDING, Costs
 from hetero_mpi.planning.annealing.lines import Fitting, Line, Lines, used
+from hetero_mpi.planning.annealing.partitions import best_partitions
 from hetero_mpi.planning.annealing.rounds import Budget, Rounds, Start, always_split
-from hetero_mpi.planning.annealing.teams import best_teams
 from hetero_mpi.planning.several.cluster import ClusterArrays, in_own_order
 from hetero_mpi.planning.several.fitting import Fitter
 from hetero_mpi.planning.tables import shares_nics
@@ -88,9 +88,11 @@ class Annealer:
             numbers.setdefault(len(lines), []).append((lines, step_s))
         few, most = len(self.ranks) <= FEW, len(self.ranks) if len(self.ranks) <= MANY else 0
         for number in range(1, min(self.request.max_pipelines, self.request.global_batch, most) + 1):
-            teams = list(best_teams(self.rounds.of(number), number, few)) if few or number not in numbers else []
-            if teams:
-                numbers.setdefault(number, []).extend(teams)
+            partitions = (
+                list(best_partitions(self.rounds.of(number), number, few)) if few or number not in numbers else []
+            )
+            if partitions:
+                numbers.setdefault(number, []).extend(partitions)
         best = self._of_all(numbers)
         found = self.fitter.fitted(self.plan(best[0])) if best[1] < math.inf else None
         if found is None:
@@ -127,7 +129,7 @@ class Annealer:
         lines = rounds.filled(found[0])
         begun = [(lines, rounds.price(lines)), *(start for start in starts if used(start[0]) >= self.every)]
         if len(self.ranks) <= FEW:
-            begun += best_teams(rounds, number, all_ways=True)
+            begun += best_partitions(rounds, number, all_ways=True)
         return self._annealed(begun, known_s, rounds)
 
     def in_order(self, lines: Lines, limit_s: float) -> tuple[Plan, float] | None:

@@ -1,4 +1,4 @@
-"""Ways of putting ranks into pipelines, of few ranks all of them: those that look best by estimate are plans to begin with."""
+"""Partitions of ranks into pipelines, of few ranks all of them: those that look best by estimate are plans to begin with."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Iterator, Sequence
 from hetero_mpi.planning.annealing.lines import Line, Lines, used
 from hetero_mpi.planning.annealing.rounds import Rounds, Start, always_split
 
-Team = tuple[tuple[int, ...], ...]
+Partition = tuple[tuple[int, ...], ...]
 """Of every pipeline its ranks, in order."""
 LOOKED_AT = 60
-"""Teams of one number of pipelines, with micro-batch size and cuts, that are simulated."""
+"""Partitions of one number of pipelines, with micro-batch size and cuts, that are simulated."""
 
 
-def best_teams(rounds: Rounds, pipelines: int, all_ways: bool) -> Iterator[Start]:
-    """Teams of so many pipelines, all or ``likely`` ones, each with what suits it best of a few cuts, micro-batch sizes and depths,
-    with backward in one part and in two."""
+def best_partitions(rounds: Rounds, pipelines: int, all_ways: bool) -> Iterator[Start]:
+    """Partitions of so many pipelines, all or ``likely`` ones, each with what suits it best of a few cuts, micro-batch sizes and
+    depths, with backward in one part and in two."""
     known: dict[Line, tuple[float, Line] | None] = {}
-    ways = teams(len(rounds.speed), pipelines, rounds.layer_count) if all_ways else likely(rounds, pipelines)
+    ways = partitions(len(rounds.speed), pipelines, rounds.layer_count) if all_ways else likely(rounds, pipelines)
     every = [
         (step_s, index, lines)
-        for index, team in enumerate(ways)
-        if sum(map(len, team)) >= rounds.least
-        for step_s, lines in _cut(team, rounds, known)
+        for index, partition in enumerate(ways)
+        if sum(map(len, partition)) >= rounds.least
+        for step_s, lines in _cut(partition, rounds, known)
     ]
     best: dict[int, Start] = {}
     for _, index, lines in heapq.nsmallest(LOOKED_AT, every, key=lambda one: one[:2]):
@@ -34,46 +34,50 @@ def best_teams(rounds: Rounds, pipelines: int, all_ways: bool) -> Iterator[Start
     yield from (start for start in best.values() if start[1] < math.inf)
 
 
-def teams(count: int, pipelines: int, stages: int) -> list[Team]:
+def partitions(count: int, pipelines: int, stages: int) -> list[Partition]:
     """Of ranks 0 to ``count`` - 1, in so many pipelines of at most so many stages each."""
-    found: list[Team] = [()]
+    found: list[Partition] = [()]
     for rank in range(count):
-        found = [other for team in found for other in _with(team, rank, pipelines, stages)]
-    return [team for team in found if len(team) == pipelines]
+        found = [other for partition in found for other in _with(partition, rank, pipelines, stages)]
+    return [partition for partition in found if len(partition) == pipelines]
 
 
-def likely(rounds: Rounds, pipelines: int) -> list[Team]:
+def likely(rounds: Rounds, pipelines: int) -> list[Partition]:
     """All ranks in pipelines with as much memory each, and in pipelines as fast."""
     found = []
     for weights in (rounds.usable_bytes, rounds.speed):
-        team: list[list[int]] = [[] for _ in range(pipelines)]
+        partition: list[list[int]] = [[] for _ in range(pipelines)]
         for rank in sorted(range(len(weights)), key=lambda rank: (-weights[rank], rank)):
-            least = min(team, key=lambda line: (bool(line), sum(weights[own] for own in line)))
+            least = min(partition, key=lambda line: (bool(line), sum(weights[own] for own in line)))
             if len(least) < rounds.layer_count:
                 least.append(rank)
-        found.append(tuple(map(tuple, team)))
+        found.append(tuple(map(tuple, partition)))
     return found
 
 
-def _with(team: Team, rank: int, pipelines: int, stages: int) -> Iterator[Team]:
+def _with(partition: Partition, rank: int, pipelines: int, stages: int) -> Iterator[Partition]:
     """Without ``rank``, at every place of every pipeline, and as a pipeline of its own."""
-    yield team
-    for index, line in enumerate(team):
+    yield partition
+    for index, line in enumerate(partition):
         for place in range(len(line) + 1) if len(line) < stages else ():
-            yield (*team[:index], (*line[:place], rank, *line[place:]), *team[index + 1 :])
-    if len(team) < pipelines:
-        yield (*team, (rank,))
+            yield (*partition[:index], (*line[:place], rank, *line[place:]), *partition[index + 1 :])
+    if len(partition) < pipelines:
+        yield (*partition, (rank,))
 
 
-def _cut(team: Team, rounds: Rounds, known: dict[Line, tuple[float, Line] | None]) -> Iterator[tuple[float, Lines]]:
+def _cut(
+    partition: Partition, rounds: Rounds, known: dict[Line, tuple[float, Line] | None]
+) -> Iterator[tuple[float, Lines]]:
     """The time by estimate, and pipelines: of each micro-batch size with layers dealt out by speed, and cut by estimate."""
     batch = rounds.request.global_batch
-    speeds = [[rounds.speed[rank] for rank in ranks] for ranks in team]
+    speeds = [[rounds.speed[rank] for rank in ranks] for ranks in partition]
     for size in rounds.costs:
-        if batch % size or batch // size < len(team):
+        if batch % size or batch // size < len(partition):
             continue
         lines, cuts = [], []
-        for ranks, own, share in zip(team, speeds, dealt([sum(own) for own in speeds], batch // size), strict=True):
+        for ranks, own, share in zip(
+            partition, speeds, dealt([sum(own) for own in speeds], batch // size), strict=True
+        ):
             line = Line(ranks, tuple(dealt(own, rounds.layer_count)), (batch,) * len(ranks), size, size * share)
             if line not in known:
                 known[line] = rounds.estimates[size].cut(line, depth=1.0)
