@@ -20,9 +20,9 @@ from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.runtime.local_versions import ShardSource, newest_version
-from tests.support.long_run import LongRun
+from tests.support.long_run import LongRun, newest_step
 from tests.support.small_jobs import GLOBAL_BATCH, Outcome, newest_copy_step
-from tests.training.test_recovery import newest_step, outliving_or_skip
+from tests.training.test_recovery import outliving_or_skip
 
 
 def source(rank: int, version_id: str, step: int, names: str) -> ShardSource:

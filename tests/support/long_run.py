@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import psutil
 from hetero_mpi.launch.launcher.launcher import build_command
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan
+from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Workshop
 
@@ -136,6 +138,36 @@ class LongRun(Workshop):
                 if _alive(one):
                     one.send_signal(signal.SIGKILL)
             process.wait(60)
+
+
+def kill(running: Running, *victims: int) -> float:
+    """SIGKILL at a moment between two looks; the seconds until the next step that the run had not done before."""
+    done = running.steps()
+    for victim in victims:
+        running.ranks[victim].send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    running.wait_for("the steps after a death", lambda: newest_step(running.run) > done)
+    return time.monotonic() - began
+
+
+def newest_step(run: Path) -> int:
+    if not (run / "metrics.jsonl").exists():
+        return 0
+    steps = read_metrics(run / "metrics.jsonl").steps
+    return steps[-1].step if steps else 0
+
+
+def kill_until_one_is_left(running: Running, ranks: int, chance: random.Random, steps_between: int) -> None:
+    """SIGKILL of any rank at any moment, after every so many steps."""
+    alive = list(range(ranks))
+    for turn in range(ranks - 1):
+        running.wait_for(
+            "a step", lambda turn=turn: newest_step(running.run) >= steps_between * turn + chance.randrange(1, 10)
+        )
+        time.sleep(chance.random() * 0.2)
+        if turn == 0:
+            running.wait_for_steps(1)
+        kill(running, alive.pop(chance.randrange(len(alive))))
 
 
 def _alive(process: psutil.Process) -> bool:

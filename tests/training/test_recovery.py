@@ -21,7 +21,7 @@ from hetero_mpi.launch.launcher.launcher import Launcher, outliving_ranks
 from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.state.copies import CopyCosts, newest_whole, peers, steps_between
 from tests.support.elastic import Cluster, Elastic, events
-from tests.support.long_run import LongRun, Running
+from tests.support.long_run import LongRun, kill, kill_until_one_is_left, newest_step
 from tests.support.mpi import launcher_or_skip, run_bounded, run_mpi
 
 STEPS = 150
@@ -109,23 +109,6 @@ def start(job: LongRun, run: Path, *more: str) -> tuple[list[str], dict[str, str
     return [arguments[0], *outliving_or_skip(), *arguments[1:]], environment
 
 
-def kill(running: Running, *victims: int) -> float:
-    """SIGKILL at a moment between two looks; the seconds until the next step that the run had not done before."""
-    done = running.steps()
-    for victim in victims:
-        running.ranks[victim].send_signal(signal.SIGKILL)
-    began = time.monotonic()
-    running.wait_for("the steps after a death", lambda: newest_step(running.run) > done)
-    return time.monotonic() - began
-
-
-def newest_step(run: Path) -> int:
-    if not (run / "metrics.jsonl").exists():
-        return 0
-    steps = read_metrics(run / "metrics.jsonl").steps
-    return steps[-1].step if steps else 0
-
-
 def test_launch_says_what_it_adds_and_what_cannot_be(capfd: pytest.CaptureFixture[str]) -> None:
     outliving_or_skip()
     assert main(["launch", "-np", "2", "--recover", "--verbose", "--print", "--", "train", "job.toml"]) == 0
@@ -192,14 +175,8 @@ def test_any_ranks_at_any_moment_until_one_is_left_np4(job: LongRun, undisturbed
     arguments, environment = start(job, run, "--set", f"checkpoint.every={chance.choice([0, 1, 4])}")
     place = arguments.index("--plan")
     del arguments[place : place + 2]
-    alive = list(range(4))
     with job.started(arguments, environment, run) as running:
-        for turn in range(3):
-            running.wait_for("a step", lambda turn=turn: newest_step(run) >= 40 * turn + chance.randrange(1, 10))
-            time.sleep(chance.random() * 0.2)
-            if turn == 0:
-                running.wait_for_steps(1)
-            kill(running, alive.pop(chance.randrange(len(alive))))
+        kill_until_one_is_left(running, 4, chance, steps_between=40)
         assert running.end() == 0, running.text()
     assert losses(run) == undisturbed
 

@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,11 @@ from hetero_mpi.errors import ExitCode
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
-from tests.support.long_run import LongRun
+from tests.support.long_run import LongRun, kill, kill_until_one_is_left
 from tests.support.mpi import ROOT, run_bounded
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
-from tests.training.test_recovery import kill, newest_step, start
 from tests.training.test_recovery import losses as losses_of
+from tests.training.test_recovery import start
 
 MEMORY = 3_000_000
 """Bytes of each of two ranks: too few for half of the model's 5 MB."""
@@ -134,14 +133,8 @@ def test_any_streaming_ranks_die_until_one_is_left_np3(
 ) -> None:
     chance, run = random.Random(seed), deep.directory / f"any-{seed}"
     words, environment = deep.outliving(run, "--set", f"checkpoint.replicate_every={chance.choice([1, 5])}")
-    alive = [0, 1, 2]
     with deep.started(deep.planned(words), environment, run) as running:
-        for turn in range(2):
-            running.wait_for("a step", lambda turn=turn: newest_step(run) >= 20 * turn + chance.randrange(1, 10))
-            time.sleep(chance.random() * 0.2)
-            if turn == 0:
-                running.wait_for_steps(1)
-            kill(running, alive.pop(chance.randrange(len(alive))))
+        kill_until_one_is_left(running, 3, chance, steps_between=20)
         assert running.end() == 0, running.text()
         assert running.text().count("from mapped files") >= 3, running.text()  # the plan and both that followed
     assert losses_of(run) == resident_losses
