@@ -28,6 +28,11 @@ FEW = 128
 """Up to so many ranks every pair of ranks has its own link; beyond, every pair of hosts."""
 
 
+SHARING = 64
+"""Up to so many ranks plans are laid out that fit only because pipelines share the state. Of more, nothing mends those that do not
+fit when whole parameters are dealt."""
+
+
 class ClusterArrays:
     """Ranks are counted as in ``devices``, which leaves out those without the model's dtype."""
 
@@ -137,14 +142,18 @@ class ClusterArrays:
     def memory_level(self) -> Floats:
         return levels(self.usable)
 
+    def sharing(self, pipelines: int) -> int:
+        """How many of so many pipelines are taken to share the state."""
+        return pipelines if self.model.trained_whole and len(self.devices) <= SHARING else 1
+
     def stages(self, room_bytes: float, pipelines: int) -> Stages:
         """Tables of all stages that fit into ``room_bytes``, where so many pipelines share the state."""
-        longest = 1
+        longest, pipelines = 1, self.sharing(pipelines)
         for recompute in set(self.request.recompute_choices):
             fixed, each = stage_bytes(self.model, self.tokens, recompute, pipelines)
             fits = np.argwhere(fixed + each <= room_bytes)
             longest = max([longest, *(fits[:, 1] - fits[:, 0]).tolist()])
-        key = longest, pipelines if self.model.trained_whole else 1
+        key = longest, pipelines
         if key not in self._stages:
             self._stages[key] = Stages(self, *key)
         return self._stages[key]

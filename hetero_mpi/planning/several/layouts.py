@@ -144,7 +144,10 @@ def _numbers(cluster: ClusterArrays) -> list[int]:
     shares = request.global_batch // cluster.micro_batch  # of one micro-batch at least
 
     def held(number: int) -> bool:
-        tables = (stage_bytes(cluster.model, cluster.tokens, way, number) for way in request.recompute_choices)
+        tables = (
+            stage_bytes(cluster.model, cluster.tokens, way, cluster.sharing(number))
+            for way in request.recompute_choices
+        )
         return number * min(float(fixed[0, -1]) for fixed, _ in tables) <= room
 
     most = min(request.max_pipelines, len(cluster.devices), shares)
