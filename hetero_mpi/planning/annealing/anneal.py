@@ -28,8 +28,9 @@ from hetero_mpi.planning.types.request import PlanRequest
 FAR, NEAR = (0.02, 0.0005), (0.003, 0.0005)
 """The mean share by which a step may get longer, at the beginning and at the end of a round: far from a plan, and near the
 best."""
-LOOKS, EFFORT = 1000, 300_000
-"""Changes looked at in a round, and simulated actions that it may spend on them: a fraction of a second."""
+LOOKS, LOOKS_OF_MORE, MORE, EFFORT = 1000, 600, 8, 300_000
+"""Changes looked at in a round, up to so many ranks and of more; simulated actions that it may spend on them: a fraction of a
+second."""
 THOROUGH = 4
 """So many times as much of both for a thorough request."""
 NICS = 12
@@ -46,7 +47,7 @@ FEW, STARTS_OF_FEW, DOWNHILL = 4, 12, 100
 annealed."""
 MANY, MOST_NUMBERS = 16, 3
 """Of more ranks than the first, only so many numbers of pipelines are searched, those of the fastest starts."""
-MUCH_SLOWER, SLOWER, HOPELESS = 1.3, 1.06, 1.02
+MUCH_SLOWER, SLOWER, HOPELESS = 1.2, 1.06, 1.02
 """A number of pipelines is left out whose start is so much slower than the best of fewer pipelines, or, of more than ``FEW`` ranks,
 is still by the second when its ranks have been put in order, or by the third when it has been annealed."""
 
@@ -71,7 +72,8 @@ class Annealer:
         least = 0 if request.allow_idle or len(self.ranks) <= MANY else self.every
         self.rounds = Rounds(self.costs, self._step_s, self.clock.step_s, self._owned_s, least)
         times = THOROUGH if request.thorough else 1
-        self.budget = Budget(times * LOOKS, times * EFFORT / (NICS if shares_nics(profile) else 1))
+        looks = LOOKS if len(self.ranks) <= MORE else LOOKS_OF_MORE
+        self.budget = Budget(times * looks, times * EFFORT / (NICS if shares_nics(profile) else 1))
         self._known: dict[Lines, float] = {}
         self._too_large: set[tuple[object, ...]] = set()
         self.orders = times * min(ORDERS, PER_PAIR * len(self.ranks) ** 2)
@@ -128,9 +130,10 @@ class Annealer:
         rounds = self.rounds.of(number).requiring(self.every)
         lines = rounds.filled(found[0])
         begun = [(lines, rounds.price(lines)), *(start for start in starts if used(start[0]) >= self.every)]
-        if len(self.ranks) <= FEW:
+        few = len(self.ranks) <= FEW
+        if few:
             begun += best_partitions(rounds, number, all_ways=True)
-        return self._annealed(begun, known_s, rounds)
+        return self._annealed(begun, known_s, rounds, ordered=few)
 
     def in_order(self, lines: Lines, limit_s: float) -> tuple[Plan, float] | None:
         """A plan of these ranks in this order, with other cuts and depths if need be, that takes no longer than ``limit_s``."""
@@ -148,14 +151,14 @@ class Annealer:
         plan = self.fitter.fitted(self.plan(best[0]))
         return None if plan is None else (plan, self.fitter.step_s(plan))
 
-    def _annealed(self, starts: Sequence[Start], known_s: float, rounds: Rounds) -> Start:
-        """The best plan found of one number of pipelines."""
+    def _annealed(self, starts: Sequence[Start], known_s: float, rounds: Rounds, ordered: bool = True) -> Start:
+        """The best plan found of one number of pipelines; unless ``ordered``, near the best start alone."""
         lines, alive = min(starts, key=lambda one: one[1])[0], list(starts)
         if len(self.ranks) == 1:  # its micro-batch is all that there is to choose
             sized = [(lines[0]._replace(micro_batch=size),) for size in self.costs]
             return min([*starts, *((one, rounds.price(one)) for one in sized)], key=lambda one: one[1])
         found = [rounds.deepened(lines)]
-        for place, depth in enumerate(DEPTHS):
+        for place, depth in enumerate(DEPTHS if ordered else ()):
             every = rounds.ordered(lines, depth, random.Random(place), self.orders)
             found += [rounds.deepened(other) for other in every[-KEPT:]]
         found = sorted(filter(None, found), key=lambda one: one[0][1])
@@ -167,7 +170,7 @@ class Annealer:
         elif known_s * SLOWER < alive[0][1] < math.inf:
             return alive[0]
         else:
-            alive = alive[:STARTS]
+            alive = alive[: STARTS if ordered else 1]
         while True:
             for place, one in enumerate(alive):
                 number += 1

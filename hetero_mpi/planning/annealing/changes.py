@@ -71,11 +71,12 @@ class Changes:
                 (7, self._paced_anew),
                 (4, self._sloped),
             ]
-        self._weights, self._kinds = zip(*kinds, strict=True)
+        weights, self._kinds = zip(*kinds, strict=True)
+        self._weights = list(itertools.accumulate(weights))
 
     def changed(self, lines: Lines) -> Lines:
         for _ in range(self.draw.choice(AT_ONCE)):
-            (kind,) = self.draw.choices(self._kinds, self._weights)
+            (kind,) = self.draw.choices(self._kinds, cum_weights=self._weights)
             lines = kind(lines, self.draw.randrange(len(lines))) or lines
         return lines
 
