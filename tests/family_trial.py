@@ -36,6 +36,11 @@ from tests.support.family_configs import VOCABULARY, dropout_rates, families, ti
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 LIMIT = 1e-6
 """Relative difference allowed in the loss and in every gradient's norm. (Most families give the same bits.)"""
+ISOLATION_LIMIT = 1e-4
+"""The same of gradients, between packed records and a sequence for each: those of routers are small differences of large sums.
+Where records see each other, some gradient differs by more than 1e-2."""
+_RECORDS = ([7, 9, 8], [24])
+"""Lengths of the records of each sequence."""
 
 
 class Different(Exception):
@@ -55,6 +60,8 @@ class Trial:
     """Are they what "all-linear" means?"""
     from_scratch: bool
     """Has transformers a rule for every start weight?"""
+    isolates: bool
+    """Do records of one sequence not see each other where positions say which they are?"""
 
 
 def try_family(family: str) -> Trial:
@@ -85,6 +92,7 @@ def try_family(family: str) -> Trial:
         tuple(sorted({name.rpartition(".")[2] for name in modules})),
         adapter.targets == "all-linear",
         _can_start_from_scratch(chain),
+        _isolates(family),
     )
 
 
@@ -94,8 +102,9 @@ def row(family: str, trial: Trial | None) -> str:
     if trial is None:
         return f"| {family} | {name} | {REFUSED_FAMILIES[family]} |"
     scratch = "yes" if trial.from_scratch else "no"
+    isolates = "yes" if trial.isolates else "no"
     adapted = ("" if trial.all_linear else "by name: ") + ", ".join(trial.adapted)
-    cells = (family, name, "proven", trial.tied, ", ".join(trial.kinds), trial.experts, adapted, scratch)
+    cells = (family, name, "proven", trial.tied, ", ".join(trial.kinds), trial.experts, adapted, scratch, isolates)
     return f"| {' | '.join(cells)} |"
 
 
@@ -133,17 +142,22 @@ def _stages(chain: TransformersChain, start: FileStart, *cuts: int, tuning: Tuni
 
 def _run(chain: TransformersChain, stages: list[Stage]) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss (mean over the targets) and gradients, the two shares of a tied matrix added as the trainer does."""
-    x, targets = _batch()
-    position = MicroBatch(0, 0, 0, int((targets != IGNORED).sum()))
+    tokens, targets = _batch()
+    loss = _through(stages, MicroBatch(0, 0, 0, int((targets != IGNORED).sum())), tokens, targets)
+    found = {n: p.grad for stage in stages for n, p in stage.parameters.items() if p.grad is not None}
+    if chain.tied is not None and chain.tied[1] in found:
+        found[chain.tied[1]] = found[chain.tied[1]] + stages[-1].tied_head.grad
+    return loss, found
+
+
+def _through(stages: list[Stage], position: MicroBatch, x: torch.Tensor, targets: torch.Tensor) -> float:
+    """Forward and backward; the loss."""
     for stage in stages:
         x = stage.forward(position, x, targets if stage.is_last else None)
     gradient = None
     for stage in reversed(stages):
         gradient = stage.backward(0, gradient)
-    found = {n: p.grad for stage in stages for n, p in stage.parameters.items() if p.grad is not None}
-    if chain.tied is not None and chain.tied[1] in found:
-        found[chain.tied[1]] = found[chain.tied[1]] + stages[-1].tied_head.grad
-    return float(x), found
+    return float(x)
 
 
 def _compare(chain: TransformersChain, whole: PreTrainedModel, start: FileStart) -> None:
@@ -249,6 +263,32 @@ def _can_start_from_scratch(chain: TransformersChain) -> bool:
     return True
 
 
+def _isolates(family: str) -> bool:
+    """Do records packed into two sequences give the loss and gradients of a sequence for each?"""
+    keys = tiny_keys(family)
+    if "index_topk" in keys:
+        keys["index_topk"] = 4  # an indexer that chooses all tokens of a record shows nothing
+    chain = TransformersChain(_config({**keys, "tie_word_embeddings": False}))
+    with tempfile.TemporaryDirectory() as directory:
+        _whole_model(chain.config, directory)
+        stages = _stages(chain, FileStart(ModelFiles(directory), chain), 2, 4)
+        tokens, targets = _batch()
+        count = int((targets != IGNORED).sum())
+        places = [torch.cat([torch.arange(n) for n in lengths]) for lengths in _RECORDS]
+        packed = _through(stages, MicroBatch(0, 0, 0, count, torch.stack(places)), tokens, targets)
+        found = {name: p.grad.clone() for stage in stages for name, p in stage.parameters.items() if p.grad is not None}
+        for stage in stages:
+            for parameter in stage.parameters.values():
+                parameter.grad = None
+        apart = 0.0
+        for row, lengths in enumerate(_RECORDS):
+            for own, targets_of in zip(tokens[row].split(lengths), targets[row].split(lengths), strict=True):
+                apart += _through(stages, MicroBatch(0, 0, 0, count), own[None], targets_of[None])
+    expected = {name: p.grad for stage in stages for name, p in stage.parameters.items() if p.grad is not None}
+    alike = [(found[name] - expected[name]).norm() <= ISOLATION_LIMIT * expected[name].norm() for name in expected]
+    return set(found) == set(expected) and all(alike) and abs(packed - apart) <= LIMIT * apart
+
+
 def document(rows: list[str]) -> str:
     """docs/models.md."""
     proven = "\n".join(line for line in rows if "| proven |" in line)
@@ -284,13 +324,15 @@ The columns:
 * *LoRA*: the linear layers in blocks that take an adapter, which is what `targets = "all-linear"` gives. *By name*: peft would
   adapt the fused experts in place of layers like gate_proj, which is refused; name the layers shown instead.
 * *from scratch*: whether transformers has a rule for every start weight; where not, start from a model directory.
+* *isolates*: whether records packed into one sequence do not see each other (`[data] isolate`): three stages give the loss of a
+  sequence for each record to 1e-6, and its gradients to rounding.
 
 Refused in every family: `output_router_logits = true` (the routers' auxiliary loss is not a sum over micro-batches) and
 `num_kv_shared_layers` above 0 (blocks that use the keys and values of others). gemma4_text is taken where
 `hidden_size_per_layer_input` is 0.
 
-| model_type | class | result | tied | kinds | experts | LoRA | from scratch |
-| --- | --- | --- | --- | --- | --- | --- | --- |
+| model_type | class | result | tied | kinds | experts | LoRA | from scratch | isolates |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
 {proven}
 
 ## Refused

@@ -27,6 +27,7 @@ def build_record_sequences(
     seed: int,
     train_on_prompt: bool = False,
     evaluation: Iterable[Record] | None = None,
+    isolate: bool = True,
 ) -> Dataset:
     """Sequences of ``sequence_length`` tokens; targets are the tokens of answers, or of everything, and -100 elsewhere.
 
@@ -34,10 +35,11 @@ def build_record_sequences(
 
         tokens   <user> Hi <answer> Hello <end> <user> Why ? <answer> So <end> <pad> <pad>
         targets   -100 -100  Hello  <end>  -100  -100 -100 -100  So  <end> -100  -100  -100
+        positions   0    1     2      3     0     1    2    3     4    5    0     1     2
 
-    and a record sees those before it in its sequence through attention, as packed documents do. Otherwise each sequence
-    holds one record. A record that is longer than a sequence is cut, and one that loses all of its answers by that is
-    dropped; the notes count both. No record's first token is a target: nothing of its own stands before it.
+    The positions (only with ``isolate``) keep a record from seeing those before it. Otherwise each sequence holds one
+    record. A record that is longer than a sequence is cut, and one that loses all of its answers by that is dropped; the
+    notes count both. No record's first token is a target: nothing of its own stands before it.
 
     The split is a function of (seed, number of sequences); ``evaluation`` records take the place of the held-out share.
     Raises UserError when no record keeps a target, when there are too few for the shares, when the tokenizer has no
@@ -47,7 +49,7 @@ def build_record_sequences(
     def rows_of(some: Iterable[Record], key: str) -> Rows:
         tokenized = tokenize_records(tokenizer, form, some)
         pad = end_token(tokenizer) if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
-        return _rows(tokenized, sequence_length, packing, train_on_prompt, pad, key)
+        return _rows(tokenized, sequence_length, packing, isolate, train_on_prompt, pad, key)
 
     rows = rows_of(records, "data.records")
     if evaluation is None:
@@ -57,7 +59,13 @@ def build_record_sequences(
 
 
 def _rows(
-    tokenized: Iterable[Tokenized], length: int, packing: bool, train_on_prompt: bool, pad: int, key: str
+    tokenized: Iterable[Tokenized],
+    length: int,
+    packing: bool,
+    isolate: bool,
+    train_on_prompt: bool,
+    pad: int,
+    key: str,
 ) -> Rows:
     kept: list[tuple[Tokens, Tokens]] = []
     longest, cut, dropped = 0, 0, []
@@ -82,12 +90,17 @@ def _rows(
     groups = pack(lengths, length + 1) if packing else [[index] for index in range(len(kept))]
     tokens = np.full((len(groups), length + 1), pad, dtype=np.int32)
     labels = np.full((len(groups), length + 1), IGNORED, dtype=np.int32)
+    positions = np.zeros_like(tokens) if packing and isolate else None
     for row, group in enumerate(groups):
         ids_row = np.concatenate([kept[index][0] for index in group])
         tokens[row, : len(ids_row)] = ids_row
         labels[row, : len(ids_row)] = np.concatenate([kept[index][1] for index in group])
+        if positions is not None:
+            rest = length + 1 - len(ids_row)
+            positions[row] = np.concatenate([np.arange(n) for n in (*(lengths[index] for index in group), rest)])
     notes = _notes(lengths, int((labels != IGNORED).sum()), len(groups), cut, dropped, length)
-    return Rows(tokens[:, :-1], labels[:, 1:], f"{len(kept)} records", notes)
+    places = None if positions is None else positions[:, :-1]
+    return Rows(tokens[:, :-1], labels[:, 1:], f"{len(kept)} records", notes, places)
 
 
 def _notes(

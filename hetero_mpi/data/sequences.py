@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,14 @@ class Batch:
     targets: Tokens
     target_tokens: int
     """Number of targets that count: what the summed loss is divided by."""
+    positions: Tokens | None = None
+    """[B, T]: each token's place in its own record, which sees no other one of its sequence. None: a sequence is one text."""
+
+    def rows(self, chosen: Sequence[int]) -> Batch:
+        """A copy of some of the sequences. The targets that count stay those of all."""
+        index = np.array(chosen, np.intp)
+        positions = None if self.positions is None else self.positions[index]
+        return Batch(self.tokens[index], self.targets[index], self.target_tokens, positions)
 
     def trimmed(self, multiple: int = PADDED_TO) -> Batch:
         """Without the last columns, in which no row learns anything, but for as many as make the length a ``multiple``.
@@ -42,7 +50,8 @@ class Batch:
         """
         used = np.flatnonzero((self.targets != IGNORED).any(axis=0))
         length = multiple * (-(-(int(used[-1]) + 1) // multiple)) if len(used) else multiple
-        return Batch(self.tokens[:, :length], self.targets[:, :length], self.target_tokens)
+        positions = None if self.positions is None else self.positions[:, :length]
+        return Batch(self.tokens[:, :length], self.targets[:, :length], self.target_tokens, positions)
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,8 @@ class Dataset:
     seed: int
     notes: tuple[str, ...] = ()
     """Remarks for a person, such as how many documents were too short."""
+    positions: Tokens | None = None
+    """int32 [N, T]; see ``Batch``."""
 
     def batch(self, step: int, global_batch: int) -> Batch:
         """The training batch of ``step`` (from 0), a function of its arguments and the seed only."""
@@ -76,14 +87,16 @@ class Dataset:
     def fingerprint(self) -> str:
         """Equal when the sequences and their shares are: a resumed run must go on with the data it began with."""
         digest = hashlib.blake2b(digest_size=16)
-        for array in (self.tokens, self.targets, self.train, self.held_out):
+        positions = () if self.positions is None else (self.positions,)
+        for array in (self.tokens, self.targets, self.train, self.held_out, *positions):
             digest.update(repr(array.shape).encode())
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
     def _gather(self, chosen: Indices) -> Batch:
         targets = self.targets[chosen]
-        return Batch(self.tokens[chosen], targets, int(np.count_nonzero(targets != IGNORED)))
+        positions = None if self.positions is None else self.positions[chosen]
+        return Batch(self.tokens[chosen], targets, int(np.count_nonzero(targets != IGNORED)), positions)
 
 
 @dataclass(frozen=True)
@@ -95,6 +108,8 @@ class Rows:
     found: str
     """What they were made from, for messages: ``812 tokens in 4 documents``."""
     notes: tuple[str, ...] = ()
+    positions: Tokens | None = None
+    """int32 [N, T]; see ``Batch``."""
 
 
 def build_sequences(
@@ -136,14 +151,16 @@ def share_out(rows: Rows, held_out: float, seed: int, what: str, advice: str) ->
     evaluation = min(max(1, round(held_out * count)), count - 1) if held_out > 0 else 0
     shuffled = permutation(count, seed, HELD_OUT_STREAM)
     train = np.sort(shuffled[evaluation:])
-    return Dataset(rows.tokens, rows.targets, train, shuffled[:evaluation], seed, rows.notes)
+    return Dataset(rows.tokens, rows.targets, train, shuffled[:evaluation], seed, rows.notes, rows.positions)
 
 
 def join_evaluation(rows: Rows, evaluation: Rows, seed: int, what: str, advice: str) -> Dataset:
     """The dataset that trains on all of ``rows`` and evaluates on ``evaluation``. Raises as :func:`share_out`."""
     _require(rows, 1, what, "", advice)
     _require(evaluation, 1, f"{what} of data.evaluation", "", advice)
-    count = len(rows.tokens)
+    count, positions = len(rows.tokens), None
+    if rows.positions is not None and evaluation.positions is not None:
+        positions = np.concatenate([rows.positions, evaluation.positions])
     return Dataset(
         np.concatenate([rows.tokens, evaluation.tokens]),
         np.concatenate([rows.targets, evaluation.targets]),
@@ -151,6 +168,7 @@ def join_evaluation(rows: Rows, evaluation: Rows, seed: int, what: str, advice: 
         count + permutation(len(evaluation.tokens), seed, HELD_OUT_STREAM),
         seed,
         (*rows.notes, *(f"evaluation: {note}" for note in evaluation.notes)),
+        positions,
     )
 
 

@@ -21,8 +21,6 @@ from hetero_mpi.planning.types.plan import PipelinePlan
 from hetero_mpi.report.run_files.measured import MeasuredEvent
 
 _FORWARD, _BACKWARD, _EVALUATION = 0, 1, 2
-Rows = tuple[int, int]
-"""[first, last) of a micro-batch within its pipeline's share of a batch."""
 WholeStep = Callable[[Action], None]
 Finished = Callable[[int], None]
 """Is told the number of a layer whose gradients are whole for this step."""
@@ -47,8 +45,15 @@ class StepData:
     """Tokens T per sequence of this batch."""
     tokens: torch.Tensor | None
     targets: torch.Tensor | None
+    positions: torch.Tensor | None
+    """See ``MicroBatch``; on every stage, where records are packed."""
     target_tokens: int
     """Targets of the whole global batch."""
+
+    def micro_batch(self, index: int, rows: slice) -> MicroBatch:
+        positions = None if self.positions is None else self.positions[rows]
+        return MicroBatch(index, self.step, self.first_samples[index], self.target_tokens, positions)
+
     loss_scale: float = 1.0
     """Factor of the loss in backward (fp16)."""
 
@@ -101,7 +106,8 @@ class Executor:
         self._last_backward = next((a for a in reversed(self.actions) if a.op in (Op.B, Op.W)), None)
         self._inputs: dict[tuple[Op, int], torch.Tensor] = {}
         self._outputs: dict[tuple[Op, int], torch.Tensor] = {}
-        self._rows: list[Rows] = []
+        self._rows: list[slice] = []
+        """Of each micro-batch within its pipeline's share of a batch."""
         self._transport = transport
         wire = emulation.transport if emulation is not None else transport
         in_flight = max(flying for flying, _ in holdings(self.actions))
@@ -189,11 +195,15 @@ class Executor:
         found: list[torch.Tensor] = []
         if self.evaluation_in is not None:
             self.evaluation_in.begin(self._shapes(data, self.stage.first - 1))
-        for first, last in _consecutive(data.sizes):
+        for rows in _consecutive(data.sizes):
             x = self.evaluation_in.take() if self.evaluation_in is not None else data.tokens
             assert x is not None
-            x = x if self.evaluation_in is not None else x[first:last]
-            y = self.stage.evaluate(x, None if data.targets is None else data.targets[first:last])
+            x = x if self.evaluation_in is not None else x[rows]
+            y = self.stage.evaluate(
+                x,
+                None if data.targets is None else data.targets[rows],
+                None if data.positions is None else data.positions[rows],
+            )
             self.evaluated += 1
             if self.evaluation_in is not None:
                 self.evaluation_in.release()
@@ -239,10 +249,10 @@ class Executor:
         return 0
 
     def _forward(self, index: int, data: StepData) -> None:
-        first, last = self._rows[index]
-        position = MicroBatch(index, data.step, data.first_samples[index], data.target_tokens)
-        x = self._inputs.pop((Op.RECV_F, index)) if data.tokens is None else data.tokens[first:last]
-        y = self.stage.forward(position, x, None if data.targets is None else data.targets[first:last])
+        rows = self._rows[index]
+        x = self._inputs.pop((Op.RECV_F, index)) if data.tokens is None else data.tokens[rows]
+        targets = None if data.targets is None else data.targets[rows]
+        y = self.stage.forward(data.micro_batch(index, rows), x, targets)
         if self.stage.is_last:
             self.losses.append(y)
         else:
@@ -279,9 +289,9 @@ class Executor:
         return self.finished if action is self._last_backward and self.pace is None else None
 
 
-def _consecutive(sizes: Sequence[int]) -> list[Rows]:
+def _consecutive(sizes: Sequence[int]) -> list[slice]:
     rows, first = [], 0
     for size in sizes:
-        rows.append((first, first + size))
+        rows.append(slice(first, first + size))
         first += size
     return rows

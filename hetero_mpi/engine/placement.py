@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from hetero_mpi.data.sequences import Batch
 from hetero_mpi.model.stage import IGNORED
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.owners import owners
 from hetero_mpi.planning.schedule import held_by, stages
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan
-
-Tokens = NDArray[Any]
-"""Rows of a batch: token ids or targets, int32 (B, T); or samples or their targets, (B, ...)."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +50,18 @@ def parameter_owners(tuning: Tuning, plan: Plan) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class BatchShare:
-    """One pipeline's rows of a batch, cut into micro-batches.
+    """One pipeline's rows of a step's batch, cut into micro-batches.
 
     ``sizes``: rows of each micro-batch, which follow one another in the arrays; ``first_samples``: where each begins in the
     whole batch.
     """
 
-    tokens: Tokens
-    targets: Tokens
+    batch: Batch
     sizes: tuple[int, ...]
     first_samples: tuple[int, ...]
 
 
-def training_share(plan: Plan, pipeline: int, tokens: Tokens, targets: Tokens) -> BatchShare:
+def training_share(plan: Plan, pipeline: int, batch: Batch) -> BatchShare:
     """The rows of a step's batch that a pipeline learns from.
 
     Rows are dealt in plan order. A batch of fewer rows than ``plan.global_batch`` leaves the last micro-batches short; one
@@ -76,14 +69,12 @@ def training_share(plan: Plan, pipeline: int, tokens: Tokens, targets: Tokens) -
     """
     own = plan.pipelines[pipeline]
     first = sum(earlier.sequences for earlier in plan.pipelines[:pipeline])
-    rows = tokens[first : first + own.sequences], targets[first : first + own.sequences]
-    sizes = [max(0, min(own.size(m), len(rows[0]) - m * own.micro_batch)) for m in range(own.micro_batches)]
-    empty = sizes.count(0)
-    if empty:
-        filler = np.repeat(tokens[:1], empty, axis=0), np.full_like(targets, IGNORED, shape=(empty, *targets.shape[1:]))
-        rows = np.concatenate([rows[0], filler[0]]), np.concatenate([rows[1], filler[1]])
+    rows = range(len(batch.tokens))[first : first + own.sequences]
+    sizes = [max(0, min(own.size(m), len(rows) - m * own.micro_batch)) for m in range(own.micro_batches)]
+    share = batch.rows([*rows, *[0] * sizes.count(0)])
+    share.targets[len(rows) :] = IGNORED
     starts = tuple(first + m * own.micro_batch for m in range(own.micro_batches))
-    return BatchShare(*rows, tuple(size or 1 for size in sizes), starts)
+    return BatchShare(share, tuple(size or 1 for size in sizes), starts)
 
 
 def evaluation_shares(plan: Plan, rows: int) -> list[tuple[int, tuple[int, ...]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,11 +13,12 @@ from numpy.typing import NDArray
 
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
+from hetero_mpi.data.sequences import Batch
 from hetero_mpi.device.backend import DTYPES, Backend
 from hetero_mpi.emulation.pace import Emulation
 from hetero_mpi.engine.executor import Executor, StepData
 from hetero_mpi.engine.out_of_memory import memory_explained
-from hetero_mpi.engine.placement import Tokens, evaluation_shares, parameter_owners, place_of, slots, training_share
+from hetero_mpi.engine.placement import evaluation_shares, parameter_owners, place_of, slots, training_share
 from hetero_mpi.engine.sharded_update import ShardedUpdate, SharedLayers, shared_layers
 from hetero_mpi.engine.tied import TiedEnds, TiedMatrix
 from hetero_mpi.job.load import TrainTable
@@ -169,9 +171,7 @@ class Trainer:
     def step(
         self,
         step: int,
-        tokens: Tokens,
-        targets: Tokens,
-        target_tokens: int,
+        batch: Batch,
         asked: Callable[[], bool] = lambda: False,
         along: NDArray[np.float64] = _NOTHING,
     ) -> StepResult:
@@ -179,43 +179,40 @@ class Trainer:
 
         Args:
             step: number of the step, from 0.
-            tokens, targets: the global batch, int32 (B, T): at most ``plan.global_batch`` rows of at most
-                ``plan.sequence_length`` tokens; or samples and their targets (B, ...).
-            target_tokens: targets that count in it (``LayerChain.counted``).
+            batch: at most ``plan.global_batch`` rows of at most ``plan.sequence_length`` tokens, or samples.
             asked: has this rank been asked to end the run? The step decision tells all ranks.
             along: numbers that travel with the decision, as many on every active rank, so that they cost no message.
 
         Raises:
             UserError: this rank (alone) ran out of memory.
         """
-        self._fits(tokens)
+        self._fits(batch)
         self._step, self._asked, self._along = step, asked, along
         if self.executor is None or self.optimizer is None or self.place is None:
             self.latest = self._decide({}, {})
             return self.latest
         if self.emulation is not None:
             self.emulation.pace.begin_step(step)
-        share = training_share(self.plan, self.place.pipeline, tokens, targets)
+        share = training_share(self.plan, self.place.pipeline, batch)
         self.update.begin()
-        data = self._data(step, share.tokens, share.targets, share.sizes, share.first_samples, target_tokens)
+        data = self._data(step, share.batch, share.sizes, share.first_samples)
         with memory_explained(self._action, self._memory, self.backend):
             events = self.executor.run(data)
         assert self._decided is not None
         self.latest = replace(self._decided, events=tuple(events), began_s=self.executor.began_s, length=data.length)
         return self.latest
 
-    def evaluate(self, tokens: Tokens, targets: Tokens) -> float:
-        """Sum of the losses of all targets of held-out sequences, int32 (N, T), or samples (N, ...). Collective.
+    def evaluate(self, held_out: Batch) -> float:
+        """Sum of the losses of all targets of held-out sequences, or samples. Collective.
 
         Every pipeline takes its share of the rows; losses are added in fp64 in the order of the rows.
         """
-        shares = evaluation_shares(self.plan, len(tokens))
+        shares = evaluation_shares(self.plan, len(held_out.tokens))
         starts = slots([len(sizes) for _, sizes in shares])
         losses = np.zeros(sum(len(sizes) for _, sizes in shares))
         if self.executor is not None and self.place is not None:
             first, sizes = shares[self.place.pipeline]
-            rows = slice(first, first + sum(sizes))
-            data = self._data(0, tokens[rows], targets[rows], sizes, (0,) * len(sizes), 1)
+            data = self._data(0, held_out.rows(range(first, first + sum(sizes))), sizes, (0,) * len(sizes))
             with memory_explained(lambda: "evaluation", self._memory, self.backend):
                 own = self.executor.evaluate(data)
             begin = starts[self.place.pipeline]
@@ -266,34 +263,27 @@ class Trainer:
         assert self.stage is not None
         return self.backend.to_host(self.stage.model.get_parameter(name).float())
 
-    def _fits(self, tokens: Tokens) -> None:
-        rows, length = len(tokens), self.chain.length(tokens)
+    def _fits(self, batch: Batch) -> None:
+        rows, length = len(batch.tokens), self.chain.length(batch.tokens)
         assert 0 < rows <= self.plan.global_batch and 0 < length <= self.plan.sequence_length, (
             f"a batch has at most {self.plan.global_batch} rows of {self.plan.sequence_length} tokens, not {rows} x {length}"
         )
 
-    def _data(
-        self,
-        step: int,
-        tokens: Tokens,
-        targets: Tokens,
-        sizes: tuple[int, ...],
-        first_samples: tuple[int, ...],
-        target_tokens: int,
-    ) -> StepData:
+    def _data(self, step: int, batch: Batch, sizes: tuple[int, ...], first_samples: tuple[int, ...]) -> StepData:
         assert self.stage is not None
 
-        def place(array: Tokens) -> torch.Tensor:
+        def place(array: NDArray[Any]) -> torch.Tensor:
             return as_input(array).to(self.backend.device)
 
         return StepData(
             step,
             sizes,
             first_samples,
-            self.chain.length(tokens),
-            place(tokens) if self.stage.is_first else None,
-            place(targets) if self.stage.is_last else None,
-            target_tokens,
+            self.chain.length(batch.tokens),
+            place(batch.tokens) if self.stage.is_first else None,
+            place(batch.targets) if self.stage.is_last else None,
+            None if batch.positions is None else place(batch.positions),
+            max(1, batch.target_tokens),
             self.loss_scale.value,
         )
 

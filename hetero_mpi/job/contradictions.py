@@ -80,7 +80,18 @@ _TEXT_ONLY = {
     "adapter": ("method", "path"),
     "tokenizer": ("path", "train_vocab_size"),
     "data": (
-        ("text", "records", "evaluation", "documents", "template", "train_on_prompt", "packing", "pad", "max_bytes")
+        (
+            "text",
+            "records",
+            "evaluation",
+            "documents",
+            "template",
+            "train_on_prompt",
+            "packing",
+            "isolate",
+            "pad",
+            "max_bytes",
+        )
     ),
     "sample": ("prompt",),
     "cluster": ("emulate",),
@@ -133,7 +144,7 @@ def _data(known: Known) -> list[Problem]:
         state = "neither is set" if text is None else "both are set"
         return [(("data", "text"), f"set exactly one of data.text and data.records; {state}")]
     other, used = ("records", "text") if records is None else ("text", "records")
-    keys = ("template", "train_on_prompt") if records is None else ("documents", "max_bytes")
+    keys = ("template", "train_on_prompt", "isolate") if records is None else ("documents", "max_bytes")
     found: list[Problem] = []
     for key in keys:
         if known.all_sound(("data", key)) and known("data", key) != known.default("data", key):

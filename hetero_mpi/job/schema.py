@@ -111,9 +111,12 @@ class DataTable(JobTable):
     train_on_prompt: bool = False
     """Records: true learns the prompts too; false learns the answers only."""
     packing: bool = True
-    """true: documents are joined (an end token between them) and cut to full sequences, records are joined whole;
-    what stands in one sequence sees what stands before it. false: one document or record per sequence, cut or
-    padded."""
+    """true: documents are joined (an end token between them) and cut to full sequences, records are joined whole.
+    false: one document or record per sequence, cut or padded."""
+    isolate: bool | Literal["auto"] = "auto"
+    """Records packed into one sequence do not see each other, as if each had one of its own. "auto": they are packed in this
+    way where the model's family can (docs/models.md), else each gets a sequence; true: refused where it cannot; false: a record
+    sees those before it. Documents always see those before them."""
     pad: Literal["full", "longest"] = "full"
     """How far shorter sequences are padded: "full": to ``sequence_length``; "longest": each step to the longest sequence of
     its batch, rounded up to 8 tokens, which computes less and learns the same. Packed text has nothing to pad."""

@@ -45,14 +45,17 @@ class MicroBatch:
     first_sample: int
     target_tokens: int
     """Targets of the whole global batch, over all micro-batches and pipelines: the loss is divided by it once."""
+    positions: torch.Tensor | None = None
+    """(B, T) int64: each token's place in its own record, which sees no other one of its sequence; None: a sequence is one text."""
 
     def slices(self, rows: int, size: int | None) -> Slices:
         """The parts of at most ``size`` of the micro-batch's ``rows`` sequences (None: one part), and which rows each has."""
-        size = size or rows
-        return [
-            (replace(self, first_sample=self.first_sample + begin), slice(begin, min(begin + size, rows)))
-            for begin in range(0, rows, size)
-        ]
+        found, size = [], size or rows
+        for begin in range(0, rows, size):
+            part = slice(begin, min(begin + size, rows))
+            positions = None if self.positions is None else self.positions[part]
+            found.append((replace(self, first_sample=self.first_sample + begin, positions=positions), part))
+        return found
 
 
 Slices = list[tuple[MicroBatch, slice]]
@@ -182,7 +185,7 @@ class Stage:
             own = x[rows] if self.is_first else x[rows].detach().requires_grad_(True)
             self._position = part
             self._beginnings.start()
-            y = self._run(own, None if targets is None else targets[rows], position.target_tokens)
+            y = self._run(part, own, None if targets is None else targets[rows])
             kept.append(_Kept(part, None if self.is_first else own, y, self._beginnings.stop()))
         self._kept[position.index] = kept
         return self._together([one.y.detach() for one in kept])
@@ -269,30 +272,31 @@ class Stage:
             self.deferred.forget()
 
     @torch.no_grad()
-    def evaluate(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+    def evaluate(
+        self, x: torch.Tensor, targets: torch.Tensor | None = None, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Forward without dropout and without keeping anything; the last stage returns the *sum* of the targets' losses."""
         set_training(self.model, False)
         try:
-            return self._together(
-                self._evaluated(MicroBatch(0, 0, 0, 1).slices(len(x), self.slice_sequences), x, targets)
-            )
+            slices = MicroBatch(0, 0, 0, 1, positions).slices(len(x), self.slice_sequences)
+            return self._together(self._evaluated(slices, x, targets))
         finally:
             set_training(self.model, True)
 
     def _evaluated(self, slices: Slices, x: torch.Tensor, targets: torch.Tensor | None) -> list[torch.Tensor]:
-        return [self._run(x[rows], None if targets is None else targets[rows], 1) for _, rows in slices]
+        return [self._run(part, x[rows], None if targets is None else targets[rows]) for part, rows in slices]
 
     def apply(self, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
         """Own layers on ``x``, as the model is called with ``keywords``; the last stage gives what the loss takes."""
         self._input = x
         return self.chain.run(self.model, self.first, self.last, x, **keywords)
 
-    def _run(self, x: torch.Tensor, targets: torch.Tensor | None, divisor: int) -> torch.Tensor:
-        y = self.apply(x)
+    def _run(self, part: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
+        y = self.apply(x, **self.chain.isolation(x, part.positions))
         if not self.is_last:
             return y
         assert targets is not None
-        return self.chain.loss(y, targets) / divisor
+        return self.chain.loss(y, targets) / part.target_tokens
 
     def _enter(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
         """The received tensor enters at the first own module: what a model does to its embeddings (Granite's multiplier,

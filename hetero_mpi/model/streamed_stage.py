@@ -110,12 +110,12 @@ class StreamedStage(Stage):
         slices = position.slices(len(x), self.slice_sequences)
         inputs: Inputs = {}
         with torch.no_grad():
-            outputs = self._through(slices, x, targets, position.target_tokens, inputs)
+            outputs = self._through(slices, x, targets, inputs)
         self._layer_inputs[position.index] = slices, targets, inputs
         return self._together(outputs)
 
     def _evaluated(self, slices: Slices, x: torch.Tensor, targets: torch.Tensor | None) -> list[torch.Tensor]:
-        return self._through(slices, x, targets, 1, None)
+        return self._through(slices, x, targets, None)
 
     def gradients_gone(self) -> None:
         if self.tuning.full and self.backend.device == HOST:
@@ -155,7 +155,6 @@ class StreamedStage(Stage):
         slices: Slices,
         x: torch.Tensor,
         targets: torch.Tensor | None,
-        divisor: int,
         inputs: Inputs | None,
     ) -> list[torch.Tensor]:
         """All layers forward, each on every slice; their inputs are noted."""
@@ -164,21 +163,19 @@ class StreamedStage(Stage):
             if inputs is not None:
                 inputs[layer] = values
             values = [
-                self._layer(layer, part, value, None if targets is None else targets[rows], divisor)
+                self._layer(layer, part, value, None if targets is None else targets[rows])
                 for (part, rows), value in zip(slices, values, strict=True)
             ]
         return values
 
-    def _layer(
-        self, layer: int, part: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None, divisor: int
-    ) -> torch.Tensor:
+    def _layer(self, layer: int, part: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
         """One layer on one slice; after the last one the loss."""
         self._position, self._input = part, x
-        y = self.chain.run(self.model, layer, layer + 1, x)
+        y = self.chain.run(self.model, layer, layer + 1, x, **self.chain.isolation(x, part.positions))
         if layer + 1 < self.chain.layer_count:
             return y
         assert targets is not None
-        return self.chain.loss(y, targets) / divisor
+        return self.chain.loss(y, targets) / part.target_tokens
 
     def _backward(
         self, index: int, dy: torch.Tensor | None, finished: Finished | None = None, borrowed: bool = False
@@ -191,7 +188,7 @@ class StreamedStage(Stage):
                 self.offloaded.begin(layer)
             for place, ((part, rows), value) in enumerate(zip(slices, inputs.pop(layer), strict=True)):
                 x = value if layer == 0 else value.detach().requires_grad_(True)
-                y = self._layer(layer, part, x, None if targets is None else targets[rows], part.target_tokens)
+                y = self._layer(layer, part, x, None if targets is None else targets[rows])
                 if y.requires_grad:  # not of an embedding that is not trained
                     torch.autograd.backward(y, gradients[place])
                 gradients[place] = x.grad

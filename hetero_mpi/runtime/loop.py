@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from hetero_mpi.comm.ranks.world import CollectiveUserError
 from hetero_mpi.data.sequences import Batch
-from hetero_mpi.engine.placement import Tokens
 from hetero_mpi.engine.recording import Recorder
 from hetero_mpi.engine.trainer import StepResult
 from hetero_mpi.errors import ExitCode
@@ -113,7 +112,7 @@ class Loop:
             if not decision.finite:
                 self._skipped(step, decision)
             last = step + 1 == train.steps
-            if len(self._held_out[0]) and (last or _due(step + 1, train.evaluate_every)):
+            if len(self._held_out.tokens) and (last or _due(step + 1, train.evaluate_every)):
                 self._evaluate(metrics)
             if last or decision.stop or _due(step + 1, every):
                 self._save()
@@ -127,14 +126,11 @@ class Loop:
 
     def _step(self, step: int) -> tuple[StepResult, int]:
         """(result, target tokens) of one step on the batch that rank 0 reads."""
-        arrays = None
-        if self.dataset is not None:
-            arrays = self._padded(self.dataset.batch(step, self.job.train.global_batch))
+        own = self.dataset.batch(step, self.job.train.global_batch) if self.dataset is not None else None
         with self.world.waiting("rank 0 and the batch" if self.world.rank else "the others to take the batch"):
-            tokens, targets = self.world.broadcast_arrays(arrays)
-        target_tokens = self.trainer.chain.counted(targets)
+            batch = self._broadcast(own)
         along = self._steering.word() if self._steering is not None else np.zeros(0)
-        return self.trainer.step(step, tokens, targets, max(1, target_tokens), self._asked, along), target_tokens
+        return self.trainer.step(step, batch, self._asked, along), batch.target_tokens
 
     def _stop(self) -> NoReturn:
         self.saver.finish()
@@ -198,8 +194,7 @@ class Loop:
 
     def _evaluate(self, metrics: MetricsWriter | None) -> None:
         self.world.doing = "evaluating"
-        tokens, targets = self._held_out
-        loss = self.trainer.evaluate(tokens, targets) / max(1, self.trainer.chain.counted(targets))
+        loss = self.trainer.evaluate(self._held_out) / max(1, self._held_out.target_tokens)
         self.state.evaluations.append(Evaluation(self.state.step, loss))
         if metrics is not None:
             metrics.evaluation(self.state.step, loss)
@@ -214,21 +209,23 @@ class Loop:
             metadata["held_out_loss"] = held_out_loss
         self.state.set_newest_checkpoint(self.saver.save(metadata))
 
-    def _padded(self, batch: Batch) -> list[Tokens]:
-        """Tokens and targets as they are sent, padded as the job says."""
-        batch = batch.trimmed() if self.job.data.pad == "longest" else batch
-        return [batch.tokens, batch.targets]
-
-    def _broadcast_held_out(self) -> tuple[Tokens, Tokens]:
-        """(tokens, targets) of the held-out sequences that are evaluated, N rows each; N may be 0."""
+    def _broadcast(self, own: Batch | None) -> Batch:
+        """Rank 0's batch, padded as the job says; other ranks have none."""
         arrays = None
+        if own is not None:
+            own = own.trimmed() if self.job.data.pad == "longest" else own
+            arrays = [own.tokens, own.targets] + ([own.positions] if own.positions is not None else [])
+        tokens, targets, *positions = self.world.broadcast_arrays(arrays)
+        return Batch(tokens, targets, self.trainer.chain.counted(targets), *positions)
+
+    def _broadcast_held_out(self) -> Batch:
+        """The held-out sequences that are evaluated; there may be none."""
+        own = None
         if self.dataset is not None:
             limit = self.job.train.evaluate_sequences
-            batch = next(self.dataset.held_out_batches(limit, limit), None)
             empty = np.empty((0, self.plan.sequence_length), np.int32)
-            arrays = self._padded(batch) if batch is not None else [empty, empty]
-        tokens, targets = self.world.broadcast_arrays(arrays)
-        return tokens, targets
+            own = next(self.dataset.held_out_batches(limit, limit), Batch(empty, empty, 0))
+        return self._broadcast(own)
 
 
 def _due(steps: int, every: int) -> bool:

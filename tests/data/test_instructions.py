@@ -285,6 +285,16 @@ def test_a_missing_template(plain: PreTrainedTokenizerFast) -> None:
     assert choose_form(plain, "auto", [ALPACA, COMPLETION]).kind == choose_form(plain, "plain", RECORDS).kind == "plain"
 
 
+def test_positions_count_in_every_record_of_a_sequence(chatty: PreTrainedTokenizerFast) -> None:
+    dataset = build(chatty, "chat", 30, COMPLETION, CHAT, packing=True)
+    lengths = [len(entry.ids) for entry in tokenize_records(chatty, choose_form(chatty, "chat"), [COMPLETION, CHAT])]
+    rest = 31 - sum(lengths)
+    assert dataset.positions is not None and rest > 1
+    assert dataset.positions.tolist() == [[*range(lengths[0]), *range(lengths[1]), *range(rest - 1)]]
+    assert dataset.batch(0, 1).trimmed(1).positions.shape == dataset.batch(0, 1).trimmed(1).tokens.shape  # type: ignore[union-attr]
+    assert build(chatty, "chat", 30, COMPLETION, CHAT, packing=True, isolate=False).positions is None
+
+
 # Prompts for generation
 
 

@@ -15,6 +15,7 @@ from hetero_mpi.data.tokenizer import save_tokenizer, train_bpe
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, load_job
 from hetero_mpi.runtime.setup.material import prepare, prompt_template
+from tests.support.family_configs import tiny_keys
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 ALPACA = {"instruction": "Say hello", "input": "", "output": "Hello"}
@@ -225,6 +226,30 @@ def test_evaluation_files_take_the_place_of_the_held_out_share(workshop: Path) -
     (batch,) = material.dataset.held_out_batches(9)
     assert material.tokenizer.decode(batch.tokens.ravel()) in "Hello hello"
     assert 2 not in material.dataset.held_out and len(batch.tokens) == 1
+
+
+def test_records_are_packed_only_where_they_can_be_isolated(workshop: Path) -> None:
+    """What the job says of packing and isolation, for a family that can and for one that cannot."""
+    config = {**tiny_keys("qwen3_next"), "vocab_size": 300, "pad_token_id": None}
+    (workshop / "config.json").write_text(json.dumps(config))
+    able, unable = [], ["model.config=config.json"]
+    packed = ["data.packing=true", "data.sequence_length=64", "data.held_out=0"]
+
+    def found(*overrides: str) -> tuple[int, bool, bool]:
+        """(sequences, are there positions, is it said that records are not packed)"""
+        material = prepare(job(workshop, *packed, *overrides))
+        said = any(note.startswith("records are not packed") and "qwen3_next" in note for note in material.notes)
+        batch = material.dataset.batch(0, len(material.dataset.train))
+        return len(batch.tokens), batch.positions is not None, said
+
+    assert found(*able) == found(*able, "data.isolate=true") == (1, True, False)
+    assert found(*able, "data.isolate=false") == found(*unable, "data.isolate=false") == (1, False, False)
+    assert found(*unable) == (2, False, True)
+    assert found(*unable, "data.packing=false") == (2, False, False)
+    with pytest.raises(UserError, match=r"isolate = true .* the qwen3_next family cannot: it carries a state"):
+        found(*unable, "data.isolate=true")
+    seen, apart = (prepare(job(workshop, *packed, f"data.isolate={value}")).dataset for value in ("false", "true"))
+    assert seen.fingerprint() != apart.fingerprint()
 
 
 @pytest.mark.parametrize(

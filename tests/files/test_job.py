@@ -172,6 +172,7 @@ lerning_rate = 3
         (["data.template=jinja"], 'must be "auto" or "chat" or "plain"'),
         (["data.template=plain"], 'template = "plain": applies to data.records only, and this job has data.text'),
         (["data.train_on_prompt=true"], "train_on_prompt = true: applies to data.records only"),
+        (["data.isolate=true"], "isolate = true: applies to data.records only"),
         (
             ["data.text=", "data.records=['a.jsonl']", "data.max_bytes=5", "data.documents=line"],
             "max_bytes = 5: applies to data.text only, and this job has data.records: leave it out",

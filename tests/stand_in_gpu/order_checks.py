@@ -14,6 +14,7 @@ import torch
 
 from hetero_mpi.comm import mpi_transport
 from hetero_mpi.comm.mpi_transport import MpiTransport
+from hetero_mpi.data.sequences import Batch
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.sharded_update import ShardedUpdate
 from hetero_mpi.engine.trainer import Trainer
@@ -116,7 +117,7 @@ def test_events_of_a_pipeline_of_one_stage_are_the_devices_times(
     monkeypatch.setattr(Stage, "backward", longer)
     threads = Threads(model, plan_of(model, [([0], [0, model.layer_count], 2, 4)], 8), train, backend=lambda: gpu)
     tokens = np.ones((4, 8), np.int32)
-    (result,) = threads.together(lambda trainer: trainer.step(0, tokens, tokens, 32))
+    (result,) = threads.together(lambda trainer: trainer.step(0, Batch(tokens, tokens, 32)))
     events = [event for event in result.events if event.action.op is Op.B]
     assert len(events) == 2
     assert all(event.end_s - event.start_s >= 0.1 for event in events)
@@ -196,7 +197,7 @@ def test_no_gradient_nor_tied_matrix_is_waited_for(standin: Any, gpu: Backend) -
 
     def step(trainer: Trainer) -> StepDecision:
         gpu.make_current()
-        return trainer.step(0, tokens, tokens, 48).decision
+        return trainer.step(0, Batch(tokens, tokens, 48)).decision
 
     threads.together(step)
     before = standin.blocking_bytes()

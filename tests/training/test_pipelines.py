@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from hetero_mpi.comm.transport import Group, Numbers, Request
+from hetero_mpi.data.sequences import Batch, Tokens
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.memory_errors import is_out_of_memory
 from hetero_mpi.engine.channel import HostBuffers, Inbox
-from hetero_mpi.engine.placement import Tokens, evaluation_shares, training_share
+from hetero_mpi.engine.placement import evaluation_shares, training_share
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.load import AdapterTable, TrainTable
 from hetero_mpi.model.optimizer import StepDecision
@@ -81,21 +82,21 @@ class Outcome:
     held_out: float
 
 
-def batch_of(step: int, rows: int = BATCH, length: int = LENGTH) -> tuple[Tokens, Tokens, int]:
-    """(tokens, targets, targets that count), every third target ignored."""
+def batch_of(step: int, rows: int = BATCH, length: int = LENGTH) -> Batch:
+    """Every third target is ignored."""
     draw = np.random.default_rng(step)
     tokens = draw.integers(0, VOCABULARY, (rows, length), np.int32)
     targets = draw.integers(0, VOCABULARY, (rows, length), np.int32)
     targets[draw.random((rows, length)) < 0.3] = IGNORED
-    return tokens, targets, int((targets != IGNORED).sum())
+    return Batch(tokens, targets, int((targets != IGNORED).sum()))
 
 
 def outcome_of(threads: Threads, rows: int = BATCH, length: int = LENGTH) -> Outcome:
     """One step and one evaluation. All ranks must agree, and replicas must be equal."""
 
     def play(trainer: Trainer) -> tuple[StepDecision, float]:
-        decision = trainer.step(0, *batch_of(0, rows, length)).decision
-        return decision, trainer.evaluate(*batch_of(9, 5)[:2])
+        decision = trainer.step(0, batch_of(0, rows, length)).decision
+        return decision, trainer.evaluate(batch_of(9, 5))
 
     with_all = threads.together(play)
     assert all(one == with_all[0] for one in with_all), "the ranks disagree"
@@ -235,11 +236,12 @@ def test_rows_are_dealt_in_plan_order(rows: int, expected: list[tuple[list[int],
     stage = StagePlan((0,), 0, 3, 0)
     plan = Plan((PipelinePlan((stage,), 2, 5), PipelinePlan((stage,), 3, 3)), 8, 2, 3)
     for pipeline, (numbers, sizes) in enumerate(expected):
-        share = training_share(plan, pipeline, tokens_of(rows), tokens_of(rows))
-        found = [-1 if (targets == IGNORED).all() else int(targets[0]) for targets in share.targets]
+        share = training_share(plan, pipeline, Batch(tokens_of(rows), tokens_of(rows), rows))
+        batch = share.batch
+        found = [-1 if (targets == IGNORED).all() else int(targets[0]) for targets in batch.targets]
         assert (found, share.sizes) == (numbers, sizes)
         assert share.first_samples == ((0, 2, 4) if pipeline == 0 else (5,))
-        assert np.array_equal(share.tokens[share.targets != IGNORED], share.targets[share.targets != IGNORED])
+        assert np.array_equal(batch.tokens[batch.targets != IGNORED], batch.targets[batch.targets != IGNORED])
 
 
 def test_held_out_rows_are_dealt_by_share() -> None:
@@ -364,8 +366,8 @@ def test_a_step_leaves_nothing_behind_and_allocates_no_buffer_twice() -> None:
     assert counts[len(shapes)] == counts[-1], "buffers are reused once the largest shape has been seen"
 
 
-def stepped(trainer: Trainer, step: int, batch: tuple[Tokens, Tokens, int]) -> StepDecision:
-    return trainer.step(step, *batch).decision
+def stepped(trainer: Trainer, step: int, batch: Batch) -> StepDecision:
+    return trainer.step(step, batch).decision
 
 
 def inboxes(trainer: Trainer) -> list[Any]:

@@ -143,6 +143,16 @@ class LayerChain(ABC):
     def run(self, model: nn.Module, first: int, last: int, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
         """The layers ``[first, last)`` on ``x``; ``keywords`` are the model's own."""
 
+    def isolation(self, x: torch.Tensor, positions: torch.Tensor | None) -> dict[str, Any]:
+        """The keywords of ``run`` by which the records of a sequence do not see each other.
+
+        Args:
+            x: what ``run`` is given.
+            positions: (B, T) int64, each token's place in its own record; None: a sequence is one text.
+        """
+        assert positions is None, f"{self.name} is no language model"
+        return {}
+
     @abstractmethod
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Sum of the losses of all targets, a scalar (fp32), differentiable. ``outputs``: the last layer's."""

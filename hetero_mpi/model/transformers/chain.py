@@ -16,13 +16,16 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_directory import ModelDirectoryWriter
 from hetero_mpi.model.layer.interface import Example, LayerChain
 from hetero_mpi.model.layer.interface import ParameterSpec as ParameterSpec
 from hetero_mpi.model.layer.loss import IGNORED, summed_loss
+from hetero_mpi.model.transformers import record_attention
 from hetero_mpi.model.transformers.initial_values import initialise, materialize, restore_buffers
+from hetero_mpi.model.transformers.supported import MASKED_FAMILIES
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD
 
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -176,6 +179,20 @@ class TransformersChain(LayerChain):
         if last < self.layer_count:
             return model.base_model(**inputs, **keywords).last_hidden_state
         return model(**inputs, **keywords).logits
+
+    def isolation(self, x: torch.Tensor, positions: torch.Tensor | None) -> dict[str, Any]:
+        if positions is None:
+            return {}
+        record_attention.install()
+        keywords: dict[str, Any] = {"position_ids": positions}
+        if self.name in MASKED_FAMILIES:
+            hidden = x if x.is_floating_point() else torch.empty((*x.shape, 0), device=x.device)
+            given = self.config, hidden, None, None, positions
+            keywords["attention_mask"] = {
+                "full_attention": create_causal_mask(*given),
+                "sliding_attention": create_sliding_window_causal_mask(*given),
+            }
+        return keywords
 
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Cross-entropy of logits (B, T, V) and targets (B, T) that are not ``IGNORED``."""

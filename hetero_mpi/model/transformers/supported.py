@@ -89,6 +89,28 @@ PROVEN_FAMILIES = (
 )
 """Values of ``model_type``, sorted."""
 
+MASKED_FAMILIES = ("afmoe", "gpt_oss")
+"""Proven families whose models look at positions for their embedding only: packed records need finished attention masks."""
+
+_STATE = "carries a state from token to token (linear attention)"
+_INDEXER = "chooses by an indexer which tokens are seen, and the indexer sees all records of a sequence"
+
+LEAKING_FAMILIES = {
+    "axk2": _INDEXER,
+    "bailing_hybrid": _STATE,
+    "deepseek_v32": _INDEXER,
+    "doge": "makes its own mask from the values of all tokens of a sequence",
+    "dots3_note_text": _INDEXER,
+    "inkling_text": "mixes keys and values of neighbouring tokens (short convolutions)",
+    "kimi_linear": _STATE,
+    "minimax": _STATE,
+    "olmo_hybrid": _STATE,
+    "qwen3_5_moe_text": _STATE,
+    "qwen3_5_text": _STATE,
+    "qwen3_next": _STATE,
+}
+"""Proven families in which packed records see each other -> why, as the end of a sentence that begins with the family's name."""
+
 _COMPOSITE = "is a composite with other inputs than text; only its text part, {}, is a chain of blocks"
 _NO_TEXT_PART = "is a composite with other inputs than text; its text part, {}, is refused too"
 _STREAMS = "keeps several residual streams (hyper-connections), collapsed by parameters outside its pipeline plan"

@@ -21,6 +21,7 @@ from hetero_mpi.job.load import JobConfig, LoadedJob
 from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.supported import LEAKING_FAMILIES
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.setup.custom_model import read_factory
 
@@ -87,21 +88,42 @@ def _from_records(loaded: LoadedJob) -> Material:
     notes.extend(records.lines())
     notes.extend(f"evaluation: {line}" for line in (evaluation.lines() if evaluation else ()))
     notes.append("records become text by " + _FORMS[form.kind])
+    packing, isolate, note = _packing(loaded, str(config["model_type"]))
+    notes.extend(note)
     dataset = build_record_sequences(
         records.records,
         tokenizer,
         form,
         data.sequence_length,
-        data.packing,
+        packing,
         data.held_out,
         loaded.job.train.seed,
         data.train_on_prompt,
         None if evaluation is None else evaluation.records,
+        isolate,
     )
     if form.kind == "plain":
         # So that whoever loads the result can ask it in the words it was taught in.
         tokenizer.chat_template = form.source
     return Material(config, tokenizer, dataset, (*notes, *dataset.notes), form.kind)
+
+
+def _packing(loaded: LoadedJob, family: str) -> tuple[bool, bool, list[str]]:
+    """(are records packed, are they kept apart then, remarks)."""
+    data = loaded.job.data
+    why = LEAKING_FAMILIES.get(family)
+    if not data.packing or data.isolate is False or why is None:
+        return data.packing, data.isolate is not False, []
+    if data.isolate is True:
+        raise UserError(
+            f"{loaded.path}: [data] isolate = true keeps packed records from seeing each other, and the {family} family cannot: it "
+            f"{why}. Set packing = false (a sequence for each record), or isolate = false"
+        )
+    note = (
+        f"records are not packed, as packed ones would see each other: the {family} family {why}. "
+        "[data] isolate = false packs them all the same"
+    )
+    return False, False, [note]
 
 
 _FORMS = {
