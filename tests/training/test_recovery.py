@@ -6,10 +6,12 @@ Real ranks under a launcher with fault tolerance, and real SIGKILLs at moments t
 from __future__ import annotations
 
 import random
+import re
 import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -18,11 +20,15 @@ from hetero_mpi.cli import main
 from hetero_mpi.comm.ranks.library import MPICH, MpiLibrary
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.launch.launcher.launcher import Launcher, outliving_ranks
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.toml_files import load_plan, save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.state.copies import CopyCosts, newest_whole, peers, steps_between
 from tests.support.elastic import Cluster, Elastic, events
 from tests.support.long_run import LongRun, kill, kill_until_one_is_left, newest_step
 from tests.support.mpi import launcher_or_skip, run_bounded, run_mpi
+from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE
+from tests.training.test_signals import tensors as checkpoint_tensors
 
 STEPS = 150
 
@@ -143,6 +149,37 @@ def test_the_leader_dies_and_the_other_rank_goes_on_np2(tmp_path: Path) -> None:
     assert losses(run) == expected
     assert "Died: rank 0 on " in told and told.count("from copies in memory") == 1, told
     assert checkpoint_path(run / "checkpoints", STEPS).exists() and (run / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("streams", [False, pytest.param(True, marks=pytest.mark.long)], ids=["held", "streamed"])
+def test_state_that_only_the_dead_rank_owned_comes_from_its_peer_np2(tmp_path: Path, streams: bool) -> None:
+    """Of two pipelines each rank owns a part of masters and moments. The survivor's further steps are those of one rank that
+    resumes from a checkpoint of the version's step, to the bit."""
+    steps = 80
+    job, run, resumed = LongRun(tmp_path, 2), tmp_path / "run", tmp_path / "resumed"
+    stages = [StagePlan((rank,), 0, 4, 0, recompute=streams, streamed=streams) for rank in range(2)]
+    pipelines = tuple(PipelinePlan((stage,), 1, GLOBAL_BATCH // 2) for stage in stages)
+    save_plan(Plan(pipelines, GLOBAL_BATCH, SEQUENCE, 4), job.plan)
+    sets = [f"plan.stream={str(streams).lower()}", f"train.steps={steps}"]
+    options = [word for value in [*sets, "checkpoint.replicate_every=4"] for word in ("--set", value)]
+    with job.started(*start(job, run, *options), run) as running:
+        running.wait_for_steps(6)
+        kill(running, 1)
+        assert running.end() == 0, running.text()
+        told = running.text()
+    version = re.search(r"Going on after step (\d+), from copies in memory", told)
+    assert version is not None and ("streamed" in told) == streams, told
+    entry = {"job": job.file, "run_dir": resumed, "set": sets}
+    until = {"plan": job.plan, "profile": run / "profile.toml", "set": [*sets, f"train.steps={version[1]}"]}
+    for ranks, more in ((2, until), (1, {"resume": "latest"})):
+        outcome = job.run_entries(ranks, {"one": {**entry, **more}})["one"]
+        assert outcome.codes == (0,) * ranks, outcome
+    plans = [load_plan(one / "plan.toml") for one in (run, resumed)]
+    assert plans[0] == plans[1]
+    assert losses(run) == losses(resumed)
+    ours, theirs = (checkpoint_tensors(checkpoint_path(one / "checkpoints", steps)) for one in (run, resumed))
+    assert ours.keys() == theirs.keys() and {kind for kind, _ in ours} == {"parameters", "moments1", "moments2"}
+    assert all(np.array_equal(array, theirs[key]) for key, array in ours.items())
 
 
 @pytest.mark.long
