@@ -79,7 +79,7 @@ class GroupExchange:
             return
         parts = [request.parts[place] for place in self._places]
         width = segment_bytes(self.size) // parts[0].itemsize
-        # Empty segments are not sent: Open MPI ends the job where a rank has died that a short message is on its way to.
+        # Empty segments are not sent: both ends know from the parts that nothing comes.
         longest = max(part.size for part in parts)
         pieces = [
             self._piece(self, request, [part[first : first + width] for part in parts])
