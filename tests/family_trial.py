@@ -24,13 +24,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import AdapterTable
-from hetero_mpi.model.adapter import adapter_shapes, lora_config
+from hetero_mpi.model.adapter import adapted, lora_config
 from hetero_mpi.model.files.model_files import ModelFiles
+from hetero_mpi.model.layer.quantize import fused_experts
 from hetero_mpi.model.stage import IGNORED, MicroBatch, Stage
-from hetero_mpi.model.transformers.chain import ParameterSpec, TransformersChain, build_on_meta, uses_dropout
+from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta, uses_dropout
 from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES, REFUSED_FAMILIES
 from hetero_mpi.model.transformers.weights import FileStart, SeededStart
-from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.model.tuning import Tuning, adapter_tuning
 from tests.support.family_configs import VOCABULARY, dropout_rates, families, tiny_keys
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "models.md"
@@ -84,7 +85,7 @@ def try_family(family: str) -> Trial:
                 _compare_dropout(family, start)
                 adapter = _adapter(chain)
                 modules = _compare_adapter(chain, whole, start, adapter)
-    experts = [p for n, p in chain.model.named_parameters() if p.ndim == 3 and "expert" in n]
+    experts = list(fused_experts(chain.model))
     return Trial(
         "either" if len(tied) == 2 else ("always" if True in tied else "never"),
         tuple(dict.fromkeys(chain.kinds[1:-1])),
@@ -183,11 +184,12 @@ def _run_whole(whole: torch.nn.Module) -> float:
 
 
 def _adapter(chain: TransformersChain) -> AdapterTable:
-    """LoRA on all linear layers of the blocks that peft adapts as such."""
+    """LoRA on all linear layers of the blocks that peft adapts as such, and on all fused experts."""
     everything = AdapterTable(method="lora", rank=4)
+    parameters = sorted({name for _, _, name, _ in fused_experts(chain.model)})
     try:
-        adapter_shapes(build_on_meta(chain.config), everything)
-        return everything
+        adapted(build_on_meta(chain.config), everything)
+        return everything.model_copy(update={"parameters": parameters})
     except UserError:
         pass
     linears = {n.rpartition(".")[2] for n, m in chain.model.named_modules() if isinstance(m, torch.nn.Linear)}
@@ -195,26 +197,24 @@ def _adapter(chain: TransformersChain) -> AdapterTable:
     for name in sorted(linears - {"lm_head"}):
         adapter = AdapterTable(method="lora", rank=4, targets=[name])
         try:
-            adapter_shapes(build_on_meta(chain.config), adapter)
+            adapted(build_on_meta(chain.config), adapter)
         except UserError:
             continue
         targets.append(name)
-    return AdapterTable(method="lora", rank=4, targets=targets)
+    return AdapterTable(method="lora", rank=4, targets=targets, parameters=parameters)
 
 
 def _compare_adapter(
     chain: TransformersChain, whole: PreTrainedModel, start: FileStart, adapter: AdapterTable
 ) -> list[str]:
     """Three stages with LoRA against plain peft, from a random B; ``whole`` is changed. Returns the adapted modules."""
-    modules, shapes = adapter_shapes(build_on_meta(chain.config), adapter)
-    trainable = {name: ParameterSpec(name, chain.layer_of(name), shape) for name, shape in shapes.items()}
-    tuning = Tuning(trainable, adapter=adapter, modules=tuple((chain.layer_of(name), name) for name in modules))
+    tuning = adapter_tuning(chain, adapter, False, True)
     stages = _stages(chain, start, 2, 4, tuning=tuning)
     values = {name: parameter for stage in stages for name, parameter in stage.parameters.items()}
     for name, parameter in values.items():
         if ".lora_B." in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    reference = get_peft_model(whole, lora_config(adapter, adapter.targets)).train()
+    reference = get_peft_model(whole, lora_config(adapter, adapter.targets, list(tuning.parameters))).train()
     own = {n.removeprefix("base_model.model.").replace(".default.", "."): p for n, p in reference.named_parameters()}
     with torch.no_grad():
         for name, parameter in values.items():
@@ -222,7 +222,7 @@ def _compare_adapter(
     loss, found = _run(chain, stages)
     expected = _run_whole(reference)
     _require_equal(loss, expected, found, {n: own[n].grad for n in values if own[n].grad is not None})
-    return modules
+    return [name for _, name in tuning.modules]
 
 
 def _compare_dropout(family: str, start: FileStart) -> None:
@@ -320,9 +320,11 @@ The columns:
 
 * *tied*: whether the output projection can be the embedding's matrix: either way, always or never.
 * *kinds*: kinds of blocks seen. Blocks of one attention type but with other shapes (dense, mixture of experts) are numbered.
-* *experts*: *fused* experts are three-dimensional parameters: bitsandbytes leaves them unquantised, and they get no adapter.
+* *experts*: *fused* experts are three-dimensional parameters. `quantization = "nf4"` packs them as it does linear layers, and
+  `[adapter] parameters` gives them adapters, which three stages have with the loss and gradients of plain peft.
 * *LoRA*: the linear layers in blocks that take an adapter, which is what `targets = "all-linear"` gives. *By name*: peft would
-  adapt the fused experts in place of layers like gate_proj, which is refused; name the layers shown instead.
+  adapt the fused experts in place of layers like gate_proj, which is refused; name the layers shown instead, and the experts as
+  `parameters`.
 * *from scratch*: whether transformers has a rule for every start weight; where not, start from a model directory.
 * *isolates*: whether records packed into one sequence do not see each other (`[data] isolate`): three stages give the loss of a
   sequence for each record to 1e-6, and its gradients to rounding.

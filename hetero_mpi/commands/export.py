@@ -19,6 +19,7 @@ from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
 from hetero_mpi.device.backend import DTYPES
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import JobConfig, job_from_dict
+from hetero_mpi.model.adapter import expert_delta
 from hetero_mpi.model.adapter_files import adapter_directory, write_adapter
 from hetero_mpi.model.files.model_directory import ModelDirectoryWriter
 from hetero_mpi.model.files.model_files import ModelFiles
@@ -137,9 +138,10 @@ def _merged_layers(source: ExportSource) -> Iterator[dict[str, torch.Tensor]]:
     for layer in range(chain.layer_count):
         start.fill(chain, model, layer)
         state = {spec.name: model.get_parameter(spec.name).detach() for spec in chain.specs(layer, layer + 1)}
-        for module in source.tuning.modules_in(layer, layer + 1):
+        for name, module in source.tuning.adapted_tensors(chain, layer, layer + 1).items():
             a, b = (_read(source, f"{module}.lora_{side}.weight") for side in "AB")
-            state[f"{module}.weight"] += adapter.alpha / adapter.rank * (b @ a)
+            delta = expert_delta(model, name, a, b) if name in source.tuning.parameters else b @ a
+            state[name] += adapter.alpha / adapter.rank * delta
         yield state
         for name in chain.module_names(layer):
             model.set_submodule(name, PassThrough())

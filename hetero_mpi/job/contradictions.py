@@ -72,6 +72,9 @@ def _model(known: Known) -> list[Problem]:
     if known("model", "quantization") == "nf4" and known("adapter", "method") == "none":
         rule = 'frozen 4-bit weights cannot be trained themselves: set adapter.method = "lora"'
         found.append((("model", "quantization"), rule))
+    if known("adapter", "parameters") and known("adapter", "dropout"):
+        rule = "peft adds an adapter of experts to their weights, so nothing can be dropped before it: set adapter.dropout = 0"
+        found.append((("adapter", "parameters"), rule))
     return found
 
 

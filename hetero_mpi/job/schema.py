@@ -56,7 +56,8 @@ class ModelTable(JobTable):
     folder or the Python path, and run with your rights. The function returns a ``hetero_mpi.LayeredModel`` with layers, loss and
     data; what concerns text and language models is then left out, "sequences" are samples, and ``train.dtype`` is fp32."""
     quantization: Literal["none", "nf4"] = "none"
-    """"nf4" holds the linear layers of blocks in 4 bits (needs an adapter); embedding, norms and head stay in the compute dtype."""
+    """"nf4" holds the linear layers and fused experts of blocks in 4 bits (needs an adapter); embedding, norms and head stay in the
+    compute dtype."""
     double_quantization: bool = True
     """Quantise the scales of NF4 weights too: 0.516 instead of 0.5625 bytes per weight."""
 
@@ -76,6 +77,9 @@ class AdapterTable(JobTable):
     """Dropout before the adapters."""
     targets: Literal["all-linear"] | list[str] = "all-linear"
     """Linear layers inside the blocks that get an adapter, by name such as ["q_proj", "v_proj"], or "all-linear"."""
+    parameters: list[str] = []
+    """Fused experts that get an adapter each, by name such as ["experts.gate_up_proj", "experts.down_proj"] (peft's
+    ``target_parameters``; with ``dropout = 0``)."""
 
 
 class TokenizerTable(JobTable):

@@ -9,6 +9,7 @@ peft takes several seconds to import, which a job without an adapter need not wa
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import AdapterTable
+from hetero_mpi.model.layer.quantize import fused_experts
 from hetero_mpi.model.layer.seeds import seed_from
 
 if TYPE_CHECKING:
@@ -24,12 +26,14 @@ if TYPE_CHECKING:
 
 _NAME = "default"
 """peft's name of the only adapter; it is part of module names but not of the names in adapter files."""
+_WRAPPED = ".base_layer"
+"""What peft's wrappers put into the names of what they wrap."""
 FILE_PREFIX = "base_model.model."
 """What peft puts before the model's names in adapter files."""
 
 
-def lora_config(adapter: AdapterTable, targets: list[str] | str) -> LoraConfig:
-    """peft's configuration of the job's adapter for the given targets."""
+def lora_config(adapter: AdapterTable, targets: list[str] | str, parameters: list[str]) -> LoraConfig:
+    """peft's configuration of the job's adapter for the given targets: modules, and parameters of fused experts."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -37,23 +41,39 @@ def lora_config(adapter: AdapterTable, targets: list[str] | str) -> LoraConfig:
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
         target_modules=targets,
+        target_parameters=parameters or None,
         task_type="CAUSAL_LM",
     )
 
 
-def adapter_shapes(whole: PreTrainedModel, adapter: AdapterTable) -> tuple[list[str], dict[str, tuple[int, ...]]]:
-    """(full names of the adapted modules, adapter tensor -> shape) of the whole model, which is on the meta device and is changed.
+@dataclass(frozen=True)
+class Adapted:
+    """What an adapter belongs to, and its tensors, of a whole model."""
 
-    :raises UserError: the targets match nothing, or something that is not inside a block.
+    modules: list[str]
+    """Full names of the adapted linear layers."""
+    parameters: dict[str, str]
+    """Full name of each adapted parameter of fused experts -> what the names of its adapter's tensors begin with. (peft wraps the
+    module once for each of them.)"""
+    shapes: dict[str, tuple[int, ...]]
+    """Adapter tensor -> shape."""
+
+
+def adapted(whole: PreTrainedModel, adapter: AdapterTable) -> Adapted:
+    """What the adapter is on ``whole``, a model on the meta device, which is changed.
+
+    :raises UserError: the targets match nothing, or something that they cannot be.
     """
     from peft import inject_adapter_in_model
+    from peft.tuners.lora.layer import ParamWrapper
 
     wanted: list[str] | str = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
+    experts = _matched_experts(whole, adapter)
     linear_names = {name for name, module in whole.named_modules() if isinstance(module, nn.Linear)}
     linears = sorted({name.rpartition(".")[2] for name in linear_names})
     try:
         with torch.device("meta"):
-            inject_adapter_in_model(lora_config(adapter, wanted), whole)
+            inject_adapter_in_model(lora_config(adapter, wanted, experts), whole)
     except ValueError as error:
         raise UserError(
             f"[adapter] targets = {adapter.targets!r} match no module of this model; its linear layers are "
@@ -62,26 +82,64 @@ def adapter_shapes(whole: PreTrainedModel, adapter: AdapterTable) -> tuple[list[
     shapes = {
         _short(name): tuple(parameter.shape) for name, parameter in whole.named_parameters() if f".{_NAME}." in name
     }
-    modules = sorted({name.rpartition(".lora_")[0] for name in shapes})
+    wrapped = [(name, m.parameter_name) for name, m in whole.named_modules() if isinstance(m, ParamWrapper)]
+    parameters = {f"{name.replace(_WRAPPED, '')}.{own}": name for name, own in wrapped}
+    parameters = {name: wrapper for name, wrapper in parameters.items() if name in experts}
+    modules = sorted({name.rpartition(".lora_")[0] for name in shapes} - set(parameters.values()))
     others = [name for name in modules if name not in linear_names]
     if others:
         raise UserError(
             f"[adapter] targets = {adapter.targets!r} reach {others[0]}, which is no linear layer: in this family peft adapts the "
-            f'fused experts in place of layers like gate_proj; name others instead, such as ["q_proj", "v_proj"]'
+            f'fused experts in place of layers like gate_proj; name others instead, such as ["q_proj", "v_proj"], and the experts '
+            f"in [adapter] parameters"
         )
-    return modules, shapes
+    return Adapted(modules, parameters, shapes)
 
 
-def inject(model: PreTrainedModel, adapter: AdapterTable, modules: list[str], device: torch.device, seed: int) -> None:
-    """Give the named modules of a stage their adapters (fp32, on ``device``) with the start values of ``start_value``."""
-    if not modules:
+def _matched_experts(whole: PreTrainedModel, adapter: AdapterTable) -> list[str]:
+    """Full names of the fused experts' parameters that the job names.
+
+    :raises UserError: a name matches none.
+    """
+    known = [f"{path}.{name}" for path, _, name, _ in fused_experts(whole)]
+    for wanted in adapter.parameters:
+        if not any(f".{name}".endswith(f".{wanted}") for name in known):
+            offered = sorted({".".join(name.split(".")[-2:]) for name in known})
+            what = f"those of this model are {', '.join(offered)}" if offered else "this model has none"
+            raise UserError(
+                f"[adapter] parameters: {wanted} matches no parameter of fused experts; {what}; linear layers belong into "
+                f"[adapter] targets"
+            )
+    return [name for name in known if any(f".{name}".endswith(f".{wanted}") for wanted in adapter.parameters)]
+
+
+def inject(
+    model: PreTrainedModel,
+    adapter: AdapterTable,
+    modules: list[str],
+    parameters: list[str],
+    device: torch.device,
+    seed: int,
+) -> None:
+    """Give what is named in a stage its adapters (fp32, on ``device``) with the start values of ``start_value``."""
+    if not modules and not parameters:
         return
     from peft import inject_adapter_in_model
 
-    inject_adapter_in_model(lora_config(adapter, modules), model)
+    inject_adapter_in_model(lora_config(adapter, modules, parameters), model)
     for name, parameter in model.named_parameters():
         if f".{_NAME}." in name:
             parameter.data = start_value(_short(name), tuple(parameter.shape), seed).to(device)
+
+
+def expert_delta(whole: PreTrainedModel, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """What an adapter's matrices ``a`` (experts x r, in) and ``b`` (out, r x experts) add to the parameter ``name`` of fused
+    experts, but for alpha / r."""
+    holder, _, _ = name.rpartition(".")
+    experts = whole.get_parameter(name).shape[0]
+    first, second = a.view(experts, -1, a.shape[-1]), b.view(b.shape[0], -1, experts)
+    transposed = getattr(whole.get_submodule(holder), "is_transposed", False)
+    return torch.einsum("ore,eri->eio" if transposed else "ore,eri->eoi", second, first)
 
 
 def start_value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ def write_adapter(
         targets: last parts of the adapted modules' names.
         state: adapter tensor (without peft's prefix) -> fp32 host tensor.
     """
-    config = lora_config(adapter, targets)
+    config = lora_config(adapter, targets, list(adapter.parameters))
     config.base_model_name_or_path = base
     config.inference_mode = True
     config.save_pretrained(str(directory))
@@ -63,7 +63,9 @@ def check_adapter(directory: Path, tuning: Tuning) -> None:
     if set(shapes) != set(tuning.trainable):
         odd = sorted(set(shapes) ^ set(tuning.trainable))[0]
         where = "the adapter but not by this job" if odd in shapes else "this job but not by the adapter"
-        raise UserError(f"{directory}: {odd} is trained by {where}; set [adapter] targets as the adapter has them")
+        raise UserError(
+            f"{directory}: {odd} is trained by {where}; set [adapter] targets and parameters as the adapter has them"
+        )
     for name, shape in shapes.items():
         if shape != tuning.trainable[name].shape:
             raise UserError(
@@ -82,10 +84,12 @@ def adapter_of(directory: Path) -> tuple[AdapterTable, str | None]:
     if unusual or type(rank) is not int or not isinstance(alpha, int | float) or rank < 1 or alpha <= 0:
         what = f"{unusual[0]} = {config[unusual[0]]!r}" if unusual else f"r = {rank!r}, lora_alpha = {alpha!r}"
         raise UserError(f"{directory / _CONFIG}: hetero_mpi knows plain LoRA, not {what}; merge the adapter with peft")
+    parameters = list(config.get("target_parameters") or [])
+    holders = tuple(f".{name.rpartition('.')[0]}" for name in parameters)
     names = sorted(name.removesuffix(_A) for name in _stored(directory) if name.endswith(_A))
-    return AdapterTable(method="lora", rank=rank, alpha=float(alpha), targets=names), config.get(
-        "base_model_name_or_path"
-    )
+    targets = [name for name in names if not parameters or not f".{name.replace('.base_layer', '')}".endswith(holders)]
+    table = AdapterTable(method="lora", rank=rank, alpha=float(alpha), targets=targets, parameters=parameters)
+    return table, config.get("base_model_name_or_path")
 
 
 def read_adapter(directory: Path, tuning: Tuning) -> dict[str, torch.Tensor]:

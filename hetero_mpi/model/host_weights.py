@@ -22,6 +22,7 @@ from hetero_mpi.device.backend import HOST, Backend
 from hetero_mpi.device.copying import Copied
 from hetero_mpi.disk import SPARE_BYTES, free_bytes
 from hetero_mpi.errors import UserError
+from hetero_mpi.model.layer.quantize import is_empty
 from hetero_mpi.planning.memory import STREAMED_LAYERS
 
 _ALIGNMENT = 256
@@ -181,7 +182,7 @@ class HostWeights:
 def _tensors(modules: Iterable[nn.Module]) -> list[tuple[Any, str]]:
     """(holder, attribute) of every parameter; of packed weights also of the scales."""
     found: list[tuple[Any, str]] = []
-    for parameter in dict.fromkeys(p for root in modules for p in root.parameters()):
+    for parameter in dict.fromkeys(p for root in modules for p in root.parameters() if not is_empty(p)):
         found.append((parameter, "data"))
         packing = getattr(parameter, "quant_state", None)
         if packing is not None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from hetero_mpi.model.layer.interface import LayerChain
-from hetero_mpi.model.layer.quantize import packed_bytes
+from hetero_mpi.model.layer.quantize import fused_experts, packed_bytes
 from hetero_mpi.model.transformers.chain import TransformersChain, language
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.types.cost import GRADIENT_BYTES, LayerCost, ModelCost
@@ -46,7 +46,9 @@ def _layer_cost(
     held = trained + sum(spec.count for spec in chain.constant_specs(layer, layer + 1))
     copy = tied if head else 0
     adapters = 0 if tuning.full else sum(spec.count for spec in tuning.specs(layer, layer + 1))
-    packed, largest = _packed(language(chain), layer) if tuning.nf4 and 0 < layer < chain.layer_count - 1 else (0, 0)
+    packed, unpacked = (
+        _packed(language(chain), tuning, layer) if tuning.nf4 and 0 < layer < chain.layer_count - 1 else (0, 0)
+    )
     parameter_bytes = (held - packed + copy + adapters) * BYTES[dtype] + packed_bytes(packed, tuning.double)
     # The head's copy of a trained tied matrix has a gradient but neither moments nor a master of its own.
     parameter_bytes += copy * GRADIENT_BYTES if tuning.full else 0
@@ -62,21 +64,18 @@ def _layer_cost(
             2.0 * chain.logits * BYTES[dtype] if head and chain.logits is not None else activation_bytes[kind]
         ),
         boundary_bytes_per_token=0 if head else math.prod(chain.boundary(layer, 1, 1)) * BYTES[dtype],
-        workspace_bytes=largest * BYTES[dtype],
+        workspace_bytes=unpacked * BYTES[dtype],
     )
 
 
-def fused_experts(chain: TransformersChain) -> int:
-    """Parameters of experts held as one tensor of three dimensions, which bitsandbytes does not pack."""
-    return sum(spec.count for spec in chain.specs(1, chain.layer_count - 1) if len(spec.shape) == 3)
-
-
-def _packed(chain: TransformersChain, layer: int) -> tuple[int, int]:
-    """(weights that NF4 packs, weights of the largest matrix, which is unpacked to compute) of a block."""
-    weights = [
-        module.weight.numel()
-        for name in chain.module_names(layer)
-        for module in chain.model.get_submodule(name).modules()
-        if type(module) is nn.Linear
-    ]
-    return sum(weights), max(weights, default=0)
+def _packed(chain: TransformersChain, tuning: Tuning, layer: int) -> tuple[int, int]:
+    """(weights that NF4 packs, weights that are unpacked at once to compute) of a block: a matrix, or all fused experts and their
+    sums with adapters, which are as large."""
+    matrices, experts, sums = [], 0, 0
+    for root in chain.module_names(layer):
+        block = chain.model.get_submodule(root)
+        matrices += [module.weight.numel() for module in block.modules() if type(module) is nn.Linear]
+        for holder, _, name, parameter in fused_experts(block):
+            experts += parameter.numel()
+            sums += parameter.numel() if f"{root}.{holder}.{name}" in tuning.parameters else 0
+    return sum(matrices) + experts, max([*matrices, experts + sums], default=0)

@@ -181,13 +181,13 @@ def _nf4_layer(backend: Backend, dtype: torch.dtype) -> Compared:
     """A layer as QLoRA holds it: forward, the gradient of its input, and forward of one row, which has a kernel of its own."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    from hetero_mpi.model.layer.quantize import BLOCK, quantize_linears
+    from hetero_mpi.model.layer.quantize import BLOCK, quantize
 
     layers = nn.Sequential(nn.Linear(256, 512, bias=False))
     weights = layers[0].weight.detach().to(dtype)
     packed, state = quantize_4bit(weights, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
     exact = dequantize_4bit(packed, state).double()
-    quantize_linears(layers, backend.device, dtype, double=True)
+    quantize(layers, backend.device, dtype, double=True)
     inputs, gradient = _random(_TOKENS, 256).to(dtype), _random(_TOKENS, 512).to(dtype)
     there = backend.from_host(inputs.clone()).requires_grad_()
     output = layers(there)

@@ -25,7 +25,7 @@ from hetero_mpi.model.layer.gradient_ready import Beginnings, Finished, Gradient
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.interface import PassThrough as PassThrough
 from hetero_mpi.model.layer.loss import IGNORED as IGNORED
-from hetero_mpi.model.layer.quantize import quantize_linears, set_training
+from hetero_mpi.model.layer.quantize import is_empty, quantize, set_training
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.layer.split_backward import WeightGradients
 from hetero_mpi.model.offloaded_gradients import OffloadedGradients
@@ -132,8 +132,8 @@ class Stage:
         if not backend.shares_keys(self.dtype):
             _repeat_shared_keys()
         self.parameters = self._trained_parameters()
-        if recompute:
-            chain.recompute(self.model, True)
+        if recompute or self.tuning.nf4:
+            chain.recompute(self.model, recompute)
         set_training(self.model, True)
         self.offloaded: OffloadedGradients | None = None
         self.deferred: WeightGradients | None = None
@@ -360,10 +360,10 @@ class Stage:
         """Move a layer to the device in the compute dtype; keep fp32 masters where that is narrower and weights are trained."""
         if self.tuning.nf4 and 0 < layer < self.chain.layer_count - 1:
             for name in self.chain.module_names(layer):
-                quantize_linears(self.model.get_submodule(name), self.backend.device, self.dtype, self.tuning.double)
+                quantize(self.model.get_submodule(name), self.backend.device, self.dtype, self.tuning.double)
         for name in self.chain.module_names(layer):
             for full_name, parameter in self.model.get_submodule(name).named_parameters(prefix=name):
-                if parameter is not self.tied_head and parameter.is_floating_point():
+                if parameter is not self.tied_head and parameter.is_floating_point() and not is_empty(parameter):
                     self._place_parameter(full_name, parameter)
         if layer == 0 and self.tied_head is not None:
             assert self.chain.tied is not None
@@ -388,8 +388,9 @@ class Stage:
         if self.tuning.adapter is None:
             return {spec.name: self.model.get_parameter(spec.name) for spec in self.tuning.specs(self.first, self.last)}
         modules = self.tuning.modules_in(self.first, self.last)
+        experts = [n for n in self.tuning.parameters if self.first <= self.chain.layer_of(n) < self.last]
         self.model.is_loaded_in_4bit = self.tuning.nf4  # peft looks here to choose its layers for packed weights
-        inject(self.model, self.tuning.adapter, modules, self.backend.device, self.seed)
+        inject(self.model, self.tuning.adapter, modules, experts, self.backend.device, self.seed)
         found = adapter_parameters(self.model)
         own = {spec.name: found[spec.name] for spec in self.tuning.specs(self.first, self.last)}
         if (

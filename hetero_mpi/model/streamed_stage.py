@@ -23,6 +23,7 @@ from hetero_mpi.model.frozen_weight_cache import Kept
 from hetero_mpi.model.host_weights import HostLayer, HostWeights
 from hetero_mpi.model.layer.gradient_ready import Finished, GradientReadyHooks
 from hetero_mpi.model.layer.interface import LayerChain, PassThrough
+from hetero_mpi.model.layer.quantize import unpack_experts
 from hetero_mpi.model.offloaded_gradients import OffloadedGradients
 from hetero_mpi.model.stage import MicroBatch, Shared, Slices, Stage, joined, parts
 from hetero_mpi.model.transformers.weights import Start
@@ -76,6 +77,8 @@ class StreamedStage(Stage):
             shared=shared,
             foreign=foreign,
         )
+        if self.tuning.nf4:  # backward repeats each layer's forward just before
+            unpack_experts(self.model, repeat=False, draws=False)
         self.weights = HostWeights(self._host_layers, backend)
         if self.state_device != backend.device:
             self.offloaded = OffloadedGradients(backend, self._trained_by_layer(), self.tied_head)

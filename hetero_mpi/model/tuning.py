@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import AdapterTable, JobConfig
-from hetero_mpi.model.adapter import adapter_shapes
+from hetero_mpi.model.adapter import adapted
 from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
 from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta, language
 
@@ -22,9 +23,11 @@ class Tuning:
     adapter: AdapterTable | None = None
     """None: full training."""
     modules: tuple[tuple[int, str], ...] = ()
-    """(layer, full name) of every adapted module."""
+    """(layer, full name) of every adapted linear layer."""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """Full name of each adapted parameter of fused experts -> what the names of its adapter's tensors begin with."""
     nf4: bool = False
-    """Linear layers of blocks are held in NF4."""
+    """Linear layers and fused experts of blocks are held in NF4."""
     double: bool = True
     """The scales of NF4 weights are quantised too."""
     frozen: bool = False
@@ -39,6 +42,11 @@ class Tuning:
 
     def specs(self, first: int, last: int) -> list[ParameterSpec]:
         return [spec for spec in self.trainable.values() if first <= spec.layer < last]
+
+    def adapted_tensors(self, chain: LayerChain, first: int, last: int) -> dict[str, str]:
+        """Adapted tensor of the model -> what the names of its adapter's tensors begin with."""
+        found = {f"{name}.weight": name for name in self.modules_in(first, last)}
+        return found | {n: wrapper for n, wrapper in self.parameters.items() if first <= chain.layer_of(n) < last}
 
     def suffixes(self) -> list[str]:
         """Last parts of the adapted modules' names, as adapter configurations list them."""
@@ -72,13 +80,13 @@ def adapter_tuning(chain: TransformersChain, adapter: AdapterTable, nf4: bool, d
 
     :raises UserError: the adapter's targets match nothing, or lie outside the blocks.
     """
-    modules, shapes = adapter_shapes(build_on_meta(chain.config), adapter)
-    outside = [name for name in modules if not name.startswith(f"{chain.blocks_name}.")]
+    found = adapted(build_on_meta(chain.config), adapter)
+    outside = [name for name in found.modules if not name.startswith(f"{chain.blocks_name}.")]
     if outside:
         raise UserError(
             f"[adapter] targets = {adapter.targets!r} match {outside[0]}, which is not inside a block; "
             f"adapt linear layers of blocks only"
         )
-    trainable = {name: ParameterSpec(name, chain.layer_of(name), shape) for name, shape in shapes.items()}
-    placed = tuple((chain.layer_of(name), name) for name in modules)
-    return Tuning(trainable, {}, adapter, placed, nf4, double)
+    trainable = {name: ParameterSpec(name, chain.layer_of(name), shape) for name, shape in found.shapes.items()}
+    placed = tuple((chain.layer_of(name), name) for name in found.modules)
+    return Tuning(trainable, {}, adapter, placed, found.parameters, nf4, double)

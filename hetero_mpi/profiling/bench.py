@@ -13,6 +13,7 @@ from torch import nn
 
 from hetero_mpi.device.backend import DTYPES, Backend
 from hetero_mpi.model.layer.interface import LayerChain
+from hetero_mpi.model.layer.quantize import unpack_experts, unpacked_bytes
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.profiling.layer_clock import LayerClock, Seconds
@@ -73,12 +74,22 @@ class Bench:
 
     def activation_bytes(self, run: Callable[[], object]) -> dict[int, int]:
         """Layer -> bytes that autograd keeps from forward to backward of the micro-batch that ``run`` passes; parameters are not
-        counted, a storage that several layers keep counts for the first."""
-        kept = self._kept = {}
+        counted, a storage that several layers keep counts for the first. What packed experts compute counts as if it was kept and
+        not computed again: it is all there in their backward."""
+        kept: dict[int, tuple[int, int]] = {}
+        model = self.stage.model
+        if self.subject.tuning.nf4:
+            unpack_experts(model, repeat=False, draws=False)
+        self._kept = kept
         run()
         self._kept = None
-        layers = range(self.stage.first, self.stage.last)
-        return {layer: sum(size for holder, size in kept.values() if holder == layer) for layer in layers}
+        if self.subject.tuning.nf4:
+            self.recompute(False)
+        found = {}
+        for layer in range(self.stage.first, self.stage.last):
+            unpacked = sum(unpacked_bytes(model.get_submodule(name)) for name in self.stage.chain.module_names(layer))
+            found[layer] = max(0, sum(size for holder, size in kept.values() if holder == layer) - unpacked)
+        return found
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

@@ -158,7 +158,7 @@ def test_adapter_directories_round_trip_and_are_checked(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "a" / "adapter_config.json").read_text())["base_model_name_or_path"] == "base"
     with pytest.raises(UserError, match="rank = 4, the job says"):
         check_adapter(tmp_path / "a", tuning_of(job(rank=8), chain()))
-    with pytest.raises(UserError, match="set \\[adapter\\] targets as the adapter has them"):
+    with pytest.raises(UserError, match="set \\[adapter\\] targets and parameters as"):
         check_adapter(tmp_path / "a", tuning_of(job(targets=["q_proj"]), chain()))
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"short")
     with pytest.raises(UserError, match=r"adapter_model.safetensors: truncated or not a safetensors file"):

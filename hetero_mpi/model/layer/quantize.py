@@ -1,29 +1,51 @@
 """NF4 weights (QLoRA, Dettmers et al. 2023, arXiv:2305.14314) through bitsandbytes, the same bits on every device.
 
-Linear layers of blocks are packed on the host, whatever device they go to, and only the packed bytes move; embedding, norms
-and head stay in the compute dtype. bitsandbytes quantises ``nn.Linear`` alone: fused expert tensors of MoE families stay.
+Linear layers and fused experts of blocks are packed on the host, whatever device they go to, and only the packed bytes move;
+embedding, norms and head stay in the compute dtype.
+
+Fused experts are one tensor (experts, rows, columns) of a module, which transformers' own kernels read, so they are unpacked while
+the module computes. Autograd would keep them so until backward: the module's forward is repeated there instead, from its input.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hetero_mpi.device.backend import HOST
 
 if TYPE_CHECKING:
+    from bitsandbytes.functional import QuantState
     from bitsandbytes.nn import Linear4bit
 
 BLOCK = 64
 """Weights that share one scale."""
 _SECOND_BLOCK = 256
 """Scales that share one scale of their own (double quantisation)."""
+_PIECE = 1 << 24
+"""Weights packed at once: bitsandbytes needs ten bytes for each meanwhile."""
+_PACKED = "_nf4"
+"""Ends the name of the parameter that has the packed bytes of the one before it."""
 
 
-def quantize_linears(module: nn.Module, device: torch.device, dtype: torch.dtype, double: bool) -> None:
-    """Replace every ``nn.Linear`` in ``module`` by its NF4 form on ``device``, one after the other.
+def fused_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """(name of the holder, holder, name in it, parameter) of each tensor in ``module`` that has a layer's experts in one."""
+    for path, holder in module.named_modules():
+        if "expert" in type(holder).__name__.lower():
+            for name, parameter in holder.named_parameters(recurse=False):
+                if parameter.ndim == 3:
+                    yield path, holder, name, parameter
+
+
+def quantize(module: nn.Module, device: torch.device, dtype: torch.dtype, double: bool) -> None:
+    """Replace every ``nn.Linear`` and all fused experts in ``module`` by their NF4 form on ``device``, one after the other.
+
+    Experts compute after ``unpack_experts`` only.
 
     Args:
         module: a block with fp32 weights in host memory.
@@ -32,6 +54,64 @@ def quantize_linears(module: nn.Module, device: torch.device, dtype: torch.dtype
     for name, layer in [(n, m) for n, m in module.named_modules() if type(m) is nn.Linear]:
         parent, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(parent), attribute, _quantized(layer, device, dtype, double))
+    for _, holder, name, parameter in list(fused_experts(module)):
+        # Flat, so that blocks may go over the ends of rows: bitsandbytes' kernel for CPUs is wrong there otherwise.
+        packed, state = _packed(parameter.flatten(), device, dtype, double)
+        held = nn.Parameter(packed, requires_grad=False)
+        held.quant_state = state  # type: ignore[attr-defined]
+        holder.register_parameter(name + _PACKED, held)
+        # Of the shape and dtype that peft looks for, and without memory.
+        empty = torch.empty((), dtype=dtype, device=device).expand(parameter.shape)
+        setattr(holder, name, nn.Parameter(empty, requires_grad=False))
+
+
+def is_empty(parameter: torch.Tensor) -> bool:
+    """Does it only stand for packed experts?"""
+    return parameter.device.type != "meta" and parameter.untyped_storage().nbytes() < parameter.nbytes
+
+
+def unpacked_bytes(module: nn.Module) -> int:
+    """Bytes of all packed experts in ``module`` when they are unpacked."""
+    return sum(parameter.nbytes for parameter in module.parameters() if is_empty(parameter))
+
+
+def unpack_experts(model: nn.Module, repeat: bool, draws: bool) -> None:
+    """From now on modules with packed experts unpack them to compute.
+
+    Args:
+        repeat: repeat such a module's forward in backward, so that nothing unpacked is kept; without, whoever calls the model sees
+            to that.
+        draws: may the model draw random numbers?
+    """
+    for path, holder in list(model.named_modules()):
+        names = [n for n, parameter in holder.named_parameters(recurse=False) if is_empty(parameter)]
+        if names:
+            # peft's wrappers read the parameters before they call what they wrap.
+            outer = model.get_submodule(path[: path.find(".base_layer")] if ".base_layer" in path else path)
+            vars(outer).pop("forward", None)
+            run = partial(_with_unpacked, holder, names, outer.forward)
+            outer.forward = partial(_repeated, run, draws) if repeat else run
+
+
+def _repeated(run: Callable[..., Any], draws: bool, *arguments: Any, **keywords: Any) -> Any:
+    return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=draws, **keywords)
+
+
+def _with_unpacked(
+    holder: nn.Module, names: list[str], forward: Callable[..., Any], *arguments: Any, **keywords: Any
+) -> Any:
+    from bitsandbytes.functional import dequantize_4bit
+
+    empty = {name: holder.get_parameter(name) for name in names}
+    try:
+        for name, parameter in empty.items():
+            packed: Any = holder.get_parameter(name + _PACKED)
+            values = dequantize_4bit(packed.data, packed.quant_state).view(parameter.shape)
+            setattr(holder, name, nn.Parameter(values, requires_grad=False))
+        return forward(*arguments, **keywords)
+    finally:
+        for name, parameter in empty.items():
+            setattr(holder, name, parameter)
 
 
 def packed_bytes(parameters: int, double: bool) -> int:
@@ -52,14 +132,29 @@ def set_training(model: nn.Module, training: bool) -> None:
             module.training = True
 
 
+def _packed(
+    weight: torch.Tensor, device: torch.device, dtype: torch.dtype, double: bool
+) -> tuple[torch.Tensor, QuantState]:
+    """The bits that ``quantize_4bit`` gives for the whole tensor."""
+    from bitsandbytes.functional import QuantState, quantize_4bit, quantize_blockwise
+
+    rounded = (piece.to(HOST, dtype) for piece in weight.detach().flatten().split(_PIECE))
+    pieces = [quantize_4bit(piece, blocksize=BLOCK, quant_type="nf4") for piece in rounded]
+    absmax, offset, scales = torch.cat([state.absmax for _, state in pieces]), None, None
+    if double:
+        offset = absmax.mean()
+        absmax, scales = quantize_blockwise(absmax - offset, blocksize=_SECOND_BLOCK)
+    code = pieces[0][1].code
+    state = QuantState(absmax, weight.shape, code, BLOCK, "nf4", dtype, offset, scales)
+    state.to(device)
+    return torch.cat([packed for packed, _ in pieces]).to(device), state
+
+
 def _quantized(layer: nn.Linear, device: torch.device, dtype: torch.dtype, double: bool) -> Linear4bit:
     # Imported here, as it takes two seconds that a job without NF4 need not wait for.
-    from bitsandbytes.functional import quantize_4bit
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    weight = layer.weight.detach().to(HOST, dtype)
-    packed, state = quantize_4bit(weight, blocksize=BLOCK, compress_statistics=double, quant_type="nf4")
-    state.to(device)
+    packed, state = _packed(layer.weight, device, dtype, double)
     new = Linear4bit(
         layer.in_features,
         layer.out_features,
@@ -70,7 +165,7 @@ def _quantized(layer: nn.Linear, device: torch.device, dtype: torch.dtype, doubl
         device="meta",
     )
     new.weight = Params4bit(
-        packed.to(device),
+        packed,
         requires_grad=False,
         quant_state=state,
         blocksize=BLOCK,

@@ -23,6 +23,7 @@ from hetero_mpi.model.files.model_directory import ModelDirectoryWriter
 from hetero_mpi.model.layer.interface import Example, LayerChain
 from hetero_mpi.model.layer.interface import ParameterSpec as ParameterSpec
 from hetero_mpi.model.layer.loss import IGNORED, summed_loss
+from hetero_mpi.model.layer.quantize import unpack_experts
 from hetero_mpi.model.transformers import record_attention
 from hetero_mpi.model.transformers.initial_values import initialise, materialize, restore_buffers
 from hetero_mpi.model.transformers.supported import MASKED_FAMILIES
@@ -163,12 +164,14 @@ class TransformersChain(LayerChain):
 
     def recompute(self, model: nn.Module, enabled: bool) -> None:
         """By transformers' own checkpointing, of blocks; later versions call it that of activations. States of random numbers are
-        kept only where some are drawn."""
-        kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+        kept only where some are drawn. Packed experts are repeated with their block, or by themselves."""
+        kind, draws = (
+            "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient",
+            uses_dropout(model),
+        )
+        unpack_experts(model, not enabled, draws)
         if enabled:
-            getattr(model, f"{kind}_checkpointing_enable")(
-                {"use_reentrant": False, "preserve_rng_state": uses_dropout(model)}
-            )
+            getattr(model, f"{kind}_checkpointing_enable")({"use_reentrant": False, "preserve_rng_state": draws})
         else:
             getattr(model, f"{kind}_checkpointing_disable")()
 

@@ -27,7 +27,6 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import JobConfig, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
 from hetero_mpi.job.plan_request import micro_batch_choices, request_of
 from hetero_mpi.model.layer.interface import LayerChain
-from hetero_mpi.model.model_cost import fused_experts
 from hetero_mpi.model.transformers.chain import TransformersChain, language
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import Tuning, tuning_of
@@ -165,10 +164,6 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
         say(f"data: {len(dataset.train):,} training and {len(dataset.held_out):,} held-out {rows}")
     parameters = sum(spec.count for spec in chain.parameters.values())
     say(f"model: {chain.summary()}, {parameters:,} parameters, {job.train.dtype}")
-    if tuning.nf4 and (experts := fused_experts(language(chain))):
-        say(
-            f"NF4 packs linear layers only: {experts:,} parameters of fused experts stay in {job.train.dtype} and are counted so"
-        )
     return RunSetup(world, transport, loaded, run_dir, material, chain, tuning, backend, cores, threads)
 
 
