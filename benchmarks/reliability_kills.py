@@ -99,7 +99,8 @@ def _interrupted(*_: object) -> None:
 
 def _one_run(folder: Path, job: Path, pipelines: int, whole: list[float], dice: random.Random, tally: Tally) -> None:
     run = folder / f"run-{tally.runs}"
-    with started(folder, job, run, RANKS, ["--with-ft", "ulfm"]) as (process, log):
+    known = [word for path in sorted(folder.glob("run-0/profile.toml")) for word in ("--profile", str(path))]
+    with started(folder, job, run, RANKS, ["--with-ft", "ulfm"], known) as (process, log):
         alive = list(range(RANKS))
         for turn in range(1, RANKS - pipelines + 1):
             if not wait_for(process, run, turn * STEPS // (RANKS + 1) + dice.randrange(STEPS // 10)):
