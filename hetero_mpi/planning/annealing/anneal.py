@@ -75,7 +75,6 @@ class Annealer:
         looks = LOOKS if len(self.ranks) <= MORE else LOOKS_OF_MORE
         self.budget = Budget(times * looks, times * EFFORT / (NICS if shares_nics(profile) else 1))
         self._known: dict[Lines, float] = {}
-        self._too_large: set[tuple[object, ...]] = set()
         self.orders = times * min(ORDERS, PER_PAIR * len(self.ranks) ** 2)
 
     def best(self, starts: Sequence[tuple[Plan, float]]) -> tuple[Plan, float] | None:
@@ -207,10 +206,7 @@ class Annealer:
         return Plan(pipelines, self.request.global_batch, self.request.sequence_length, self.layer_count)
 
     def _owned_s(self, fittings: Sequence[Fitting]) -> float:
-        held = tuple((line.ranks, line.counts, line.micro_batch) for line in (one.line for one in fittings))
-        plan = None if held in self._too_large else self.fitter.fitted(self._plan(fittings))
-        if plan is None:
-            self._too_large.add(held)  # at other depths, too: ``fitted`` has tried the least
+        plan = self.fitter.fitted(self._plan(fittings))
         return math.inf if plan is None else self.fitter.step_s(plan)
 
     def _step_s(self, fittings: Sequence[Fitting]) -> float:

@@ -69,9 +69,9 @@ class Fitting:
 
     def pipeline(self, ranks: Sequence[int]) -> PipelinePlan:
         """``ranks``: the job's, by the cluster's."""
-        line, cuts = self.line, self.line.cuts
+        line, cuts, several = self.line, self.line.cuts, len(self.line.ranks) > 1  # one stage waits for nobody
         stages = tuple(
-            StagePlan((ranks[rank],), cuts[i], cuts[i + 1], line.flying[i] - 1, self.recompute[i])
+            StagePlan((ranks[rank],), cuts[i], cuts[i + 1], line.flying[i] - 1 if several else 0, self.recompute[i])
             for i, rank in enumerate(line.ranks)
         )
         return PipelinePlan(stages, line.micro_batch, line.sequences, line.is_split)
