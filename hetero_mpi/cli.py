@@ -172,10 +172,10 @@ def _mesh_init(hosts: Path, output: Path) -> int:
     return _show(*mesh.init(hosts, output))
 
 
-def _export(source: Path, target: Path, merge: bool) -> int:
+def _export(source: Path, target: Path, merge: bool, best: bool) -> int:
     from hetero_mpi.commands.export import export
 
-    return _show(export(source, target, merge))
+    return _show(export(source, target, merge, best))
 
 
 # Anywhere, without torch and MPI.
@@ -271,6 +271,7 @@ def parser() -> argparse.ArgumentParser:
     add("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="run directory or checkpoint file")
     add("target", type=Path, metavar="OUT", help="directory to write")
     add("--merge", action="store_true", help="add the adapter to its base weights: a whole model")
+    add("--best", action="store_true", help="of a run, the checkpoint with the lowest held-out loss, not the newest")
 
     reference = commands.add_parser(
         "reference", help="print a job file that documents every key, or the pages of reference"

@@ -46,7 +46,7 @@ def prune(
     if len(found) <= keep:
         return []
     good = just_written if just_written in found else newest_good(directory)[0]
-    stays = {*found[:keep], *_best(found, keep_best), good}
+    stays = {*found[:keep], *lowest_held_out(directory)[:keep_best], good}
     removed = [path for path in found if path not in stays]
     for path in removed:
         path.unlink(missing_ok=True)
@@ -71,12 +71,10 @@ def set_aside(directory: str | os.PathLike[str], step: int) -> Path | None:
     return target
 
 
-def _best(paths: list[Path], count: int) -> list[Path]:
-    """Those with the lowest held-out losses, the newest first among equals; damaged ones do not count."""
-    if count == 0:
-        return []
+def lowest_held_out(directory: str | os.PathLike[str]) -> list[Path]:
+    """Checkpoints that know their held-out loss, the lowest first, the newest first among equals; damaged ones do not count."""
     losses: list[tuple[float, Path]] = []
-    for path in paths:
+    for path in _newest_first(Path(directory)):
         try:
             with CheckpointReader(path) as reader:
                 loss = reader.held_out_loss()
@@ -84,7 +82,7 @@ def _best(paths: list[Path], count: int) -> list[Path]:
             continue
         if loss is not None and math.isfinite(loss):
             losses.append((loss, path))
-    return [path for _, path in sorted(losses, key=lambda pair: pair[0])[:count]]
+    return [path for _, path in sorted(losses, key=lambda pair: pair[0])]
 
 
 def _newest_first(directory: Path) -> list[Path]:

@@ -84,6 +84,8 @@ _RULES: dict[str, _Rule] = {
     "losses": (_are_losses, "a list of float64 numbers"),
     "loss_scale": (_is_scale, "a positive number and a count"),
     "held_out_loss": (_is_number, "a number"),
+    "lowest_loss": (lambda value: value is None or _is_number(value), "a number, or nothing"),
+    "higher_in_a_row": _COUNT,
     "job": _TABLE,
     "model_config": _TABLE,
     "versions": _TABLE,
@@ -102,6 +104,8 @@ _TRAINING_STATE: dict[str, _Rule] = {
     "loss_scale": (lambda value: value is None or _is_scale(value), "a positive number and a count"),
     "skipped": _COUNT,
     "skips_in_a_row": _COUNT,
+    "lowest_loss": (lambda value: value is None or _is_number(value), "a number, or nothing"),
+    "higher_in_a_row": _COUNT,
     "last_checkpoint": _TEXT_OR_NONE,
     "good_checkpoint": _TEXT_OR_NONE,
 }

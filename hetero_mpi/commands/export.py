@@ -14,7 +14,7 @@ import torch
 from pydantic import ValidationError
 from transformers.utils import logging as transformers_logging
 
-from hetero_mpi.checkpoint import CheckpointReader, newest_good
+from hetero_mpi.checkpoint import CheckpointReader, lowest_held_out, newest_good
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
 from hetero_mpi.device.backend import DTYPES
 from hetero_mpi.errors import UserError
@@ -46,17 +46,18 @@ class ExportSource:
     """Directory of the weights that were tuned, as the run saw it."""
 
 
-def export(source: Path, target: Path, merge: bool) -> str:
+def export(source: Path, target: Path, merge: bool, best: bool = False) -> str:
     """Write ``target`` from a run directory or a checkpoint file; returns a sentence about what was written.
 
     Args:
         merge: add the adapter to its base weights and write a whole model; without it an adapter is written as such.
+        best: of a run directory, take the checkpoint with the lowest held-out loss.
 
     Raises:
         UserError: no whole checkpoint, nothing to merge, or the base weights are not there.
     """
     transformers_logging.disable_progress_bar()  # one for each layer would say nothing
-    path = _checkpoint(source)
+    path = _checkpoint(source, best)
     with CheckpointReader(path) as reader:
         opened = _open(reader, path)
         if merge and opened.tuning.full:
@@ -72,17 +73,31 @@ def export(source: Path, target: Path, merge: bool) -> str:
     return f"{target}: {what}, from {path}"
 
 
-def _checkpoint(source: Path) -> Path:
+def _checkpoint(source: Path, best: bool) -> Path:
     if source.is_file():
+        if best:
+            raise UserError(f"--best chooses a checkpoint of a run directory, and {source} is one: leave --best out")
         return source
     directory = source / "checkpoints"
     if not directory.is_dir():
         raise UserError(f"{source} is neither a checkpoint file nor a run directory (it has no checkpoints/)")
+    if best:
+        return _best(directory)
     path, skipped = newest_good(directory)
     if path is None:
         reasons = "; ".join(f"{bad.name}: {reason}" for bad, reason in skipped) or "it is empty"
         raise UserError(f"{directory}: no whole checkpoint ({reasons})")
     return path
+
+
+def _best(directory: Path) -> Path:
+    found = lowest_held_out(directory)
+    if not found:
+        raise UserError(
+            f"{directory}: no checkpoint knows its held-out loss; let [checkpoint] every be a multiple of [train] evaluate_every, "
+            "or set [train] patience"
+        )
+    return found[0]
 
 
 def _open(reader: CheckpointReader, path: Path) -> ExportSource:

@@ -32,6 +32,7 @@ EXAMPLES: dict[tuple[str, str], str] = {
     ("data", "records"): '["data/*.jsonl", "more/alpaca.json"]',
     ("data", "evaluation"): '["evaluation/*.jsonl"]',
     ("data", "max_bytes"): "30_000_000",
+    ("train", "epochs"): "3",
     ("sample", "prompt"): '"def main("',
     ("profile", "path"): '"profiles/homelab.toml"',
     ("cluster", "emulate"): '"homelab-5090-strix-halo"',

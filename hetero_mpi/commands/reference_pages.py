@@ -61,6 +61,8 @@ UNITS = {
     ("data", "held_out"): "share",
     ("data", "max_bytes"): "bytes",
     ("train", "steps"): "steps",
+    ("train", "epochs"): "epochs",
+    ("train", "patience"): "evaluations",
     ("train", "global_batch"): "sequences",
     ("train", "micro_batch"): "sequences",
     ("train", "warmup_steps"): "steps",

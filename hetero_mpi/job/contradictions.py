@@ -160,6 +160,13 @@ def _data(known: Known) -> list[Problem]:
 
 def _train(known: Known) -> list[Problem]:
     micro, batch = known("train", "micro_batch"), known("train", "global_batch")
+    if known("train", "epochs") is not None and known("train", "steps") not in (None, known.default("train", "steps")):
+        return [(("train", "epochs"), "takes the place of train.steps: set one of them")]
+    if known("train", "patience") and known("train", "evaluate_every") == 0:
+        return [(("train", "patience"), "counts evaluations: set train.evaluate_every, the steps between them")]
+    if known("train", "patience") and known("data", "held_out") == 0 and known("data", "evaluation") is None:
+        rule = "counts evaluations, and nothing is held out: set data.held_out or data.evaluation"
+        return [(("train", "patience"), rule)]
     if micro is None or batch is None:
         return []
     if type(micro) is int and batch % micro:

@@ -137,6 +137,11 @@ class TrainTable(JobTable):
 
     steps: Positive = 100
     """Optimizer steps."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the training sequences, in place of ``steps``; the last step is the one in which the last pass ends."""
+    patience: NotNegative = 0
+    """Training ends after so many evaluations in a row without a lower held-out loss than before; 0: never. A checkpoint is
+    written after each evaluation with the lowest loss so far, for ``export --best``."""
     global_batch: Positive = 8
     """Sequences per optimizer step, over all ranks; at most 8192 micro-batches."""
     micro_batch: Positive | Literal["auto"] = "auto"

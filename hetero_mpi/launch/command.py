@@ -94,5 +94,5 @@ def _supervise(
     training = parse(program)
     options.check()
     loaded = load_job(training.job, training.overrides)
-    steps = 0 if training.dry_run else loaded.job.train.steps
-    return Supervisor(options, find_launcher(), program, run_directory(loaded, training.run_dir), steps).run()
+    run_dir = run_directory(loaded, training.run_dir)
+    return Supervisor(options, find_launcher(), program, run_dir, trains=not training.dry_run).run()

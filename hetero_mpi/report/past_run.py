@@ -163,6 +163,16 @@ def describe_run(
     starts = [one for one in _starts(_told(path)) if step > 0 and one["step"] <= step]
     starts.append({"unix_s": round(time.time(), 3), "step": step, "ranks": ranks})
     values = {"name": name, "job_file": job_file, "job": job, "versions": dict(versions), "starts": starts}
+    _tell(path, {**values, "last_step": _table(job, "train").get("steps", 0)})
+
+
+def note_end(directory: Path, step: int) -> None:
+    """Note in ``run.json`` that training is over after ``step`` steps."""
+    path = directory / RUN_NAME
+    _tell(path, {**_told(path), "last_step": step})
+
+
+def _tell(path: Path, values: Mapping[str, Any]) -> None:
     write_whole(path, json.dumps(values, indent=1) + "\n")
 
 

@@ -79,7 +79,8 @@ class ProgressDisplay:
     """Shows the steps of a run. A context manager; ``update`` is called once per step and only stores what is to be shown.
 
     ``first_step``: steps done before this run (0 unless resumed). On a terminal it is a screen. Otherwise a line for the first
-    step, the last, and in between after 5 s or a tenth of the run, whichever comes first.
+    step, the last, and in between after 5 s or a tenth of the run, whichever comes first. ``steps_per_epoch``: of a run that counts
+    epochs.
 
     Attributes:
         overview, standings: shown on the screen.
@@ -94,12 +95,13 @@ class ProgressDisplay:
         now_s: Callable[[], float] = time.monotonic,
         about: Overview | None = None,
         unit: str = "tokens",
+        steps_per_epoch: float | None = None,
     ) -> None:
         self.total_steps = total_steps
         self.first_step = first_step
         self.overview = about or Overview("training")
         self.standings: Standings = dict
-        self.unit = unit
+        self.unit, self._steps_per_epoch = unit, steps_per_epoch
         self._stream = sys.stdout if stream is None else stream
         self._now_s = now_s
         self._started_s = now_s()
@@ -140,7 +142,8 @@ class ProgressDisplay:
         from hetero_mpi.report.screen import RankLine, view
 
         step = self._latest.step if self._latest is not None else self.first_step
-        left = f", {self._left(step)} left" if self.first_step < step < self.total_steps else ""
+        left = self._epoch(step)
+        left += f", {self._left(step)} left" if self.first_step < step < self.total_steps else ""
         standings = self.standings()
         ranks = [
             RankLine(row.rank, row.holds, now.computed, row.predicted, now.text)
@@ -174,8 +177,12 @@ class ProgressDisplay:
 
     def _line(self, line: StepMetrics) -> str:
         width = len(str(self.total_steps))
-        text = f"step {line.step:>{width}}/{self.total_steps}  loss {line.loss:.4f}  {line.tokens_per_s:,.0f} {self.unit}/s"
+        text = f"step {line.step:>{width}}/{self.total_steps}{self._epoch(line.step)}  loss {line.loss:.4f}"
+        text += f"  {line.tokens_per_s:,.0f} {self.unit}/s"
         return f"{text}  {self._left(line.step)} left" if line.step < self.total_steps else text
+
+    def _epoch(self, step: int) -> str:
+        return f", epoch {step / self._steps_per_epoch:.2f}" if self._steps_per_epoch is not None else ""
 
     def _left(self, step: int) -> str:
         """The time that the steps after ``step`` will take, as a clock."""

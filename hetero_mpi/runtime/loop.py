@@ -16,9 +16,11 @@ from hetero_mpi.engine.recording import Recorder
 from hetero_mpi.engine.trainer import StepResult
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.model.optimizer import LearningRate, StepDecision
+from hetero_mpi.report.past_run import note_end
 from hetero_mpi.report.progress import ProgressDisplay
+from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, StepMetrics
+from hetero_mpi.report.run_files.metrics import MetricsWriter, StepMetrics
 from hetero_mpi.runtime.build import Share
 from hetero_mpi.runtime.setup.setup import RunContext
 from hetero_mpi.state.checkpointing import open_saver
@@ -69,6 +71,7 @@ class Loop:
         self.predicted_step_s = share.report.predicted_step_s
         self.trainer, self.world, self.state, self.metadata = share.trainer, share.members, state, metadata
         self._asked, self._steering, self._beside = asked, steering, beside
+        self._run_dir = context.run_dir
         self.saver = open_saver(self.trainer, context.run_dir / "checkpoints", self.job, state.newest_checkpoint)
         self.schedule = LearningRate(self.job.train)
         self._held_out = self._broadcast_held_out()
@@ -92,13 +95,24 @@ class Loop:
         with self.saver:
             done = self._run(metrics, display)
             self.trainer.settle()
+        if done and self._over():
+            waited, lowest = self.state.higher_in_a_row, self.state.lowest_loss
+            say(
+                f"step {self.state.step}: training ends, as {waited} evaluations in a row were not below {lowest:.4f}; "
+                f"`python -m hetero_mpi export {self._run_dir} OUT --best` writes the model of then"
+            )
         if self.world.rank == 0:
+            if done:
+                with unharmed("run.json"):
+                    note_end(self._run_dir, self.state.step)
             self.state.set_newest_checkpoint(self.saver.newest)  # the writing of the last one may have failed
         return done
 
     def _run(self, metrics: MetricsWriter | None, display: ProgressDisplay | None) -> bool:
         train, every = self.job.train, self.job.checkpoint.every
         for step in range(self.state.step, train.steps):
+            if self._over():
+                break
             self.world.doing = f"training step {step + 1}"
             begin = time.perf_counter()
             result, target_tokens = self._step(step)
@@ -112,9 +126,12 @@ class Loop:
             if not decision.finite:
                 self._skipped(step, decision)
             last = step + 1 == train.steps
+            best = False
             if len(self._held_out.tokens) and (last or _due(step + 1, train.evaluate_every)):
                 self._evaluate(metrics)
-            if last or decision.stop or _due(step + 1, every):
+                best = self.state.higher_in_a_row == 0 and train.patience > 0
+                last = last or self._over()
+            if last or decision.stop or best or _due(step + 1, every):
                 self._save()
             if decision.stop and not last:
                 self._stop()
@@ -123,6 +140,10 @@ class Loop:
             if self._steering is not None and self._steering.due(step, result) and not last:
                 return False
         return True
+
+    def _over(self) -> bool:
+        """Has the held-out loss not become lower for as long as the job has patience? The same on all ranks."""
+        return 0 < self.job.train.patience <= self.state.higher_in_a_row
 
     def _step(self, step: int) -> tuple[StepResult, int]:
         """(result, target tokens) of one step on the batch that rank 0 reads."""
@@ -195,7 +216,7 @@ class Loop:
     def _evaluate(self, metrics: MetricsWriter | None) -> None:
         self.world.doing = "evaluating"
         loss = self.trainer.evaluate(self._held_out) / max(1, self._held_out.target_tokens)
-        self.state.evaluations.append(Evaluation(self.state.step, loss))
+        self.state.add_evaluation(loss)
         if metrics is not None:
             metrics.evaluation(self.state.step, loss)
         say(f"step {self.state.step}: held-out loss {loss:.4f}")

@@ -136,7 +136,10 @@ def open_display(context: RunContext, state: TrainingState, stack: contextlib.Ex
         return None, None
     metrics = stack.enter_context(open_metrics(context, state.step))
     unit = units.unit_of(context.job.data.sequence_length)
-    display = stack.enter_context(ProgressDisplay(context.job.train.steps, state.step, unit=unit))
+    train, per_epoch = context.job.train, None
+    if train.epochs is not None and context.dataset is not None:
+        per_epoch = len(context.dataset.train) / train.global_batch
+    display = stack.enter_context(ProgressDisplay(train.steps, state.step, unit=unit, steps_per_epoch=per_epoch))
     return metrics, display
 
 

@@ -58,7 +58,8 @@ def open_checkpoint(
                 warning = rate_change(reader.metadata["job"]["train"], job.train, step)
             say(*filter(None, [warning]))
             tell_set_aside(checkpoints, step)
-            shared = {key: reader.metadata[key] for key in ("step", "updates", "loss_scale")}
+            keys = "step", "updates", "loss_scale", "lowest_loss", "higher_in_a_row"
+            shared = {key: reader.metadata.get(key) for key in keys}
             shared |= {"losses": [float(loss) for loss in reader.metadata["losses"]], "last_checkpoint": str(path)}
     shared = world.broadcast_json(shared)
     if shared is None:

@@ -30,6 +30,10 @@ class TrainingState:
     skipped: int = 0
     """Steps of this run without an update, since gradients were not finite."""
     skips_in_a_row: int = 0
+    lowest_loss: float | None = None
+    """Of the held-out losses so far; None: there is none."""
+    higher_in_a_row: int = 0
+    """Evaluations since the one with the lowest loss."""
     newest_checkpoint: Path | None = None
     """On other ranks than 0 its writing may have failed."""
     good_checkpoint: Path | None = None
@@ -56,6 +60,14 @@ class TrainingState:
             self.skipped += 1
             self.skips_in_a_row += 1
 
+    def add_evaluation(self, loss: float) -> None:
+        """Record the held-out loss after the latest step."""
+        self.evaluations.append(Evaluation(self.step, loss))
+        if self.lowest_loss is None or loss < self.lowest_loss:
+            self.lowest_loss, self.higher_in_a_row = loss, 0
+        else:
+            self.higher_in_a_row += 1
+
     def set_newest_checkpoint(self, path: Path | None) -> None:
         self.newest_checkpoint = path
 
@@ -66,6 +78,8 @@ class TrainingState:
             "updates": self.updates,
             "losses": np.array(self.losses, dtype=np.float64),
             "loss_scale": [self.loss_scale.value, self.loss_scale.good_steps],
+            "lowest_loss": self.lowest_loss,
+            "higher_in_a_row": self.higher_in_a_row,
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,6 +106,8 @@ class TrainingState:
             [float(loss) for loss in values["losses"]],
             values.get("skipped", 0),
             values.get("skips_in_a_row", 0),
+            values.get("lowest_loss"),
+            values.get("higher_in_a_row", 0),
             Path(newest) if newest is not None else None,
             Path(good) if good is not None else None,
             [line for line in seen.metrics if line.step <= step] if seen is not None else [],

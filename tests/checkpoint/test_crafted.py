@@ -44,7 +44,7 @@ READER = f"""
 import json, resource, sys
 from pathlib import Path
 from hetero_mpi.checkpoint import CheckpointError, CheckpointReader, newest_good, prune
-from hetero_mpi.checkpoint.directory import _best
+from hetero_mpi.checkpoint.directory import lowest_held_out
 from hetero_mpi.checkpoint.local_shards import shards_on_disk
 from hetero_mpi.commands.plan import inspect
 from hetero_mpi.errors import UserError
@@ -58,7 +58,7 @@ for name in sys.stdin.read().split():
         inspect(path, None)
     except UserError as error:
         said.append(str(error))
-    _best([path], 1)
+    lowest_held_out(path.parent)
     print(json.dumps([str(best), passed_over[0][1] if passed_over else None, *said]), flush=True)
 """
 
@@ -166,7 +166,7 @@ def test_resuming_takes_the_newest_that_is_whole_and_of_this_model(tmp_path: Pat
 
 
 def test_odd_shards_of_a_copy_are_remarked_upon(tmp_path: Path) -> None:
-    state = {"step": 1, "updates": 1, "loss_scale": None, "skipped": 0, "skips_in_a_row": 0}
+    state = {"step": 1, "updates": 1, "loss_scale": None, "skipped": 0, "skips_in_a_row": 0, "higher_in_a_row": 0}
     state |= {"last_checkpoint": None, "good_checkpoint": None}
     said = {"version_id": "0000aaaa", "rank": 0, "names": ["a", "b"], "begun": "x", "training_state": state}
     for number, (key, value) in enumerate(

@@ -172,6 +172,12 @@ lerning_rate = 3
         (["data.template=jinja"], 'must be "auto" or "chat" or "plain"'),
         (["data.template=plain"], 'template = "plain": applies to data.records only, and this job has data.text'),
         (["data.train_on_prompt=true"], "train_on_prompt = true: applies to data.records only"),
+        (["train.epochs=2", "train.steps=7"], "epochs = 2: takes the place of train.steps: set one of them"),
+        (["train.patience=2"], "patience = 2: counts evaluations: set train.evaluate_every"),
+        (
+            ["train.patience=2", "train.evaluate_every=5", "data.held_out=0"],
+            "patience = 2: counts evaluations, and nothing is",
+        ),
         (["data.isolate=true"], "isolate = true: applies to data.records only"),
         (
             ["data.text=", "data.records=['a.jsonl']", "data.max_bytes=5", "data.documents=line"],

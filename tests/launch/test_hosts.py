@@ -258,7 +258,7 @@ def test_a_supervisor_keeps_the_entries_of_the_hosts_that_answer(network: None, 
     options = ElasticOptions(4, None, str(write(tmp_path, TWO_CARDS)))
     assert options.hosts() == (HostEntry("10.77.0.1", 2), HostEntry("10.77.0.2", 2))
     program = ["train", "job.toml", "--run-dir", "runs/x"]
-    supervisor = Supervisor(options, OPEN_MPI, program, tmp_path / "run", steps=1)
+    supervisor = Supervisor(options, OPEN_MPI, program, tmp_path / "run", trains=True)
     box, other = supervisor.heartbeats.watched
     commands = Commands(options, OPEN_MPI, tuple(program), tmp_path / "run", tmp_path, supervisor.entries)
     line = str(commands.of_start("name.1", [other, box], 3, True, False))

@@ -69,13 +69,13 @@ class Supervisor:
 
     Args:
         program: the words after ``python -m hetero_mpi``: ``train job.toml ...``.
-        steps: number of steps of the job; 0: it takes none.
+        trains: does it take steps (not under ``--dry-run``)?
     """
 
     def __init__(
-        self, options: ElasticOptions, launcher: Launcher, program: Sequence[str], run_dir: Path, steps: int
+        self, options: ElasticOptions, launcher: Launcher, program: Sequence[str], run_dir: Path, trains: bool
     ) -> None:
-        self.steps = steps
+        self.trains = trains
         self.options, self.launcher, self.program = options, launcher, tuple(program)
         self.name = secrets.token_hex(6)
         self.hosts, self.entries = options.hosts(), options.entries()
@@ -209,9 +209,10 @@ class Supervisor:
         machine.
         """
         step = max(host.run.get("step", 0) for host in watched)
-        if not unreachable and step >= self.steps:
+        last = max(host.run.get("last", 0) for host in watched)
+        if not self.trains or (not unreachable and 0 < last <= step):
             return outcome
-        text = f"the launcher ended with exit code 0, but after step {step} of {self.steps}; "
+        text = f"the launcher ended with exit code 0, but after step {step} of {last}; "
         text += f"no word from {', '.join(host.name for host in unreachable)}" if unreachable else "every host answers"
         self.events.tell("broken", text, code=0)
         return StartOutcome(None)

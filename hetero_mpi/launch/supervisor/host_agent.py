@@ -52,7 +52,7 @@ REFUSED_S = 3.0
 _CHECKPOINT = re.compile(r"step-(\d{8,})\.h5")
 _COPY = re.compile(r"step-(\d{8,})\.[0-9a-f]{8}\.h5")
 _TAIL_BYTES = 4096
-RUN_STATE = ("step", "base", "file", "checkpoint", "copies")
+RUN_STATE = ("step", "base", "last", "file", "checkpoint", "copies")
 """Keys of ``run``: whole numbers about the run directory on this host."""
 
 
@@ -131,12 +131,14 @@ class RunDirectory:
 
     def state(self) -> dict[str, int]:
         """``step``: of the last line of metrics.jsonl; ``file``: its inode (a resumed run begins a new file); ``base``: the step
-        that the run went on from when it began that file; ``checkpoint``, ``copies``: step of the newest one. 0: none."""
+        that the run went on from when it began that file; ``last``: the step that it ends with; ``checkpoint``, ``copies``: step of
+        the newest one. 0: none."""
         step = self._last_step()
         checkpoint, copies = _newest(self.directory / "checkpoints", _CHECKPOINT), 0
         with contextlib.suppress(OSError):
             copies = max((_newest(folder, _COPY) for folder in (self.directory / "copies").iterdir()), default=0)
-        return dict(zip(RUN_STATE, (step, self._base, self._seen[0], checkpoint, copies), strict=True))
+        told = step, self._base, self._told("last_step"), self._seen[0], checkpoint, copies
+        return dict(zip(RUN_STATE, told, strict=True))
 
     def locked(self) -> bool:
         """Does a run hold the directory, here or (where it is shared) elsewhere? To be called while nobody wants to claim it."""
@@ -156,7 +158,7 @@ class RunDirectory:
                 size = file.seek(0, 2)
                 now = (os.fstat(file.fileno()).st_ino, size)
                 if now[0] != self._seen[0]:
-                    self._base = self._started_from()
+                    self._base = self._told("starts", -1, "step")
                 if now != self._seen:
                     file.seek(max(0, size - _TAIL_BYTES))
                     self._seen, self._step = now, last_step(file.read())
@@ -164,10 +166,13 @@ class RunDirectory:
             self._seen, self._step = (0, 0), 0
         return self._step
 
-    def _started_from(self) -> int:
-        """The step that the run went on from, which it records before it begins its metrics."""
+    def _told(self, *keys: str | int) -> int:
+        """A number in ``run.json``, which the run writes before it begins its metrics; 0: there is none."""
         try:
-            return int(json.loads((self.directory / "run.json").read_text(encoding="utf-8"))["starts"][-1]["step"])
+            value = json.loads((self.directory / "run.json").read_text(encoding="utf-8"))
+            for key in keys:
+                value = value[key]
+            return int(value)
         except (OSError, ValueError, KeyError, IndexError, TypeError):
             return 0
 

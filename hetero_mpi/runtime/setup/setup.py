@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -146,6 +147,8 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
     with world.led("preparing the data"):
         if world.rank == 0:
             material = prepare(loaded)
+    loaded = _with_steps(world, loaded, len(material.dataset.train) if material is not None else None)
+    job = loaded.job
     keys = world.broadcast_json(material.config if material is not None else None)
     chain: LayerChain
     if job.model.factory is not None:
@@ -161,10 +164,24 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
     if material is not None:
         dataset = material.dataset
         say(*material.notes)
-        say(f"data: {len(dataset.train):,} training and {len(dataset.held_out):,} held-out {rows}")
+        epochs = job.train.steps * job.train.global_batch / len(dataset.train)
+        say(
+            f"data: {len(dataset.train):,} training and {len(dataset.held_out):,} held-out {rows}; "
+            f"{job.train.steps:,} steps of {job.train.global_batch} are {epochs:.3g} epochs"
+        )
     parameters = sum(spec.count for spec in chain.parameters.values())
     say(f"model: {chain.summary()}, {parameters:,} parameters, {job.train.dtype}")
     return RunSetup(world, transport, loaded, run_dir, material, chain, tuning, backend, cores, threads)
+
+
+def _with_steps(world: World, loaded: LoadedJob, samples: int | None) -> LoadedJob:
+    """The job with its number of steps settled, where it counts epochs of ``samples`` (known to rank 0). Collective."""
+    train = loaded.job.train
+    if train.epochs is None:
+        return loaded
+    steps = math.ceil(train.epochs * samples / train.global_batch) if samples is not None else None
+    table = train.model_copy(update={"steps": world.broadcast_json(steps)})
+    return replace(loaded, job=loaded.job.model_copy(update={"train": table}))
 
 
 def _with_dtype(world: World, loaded: LoadedJob, backend: Backend) -> LoadedJob:

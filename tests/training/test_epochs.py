@@ -1,0 +1,114 @@
+"""Runs that count epochs, and runs that end when the held-out loss stops falling: one rank and three, resumed too."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
+from hetero_mpi.cli import main
+from hetero_mpi.report.run_files.metrics import read_metrics
+from tests.support.mpi import on_ranks
+from tests.support.small_jobs import GLOBAL_BATCH, Outcome, Workshop
+
+PATIENCE, EVERY = 2, 2
+
+
+class Runs(Workshop):
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        values = self.values(self.model(blocks=2))
+        del values["train"]["steps"]
+        values["profile"]["path"] = str(directory / "profile.toml")
+        values["checkpoint"] = {"every": 1, "keep": 100}
+        rising = {"steps": 60, "learning_rate": 0.1, "evaluate_every": EVERY, "patience": PATIENCE}
+        kept = {"every": 0, "keep": 1}
+        epochs = self.job("epochs", values, train={"epochs": 0.4})
+        patient = self.job("patient", values, train=rising)
+        sparing = self.job("sparing", values, train=rising, checkpoint=kept)
+        self.entries: dict[str, dict[str, Any]] = {
+            "epochs": {"job": epochs, "run_dir": self.run("epochs")},
+            "patient": {"job": patient, "run_dir": self.run("patient")},
+            "sparing": {"job": sparing, "run_dir": self.run("sparing")},
+            "over": {"job": sparing, "run_dir": self.run("sparing"), "resume": "latest"},
+        }
+
+    def run(self, name: str) -> Path:
+        return self.directory / name
+
+
+@pytest.fixture(scope="module")
+def on(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    done: dict[int, tuple[Runs, dict[str, Outcome]]] = {}
+
+    def run(ranks: int) -> tuple[Runs, dict[str, Outcome]]:
+        if ranks not in done:
+            runs = Runs(tmp_path_factory.mktemp(f"np{ranks}"))
+            outcomes = runs.run_entries(ranks, runs.entries)
+            end = ended_after(runs.run("patient"))
+            middle = checkpoint_path(runs.run("patient") / "checkpoints", end - EVERY - 1)
+            again = {**runs.entries["patient"], "run_dir": runs.run("again"), "resume": middle}
+            done[ranks] = runs, outcomes | runs.run_entries(ranks, {"again": again})
+        return done[ranks]
+
+    return run
+
+
+def ended_after(run: Path) -> int:
+    return read_metrics(run / "metrics.jsonl").steps[-1].step
+
+
+@on_ranks(1, 3)
+def test_epochs_are_so_many_passes(on: Any, ranks: int) -> None:
+    runs, outcomes = on(ranks)
+    assert outcomes["epochs"].raised == ("",) * ranks, outcomes["epochs"].texts
+    printed = " ".join(outcomes["epochs"].printed.split())
+    (sequences,) = (int(text.split()[-1]) for text in [printed.split(" training and")[0].replace(",", "")])
+    steps = math.ceil(0.4 * sequences / GLOBAL_BATCH)
+    assert steps > 1 and ended_after(runs.run("epochs")) == steps
+    assert f"{steps} steps of {GLOBAL_BATCH} are {steps * GLOBAL_BATCH / sequences:.3g} epochs" in printed
+    assert f"step {steps}/{steps}, epoch {steps * GLOBAL_BATCH / sequences:.2f} loss" in printed
+
+
+@on_ranks(1, 3)
+def test_a_run_ends_when_the_held_out_loss_does_not_fall(on: Any, ranks: int) -> None:
+    runs, outcomes = on(ranks)
+    for name in ("patient", "sparing", "over", "again"):
+        assert outcomes[name].raised == ("",) * ranks, outcomes[name].texts
+    end, metrics = ended_after(runs.run("patient")), read_metrics(runs.run("patient") / "metrics.jsonl")
+    losses = [one.loss for one in metrics.evaluations]
+    best = losses.index(min(losses))
+    assert end < 60 and len(losses) == end // EVERY == best + 1 + PATIENCE
+    assert "training ends, as 2 evaluations in a row were not below" in outcomes["patient"].printed
+    assert json.loads((runs.run("patient") / "run.json").read_text())["last_step"] == end
+    assert ended_after(runs.run("again")) == ended_after(runs.run("sparing")) == end
+    with (
+        CheckpointReader(checkpoint_path(runs.run("patient") / "checkpoints", end)) as straight,
+        CheckpointReader(checkpoint_path(runs.run("again") / "checkpoints", end)) as again,
+    ):
+        for name in straight.names("parameters"):
+            assert (straight.read("parameters", name)[0] == again.read("parameters", name)[0]).all(), name
+
+
+@on_ranks(1, 3)
+def test_the_best_checkpoint_is_kept_and_exported(on: Any, ranks: int, tmp_path: Path) -> None:
+    """``sparing`` writes checkpoints at its end only, and where the loss is the lowest so far."""
+    runs, _ = on(ranks)
+    metrics = read_metrics(runs.run("sparing") / "metrics.jsonl")
+    best = min(metrics.evaluations, key=lambda one: one.loss).step
+    assert main(["export", str(runs.run("sparing")), str(tmp_path / "best"), "--best"]) == 0
+    exported = load_file(tmp_path / "best" / "model.safetensors")
+    with CheckpointReader(checkpoint_path(runs.run("sparing") / "checkpoints", best)) as reader:
+        for name in reader.names("parameters"):
+            assert torch.equal(exported[name], torch.from_numpy(reader.read("parameters", name)[0])), name
+    assert not torch.equal(
+        exported["model.norm.weight"],
+        load_file(runs.run("sparing") / "model" / "model.safetensors")["model.norm.weight"],
+    )
+    assert main(["export", str(runs.run("epochs")), str(tmp_path / "none"), "--best"]) == 0, "of its last step"
