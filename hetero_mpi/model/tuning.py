@@ -11,6 +11,11 @@ from hetero_mpi.model.adapter import adapted
 from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
 from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta, language
 
+_UNPACKABLE = {
+    "longcat_flash": "has routers that read the matrix of a linear layer directly, which 4 bits do not allow"
+}
+"""Family -> why its linear layers cannot be packed."""
+
 
 @dataclass(frozen=True)
 class Tuning:
@@ -78,8 +83,10 @@ def tuning_of(job: JobConfig, chain: LayerChain) -> Tuning:
 def adapter_tuning(chain: TransformersChain, adapter: AdapterTable, nf4: bool, double: bool) -> Tuning:
     """An adapter over frozen weights.
 
-    :raises UserError: the adapter's targets match nothing, or lie outside the blocks.
+    :raises UserError: the adapter's targets match nothing, or lie outside the blocks; or the family cannot be packed.
     """
+    if nf4 and chain.name in _UNPACKABLE:
+        raise UserError(f'[model] quantization = "nf4": {chain.name} {_UNPACKABLE[chain.name]}; set it to "none"')
     found = adapted(build_on_meta(chain.config), adapter)
     outside = [name for name in found.modules if not name.startswith(f"{chain.blocks_name}.")]
     if outside:

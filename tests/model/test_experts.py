@@ -210,3 +210,8 @@ def test_pieces_are_packed_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None
     )
     assert torch.equal(found, packed) and torch.equal(dequantize_4bit(found, state), dequantize_4bit(packed, expected))
     assert (dequantize_4bit(found, state).view(weight.shape) - weight).norm() < 0.12 * weight.norm()
+
+
+def test_a_family_that_cannot_be_packed_is_refused() -> None:
+    with pytest.raises(UserError, match="longcat_flash has routers that read the matrix"):
+        adapter_tuning(chain_of("longcat_flash"), ATTENTION, True, True)
