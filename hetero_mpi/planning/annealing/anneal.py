@@ -202,7 +202,7 @@ class Annealer:
         return self._plan([fitting for line in lines if (fitting := rounds.fitted(line)) is not None])
 
     def _plan(self, fittings: Sequence[Fitting]) -> Plan:
-        pipelines = tuple(fitting.pipeline(self.ranks) for fitting in fittings)
+        pipelines = tuple(fitting.pipeline(self.ranks, self.rounds.fixed) for fitting in fittings)
         return Plan(pipelines, self.request.global_batch, self.request.sequence_length, self.layer_count)
 
     def _owned_s(self, fittings: Sequence[Fitting]) -> float:

@@ -67,9 +67,10 @@ class Fitting:
         seconds = times.forward, times.backward, times.out, times.back
         return spans_of_many_s(seconds, warm_up, self.line.micro_batches)
 
-    def pipeline(self, ranks: Sequence[int]) -> PipelinePlan:
-        """``ranks``: the job's, by the cluster's."""
-        line, cuts, several = self.line, self.line.cuts, len(self.line.ranks) > 1  # one stage waits for nobody
+    def pipeline(self, ranks: Sequence[int], fixed: bool) -> PipelinePlan:
+        """``ranks``: the job's, by the cluster's; ``fixed``: are depths those of a schedule, also of one stage, which waits for
+        nobody?"""
+        line, cuts, several = self.line, self.line.cuts, fixed or len(self.line.ranks) > 1
         stages = tuple(
             StagePlan((ranks[rank],), cuts[i], cuts[i + 1], line.flying[i] - 1 if several else 0, self.recompute[i])
             for i, rank in enumerate(line.ranks)
