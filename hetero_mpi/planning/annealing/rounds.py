@@ -17,6 +17,7 @@ from hetero_mpi.planning.annealing.changes import Changes, What, nearest, with_r
 from hetero_mpi.planning.annealing.costs import ROUNDING, Costs
 from hetero_mpi.planning.annealing.estimate import Estimate
 from hetero_mpi.planning.annealing.lines import Fitting, Line, Lines, used
+from hetero_mpi.planning.pacing import scheduled_depths
 from hetero_mpi.planning.types.request import PlanRequest
 
 SOONER, LEFT = 0.99, (1.0, 0.1)
@@ -231,10 +232,15 @@ class Rounds:
             fitting = self.fitted(line)
             if fitting is None or fitting.bound_s > limit_s:
                 return None
-            if self.fixed and fitting.line.flying != line.flying:
+            if self.fixed and fitting.line.flying != self._scheduled(line):
                 return None
             fittings.append(fitting)
         return fittings
+
+    def _scheduled(self, line: Line) -> tuple[int, ...]:
+        """Micro-batches in flight by a fixed schedule: changes may have left others."""
+        depths = scheduled_depths(self.request.schedule, len(line.ranks), line.micro_batches)
+        return tuple(min(depth + 1, line.micro_batches) for depth in depths)
 
 
 def always_split(request: PlanRequest) -> bool:
