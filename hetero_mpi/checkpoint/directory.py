@@ -46,7 +46,8 @@ def prune(
     if len(found) <= keep:
         return []
     good = just_written if just_written in found else newest_good(directory)[0]
-    stays = {*found[:keep], *lowest_held_out(directory)[:keep_best], good}
+    best = lowest_held_out(directory)[:keep_best] if keep_best else []
+    stays = {*found[:keep], *best, good}
     removed = [path for path in found if path not in stays]
     for path in removed:
         path.unlink(missing_ok=True)

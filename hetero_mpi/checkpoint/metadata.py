@@ -78,13 +78,14 @@ _COUNT: _Rule = _is_count, "a whole number, 0 or more"
 _TABLE: _Rule = lambda value: isinstance(value, dict), "a table"
 _TEXT: _Rule = lambda value: isinstance(value, str), "a text"
 _TEXT_OR_NONE: _Rule = _is_text_or_none, "a text, or nothing"
+_NUMBER_OR_NONE: _Rule = lambda value: value is None or _is_number(value), "a number, or nothing"
 _RULES: dict[str, _Rule] = {
     "step": _COUNT,
     "updates": _COUNT,
     "losses": (_are_losses, "a list of float64 numbers"),
     "loss_scale": (_is_scale, "a positive number and a count"),
     "held_out_loss": (_is_number, "a number"),
-    "lowest_loss": (lambda value: value is None or _is_number(value), "a number, or nothing"),
+    "lowest_loss": _NUMBER_OR_NONE,
     "higher_in_a_row": _COUNT,
     "job": _TABLE,
     "model_config": _TABLE,
@@ -104,7 +105,7 @@ _TRAINING_STATE: dict[str, _Rule] = {
     "loss_scale": (lambda value: value is None or _is_scale(value), "a positive number and a count"),
     "skipped": _COUNT,
     "skips_in_a_row": _COUNT,
-    "lowest_loss": (lambda value: value is None or _is_number(value), "a number, or nothing"),
+    "lowest_loss": _NUMBER_OR_NONE,
     "higher_in_a_row": _COUNT,
     "last_checkpoint": _TEXT_OR_NONE,
     "good_checkpoint": _TEXT_OR_NONE,

@@ -128,6 +128,9 @@ class RunDirectory:
         self.directory = directory
         self._seen: tuple[int, int] = (0, 0)
         self._step = self._base = 0
+        self._run: Any = {}
+        """What ``run.json`` says; it is replaced when a run begins and ends."""
+        self._run_seen: tuple[int, int] = (0, 0)
 
     def state(self) -> dict[str, int]:
         """``step``: of the last line of metrics.jsonl; ``file``: its inode (a resumed run begins a new file); ``base``: the step
@@ -168,8 +171,13 @@ class RunDirectory:
 
     def _told(self, *keys: str | int) -> int:
         """A number in ``run.json``, which the run writes before it begins its metrics; 0: there is none."""
+        path = self.directory / "run.json"
         try:
-            value = json.loads((self.directory / "run.json").read_text(encoding="utf-8"))
+            status = path.stat()
+            now = status.st_ino, status.st_mtime_ns
+            if now != self._run_seen:
+                self._run, self._run_seen = json.loads(path.read_text(encoding="utf-8")), now
+            value = self._run
             for key in keys:
                 value = value[key]
             return int(value)

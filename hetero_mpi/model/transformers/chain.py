@@ -165,10 +165,8 @@ class TransformersChain(LayerChain):
     def recompute(self, model: nn.Module, enabled: bool) -> None:
         """By transformers' own checkpointing, of blocks; later versions call it that of activations. States of random numbers are
         kept only where some are drawn. Packed experts are repeated with their block, or by themselves."""
-        kind, draws = (
-            "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient",
-            uses_dropout(model),
-        )
+        kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+        draws = uses_dropout(model)
         unpack_experts(model, not enabled, draws)
         if enabled:
             getattr(model, f"{kind}_checkpointing_enable")({"use_reentrant": False, "preserve_rng_state": draws})
