@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from hetero_mpi.data.bad_records import BadRecords
 from hetero_mpi.data.records import Record
 from hetero_mpi.data.sequences import IGNORED, Dataset, Rows, Tokens, join_evaluation, share_out
 from hetero_mpi.data.template import Form, Tokenized, tokenize_records
@@ -28,6 +29,7 @@ def build_record_sequences(
     train_on_prompt: bool = False,
     evaluation: Iterable[Record] | None = None,
     isolate: bool = True,
+    bad: BadRecords | None = None,
 ) -> Dataset:
     """Sequences of ``sequence_length`` tokens; targets are the tokens of answers, or of everything, and -100 elsewhere.
 
@@ -39,7 +41,8 @@ def build_record_sequences(
 
     The positions (only with ``isolate``) keep a record from seeing those before it. Otherwise each sequence holds one
     record. A record that is longer than a sequence is cut, and one that loses all of its answers by that is dropped; the
-    notes count both. No record's first token is a target: nothing of its own stands before it.
+    notes count both. No record's first token is a target: nothing of its own stands before it. ``bad``: takes the records that
+    cannot be rendered.
 
     The split is a function of (seed, number of sequences); ``evaluation`` records take the place of the held-out share.
     Raises UserError when no record keeps a target, when there are too few for the shares, when the tokenizer has no
@@ -47,7 +50,7 @@ def build_record_sequences(
     """
 
     def rows_of(some: Iterable[Record], key: str) -> Rows:
-        tokenized = tokenize_records(tokenizer, form, some)
+        tokenized = tokenize_records(tokenizer, form, some, bad)
         pad = end_token(tokenizer) if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
         return _rows(tokenized, sequence_length, packing, isolate, train_on_prompt, pad, key)
 
@@ -77,7 +80,7 @@ def _rows(
             dropped.append(entry.record.source)
             continue
         cut += len(ids) < len(entry.ids)
-        labels = np.where(answer | train_on_prompt, ids, IGNORED).astype(np.int32)
+        labels = np.where(answer | (train_on_prompt & ~entry.never[: length + 1]), ids, IGNORED).astype(np.int32)
         labels[0] = IGNORED
         kept.append((ids, labels))
     if not kept:

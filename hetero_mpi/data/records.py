@@ -19,30 +19,32 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
+from hetero_mpi.data.bad_records import SHAPES, BadRecord, BadRecords
 from hetero_mpi.data.documents import matching_files
+from hetero_mpi.data.record_files import values_of
 from hetero_mpi.errors import UserError
 
 Shape = Literal["chat", "alpaca", "prompt/completion"]
 
-SHOWN = 5
-"""Bad records that one error names; a wrong file would otherwise fill the terminal."""
-
-SHAPES = """\
-A file holds JSON lines, or one JSON array, of records in these shapes:
-  alpaca             {"instruction": "...", "input": "...", "output": "..."}; input may be left out
-  chat               {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
-  chat (ShareGPT)    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
-  prompt/completion  {"prompt": "...", "completion": "..."}"""
-
-ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
+Role = Literal["system", "user", "assistant", "tool"]
+ROLES: dict[str, Role] = {
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "human": "user",
+    "gpt": "assistant",
+    "observation": "tool",
+}
 """Role in a file -> role in a :class:`ChatMessage`."""
 
 SPELLINGS = {"messages": ("role", "content"), "conversations": ("from", "value")}
+LEARNT_BY = ("train", "weight")
+"""Keys of a message that say whether it is learnt; OpenAI's files have the second."""
 PAIRS: dict[Shape, tuple[str, str]] = {
     "alpaca": ("instruction", "output"),
     "prompt/completion": ("prompt", "completion"),
@@ -51,8 +53,17 @@ PAIRS: dict[Shape, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    role: Literal["system", "user", "assistant"]
+    role: Role
     content: str
+    """Text; of a list of parts, that of all of them."""
+    given: Mapping[str, Any] | None = None
+    """As the file has it, where that is more than a role and a text: calls of tools, a name, content in parts."""
+    trained: bool = True
+    """Is it learnt, if it is an answer?"""
+
+    def calls(self) -> list[Mapping[str, Any]]:
+        """The functions that it calls: ``name``, and mostly ``arguments``."""
+        return [call.get("function", call) for call in (self.given or {}).get("tool_calls") or ()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +74,11 @@ class Record:
     shape: Shape
     source: str
     """Where it stands, for messages to a person: ``data/a.jsonl, line 7``."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """What the assistant may call, for the chat template."""
+
+    def needs_tools(self) -> bool:
+        return bool(self.tools) or any(message.role == "tool" or message.calls() for message in self.messages)
 
 
 @dataclass(frozen=True)
@@ -73,114 +89,70 @@ class Records:
     files: int
     unanswered: tuple[str, ...]
     """Sources of the records that were left out because an answer is missing or empty."""
+    untrained: tuple[str, ...] = ()
+    """Sources of the records that were left out because all of their answers say ``train: false``."""
 
     def lines(self) -> list[str]:
         shapes = Counter(record.shape for record in self.records)
         found = ", ".join(f"{count:,} {shape}" for shape, count in sorted(shapes.items()))
         lines = [f"{len(self.records):,} records from {self.files:,} files ({found})"]
-        if self.unanswered:
-            lines.append(f"{len(self.unanswered):,} records without an answer left out, such as {self.unanswered[0]}")
+        for sources, why in (
+            (self.unanswered, "without an answer"),
+            (self.untrained, "without an answer to learn (train = false)"),
+        ):
+            if sources:
+                lines.append(f"{len(sources):,} records {why} left out, such as {sources[0]}")
         return lines
 
 
-class _BadRecord(Exception):
-    """What is wrong with one record, in words."""
-
-
-def read_records(patterns: Sequence[str], key: str = "data.records") -> Records:
+def read_records(patterns: Sequence[str], key: str = "data.records", bad: BadRecords | None = None) -> Records:
     """Read all records of the files that match the glob patterns of the job's ``key``.
 
-    Records whose answer is missing or empty are left out and listed. Raises UserError when nothing matches, when a file
-    is empty or unreadable, when no record has an answer, and with all bad records (the first few by name) at once.
+    Records with nothing to learn (an answer is missing or empty, or all say ``train: false``) are left out and listed; bad
+    ones go to ``bad``. Raises UserError when nothing matches, when a file is empty or unreadable, when no record has an
+    answer, and with all bad records (the first few by name) at once where there are more than may be skipped.
     """
+    bad = BadRecords() if bad is None else bad
     records: list[Record] = []
     unanswered: list[str] = []
-    problems: list[str] = []
+    untrained: list[str] = []
     paths = matching_files(key, patterns)
-    for path in paths:
-        for source, value in _values(path):
-            try:
-                record = _record(value, source)
-            except _BadRecord as problem:
-                problems.append(f"{source}: {problem}")
-                continue
-            if record is None:
-                unanswered.append(source)
-            else:
-                records.append(record)
-    if problems:
-        shown = [f"  {problem}" for problem in problems[:SHOWN]]
-        more = [f"  and {len(problems) - SHOWN:,} more"] if len(problems) > SHOWN else []
-        title = f"{key} must hold records that can be learnt from; {len(problems):,} cannot:"
-        raise UserError("\n".join([title, *shown, *more, SHAPES]))
-    if not records:
-        raise UserError(
-            f"{key} must hold records with an answer to learn; none of its {len(unanswered):,} records has one, such as "
-            f"{unanswered[0]}.\n{SHAPES}"
-        )
-    return Records(tuple(records), len(paths), tuple(unanswered))
-
-
-def _values(path: Path) -> Iterator[tuple[str, Any]]:
-    """(source, JSON value) of every record of a file; the value is a _BadRecord where the JSON is broken."""
-    text = _read(path)
-    if text.lstrip().startswith("["):
+    for source, value in (entry for path in paths for entry in values_of(path)):
         try:
-            values = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            where = f"{path}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(path)
-            yield where, _BadRecord(_broken(error))
-            return
-        if not values:
-            raise UserError(f"{path}: the file holds no records: its JSON array is empty. Leave it out, or fill it.")
-        for number, value in enumerate(values, start=1):
-            yield f"{path}, record {number}", value
-        return
-    # Not splitlines(): JSON allows characters inside a string at which that would cut.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                value = _BadRecord(_broken(error))
-            yield f"{path}, line {number}", value
-
-
-def _read(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UserError(f"{path}: the file of records cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise UserError(f"{path}, line {line}: records must be JSON in UTF-8; this is not UTF-8. Convert it.") from None
-    if not text.strip():
-        raise UserError(f"{path}: the file of records is empty. Leave it out, or fill it.\n{SHAPES}")
-    return text
-
-
-def _broken(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"broken JSON at column {error.colno}: {error.msg}"
-    if isinstance(error, ValueError):
-        return "JSON with a number of more digits than can be read"
-    return "JSON nested too deeply to be a record"
+            record = _record(value, source)
+        except BadRecord as problem:
+            bad.add(source, problem)
+            continue
+        if record is None:
+            unanswered.append(source)
+        elif not any(message.trained for message in record.messages if message.role == "assistant"):
+            untrained.append(source)
+        else:
+            records.append(record)
+    bad.check(key)
+    if not records:
+        silent = [*unanswered, *untrained]
+        such = f", such as {silent[0]}" if silent else ""
+        raise UserError(
+            f"{key} must hold records with an answer to learn; none of its {len(silent):,} records has one{such}.\n{SHAPES}"
+        )
+    return Records(tuple(records), len(paths), tuple(unanswered), tuple(untrained))
 
 
 def _record(value: Any, source: str) -> Record | None:
-    """The record in ``value``, or None when it has no answer. Raises _BadRecord."""
-    if isinstance(value, _BadRecord):
+    """The record in ``value``, or None when it has no answer. Raises BadRecord."""
+    if isinstance(value, BadRecord):
         raise value
     if not isinstance(value, dict):
-        raise _BadRecord(f"must be a JSON object; it is {_kind(value)}")
+        raise BadRecord(f"must be a JSON object; it is {_kind(value)}")
     present = {key: inner for key, inner in value.items() if inner is not None}
     for key, spelling in SPELLINGS.items():
         if key in present:
-            return _chat(present[key], key, spelling, source)
+            return _chat(present[key], _tools(present.get("tools")), key, spelling, source)
     for shape, (question, answer) in PAIRS.items():
         if question in present and answer in value:
             return _pair(present, shape, question, answer, source)
-    raise _BadRecord(_unrecognised(present))
+    raise BadRecord(_unrecognised(present))
 
 
 def _pair(value: Mapping[str, Any], shape: Shape, question: str, answer: str, source: str) -> Record | None:
@@ -189,51 +161,123 @@ def _pair(value: Mapping[str, Any], shape: Shape, question: str, answer: str, so
     if further.strip():
         prompt = f"{prompt}\n\n{further}"
     if not prompt.strip():
-        raise _BadRecord(f"{question!r} is empty: there is no prompt")
+        raise BadRecord(f"{question!r} is empty: there is no prompt")
     content = _text(value.get(answer, ""), answer)
     if not content.strip():
         return None
     return Record((ChatMessage("user", prompt), ChatMessage("assistant", content)), shape, source)
 
 
-def _chat(turns: Any, key: str, spelling: tuple[str, str], source: str) -> Record | None:
+def _chat(
+    turns: Any, tools: Sequence[Mapping[str, Any]] | None, key: str, spelling: tuple[str, str], source: str
+) -> Record | None:
     if not isinstance(turns, list):
-        raise _BadRecord(f"{key!r} must be a list of messages; it is {_kind(turns)}")
+        raise BadRecord(f"{key!r} must be a list of messages; it is {_kind(turns)}")
     messages = [_message(turn, f"{key}[{index}]", spelling) for index, turn in enumerate(turns)]
     # What follows the last answer is answered by nobody.
     while messages and messages[-1].role != "assistant":
         messages.pop()
-    if not messages or not all(message.content.strip() for message in messages if message.role == "assistant"):
+    answers = [message for message in messages if message.role == "assistant"]
+    if not messages or not all(message.content.strip() or message.calls() for message in answers):
         return None
-    if messages[0].role == "assistant":
-        raise _BadRecord(f"{key}[0] is an answer: a conversation must begin with a user's (or system) message")
+    if messages[0].role in ("assistant", "tool"):
+        what = "an answer" if messages[0].role == "assistant" else "what a tool gave"
+        raise BadRecord(f"{key}[0] is {what}: a conversation must begin with a user's (or system) message")
     late = [index for index, message in enumerate(messages) if message.role == "system" and index]
     if late:
-        raise _BadRecord(f"{key}[{late[0]}] is a system message: only the first message may be one")
-    return Record(tuple(messages), "chat", source)
+        raise BadRecord(f"{key}[{late[0]}] is a system message: only the first message may be one")
+    return Record(tuple(messages), "chat", source, tools)
 
 
 def _message(turn: Any, where: str, spelling: tuple[str, str]) -> ChatMessage:
     if not isinstance(turn, dict):
-        raise _BadRecord(f"{where} must be an object with {spelling[0]!r} and {spelling[1]!r}; it is {_kind(turn)}")
-    for name in spelling:
-        if name not in turn:
-            has = ", ".join(map(repr, turn)) or "no keys"
-            raise _BadRecord(f"{where} must have {spelling[0]!r} and {spelling[1]!r}; it has {has}")
-    role = turn[spelling[0]]
+        raise BadRecord(f"{where} must be an object with {spelling[0]!r} and {spelling[1]!r}; it is {_kind(turn)}")
+    said = {key: value for key, value in turn.items() if value is not None}
+    role, content = turn.get(spelling[0]), turn.get(spelling[1])
+    calls = _calls(said["tool_calls"], f"{where}.tool_calls") if "tool_calls" in said else False
+    if spelling[0] not in turn or (spelling[1] not in turn and not calls):
+        has = ", ".join(map(repr, turn)) or "no keys"
+        raise BadRecord(f"{where} must have {spelling[0]!r} and {spelling[1]!r}; it has {has}")
     if not isinstance(role, str) or role not in ROLES:
-        raise _BadRecord(f"{where} has the role {role!r}; accepted are {', '.join(ROLES)}")
-    content = "" if turn[spelling[1]] is None else _text(turn[spelling[1]], f"{where}.{spelling[1]}")
-    return ChatMessage(ROLES[role], content)  # type: ignore[arg-type]
+        raise BadRecord(f"{where} has the role {role!r}; accepted are {', '.join(ROLES)}")
+    text = "" if content is None else _content(content, f"{where}.{spelling[1]}")
+    trained = _trained(said, where, ROLES[role])
+    further = {key: value for key, value in said.items() if key not in (*spelling, *LEARNT_BY)}
+    if not further and not isinstance(content, list):
+        return ChatMessage(ROLES[role], text, None, trained)
+    given = {"role": ROLES[role], **({} if calls and content is None else {"content": content or ""}), **further}
+    _whole_characters(given, where)
+    return ChatMessage(ROLES[role], text, given, trained)
+
+
+def _content(content: Any, where: str) -> str:
+    """The text of a message: of all its parts, where it has parts."""
+    if not isinstance(content, list):
+        return _text(content, where)
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            what = f"of the type {kind!r}" if isinstance(part, dict) else _kind(part)
+            raise BadRecord(
+                f"{where}[{index}] must be a part of the type 'text'; it is {what}, which is not learnt here"
+            )
+    return "".join(_text(part.get("text"), f"{where}[{index}].text") for index, part in enumerate(content))
+
+
+def _trained(said: Mapping[str, Any], where: str, role: Role) -> bool:
+    """Is a message learnt, if it is an answer?"""
+    for key in (key for key in LEARNT_BY if key in said):
+        value = said[key]
+        if type(value) not in (bool, int, float) or value not in (0, 1):
+            shown = json.dumps(value, ensure_ascii=False, default=str)[:40]
+            raise BadRecord(f"{where}.{key} must be true or false, or 1 or 0; it is {shown}")
+        if value and role != "assistant":
+            raise BadRecord(
+                f"{where}.{key} asks for a {role} message to be learnt: data.train_on_prompt learns them all"
+            )
+    return all(said.get(key, True) for key in LEARNT_BY)
+
+
+def _calls(calls: Any, where: str) -> bool:
+    """Does the message call tools? Raises BadRecord where calls have no names."""
+    if not isinstance(calls, list):
+        raise BadRecord(f"{where} must be a list of calls; it is {_kind(calls)}")
+    for index, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRecord(f'{where}[{index}] must be {{"function": {{"name": "...", "arguments": {{...}}}}}}')
+    return bool(calls)
+
+
+def _tools(tools: Any) -> list[Mapping[str, Any]] | None:
+    """``tools`` of a record, which some files hold as JSON in a text."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            raise BadRecord("'tools' must be a list of objects, or JSON of one; it is a text that is no JSON") from None
+    if tools is None:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRecord(f"'tools' must be a list of objects, or JSON of one; it is {_kind(tools)}")
+    _whole_characters(tools, "'tools'")
+    return tools
+
+
+def _whole_characters(value: Any, where: str) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadRecord(f"{where} holds half a character (a lone surrogate)") from None
 
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise _BadRecord(f"{name!r} must be text; it is {_kind(value)}")
+        raise BadRecord(f"{name!r} must be text; it is {_kind(value)}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise _BadRecord(f"{name!r} holds half a character (a lone surrogate) at position {error.start}") from None
+        raise BadRecord(f"{name!r} holds half a character (a lone surrogate) at position {error.start}") from None
     return value
 
 

@@ -9,19 +9,24 @@ but that, and it is checked for every record::
     render(system, user, assistant)                  <|user|>Hi<|answer|>Hello<|end|>
     render(system, user, assistant, user, assistant) <|user|>Hi<|answer|>Hello<|end|><|user|>And?<|answer|>Well<|end|>
     answers                                                              ^^^^^^^^^^^^                      ^^^^^^^^^^^
+
+A call of a tool is an answer, and what the tool gave is none. Messages that say ``train: false`` are answers of which
+nothing is learnt.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from hetero_mpi.data.bad_records import BadRecord, BadRecords
 from hetero_mpi.data.records import ChatMessage, Record
 from hetero_mpi.data.tokenizer import BATCH_CHARACTERS, encoded, end_token, faults_named, own_tokens_only
 from hetero_mpi.errors import UserError
@@ -72,6 +77,8 @@ class Form:
     kind: Literal["chat", "plain"]
     source: str
     """The Jinja chat template."""
+    with_tools: str | None = None
+    """The one for records with tools, where the tokenizer has one of its own for them."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,9 @@ class Tokenized:
     ids: npt.NDArray[np.int32]
     """int32 [n]."""
     answer: npt.NDArray[np.bool_]
-    """bool [n]: whether the token belongs to an answer, its end token included."""
+    """bool [n]: whether the token belongs to an answer that is learnt, its end token included."""
+    never: npt.NDArray[np.bool_]
+    """bool [n]: whether it belongs to an answer that is not learnt, not even with the prompts."""
 
 
 def has_template(tokenizer: PreTrainedTokenizerFast) -> bool:
@@ -99,17 +108,23 @@ def choose_form(tokenizer: PreTrainedTokenizerFast, template: Template, records:
             raise UserError(
                 f"chat records need a tokenizer with a chat template; this one has none ({chat.source} is a chat). {REMEDY}"
             )
+        calling = next((record for record in records if record.needs_tools()), None)
+        if calling is not None:
+            raise UserError(
+                f"records with tools need a chat template that can print them, and the plain form cannot ({calling.source} "
+                f'has tools). Set data.template = "chat" and tokenizer.path to a tokenizer with such a template.'
+            )
         begin = "{{- bos_token }}" if _begins_texts(tokenizer) else ""
         return Form("plain", begin + PLAIN_FORM)
     if not has_template(tokenizer):
         raise UserError(f'data.template = "chat" needs a tokenizer with a chat template; this one has none. {REMEDY}')
     try:
-        source = tokenizer.get_chat_template()
+        sources = [tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[])]
     except ValueError as error:
         raise UserError(
             f'data.template = "{template}": the tokenizer\'s chat template cannot be chosen: {error}'
         ) from None
-    return Form("chat", (FROZEN_DATE if "strftime_now" in source else "") + source)
+    return Form("chat", *((FROZEN_DATE if "strftime_now" in source else "") + source for source in sources))
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str, template: Template | None) -> list[int]:
@@ -122,33 +137,47 @@ def render_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str, template: Tem
     if template is None:
         return encoded(backend, [prompt])[0] or [end_token(tokenizer)]
     form = choose_form(tokenizer, template)
-    text = _render(tokenizer, form, (ChatMessage("user", prompt),), "the prompt", asking=True)
+    try:
+        text = _render(tokenizer, form, [{"role": "user", "content": prompt}], asking=True)
+    except BadRecord as problem:
+        raise UserError(f"the prompt: {problem}") from problem
     return encoded(backend, [text])[0]
 
 
 def plain_texts(records: Iterable[Record]) -> Iterator[str]:
     """The records' text in the plain form without special tokens, to train a tokenizer on."""
-    headings = {"system": "## About", "user": "## Task", "assistant": "## Answer"}
+    headings = {"system": "## About", "user": "## Task", "assistant": "## Answer", "tool": "## Result"}
     for record in records:
         yield "\n\n".join(f"{headings[message.role]}\n{message.content}" for message in record.messages)
 
 
-def tokenize_records(tokenizer: PreTrainedTokenizerFast, form: Form, records: Iterable[Record]) -> Iterator[Tokenized]:
+def tokenize_records(
+    tokenizer: PreTrainedTokenizerFast, form: Form, records: Iterable[Record], bad: BadRecords | None = None
+) -> Iterator[Tokenized]:
     """Every record as tokens, in order, with its answers marked.
 
     The template alone decides on special tokens: the tokenizer adds none, so none is doubled. What is learnt is what
     transformers' masks of assistant tokens hold where a template marks its answers (``{% generation %}``): an answer with the
     end token, or what else the template closes it with (Gemma's end of turn), and not the line breaks behind that. Where
-    a template closes the last answer with something else, the end token follows. So every record ends with the end token.
+    a template closes the last message with something else, the end token follows. What stands behind the last answer that
+    is learnt is left out.
 
-    Raises UserError when the template fails, or when answers cannot be told from prompts in what it renders.
+    A record that the template refuses, or in which answers cannot be told from prompts, goes to ``bad``. Raises UserError
+    when no more may be skipped.
     """
     backend = own_tokens_only(tokenizer)
     end = end_token(tokenizer)
     waiting: list[_Rendered] = []
     characters = 0
     for record in records:
-        waiting.append(_rendered(tokenizer, form, record))
+        try:
+            waiting.append(_rendered(tokenizer, form, record))
+        except BadRecord as problem:
+            if bad is None or not bad.allowed:
+                raise UserError(f"{record.source}: {problem}") from problem
+            bad.add(record.source, problem)
+            bad.check("the data")
+            continue
         characters += len(waiting[-1].text) * (1 + len(waiting[-1].spans))
         if characters >= BATCH_CHARACTERS:
             yield from _tokenized(backend, end, waiting)
@@ -168,21 +197,27 @@ class _Rendered:
         """Where answers begin or end, in characters, ascending, each once."""
         return sorted({edge for span in self.spans for edge in span})
 
+    def trained(self) -> list[bool]:
+        """Is each of the answers learnt?"""
+        return [message.trained for message in self.record.messages if message.role == "assistant"]
+
 
 def _rendered(tokenizer: PreTrainedTokenizerFast, form: Form, record: Record) -> _Rendered:
-    messages, source = record.messages, record.source
-    text = _render(tokenizer, form, messages, source)
+    messages = record.messages
+    conversation, text = _whole(tokenizer, form, record)
     spans: list[tuple[int, int]] = []
     for index, message in enumerate(messages):
         if message.role != "assistant":
             continue
-        question = _render(tokenizer, form, messages[:index], source, asking=True)
-        closed = text if index == len(messages) - 1 else _render(tokenizer, form, messages[: index + 1], source)
-        last = _answer_end(text, question, closed, message.content)
+        question = _render(tokenizer, form, conversation[:index], record.tools, asking=True)
+        closed = text
+        if index < len(messages) - 1:
+            closed = _render(tokenizer, form, conversation[: index + 1], record.tools)
+        last = _answer_end(text, question, closed, message)
         last = None if last is None else _without_spaces(text, len(question), last, message.content)
         if last is None or (spans and spans[-1][1] > len(question)):
-            raise UserError(
-                f"{source}: the tokenizer's chat template must render the beginning of a conversation as the beginning "
+            raise BadRecord(
+                f"the tokenizer's chat template must render the beginning of a conversation as the beginning "
                 f"of the whole; for message {index + 1} of {len(messages)} it does not, so that the answer cannot be "
                 f"told from the prompt. {WAY_OUT}, or split the record after each answer."
             )
@@ -190,48 +225,115 @@ def _rendered(tokenizer: PreTrainedTokenizerFast, form: Form, record: Record) ->
     return _Rendered(record, text, tuple(spans))
 
 
-def _answer_end(text: str, question: str, closed: str, content: str) -> int | None:
+def _whole(tokenizer: PreTrainedTokenizerFast, form: Form, record: Record) -> tuple[Sequence[Mapping[str, Any]], str]:
+    """(what the template gets, the text that it makes of it): the messages as they stand in the file, if it can print them so.
+
+    Many templates cannot print content in parts, which is joined for them then, or print the arguments of a call that stand
+    in the file as JSON in a text, as OpenAI's do, as JSON of that text: they get what the text holds.
+    """
+    given = [message.given or {"role": message.role, "content": message.content} for message in record.messages]
+    plainer = [_plainer(message) for message in record.messages]
+    text, refused = "", None
+    try:
+        text = _render(tokenizer, form, given, record.tools)
+    except BadRecord as problem:
+        refused = problem
+    if plainer == given:
+        if refused is not None:
+            raise refused
+    elif refused is not None or _garbled(text, record.messages):
+        given, text = plainer, _render(tokenizer, form, plainer, record.tools)
+    lost = [call["name"] for message in record.messages for call in message.calls() if call["name"] not in text]
+    if lost:
+        raise BadRecord(f"the tokenizer's chat template prints nothing of the call of {lost[0]!r}. {WAY_OUT}.")
+    return given, text
+
+
+def _plainer(message: ChatMessage) -> Mapping[str, Any]:
+    """The message with its content as one text, and arguments of calls as objects."""
+    if message.given is None:
+        return {"role": message.role, "content": message.content}
+    found = dict(message.given)
+    if isinstance(found.get("content"), list):
+        found["content"] = message.content
+    if message.calls():
+        found["tool_calls"] = [
+            {**call, "function": _opened(call["function"])} if "function" in call else _opened(call)
+            for call in found["tool_calls"]
+        ]
+    return found
+
+
+def _opened(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    arguments = function.get("arguments")
+    try:
+        opened = json.loads(arguments) if isinstance(arguments, str) else None
+    except (ValueError, RecursionError):
+        opened = None
+    return {**function, "arguments": opened} if isinstance(opened, dict) else function
+
+
+def _garbled(text: str, messages: Sequence[ChatMessage]) -> bool:
+    """Does a text lack a part of a message's content, print parts as Python does, or arguments as JSON of a text?"""
+    for message in messages:
+        content = (message.given or {}).get("content")
+        parts = content if isinstance(content, list) else []
+        if parts and (str(parts) in text or any(part["text"].strip() not in text for part in parts)):
+            return True
+        arguments = [call.get("arguments") for call in message.calls()]
+        if any(isinstance(one, str) and json.dumps(one, ensure_ascii=False) in text for one in arguments):
+            return True
+    return False
+
+
+def _answer_end(text: str, question: str, closed: str, message: ChatMessage) -> int | None:
     """Where in ``text`` the answer ends that begins behind ``question``; None when that is not to be told.
 
     ``closed`` is the conversation that ends with this answer. Some templates (Qwen3's) print an empty thought in front
-    of the last answer only; then the answer is found by its content and by what follows that in ``closed``.
+    of the last answer only; then the answer is the longest end of ``closed`` that the text goes on with, and that holds what
+    the message says.
     """
+    begin = len(question)
     if not text.startswith(question) or not closed.startswith(question):
         return None
     if text.startswith(closed):
         return len(closed)
-    content = content.strip()
-    thought, found, close = closed[len(question) :].rpartition(content)
-    if not found:
-        return None
-    for between in (thought, ""):
-        answer = between + content + close
-        if text.startswith(answer, len(question)):
-            return len(question) + len(answer)
+    said = [message.content.strip(), *(call["name"] for call in message.calls())]
+    for place in range(begin, min(map(closed.rfind, said)) + 1):
+        if closed[place] == text[begin] and text.startswith(closed[place:], begin):
+            return begin + len(closed) - place
     return None
 
 
 def _without_spaces(text: str, first: int, last: int, content: str) -> int:
     """The end of the answer [first, last) of ``text`` without the spaces and line breaks that the template prints at its end."""
     own = next((part for part in (content, content.strip()) if part in text[first:last]), "")
-    return max(first + text[first:last].rfind(own) + len(own), len(text[:last].rstrip()))
+    said = first + text[first:last].rfind(own) + len(own) if content.strip() else first
+    return max(said, len(text[:last].rstrip()))
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerFast, form: Form, messages: Sequence[ChatMessage], source: str, asking: bool = False
+    tokenizer: PreTrainedTokenizerFast,
+    form: Form,
+    conversation: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    asking: bool = False,
 ) -> str:
-    """The messages as text; ``asking``: up to where the next answer begins."""
-    conversation = [{"role": message.role, "content": message.content} for message in messages]
+    """The messages as text; ``asking``: up to where the next answer begins. Raises BadRecord when the template refuses them."""
     try:
         return str(
             tokenizer.apply_chat_template(
-                conversation, chat_template=form.source, add_generation_prompt=asking, tokenize=False
+                list(conversation),
+                tools=tools,
+                chat_template=form.source if tools is None else form.with_tools or form.source,
+                add_generation_prompt=asking,
+                tokenize=False,
             )
         )
     except Exception as error:  # a template is a program from somebody else: it may raise anything
-        roles = ", ".join(message.role for message in messages)
-        raise UserError(
-            f"{source}: the tokenizer's chat template must accept the conversation; it refused messages of {roles}: "
+        roles = ", ".join(message["role"] for message in conversation)
+        raise BadRecord(
+            f"the tokenizer's chat template must accept the conversation; it refused messages of {roles}: "
             f"{type(error).__name__}: {error}. {WAY_OUT}, or change the record."
         ) from error
 
@@ -248,17 +350,18 @@ def _tokenized(backend: Tokenizer, end: int, waiting: Sequence[_Rendered]) -> It
         whole = next(encodings)
         beginnings = {edge: next(encodings).ids for edge in rendered.edges()}
         ids = list(whole.ids)
-        answer = np.zeros(len(ids) + 1, dtype=np.bool_)
-        for span in rendered.spans:
+        answer, never = np.zeros((2, len(ids)), dtype=np.bool_)
+        trained = rendered.trained()
+        for span, learnt in zip(rendered.spans, trained, strict=True):
             first, last = _tokens_of(whole, beginnings, span)
-            answer[first : _behind_end(ids, first, last, end)] = True
+            (answer if learnt else never)[first : _behind_end(ids, first, last, end)] = True
         # What stands behind the last answer is nobody's context: the record ends with the end token, the template's or,
         # where it closes answers with something else, ours.
         final = int(np.flatnonzero(answer)[-1]) if answer.any() else -1
-        ids, answer = ids[: final + 1], answer[: final + 1]
-        if final < 0 or ids[final] != end:
-            ids, answer = [*ids, end], np.append(answer, True)
-        yield Tokenized(rendered.record, np.array(ids, dtype=np.int32), answer)
+        ids, answer, never = ids[: final + 1], answer[: final + 1], never[: final + 1]
+        if trained[-1] and (final < 0 or ids[final] != end):
+            ids, answer, never = [*ids, end], np.append(answer, True), np.append(never, False)
+        yield Tokenized(rendered.record, np.array(ids, dtype=np.int32), answer, never)
 
 
 def _tokens_of(whole: Encoding, beginnings: Mapping[int, Sequence[int]], span: tuple[int, int]) -> tuple[int, int]:

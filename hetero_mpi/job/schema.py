@@ -102,7 +102,7 @@ class DataTable(JobTable):
     records: Patterns | None = None
     """Instruction records, as glob patterns of files with JSON lines or one JSON array. A record is recognised by its
     keys: ``instruction``, ``input``, ``output`` (alpaca), ``messages`` or ``conversations`` (chat), or ``prompt`` and
-    ``completion``."""
+    ``completion`` (docs/data.md)."""
     evaluation: Patterns | None = None
     """Files of the same kind that measure the evaluation loss and are never trained on; then ``held_out`` does not
     apply."""

@@ -110,10 +110,48 @@ def test_records_without_an_answer_are_left_out_and_counted(tmp_path: Path) -> N
         ('{"messages": ["a"]}', "messages[0] must be an object with 'role' and 'content'; it is text"),
         ('{"messages": [{"from": "human"}]}', "messages[0] must have 'role' and 'content'; it has 'from'"),
         (
-            '{"messages": [{"role": "tool", "content": "a"}]}',
-            "messages[0] has the role 'tool'; accepted are system, user",
+            '{"messages": [{"role": "critic", "content": "a"}]}',
+            "messages[0] has the role 'critic'; accepted are system, user",
         ),
-        ('{"messages": [{"role": "user", "content": [1]}]}', "'messages[0].content' must be text; it is a list"),
+        (
+            '{"messages": [{"role": "user", "content": [1]}]}',
+            "messages[0].content[0] must be a part of the type 'text'; it is a number",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": "b"}]}]}',
+            "messages[0].content[1] must be a part of the type 'text'; it is of the type 'image_url'",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}',
+            "'messages[0].content[0].text' must be text; it is null",
+        ),
+        (json.dumps({"messages": [{"role": "tool", "content": "a"}, ASSISTANT]}), "messages[0] is what a tool gave"),
+        (
+            json.dumps({"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {}}]}]}),
+            'messages[1].tool_calls[0] must be {"function": {"name": "...", "arguments": {...}}}',
+        ),
+        (
+            json.dumps({"messages": [USER, {"role": "assistant", "tool_calls": "f"}]}),
+            "tool_calls must be a list of calls",
+        ),
+        (
+            json.dumps({"messages": [USER, ASSISTANT], "tools": 3}),
+            "'tools' must be a list of objects, or JSON of one; it",
+        ),
+        (json.dumps({"messages": [USER, ASSISTANT], "tools": "[x"}), "it is a text that is no JSON"),
+        (
+            json.dumps({"messages": [USER, {**ASSISTANT, "weight": 0.5}]}),
+            "messages[1].weight must be true or false, or 1 or 0; it is 0.5",
+        ),
+        (
+            json.dumps({"messages": [{**USER, "train": True}, ASSISTANT]}),
+            "messages[0].train asks for a user message to be learnt: data.train_on_prompt learns them all",
+        ),
+        ('{"prompt": "a", "completion": "b", "prompt": "c"}', "the key 'prompt' stands twice in one object"),
+        (
+            '{"messages": [{"role": "user", "content": "a", "content": "b"}, {"role": "assistant", "content": "c"}]}',
+            "the key 'content' stands twice in one object: leave one of the two",
+        ),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "messages[0] is an answer"),
         (json.dumps({"messages": [USER, {"role": "system", "content": "a"}, ASSISTANT]}), "messages[1] is a system"),
     ],

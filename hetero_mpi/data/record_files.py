@@ -1,0 +1,93 @@
+"""Files of records -> JSON values, each with the place where it stands; what is broken is told and not raised."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi.data.bad_records import SHAPES, BadRecord
+from hetero_mpi.errors import UserError
+
+
+def values_of(path: Path) -> Iterator[tuple[str, Any]]:
+    """(place, JSON value) of every record of a file; the value is a :class:`BadRecord` where the record is broken.
+
+    JSON lines are read line by line. Raises UserError when the file cannot be read, is empty, or is broken as a whole.
+    """
+    empty = True
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                if not line.strip():
+                    continue
+                if empty and line.lstrip().startswith(b"["):
+                    yield from _array(path)
+                    return
+                empty = False
+                yield f"{path}, line {number}", _value(line)
+    except OSError as error:
+        raise UserError(f"{path}: the file of records cannot be read: {error.strerror}") from None
+    if empty:
+        raise UserError(f"{path}: the file of records is empty. Leave it out, or fill it.\n{SHAPES}")
+
+
+def _value(line: bytes) -> Any:
+    try:
+        return _decoded(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return BadRecord(f"records must be JSON in UTF-8; byte {error.start + 1} of the line is not. Convert it")
+    except (ValueError, RecursionError) as error:
+        return BadRecord(_broken(error))
+
+
+def _array(path: Path) -> Iterator[tuple[str, Any]]:
+    """The records of one JSON array; none but a BadRecord where it is broken, as records are not to be told apart then."""
+    try:
+        values = _decoded(path.read_bytes().decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: records must be JSON in UTF-8; byte {error.start + 1} is not. Convert it.") from None
+    except (ValueError, RecursionError) as error:
+        where = f"{path}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(path)
+        yield where, BadRecord(_broken(error), rest=True)
+        return
+    if not values:
+        raise UserError(f"{path}: the file holds no records: its JSON array is empty. Leave it out, or fill it.")
+    for number, value in enumerate(values, start=1):
+        yield f"{path}, record {number}", value
+
+
+def _decoded(text: str) -> Any:
+    """The JSON value; a record in which an object has a key twice is a BadRecord: one of the two values would be lost."""
+    doubled: list[str] = []
+
+    def whole(pairs: list[tuple[str, Any]]) -> Any:
+        found = dict(pairs)
+        if len(found) == len(pairs):
+            return found
+        keys = [key for key, _ in pairs]
+        doubled.append(next(key for place, key in enumerate(keys) if key in keys[:place]))
+        return BadRecord(f"the key {doubled[-1]!r} stands twice in one object: leave one of the two")
+
+    value = json.loads(text, object_pairs_hook=whole)
+    if not doubled:
+        return value
+    return [_doubled(one) or one for one in value] if isinstance(value, list) else _doubled(value)
+
+
+def _doubled(value: Any) -> BadRecord | None:
+    """The first BadRecord inside a value."""
+    if isinstance(value, BadRecord):
+        return value
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next(filter(None, map(_doubled, inner)), None)
+
+
+def _broken(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"broken JSON at column {error.colno}: {error.msg}"
+    if isinstance(error, ValueError):
+        return "JSON with a number of more digits than can be read"
+    return "JSON nested too deeply to be a record"
