@@ -246,8 +246,7 @@ def question(
     train = loaded.job.train
     settled = train.model_copy(update={"dtype": profile.model.dtype})
     loaded = replace(loaded, job=loaded.job.model_copy(update={"train": settled}))
-    if loaded.job.cluster.memory_bytes is not None:
-        profile = with_memory(profile, loaded.job.cluster.memory_bytes)
+    profile = with_memory(profile, loaded.job.cluster.memory_bytes)
     remarks = [f"Profile: {named} ({profile.source}, {profile.date})", *doubt_remarks(profile, named)]
     if config is None:
         remarks.append("The model's configuration is not here: taken to be the profile's, without dropout")

@@ -195,7 +195,7 @@ def emulated_profile(
                 notes=(*_notes(profile, chain, loaded), *profile.notes),
             )
     profile = profile_from_dict(world.broadcast_json(profile_to_dict(found) if found is not None else None))
-    return profile if cluster.memory_bytes is None else with_memory(profile, cluster.memory_bytes)
+    return with_memory(profile, cluster.memory_bytes)
 
 
 def _first_ranks(profile: ClusterProfile, ranks: int, fewer: bool, path: str) -> ClusterProfile:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.job.rules import LARGEST_AUTO, MOST_MICRO_BATCHES
-from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import MEMORY_GIVEN, PlanRequest
 
 INDIFFERENCE = 0.005
@@ -68,16 +68,20 @@ def request_of(loaded: LoadedJob, ranks: int, dropout: bool, versions: int = 0) 
     )
 
 
-def with_memory(profile: ClusterProfile, usable_bytes: int) -> ClusterProfile:
-    """The job's ``[cluster] memory_bytes`` holds whatever the profile says, also of hosts whose memory several ranks share."""
-    devices = tuple(
-        replace(device, memory_bytes=usable_bytes, memory_reason=MEMORY_GIVEN) for device in profile.devices
-    )
+def with_memory(profile: ClusterProfile, given_bytes: int | None) -> ClusterProfile:
+    """The profile with the job's ``[cluster] memory_bytes``, if it gives any.
+
+    They hold for every rank. A host has them for each rank that computes in its memory. Hosts without such a rank keep their own:
+    what GPUs stream lies there.
+    """
+    if given_bytes is None:
+        return profile
+    devices = tuple(replace(device, memory_bytes=given_bytes, memory_reason=MEMORY_GIVEN) for device in profile.devices)
     sharing = Counter(device.host for device in devices if device.shares_host_memory)
-    hosts = tuple(
-        replace(host, memory_bytes=usable_bytes * sharing[host.name], memory_reason=MEMORY_GIVEN)
-        if sharing[host.name]
-        else host
-        for host in profile.hosts
-    )
-    return replace(profile, devices=devices, hosts=hosts)
+
+    def given(host: HostProfile) -> HostProfile:
+        ranks = sharing[host.name]
+        reason = MEMORY_GIVEN if ranks == 1 else f"{MEMORY_GIVEN} to each of {ranks}"
+        return replace(host, memory_bytes=given_bytes * ranks, memory_reason=reason) if ranks else host
+
+    return replace(profile, devices=devices, hosts=tuple(map(given, profile.hosts)))

@@ -280,7 +280,8 @@ class ClusterTable(JobTable):
     """CPU threads per rank; "auto": the host's cores divided by its ranks, of which those with a GPU leave all but two to those
     without."""
     memory_bytes: Positive | None = None
-    """Usable memory per rank, instead of the measured one."""
+    """Usable memory per rank, instead of the measured one. What streamed stages of GPUs keep in their host's memory is not part of
+    it."""
     watchdog_s: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
     """Seconds in which no rank gets any further, after which the job ends and says where each rank stands; "auto": 20 predicted
     steps and at least 60 s; 0: never. Needs ``communication_thread``."""

@@ -15,6 +15,7 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.load import ProfileTable
+from hetero_mpi.job.plan_request import with_memory
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.optimizer import StepDecider
 from hetero_mpi.planning.analysis.plausible import doubts
@@ -64,7 +65,7 @@ def profile_cluster(
     :raises UserError: a device has no memory for a single layer.
     """
     key = profile_key(world, backend, subject)
-    memories = measure_memory(world, backend, subject.memory_bytes)
+    memories = measure_memory(world, backend)
     table = _device_times(world, backend, subject, settings, say, settings.cache and not fresh)
     decision_s = _decision_s(world, subject)
     samples, flows = _messages(world, transport, settings, say)
@@ -77,7 +78,7 @@ def profile_cluster(
         for (device, _), ratio in zip(gathered, ratios, strict=True)
     )
     versions = own_versions(world.library)
-    return ClusterProfile(
+    profile = ClusterProfile(
         source="measured",
         date=world.broadcast_json(_now()),
         key=key,
@@ -89,6 +90,7 @@ def profile_cluster(
         hosts=host_profiles(world.hosts, memories, flows),
         notes=_notes(devices, tables, subject),
     )
+    return with_memory(profile, subject.memory_bytes)
 
 
 def _now() -> str:

@@ -9,7 +9,6 @@ from hetero_mpi.comm.links import HostFlows
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend, host_memory
 from hetero_mpi.planning.types.profile import HostProfile
-from hetero_mpi.planning.types.request import MEMORY_GIVEN
 
 
 @dataclass(frozen=True)
@@ -23,20 +22,15 @@ class MeasuredMemory:
     host_reason: str
 
 
-def measure_memory(world: World, backend: Backend, given_bytes: int | None) -> list[MeasuredMemory]:
+def measure_memory(world: World, backend: Backend) -> list[MeasuredMemory]:
     """Memory of every rank, before any of them has taken some. Collective.
 
     A CPU rank may use all of its host's memory, as every other one there may: that they fit together is for the host's own limit.
     Ranks that share a GPU divide its memory.
-
-    ``given_bytes``: what the user says a rank may use, instead of what is measured; then the host has that for each.
     """
     host, shares, sharing = host_memory(), backend.shares_host_memory(), sharing_ranks(world, backend)
     own = backend.memory(1 if shares else sharing)
-    if given_bytes is not None:
-        row = [given_bytes, MEMORY_GIVEN, shares, given_bytes, MEMORY_GIVEN]
-    else:
-        row = [own.usable_bytes, own.reason, shares, host.usable_bytes, host.reason]
+    row = [own.usable_bytes, own.reason, shares, host.usable_bytes, host.reason]
     return [MeasuredMemory(*values) for values in world.all_gather_json(row)]
 
 
@@ -56,14 +50,12 @@ def host_profiles(
         ranks = [rank for rank, host in enumerate(hosts) if host == name]
         own = [memories[rank] for rank in ranks]
         least = min(own, key=lambda memory: memory.host_bytes)
-        given = least.host_reason == MEMORY_GIVEN
-        sharing = max(1, sum(memory.shares_host_memory for memory in own))
         flow = by_host.get(name)
         found.append(
             HostProfile(
                 name=name,
-                memory_bytes=least.host_bytes * (sharing if given else 1),
-                memory_reason=f"{MEMORY_GIVEN} to each of {sharing}" if given and sharing > 1 else least.host_reason,
+                memory_bytes=least.host_bytes,
+                memory_reason=least.host_reason,
                 shared_nic=flow.shared if flow is not None else False,
                 flows_bytes_per_s=flow.together[0] if flow is not None else float("inf"),
             )

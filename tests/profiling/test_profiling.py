@@ -19,6 +19,7 @@ from hetero_mpi.device import backend
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import AdapterTable, TrainTable
+from hetero_mpi.job.plan_request import with_memory
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.tuning import full_training
 from hetero_mpi.profiling import bench, device, time_cache
@@ -28,6 +29,7 @@ from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
 from hetero_mpi.profiling.host_profiles import MeasuredMemory, host_profiles
 from hetero_mpi.profiling.subject import Subject, cold_by_itself, layer_groups, sampled_rows
 from hetero_mpi.profiling.timings import TimedPart, TimingSamples, layer_times
+from tests.support.planning_samples import make_device, make_profile
 
 BLOCKS, HIDDEN, SEQUENCE = 5, 16, 8
 
@@ -128,9 +130,13 @@ def test_memory_of_a_host_counts_once() -> None:
     first, second = host_profiles(("a", "a", "b", "a"), (cpu, gpu, alone, cpu), [shared])
     assert (first.name, first.memory_bytes, first.shared_nic, first.flows_bytes_per_s) == ("a", 49, True, 11.0)
     assert (second.name, second.memory_bytes, second.shared_nic) == ("b", 8, False)
-    given = MeasuredMemory(5, "given as [cluster] memory_bytes", True, 5, "given as [cluster] memory_bytes")
-    (host,) = host_profiles(("a", "a"), (given, given), [])
-    assert (host.memory_bytes, host.memory_reason) == (10, "given as [cluster] memory_bytes to each of 2")
+    given = "given as [cluster] memory_bytes"
+    devices = tuple(replace(make_device(i), host=host, shares_host_memory=host != "c") for i, host in enumerate("aabc"))
+    hosts = (first, second, replace(second, name="c"))
+    profile = with_memory(replace(make_profile(), devices=devices, hosts=hosts), 5)
+    assert {(device.memory_bytes, device.memory_reason) for device in profile.devices} == {(5, given)}
+    memories = [(host.memory_bytes, host.memory_reason) for host in profile.hosts]
+    assert memories == [(10, f"{given} to each of 2"), (5, given), (8, "free")], "on c only a GPU's is given"
 
 
 def test_the_clock_gives_every_layer_its_own_time(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:

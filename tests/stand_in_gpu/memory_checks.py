@@ -149,7 +149,7 @@ class Pair:
 
 
 def test_two_ranks_on_one_device_divide_its_memory(gpu: Backend) -> None:
-    first, second = measure_memory(cast(World, Pair()), gpu, None)
+    first, second = measure_memory(cast(World, Pair()), gpu)
     assert first == second and first.usable_bytes == gpu.memory().usable_bytes // 2
     assert first.reason.endswith("on the device, shared by 2 ranks") and not first.shares_host_memory
 

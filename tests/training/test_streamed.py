@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -14,12 +15,16 @@ import pytest
 
 from hetero_mpi.checkpoint import checkpoint_path
 from hetero_mpi.errors import ExitCode
+from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.toml_files import load_plan, save_plan
+from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
+from hetero_mpi.planning.types.toml_files import load_plan, save_plan, save_profile
 from hetero_mpi.report.run_files.metrics import read_metrics
+from tests.stand_in_gpu import THROUGH, build
 from tests.support.long_run import LongRun, kill, kill_until_one_is_left
 from tests.support.mpi import ROOT, run_bounded
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
+from tests.training.test_changing import EMULATED_BLOCKS, three_alike
 from tests.training.test_recovery import losses as losses_of
 from tests.training.test_recovery import start
 
@@ -78,6 +83,66 @@ def test_a_model_that_fits_in_no_other_way(workshop: Workshop) -> None:
     assert {outcome.codes for outcome in others.values()} == {(0, 0)}, others
     assert losses(workshop, "streamed") == losses(workshop, "resident")
     assert losses(workshop, "streamed")[2:] == losses(workshop, "resumed")
+
+
+# ------------------------------------------------------------------------------------------ all weights, in host memory of GPUs
+GPU_MEMORY, CHANGING_STEPS, BATCH = 36_000_000, 24, 3
+
+
+def two_gpus() -> ClusterProfile:
+    """Two GPUs, neither of which holds half of a model of 8 million parameters with its state. Slow ones: the processor of the test
+    imitates them, and may be busy."""
+    profile = with_slowness(restricted(three_alike(), range(2)), {0: 2.0, 1: 2.0})
+    size = {"parameters": 10**6, "trainable_parameters": 10**6, "parameter_bytes": 4 * 10**6}
+    layers = tuple(replace(layer, **size) for layer in profile.model.layers)
+    own = {"backend": "cuda", "memory_bytes": GPU_MEMORY, "shares_host_memory": False}
+    speeds = {
+        "host_to_device_bytes_per_s": 1e9,
+        "device_to_host_bytes_per_s": 1e9,
+        "host_optimizer_s_per_parameter": 1e-8,
+    }
+    devices = tuple(replace(device, **own, **speeds) for device in profile.devices)
+    hosts = tuple(HostProfile(device.host, 10**9, "made up") for device in devices)
+    return replace(profile, model=replace(profile.model, layers=layers), devices=devices, hosts=hosts)
+
+
+@pytest.mark.long
+def test_all_weights_are_trained_streamed_on_gpus_and_layers_move_from_a_slow_one_np2(tmp_path: Path) -> None:
+    if (reason := build.missing()) is not None:
+        pytest.skip(reason)
+    shop = Workshop(tmp_path, THROUGH)
+    save_profile(two_gpus(), tmp_path / "two.toml")
+    whole = PipelinePlan((StagePlan((0,), 0, EMULATED_BLOCKS + 2, 0),), 1, BATCH)
+    save_plan(Plan((whole,), BATCH, SEQUENCE, EMULATED_BLOCKS + 2), tmp_path / "resident.toml")
+    values = shop.values(shop.model("six", EMULATED_BLOCKS))
+    train, checkpoint = {"steps": CHANGING_STEPS, "global_batch": BATCH}, {"every": 0}
+    cluster = {"emulate": "two.toml", "emulate_changes": ["rank 1 runs at 0.333 from step 5"]}
+    changing = shop.job(
+        "changing", values, train=train, checkpoint=checkpoint, cluster=cluster, plan={"rebalance": True}
+    )
+    still = shop.job("still", values, train=train, checkpoint=checkpoint)
+    large = shop.values(shop.model("large", 10, hidden_size=256, intermediate_size=768))
+    given = shop.job("given", large, train={"steps": 2}, cluster={"memory_bytes": GPU_MEMORY})
+    found = shop.run_entries(
+        2,
+        {
+            "changing": {"job": changing, "run_dir": tmp_path / "changing"},
+            "still": {"job": still, "run_dir": tmp_path / "still", "plan": tmp_path / "resident.toml"},
+            "given": {"job": given, "run_dir": tmp_path / "given"},
+        },
+        timeout_s=400,
+    )
+    assert {outcome.codes for outcome in found.values()} == {(0, 0)}, found
+    # Memory that is given is the GPU's: what is streamed has the host's.
+    plan = load_plan(tmp_path / "given" / "plan.toml")
+    assert all(stage.streamed for stage in plan.pipelines[0].stages)
+
+    (change,) = [json.loads(line) for line in (tmp_path / "changing" / "events.jsonl").read_text().splitlines()]
+    assert change["event"] == "rebalanced" and change["step"] >= 4 + 5
+    assert {(move["from"], move["to"]) for move in change["moved"]} == {(1, 0)}
+    assert found["changing"].printed.count(" streams ") == 2 and " streams " not in found["still"].printed
+    losses = {name: [step.loss for step in read_metrics(tmp_path / name / "metrics.jsonl").steps] for name in found}
+    assert losses["changing"] == losses["still"] and len(losses["still"]) == CHANGING_STEPS
 
 
 # ------------------------------------------------------------------------------------------------------------ ranks that die

@@ -156,4 +156,4 @@ def _fitting(
             f"{subject.train.dtype} and {subject.sequence_length}: leave the profile out to measure"
         )
     say(f"Profile: {path} ({profile.source}, {profile.date}; not measured on exactly these ranks, used as you asked)")
-    return profile if subject.memory_bytes is None else with_memory(profile, subject.memory_bytes)
+    return with_memory(profile, subject.memory_bytes)
