@@ -50,17 +50,23 @@ def owned_share(plan: Plan, model: ModelCost, number: int) -> float:
 
 def owned_parameters(plan: Plan, model: ModelCost) -> dict[int, int]:
     """Rank -> trained numbers whose state it owns, in whole parameters as far as a model's cost tells their sizes."""
-    return _owned_parameters(plan, tuple(layer.trainable_parameters for layer in model.layers))
+    found = dict.fromkeys(plan.state_weights, 0)
+    for rank, count in owned_units(plan, model).values():
+        found[rank] += count
+    return found
+
+
+def owned_units(plan: Plan, model: ModelCost) -> Mapping[tuple[int, int], tuple[int, int]]:
+    """(layer, unit) -> the rank that owns its state, and its trained numbers. A model's cost tells no sizes of parameters: units
+    stand for them."""
+    return _owned_units(plan, tuple(layer.trainable_parameters for layer in model.layers))
 
 
 @lru_cache(maxsize=64)
-def _owned_parameters(plan: Plan, trained: tuple[int, ...]) -> dict[int, int]:
+def _owned_units(plan: Plan, trained: tuple[int, ...]) -> Mapping[tuple[int, int], tuple[int, int]]:
     sizes = {}
     for layer, count in enumerate(trained):
         units = _UNITS if 0 < layer < len(trained) - 1 else 1
         for unit in range(units):
             sizes[layer, unit] = layer, (unit + 1) * count // units - unit * count // units
-    found = dict.fromkeys(plan.state_weights, 0)
-    for key, rank in owners(plan, sizes).items():
-        found[rank] += sizes[key][1]
-    return found
+    return {key: (rank, sizes[key][1]) for key, rank in owners(plan, sizes).items()}

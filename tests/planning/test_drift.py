@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -12,6 +14,10 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
+from hetero_mpi.model.model_cost import model_cost
+from hetero_mpi.model.transformers.chain import TransformersChain
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.tuning import full_training
 from hetero_mpi.planning.analysis.drift import FEWEST, Decider, Move, Prospect, SpeedWatch, moved_layers, moving_s
 from hetero_mpi.planning.analysis.replan import ReplanAnswer, ReplanQuestion, answer
 from hetero_mpi.planning.decision.planner import make_plan
@@ -19,6 +25,8 @@ from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.state.checkpointing import KINDS
+from hetero_mpi.state.redistribute import deliveries, held_under, parcels
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, reported
 
 PROFILE = make_profile([1.0] * 3, model=make_model(8), bytes_per_s=1e6)
@@ -199,6 +207,47 @@ def test_moved_layers_and_their_seconds() -> None:
     assert moved_layers(old, new) == {(0, 2): [1]}
     assert moving_s(profile, old, new) == pytest.approx(12 * 400 / 1000.0)
     assert moved_layers(new, new) == {} and moving_s(profile, new, new) == 0.0
+
+
+def pipelines(*given: tuple[tuple[int, ...], tuple[int, ...]], weights: dict[int, float] | None = None) -> Plan:
+    """(ranks, edges) of each."""
+    made = [
+        tuple(
+            StagePlan((rank,), edges[i], edges[i + 1], 0, state_weight=(weights or {}).get(rank, 1.0))
+            for i, rank in enumerate(ranks)
+        )
+        for ranks, edges in given
+    ]
+    return Plan(tuple(PipelinePlan(stages, 1, 2) for stages in made), 2 * len(made), SEQUENCE, 10)
+
+
+WHOLE = (0, 10)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (pipelines(((0, 1), (0, 5, 10))), pipelines(((0, 1), (0, 3, 10)))),
+        (pipelines(((0, 1), (0, 5, 10)), ((2,), WHOLE)), pipelines(((0, 1), (0, 3, 10)), ((2,), WHOLE))),
+        (pipelines(((0, 1), (0, 5, 10)), ((2, 3), (0, 5, 10))), pipelines(((0, 1), (0, 3, 10)), ((2, 3), (0, 6, 10)))),
+        (pipelines(((0,), WHOLE), ((1,), WHOLE)), pipelines(((0,), WHOLE), ((1,), WHOLE))),
+        (pipelines(((0,), WHOLE), ((1,), WHOLE)), pipelines(((0,), WHOLE), ((1,), WHOLE), weights={0: 0.3})),
+    ],
+    ids=["one", "cut", "two-cuts", "nothing-but-values", "other-owners"],
+)
+def test_what_moves_is_priced_as_it_is_sent(old: Plan, new: Plan) -> None:
+    """By the busiest rank's bytes; a third off at most where units stand for parameters whose sizes planning does not know."""
+    config = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 512}
+    chain = TransformersChain(read_config({"model_type": "llama", "num_hidden_layers": 8, **config}))
+    tuning = full_training(chain)
+    busy: Counter[tuple[str, int]] = Counter()
+    for one in deliveries(parcels(tuning, new, KINDS), held_under(tuning, old)):
+        for destination in one.destinations:
+            busy["send", one.source] += 4 * math.prod(one.parcel.shape)
+            busy["receive", destination] += 4 * math.prod(one.parcel.shape)
+    model = model_cost(chain, tuning, "fp32", SEQUENCE, dict.fromkeys(chain.kinds, 1.0))
+    priced = moving_s(make_profile([1.0] * 4, model, bytes_per_s=1.0), old, new)
+    assert priced == pytest.approx(max(busy.values()), rel=0.33 if len(new.pipelines) > 1 else 1e-9)
 
 
 def test_the_program_answers_as_the_function_does() -> None:

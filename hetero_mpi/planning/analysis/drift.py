@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hetero_mpi.planning.owners import owned_units
 from hetero_mpi.planning.schedule import held_by
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -40,8 +41,8 @@ LEAST_GAIN = 0.05
 """A step must become shorter by this share, or nothing moves: predictions are not better than that."""
 MARGIN = 2.0
 """What the remaining steps gain must be so many times what moving costs."""
-_STATE_BYTES = 12
-"""Of a trained parameter on its way: itself and two moments in fp32."""
+_VALUE_BYTES, _MOMENTS_BYTES = 4, 8
+"""Of a trained parameter on its way: itself and two moments, in fp32."""
 
 
 @dataclass
@@ -241,12 +242,18 @@ def moved_layers(old: Plan, new: Plan) -> dict[tuple[int, int], list[int]]:
 
 
 def moving_s(profile: ClusterProfile, old: Plan, new: Plan) -> float:
-    """Seconds until every rank has the trained state of the layers that are new to it: each rank receives and sends one thing
-    at a time."""
+    """Seconds until every rank has the trained state that it needs and does not have, as ``state.redistribute`` sends it: a
+    parameter's owner sends the values to all that will hold it, and the moments to its next owner. Each rank receives and sends one
+    thing at a time."""
+    sent: dict[tuple[int, int, int], int] = {}
+    after = owned_units(new, profile.model)
+    for (layer, unit), (source, count) in owned_units(old, profile.model).items():
+        for rank in held_by(new, layer):
+            size = count * (_VALUE_BYTES + _MOMENTS_BYTES * (rank == after[layer, unit][0]))
+            sent[source, rank, layer] = sent.get((source, rank, layer), 0) + size
     busy: dict[tuple[str, int], float] = {}
-    for (source, destination), layers in moved_layers(old, new).items():
-        for layer in layers:
-            size = _STATE_BYTES * profile.model.layers[layer].trainable_parameters
+    for (source, destination, _), size in sent.items():
+        if source != destination:
             seconds = profile.transfer_s(source, destination, size)
             for end in (("send", source), ("receive", destination)):
                 busy[end] = busy.get(end, 0.0) + seconds
