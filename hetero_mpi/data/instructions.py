@@ -83,6 +83,8 @@ def _rows(
         labels = np.where(answer | (train_on_prompt & ~entry.never[: length + 1]), ids, IGNORED).astype(np.int32)
         labels[0] = IGNORED
         kept.append((ids, labels))
+    if not kept and not dropped:
+        raise UserError(f"{key} must hold records that can be learnt from; all were skipped (data.skip_bad).")
     if not kept:
         raise UserError(
             f"{key} must leave answers to learn; with data.sequence_length = {length} all {len(dropped):,} records are cut "

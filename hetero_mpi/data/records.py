@@ -131,7 +131,7 @@ def read_records(patterns: Sequence[str], key: str = "data.records", bad: BadRec
             records.append(record)
     bad.check(key)
     if not records:
-        silent = [*unanswered, *untrained]
+        silent = [*unanswered, *untrained] or bad.problems
         such = f", such as {silent[0]}" if silent else ""
         raise UserError(
             f"{key} must hold records with an answer to learn; none of its {len(silent):,} records has one{such}.\n{SHAPES}"

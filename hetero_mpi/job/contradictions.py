@@ -87,6 +87,7 @@ _TEXT_ONLY = {
             "text",
             "records",
             "evaluation",
+            "skip_bad",
             "documents",
             "template",
             "train_on_prompt",
@@ -147,7 +148,7 @@ def _data(known: Known) -> list[Problem]:
         state = "neither is set" if text is None else "both are set"
         return [(("data", "text"), f"set exactly one of data.text and data.records; {state}")]
     other, used = ("records", "text") if records is None else ("text", "records")
-    keys = ("template", "train_on_prompt", "isolate") if records is None else ("documents", "max_bytes")
+    keys = ("skip_bad", "template", "train_on_prompt", "isolate") if records is None else ("documents", "max_bytes")
     found: list[Problem] = []
     for key in keys:
         if known.all_sound(("data", key)) and known("data", key) != known.default("data", key):

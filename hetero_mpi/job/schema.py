@@ -106,6 +106,9 @@ class DataTable(JobTable):
     evaluation: Patterns | None = None
     """Files of the same kind that measure the evaluation loss and are never trained on; then ``held_out`` does not
     apply."""
+    skip_bad: NotNegative = 0
+    """Records: so many that are broken, or that the chat template refuses, are skipped and named at the start; one more ends the
+    job. 0: the first one does. A file that breaks off or cannot be read always ends it."""
     documents: Literal["file", "line"] = "file"
     """Text: what one document is: a whole file, or a non-empty line."""
     template: Literal["auto", "chat", "plain"] = "auto"

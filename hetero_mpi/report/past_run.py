@@ -157,11 +157,13 @@ def describe_run(
     versions: Mapping[str, str],
     ranks: int,
     step: int,
+    skipped_records: int = 0,
 ) -> None:
     """Write ``run.json`` when training starts from ``step``; earlier starts of a resumed run are kept."""
     path = directory / RUN_NAME
     starts = [one for one in _starts(_told(path)) if step > 0 and one["step"] <= step]
-    starts.append({"unix_s": round(time.time(), 3), "step": step, "ranks": ranks})
+    start = {"unix_s": round(time.time(), 3), "step": step, "ranks": ranks, "skipped_records": skipped_records}
+    starts.append(start)
     values = {"name": name, "job_file": job_file, "job": job, "versions": dict(versions), "starts": starts}
     _tell(path, {**values, "last_step": _table(job, "train").get("steps", 0)})
 
@@ -224,7 +226,8 @@ def _happenings(directory: Path, told: Mapping[str, Any]) -> list[Happening]:
     for start in _starts(told):
         what = "training started" if start["step"] == 0 else f"training resumed after step {start['step']}"
         ranks = f"{start['ranks']} rank{'s' if start['ranks'] != 1 else ''}"
-        found.append(Happening(start["unix_s"], "training", f"{what} on {ranks}", start["step"]))
+        skipped = f", {start['skipped_records']} bad records skipped" if start.get("skipped_records") else ""
+        found.append(Happening(start["unix_s"], "training", f"{what} on {ranks}{skipped}", start["step"]))
     for values in _events(directory):
         step = values.get("step")
         found.append(Happening(values["unix_s"], values["event"], values["text"], step if type(step) is int else None))

@@ -101,5 +101,9 @@ def _say_end(context: RunContext, report: PlanReport, state: TrainingState, resu
     entropy = context.dataset.unigram_entropy()
     changes = context.job.cluster.speed_changes()
     say(*final_lines(report, context.profile, state.metrics, state.evaluations, entropy, written, changes))
+    if context.material is not None and context.material.skipped_records:
+        say(
+            f"{context.material.skipped_records} bad records were skipped (data.skip_bad); the start of the log names them"
+        )
     if state.skipped:
         say(f"{state.skipped} steps were skipped, since their gradients were not finite")

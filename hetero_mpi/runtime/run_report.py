@@ -82,6 +82,7 @@ def open_metrics(context: RunContext, step: int) -> MetricsWriter:
             own_versions(context.world.library),
             context.world.size,
             step,
+            context.material.skipped_records if context.material is not None else 0,
         )
     board = None
     if loaded.job.report.tensorboard and available():

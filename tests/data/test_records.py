@@ -343,3 +343,75 @@ def test_a_number_of_very_many_digits_is_a_broken_record(form: str, tmp_path: Pa
     path.write_text(form.replace("{}", '{"prompt": "p", "completion": "c", "id": ' + "9" * 5000 + "}"))
     with pytest.raises(UserError, match="more digits than can be read"):
         read_records([str(path)])
+
+
+# Skipped records
+
+
+def spoiled(directory: Path, name: str = "a.jsonl") -> str:
+    """A file of good records and three bad ones: of a wrong kind, cut, and one that the template refuses."""
+    lines = [
+        json.dumps(ALPACA),
+        "3",
+        json.dumps({"messages": [USER, ASSISTANT]}),
+        '{"prompt": "a", ',
+        json.dumps(ALPACA),
+    ]
+    lines.insert(3, json.dumps({"messages": [USER, USER, ASSISTANT]}))
+    (directory / name).write_text("\n".join(lines))
+    return f"{directory}/{name}"
+
+
+ALTERNATING = (
+    "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ '<' + message.role + '>' + message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_bad_records_are_skipped_up_to_a_number(workshop: Path) -> None:
+    path = spoiled(workshop)
+    tokenizer = train_bpe(["Say hello Hi Hello"], 300)
+    tokenizer.chat_template = ALTERNATING
+    save_tokenizer(tokenizer, workshop / "tokenizer")
+    spoiled(workshop, "b.jsonl")
+    three = ["data.held_out=0", "data.skip_bad=3"]
+    material = prepare(job(workshop, *three))
+    places = [note.split(": ")[0] for note in material.notes if note.startswith(f"  {path}, line ")]
+    assert places == [f"  {path}, line {line}" for line in (2, 5, 4)] and material.skipped_records == 3
+    assert "3 bad records skipped (data.skip_bad = 3):" in material.notes
+    (workshop / "a.jsonl").write_text(
+        "\n".join(json.dumps(one) for one in (ALPACA, {"messages": [USER, ASSISTANT]}, ALPACA))
+    )
+    assert prepare(job(workshop, *three)).dataset.fingerprint() == material.dataset.fingerprint(), (
+        "as if they were not there"
+    )
+    spoiled(workshop)
+    for limit, named in ((0, (2, 5)), (1, (2, 5)), (2, (2, 5, 4))):
+        with pytest.raises(UserError) as caught:
+            prepare(job(workshop, f"data.skip_bad={limit}"))
+        said = str(caught.value)
+        assert [int(line) for line in re.findall(r"a.jsonl, line (\d+): ", said)] == list(named), said
+        assert (f"(data.skip_bad = {limit} are skipped at most)" in said) == (limit > 0)
+    with pytest.raises(UserError, match=r"6 cannot|4 cannot"):
+        prepare(job(workshop, *three, "data.evaluation=['b.jsonl']"))
+    assert prepare(job(workshop, "data.skip_bad=6", "data.evaluation=['b.jsonl']")).skipped_records == 6
+
+
+def test_a_file_that_breaks_off_is_never_skipped(workshop: Path) -> None:
+    (workshop / "a.jsonl").write_text(json.dumps([ALPACA] * 3)[:-1])
+    with pytest.raises(UserError, match=r"a.jsonl, line 1: broken JSON at column"):
+        prepare(job(workshop, "data.skip_bad=100"))
+
+
+def test_a_whole_file_of_skipped_records(workshop: Path) -> None:
+    (workshop / "a.jsonl").write_text("3\n4")
+    with pytest.raises(UserError, match=r"data.records must hold records with an answer to learn"):
+        prepare(job(workshop, "data.skip_bad=2"))
+
+
+def test_every_key_that_stands_twice_is_found(tmp_path: Path) -> None:
+    doubled = '{"prompt": "a", "completion": "b", "n": {"x": 1, "x": 2}}'
+    (tmp_path / "a.json").write_text(f"[{json.dumps(ALPACA)}, {doubled}, {json.dumps(ALPACA)}]")
+    with pytest.raises(UserError, match=r"a.json, record 2: the key 'x' stands twice in one object"):
+        read_records([f"{tmp_path}/a.json"])

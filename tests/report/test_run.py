@@ -257,6 +257,10 @@ def test_a_resumed_run_keeps_its_starts(tmp_path: Path) -> None:
         "training started on 3 ranks",
         "training resumed after step 10 on 3 ranks",
     ]
+    describe_run(tmp_path, "a", "a.toml", JOB, {}, 2, 10, skipped_records=3)
+    assert read_run(tmp_path).happenings[-1].text == (
+        "training resumed after step 10 on 2 ranks, 3 bad records skipped"
+    )
     describe_run(tmp_path, "a", "a.toml", JOB, {}, 2, 0)
     assert len(read_run(tmp_path).happenings) == 1, "another run in the same directory"
 

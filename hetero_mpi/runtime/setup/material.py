@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerFast
 
+from hetero_mpi.data.bad_records import BadRecords
 from hetero_mpi.data.documents import read_documents
 from hetero_mpi.data.instructions import build_record_sequences
 from hetero_mpi.data.records import read_records
@@ -39,6 +40,8 @@ class Material:
     """Remarks to be printed."""
     template: Literal["chat", "plain"] | None = None
     """The template that turned records into text; None: the job has plain text."""
+    skipped_records: int = 0
+    """Bad records that were left out (``data.skip_bad``)."""
 
 
 def prompt_template(job: JobConfig) -> Template | None:
@@ -80,8 +83,11 @@ def _from_text(loaded: LoadedJob) -> Material:
 
 def _from_records(loaded: LoadedJob) -> Material:
     data = loaded.job.data
-    records = read_records(loaded.record_patterns())
-    evaluation = read_records(loaded.evaluation_patterns(), "data.evaluation") if data.evaluation is not None else None
+    bad = BadRecords(data.skip_bad)
+    records = read_records(loaded.record_patterns(), "data.records", bad)
+    evaluation = None
+    if data.evaluation is not None:
+        evaluation = read_records(loaded.evaluation_patterns(), "data.evaluation", bad)
     config = _model_keys(loaded)
     tokenizer, notes = _tokenizer(loaded, config, plain_texts(records.records))
     form = choose_form(tokenizer, data.template, (*records.records, *(evaluation.records if evaluation else ())))
@@ -101,11 +107,13 @@ def _from_records(loaded: LoadedJob) -> Material:
         data.train_on_prompt,
         None if evaluation is None else evaluation.records,
         isolate,
+        bad,
     )
+    notes.extend(bad.lines())
     if form.kind == "plain":
         # So that whoever loads the result can ask it in the words it was taught in.
         tokenizer.chat_template = form.source
-    return Material(config, tokenizer, dataset, (*notes, *dataset.notes), form.kind)
+    return Material(config, tokenizer, dataset, (*notes, *dataset.notes), form.kind, len(bad.problems))
 
 
 def _packing(loaded: LoadedJob, family: str) -> tuple[bool, bool, list[str]]:

@@ -169,6 +169,11 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
             f"data: {len(dataset.train):,} training and {len(dataset.held_out):,} held-out {rows}; "
             f"{job.train.steps:,} steps of {job.train.global_batch} are {epochs:.3g} epochs"
         )
+        if job.train.global_batch > len(dataset.train):
+            say(
+                f"a batch is larger than the data: each training sequence is in every step "
+                f"{job.train.global_batch / len(dataset.train):.3g} times. Lower train.global_batch, or add data"
+            )
     parameters = sum(spec.count for spec in chain.parameters.values())
     say(f"model: {chain.summary()}, {parameters:,} parameters, {job.train.dtype}")
     return RunSetup(world, transport, loaded, run_dir, material, chain, tuning, backend, cores, threads)
