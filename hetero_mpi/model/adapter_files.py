@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import AdapterTable
 from hetero_mpi.model.adapter import FILE_PREFIX, lora_config
 from hetero_mpi.model.files.model_files import StoredTensor, read_header, read_json, read_tensor
-from hetero_mpi.model.files.whole_directory import WholeDirectory
+from hetero_mpi.model.files.whole_directory import WholeDirectory, write_tensors
 from hetero_mpi.model.tuning import Tuning
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -34,8 +33,7 @@ def write_adapter(
     config.base_model_name_or_path = base
     config.inference_mode = True
     config.save_pretrained(str(directory))
-    content = {FILE_PREFIX + name: tensor.contiguous() for name, tensor in state.items()}
-    save_file(content, str(directory / _WEIGHTS), metadata={"format": "pt"})
+    write_tensors(directory / _WEIGHTS, {FILE_PREFIX + name: tensor.contiguous() for name, tensor in state.items()})
 
 
 def adapter_directory(directory: Path) -> WholeDirectory:

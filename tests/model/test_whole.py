@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import random
 import time
 from collections.abc import Callable
@@ -56,6 +57,17 @@ def number_of_model(directory: Path) -> int:
         int(value) for t in AutoModelForCausalLM.from_pretrained(directory).parameters() for value in t.unique()
     }
     return number
+
+
+def test_who_may_read_the_files_is_left_to_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_adapter_of_rank(tmp_path / "adapter", RANKS[0])
+        write_model(tmp_path / "model", 1)
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 5 and {path.stat().st_mode & 0o777 for path in files} == {0o640}
 
 
 @pytest.mark.parametrize(

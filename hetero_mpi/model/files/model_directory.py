@@ -16,13 +16,12 @@ import json
 import os
 
 import torch
-from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hetero_mpi.disk import sync
 from hetero_mpi.model.files.model_files import INDEX, WEIGHTS
-from hetero_mpi.model.files.whole_directory import WholeDirectory
+from hetero_mpi.model.files.whole_directory import WholeDirectory, write_tensors
 
 CONFIG = "config.json"
 _WEIGHT_FILES = ("model-", WEIGHTS, "pytorch_model")
@@ -74,7 +73,7 @@ class ModelDirectoryWriter(WholeDirectory):
         self._shards.append(list(self._buffer))
         self._total_bytes += _bytes(self._buffer)
         path = self.path / _part(len(self._shards))
-        save_file(self._buffer, path, metadata={"format": "pt"})
+        write_tensors(path, self._buffer)
         sync(path)
         self._buffer = {}
 
