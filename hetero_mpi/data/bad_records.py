@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hetero_mpi.data.shapes import SHAPES
 from hetero_mpi.errors import UserError
 
 SHOWN = 5
 """Bad records that one error names; a wrong file would otherwise fill the terminal."""
 MOST_SHOWN = 100
 """The same where many may be skipped, all of which are named."""
-
-SHAPES = """\
-A file holds JSON lines, or one JSON array, of records in these shapes:
-  alpaca             {"instruction": "...", "input": "...", "output": "..."}; input may be left out
-  chat               {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
-  chat (ShareGPT)    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
-  prompt/completion  {"prompt": "...", "completion": "..."}"""
 
 
 class BadRecord(Exception):

@@ -7,18 +7,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.data.bad_records import SHAPES, BadRecord
+from hetero_mpi.data.bad_records import BadRecord
+from hetero_mpi.data.shapes import FURTHER, PAIRS, SHAPES, SPELLINGS, unrecognised
 from hetero_mpi.errors import UserError
+
+ROWS_AT_ONCE = 1000
+"""Rows of a parquet file that are in memory together."""
+_WANTED = {*SPELLINGS, *(key for pair in PAIRS.values() for key in pair), *FURTHER}
 
 
 def values_of(path: Path) -> Iterator[tuple[str, Any]]:
     """(place, JSON value) of every record of a file; the value is a :class:`BadRecord` where the record is broken.
 
-    JSON lines are read line by line. Raises UserError when the file cannot be read, is empty, or is broken as a whole.
+    JSON lines are read line by line, parquet files some rows at a time. Raises UserError when the file cannot be
+    read, is empty or holds no records.
     """
     empty = True
     try:
         with path.open("rb") as file:
+            if file.read(4) == b"PAR1" or (path.suffix == ".parquet" and file.tell()):
+                yield from _table(path)
+                return
+            file.seek(0)
             for number, line in enumerate(file, start=1):
                 line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 if not line.strip():
@@ -59,8 +69,49 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
         yield f"{path}, record {number}", value
 
 
+def _table(path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a parquet file; of its columns, those that records have."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise UserError(
+            f"{path}: parquet files are read by the package pyarrow, which is not installed on rank 0's machine: run "
+            f"`pip install pyarrow` (or `pip install 'hetero_mpi[parquet]'`) there"
+        ) from None
+    try:
+        with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if not any(set(keys) <= set(names) for keys in (*PAIRS.values(), *([key] for key in SPELLINGS))):
+                yield str(path), BadRecord(unrecognised(dict.fromkeys(names)), rest=True)
+                return
+            if not file.metadata.num_rows:
+                raise UserError(f"{path}: the file holds no records: it has no rows. Leave it out, or fill it.")
+            rows = file.iter_batches(ROWS_AT_ONCE, columns=[name for name in names if name in _WANTED])
+            for number, row in enumerate((row for batch in rows for row in batch.to_pylist()), start=1):
+                value = {key: _without_nulls(inner, key in SPELLINGS) for key, inner in row.items()}
+                yield f"{path}, row {number}", value
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        yield str(path), BadRecord(f"damaged, or no parquet file: {reason}. Get it again", rest=True)
+
+
+def _without_nulls(value: Any, messages: bool = False) -> Any:
+    """A value without the keys that are null: all objects of a column have the same keys. Those of ``messages`` keep theirs."""
+    if isinstance(value, list):
+        if messages:
+            return [
+                {key: _without_nulls(inner) for key, inner in one.items()} if isinstance(one, dict) else one
+                for one in value
+            ]
+        return [_without_nulls(inner) for inner in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return value
+
+
 def _decoded(text: str) -> Any:
-    """The JSON value; a record in which an object has a key twice is a BadRecord: one of the two values would be lost."""
+    """The JSON value; a record in which an object has a key twice is a BadRecord, as one of the two values would be lost."""
     doubled: list[str] = []
 
     def whole(pairs: list[tuple[str, Any]]) -> Any:

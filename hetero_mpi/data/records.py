@@ -23,12 +23,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hetero_mpi.data.bad_records import SHAPES, BadRecord, BadRecords
+from hetero_mpi.data.bad_records import BadRecord, BadRecords
 from hetero_mpi.data.documents import matching_files
 from hetero_mpi.data.record_files import values_of
+from hetero_mpi.data.shapes import PAIRS, SHAPES, SPELLINGS, Shape, unrecognised
 from hetero_mpi.errors import UserError
-
-Shape = Literal["chat", "alpaca", "prompt/completion"]
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: dict[str, Role] = {
@@ -42,13 +41,8 @@ ROLES: dict[str, Role] = {
 }
 """Role in a file -> role in a :class:`ChatMessage`."""
 
-SPELLINGS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 LEARNT_BY = ("train", "weight")
 """Keys of a message that say whether it is learnt; OpenAI's files have the second."""
-PAIRS: dict[Shape, tuple[str, str]] = {
-    "alpaca": ("instruction", "output"),
-    "prompt/completion": ("prompt", "completion"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +146,7 @@ def _record(value: Any, source: str) -> Record | None:
     for shape, (question, answer) in PAIRS.items():
         if question in present and answer in value:
             return _pair(present, shape, question, answer, source)
-    raise BadRecord(_unrecognised(present))
+    raise BadRecord(unrecognised(present))
 
 
 def _pair(value: Mapping[str, Any], shape: Shape, question: str, answer: str, source: str) -> Record | None:
@@ -281,19 +275,8 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
-def _unrecognised(value: Mapping[str, Any]) -> str:
-    for shape, pair in PAIRS.items():
-        missing = [key for key in pair if key not in value]
-        if len(missing) == 1:
-            return f"{missing[0]!r} is missing for the {shape} shape; the record has {_keys(value)}"
-    return f"no shape has these keys: {_keys(value)}"
-
-
-def _keys(value: Mapping[str, Any]) -> str:
-    shown = ", ".join(repr(key) for key in list(value)[:6])
-    return (shown + (", ..." if len(value) > 6 else "")) or "no keys"
-
-
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
+    return names.get(
+        type(value), "a number" if isinstance(value, int | float) else f"of the type {type(value).__name__}"
+    )

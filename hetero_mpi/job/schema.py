@@ -100,7 +100,7 @@ class DataTable(JobTable):
     """Text files (UTF-8), as glob patterns; ``{stdlib}`` is the running Python's standard library, relative paths start
     at the job file. A pattern that begins with ``!`` takes files away again: ``!{stdlib}/site-packages/**``."""
     records: Patterns | None = None
-    """Instruction records, as glob patterns of files with JSON lines or one JSON array. A record is recognised by its
+    """Instruction records, as glob patterns of files with JSON lines, one JSON array, or parquet. A record is recognised by its
     keys: ``instruction``, ``input``, ``output`` (alpaca), ``messages`` or ``conversations`` (chat), or ``prompt`` and
     ``completion`` (docs/data.md)."""
     evaluation: Patterns | None = None

@@ -1,0 +1,111 @@
+"""Parquet files give the same records as JSON lines, without being held in memory; damaged ones are named."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_mpi.data.record_files import values_of
+from hetero_mpi.data.records import read_records
+from hetero_mpi.errors import UserError
+from tests.data.test_tools import CALLING, HALVES, TWICE, answer, call, user
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+PAIRS = [{"prompt": f"Grass {i}", "completion": f" green {i}", "score": i / 2} for i in range(7)]
+ALPACA = [
+    {"instruction": "Say", "input": None, "output": "Hello"},
+    {"instruction": "Add", "input": "1, 2", "output": "3"},
+]
+SAID = [{"messages": [user("Grün 🙂"), answer("Hello\u2028!")]}, {"messages": HALVES}]
+TYPED = [{"type": "function", "function": {"name": "sum", "parameters": {"a": {"type": "string"}}}}]
+TOOL = [{"messages": CALLING, "tools": TYPED}, {"messages": TWICE}, {"messages": [user("1"), call({"b": 1})]}]
+MIXED = [*PAIRS, *ALPACA, {"messages": [user("Hi"), {"role": "assistant", "content": None}]}]
+
+
+def both(directory: Path, rows: list[dict[str, Any]], rows_in_group: int = 2) -> tuple[Path, Path]:
+    lines, table = directory / "a.jsonl", directory / "a.parquet"
+    lines.write_text("\n".join(json.dumps(row, ensure_ascii=False, default=str) for row in rows), encoding="utf-8")
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema_of(rows)), table, row_group_size=rows_in_group)
+    return lines, table
+
+
+def schema_of(rows: list[dict[str, Any]]) -> Any:
+    """Of all keys of all rows, which ``from_pylist`` would take from the first row alone."""
+    return pa.schema(
+        [(key, pa.array([row.get(key) for row in rows]).type) for key in {k: 0 for row in rows for k in row}]
+    )
+
+
+@pytest.mark.parametrize("rows", [PAIRS, ALPACA, SAID, TOOL, MIXED], ids=["pairs", "alpaca", "chat", "tools", "mixed"])
+def test_the_records_are_those_of_json_lines(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    found = [read_records([str(path)]) for path in both(tmp_path, rows)]
+    shown = [[(one.messages, one.tools, one.shape) for one in some.records] for some in found]
+    assert shown[0] == shown[1] and len(shown[0]) > 0
+    assert len(found[0].unanswered) == len(found[1].unanswered) and found[0].untrained == ()
+    assert found[1].records[-1].source.startswith(f"{tmp_path}/a.parquet, row ")
+    dictionary = tmp_path / "a"  # told by its content, not by its name
+    table = pq.read_table(tmp_path / "a.parquet")
+    pq.write_table(table, dictionary, compression="zstd", version="1.0", use_dictionary=True)
+    assert [one.messages for one in read_records([str(dictionary)]).records] == [one[0] for one in shown[0]]
+
+
+def test_a_large_file_is_not_held_in_memory(tmp_path: Path) -> None:
+    path, row = tmp_path / "a.parquet", {"prompt": "a", "completion": "b", "unused": "c" * 5000}
+    with pq.ParquetWriter(path, schema_of([row]), compression="zstd") as writer:
+        for group in range(20):
+            texts = [{**row, "prompt": f"{group}-{i}" * 100} for i in range(2000)]
+            writer.write_table(pa.Table.from_pylist(texts, schema=schema_of([row])))
+    del texts
+    before, most, count = pa.total_allocated_bytes(), 0, 0
+    for count, _ in enumerate(values_of(path), start=1):
+        most = max(most, pa.total_allocated_bytes() - before) if count % 500 == 0 else most
+    size = 20 * 2000 * 500
+    assert count == 40_000 and most < size / 4, (
+        f"{most} bytes of {size}, and of ten times as many in the column not wanted"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([{"text": "a", "id": 3}], "a.parquet: no shape has these keys: 'text', 'id'"),
+        ([{"instruction": "a"}], "a.parquet: 'output' is missing for the alpaca shape; the record has 'instruction'"),
+        ([{"prompt": "a", "completion": 3}], "a.parquet, row 1: 'completion' must be text; it is a number"),
+        ([{"prompt": b"a", "completion": "b"}], "a.parquet, row 1: 'prompt' must be text; it is of the type bytes"),
+        ([{"messages": "a"}], "a.parquet, row 1: 'messages' must be a list of messages; it is text"),
+        ([{"messages": [user("a"), {"role": "critic", "content": "b"}]}], "a.parquet, row 1: messages[1] has the role"),
+    ],
+)
+def test_bad_tables(tmp_path: Path, rows: list[dict[str, Any]], expected: str) -> None:
+    both(tmp_path, rows)
+    with pytest.raises(UserError) as caught:
+        read_records([f"{tmp_path}/*.parquet"])
+    assert expected in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    _, path = both(tmp_path, PAIRS)
+    whole = path.read_bytes()
+    for content in (whole[:-20], whole[:40], b"{}", whole[:60] + b"\xff" * 40 + whole[100:]):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"a.parquet: damaged, or no parquet file: .*Get it again"):
+            read_records([str(path)])
+    path.write_bytes(b"")
+    with pytest.raises(UserError, match=r"a.parquet: the file of records is empty"):
+        read_records([str(path)])
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string()), "completion": pa.array([], pa.string())}), path)
+    with pytest.raises(UserError, match=r"a.parquet: the file holds no records: it has no rows"):
+        read_records([str(path)])
+
+
+def test_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, path = both(tmp_path, PAIRS)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"`pip install pyarrow` \(or `pip install 'hetero_mpi\[parquet\]'`\)"):
+        read_records([str(path)])
