@@ -74,6 +74,11 @@ def _are_losses(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.dtype == np.float64 and value.ndim == 1
 
 
+def _are_margins(value: Any) -> bool:
+    """Rows of as many numbers each, which may be NaN."""
+    return value is None or (isinstance(value, np.ndarray) and value.dtype == np.float32 and value.ndim == 2)
+
+
 _COUNT: _Rule = _is_count, "a whole number, 0 or more"
 _TABLE: _Rule = lambda value: isinstance(value, dict), "a table"
 _TEXT: _Rule = lambda value: isinstance(value, str), "a text"
@@ -87,6 +92,7 @@ _RULES: dict[str, _Rule] = {
     "held_out_loss": (_is_number, "a number"),
     "lowest_loss": _NUMBER_OR_NONE,
     "higher_in_a_row": _COUNT,
+    "reference": (_are_margins, "a table of float32 numbers"),
     "job": _TABLE,
     "model_config": _TABLE,
     "versions": _TABLE,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.bad_records import BadRecords
@@ -30,6 +32,7 @@ def build_record_sequences(
     evaluation: Iterable[Record] | None = None,
     isolate: bool = True,
     bad: BadRecords | None = None,
+    preference: bool = False,
 ) -> Dataset:
     """Sequences of ``sequence_length`` tokens; targets are the tokens of answers, or of everything, and -100 elsewhere.
 
@@ -44,6 +47,8 @@ def build_record_sequences(
     notes count both. No record's first token is a target: nothing of its own stands before it. ``bad``: takes the records that
     cannot be rendered.
 
+    With ``preference`` the records are pairs, chosen and rejected in turn, of which each stays in one sequence, isolated.
+
     The split is a function of (seed, number of sequences); ``evaluation`` records take the place of the held-out share.
     Raises UserError when no record keeps a target, when there are too few for the shares, when the tokenizer has no
     end token or its template fails.
@@ -52,7 +57,7 @@ def build_record_sequences(
     def rows_of(some: Iterable[Record], key: str) -> Rows:
         tokenized = tokenize_records(tokenizer, form, some, bad)
         pad = end_token(tokenizer) if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
-        return _rows(tokenized, sequence_length, packing, isolate, train_on_prompt, pad, key)
+        return _rows(tokenized, sequence_length, packing, isolate, train_on_prompt, pad, key, preference)
 
     rows = rows_of(records, "data.records")
     if evaluation is None:
@@ -69,59 +74,109 @@ def _rows(
     train_on_prompt: bool,
     pad: int,
     key: str,
+    preference: bool,
 ) -> Rows:
-    kept: list[tuple[Tokens, Tokens]] = []
+    what = "pairs" if preference else "records"
+    kept: list[tuple[_Part, ...]] = []
     longest, cut, dropped = 0, 0, []
-    for entry in tokenized:
-        # A sequence of T inputs with targets one further is T + 1 tokens.
-        ids, answer = entry.ids[: length + 1], entry.answer[: length + 1]
-        longest = max(longest, len(entry.ids))
-        if not answer[1:].any():
-            dropped.append(entry.record.source)
+    # A sequence of T inputs with targets one further is T + 1 tokens.
+    for entry in _pairs(tokenized, length + 1) if preference else _singles(tokenized, length + 1, train_on_prompt):
+        longest = max(longest, sum(part.uncut for part in entry))
+        if not all(part.answer.any() for part in entry):
+            dropped.append(entry[0].source)
             continue
-        cut += len(ids) < len(entry.ids)
-        labels = np.where(answer | (train_on_prompt & ~entry.never[: length + 1]), ids, IGNORED).astype(np.int32)
-        labels[0] = IGNORED
-        kept.append((ids, labels))
+        cut += any(part.uncut > len(part.ids) for part in entry)
+        kept.append(entry)
     if not kept and not dropped:
         raise UserError(f"{key} must hold records that can be learnt from; all were skipped (data.skip_bad).")
     if not kept:
         raise UserError(
-            f"{key} must leave answers to learn; with data.sequence_length = {length} all {len(dropped):,} records are cut "
+            f"{key} must leave answers to learn; with data.sequence_length = {length} all {len(dropped):,} {what} are cut "
             f"before their first answer, such as {dropped[0]}. Raise data.sequence_length: the longest record has "
             f"{longest:,} tokens."
         )
-    lengths = [len(ids) for ids, _ in kept]
+    lengths = [sum(len(part.ids) for part in entry) for entry in kept]
     groups = pack(lengths, length + 1) if packing else [[index] for index in range(len(kept))]
     tokens = np.full((len(groups), length + 1), pad, dtype=np.int32)
     labels = np.full((len(groups), length + 1), IGNORED, dtype=np.int32)
-    positions = np.zeros_like(tokens) if packing and isolate else None
+    positions = np.zeros_like(tokens) if (packing and isolate) or preference else None
+    answers = np.zeros(tokens.shape, np.uint8) if preference else None
     for row, group in enumerate(groups):
-        ids_row = np.concatenate([kept[index][0] for index in group])
+        parts = [part for index in group for part in kept[index]]
+        ids_row = np.concatenate([part.ids for part in parts])
         tokens[row, : len(ids_row)] = ids_row
-        labels[row, : len(ids_row)] = np.concatenate([kept[index][1] for index in group])
+        labels[row, : len(ids_row)] = np.concatenate([part.labels for part in parts])
         if positions is not None:
             rest = length + 1 - len(ids_row)
-            positions[row] = np.concatenate([np.arange(n) for n in (*(lengths[index] for index in group), rest)])
-    notes = _notes(lengths, int((labels != IGNORED).sum()), len(groups), cut, dropped, length)
+            positions[row] = np.concatenate([np.arange(n) for n in (*(len(part.ids) for part in parts), rest)])
+        if answers is not None:
+            answers[row, : len(ids_row)] = np.concatenate([part.answer for part in parts])
+    notes = _notes(what, lengths, int((labels != IGNORED).sum()), len(groups), cut, dropped, length)
     places = None if positions is None else positions[:, :-1]
-    return Rows(tokens[:, :-1], labels[:, 1:], f"{len(kept)} records", notes, places)
+    compared = None if answers is None else answers[:, 1:]
+    return Rows(tokens[:, :-1], labels[:, 1:], f"{len(kept)} {what}", notes, places, compared)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A record in a sequence: its tokens, as far as they are kept; labels are what they are as targets."""
+
+    ids: Tokens
+    labels: Tokens
+    answer: npt.NDArray[np.bool_]
+    """Where the answers are that are learnt, or compared."""
+    uncut: int
+    """Tokens of the whole record."""
+    source: str
+
+
+def _singles(tokenized: Iterable[Tokenized], capacity: int, train_on_prompt: bool) -> Iterator[tuple[_Part]]:
+    for entry in tokenized:
+        yield (_part(entry, capacity, entry.answer, entry.answer | (train_on_prompt & ~entry.never)),)
+
+
+def _pairs(tokenized: Iterable[Tokenized], capacity: int) -> Iterator[tuple[_Part, _Part]]:
+    """(chosen, rejected). Where both do not fit, the longer one is cut, down to half of the sequence before the other one is.
+
+    All of a chosen record are targets, since ORPO learns its prompt, too, as TRL's does.
+    """
+    chosen: Tokenized | None = None
+    for rejected in tokenized:
+        if chosen is None or chosen.record.source != rejected.record.source:
+            chosen = rejected  # the other one before it, if any, could not be rendered
+            continue
+        room = capacity - min(len(rejected.ids), capacity // 2)
+        answers = [_last_run(entry.answer) for entry in (chosen, rejected)]
+        first = _part(chosen, room, answers[0], np.ones_like(answers[0]))
+        yield first, _part(rejected, capacity - len(first.ids), answers[1], answers[1])
+        chosen = None
+
+
+def _part(entry: Tokenized, room: int, answer: npt.NDArray[np.bool_], learnt: npt.NDArray[np.bool_]) -> _Part:
+    ids, answer = entry.ids[:room], answer[:room].copy()
+    labels = np.where(learnt[:room], ids, IGNORED).astype(np.int32)
+    labels[:1], answer[:1] = IGNORED, False  # nothing of its own stands before the first token
+    return _Part(ids, labels, answer, len(entry.ids), entry.record.source)
+
+
+def _last_run(answer: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """The last answer alone: those before it belong to the prompt."""
+    before = np.flatnonzero(~answer[: int(np.flatnonzero(answer)[-1])])
+    return answer & (np.arange(len(answer)) > (int(before[-1]) if len(before) else -1))
 
 
 def _notes(
-    lengths: Sequence[int], learnt: int, sequences: int, cut: int, dropped: Sequence[str], length: int
+    what: str, lengths: Sequence[int], learnt: int, sequences: int, cut: int, dropped: Sequence[str], length: int
 ) -> tuple[str, ...]:
     total = sum(lengths)
     notes = [
-        f"{len(lengths):,} records of {total:,} tokens in {sequences:,} sequences "
+        f"{len(lengths):,} {what} of {total:,} tokens in {sequences:,} sequences "
         f"({100 * total / (sequences * (length + 1)):.0f} % full); {learnt:,} tokens are learnt"
     ]
     if cut:
-        notes.append(
-            f"{cut:,} records are longer than a sequence and lose their ends (data.sequence_length = {length})"
-        )
+        notes.append(f"{cut:,} {what} are longer than a sequence and lose their ends (data.sequence_length = {length})")
     if dropped:
-        notes.append(f"{len(dropped):,} records dropped, as a sequence ends before their answer, such as {dropped[0]}")
+        notes.append(f"{len(dropped):,} {what} dropped, as a sequence ends before their answer, such as {dropped[0]}")
     return tuple(notes)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi.data.bad_records import BadRecord
-from hetero_mpi.data.shapes import FURTHER, PAIRS, SHAPES, SPELLINGS, unrecognised
+from hetero_mpi.data.shapes import FURTHER, PAIRS, PREFERENCE, SHAPES, SPELLINGS, unrecognised
 from hetero_mpi.errors import UserError
 
 ROWS_AT_ONCE = 1000
@@ -82,7 +82,9 @@ def _table(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if not any(set(keys) <= set(names) for keys in (*PAIRS.values(), *([key] for key in SPELLINGS))):
+            if not any(
+                set(keys) <= set(names) for keys in (*PAIRS.values(), PREFERENCE, *([key] for key in SPELLINGS))
+            ):
                 yield str(path), BadRecord(unrecognised(dict.fromkeys(names)), rest=True)
                 return
             if not file.metadata.num_rows:

@@ -26,7 +26,7 @@ from typing import Any, Literal
 from hetero_mpi.data.bad_records import BadRecord, BadRecords
 from hetero_mpi.data.documents import matching_files
 from hetero_mpi.data.record_files import values_of
-from hetero_mpi.data.shapes import PAIRS, SHAPES, SPELLINGS, Shape, unrecognised
+from hetero_mpi.data.shapes import PAIRS, PREFERENCE, SHAPES, SPELLINGS, Shape, keys_named, unrecognised
 from hetero_mpi.errors import UserError
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -99,12 +99,15 @@ class Records:
         return lines
 
 
-def read_records(patterns: Sequence[str], key: str = "data.records", bad: BadRecords | None = None) -> Records:
+def read_records(
+    patterns: Sequence[str], key: str = "data.records", bad: BadRecords | None = None, preference: bool = False
+) -> Records:
     """Read all records of the files that match the glob patterns of the job's ``key``.
 
     Records with nothing to learn (an answer is missing or empty, or all say ``train: false``) are left out and listed; bad
-    ones go to ``bad``. Raises UserError when nothing matches, when a file is empty or unreadable, when no record has an
-    answer, and with all bad records (the first few by name) at once where there are more than may be skipped.
+    ones go to ``bad``. With ``preference`` each holds a chosen and a rejected answer and becomes two records, in this order. Raises
+    UserError when nothing matches, when a file is empty or unreadable, when no record has an answer, and with all bad records (the
+    first few by name) at once where there are more than may be skipped.
     """
     bad = BadRecords() if bad is None else bad
     records: list[Record] = []
@@ -113,16 +116,17 @@ def read_records(patterns: Sequence[str], key: str = "data.records", bad: BadRec
     paths = matching_files(key, patterns)
     for source, value in (entry for path in paths for entry in values_of(path)):
         try:
-            record = _record(value, source)
+            found = _pair_of(value, source) if preference else [_record(value, source)]
         except BadRecord as problem:
             bad.add(source, problem)
             continue
-        if record is None:
+        answered = [record for record in found if record is not None]
+        if len(answered) < len(found):
             unanswered.append(source)
-        elif not any(message.trained for message in record.messages if message.role == "assistant"):
+        elif not all(any(m.trained for m in record.messages if m.role == "assistant") for record in answered):
             untrained.append(source)
         else:
-            records.append(record)
+            records.extend(answered)
     bad.check(key)
     if not records:
         silent = [*unanswered, *untrained] or bad.problems
@@ -147,6 +151,34 @@ def _record(value: Any, source: str) -> Record | None:
         if question in present and answer in value:
             return _pair(present, shape, question, answer, source)
     raise BadRecord(unrecognised(present))
+
+
+def _pair_of(value: Any, source: str) -> list[Record | None]:
+    """The two records of a preference: its prompt with either answer. Raises BadRecord."""
+    if isinstance(value, BadRecord):
+        raise value
+    if not isinstance(value, dict):
+        raise BadRecord(f"must be a JSON object; it is {_kind(value)}")
+    missing = [key for key in PREFERENCE if value.get(key) is None]
+    if missing:
+        raise BadRecord(f"{missing[0]!r} is missing for a preference; the record has {keys_named(value)}")
+    prompt = value.get("prompt")
+    found = []
+    for key in PREFERENCE:
+        if isinstance(value[key], list):
+            asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+            # Some files repeat the prompt in both conversations.
+            turns = value[key] if value[key][: len(asked)] == asked else [*asked, *value[key]]
+            found.append(_record({"messages": turns, "tools": value.get("tools")}, source))
+        else:
+            question, answer = _text(prompt, "prompt"), _text(value[key], key)
+            found.append(_record({"prompt": question, "completion": answer}, source))
+    chosen, rejected = found
+    if chosen is not None and rejected is not None and chosen.messages[:-1] != rejected.messages[:-1]:
+        raise BadRecord(
+            "'chosen' and 'rejected' must be answers to one prompt: all their messages but the last are the same"
+        )
+    return found
 
 
 def _pair(value: Mapping[str, Any], shape: Shape, question: str, answer: str, source: str) -> Record | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -27,21 +28,56 @@ HELD_OUT_STREAM = 2**64 - 1
 
 
 @dataclass(frozen=True)
+class Pairs:
+    """The pairs of answers that a batch of preferences compares. Within a row records alternate: chosen, rejected."""
+
+    answers: npt.NDArray[np.uint8]
+    """[B, T], 1 where the target belongs to an answer that is compared."""
+    reference: npt.NDArray[np.float32]
+    """[B, K], of each pair: how much likelier the chosen answer is to the reference model, as a difference of logarithms."""
+    count: int
+    """Pairs of the whole batch: what the summed loss is divided by."""
+    likelihood_weight: float
+    """Pairs of the whole batch by targets of its chosen records."""
+
+    @classmethod
+    def of(cls, batch: Batch, answers: npt.NDArray[np.uint8], reference: npt.NDArray[np.float32]) -> Pairs:
+        """The pairs of a whole batch, which has positions."""
+        assert batch.positions is not None
+        of_chosen = ((batch.positions == 0).cumsum(axis=1) % 2 == 1) & (batch.targets != IGNORED)
+        count = int(pair_counts(answers).sum())
+        return cls(answers, reference, count, count / max(1, int(of_chosen.sum())))
+
+    def rows(self, index: npt.NDArray[np.intp]) -> Pairs:
+        return replace(self, answers=self.answers[index], reference=self.reference[index])
+
+
+@dataclass(frozen=True)
 class Batch:
     """Sequences of one step or evaluation, int32 [B, T]; ``targets[b, t]`` follows ``tokens[b, t]``, or is -100."""
 
     tokens: Tokens
     targets: Tokens
     target_tokens: int
-    """Number of targets that count: what the summed loss is divided by."""
+    """Number of targets that count."""
     positions: Tokens | None = None
     """[B, T]: each token's place in its own record, which sees no other one of its sequence. None: a sequence is one text."""
+    pairs: Pairs | None = None
+    """Of a batch of preferences."""
+    numbers: Indices | None = None
+    """[B], of the rows in their dataset, where it is one of preferences."""
+
+    @property
+    def divisor(self) -> int:
+        """What the summed loss is divided by: the targets that count, or the pairs."""
+        return max(1, self.target_tokens if self.pairs is None else self.pairs.count)
 
     def rows(self, chosen: Sequence[int]) -> Batch:
-        """A copy of some of the sequences. The targets that count stay those of all."""
+        """A copy of some of the sequences. What the loss is divided by stays that of all."""
         index = np.array(chosen, np.intp)
         positions = None if self.positions is None else self.positions[index]
-        return Batch(self.tokens[index], self.targets[index], self.target_tokens, positions)
+        pairs = None if self.pairs is None else self.pairs.rows(index)
+        return Batch(self.tokens[index], self.targets[index], self.target_tokens, positions, pairs)
 
     def trimmed(self, multiple: int = PADDED_TO) -> Batch:
         """Without the last columns, in which no row learns anything, but for as many as make the length a ``multiple``.
@@ -51,7 +87,8 @@ class Batch:
         used = np.flatnonzero((self.targets != IGNORED).any(axis=0))
         length = multiple * (-(-(int(used[-1]) + 1) // multiple)) if len(used) else multiple
         positions = None if self.positions is None else self.positions[:, :length]
-        return Batch(self.tokens[:, :length], self.targets[:, :length], self.target_tokens, positions)
+        pairs = None if self.pairs is None else replace(self.pairs, answers=self.pairs.answers[:, :length])
+        return Batch(self.tokens[:, :length], self.targets[:, :length], self.target_tokens, positions, pairs)
 
 
 @dataclass(frozen=True)
@@ -69,34 +106,50 @@ class Dataset:
     """Remarks for a person, such as how many documents were too short."""
     positions: Tokens | None = None
     """int32 [N, T]; see ``Batch``."""
+    answers: npt.NDArray[np.uint8] | None = None
+    """[N, T], of preferences; see ``Pairs``."""
 
     def batch(self, step: int, global_batch: int) -> Batch:
         """The training batch of ``step`` (from 0), a function of its arguments and the seed only."""
-        return self._gather(self.train[batch_indices(step, global_batch, len(self.train), self.seed)])
+        return self.gather(self.train[batch_indices(step, global_batch, len(self.train), self.seed)])
 
     def held_out_batches(self, batch: int, limit: int | None = None) -> Iterator[Batch]:
         """The first ``limit`` held-out sequences, ``batch`` at a time (fewer in the last), always the same ones."""
         chosen = self.held_out[:limit]
         for first in range(0, len(chosen), batch):
-            yield self._gather(chosen[first : first + batch])
+            yield self.gather(chosen[first : first + batch])
 
-    def unigram_entropy(self) -> float:
-        """Entropy of the training targets' frequencies, nats per token: the loss of a model that knows only these."""
-        return unigram_entropy(self.targets[self.train])
+    def unigram_entropy(self) -> float | None:
+        """Entropy of the training targets' frequencies, nats per token: the loss of a model that knows only these.
+
+        None: the loss is one of preferences.
+        """
+        return unigram_entropy(self.targets[self.train]) if self.answers is None else None
+
+    @functools.cached_property
+    def pairs_per_row(self) -> int:
+        """Pairs K that a row holds at most."""
+        assert self.answers is not None
+        return int(pair_counts(self.answers).max())
 
     def fingerprint(self) -> str:
         """Equal when the sequences and their shares are: a resumed run must go on with the data it began with."""
         digest = hashlib.blake2b(digest_size=16)
-        positions = () if self.positions is None else (self.positions,)
-        for array in (self.tokens, self.targets, self.train, self.held_out, *positions):
+        further = (array for array in (self.positions, self.answers) if array is not None)
+        for array in (self.tokens, self.targets, self.train, self.held_out, *further):
             digest.update(repr(array.shape).encode())
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
-    def _gather(self, chosen: Indices) -> Batch:
+    def gather(self, chosen: Indices) -> Batch:
+        """The rows of these numbers."""
         targets = self.targets[chosen]
         positions = None if self.positions is None else self.positions[chosen]
-        return Batch(self.tokens[chosen], targets, int(np.count_nonzero(targets != IGNORED)), positions)
+        batch = Batch(self.tokens[chosen], targets, int(np.count_nonzero(targets != IGNORED)), positions)
+        if self.answers is None:
+            return batch
+        reference = np.zeros((len(chosen), self.pairs_per_row), np.float32)
+        return replace(batch, pairs=Pairs.of(batch, self.answers[chosen], reference), numbers=chosen)
 
 
 @dataclass(frozen=True)
@@ -110,6 +163,8 @@ class Rows:
     notes: tuple[str, ...] = ()
     positions: Tokens | None = None
     """int32 [N, T]; see ``Batch``."""
+    answers: npt.NDArray[np.uint8] | None = None
+    """[N, T], of preferences; see ``Pairs``."""
 
 
 def build_sequences(
@@ -151,16 +206,20 @@ def share_out(rows: Rows, held_out: float, seed: int, what: str, advice: str) ->
     evaluation = min(max(1, round(held_out * count)), count - 1) if held_out > 0 else 0
     shuffled = permutation(count, seed, HELD_OUT_STREAM)
     train = np.sort(shuffled[evaluation:])
-    return Dataset(rows.tokens, rows.targets, train, shuffled[:evaluation], seed, rows.notes, rows.positions)
+    return Dataset(
+        rows.tokens, rows.targets, train, shuffled[:evaluation], seed, rows.notes, rows.positions, rows.answers
+    )
 
 
 def join_evaluation(rows: Rows, evaluation: Rows, seed: int, what: str, advice: str) -> Dataset:
     """The dataset that trains on all of ``rows`` and evaluates on ``evaluation``. Raises as :func:`share_out`."""
     _require(rows, 1, what, "", advice)
     _require(evaluation, 1, f"{what} of data.evaluation", "", advice)
-    count, positions = len(rows.tokens), None
+    count, positions, answers = len(rows.tokens), None, None
     if rows.positions is not None and evaluation.positions is not None:
         positions = np.concatenate([rows.positions, evaluation.positions])
+    if rows.answers is not None and evaluation.answers is not None:
+        answers = np.concatenate([rows.answers, evaluation.answers])
     return Dataset(
         np.concatenate([rows.tokens, evaluation.tokens]),
         np.concatenate([rows.targets, evaluation.targets]),
@@ -169,6 +228,7 @@ def join_evaluation(rows: Rows, evaluation: Rows, seed: int, what: str, advice: 
         seed,
         (*rows.notes, *(f"evaluation: {note}" for note in evaluation.notes)),
         positions,
+        answers,
     )
 
 
@@ -179,6 +239,12 @@ def _require(rows: Rows, needed: int, what: str, share: str, advice: str) -> Non
             f"{what} must give at least {needed} sequence(s) of {length} tokens{share}; it gives {count}, from "
             f"{rows.found}. {advice}"
         )
+
+
+def pair_counts(answers: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """Pairs of each row, [N]: every record has one answer, and a prompt before it."""
+    begun = np.diff(answers.astype(np.int8), axis=1, prepend=0) > 0
+    return np.asarray(begun.sum(axis=1) // 2)
 
 
 def unigram_entropy(targets: Tokens) -> float:

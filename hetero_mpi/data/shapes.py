@@ -12,7 +12,8 @@ A file holds JSON lines, one JSON array, or the rows of a parquet file: records 
   alpaca             {"instruction": "...", "input": "...", "output": "..."}; input may be left out
   chat               {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
   chat (ShareGPT)    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
-  prompt/completion  {"prompt": "...", "completion": "..."}"""
+  prompt/completion  {"prompt": "...", "completion": "..."}
+  preference         {"prompt": "...", "chosen": "...", "rejected": "..."}, for [train] preference; texts, or lists of messages"""
 
 SPELLINGS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 """Key of a chat -> keys of its messages."""
@@ -20,7 +21,8 @@ PAIRS: dict[Shape, tuple[str, str]] = {
     "alpaca": ("instruction", "output"),
     "prompt/completion": ("prompt", "completion"),
 }
-FURTHER = ("input", "tools")
+PREFERENCE = ("chosen", "rejected")
+FURTHER = ("input", "tools", *PREFERENCE)
 """Keys that are used beside those."""
 
 
@@ -29,10 +31,11 @@ def unrecognised(value: Mapping[str, Any]) -> str:
     for shape, pair in PAIRS.items():
         missing = [key for key in pair if key not in value]
         if len(missing) == 1:
-            return f"{missing[0]!r} is missing for the {shape} shape; the record has {_keys(value)}"
-    return f"no shape has these keys: {_keys(value)}"
+            return f"{missing[0]!r} is missing for the {shape} shape; the record has {keys_named(value)}"
+    return f"no shape has these keys: {keys_named(value)}"
 
 
-def _keys(value: Mapping[str, Any]) -> str:
+def keys_named(value: Mapping[str, Any]) -> str:
+    """The first keys of a record, for messages to a person."""
     shown = ", ".join(repr(key) for key in list(value)[:6])
     return (shown + (", ..." if len(value) > 6 else "")) or "no keys"

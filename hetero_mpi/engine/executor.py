@@ -14,6 +14,7 @@ from hetero_mpi.device.backend import HOST, Mark
 from hetero_mpi.emulation.pace import Emulation
 from hetero_mpi.engine.channel import PIECE_BYTES, Inbox, Outbox
 from hetero_mpi.engine.placement import Placement
+from hetero_mpi.model.layer.preference import Comparison
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.planning.memory import holdings
 from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Event, Op
@@ -47,15 +48,18 @@ class StepData:
     targets: torch.Tensor | None
     positions: torch.Tensor | None
     """See ``MicroBatch``; on every stage, where records are packed."""
-    target_tokens: int
-    """Targets of the whole global batch."""
-
-    def micro_batch(self, index: int, rows: slice) -> MicroBatch:
-        positions = None if self.positions is None else self.positions[rows]
-        return MicroBatch(index, self.step, self.first_samples[index], self.target_tokens, positions)
-
+    divisor: int
+    """Of the whole global batch; see ``MicroBatch``."""
     loss_scale: float = 1.0
     """Factor of the loss in backward (fp16)."""
+    comparison: Comparison | None = None
+    """On the last stage, where preferences are learnt."""
+
+    def micro_batch(self, index: int, rows: slice) -> MicroBatch:
+        """One of them, which has these rows."""
+        positions = None if self.positions is None else self.positions[rows]
+        comparison = None if self.comparison is None else self.comparison.of_rows(rows)
+        return MicroBatch(index, self.step, self.first_samples[index], self.divisor, positions, comparison)
 
 
 class Executor:
@@ -189,21 +193,18 @@ class Executor:
             if outbox is not None:
                 outbox.flush()
 
-    def evaluate(self, data: StepData) -> list[float]:
-        """Forward of held-out batches through the pipeline: the sum of the losses of each one's targets on the last stage,
-        else nothing."""
+    def evaluate(self, data: StepData) -> list[torch.Tensor]:
+        """Forward of batches through the pipeline: what ``Stage.evaluate`` returns of each on the last stage, else nothing."""
         found: list[torch.Tensor] = []
         if self.evaluation_in is not None:
             self.evaluation_in.begin(self._shapes(data, self.stage.first - 1))
-        for rows in _consecutive(data.sizes):
+        for index, rows in enumerate(_consecutive(data.sizes)):
             x = self.evaluation_in.take() if self.evaluation_in is not None else data.tokens
             assert x is not None
             x = x if self.evaluation_in is not None else x[rows]
-            y = self.stage.evaluate(
-                x,
-                None if data.targets is None else data.targets[rows],
-                None if data.positions is None else data.positions[rows],
-            )
+            part = data.micro_batch(index, rows)
+            targets = None if data.targets is None else data.targets[rows]
+            y = self.stage.evaluate(x, targets, part.positions, part.comparison)
             self.evaluated += 1
             if self.evaluation_in is not None:
                 self.evaluation_in.release()
@@ -213,7 +214,7 @@ class Executor:
                 found.append(y)
         if self.evaluation_out is not None:
             self.evaluation_out.flush()
-        return [float(y) for y in found]
+        return found
 
     def _begin(self, data: StepData) -> None:
         self.losses = []

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
-from hetero_mpi.data.sequences import Batch
+from hetero_mpi.data.sequences import Batch, Pairs
 from hetero_mpi.device.backend import DTYPES, Backend
 from hetero_mpi.emulation.pace import Emulation
 from hetero_mpi.engine.executor import Executor, StepData
@@ -24,6 +24,7 @@ from hetero_mpi.engine.tied import TiedEnds, TiedMatrix
 from hetero_mpi.job.load import TrainTable
 from hetero_mpi.model.frozen_weight_cache import Kept
 from hetero_mpi.model.layer.interface import LayerChain, as_input
+from hetero_mpi.model.layer.preference import Comparison, Method
 from hetero_mpi.model.optimizer import LossScale, Optimizer, StepDecider, StepDecision, added
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.streamed_stage import StreamedStage
@@ -101,6 +102,8 @@ class Trainer:
         micro_batches = [pipeline.micro_batches for pipeline in plan.pipelines]
         self.decider = StepDecider(list(tuning.trainable), train.clip_norm, sum(micro_batches))
         self.place = place_of(rank, plan)
+        self.preference: Method | None = None if train.preference == "none" else train.preference
+        self.preference_beta = train.preference_beta
         self.dtype = DTYPES[train.dtype]
         self.loss_scale = loss_scale or LossScale.of(self.dtype)
         self.owner = parameter_owners(tuning, plan)
@@ -195,7 +198,7 @@ class Trainer:
             self.emulation.pace.begin_step(step)
         share = training_share(self.plan, self.place.pipeline, batch)
         self.update.begin()
-        data = self._data(step, share.batch, share.sizes, share.first_samples)
+        data = self._data(step, share.batch, share.sizes, share.first_samples, self.preference)
         with memory_explained(self._action, self._memory, self.backend):
             events = self.executor.run(data)
         assert self._decided is not None
@@ -208,16 +211,44 @@ class Trainer:
         Every pipeline takes its share of the rows; losses are added in fp64 in the order of the rows.
         """
         shares = evaluation_shares(self.plan, len(held_out.tokens))
-        starts = slots([len(sizes) for _, sizes in shares])
         losses = np.zeros(sum(len(sizes) for _, sizes in shares))
-        if self.executor is not None and self.place is not None:
-            first, sizes = shares[self.place.pipeline]
-            data = self._data(0, held_out.rows(range(first, first + sum(sizes))), sizes, (0,) * len(sizes))
-            with memory_explained(lambda: "evaluation", self._memory, self.backend):
-                own = self.executor.evaluate(data)
-            begin = starts[self.place.pipeline]
-            losses[begin : begin + len(own)] = own
+        own = self._evaluated(held_out, shares, self.preference)
+        if self.place is not None:
+            begin = slots([len(sizes) for _, sizes in shares])[self.place.pipeline]
+            losses[begin : begin + len(own)] = [float(loss) for loss in own]
         return added(self.world.all_reduce_sum(losses))
+
+    def shared_batch(self, own: Batch | None) -> Batch:
+        """Rank 0's batch on every active rank; other ranks have none. Collective."""
+        arrays: list[NDArray[Any]] | None = None
+        if own is not None:
+            arrays = [own.tokens, own.targets, *([own.positions] if own.positions is not None else [])]
+            arrays += [own.pairs.answers, own.pairs.reference] if own.pairs is not None else []
+        tokens, targets, *further = self.world.broadcast_arrays(arrays)
+        batch = Batch(tokens, targets, self.chain.counted(targets), further[0] if further else None)
+        return replace(batch, pairs=Pairs.of(batch, *further[1:])) if further[1:] else batch
+
+    def margins(self, batch: Batch) -> NDArray[np.float64]:
+        """By how much the model finds the chosen answers likelier than the rejected ones now, [B, K]; see ``Pairs``. Collective."""
+        assert batch.pairs is not None
+        shares = evaluation_shares(self.plan, len(batch.tokens))
+        found = np.zeros(batch.pairs.reference.shape)
+        own = self._evaluated(batch, shares, "margins")
+        if self.place is not None and own:
+            first, sizes = shares[self.place.pipeline]
+            found[first : first + sum(sizes)] = torch.cat(own).cpu().double().numpy()
+        return self.world.all_reduce_sum(found.ravel()).reshape(found.shape)
+
+    def _evaluated(
+        self, batch: Batch, shares: Sequence[tuple[int, tuple[int, ...]]], method: Method | None
+    ) -> list[torch.Tensor]:
+        """What the last stage of the rank's pipeline has evaluated of each micro-batch; else nothing."""
+        if self.executor is None or self.place is None:
+            return []
+        first, sizes = shares[self.place.pipeline]
+        rows = batch.rows(range(first, first + sum(sizes)))
+        with memory_explained(lambda: "evaluation", self._memory, self.backend):
+            return self.executor.evaluate(self._data(0, rows, sizes, (0,) * len(sizes), method))
 
     def settle(self) -> None:
         """Return when new values of the latest step are there. Called by every active rank, if no step follows at once."""
@@ -269,12 +300,24 @@ class Trainer:
             f"a batch has at most {self.plan.global_batch} rows of {self.plan.sequence_length} tokens, not {rows} x {length}"
         )
 
-    def _data(self, step: int, batch: Batch, sizes: tuple[int, ...], first_samples: tuple[int, ...]) -> StepData:
+    def _data(
+        self,
+        step: int,
+        batch: Batch,
+        sizes: tuple[int, ...],
+        first_samples: tuple[int, ...],
+        method: Method | None,
+    ) -> StepData:
         assert self.stage is not None
+        pairs, comparison = batch.pairs, None
 
         def place(array: NDArray[Any]) -> torch.Tensor:
             return as_input(array).to(self.backend.device)
 
+        if pairs is not None and method is not None and self.stage.is_last:
+            answers, reference = place(pairs.answers), place(pairs.reference)
+            weight = pairs.likelihood_weight
+            comparison = Comparison(method, self.preference_beta, answers, reference, weight)
         return StepData(
             step,
             sizes,
@@ -283,8 +326,9 @@ class Trainer:
             place(batch.tokens) if self.stage.is_first else None,
             place(batch.targets) if self.stage.is_last else None,
             None if batch.positions is None else place(batch.positions),
-            max(1, batch.target_tokens),
+            batch.divisor,
             self.loss_scale.value,
+            comparison,
         )
 
     def _action(self) -> str:

@@ -97,6 +97,7 @@ _TEXT_ONLY = {
             "max_bytes",
         )
     ),
+    "train": ("preference",),
     "sample": ("prompt",),
     "cluster": ("emulate",),
 }
@@ -156,6 +157,13 @@ def _data(known: Known) -> list[Problem]:
     if known("data", "template") == "chat" and known("tokenizer", "train_vocab_size") is not None:
         rule = 'a tokenizer trained here (tokenizer.train_vocab_size) has no chat template: use "plain"'
         found.append((("data", "template"), rule))
+    if known("train", "preference") not in (None, "none"):
+        if records is None:
+            found.append((("train", "preference"), "learns from pairs of answers: set data.records, not data.text"))
+        for key, wrong in (("isolate", False), ("train_on_prompt", True)):
+            if known("data", key) is wrong:
+                rule = "does not apply to preferences (train.preference), whose records are compared: leave it out"
+                found.append((("data", key), rule))
     return found
 
 

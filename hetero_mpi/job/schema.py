@@ -149,6 +149,12 @@ class TrainTable(JobTable):
     """Sequences per optimizer step, over all ranks; at most 8192 micro-batches."""
     micro_batch: Positive | Literal["auto"] = "auto"
     """Sequences per micro-batch; must divide ``global_batch``. "auto": the planner chooses."""
+    preference: Literal["none", "dpo", "orpo"] = "none"
+    """Learn which of two answers is better, from records with ``chosen`` and ``rejected``. "dpo": against the model as it is when
+    the run begins (Rafailov et al., 2023); "orpo": beside the chosen answers themselves, without another model (Hong et al.,
+    2024)."""
+    preference_beta: Annotated[float, Field(gt=0)] = 0.1
+    """Preferences: dpo: how closely the model stays with the one that the run begins with; orpo: weight of the comparison."""
     seed: Seed = 0
     """Seed of initial weights, order of samples and dropout."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

@@ -25,6 +25,7 @@ from hetero_mpi.model.layer.gradient_ready import Beginnings, Finished, Gradient
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.interface import PassThrough as PassThrough
 from hetero_mpi.model.layer.loss import IGNORED as IGNORED
+from hetero_mpi.model.layer.preference import Comparison
 from hetero_mpi.model.layer.quantize import is_empty, quantize, set_training
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.layer.split_backward import WeightGradients
@@ -43,10 +44,12 @@ class MicroBatch:
     index: int
     step: int
     first_sample: int
-    target_tokens: int
-    """Targets of the whole global batch, over all micro-batches and pipelines: the loss is divided by it once."""
+    divisor: int
+    """Targets (or pairs) of the whole global batch, over all micro-batches and pipelines: the loss is divided by it once."""
     positions: torch.Tensor | None = None
     """(B, T) int64: each token's place in its own record, which sees no other one of its sequence; None: a sequence is one text."""
+    comparison: Comparison | None = None
+    """On the last stage, where preferences are learnt."""
 
     def slices(self, rows: int, size: int | None) -> Slices:
         """The parts of at most ``size`` of the micro-batch's ``rows`` sequences (None: one part), and which rows each has."""
@@ -54,7 +57,9 @@ class MicroBatch:
         for begin in range(0, rows, size):
             part = slice(begin, min(begin + size, rows))
             positions = None if self.positions is None else self.positions[part]
-            found.append((replace(self, first_sample=self.first_sample + begin, positions=positions), part))
+            comparison = None if self.comparison is None else self.comparison.of_rows(part)
+            own = replace(self, first_sample=self.first_sample + begin, positions=positions, comparison=comparison)
+            found.append((own, part))
         return found
 
 
@@ -273,12 +278,16 @@ class Stage:
 
     @torch.no_grad()
     def evaluate(
-        self, x: torch.Tensor, targets: torch.Tensor | None = None, positions: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        comparison: Comparison | None = None,
     ) -> torch.Tensor:
-        """Forward without dropout and without keeping anything; the last stage returns the *sum* of the targets' losses."""
+        """Forward without dropout and without keeping anything; the last stage returns the *sum* of the losses, or margins."""
         set_training(self.model, False)
         try:
-            slices = MicroBatch(0, 0, 0, 1, positions).slices(len(x), self.slice_sequences)
+            slices = MicroBatch(0, 0, 0, 1, positions, comparison).slices(len(x), self.slice_sequences)
             return self._together(self._evaluated(slices, x, targets))
         finally:
             set_training(self.model, True)
@@ -293,10 +302,15 @@ class Stage:
 
     def _run(self, part: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
         y = self.apply(x, **self.chain.isolation(x, part.positions))
-        if not self.is_last:
-            return y
+        return self._loss(part, y, targets) if self.is_last else y
+
+    def _loss(self, part: MicroBatch, y: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
+        """The share of the loss, of the last layer's output."""
         assert targets is not None
-        return self.chain.loss(y, targets) / part.target_tokens
+        if part.comparison is None:
+            return self.chain.loss(y, targets) / part.divisor
+        assert part.positions is not None
+        return part.comparison.loss(y, targets, part.positions) / part.divisor
 
     def _enter(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
         """The received tensor enters at the first own module: what a model does to its embeddings (Granite's multiplier,

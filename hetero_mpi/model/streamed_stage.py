@@ -175,10 +175,7 @@ class StreamedStage(Stage):
         """One layer on one slice; after the last one the loss."""
         self._position, self._input = part, x
         y = self.chain.run(self.model, layer, layer + 1, x, **self.chain.isolation(x, part.positions))
-        if layer + 1 < self.chain.layer_count:
-            return y
-        assert targets is not None
-        return self.chain.loss(y, targets) / part.target_tokens
+        return y if layer + 1 < self.chain.layer_count else self._loss(part, y, targets)
 
     def _backward(
         self, index: int, dy: torch.Tensor | None, finished: Finished | None = None, borrowed: bool = False

@@ -31,13 +31,14 @@ def final_lines(
     unigram_entropy: float | None = None,
     written: Mapping[str, Path] | None = None,
     speed_changes: SpeedChanges = (),
+    preference: bool = False,
 ) -> list[str]:
     """The summary as lines. ``steps`` and ``evaluations``: of this run, without those of the run it resumed.
 
     ``unigram_entropy``: of the training targets, nats per token. ``written``: what -> path, in the order to be shown.
     """
     lines = time_lines(report, profile, steps, speed_changes)
-    lines += _loss_lines(steps, evaluations, unigram_entropy, _per(report.plan))
+    lines += _loss_lines(steps, evaluations, unigram_entropy, "per pair" if preference else _per(report.plan))
     if written:
         width = max(len(what) for what in written)
         lines += ["Written:", *(f"  {what:<{width}}  {path}" for what, path in written.items())]

@@ -100,7 +100,8 @@ def _say_end(context: RunContext, report: PlanReport, state: TrainingState, resu
     written |= files_of(context) | {"metrics": context.run_dir / "metrics.jsonl", "logs": context.run_dir / "logs"}
     entropy = context.dataset.unigram_entropy()
     changes = context.job.cluster.speed_changes()
-    say(*final_lines(report, context.profile, state.metrics, state.evaluations, entropy, written, changes))
+    shown = state.metrics, state.evaluations, entropy, written, changes, context.job.train.preference != "none"
+    say(*final_lines(report, context.profile, *shown))
     if context.material is not None and context.material.skipped_records:
         say(
             f"{context.material.skipped_records} bad records were skipped (data.skip_bad); the start of the log names them"

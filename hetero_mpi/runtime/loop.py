@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.comm.ranks.world import CollectiveUserError
-from hetero_mpi.data.sequences import Batch
+from hetero_mpi.data.sequences import Batch, pair_counts
 from hetero_mpi.engine.recording import Recorder
 from hetero_mpi.engine.trainer import StepResult
 from hetero_mpi.errors import ExitCode
@@ -215,11 +216,20 @@ class Loop:
 
     def _evaluate(self, metrics: MetricsWriter | None) -> None:
         self.world.doing = "evaluating"
-        loss = self.trainer.evaluate(self._held_out) / max(1, self._held_out.target_tokens)
+        loss = self.trainer.evaluate(self._held_out) / self._held_out.divisor
         self.state.add_evaluation(loss)
         if metrics is not None:
             metrics.evaluation(self.state.step, loss)
-        say(f"step {self.state.step}: held-out loss {loss:.4f}")
+        say(f"step {self.state.step}: held-out loss {loss:.4f}{self._preferred()}")
+
+    def _preferred(self) -> str:
+        """How many held-out pairs the model now tells better than the reference does, in words."""
+        pairs = self._held_out.pairs
+        if pairs is None or self.job.train.preference != "dpo":
+            return ""
+        better = self.trainer.margins(self._held_out) > pairs.reference
+        there = np.arange(better.shape[1]) < pair_counts(pairs.answers)[:, None]
+        return f"; of {pairs.count} pairs {np.count_nonzero(better & there)} lean more to the chosen answer than at the beginning"
 
     def _save(self) -> None:
         self.world.doing = "taking a snapshot for a checkpoint"
@@ -232,12 +242,12 @@ class Loop:
 
     def _broadcast(self, own: Batch | None) -> Batch:
         """Rank 0's batch, padded as the job says; other ranks have none."""
-        arrays = None
-        if own is not None:
-            own = own.trimmed() if self.job.data.pad == "longest" else own
-            arrays = [own.tokens, own.targets] + ([own.positions] if own.positions is not None else [])
-        tokens, targets, *positions = self.world.broadcast_arrays(arrays)
-        return Batch(tokens, targets, self.trainer.chain.counted(targets), *positions)
+        if own is not None and own.pairs is not None and self.state.reference is not None:
+            assert own.numbers is not None
+            own = replace(own, pairs=replace(own.pairs, reference=self.state.reference[own.numbers]))
+        if own is not None and self.job.data.pad == "longest":
+            own = own.trimmed()
+        return self.trainer.shared_batch(own)
 
     def _broadcast_held_out(self) -> Batch:
         """The held-out sequences that are evaluated; there may be none."""

@@ -60,6 +60,8 @@ def open_checkpoint(
             tell_set_aside(checkpoints, step)
             keys = "step", "updates", "loss_scale", "lowest_loss", "higher_in_a_row"
             shared = {key: reader.metadata.get(key) for key in keys}
+            reference = reader.metadata.get("reference")
+            shared |= {"reference": reference.tolist() if reference is not None else None}
             shared |= {"losses": [float(loss) for loss in reader.metadata["losses"]], "last_checkpoint": str(path)}
     shared = world.broadcast_json(shared)
     if shared is None:

@@ -32,6 +32,7 @@ from hetero_mpi.runtime.plan_loop import Steps, asked_of, idle_ranks, open_displ
 from hetero_mpi.runtime.rebalance import rebalancer_of
 from hetero_mpi.runtime.reconfigure import join
 from hetero_mpi.runtime.recovery import RunHistory, outlive, plan_again
+from hetero_mpi.runtime.reference import find_reference
 from hetero_mpi.runtime.result import TrainResult
 from hetero_mpi.runtime.resume import earlier_run, make_room, open_checkpoint, run_id_of
 from hetero_mpi.runtime.run_report import draw_plan, keep_profile, reported
@@ -101,6 +102,10 @@ def _train(setup: RunSetup, options: TrainOptions, stop: StopRequest, history: R
             with passed_on(world, share):
                 resume = str(begin.checkpoint) if begin is not None else options.resume
                 share, state = _start(context, history, share, replace(options, resume=resume), earlier)
+    if share.members is not None:
+        with passed_on(world, share):
+            assert share.trainer is not None
+            find_reference(context, share.members, share.trainer, state)
     history.stands_at(state)
     metadata = {**_metadata(context), "run": history.token, "begun": history.begun} if world.rank == 0 else {}
     keep_profile(context)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hetero_mpi.device.backend import DTYPES
 from hetero_mpi.model.optimizer import LossScale
@@ -38,6 +39,8 @@ class TrainingState:
     """On other ranks than 0 its writing may have failed."""
     good_checkpoint: Path | None = None
     """The newest checkpoint after which a step with finite gradients has followed."""
+    reference: NDArray[np.float32] | None = None
+    """[N, K], the reference model's margin of each pair of each row of the dataset, NaN where no step needs it; see ``Pairs``."""
     metrics: list[StepMetrics] = field(default_factory=list)
     """Of the steps that this process has taken."""
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -71,6 +74,9 @@ class TrainingState:
     def set_newest_checkpoint(self, path: Path | None) -> None:
         self.newest_checkpoint = path
 
+    def set_reference(self, reference: NDArray[np.float32]) -> None:
+        self.reference = reference
+
     def checkpoint_metadata(self) -> dict[str, Any]:
         """What a checkpoint of this moment holds of the state."""
         return {
@@ -80,6 +86,7 @@ class TrainingState:
             "loss_scale": [self.loss_scale.value, self.loss_scale.good_steps],
             "lowest_loss": self.lowest_loss,
             "higher_in_a_row": self.higher_in_a_row,
+            **({} if self.reference is None else {"reference": self.reference}),
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,6 +95,7 @@ class TrainingState:
         return {
             **self.checkpoint_metadata(),
             "losses": list(self.losses),
+            "reference": self.reference.tolist() if self.reference is not None else None,
             "skipped": self.skipped,
             "skips_in_a_row": self.skips_in_a_row,
             "last_checkpoint": str(newest) if newest is not None else None,
@@ -98,7 +106,7 @@ class TrainingState:
     def from_dict(cls, values: dict[str, Any], seen: TrainingState | None = None) -> TrainingState:
         """The inverse of ``to_dict``. ``seen``: an earlier state of this process, whose metrics up to this step are kept."""
         newest, good = values.get("last_checkpoint"), values.get("good_checkpoint")
-        step = values["step"]
+        step, reference = values["step"], values.get("reference")
         return cls(
             LossScale(*values["loss_scale"]),
             step,
@@ -110,6 +118,7 @@ class TrainingState:
             values.get("higher_in_a_row", 0),
             Path(newest) if newest is not None else None,
             Path(good) if good is not None else None,
+            np.array(reference, np.float32) if reference is not None else None,
             [line for line in seen.metrics if line.step <= step] if seen is not None else [],
             [line for line in seen.evaluations if line.step <= step] if seen is not None else [],
         )

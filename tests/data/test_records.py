@@ -164,7 +164,13 @@ def test_a_bad_record_is_named_with_its_line(tmp_path: Path, line: str, expected
     title, problem, *shapes = str(caught.value).split("\n")
     assert title == "data.records must hold records that can be learnt from; 1 cannot:"
     assert problem.startswith(f"  {path}, line 2: ") and expected in problem
-    assert [shape.split("  ")[1] for shape in shapes[1:]] == ["alpaca", "chat", "chat (ShareGPT)", "prompt/completion"]
+    assert [shape.split("  ")[1] for shape in shapes[1:]] == [
+        "alpaca",
+        "chat",
+        "chat (ShareGPT)",
+        "prompt/completion",
+        "preference",
+    ]
 
 
 def test_a_handful_of_bad_records_is_named_and_the_rest_counted(tmp_path: Path) -> None:

@@ -35,7 +35,19 @@ def summed_loss(logits: torch.Tensor, targets: torch.Tensor, piece: int | None =
     piece = piece or piece_size(rows.numel(), rows.is_cpu)
     if rows.numel() <= piece:
         return _whole(rows, words, "sum")
-    return _InPieces.apply(rows, words, max(1, piece // rows.shape[1]))
+    losses = _InPieces.apply(rows, words, max(1, piece // rows.shape[1]))
+    # The same order of additions as in torch's sum over targets: each row is a vocabulary of one word.
+    return F.nll_loss(-losses.unsqueeze(1), words.clamp(max=0), ignore_index=IGNORED, reduction="sum")
+
+
+def target_losses(logits: torch.Tensor, targets: torch.Tensor, piece: int | None = None) -> torch.Tensor:
+    """Loss of each target, (B, T) in fp32, differentiable; 0 where it is ``IGNORED``. Takes what ``summed_loss`` does."""
+    rows, words = logits.flatten(0, 1), targets.flatten()
+    piece = piece or piece_size(rows.numel(), rows.is_cpu)
+    if rows.numel() <= piece:
+        return _whole(rows, words, "none").view_as(targets)
+    losses: torch.Tensor = _InPieces.apply(rows, words, max(1, piece // rows.shape[1]))
+    return losses.view_as(targets)
 
 
 def piece_size(logits: int, cpu: bool) -> int:
@@ -52,29 +64,27 @@ def _whole(logits: torch.Tensor, targets: torch.Tensor, reduction: str) -> torch
 
 
 class _InPieces(torch.autograd.Function):
-    """Takes each piece's softmax again in backward: what torch would keep of it is as large as the logits."""
+    """The losses of all targets. Backward takes each piece's softmax again: what torch would keep is as large as the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, rows: int) -> torch.Tensor:
         ctx.save_for_backward(logits, targets)
         ctx.rows = rows
-        losses = torch.cat([_whole(logits[own], targets[own], "none") for own in _pieces(len(logits), rows)])
-        # The same order of additions as in torch's sum over targets: each row is a vocabulary of one word.
-        return F.nll_loss(-losses.unsqueeze(1), targets.clamp(max=0), ignore_index=IGNORED, reduction="sum")
+        return torch.cat([_whole(logits[own], targets[own], "none") for own in _pieces(len(logits), rows)])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits, targets = ctx.saved_tensors
         result = torch.empty_like(logits)
         for own in _pieces(len(logits), ctx.rows):
-            result[own] = _gradient(logits[own], targets[own], gradient)
+            result[own] = _gradient(logits[own], targets[own], gradient[own])
         return result, None, None
 
 
-def _gradient(logits: torch.Tensor, targets: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """(softmax - one-hot) x ``factor`` (fp32), by the kernel that torch's own backward ends in; 0 where nothing is learnt."""
+def _gradient(logits: torch.Tensor, targets: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """(softmax - one-hot) x the row's factor (fp32), by the kernel that torch's own backward ends in; 0 where nothing is learnt."""
     likelihoods, words = F.log_softmax(logits, 1, dtype=torch.float32), targets.unsqueeze(1)
-    of_words = torch.zeros_like(likelihoods).scatter_(1, words.clamp(min=0), -factor * (words != IGNORED))
+    of_words = torch.zeros_like(likelihoods).scatter_(1, words.clamp(min=0), -factors.unsqueeze(1) * (words != IGNORED))
     return torch.ops.aten._log_softmax_backward_data(of_words, likelihoods, 1, torch.float32)
 
 

@@ -177,7 +177,7 @@ def learning(run: PastRun) -> Section:
             line_chart(label, series, from_zero=series is not loss, marks=happened if series is loss else ()), label
         )
         for label, series in (
-            ("loss, nats per token", loss),
+            ("loss, nats per token" if run.setting("train", "preference") in (None, "none") else "loss per pair", loss),
             ("learning rate", rate),
             ("norm of the gradients, before clipping", norm),
         )

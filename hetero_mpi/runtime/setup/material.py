@@ -83,11 +83,11 @@ def _from_text(loaded: LoadedJob) -> Material:
 
 def _from_records(loaded: LoadedJob) -> Material:
     data = loaded.job.data
-    bad = BadRecords(data.skip_bad)
-    records = read_records(loaded.record_patterns(), "data.records", bad)
+    preference, bad = loaded.job.train.preference != "none", BadRecords(data.skip_bad)
+    records = read_records(loaded.record_patterns(), "data.records", bad, preference)
     evaluation = None
     if data.evaluation is not None:
-        evaluation = read_records(loaded.evaluation_patterns(), "data.evaluation", bad)
+        evaluation = read_records(loaded.evaluation_patterns(), "data.evaluation", bad, preference)
     config = _model_keys(loaded)
     tokenizer, notes = _tokenizer(loaded, config, plain_texts(records.records))
     form = choose_form(tokenizer, data.template, (*records.records, *(evaluation.records if evaluation else ())))
@@ -108,6 +108,7 @@ def _from_records(loaded: LoadedJob) -> Material:
         None if evaluation is None else evaluation.records,
         isolate,
         bad,
+        preference,
     )
     notes.extend(bad.lines())
     if form.kind == "plain":
@@ -120,6 +121,11 @@ def _packing(loaded: LoadedJob, family: str) -> tuple[bool, bool, list[str]]:
     """(are records packed, are they kept apart then, remarks)."""
     data = loaded.job.data
     why = LEAKING_FAMILIES.get(family)
+    if loaded.job.train.preference != "none" and why is not None:
+        raise UserError(
+            f"{loaded.path}: [train] preference puts two records into one sequence, which must not see each other, and the "
+            f"{family} family cannot: it {why}. Take a model of another family (docs/models.md)"
+        )
     if not data.packing or data.isolate is False or why is None:
         return data.packing, data.isolate is not False, []
     if data.isolate is True:

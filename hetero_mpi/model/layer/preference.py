@@ -1,0 +1,73 @@
+"""Losses of preferences: of two answers to a prompt, the chosen one is to become likelier than the rejected one.
+
+In a row of a micro-batch the records alternate: chosen, rejected, chosen, rejected. Their positions begin at 0, and no record sees
+another one of its row (``LayerChain.isolation``), so that a pair takes one row wherever a record takes one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from hetero_mpi.model.layer.loss import target_losses
+
+Method = Literal["dpo", "orpo", "margins"]
+"""The loss; or the margins by themselves, of which a reference model's are kept."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The pairs of a micro-batch. B rows of T tokens have at most K pairs each.
+
+    Attributes:
+        answers: (B, T), 1 where the target belongs to an answer that is compared.
+        reference: (B, K) fp32, the reference model's margins; 0 without one.
+        likelihood_weight: factor of the loss of the chosen records' targets (ORPO).
+    """
+
+    method: Method
+    beta: float
+    answers: torch.Tensor
+    reference: torch.Tensor
+    likelihood_weight: float = 0.0
+
+    def of_rows(self, rows: slice) -> Comparison:
+        return Comparison(self.method, self.beta, self.answers[rows], self.reference[rows], self.likelihood_weight)
+
+    def loss(self, logits: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Sum of the losses of all pairs, a scalar (fp32), differentiable; or the margins (B, K).
+
+        Args:
+            logits: (B, T, V).
+            targets: (B, T), ``IGNORED`` where nothing is learnt.
+            positions: (B, T), each token's place in its own record.
+        """
+        losses = target_losses(logits, targets)
+        records = 2 * self.reference.shape[1]
+        own = ((positions == 0).cumsum(1) - 1).unsqueeze(1) == torch.arange(records, device=logits.device).view(
+            1, -1, 1
+        )
+        answers = own * self.answers.unsqueeze(1)
+        counts = answers.sum(2)
+        likelihoods = -(losses.unsqueeze(1) * answers).sum(2)
+        there = counts[:, ::2] > 0
+        if self.method == "orpo":  # where there is no pair: any number of which the loss is finite
+            means = torch.where(counts > 0, likelihoods / counts.clamp(min=1), -1.0)
+            pairs = -self.beta * F.logsigmoid(_log_odds(means[:, ::2]) - _log_odds(means[:, 1::2]))
+            of_chosen = (losses.unsqueeze(1) * own[:, ::2]).sum()
+            return torch.where(there, pairs, 0.0).sum() + self.likelihood_weight * of_chosen
+        margins = likelihoods[:, ::2] - likelihoods[:, 1::2]
+        if self.method == "margins":
+            return margins
+        return torch.where(there, -F.logsigmoid(self.beta * (margins - self.reference)), 0.0).sum()
+
+
+def _log_odds(likelihoods: torch.Tensor) -> torch.Tensor:
+    """log(p / (1 - p)) of log p, which is below 0 (Maechler, "Accurately computing log(1 - exp(-|a|))", 2012)."""
+    small = torch.log1p(-torch.exp(likelihoods.clamp(max=-math.log(2))))
+    large = torch.log(-torch.expm1(likelihoods.clamp(min=-math.log(2))))
+    return likelihoods - torch.where(likelihoods < -math.log(2), small, large)

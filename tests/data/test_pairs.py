@@ -1,0 +1,210 @@
+"""Records with a chosen and a rejected answer become sequences in which they alternate."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedTokenizerFast
+
+from hetero_mpi.data.instructions import build_record_sequences
+from hetero_mpi.data.records import read_records
+from hetero_mpi.data.sequences import IGNORED, Dataset
+from hetero_mpi.data.template import choose_form
+from hetero_mpi.data.tokenizer import train_bpe
+from hetero_mpi.engine.placement import training_share
+from hetero_mpi.errors import UserError
+from hetero_mpi.model.layer.loss import summed_loss, target_losses
+from hetero_mpi.model.layer.preference import Comparison, Method
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+
+ASKED = {"role": "user", "content": "grass"}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+PLAIN = {"prompt": "grass", "chosen": "green", "rejected": "red"}
+
+
+def read(tmp_path: Path, *values: Any) -> Any:
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, values)))
+    return read_records([str(tmp_path / "pairs.jsonl")], preference=True).records
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"prompt": [ASKED], "chosen": [said("green")], "rejected": [said("red")]},
+        {"chosen": [ASKED, said("green")], "rejected": [ASKED, said("red")]},
+        {"prompt": "grass", "chosen": [ASKED, said("green")], "rejected": [ASKED, said("red")]},
+        {"prompt": "grass", "chosen": [said("green")], "rejected": [said("red")], "score": 3},
+    ],
+)
+def test_shapes_of_a_pair(tmp_path: Path, value: dict[str, Any]) -> None:
+    expected = [record.messages for record in read(tmp_path, PLAIN)]
+    assert [record.messages for record in read(tmp_path, value)] == expected
+    assert [message.content for message in expected[1]] == ["grass", "red"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (
+            {"prompt": "grass", "chosen": "green"},
+            "line 2: 'rejected' is missing for a preference; the record has 'prompt', 'chosen'",
+        ),
+        ({"prompt": "grass", "chosen": 3, "rejected": "red"}, "line 2: 'chosen' must be text; it is a number"),
+        ({"chosen": "green", "rejected": "red"}, "line 2: 'prompt' must be text; it is null"),
+        ({"chosen": [ASKED, said("a")], "rejected": [said("b")]}, "is an answer: a conversation must begin with"),
+        (
+            {"chosen": [ASKED, said("a"), ASKED, said("b")], "rejected": [ASKED, said("c"), ASKED, said("d")]},
+            "line 2: 'chosen' and 'rejected' must be answers to one prompt",
+        ),
+        ([1], "line 2: must be a JSON object; it is a list"),
+    ],
+)
+def test_bad_pairs_are_named(tmp_path: Path, value: Any, text: str) -> None:
+    with pytest.raises(UserError, match=r"data\.records must hold records") as caught:
+        read(tmp_path, PLAIN, value)
+    assert text in str(caught.value)
+
+
+def test_a_pair_with_an_empty_answer_is_left_out(tmp_path: Path) -> None:
+    assert len(read(tmp_path, PLAIN, {**PLAIN, "rejected": " "})) == 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_bpe(["## Task\ngrass\n\n## Answer\ngreen blue red a b c d e f g h\n"] * 3, 400)
+
+
+def built(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, length: int, *values: Any, packing: bool = True
+) -> Dataset:
+    records = read(tmp_path, *values)
+    form = choose_form(tokenizer, "plain", records)
+    return build_record_sequences(records, tokenizer, form, length, packing, 0.0, 0, preference=True)
+
+
+def parts(dataset: Dataset, row: int) -> list[tuple[list[int], list[int], list[int]]]:
+    """(tokens, targets, answers) of each record of a row."""
+    assert dataset.positions is not None and dataset.answers is not None
+    begins = [*np.flatnonzero(dataset.positions[row] == 0), len(dataset.tokens[row])]
+    columns = dataset.tokens[row], dataset.targets[row], dataset.answers[row]
+    return [tuple(list(map(int, column[a:b])) for column in columns) for a, b in pairwise(begins)]  # type: ignore[misc]
+
+
+def test_a_row_holds_whole_pairs(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    turns = {"chosen": [ASKED, said("blue"), ASKED, said("a b")], "rejected": [ASKED, said("blue"), ASKED, said("c")]}
+    dataset = built(tokenizer, tmp_path, 400, PLAIN, turns)
+    assert len(dataset.tokens) == 1 and dataset.pairs_per_row == 2
+    batch = dataset.gather(dataset.train)
+    assert batch.pairs is not None and batch.pairs.count == batch.divisor == 2
+    records = parts(dataset, 0)[:4]
+    of_chosen = sum(target != IGNORED for _, targets, _ in records[::2] for target in targets)
+    assert batch.pairs.likelihood_weight == 2 / of_chosen
+    for number, (tokens, targets, answers) in enumerate(records):
+        compared = [target for target, answer in zip(targets, answers, strict=True) if answer]
+        text = tokenizer.decode(compared)
+        assert text == ["green", "red", "a b", "c"][number] + "<|end|>"
+        assert targets[-1] == IGNORED
+        learnt = [target for target in targets if target != IGNORED]
+        assert learnt == (tokens[1:] if number % 2 == 0 else compared)  # ORPO learns the chosen record's prompt, too
+
+
+def test_the_longer_answer_is_cut_first(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    long = " ".join("abcdefgh" * 20)
+    whole = built(tokenizer, tmp_path, 400, PLAIN)
+    first, second = (len(tokens) for tokens, _, _ in parts(whole, 0)[:2])
+    for value, sizes in (
+        ({**PLAIN, "chosen": long}, (100 - second, second)),
+        ({**PLAIN, "rejected": long}, (first, 100 - first)),
+        ({**PLAIN, "chosen": long, "rejected": long}, (50, 50)),
+    ):
+        dataset = built(tokenizer, tmp_path, 99, value)
+        found = [len(tokens) for tokens, _, _ in parts(dataset, 0)]
+        found[1] += 1  # a row's last label stands behind its tokens
+        assert tuple(found) == sizes
+        assert "1 pairs are longer than a sequence" in dataset.notes[1]
+    with pytest.raises(UserError, match="all 1 pairs are cut before their first answer"):
+        built(tokenizer, tmp_path, 12, PLAIN)
+
+
+def test_rows_without_sequences_compare_nothing(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    dataset = built(tokenizer, tmp_path, 100, *[PLAIN] * 3, packing=False)
+    plan = Plan((PipelinePlan((StagePlan((0,), 0, 4, 0),), 2, 4),), 4, 100, 4)
+    share = training_share(plan, 0, dataset.gather(np.array([0, 1])))
+    assert share.batch.pairs is not None
+    assert list(share.batch.pairs.answers.any(axis=1)) == [True, True, False]
+
+
+def logits_of(tokens: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(*tokens.shape, 500, generator=generator, requires_grad=True)
+
+
+@pytest.mark.parametrize("method", ["dpo", "orpo"])
+def test_losses_of_pairs_one_by_one(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, method: Method) -> None:
+    """Against the formulas of the papers, written for one pair in plain numbers; a row without a second pair counts nothing."""
+    dataset = built(
+        tokenizer, tmp_path, 50, PLAIN, {**PLAIN, "chosen": "blue"}, {**PLAIN, "prompt": "a b c", "rejected": "d"}
+    )
+    batch = dataset.gather(dataset.train)
+    assert batch.pairs is not None and batch.pairs.count == 3 and batch.pairs.answers.shape[0] == 2
+    tokens, targets = torch.from_numpy(batch.tokens).long(), torch.from_numpy(batch.targets).long()
+    assert batch.positions is not None
+    positions, reference = torch.from_numpy(batch.positions), torch.tensor([[0.5, -1.0], [2.0, 7.0]])
+    comparison = Comparison(
+        method, 0.3, torch.from_numpy(batch.pairs.answers), reference, batch.pairs.likelihood_weight
+    )
+    logits = logits_of(tokens)
+    loss = comparison.loss(logits, targets, positions)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert torch.isfinite(gradient).all() and gradient.abs().sum() > 0
+    expected, likelihood, number = 0.0, 0.0, 0
+    for row in range(2):
+        begin, sums = 0, []
+        for _, own, answers in parts(dataset, row):
+            losses = -F.log_softmax(logits[row, begin : begin + len(own)].double(), 1)
+            chosen = [float(losses[i, target]) for i, target in enumerate(own) if answers[i]]
+            if chosen:
+                sums.append((-sum(chosen), -sum(chosen) / len(chosen)))
+                if len(sums) % 2:
+                    likelihood += sum(float(losses[i, target]) for i, target in enumerate(own) if target != IGNORED)
+            begin += len(own)
+        for pair in range(0, len(sums), 2):
+            (chosen_sum, chosen_mean), (rejected_sum, rejected_mean) = sums[pair : pair + 2]
+            score = chosen_sum - rejected_sum - float(reference[row, pair // 2])
+            if method == "orpo":
+                odds = [mean - math.log(1 - math.exp(mean)) for mean in (chosen_mean, rejected_mean)]
+                expected += -0.3 * math.log(1 / (1 + math.exp(odds[1] - odds[0])))
+            else:
+                expected += -math.log(1 / (1 + math.exp(-0.3 * score)))
+            number += 1
+    assert number == 3
+    if method == "orpo":
+        expected += batch.pairs.likelihood_weight * likelihood
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+
+
+def test_losses_of_targets_in_pieces() -> None:
+    targets = torch.arange(24).view(2, 12) * 7 % 50
+    targets[0, 3] = IGNORED
+    logits = torch.randn(2, 12, 50, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    weights = torch.rand(2, 12, generator=torch.Generator().manual_seed(2))
+    found = []
+    for piece in (None, 50 * 5):
+        losses = target_losses(logits, targets, piece)
+        found.append((losses, *torch.autograd.grad((losses * weights).sum(), logits)))
+    assert all(torch.equal(whole, cut) for whole, cut in zip(*found, strict=True))
+    assert found[0][0][0, 3] == 0
+    assert float(found[0][0].sum()) == pytest.approx(float(summed_loss(logits, targets)))
