@@ -20,7 +20,7 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import FLUID
 from hetero_mpi.planning.types.profile import ClusterProfile, LinkProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from tests.search.test_exact import brute_force_s, joint_instance
+from tests.support.brute_force import brute_force_s, joint_instance
 from tests.support.planning_samples import SEQUENCE, looks_possible, make_model, make_plan_of, make_profile, random_plan
 
 EQUAL = 1 + 1e-9

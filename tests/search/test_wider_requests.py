@@ -16,7 +16,7 @@ from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from tests.search.test_annealing import REQUEST, cluster, even_plan
-from tests.search.test_exact import joint_instance
+from tests.support.brute_force import joint_instance
 from tests.support.seeds import seeds
 
 ROUNDING = 1 + 1e-9
