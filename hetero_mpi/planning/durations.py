@@ -136,7 +136,7 @@ def exchange_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: float)
     wherever all links are alike.
     """
     count = len(ranks)
-    if count < 2:
+    if count < 2 or not size_bytes:
         return 0.0
     seconds = profile.messages_s(ranks, size_bytes / count)
     if ring_of(ranks, [profile.devices[rank].host for rank in ranks]) is not None:
