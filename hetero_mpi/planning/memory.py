@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.owners import owned_parameters
@@ -264,7 +264,7 @@ def _elsewhere(plan: Plan, profile: ClusterProfile, stage: StagePlan) -> int:
         return 0
     owned = owned_parameters(plan, profile.model)[stage.ranks[0]]
     foreign = stage_trainable(profile.model, stage.first, stage.last) - owned
-    return math.floor(foreign * _owned_bytes(profile, stage))
+    return math.floor(foreign * owned_bytes(profile, stage))
 
 
 def elsewhere_bytes(profile: ClusterProfile, stage: StagePlan, pipelines: float) -> int:
@@ -272,10 +272,10 @@ def elsewhere_bytes(profile: ClusterProfile, stage: StagePlan, pipelines: float)
     if pipelines == 1 or not profile.model.trained_whole:
         return 0
     foreign = stage_trainable(profile.model, stage.first, stage.last) * (1 - 1 / pipelines)
-    return math.floor(foreign * _owned_bytes(profile, stage))
+    return math.floor(foreign * owned_bytes(profile, stage))
 
 
-def _owned_bytes(profile: ClusterProfile, stage: StagePlan) -> float:
+def owned_bytes(profile: ClusterProfile, stage: StagePlan) -> float:
     """Bytes of a parameter's master and moments in the memory of the device that owns it."""
     model, device = profile.model, profile.devices[stage.ranks[0]]
     if stage.streamed and model.trained_whole and not device.shares_host_memory:
@@ -288,20 +288,23 @@ def with_state_weights(plan: Plan, profile: ClusterProfile, reserve: float) -> P
     if len(plan.pipelines) == 1:
         return plan
     owned = owned_parameters(plan, profile.model)
-    state = {stage.ranks[0]: _owned_bytes(profile, stage) * owned[stage.ranks[0]] for _, _, stage in stages(plan)}
+    state = {stage.ranks[0]: owned_bytes(profile, stage) * owned[stage.ranks[0]] for _, _, stage in stages(plan)}
     free = {
         memory.rank: memory.usable_bytes - memory.peak_bytes + state[memory.rank]
         for memory in predict_memory(plan, profile, reserve)
     }
+    found = weighted(plan, free)
+    return found if memory_suffices(found, profile, reserve) else plan
+
+
+def weighted(plan: Plan, free: Mapping[int, float]) -> Plan:
+    """The plan with ranks owning optimizer state by the bytes that it leaves ``free`` when they own none."""
     most = max(1.0, *free.values())
 
-    def weighted(stage: StagePlan) -> StagePlan:
+    def by_room(stage: StagePlan) -> StagePlan:
         return replace(stage, state_weight=max(_LEAST_WEIGHT, round(free[stage.ranks[0]] / most, 2)))
 
-    found = replace(plan, pipelines=tuple(replace(p, stages=tuple(map(weighted, p.stages))) for p in plan.pipelines))
-    if len(set(found.state_weights.values())) == 1:
-        return plan
-    return found if memory_suffices(found, profile, reserve) else plan
+    return replace(plan, pipelines=tuple(replace(p, stages=tuple(map(by_room, p.stages))) for p in plan.pipelines))
 
 
 def memory_suffices(plan: Plan, profile: ClusterProfile, reserve: float) -> bool:

@@ -157,7 +157,7 @@ def alike_stages(model: ModelCost) -> dict[tuple[int, int], Hashable]:
     return keys
 
 
-def stage_bytes(model: ModelCost, tokens: int, recompute: bool, pipelines: int = 1) -> tuple[Table, Table]:
+def stage_bytes(model: ModelCost, tokens: int, recompute: bool, pipelines: float = 1) -> tuple[Table, Table]:
     """(bytes whatever the depth, bytes of every micro-batch in flight): ``stage_memory`` of every stage, where as many pipelines
     own as much each of the state. (That of adapters is too small to matter.)"""
     fixed, each = _stage_bytes(model, tokens, recompute)

@@ -98,6 +98,7 @@ class Annealer:
         found = self.fitter.fitted(self.plan(best[0])) if best[1] < math.inf else None
         if found is None:
             return begun
+        found = self.fitter.repeating(found)
         step_s, gain = self.fitter.step_s(found), max(ROUNDING, self.request.indifference)
         return begun if begun is not None and step_s >= begun[1] * (1 - gain) else (found, step_s)
 
@@ -198,20 +199,18 @@ class Annealer:
 
     def plan(self, lines: Lines) -> Plan:
         """Recompute, and depth, as memory allows by the table of whole backwards."""
-        rounds = self.rounds.of(len(lines))
-        return self._plan([fitting for line in lines if (fitting := rounds.fitted(line)) is not None])
+        return self._plan(self.rounds.of(len(lines)).within(math.inf, lines) or ())
 
     def _plan(self, fittings: Sequence[Fitting]) -> Plan:
         pipelines = tuple(fitting.pipeline(self.ranks, self.rounds.fixed) for fitting in fittings)
         return Plan(pipelines, self.request.global_batch, self.request.sequence_length, self.layer_count)
 
-    def _owned_s(self, fittings: Sequence[Fitting]) -> float:
-        plan = self.fitter.fitted(self._plan(fittings))
-        return math.inf if plan is None else self.fitter.step_s(plan)
-
     def _step_s(self, fittings: Sequence[Fitting]) -> float:
         if self.is_plain and not any(fitting.line.is_split for fitting in fittings):
             return self.clock.step_s(fittings)
+        return self._owned_s(fittings)
+
+    def _owned_s(self, fittings: Sequence[Fitting]) -> float:
         key = tuple(fitting.line for fitting in fittings)
         if key not in self._known:
             plan = self.fitter.fitted(self._plan(fittings))

@@ -29,6 +29,7 @@ class Costs:
         )
         """[rank][layer]: seconds of all layers before."""
         self.overhead: list[tuple[float, float]] = cluster.overhead_s.tolist()
+        self._usable, self._ratio = cluster.usable.tolist(), cluster.ratio.tolist()
         place = cluster.place
         self.latency: list[list[float]] = cluster.latency_s[place][:, place].tolist()
         self.per_byte: list[list[float]] = cluster.per_byte_s[place][:, place].tolist()
@@ -39,21 +40,27 @@ class Costs:
         self.trainable = [0.0, *trainable]
         self.deepest = self.unshared = self._deepest(1)
         """By whether forwards are repeated, [rank][first][layers - 1]: most micro-batches in flight; longer stages fit nowhere."""
+        self._bytes: dict[tuple[float, bool], tuple[list[list[float]], ...]] = {}
+        """By device and whether forwards are repeated, [first][layers - 1]: bytes whatever the depth, bytes of each micro-batch in
+        flight; where others own the state."""
 
-    def of(self, pipelines: int) -> Costs:
-        """The same where so many pipelines share the state."""
+    def of(self, pipelines: float) -> Costs:
+        """The same where so many pipelines share the state; infinite: where others own all of it."""
         deepest = self._deepest(pipelines) if self.cluster.model.trained_whole else self.deepest
         if deepest == self.deepest:
             return self
         other = copy.copy(self)
         other.deepest = deepest
+        if pipelines == math.inf:
+            tables = self.cluster.stages(float(self.cluster.usable.max()), pipelines).bytes
+            other._bytes = {kind: tuple(table.tolist() for table in own) for kind, own in tables.items()}
         return other
 
-    def _deepest(self, pipelines: int) -> dict[bool, list[list[list[float]]]]:
+    def _deepest(self, pipelines: float) -> dict[bool, list[list[list[float]]]]:
         choices = sorted(set(self.cluster.request.recompute_choices))
         return {again: self._rooms(again, pipelines) for again in choices}
 
-    def _rooms(self, recompute: bool, pipelines: int) -> list[list[list[float]]]:
+    def _rooms(self, recompute: bool, pipelines: float) -> list[list[list[float]]]:
         cluster, known = self.cluster, dict[tuple[float, float], list[list[float]]]()
         stages = cluster.stages(float(cluster.usable.max()), pipelines)
         rooms = list(zip(cluster.usable.tolist(), cluster.ratio.tolist(), strict=True))
@@ -92,7 +99,21 @@ class Costs:
             seconds = times.forward, times.backward, times.out, times.back
             bound_s = cycle_bound_s(*seconds, [depth - 1 for depth in flying], line.micro_batches)
         step_s = max(self.step_s(line, place, math.inf) for place in range(len(line.ranks)))
-        return Fitting(line, tuple(recompute), times, (bound_s + step_s) * (1 - ROUNDING))
+        return Fitting(
+            line, tuple(recompute), times, (bound_s + step_s) * (1 - ROUNDING), self._spare_bytes(line, recompute)
+        )
+
+    def _spare_bytes(self, line: Line, recompute: Sequence[bool]) -> float:
+        """What its ranks have left for state, where others own all that they hold; infinite: that was not asked."""
+        if not self._bytes:
+            return math.inf
+        spare = 0.0
+        for rank, first, count, flying, again in zip(
+            line.ranks, line.cuts, line.counts, line.flying, recompute, strict=False
+        ):
+            fixed, each = self._bytes[self._ratio[rank], again]
+            spare += self._usable[rank] - fixed[first][count - 1] - each[first][count - 1] * flying
+        return spare
 
     def holds(self, fitting: Fitting) -> bool:
         """Do its ranks have room for all the state of what they hold?"""

@@ -59,6 +59,8 @@ class Fitting:
     times: LineTimes
     bound_s: float
     """Its step takes no less."""
+    spare_bytes: float
+    """What its ranks leave free together when they own no state; infinite: not asked."""
 
     @cached_property
     def spans_s(self) -> tuple[list[float], list[float]]:

@@ -57,7 +57,9 @@ class Rounds:
         self.speed: list[float] = first.cluster.speed.tolist()
         self.usable_bytes: list[float] = first.cluster.usable.tolist()
         self.fixed = self.request.schedule != "auto"
-        self._known: dict[Line, Fitting | None] = {}
+        self._levels: list[tuple[dict[int, Costs], dict[Line, Fitting | None]]] = [(costs, {})]
+        """As pipelines are fitted: first where others own all the state, then where each owns its part."""
+        self._state_bytes = first.cluster.model.owned_bytes_per_trainable_parameter * first.trainable[-1]
         self._shared: dict[int, Rounds] = {1: self}
 
     def of(self, pipelines: int) -> Rounds:
@@ -66,6 +68,11 @@ class Rounds:
             costs = {size: own.of(pipelines) for size, own in self.costs.items()}
             same = all(own is self.costs[size] for size, own in costs.items())
             other = self if same else Rounds(costs, self.step_s, self.quick_s, self.owned_s, self.least)
+            owning_none = {size: own.of(math.inf) for size, own in self.costs.items()}
+            if any(own is not self.costs[size] for size, own in owning_none.items()):
+                if other is self:
+                    other = copy.copy(self)
+                other._levels = [(owning_none, {}), *other._levels]
             self._shared[pipelines] = other
         return self._shared[pipelines]
 
@@ -220,22 +227,23 @@ class Rounds:
             total += known[line]
         return total
 
-    def fitted(self, line: Line) -> Fitting | None:
-        if line not in self._known:
-            self._known[line] = self.costs[line.micro_batch].fitted(line)
-        return self._known[line]
-
     def within(self, limit_s: float, lines: Lines) -> list[Fitting] | None:
-        """The pipelines as they fit; None: they do not, or one takes longer than ``limit_s``."""
-        fittings = []
-        for line in lines:
-            fitting = self.fitted(line)
-            if fitting is None or fitting.bound_s > limit_s:
-                return None
-            if self.fixed and fitting.line.flying != self._scheduled(line):
-                return None
-            fittings.append(fitting)
-        return fittings
+        """The pipelines as they fit, whoever owns the state, but with room for it on all ranks together; None: they do not, or one
+        takes longer than ``limit_s``."""
+        for costs, known in self._levels:
+            fittings = []
+            for line in lines:
+                if line not in known:
+                    known[line] = costs[line.micro_batch].fitted(line)
+                fitting = known[line]
+                if fitting is None or fitting.bound_s > limit_s:
+                    return None
+                if self.fixed and fitting.line.flying != self._scheduled(line):
+                    return None
+                fittings.append(fitting)
+            if sum(fitting.spare_bytes for fitting in fittings) >= self._state_bytes:
+                return fittings
+        return None
 
     def _scheduled(self, line: Line) -> tuple[int, ...]:
         """Micro-batches in flight by a fixed schedule: changes may have left others."""

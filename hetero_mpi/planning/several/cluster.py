@@ -57,7 +57,7 @@ class ClusterArrays:
             [float(rank_usable_bytes(profile, device.rank, request.memory_reserve)) for device in self.devices]
         )
         self.ratio: Floats = np.array([device.activation_ratio for device in self.devices])
-        self._stages: dict[tuple[int, int], Stages] = {}
+        self._stages: dict[tuple[int, float], Stages] = {}
         self._tabulate()
         self._linked: tuple[Indices, Floats, Floats] = self._links() if like is None else like._linked
         self.place, self.latency_s, self.per_byte_s = self._linked
@@ -142,11 +142,11 @@ class ClusterArrays:
     def memory_level(self) -> Floats:
         return levels(self.usable)
 
-    def sharing(self, pipelines: int) -> int:
+    def sharing(self, pipelines: float) -> float:
         """How many of so many pipelines are taken to share the state."""
         return pipelines if self.model.trained_whole and len(self.devices) <= SHARING else 1
 
-    def stages(self, room_bytes: float, pipelines: int) -> Stages:
+    def stages(self, room_bytes: float, pipelines: float) -> Stages:
         """Tables of all stages that fit into ``room_bytes``, where so many pipelines share the state."""
         longest, pipelines = 1, self.sharing(pipelines)
         for recompute in set(self.request.recompute_choices):
@@ -182,7 +182,7 @@ class ClusterArrays:
 class Stages:
     """What holding layers [first, last) costs, tabulated [first, last - first - 1] up to ``longest`` layers."""
 
-    def __init__(self, cluster: ClusterArrays, longest: int, pipelines: int) -> None:
+    def __init__(self, cluster: ClusterArrays, longest: int, pipelines: float) -> None:
         model, layers = cluster.model, cluster.layer_count
         self.longest = min(longest, layers)
         first = np.arange(layers + 1)[:, None]

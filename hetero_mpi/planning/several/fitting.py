@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
-from hetero_mpi.planning.memory import (
-    elsewhere_bytes,
-    memory_of,
-    memory_suffices,
-    stage_holdings,
-    usable_bytes,
-    with_state_weights,
-)
+from hetero_mpi.planning.memory import memory_of, owned_bytes, stage_holdings, stage_trainable, usable_bytes, weighted
 from hetero_mpi.planning.orders.warm_up import weight_lag
 from hetero_mpi.planning.outline import outlined
+from hetero_mpi.planning.owners import owned_parameters
+from hetero_mpi.planning.schedule import stages
 from hetero_mpi.planning.tables import shared_memories
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
-
-class _Sharing(NamedTuple):
-    """Pipelines that own as much each of the state."""
-
-    pipelines: int
-    levelled: bool
-    """Who has less memory than the mean owns less: others take that."""
-
-
-NOTHING_SHARED = _Sharing(1, False)
+ROUNDING = 1e-9
+DEALS = 6
+"""How often state is dealt anew, each time with more room made where it was lacking."""
+Owned = Mapping[int, float]
+"""Rank -> bytes of the state of what it holds that it owns at least."""
 
 
 class Fitter:
@@ -41,60 +30,102 @@ class Fitter:
         self._needs: dict[tuple[object, ...], int] = {}
         self._shared = shared_memories(profile)
         self._usable = [usable_bytes(device.memory_bytes, request.memory_reserve) for device in profile.devices]
-        self._mean = sum(self._usable) // len(self._usable)
 
     def step_s(self, plan: Plan) -> float:
         return outlined(plan, self.profile).step_s
 
     def fitted(self, plan: Plan) -> Plan | None:
         """``plan`` with recompute where memory asks for it and nowhere else, shallower where that is not enough; None: it does not
-        fit even so. Where ranks have no room for all the state of what they hold, it is dealt out by what they leave free."""
-        count, reserve = len(plan.pipelines), self.request.memory_reserve
-        if count == 1 or not self.profile.model.trained_whole:
-            return self._fitted(plan, NOTHING_SHARED)
-        for sharing in (_Sharing(count, True), _Sharing(count, False)):
-            found = self._fitted(plan, sharing)
-            if found is not None and self._suffices(found.pipelines, NOTHING_SHARED):
+        fit even so. Where ranks have no room for all the state of what they hold, it is dealt out by what they leave free: first as
+        if others owned it, and then with room for what each was found to own."""
+        if len(plan.pipelines) == 1 or not self.profile.model.trained_whole:
+            return self._fitted(plan, None)
+        owned: dict[int, float] = {}
+        for _ in range(DEALS):
+            found = self._fitted(plan, owned)
+            if found is None:
+                break
+            if self._suffices(found.pipelines):
                 return found
-            found = None if found is None else with_state_weights(found, self.profile, reserve)
-            if found is not None and memory_suffices(found, self.profile, reserve):
-                return found
-        return self._fitted(plan, NOTHING_SHARED)
+            dealt, lacking = self._dealt(found)
+            if not lacking:
+                return dealt
+            if all(owned.get(rank, -1.0) >= own for rank, own in lacking.items()):
+                break
+            owned |= {rank: max(own, owned.get(rank, 0.0)) for rank, own in lacking.items()}
+        return self._fitted(plan, None)
 
-    def _fitted(self, plan: Plan, sharing: _Sharing, sparing: frozenset[int] = frozenset()) -> Plan | None:
-        """``sparing``: ranks that repeat forwards if they may."""
+    def repeating(self, plan: Plan) -> Plan:
+        """``plan``; where its state is dealt by what ranks leave free, with other forwards repeated than memory asks for if that
+        makes the step shorter: the others own less then."""
+        best, step_s, improved = plan, self.step_s(plan), len(set(self.request.recompute_choices)) > 1
+        while improved and len(set(best.state_weights.values())) > 1:
+            improved = False
+            for index, place in [(i, k) for i, one in enumerate(best.pipelines) for k in range(len(one.stages))]:
+                own = best.pipelines[index]
+                own = _with_stage(own, place, recompute=not own.stages[place].recompute)
+                pipelines = (*best.pipelines[:index], own, *best.pipelines[index + 1 :])
+                dealt, lacking = self._dealt(replace(best, pipelines=pipelines))
+                if not lacking and (found_s := self.step_s(dealt)) < step_s * (1 - ROUNDING):
+                    best, step_s, improved = dealt, found_s, True
+        return best
+
+    def _dealt(self, plan: Plan) -> tuple[Plan, dict[int, float]]:
+        """``plan`` with its state dealt by what ranks leave free, or evenly where only that fits; who then lacks room."""
+        evenly = weighted(plan, dict.fromkeys(plan.state_weights, 1.0))
+        dealt = weighted(plan, self._free(plan))
+        lacking = self._lacking(dealt)
+        return (evenly, {}) if lacking and not self._lacking(evenly) else (dealt, lacking)
+
+    def _free(self, plan: Plan) -> dict[int, float]:
+        """Bytes that each rank leaves free when it owns no state."""
+        return {
+            stage.ranks[0]: self._usable[stage.ranks[0]] - self._peak(pipeline, stage, {})
+            for pipeline in plan.pipelines
+            for stage in pipeline.stages
+        }
+
+    def _lacking(self, plan: Plan) -> dict[int, float]:
+        """Ranks that have no room for the state that the plan deals to them, or whose host has not; bytes of that state."""
+        numbers = owned_parameters(plan, self.profile.model)
+        owned = {
+            stage.ranks[0]: numbers[stage.ranks[0]] * owned_bytes(self.profile, stage) for _, _, stage in stages(plan)
+        }
+        lacking = self._short(plan.pipelines, owned)
+        for pipeline in plan.pipelines:
+            lacking |= {s.ranks[0] for s in pipeline.stages if not self.fits(pipeline, s, owned)}
+        return {rank: owned[rank] for rank in lacking}
+
+    def _fitted(self, plan: Plan, owned: Owned | None, sparing: frozenset[int] = frozenset()) -> Plan | None:
+        """``owned``: None: each rank owns all the state of what it holds. ``sparing``: ranks that repeat forwards if they may."""
         pipelines = []
         for pipeline in plan.pipelines:
-            fitting = self._pipeline(pipeline, sharing, sparing)
+            fitting = self._pipeline(pipeline, owned, sparing)
             if fitting is None:
                 return None
             pipelines.append(fitting)
-        short = self._short(pipelines, sharing)
+        short = self._short(pipelines, owned)
         if short - sparing and True in self.request.recompute_choices:
-            return self._fitted(plan, sharing, sparing | short)
+            return self._fitted(plan, owned, sparing | short)
         return None if short else replace(plan, pipelines=tuple(pipelines))
 
-    def _short(self, pipelines: Sequence[PipelinePlan], sharing: _Sharing) -> set[int]:
+    def _short(self, pipelines: Sequence[PipelinePlan], owned: Owned | None) -> set[int]:
         """Ranks that compute in the memory of a host that has too little for them together."""
         if not self._shared:
             return set()
-        peaks = {
-            stage.ranks[0]: self._need(one, stage) - elsewhere_bytes(self.profile, stage, sharing.pipelines)
-            for one in pipelines
-            for stage in one.stages
-        }
+        peaks = {stage.ranks[0]: self._peak(one, stage, owned) for one in pipelines for stage in one.stages}
         reserve, short = self.request.memory_reserve, set[int]()
         for host, ranks in self._shared:
             if sum(peaks.get(rank, 0) for rank in ranks) > usable_bytes(host.memory_bytes, reserve):
-                short.update(ranks)
+                short.update(rank for rank in ranks if rank in peaks)
         return short
 
-    def _pipeline(self, pipeline: PipelinePlan, sharing: _Sharing, sparing: frozenset[int]) -> PipelinePlan | None:
+    def _pipeline(self, pipeline: PipelinePlan, owned: Owned | None, sparing: frozenset[int]) -> PipelinePlan | None:
         choices, place = sorted(set(self.request.recompute_choices)), 0
         while place < len(pipeline.stages):
             own = choices[-1:] if pipeline.stages[place].ranks[0] in sparing else choices
             ways = (_with_stage(pipeline, place, recompute=again) for again in own)
-            found = next((way for way in ways if self.fits(way, way.stages[place], sharing)), None)
+            found = next((way for way in ways if self.fits(way, way.stages[place], owned)), None)
             if found is not None:
                 pipeline, place = found, place + 1
                 continue
@@ -103,24 +134,27 @@ class Fitter:
             most = pipeline.stages[place].warm_up - 1
             if most < 0 or self.request.schedule != "auto":
                 return None
-            stages = tuple(
+            shallower = tuple(
                 replace(s, warm_up=min(s.warm_up, most)) if i >= place else s for i, s in enumerate(pipeline.stages)
             )
-            pipeline = replace(pipeline, stages=stages)
+            pipeline = replace(pipeline, stages=shallower)
         return pipeline
 
-    def _suffices(self, pipelines: Sequence[PipelinePlan], sharing: _Sharing) -> bool:
-        held = all(self.fits(one, stage, sharing) for one in pipelines for stage in one.stages)
-        return held and not self._short(pipelines, sharing)
+    def _suffices(self, pipelines: Sequence[PipelinePlan]) -> bool:
+        """Does every rank hold its stage with all of its state?"""
+        held = all(self.fits(one, stage) for one in pipelines for stage in one.stages)
+        return held and not self._short(pipelines, None)
 
-    def fits(self, pipeline: PipelinePlan, stage: StagePlan, sharing: _Sharing = NOTHING_SHARED) -> bool:
+    def fits(self, pipeline: PipelinePlan, stage: StagePlan, owned: Owned | None = None) -> bool:
         """Does its rank hold ``stage``, as one of the pipeline's?"""
-        room, elsewhere = self._usable[stage.ranks[0]], 0
-        if sharing.pipelines > 1:
-            elsewhere = elsewhere_bytes(self.profile, stage, sharing.pipelines)
-            if sharing.levelled:
-                room += min(max(0, self._mean - room), elsewhere // (sharing.pipelines - 1))
-        return self._need(pipeline, stage) - elsewhere <= room
+        return self._peak(pipeline, stage, owned) <= self._usable[stage.ranks[0]]
+
+    def _peak(self, pipeline: PipelinePlan, stage: StagePlan, owned: Owned | None) -> float:
+        need = self._need(pipeline, stage)
+        if owned is None:
+            return need
+        trained = stage_trainable(self.profile.model, stage.first, stage.last)
+        return need - max(0.0, trained * owned_bytes(self.profile, stage) - owned.get(stage.ranks[0], 0.0))
 
     def _need(self, pipeline: PipelinePlan, stage: StagePlan) -> int:
         """Peak bytes of ``stage``, with all the state of what it holds."""
