@@ -57,6 +57,7 @@ ENVIRONMENT = {
 UNITS = {
     ("adapter", "dropout"): "share",
     ("tokenizer", "train_vocab_size"): "entries",
+    ("data", "weights"): "shares",
     ("data", "skip_bad"): "records",
     ("data", "sequence_length"): "tokens",
     ("data", "held_out"): "share",

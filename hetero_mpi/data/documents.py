@@ -5,11 +5,12 @@ from __future__ import annotations
 import codecs
 import glob
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from hetero_mpi.data.hub_records import PREFIX, hub_files
 from hetero_mpi.errors import UserError
 
 
@@ -84,12 +85,15 @@ def read_documents(
     return Corpus(tuple(patterns), matching_files(key, patterns), documents, max_bytes, key)
 
 
-def matching_files(key: str, patterns: Sequence[str]) -> tuple[Path, ...]:
-    """The files that match the glob patterns of the job's ``key``: sorted by path, each once, directories ignored.
+def matching_files(key: str, patterns: Sequence[str], tell: Callable[[str], None] | None = None) -> tuple[Path, ...]:
+    """The files that match the glob patterns of the job's ``key``: sorted by path, each once, directories ignored; then those of
+    data sets of the hub, in the order of the job.
 
-    A pattern that begins with ``!`` takes files of the patterns before it away again. Raises UserError when nothing
-    matches.
+    A pattern that begins with ``!`` takes files of the patterns before it away again. ``tell``: is told of files that are
+    fetched from the hub; None: none is. Raises UserError when nothing matches.
     """
+    from_hub = [file for text in patterns if text.startswith(PREFIX) for file in hub_files(text, key, tell)]
+    patterns = [text for text in patterns if not text.startswith(PREFIX)]
     # A link and its target are one file; the real path is its identity and its place in the order.
     paths: dict[str, Path] = {}
     directories: list[str] = []
@@ -101,12 +105,12 @@ def matching_files(key: str, patterns: Sequence[str]) -> tuple[Path, ...]:
                 paths.setdefault(os.path.realpath(text), Path(text))
             else:
                 directories.append(text)
-    if not paths:
+    if not paths and not from_hub:
         what = (
             f"only directories, such as {directories[0]} (add /**/*.txt to read inside)" if directories else "nothing"
         )
         raise UserError(f"{key} must match at least one file; {_shown(patterns)} matched {what}.")
-    return tuple(paths[real] for real in sorted(paths))
+    return (*(paths[real] for real in sorted(paths)), *from_hub)
 
 
 def _read_text(path: Path, max_bytes: int | None, report: CorpusReport) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.bad_records import BadRecords
 from hetero_mpi.data.records import Record
-from hetero_mpi.data.sequences import IGNORED, Dataset, Rows, Tokens, join_evaluation, share_out
+from hetero_mpi.data.sequences import IGNORED, Dataset, Rows, Tokens, join_evaluation, mix, share_out
 from hetero_mpi.data.template import Form, Tokenized, tokenize_records
 from hetero_mpi.data.tokenizer import end_token
 from hetero_mpi.errors import UserError
@@ -21,7 +21,7 @@ ADVICE = "Add records ({}), lower data.sequence_length, or set data.packing = fa
 
 
 def build_record_sequences(
-    records: Iterable[Record],
+    sources: Sequence[tuple[str, Iterable[Record]]],
     tokenizer: PreTrainedTokenizerFast,
     form: Form,
     sequence_length: int,
@@ -33,8 +33,10 @@ def build_record_sequences(
     isolate: bool = True,
     bad: BadRecords | None = None,
     preference: bool = False,
+    weights: Sequence[float] | None = None,
 ) -> Dataset:
-    """Sequences of ``sequence_length`` tokens; targets are the tokens of answers, or of everything, and -100 elsewhere.
+    """Sequences of ``sequence_length`` tokens from named sources of records; targets are the tokens of answers, or of everything,
+    and -100 elsewhere.
 
     Packed, each sequence holds as many whole records as fit, in the order of the files::
 
@@ -45,7 +47,7 @@ def build_record_sequences(
     The positions (only with ``isolate``) keep a record from seeing those before it. Otherwise each sequence holds one
     record. A record that is longer than a sequence is cut, and one that loses all of its answers by that is dropped; the
     notes count both. No record's first token is a target: nothing of its own stands before it. ``bad``: takes the records that
-    cannot be rendered.
+    cannot be rendered. ``weights``: the sources are mixed by these, and do not share sequences.
 
     With ``preference`` the records are pairs, chosen and rejected in turn, of which each stays in one sequence, isolated.
 
@@ -59,11 +61,17 @@ def build_record_sequences(
         pad = end_token(tokenizer) if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
         return _rows(tokenized, sequence_length, packing, isolate, train_on_prompt, pad, key, preference)
 
-    rows = rows_of(records, "data.records")
+    aside, advice = held_out if evaluation is None else 0, ADVICE.format("data.records")
+    advice += " data.held_out = 0 holds nothing out." * (aside > 0)
+    built = [(name, share_out(rows_of(records, name), aside, seed, name, advice)) for name, records in sources]
+    if weights is not None:
+        told = [(name, replace(one, notes=tuple(f"{name}: {note}" for note in one.notes))) for name, one in built]
+        dataset = mix(told, weights, seed)
+    else:
+        ((_, dataset),) = built
     if evaluation is None:
-        advice = ADVICE.format("data.records") + " data.held_out = 0 holds nothing out." * (held_out > 0)
-        return share_out(rows, held_out, seed, "data.records", advice)
-    return join_evaluation(rows, rows_of(evaluation, "data.evaluation"), seed, "the records", ADVICE.format("any key"))
+        return dataset
+    return join_evaluation(dataset, rows_of(evaluation, "data.evaluation"), "the records", ADVICE.format("any key"))
 
 
 def _rows(

@@ -13,6 +13,8 @@ from hetero_mpi.errors import UserError
 
 ROWS_AT_ONCE = 1000
 """Rows of a parquet file that are in memory together."""
+_MESSAGES = {*SPELLINGS, *PREFERENCE, "prompt"}
+"""Keys that may hold messages."""
 _WANTED = {*SPELLINGS, *(key for pair in PAIRS.values() for key in pair), *FURTHER}
 
 
@@ -91,7 +93,7 @@ def _table(path: Path) -> Iterator[tuple[str, Any]]:
                 raise UserError(f"{path}: the file holds no records: it has no rows. Leave it out, or fill it.")
             rows = file.iter_batches(ROWS_AT_ONCE, columns=[name for name in names if name in _WANTED])
             for number, row in enumerate((row for batch in rows for row in batch.to_pylist()), start=1):
-                value = {key: _without_nulls(inner, key in SPELLINGS) for key, inner in row.items()}
+                value = {key: _without_nulls(inner, key in _MESSAGES) for key, inner in row.items()}
                 yield f"{path}, row {number}", value
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split()).rstrip(".")

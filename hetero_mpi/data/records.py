@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -100,9 +100,13 @@ class Records:
 
 
 def read_records(
-    patterns: Sequence[str], key: str = "data.records", bad: BadRecords | None = None, preference: bool = False
+    patterns: Sequence[str],
+    key: str = "data.records",
+    bad: BadRecords | None = None,
+    preference: bool = False,
+    tell: Callable[[str], None] | None = None,
 ) -> Records:
-    """Read all records of the files that match the glob patterns of the job's ``key``.
+    """Read all records of the files that match the glob patterns of the job's ``key`` (see :func:`matching_files`).
 
     Records with nothing to learn (an answer is missing or empty, or all say ``train: false``) are left out and listed; bad
     ones go to ``bad``. With ``preference`` each holds a chosen and a rejected answer and becomes two records, in this order. Raises
@@ -113,7 +117,7 @@ def read_records(
     records: list[Record] = []
     unanswered: list[str] = []
     untrained: list[str] = []
-    paths = matching_files(key, patterns)
+    paths = matching_files(key, patterns, tell)
     for source, value in (entry for path in paths for entry in values_of(path)):
         try:
             found = _pair_of(value, source) if preference else [_record(value, source)]

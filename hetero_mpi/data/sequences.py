@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.data.order import Indices, batch_indices, permutation
+from hetero_mpi.data.order import Indices, Parts, batch_indices, parts_of, permutation
 from hetero_mpi.data.tokenizer import BATCH_CHARACTERS, encoded, end_token, own_tokens_only
 from hetero_mpi.errors import UserError
 
@@ -108,10 +108,12 @@ class Dataset:
     """int32 [N, T]; see ``Batch``."""
     answers: npt.NDArray[np.uint8] | None = None
     """[N, T], of preferences; see ``Pairs``."""
+    parts: Parts = ()
+    """Of ``train``, where several data sets are mixed by weights: what an epoch takes from each."""
 
     def batch(self, step: int, global_batch: int) -> Batch:
         """The training batch of ``step`` (from 0), a function of its arguments and the seed only."""
-        return self.gather(self.train[batch_indices(step, global_batch, len(self.train), self.seed)])
+        return self.gather(self.train[batch_indices(step, global_batch, len(self.train), self.seed, self.parts)])
 
     def held_out_batches(self, batch: int, limit: int | None = None) -> Iterator[Batch]:
         """The first ``limit`` held-out sequences, ``batch`` at a time (fewer in the last), always the same ones."""
@@ -139,6 +141,8 @@ class Dataset:
         for array in (self.tokens, self.targets, self.train, self.held_out, *further):
             digest.update(repr(array.shape).encode())
             digest.update(np.ascontiguousarray(array).data)
+        if self.parts:
+            digest.update(repr(self.parts).encode())
         return digest.hexdigest()
 
     def gather(self, chosen: Indices) -> Batch:
@@ -188,10 +192,13 @@ def build_sequences(
     """
     rows = _text_rows(documents, tokenizer, sequence_length, packing)
     advice = "Add text ({}) or lower data.sequence_length."
+    own = advice.format("data.text, data.max_bytes")
     if evaluation is None:
-        return share_out(rows, held_out, seed, "the text", advice.format("data.text, data.max_bytes"))
+        return share_out(rows, held_out, seed, "the text", own)
     other = _text_rows(evaluation, tokenizer, sequence_length, packing)
-    return join_evaluation(rows, other, seed, "the text", advice.format("data.text or data.evaluation"))
+    return join_evaluation(
+        share_out(rows, 0, seed, "the text", own), other, "the text", advice.format("data.evaluation")
+    )
 
 
 def share_out(rows: Rows, held_out: float, seed: int, what: str, advice: str) -> Dataset:
@@ -211,24 +218,58 @@ def share_out(rows: Rows, held_out: float, seed: int, what: str, advice: str) ->
     )
 
 
-def join_evaluation(rows: Rows, evaluation: Rows, seed: int, what: str, advice: str) -> Dataset:
-    """The dataset that trains on all of ``rows`` and evaluates on ``evaluation``. Raises as :func:`share_out`."""
-    _require(rows, 1, what, "", advice)
-    _require(evaluation, 1, f"{what} of data.evaluation", "", advice)
-    count, positions, answers = len(rows.tokens), None, None
-    if rows.positions is not None and evaluation.positions is not None:
-        positions = np.concatenate([rows.positions, evaluation.positions])
-    if rows.answers is not None and evaluation.answers is not None:
-        answers = np.concatenate([rows.answers, evaluation.answers])
+def mix(sources: Sequence[tuple[str, Dataset]], weights: Sequence[float], seed: int) -> Dataset:
+    """One dataset of several named ones: an epoch has as many sequences as all have to train on, and takes from each its weight's
+    share. What they hold out is held out.
+
+    Raises UserError when a weight is so small that an epoch takes nothing.
+    """
+    sets = [dataset for _, dataset in sources]
+    parts = parts_of([len(dataset.train) for dataset in sets], weights)
+    count, notes = sum(take for _, take in parts), [note for dataset in sets for note in dataset.notes]
+    for (name, _), weight, (size, take) in zip(sources, weights, parts, strict=True):
+        if not take:
+            raise UserError(
+                f"data.weights: {name} gives none of the {count:,} sequences of an epoch with its weight {weight:g} of "
+                f"{sum(weights):g}. Raise it, or take the data set out"
+            )
+        notes.append(
+            f"{name}: {take:,} of the {count:,} sequences of an epoch (weight {weight:g} of {sum(weights):g}), from {size:,}: "
+            f"each {take / size:.3g} times"
+        )
+    offsets = np.cumsum([0, *(len(dataset.tokens) for dataset in sets[:-1])])
+    held_out = np.concatenate([first + dataset.held_out for first, dataset in zip(offsets, sets, strict=True)])
+    positions = [dataset.positions for dataset in sets if dataset.positions is not None]
+    answers = [dataset.answers for dataset in sets if dataset.answers is not None]
     return Dataset(
-        np.concatenate([rows.tokens, evaluation.tokens]),
-        np.concatenate([rows.targets, evaluation.targets]),
-        np.arange(count, dtype=np.int64),
-        count + permutation(len(evaluation.tokens), seed, HELD_OUT_STREAM),
+        np.concatenate([dataset.tokens for dataset in sets]),
+        np.concatenate([dataset.targets for dataset in sets]),
+        np.concatenate([first + dataset.train for first, dataset in zip(offsets, sets, strict=True)]),
+        held_out[permutation(len(held_out), seed, HELD_OUT_STREAM)],
         seed,
-        (*rows.notes, *(f"evaluation: {note}" for note in evaluation.notes)),
-        positions,
-        answers,
+        tuple(notes),
+        np.concatenate(positions) if positions else None,
+        np.concatenate(answers) if answers else None,
+        parts,
+    )
+
+
+def join_evaluation(dataset: Dataset, evaluation: Rows, what: str, advice: str) -> Dataset:
+    """The dataset, which holds nothing out, with ``evaluation`` to evaluate on. Raises as :func:`share_out`."""
+    _require(evaluation, 1, f"{what} of data.evaluation", "", advice)
+    count, positions, answers = len(dataset.tokens), None, None
+    if dataset.positions is not None and evaluation.positions is not None:
+        positions = np.concatenate([dataset.positions, evaluation.positions])
+    if dataset.answers is not None and evaluation.answers is not None:
+        answers = np.concatenate([dataset.answers, evaluation.answers])
+    return replace(
+        dataset,
+        tokens=np.concatenate([dataset.tokens, evaluation.tokens]),
+        targets=np.concatenate([dataset.targets, evaluation.targets]),
+        held_out=count + permutation(len(evaluation.tokens), dataset.seed, HELD_OUT_STREAM),
+        notes=(*dataset.notes, *(f"evaluation: {note}" for note in evaluation.notes)),
+        positions=positions,
+        answers=answers,
     )
 
 

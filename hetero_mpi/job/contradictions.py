@@ -86,6 +86,7 @@ _TEXT_ONLY = {
         (
             "text",
             "records",
+            "weights",
             "evaluation",
             "skip_bad",
             "documents",
@@ -149,11 +150,25 @@ def _data(known: Known) -> list[Problem]:
         state = "neither is set" if text is None else "both are set"
         return [(("data", "text"), f"set exactly one of data.text and data.records; {state}")]
     other, used = ("records", "text") if records is None else ("text", "records")
-    keys = ("skip_bad", "template", "train_on_prompt", "isolate") if records is None else ("documents", "max_bytes")
+    keys = (
+        ("weights", "skip_bad", "template", "train_on_prompt", "isolate")
+        if records is None
+        else ("documents", "max_bytes")
+    )
     found: list[Problem] = []
     for key in keys:
         if known.all_sound(("data", key)) and known("data", key) != known.default("data", key):
             found.append((("data", key), f"applies to data.{other} only, and this job has data.{used}: leave it out"))
+    for key in ("text", "evaluation") if records is None else ():
+        if any(entry.startswith("hf:") for entry in known("data", key) or ()):
+            found.append((("data", key), "a data set of the hub (hf:...) holds records: name it in data.records"))
+    weights = known("data", "weights")
+    if weights is not None and records is not None and len(weights) != len(records):
+        rule = f"must be one for each entry of data.records: there are {len(weights)} and {len(records)}"
+        found.append((("data", "weights"), rule))
+    if weights is not None and any(text.startswith("!") for text in records or ()):
+        rule = "gives each entry of data.records a share, and one that begins with ! takes files away: name the files otherwise"
+        found.append((("data", "weights"), rule))
     if known("data", "template") == "chat" and known("tokenizer", "train_vocab_size") is not None:
         rule = 'a tokenizer trained here (tokenizer.train_vocab_size) has no chat template: use "plain"'
         found.append((("data", "template"), rule))

@@ -80,6 +80,8 @@ class LoadedJob:
         return tuple(self._pattern(text) for text in texts or ())
 
     def _pattern(self, text: str) -> str:
+        if text.startswith("hf:"):  # a data set of the hub
+            return text
         expanded = Path(text.removeprefix("!").replace("{stdlib}", glob.escape(_stdlib()))).expanduser()
         return ("!" if text.startswith("!") else "") + str(Path(glob.escape(str(self.directory))) / expanded)
 

@@ -57,7 +57,9 @@ def _describe(annotation: Any, bounds: Mapping[str, Any]) -> str:
         return " or ".join(as_toml(choice) for choice in get_args(annotation))
     if get_origin(annotation) is list:
         least = bounds.get("min_length")
-        return "a list of texts in quotes" + (f" (at least {least})" if least else "")
+        (element,) = get_args(annotation)
+        what = "texts in quotes" if element is str else _describe(element, {}).replace("a number", "numbers")
+        return f"a list of {what}" + (f" (at least {least})" if least else "")
     if get_origin(annotation) is dict:
         return "a table of keys"
     if annotation in (int, float):

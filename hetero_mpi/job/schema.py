@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     ScheduleName = str
 else:
     ScheduleName = Literal[tuple(SCHEDULES)]
+Weights = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
 Patterns = Annotated[list[str], Field(min_length=1)]
 """Files, as glob patterns."""
 
@@ -102,7 +103,12 @@ class DataTable(JobTable):
     records: Patterns | None = None
     """Instruction records, as glob patterns of files with JSON lines, one JSON array, or parquet. A record is recognised by its
     keys: ``instruction``, ``input``, ``output`` (alpaca), ``messages`` or ``conversations`` (chat), or ``prompt`` and
-    ``completion`` (docs/data.md)."""
+    ``completion`` (docs/data.md). "hf:org/name", or "hf:org/name/config:split", is a data set of the Hugging Face hub: from the
+    local cache, or fetched by rank 0; split and config may be left out ("train", and the default one)."""
+    weights: Weights | None = None
+    """Records: how much of an epoch comes from each entry of ``records``, relative to the others. An epoch has as many sequences
+    as all have together; an entry gives its share of them, repeated where it has fewer, and others in the next epoch where it has
+    more. Entries share no sequence and each holds out its own ``held_out``. Empty: all records are one data set."""
     evaluation: Patterns | None = None
     """Files of the same kind that measure the evaluation loss and are never trained on; then ``held_out`` does not
     apply."""

@@ -51,7 +51,7 @@ RECORDS = (ALPACA, COMPLETION, CHAT)
 def build(tokenizer: PreTrainedTokenizerFast, template: str, length: int, *records: Record, **keys: object) -> Dataset:
     form = choose_form(tokenizer, template, records)  # type: ignore[arg-type]
     values = {"packing": False, "held_out": 0.0, "seed": 0, **keys}
-    return build_record_sequences(records, tokenizer, form, length, **values)  # type: ignore[arg-type]
+    return build_record_sequences([("data.records", records)], tokenizer, form, length, **values)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

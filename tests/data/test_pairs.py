@@ -92,7 +92,9 @@ def built(
 ) -> Dataset:
     records = read(tmp_path, *values)
     form = choose_form(tokenizer, "plain", records)
-    return build_record_sequences(records, tokenizer, form, length, packing, 0.0, 0, preference=True)
+    return build_record_sequences(
+        [("data.records", records)], tokenizer, form, length, packing, 0.0, 0, preference=True
+    )
 
 
 def parts(dataset: Dataset, row: int) -> list[tuple[list[int], list[int], list[int]]]:

@@ -55,6 +55,24 @@ def test_the_records_are_those_of_json_lines(tmp_path: Path, rows: list[dict[str
     assert [one.messages for one in read_records([str(dictionary)]).records] == [one[0] for one in shown[0]]
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_preferences(tmp_path: Path, chat: bool) -> None:
+    said: Any = (
+        (lambda role, text: [{"role": role, "content": text, "name": None}]) if chat else lambda role, text: text
+    )
+    rows = [
+        {
+            "prompt": said("user", f"a {i}"),
+            "chosen": said("assistant", "b"),
+            "rejected": said("assistant", "c"),
+            "score": i,
+        }
+        for i in range(3)
+    ]
+    found = [read_records([str(path)], preference=True).records for path in both(tmp_path, rows)]
+    assert [one.messages for one in found[0]] == [one.messages for one in found[1]] and len(found[1]) == 6
+
+
 def test_a_large_file_is_not_held_in_memory(tmp_path: Path) -> None:
     path, row = tmp_path / "a.parquet", {"prompt": "a", "completion": "b", "unused": "c" * 5000}
     with pq.ParquetWriter(path, schema_of([row]), compression="zstd") as writer:

@@ -193,7 +193,9 @@ def test_answers_that_are_not_learnt_are_not_learnt_with_the_prompts(tmp_path: P
     tokenizer, _ = tokenized("chatml", record)
     form = choose_form(tokenizer, "chat")
     targets = [
-        build_record_sequences([record], tokenizer, form, 60, False, 0.0, 0, train_on_prompt).targets[0]
+        build_record_sequences(
+            [("data.records", [record])], tokenizer, form, 60, False, 0.0, 0, train_on_prompt
+        ).targets[0]
         for train_on_prompt in (False, True)
     ]
     learnt = [tokenizer.decode(some[some != IGNORED]) for some in targets]

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub import constants, errors
+from huggingface_hub import constants
 
+from hetero_mpi.data.hub_records import why_not
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import ModelFiles
 
@@ -72,7 +73,7 @@ def obtain(name: str, path: Path, download: bool, tell: Callable[[str], None]) -
         wanted, unwanted = list(WANTED), list(UNWANTED)
         directory = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted))
     except Exception as error:  # network libraries raise many kinds; none of them is a defect of this program
-        raise UserError(_not_here(name, path, f"{reason}; {_why_not(name, error)}")) from None
+        raise UserError(_not_here(name, path, f"{reason}; {why_not(name, 'model', 'model.path', error)}")) from None
     damage = _damage(directory)  # without a network, what is there may come back as it was
     if damage is not None:
         raise UserError(_not_here(name, path, f"{damage}; nothing better came from {constants.ENDPOINT}"))
@@ -93,18 +94,3 @@ def _not_here(name: str, path: Path, reason: str) -> str:
         f"{constants.HF_HUB_CACHE}: {reason}. Correct the path; or, on a machine with a network, run `hf download {name}`, "
         f"copy the directory that it prints to rank 0's machine, and give that directory as model.path"
     )
-
-
-def _why_not(name: str, error: Exception) -> str:
-    if isinstance(error, errors.GatedRepoError):
-        return (
-            f"{name} is a gated model, and this user may not read it: accept its terms at {constants.ENDPOINT}/{name}, "
-            f"then run `hf auth login` (formerly `huggingface-cli login`) on rank 0's machine, or set HF_TOKEN"
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            f"{constants.ENDPOINT} has no model {name}, or it is private: correct model.path; for a private model run "
-            f"`hf auth login` (formerly `huggingface-cli login`) on rank 0's machine, or set HF_TOKEN"
-        )
-    first_line = (str(error) or type(error).__name__).strip().splitlines()[0]
-    return f"{name} could not be fetched from {constants.ENDPOINT} ({first_line})"

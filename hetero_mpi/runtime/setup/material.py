@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from hetero_mpi.data.bad_records import BadRecords
 from hetero_mpi.data.documents import read_documents
 from hetero_mpi.data.instructions import build_record_sequences
-from hetero_mpi.data.records import read_records
+from hetero_mpi.data.records import Records, read_records
 from hetero_mpi.data.samples import DataSource
 from hetero_mpi.data.sequences import build_sequences
 from hetero_mpi.data.template import Template, choose_form, plain_texts
@@ -84,20 +84,22 @@ def _from_text(loaded: LoadedJob) -> Material:
 def _from_records(loaded: LoadedJob) -> Material:
     data = loaded.job.data
     preference, bad = loaded.job.train.preference != "none", BadRecords(data.skip_bad)
-    records = read_records(loaded.record_patterns(), "data.records", bad, preference)
+    sources = _sources(loaded, bad, preference)
+    records = [record for _, source in sources for record in source.records]
     evaluation = None
     if data.evaluation is not None:
-        evaluation = read_records(loaded.evaluation_patterns(), "data.evaluation", bad, preference)
+        evaluation = read_records(loaded.evaluation_patterns(), "data.evaluation", bad, preference, say)
     config = _model_keys(loaded)
-    tokenizer, notes = _tokenizer(loaded, config, plain_texts(records.records))
-    form = choose_form(tokenizer, data.template, (*records.records, *(evaluation.records if evaluation else ())))
-    notes.extend(records.lines())
+    tokenizer, notes = _tokenizer(loaded, config, plain_texts(records))
+    form = choose_form(tokenizer, data.template, (*records, *(evaluation.records if evaluation else ())))
+    for name, source in sources:
+        notes.extend(line if data.weights is None else f"{name}: {line}" for line in source.lines())
     notes.extend(f"evaluation: {line}" for line in (evaluation.lines() if evaluation else ()))
     notes.append("records become text by " + _FORMS[form.kind])
     packing, isolate, note = _packing(loaded, str(config["model_type"]))
     notes.extend(note)
     dataset = build_record_sequences(
-        records.records,
+        [(name, source.records) for name, source in sources],
         tokenizer,
         form,
         data.sequence_length,
@@ -109,12 +111,22 @@ def _from_records(loaded: LoadedJob) -> Material:
         isolate,
         bad,
         preference,
+        data.weights,
     )
     notes.extend(bad.lines())
     if form.kind == "plain":
         # So that whoever loads the result can ask it in the words it was taught in.
         tokenizer.chat_template = form.source
     return Material(config, tokenizer, dataset, (*notes, *dataset.notes), form.kind, len(bad.problems))
+
+
+def _sources(loaded: LoadedJob, bad: BadRecords, preference: bool) -> list[tuple[str, Records]]:
+    """The job's records, with a name: of each entry of ``data.records`` for itself where these have weights."""
+    patterns, data = loaded.record_patterns(), loaded.job.data
+    if data.weights is None:
+        return [("data.records", read_records(patterns, "data.records", bad, preference, say))]
+    named = [(f"data.records {text}", pattern) for text, pattern in zip(data.records or (), patterns, strict=True)]
+    return [(name, read_records([pattern], name, bad, preference, say)) for name, pattern in named]
 
 
 def _packing(loaded: LoadedJob, family: str) -> tuple[bool, bool, list[str]]:

@@ -1,0 +1,106 @@
+"""Real runs on records from several files, with weights and bad records: one rank and three, and resumed to the bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
+from tests.support.small_jobs import Outcome, Workshop
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"say {number}"}, {"role": "assistant", "content": "no", "train": False},
+                  {"role": "user", "content": "why"}, {"role": "assistant", "content": f"so {number}"}]}
+    for number in range(9)
+]  # fmt: skip
+PAIRS = [{"prompt": f"grass {number}", "completion": f"green {number}"} for number in range(12)]
+STEPS, BATCH = 6, 4
+RANKS = pytest.mark.parametrize("ranks", [pytest.param(1, id="np1", marks=pytest.mark.long), pytest.param(3, id="np3")])
+
+
+class Runs(Workshop):
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        lines = [json.dumps(one) for one in CHATS]
+        for name, some in (("good", lines), ("bad", [*lines[:4], '{"messages": 3}', *lines[4:]]), ("pairs", PAIRS)):
+            text = "\n".join(one if isinstance(one, str) else json.dumps(one) for one in some)
+            (directory / f"{name}.jsonl").write_text(text)
+        pq.write_table(pa.Table.from_pylist(PAIRS), directory / "pairs.parquet", row_group_size=5)
+        values = self.values(self.model(blocks=2, max_position_embeddings=96))
+        values["data"] = {
+            "template": "plain",
+            "sequence_length": 96,
+            "packing": False,
+            "held_out": 0.1,
+            "weights": [1, 2],
+        }
+        values["train"] |= {"steps": STEPS, "global_batch": BATCH}
+        values["profile"]["path"] = str(directory / "profile.toml")
+        self.entries = {
+            "lines": self.entry("lines", values, "good.jsonl", "pairs.jsonl"),
+            "table": self.entry("table", values, "bad.jsonl", "pairs.parquet", skip_bad=1),
+            "large": self.entry("large", values, "good.jsonl", "pairs.jsonl", batch=40),
+        }
+        middle = checkpoint_path(self.run("table") / "checkpoints", 2)
+        self.later = {"again": {**self.entries["table"], "run_dir": self.run("again"), "resume": middle}}
+        other = self.entry("other", values, "good.jsonl", "pairs.jsonl", weights=[2, 1])
+        self.later["other"] = {**other, "resume": middle}
+
+    def entry(self, name: str, values: dict[str, Any], *files: str, batch: int = BATCH, **data: Any) -> dict[str, Any]:
+        records = [str(self.directory / file) for file in files]
+        job = self.job(name, values, data={"records": records, **data}, train={"global_batch": batch})
+        return {"job": job, "run_dir": self.run(name)}
+
+    def run(self, name: str) -> Path:
+        return self.directory / name
+
+
+@pytest.fixture(scope="module")
+def on(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    done: dict[int, tuple[Runs, dict[str, Outcome]]] = {}
+
+    def run(ranks: int) -> tuple[Runs, dict[str, Outcome]]:
+        if ranks not in done:
+            runs = Runs(tmp_path_factory.mktemp(f"np{ranks}"))
+            done[ranks] = runs, runs.run_entries(ranks, runs.entries) | runs.run_entries(ranks, runs.later)
+        return done[ranks]
+
+    return run
+
+
+@RANKS
+def test_the_same_records_give_the_same_bits(on: Any, ranks: int) -> None:
+    runs, outcomes = on(ranks)
+    for name in ("lines", "table", "again", "large"):
+        assert outcomes[name].raised == ("",) * ranks, outcomes[name].texts
+    with CheckpointReader(checkpoint_path(runs.run("lines") / "checkpoints", STEPS)) as lines:
+        for name in ("table", "again"):
+            with CheckpointReader(checkpoint_path(runs.run(name) / "checkpoints", STEPS)) as other:
+                for tensor in lines.names("parameters"):
+                    assert (lines.read("parameters", tensor)[0] == other.read("parameters", tensor)[0]).all(), (
+                        name,
+                        tensor,
+                    )
+
+
+@RANKS
+def test_what_is_said_of_the_data(on: Any, ranks: int) -> None:
+    runs, outcomes = on(ranks)
+    printed = outcomes["table"].printed
+    assert f"{runs.directory}/bad.jsonl, line 5: 'messages' must be a list of messages; it is a number" in printed
+    assert "1 bad records were skipped (data.skip_bad)" in printed
+    for name, skipped in (("table", 1), ("again", 1), ("lines", 0)):
+        starts = json.loads((runs.run(name) / "run.json").read_text())["starts"]
+        assert [start["skipped_records"] for start in starts] == [skipped]
+    assert (
+        "a batch is larger than the data: each training sequence is in every step 2.11 times"
+        in outcomes["large"].printed
+    )
+    assert "larger than the data" not in printed
+    assert outcomes["other"].codes == (2,) * ranks and "other data" in outcomes["other"].texts[0]
