@@ -19,7 +19,7 @@ from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
 from hetero_mpi.device.backend import DTYPES
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import JobConfig, job_from_dict
-from hetero_mpi.model.adapter import expert_delta
+from hetero_mpi.model.adapter import MAGNITUDE, expert_delta, merged, scale_of
 from hetero_mpi.model.adapter_files import adapter_directory, write_adapter
 from hetero_mpi.model.files.model_directory import ModelDirectoryWriter
 from hetero_mpi.model.files.model_files import ModelFiles
@@ -145,7 +145,7 @@ def _trained_layers(source: ExportSource) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _merged_layers(source: ExportSource) -> Iterator[dict[str, torch.Tensor]]:
-    """Base weights from their files, fp32, each adapted matrix plus its alpha / rank * B A."""
+    """Base weights from their files, fp32, each adapted matrix merged with its adapter."""
     chain, adapter = source.chain, source.tuning.adapter
     assert adapter is not None and source.base is not None
     start = FileStart(ModelFiles(source.base), chain)
@@ -156,7 +156,8 @@ def _merged_layers(source: ExportSource) -> Iterator[dict[str, torch.Tensor]]:
         for name, module in source.tuning.adapted_tensors(chain, layer, layer + 1).items():
             a, b = (_read(source, f"{module}.lora_{side}.weight") for side in "AB")
             delta = expert_delta(model, name, a, b) if name in source.tuning.parameters else b @ a
-            state[name] += adapter.alpha / adapter.rank * delta
+            magnitude = _read(source, f"{module}{MAGNITUDE}") if adapter.dora else None
+            state[name] = merged(state[name], scale_of(adapter) * delta, magnitude)
         yield state
         for name in chain.module_names(layer):
             model.set_submodule(name, PassThrough())

@@ -75,6 +75,8 @@ def _model(known: Known) -> list[Problem]:
     if known("adapter", "parameters") and known("adapter", "dropout"):
         rule = "peft adds an adapter of experts to their weights, so nothing can be dropped before it: set adapter.dropout = 0"
         found.append((("adapter", "parameters"), rule))
+    if known("adapter", "parameters") and known("adapter", "dora"):
+        found.append((("adapter", "dora"), "peft has no DoRA for experts: leave it out, or adapter.parameters"))
     return found
 
 

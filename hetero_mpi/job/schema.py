@@ -74,6 +74,11 @@ class AdapterTable(JobTable):
     """Width of the adapters (r)."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """Scale of the adapters: their output counts alpha / rank."""
+    rslora: bool = False
+    """Scale the adapters by alpha / sqrt(rank) (rsLoRA, Kalajdzievski, 2023): higher ranks then learn as fast as lower ones."""
+    dora: bool = False
+    """Train the length of each output's weights apart from their direction (DoRA, Liu et al., 2024): closer to training of all
+    weights, in a longer step."""
     dropout: Fraction = 0.0
     """Dropout before the adapters."""
     targets: Literal["all-linear"] | list[str] = "all-linear"

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _NAME = "default"
 """peft's name of the only adapter; it is part of module names but not of the names in adapter files."""
+MAGNITUDE = ".lora_magnitude_vector"
+"""DoRA's tensor, which adapter files name without the ``.weight`` of its module."""
 _WRAPPED = ".base_layer"
 """What peft's wrappers put into the names of what they wrap."""
 FILE_PREFIX = "base_model.model."
@@ -40,10 +42,17 @@ def lora_config(adapter: AdapterTable, targets: list[str] | str, parameters: lis
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
+        use_rslora=adapter.rslora,
+        use_dora=adapter.dora,
         target_modules=targets,
         target_parameters=parameters or None,
         task_type="CAUSAL_LM",
     )
+
+
+def scale_of(adapter: AdapterTable) -> float:
+    """The factor of B A."""
+    return adapter.alpha / (math.sqrt(adapter.rank) if adapter.rslora else adapter.rank)
 
 
 @dataclass(frozen=True)
@@ -121,7 +130,10 @@ def inject(
     device: torch.device,
     seed: int,
 ) -> None:
-    """Give what is named in a stage its adapters (fp32, on ``device``) with the start values of ``start_value``."""
+    """Give what is named in a stage its adapters (fp32, on ``device``) with the start values of ``start_value``.
+
+    The magnitudes of DoRA begin as peft has them: the norms of the rows of the weights, which are there.
+    """
     if not modules and not parameters:
         return
     from peft import inject_adapter_in_model
@@ -129,7 +141,11 @@ def inject(
     inject_adapter_in_model(lora_config(adapter, modules, parameters), model)
     for name, parameter in model.named_parameters():
         if f".{_NAME}." in name:
-            parameter.data = start_value(_short(name), tuple(parameter.shape), seed).to(device)
+            own = _short(name)
+            value = (
+                parameter.data.float() if own.endswith(MAGNITUDE) else start_value(own, tuple(parameter.shape), seed)
+            )
+            parameter.data = value.to(device)
 
 
 def expert_delta(whole: PreTrainedModel, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -140,6 +156,12 @@ def expert_delta(whole: PreTrainedModel, name: str, a: torch.Tensor, b: torch.Te
     first, second = a.view(experts, -1, a.shape[-1]), b.view(b.shape[0], -1, experts)
     transposed = getattr(whole.get_submodule(holder), "is_transposed", False)
     return torch.einsum("ore,eri->eio" if transposed else "ore,eri->eoi", second, first)
+
+
+def merged(weight: torch.Tensor, delta: torch.Tensor, magnitude: torch.Tensor | None) -> torch.Tensor:
+    """A weight (out, in) with what its adapter adds, scaled; ``magnitude`` (out): DoRA's, else None."""
+    summed = weight + delta
+    return summed if magnitude is None else (magnitude / torch.linalg.norm(summed, dim=1)).unsqueeze(1) * summed
 
 
 def start_value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -158,4 +180,4 @@ def adapter_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 
 def _short(name: str) -> str:
-    return name.replace(f".{_NAME}.", ".")
+    return name.replace(f".{_NAME}.", ".").replace(f"{MAGNITUDE}.weight", MAGNITUDE)

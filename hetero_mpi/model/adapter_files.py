@@ -9,6 +9,7 @@ import torch
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import AdapterTable
+from hetero_mpi.job.rules import as_toml
 from hetero_mpi.model.adapter import FILE_PREFIX, lora_config
 from hetero_mpi.model.files.model_files import StoredTensor, read_header, read_json, read_tensor
 from hetero_mpi.model.files.whole_directory import WholeDirectory, write_tensors
@@ -16,7 +17,7 @@ from hetero_mpi.model.tuning import Tuning
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _A = ".lora_A.weight"
-_NOT_PLAIN = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "modules_to_save", "layer_replication")
+_NOT_PLAIN = ("rank_pattern", "alpha_pattern", "bias", "modules_to_save", "layer_replication")
 """Keys of peft's configuration that change what an adapter computes."""
 
 
@@ -52,10 +53,13 @@ def check_adapter(directory: Path, tuning: Tuning) -> None:
     for key, ours, theirs in (
         ("rank", adapter.rank, config.get("r")),
         ("alpha", adapter.alpha, config.get("lora_alpha")),
+        ("rslora", adapter.rslora, bool(config.get("use_rslora"))),
+        ("dora", adapter.dora, bool(config.get("use_dora"))),
     ):
         if ours != theirs:
             raise UserError(
-                f"{directory}: the adapter has {key} = {theirs}, the job says [adapter] {key} = {ours}; make them equal"
+                f"{directory}: the adapter has {key} = {as_toml(theirs)}, the job says [adapter] {key} = {as_toml(ours)}; make "
+                f"them equal"
             )
     shapes = {name: stored.shape for name, stored in _stored(directory).items()}
     if set(shapes) != set(tuning.trainable):
@@ -86,7 +90,10 @@ def adapter_of(directory: Path) -> tuple[AdapterTable, str | None]:
     holders = tuple(f".{name.rpartition('.')[0]}" for name in parameters)
     names = sorted(name.removesuffix(_A) for name in _stored(directory) if name.endswith(_A))
     targets = [name for name in names if not parameters or not f".{name.replace('.base_layer', '')}".endswith(holders)]
-    table = AdapterTable(method="lora", rank=rank, alpha=float(alpha), targets=targets, parameters=parameters)
+    rslora, dora = bool(config.get("use_rslora")), bool(config.get("use_dora"))
+    table = AdapterTable(
+        method="lora", rank=rank, alpha=float(alpha), targets=targets, parameters=parameters, rslora=rslora, dora=dora
+    )
     return table, config.get("base_model_name_or_path")
 
 

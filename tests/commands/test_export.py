@@ -15,6 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hetero_mpi.checkpoint import checkpoint_path
 from hetero_mpi.commands.export import export
 from hetero_mpi.errors import UserError
+from hetero_mpi.model.adapter_files import adapter_of, check_adapter
+from hetero_mpi.model.transformers.chain import TransformersChain
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.tuning import adapter_tuning
 from tests.support import training_cases
 from tests.support.mpi import ROOT
 from tests.support.rank_pool import run_pooled
@@ -22,16 +26,18 @@ from tests.support.training_cases import Case
 
 FULL = Case("full", "gemma2", True, 0.0, True, 4, "even", dtype="bf16")
 TUNED = Case("tuned", "llama", False, 0.0, True, 4, "even", tuning="nf4")
+DORA = Case("dora", "llama", False, 0.0, True, 4, "even", tuning="dora")
+RSLORA = Case("rslora", "llama", False, 0.0, True, 4, "even", tuning="rslora")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A full run and an NF4 + LoRA run on two ranks."""
+    """A full run and runs of adapters on two ranks."""
     root = tmp_path_factory.mktemp("export")
     text = training_cases.corpus(root)
     tokenizer = training_cases.tokenizer_directory(root, text)
     entries = []
-    for case in (FULL, TUNED):
+    for case in (FULL, TUNED, DORA, RSLORA):
         model = training_cases.model_directory(root, case)
         adapter = training_cases.adapter_directory(root, case) if case.tuning != "full" else None
         job = root / f"{case.name}.toml"
@@ -81,10 +87,11 @@ def test_an_adapter_np2(runs: Path, tmp_path: Path) -> None:
     assert torch.equal(ours, written) and not torch.allclose(ours, base, atol=1e-3)
 
 
-def test_a_merged_model_np2(runs: Path, tmp_path: Path) -> None:
-    export(runs / "tuned", tmp_path / "out", merge=True)
-    base = AutoModelForCausalLM.from_pretrained(runs / "tuned-start")
-    merged = PeftModel.from_pretrained(base, runs / "tuned" / "adapter").merge_and_unload()
+@pytest.mark.parametrize("name", ["tuned", "dora", "rslora"])
+def test_a_merged_model_np2(runs: Path, tmp_path: Path, name: str) -> None:
+    export(runs / name, tmp_path / "out", merge=True)
+    base = AutoModelForCausalLM.from_pretrained(runs / f"{name}-start")
+    merged = PeftModel.from_pretrained(base, runs / name / "adapter").merge_and_unload()
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.allclose(logits(ours), logits(merged), rtol=1e-5, atol=1e-5)
     assert ours.dtype == torch.float32
@@ -105,3 +112,18 @@ def test_what_cannot_be_exported_np2(runs: Path, tmp_path: Path) -> None:
     finally:
         (runs / "moved").rename(runs / "tuned-start")
     assert not (tmp_path / "out").exists()
+
+
+def test_adapters_are_read_as_what_they_are_np2(runs: Path) -> None:
+    """A job that says otherwise is refused, naming the key."""
+    for case in (TUNED, DORA, RSLORA):
+        directory = runs / case.name / "adapter"
+        table, _ = adapter_of(directory)
+        assert (table.dora, table.rslora) == (case is DORA, case is RSLORA)
+        chain = TransformersChain(read_config(runs / f"{case.name}-start" / "config.json"))
+        check_adapter(directory, adapter_tuning(chain, table, False, True))
+        other = table.model_copy(update={"rslora": not table.rslora})
+        with pytest.raises(
+            UserError, match=r"the adapter has rslora = (true|false), the job says \[adapter\] rslora = "
+        ):
+            check_adapter(directory, adapter_tuning(chain, other, False, True))

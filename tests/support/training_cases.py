@@ -61,7 +61,7 @@ class Case:
     reference_micro_batch: int = 0
     """Micro-batch of the reference where it is to differ; 0: the same."""
     tuning: str = "full"
-    """``full``, ``lora`` or ``nf4`` (LoRA over 4-bit weights)."""
+    """``full``, ``lora``, ``rslora``, ``dora``, ``nf4`` (LoRA over 4-bit weights) or ``nf4-dora``."""
     recompute: bool = False
     dtype: str = "fp32"
     pipelines: str = "one"
@@ -115,6 +115,9 @@ NORMAL = (
     Case("gemma2-recompute", "gemma2", True, 0.0, True, 4, "uneven", recompute=True),
     Case("llama-lora-dropout-recompute", "llama", False, 0.1, False, 2, "ends", tuning="lora", recompute=True),
     Case("qwen3-tied-lora", "qwen3", True, 0.0, True, 1, "reversed", tuning="lora"),
+    Case("llama-dora-recompute", "llama", False, 0.0, True, 2, "uneven", tuning="dora", recompute=True),
+    Case("qwen3-nf4-dora-streamed", "qwen3", True, 0.0, True, 2, "even", tuning="nf4-dora", streamed=True),
+    Case("gemma2-rslora-two", "gemma2", True, 0.0, True, 1, "even", tuning="rslora", pipelines="two"),
     Case("phi3-nf4", "phi3", False, 0.0, True, 2, "even", tuning="nf4"),
     Case("gpt_neox-nf4-recompute", "gpt_neox", False, 0.0, False, 4, "uneven", tuning="nf4", recompute=True),
     Case("llama-nf4-planner", "llama", True, 0.0, False, 2, "planner", tuning="nf4"),
@@ -249,10 +252,12 @@ def adapter_directory(directory: Path, case: Case) -> Path:
     if not target.exists():
         keys = dict(case.config)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(keys.pop("model_type"), **keys))
-        adapted = get_peft_model(model, LoraConfig(**LORA))
+        adapted = get_peft_model(
+            model, LoraConfig(**LORA, use_dora="dora" in case.tuning, use_rslora=case.tuning == "rslora")
+        )
         torch.manual_seed(5)
         for name, parameter in adapted.named_parameters():
-            if ".lora_" in name:
+            if ".lora_A." in name or ".lora_B." in name:
                 torch.nn.init.normal_(parameter, std=0.1)
         adapted.save_pretrained(target)
     return target
@@ -290,13 +295,15 @@ def job_text(case: Case, model: Path, tokenizer: Path, text: Path, adapter: Path
     """The case as a job file."""
     tuned = ""
     if adapter is not None:
-        quantization = "nf4" if case.tuning == "nf4" else "none"
+        quantization = "nf4" if "nf4" in case.tuning else "none"
         tuned = f"""quantization = "{quantization}"
 [adapter]
 method = "lora"
 path = "{adapter}"
 rank = {LORA["r"]}
-alpha = {LORA["lora_alpha"]}"""
+alpha = {LORA["lora_alpha"]}
+rslora = {str(case.tuning == "rslora").lower()}
+dora = {str("dora" in case.tuning).lower()}"""
     train = "\n".join(f"{key} = {value!r}".replace("'", '"') for key, value in TRAIN.items())
     return f"""
 [model]
@@ -351,7 +358,7 @@ def load_reference(case: Case, model_path: Path, adapter: Path | None) -> torch.
     """The case's start in a plain process: transformers, peft and bitsandbytes by themselves."""
     # A plain fp16 loop without loss scaling would be no reference: fp16 is held against fp32.
     dtype = DTYPES["fp32" if case.dtype == "fp16" else case.dtype]
-    quantization = BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=dtype) if case.tuning == "nf4" else None
+    quantization = BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=dtype) if "nf4" in case.tuning else None
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, quantization_config=quantization)
     if adapter is None:
         return model
@@ -371,8 +378,8 @@ def run_reference(case: Case, model_path: Path, adapter: Path | None, tokenizer:
     position: dict[str, MicroBatch] = {}
     if case.dropout:
         _seed_before_layers(model, position)
-    trained = {_short(n): p for n, p in model.named_parameters() if p.requires_grad}
-    decayed = {_short(name) for name in Trainer.get_decay_parameter_names(None, model)}  # type: ignore[arg-type]
+    trained = {short(n): p for n, p in model.named_parameters() if p.requires_grad}
+    decayed = {short(name) for name in Trainer.get_decay_parameter_names(None, model)}  # type: ignore[arg-type]
     decay = [p for name, p in trained.items() if name in decayed]
     rest = [p for name, p in trained.items() if name not in decayed]
     optimizer = torch.optim.AdamW(
@@ -423,8 +430,10 @@ def held_out_mode(model: torch.nn.Module) -> None:
             module.attention_dropout = 0.0
 
 
-def _short(name: str) -> str:
-    return name.replace("base_model.model.", "").replace(".default.", ".")
+def short(name: str) -> str:
+    """A parameter's name in adapter files, of peft's own."""
+    plain = name.replace("base_model.model.", "").replace(".default.", ".")
+    return plain.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 
 
 def _summed_loss(model: torch.nn.Module, tokens: np.ndarray, targets: np.ndarray) -> torch.Tensor:

@@ -247,9 +247,7 @@ def test_the_result_loads_in_a_plain_process(bench: Bench, case: Case) -> None:
     else:
         result = run / "adapter"
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bench.start(case)[0]), result)
-    loaded = {
-        name.replace("base_model.model.", "").replace(".default.", "."): p for name, p in model.named_parameters()
-    }
+    loaded = {training_cases.short(name): p for name, p in model.named_parameters()}
     for name, array in saved.items():
         assert torch.equal(loaded[name].detach(), array.to(loaded[name].dtype)), name
     assert (result / "tokenizer.json").exists()

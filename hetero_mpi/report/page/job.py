@@ -29,6 +29,7 @@ def _method(run: PastRun) -> str:
         _filled("rank {}", run.setting("adapter", "rank")),
         _filled("alpha {}", run.setting("adapter", "alpha")),
         _filled("dropout {}", run.setting("adapter", "dropout")),
+        *(key for key in ("rslora", "dora") if run.setting("adapter", key)),
         _filled("targets {}", run.setting("adapter", "targets")),
         _filled("from {}", run.setting("adapter", "path")),
     )
