@@ -101,7 +101,7 @@ def test_changed_pipelines_take_as_long_as_their_plan_simulates(ranks: tuple[tup
 def annealed(start: Plan, profile: ClusterProfile, request: PlanRequest) -> tuple[Plan, float]:
     found = Annealer(profile, request).best([(start, outlined(start, profile).step_s)])
     assert found is not None
-    return found
+    return found.plan, found.step_s
 
 
 def test_a_bad_plan_becomes_a_good_one_and_the_same_every_time() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
-from hetero_mpi.planning.decision.decide import decide
+from hetero_mpi.planning.decision.decide import Decision, decide
 from hetero_mpi.planning.decision.explain import beaten
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.memory import predict_memory
@@ -177,7 +177,7 @@ def test_a_slow_rank_is_left_out_with_the_price_of_using_it() -> None:
     with_it = make_plan(profile, PlanRequest(8, SEQUENCE, (1,), allow_idle=False))
     assert with_it.idle == ()
     slow, fast = with_it.predicted_step_s, report.predicted_step_s
-    assert report.idle[0].reason == f"using rank 2 too would take {slow:.3g} s per step instead of {fast:.3g} s"
+    assert report.idle[0].reason == f"using 3 ranks would take {slow:.3g} s per step instead of {fast:.3g} s"
 
 
 def test_reasons_compare_with_the_even_split() -> None:
@@ -198,7 +198,7 @@ def test_every_rank_by_itself_is_priced_where_the_batch_has_a_share_for_each(
     """Two micro-batches are too few for three ranks with a pipeline each; four sequences are not."""
     profile, request = make_profile((1.0, 1.0, 1.0)), PlanRequest(4, SEQUENCE, sizes, max_pipelines=3)
     plan = make_plan_of((0, 1, 3, 4), (0, 1, 2), 4)
-    names = [other.name for other in beaten(plan, profile, request)]
+    names = [other.name for other in beaten(Decision(plan, 1.0), profile, request)]
     assert ("every rank by itself, with a share of the batch" in names) == told
 
 
@@ -217,7 +217,7 @@ def test_of_equally_fast_plans_the_one_with_fewer_ranks() -> None:
     profile = replace(make_profile(model=make_model(0)), devices=(device, replace(device, rank=1)))
     report = make_plan(profile, PlanRequest(4, SEQUENCE, (1,)))
     assert [stage.ranks for stage in report.plan.pipelines[0].stages] == [(0,)]
-    assert report.idle[0].reason.startswith("using rank 1 too would not shorten the step")
+    assert report.idle[0].reason.startswith("using 2 ranks would not shorten the step")
 
 
 def test_ranks_without_the_dtype_are_not_used() -> None:

@@ -62,6 +62,17 @@ def test_one_rank_more_makes_no_plan_slower(seed: int) -> None:
         assert every <= MOST_SLOWER * step_s(restricted(profile, [rank for rank in ranks if rank != left_out]), request)
 
 
+@seeds(40, (1, 2, 4))
+def test_what_is_told_of_other_plans_is_what_they_take(seed: int) -> None:
+    """One pipeline, and no idle rank: the search for the plan has found these, too."""
+    profile, request = instance(seed)
+    found = decide(profile, request)
+    if found is None:
+        return
+    assert found.one_pipeline_s == pytest.approx(step_s(profile, replace(request, max_pipelines=1)))
+    assert found.at_work_s == pytest.approx(step_s(profile, replace(request, allow_idle=False)), rel=0.005)
+
+
 @pytest.mark.parametrize("at_work", [((0,), (1,)), ((0, 2, 5), (1, 3)), ((6, 0, 5, 1, 4, 2, 3),)])
 def test_idle_ranks_are_put_to_work(at_work: tuple[tuple[int, ...], ...]) -> None:
     """Each with one layer, and the layers of all are still the model's."""

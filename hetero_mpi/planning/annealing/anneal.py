@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from hetero_mpi.planning.annealing.clock import Clock, is_plain
 from hetero_mpi.planning.annealing.costs import ROUNDING, Costs
@@ -52,6 +53,17 @@ MUCH_SLOWER, SLOWER, HOPELESS = 1.2, 1.06, 1.02
 is still by the second when its ranks have been put in order, or by the third when it has been annealed."""
 
 
+class Annealed(NamedTuple):
+    """The best plan that annealing found or began with, and seconds of others: infinite: none was found to fit; None: not asked."""
+
+    plan: Plan
+    step_s: float
+    one_pipeline_s: float | None
+    """The best plan of one pipeline."""
+    at_work_s: float | None
+    """The best plan in which no rank idles that can be given something."""
+
+
 class Annealer:
     """Anneals plans of one profile and request."""
 
@@ -77,7 +89,7 @@ class Annealer:
         self._known: dict[Lines, float] = {}
         self.orders = times * min(ORDERS, PER_PAIR * len(self.ranks) ** 2)
 
-    def best(self, starts: Sequence[tuple[Plan, float]]) -> tuple[Plan, float] | None:
+    def best(self, starts: Sequence[tuple[Plan, float]]) -> Annealed | None:
         """The best start, which the others need not be, or better. Ranks leave the order that they stand in only for more than the
         request is indifferent to."""
         timed = [(self.lines(plan), step_s) for plan, step_s in starts]
@@ -94,22 +106,24 @@ class Annealer:
             )
             if partitions:
                 numbers.setdefault(number, []).extend(partitions)
-        best = self._of_all(numbers)
+        best, *others = self._of_all(numbers)
         found = self.fitter.fitted(self.plan(best[0])) if best[1] < math.inf else None
-        if found is None:
-            return begun
-        found = self.fitter.repeating(found)
-        step_s, gain = self.fitter.step_s(found), max(ROUNDING, self.request.indifference)
-        return begun if begun is not None and step_s >= begun[1] * (1 - gain) else (found, step_s)
+        chosen = begun
+        if found is not None:
+            found = self.fitter.repeating(found)
+            step_s, gain = self.fitter.step_s(found), max(ROUNDING, self.request.indifference)
+            if begun is None or step_s < begun[1] * (1 - gain):
+                chosen = found, step_s
+        return None if chosen is None else Annealed(*chosen, *others)
 
-    def _of_all(self, numbers: dict[int, list[Start]]) -> Start:
-        """The best plan of any number of pipelines, by the starts of each.
+    def _of_all(self, numbers: dict[int, list[Start]]) -> tuple[Start, float | None, float | None]:
+        """The best plan of any number of pipelines, by the starts of each; and the seconds of ``Annealed``.
 
         Of up to ``MANY`` ranks, what is found for a number depends on fewer pipelines alone, not on how many more are allowed. A
         plan with idle ranks is followed by one that puts them to work, whether ranks may idle or not.
         """
         best: Start = (), math.inf
-        whole, many = best, len(self.ranks) > MANY
+        whole, one_s, many = best, math.inf, len(self.ranks) > MANY
         begins = {number: min(step_s for _, step_s in own) for number, own in numbers.items()}
         order = sorted(numbers, key=lambda number: (begins[number], number))[:MOST_NUMBERS] if many else sorted(numbers)
         for number in order:
@@ -120,9 +134,13 @@ class Annealer:
                 if not many:
                     other = self._at_work(other, numbers[number], whole[1]) if used(other[0]) < self.every else other
                     whole = other if other[1] < whole[1] * (1 - ROUNDING) else whole
-        if not many and not self.request.allow_idle:
-            return whole
-        return whole if whole[1] < best[1] * (1 - ROUNDING) else best
+            if number == 1:
+                one_s = min(best[1], whole[1])
+        if many:
+            return best, None, None
+        if not self.request.allow_idle or whole[1] < best[1] * (1 - ROUNDING):
+            best = whole
+        return best, one_s, whole[1]
 
     def _at_work(self, found: Start, starts: Sequence[Start], known_s: float) -> Start:
         """A plan of as many pipelines in which no rank idles, from ``found``, in which some do."""

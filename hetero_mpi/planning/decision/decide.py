@@ -33,6 +33,10 @@ class Decision:
     plan: Plan
     step_s: float
     """Simulated."""
+    one_pipeline_s: float | None = None
+    """The best plan found of one pipeline. Infinite: none fits; None: not asked."""
+    at_work_s: float | None = None
+    """The same where no rank idles that can be given something."""
 
 
 def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
@@ -46,8 +50,9 @@ def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
         return None if plan is None else Decision(plan, outlined(plan, profile).step_s)
     check(profile, request)
     resident = _resident(profile, request)
-    found = with_streamed_stages(profile, request, resident, _searched) or resident
-    return None if found is None else Decision(*found)
+    timed = None if resident is None else (resident.plan, resident.step_s)
+    streamed = with_streamed_stages(profile, request, timed, _searched)
+    return resident if streamed is None else Decision(*streamed)
 
 
 def _searched(profile: ClusterProfile, request: PlanRequest) -> Plan | None:
@@ -55,17 +60,18 @@ def _searched(profile: ClusterProfile, request: PlanRequest) -> Plan | None:
     return None if decision is None else decision.plan
 
 
-def _resident(profile: ClusterProfile, request: PlanRequest) -> tuple[Plan, float] | None:
-    """The best plan in which every rank holds its stage, and its seconds."""
+def _resident(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
+    """The best plan in which every rank holds its stage."""
     starts = list(_starts(profile, request))
     if len(profile.devices) > layouts.SEARCHED:
-        return min(starts, key=lambda one: one[1], default=None)
+        return Decision(*min(starts, key=lambda one: one[1])) if starts else None
     annealer = Annealer(profile, request)
     best = annealer.best(starts)
     if best is None:
         return None
-    plan, step_s = in_natural_order(*best, annealer)
-    return _scheduled(plan, request) if request.schedule != "auto" else plan, step_s
+    plan, step_s = in_natural_order(best.plan, best.step_s, annealer)
+    plan = _scheduled(plan, request) if request.schedule != "auto" else plan
+    return Decision(plan, step_s, best.one_pipeline_s, best.at_work_s)
 
 
 def check(profile: ClusterProfile, request: PlanRequest) -> None:

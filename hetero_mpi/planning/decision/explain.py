@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hetero_mpi.errors import UserError
+from hetero_mpi.planning.bounds import usable_devices
 from hetero_mpi.planning.decision.decide import Decision, decide
 from hetero_mpi.planning.durations import Durations, compute_s
 from hetero_mpi.planning.pacing import with_classic_depths
@@ -22,12 +22,10 @@ from hetero_mpi.planning.words import counted, describe_layers, describe_seconds
 
 SMALL = 6
 """Up to so many ranks in use, the reasons say what the one that computes least is good for."""
-FEW_RANKS = 12
-"""With more ranks than this, alternatives are not planned one by one."""
 MOST_ACTIONS = 20_000
 """Of plans with more actions, alternatives are not simulated: it takes longer than planning."""
 ROUNDING = 1e-9
-UNTRIED = "the search over many ranks found no faster plan with it (not simulated one by one)"
+UNTRIED = "the search found no faster plan with it"
 
 
 @dataclass(frozen=True)
@@ -45,11 +43,14 @@ class Beaten:
         return f"{self.name}: {ratio(self.step_s, best_s):.2f}x slower ({describe_seconds(self.step_s)} per step)"
 
 
-def reasons(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: SimulatedStep) -> tuple[str, ...]:
-    """Why ``plan`` is the plan."""
+def reasons(
+    decision: Decision, profile: ClusterProfile, request: PlanRequest, simulation: SimulatedStep
+) -> tuple[str, ...]:
+    """Why the plan of ``decision`` is the plan."""
+    plan = decision.plan
     return (
         _counts(plan, profile),
-        *(other.sentence(simulation.step_s) for other in beaten(plan, profile, request)),
+        *(other.sentence(simulation.step_s) for other in beaten(decision, profile, request)),
         busiest(plan, profile, simulation),
         *_least(plan, profile, request, simulation),
     )
@@ -83,9 +84,9 @@ def _share(pipeline: PipelinePlan) -> str:
     return f"{pipeline.micro_batches} micro-batches of {pipeline.micro_batch}"
 
 
-def beaten(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[Beaten]:
+def beaten(decision: Decision, profile: ClusterProfile, request: PlanRequest) -> Iterator[Beaten]:
     """What else one might have done, planned and simulated likewise: an even split, one pipeline, plain 1F1B."""
-    fitter = Fitter(profile, request)
+    plan, fitter = decision.plan, Fitter(profile, request)
     actions = sum(4 * len(pipeline.stages) * pipeline.micro_batches for pipeline in plan.pipelines)
     used = sum(len(pipeline.stages) for pipeline in plan.pipelines)
     if actions > MOST_ACTIONS:
@@ -99,7 +100,10 @@ def beaten(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterato
             "every rank by itself, with a share of the batch", _data_parallel(plan, profile, request), fitter
         )
     if len(plan.pipelines) > 1:
-        yield from _other_pipelines(plan, profile, request)
+        yield from _equal_shares(plan, request, fitter)
+        if decision.one_pipeline_s is not None and request.allow_idle:
+            step_s = decision.one_pipeline_s if decision.one_pipeline_s < math.inf else None
+            yield Beaten(f"one pipeline instead of {len(plan.pipelines)}", step_s)
     if request.schedule == "auto" and any(pipeline.split_backward for pipeline in plan.pipelines):
         whole = tuple(replace(pipeline, split_backward=False) for pipeline in plan.pipelines)
         yield _changed("backward in one part instead of two", replace(plan, pipelines=whole), fitter)
@@ -153,8 +157,7 @@ def _dealt(parts: int, seconds: Sequence[float]) -> list[int]:
     return shares
 
 
-def _other_pipelines(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[Beaten]:
-    """Equal shares; and one pipeline."""
+def _equal_shares(plan: Plan, request: PlanRequest, fitter: Fitter) -> Iterator[Beaten]:
     count = len(plan.pipelines)
     sizes = sorted(set(request.micro_batch_choices), reverse=True)
     if request.global_batch % count == 0 and len({pipeline.sequences for pipeline in plan.pipelines}) > 1:
@@ -162,10 +165,7 @@ def _other_pipelines(plan: Plan, profile: ClusterProfile, request: PlanRequest) 
         possible = [size for size in sizes if share % size == 0]
         if possible:
             equal = tuple(replace(pipeline, sequences=share, micro_batch=possible[0]) for pipeline in plan.pipelines)
-            yield _changed("equal shares of the batch", replace(plan, pipelines=equal), Fitter(profile, request))
-    if len(profile.devices) <= FEW_RANKS and request.allow_idle:
-        one = decide(profile, replace(request, max_pipelines=1))
-        yield Beaten(f"one pipeline instead of {count}", one.step_s if one is not None else None)
+            yield _changed("equal shares of the batch", replace(plan, pipelines=equal), fitter)
 
 
 def busiest(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep) -> str:
@@ -191,54 +191,34 @@ def busiest(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep) -> s
 
 def idle_ranks(decision: Decision, profile: ClusterProfile, request: PlanRequest) -> tuple[IdleRank, ...]:
     """Every rank that the plan leaves out, and why."""
-    used = [stage.ranks[0] for pipeline in decision.plan.pipelines for stage in pipeline.stages]
-    tried = _Tried(decision, profile, request, used)
-    idle = (device.rank for device in profile.devices if device.rank not in used)
-    return tuple(IdleRank(rank, tried.why_not(rank)) for rank in idle)
+    layers, used = len(profile.model.layers), {stage.ranks[0] for _, _, stage in stages(decision.plan)}
+    every = min(len(usable_devices(profile)), layers * min(request.max_pipelines, request.global_batch))
+    spare = f"{layers} layers of work, {len(profile.devices)} ranks"
+    why = spare if len(used) >= every else _without_idle(decision, every, profile, request)
+    dtype = profile.model.dtype
+    return tuple(
+        IdleRank(
+            device.rank, why if dtype in device.dtypes else f"its device does not offer {dtype} (it offers {offers})"
+        )
+        for device in profile.devices
+        if device.rank not in used
+        for offers in ["/".join(device.dtypes) or "nothing"]
+    )
 
 
-class _Tried:
-    """Plans with one more rank, one for each kind of rank that idles."""
-
-    def __init__(self, decision: Decision, profile: ClusterProfile, request: PlanRequest, used: list[int]) -> None:
-        self.decision, self.profile, self.request, self.used = decision, profile, request, used
-        self.known: dict[str, str] = {}
-
-    def why_not(self, rank: int) -> str:
-        device, model = self.profile.devices[rank], self.profile.model
-        if model.dtype not in device.dtypes:
-            return f"its device does not offer {model.dtype} (it offers {'/'.join(device.dtypes) or 'nothing'})"
-        if len(self.used) >= len(model.layers) * min(self.request.max_pipelines, self.request.global_batch):
-            return f"{len(model.layers)} layers of work, {len(self.profile.devices)} ranks"
-        like = repr((device.name, device.host, device.memory_bytes, device.layers))
-        if like not in self.known:
-            self.known[like] = self._tried(rank)
-        return self.known[like].format(rank=rank)
-
-    def _tried(self, rank: int) -> str:
-        with_it = self._with(rank, self.request)
-        if with_it is None:
-            return UNTRIED
-        best_s = self.decision.step_s
-        if with_it == float("inf"):
-            text = "no plan that uses rank {rank} too was found to fit in memory"
-            if True in self.request.recompute_choices:
-                return text
-            again = self._with(rank, replace(self.request, recompute_choices=(False, True)))
-            if again is None or again == float("inf"):
-                return text + ", nor with recompute"
-            return text + f'; with train.recompute = "auto" it fits: {describe_seconds(again)} per step'
-        if describe_seconds(with_it) == describe_seconds(best_s):
-            return f"using rank {{rank}} too would not shorten the step ({describe_seconds(best_s)} either way)"
-        return f"using rank {{rank}} too would take {describe_seconds(with_it)} per step instead of {describe_seconds(best_s)}"
-
-    def _with(self, rank: int, request: PlanRequest) -> float | None:
-        """Step time of the best plan found on the ranks in use and ``rank``; infinite: none fits; None: not tried."""
-        if len(self.used) >= FEW_RANKS:
-            return None
-        smaller = restricted(self.profile, [*sorted(self.used), rank])
-        try:
-            found = decide(smaller, replace(request, allow_idle=False))
-        except UserError:
-            return float("inf")
-        return found.step_s if found is not None else float("inf")
+def _without_idle(decision: Decision, ranks: int, profile: ClusterProfile, request: PlanRequest) -> str:
+    """What it would cost that ``ranks`` ranks work, which are as many as can be given something."""
+    if decision.at_work_s is None:
+        return UNTRIED
+    if decision.at_work_s < math.inf:
+        best, other = (describe_seconds(seconds) for seconds in (decision.step_s, decision.at_work_s))
+        if best == other or decision.at_work_s < decision.step_s:
+            return f"using {ranks} ranks would not shorten the step ({best} either way)"
+        return f"using {ranks} ranks would take {other} per step instead of {best}"
+    text = f"no plan that uses {ranks} ranks was found to fit in memory"
+    if True in request.recompute_choices:
+        return text
+    again = decide(profile, replace(request, recompute_choices=(False, True)))
+    if again is None or again.at_work_s in (None, math.inf):
+        return text + ", nor with recompute"
+    return text + f'; with train.recompute = "auto" it fits: {describe_seconds(again.at_work_s)} per step'

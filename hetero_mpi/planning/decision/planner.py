@@ -57,10 +57,11 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
     if decision is None:
         raise UserError(explain_shortage(profile, request))
     plan = with_state_weights(decision.plan, profile, request.memory_reserve)
+    decision = replace(decision, plan=plan)
     simulation = outlined(plan, profile)
     report = _figures(plan, profile, request, simulation)
     idle = idle_ranks(decision, profile, request)
-    told = (*reasons(plan, profile, request, simulation), *streamed_texts(plan, profile), *remarks)
+    told = (*reasons(decision, profile, request, simulation), *streamed_texts(plan, profile), *remarks)
     return replace(report, alone=best_alone(plain, request), idle=idle, reasons=told)
 
 
