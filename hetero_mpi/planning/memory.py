@@ -283,20 +283,6 @@ def owned_bytes(profile: ClusterProfile, stage: StagePlan) -> float:
     return model.owned_bytes_per_trainable_parameter
 
 
-def with_state_weights(plan: Plan, profile: ClusterProfile, reserve: float) -> Plan:
-    """The plan with ranks owning optimizer state by what it leaves free of their memory; unchanged where that would not fit."""
-    if len(plan.pipelines) == 1:
-        return plan
-    owned = owned_parameters(plan, profile.model)
-    state = {stage.ranks[0]: owned_bytes(profile, stage) * owned[stage.ranks[0]] for _, _, stage in stages(plan)}
-    free = {
-        memory.rank: memory.usable_bytes - memory.peak_bytes + state[memory.rank]
-        for memory in predict_memory(plan, profile, reserve)
-    }
-    found = weighted(plan, free)
-    return found if memory_suffices(found, profile, reserve) else plan
-
-
 def weighted(plan: Plan, free: Mapping[int, float]) -> Plan:
     """The plan with ranks owning optimizer state by the bytes that it leaves ``free`` when they own none."""
     most = max(1.0, *free.values())
@@ -305,12 +291,6 @@ def weighted(plan: Plan, free: Mapping[int, float]) -> Plan:
         return replace(stage, state_weight=max(_LEAST_WEIGHT, round(free[stage.ranks[0]] / most, 2)))
 
     return replace(plan, pipelines=tuple(replace(p, stages=tuple(map(by_room, p.stages))) for p in plan.pipelines))
-
-
-def memory_suffices(plan: Plan, profile: ClusterProfile, reserve: float) -> bool:
-    """Does every rank and every host hold what the plan asks of its memory?"""
-    ranks = predict_memory(plan, profile, reserve)
-    return all(one.peak_bytes <= one.usable_bytes for one in ranks) and hosts_suffice(plan, profile, reserve)
 
 
 def predict_hosts(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[HostMemory, ...]:

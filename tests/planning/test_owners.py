@@ -9,18 +9,14 @@ import pytest
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.decision.decide import decide, fits
 from hetero_mpi.planning.decision.planner import make_plan
-from hetero_mpi.planning.memory import (
-    memory_suffices,
-    predict_memory,
-    stage_memory,
-    stage_trainable,
-    with_state_weights,
-)
+from hetero_mpi.planning.memory import predict_memory, stage_memory, stage_trainable
 from hetero_mpi.planning.owners import owned_parameters, owners
+from hetero_mpi.planning.several.fitting import Fitter
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.request import PlanRequest
-from tests.support.planning_samples import SEQUENCE, make_model, make_profile
+from tests.support.brute_force import memory_suffices
+from tests.support.planning_samples import SEQUENCE, make_device, make_model, make_profile
 
 BLOCKS = 6
 LAYERS = BLOCKS + 2
@@ -70,21 +66,38 @@ def test_a_rank_with_a_third_of_the_weight_owns_a_third_whatever_it_shares_with_
 
 
 def test_weights_follow_the_memory_that_a_plan_leaves_free() -> None:
-    """Rank 1 has twice as much left as rank 0, once everything but masters and moments is counted: it owns two thirds."""
+    """Rank 1 has twice as much left as rank 0, once everything but masters and moments is counted: it owns two thirds, unless there
+    is room for a half on each."""
     model = replace(make_model(BLOCKS), state_bytes_per_trainable_parameter=16.0)
     plan = replace(plan_of(((0,), (0, LAYERS)), ((1,), (0, LAYERS))))
     profile = make_profile([1.0, 1.0], model)
     trained, peak = stage_trainable(model, 0, LAYERS), predict_memory(plan, profile)[0].peak_bytes
     without = peak - 12 * owned_parameters(plan, model)[0]
-    room = [without + 100_000, without + 200_000]
+    room = [without + 18_500, without + 37_000]
     devices = tuple(replace(d, memory_bytes=size) for d, size in zip(profile.devices, room, strict=True))
-    found = with_state_weights(plan, replace(profile, devices=devices), 0.0)
-    assert found.state_weights == {0: 0.5, 1: 1.0}
+    asked = PlanRequest(4, SEQUENCE, (1,), max_pipelines=2, memory_reserve=0.0)
+    found = Fitter(replace(profile, devices=devices), asked).fitted(plan)
+    assert found is not None and found.state_weights == {0: 0.5, 1: 1.0}
     shares = owned_parameters(found, model)
     assert shares[0] + shares[1] == trained and abs(shares[0] - trained / 3) <= 400 / 8
     peaks = [memory.peak_bytes for memory in predict_memory(found, profile)]
     assert peaks == [without + 12 * shares[0], without + 12 * shares[1]]
-    assert with_state_weights(plan, profile, 0.0) == plan, "like ranks own alike"
+    plenty = tuple(replace(d, memory_bytes=4 * size) for d, size in zip(profile.devices, room, strict=True))
+    assert Fitter(replace(profile, devices=plenty), asked).fitted(plan) == plan
+    half = tuple(replace(d, memory_bytes=size) for d, size in zip(profile.devices, (27_500, 200_000), strict=True))
+    half = tuple(replace(d, memory_bytes=without + d.memory_bytes) for d in half)
+    assert Fitter(replace(profile, devices=half), asked).fitted(plan) == plan, "a half each fits, if not all"
+
+
+def test_the_step_that_is_reported_is_the_one_that_was_searched() -> None:
+    """On unlike ranks with plenty of memory, of which stepping takes a good part."""
+    devices = [make_device(rank, memory_bytes=10**7 * (1 + rank), optimizer_s_per_parameter=1e-3) for rank in range(3)]
+    profile = replace(make_profile([1.0] * 3), devices=tuple(devices))
+    asked = PlanRequest(9, SEQUENCE, (1,), max_pipelines=3)
+    report, decision = make_plan(profile, asked), decide(profile, asked)
+    assert decision is not None and len(report.plan.pipelines) == 3
+    assert report.plan == decision.plan and set(report.plan.state_weights.values()) == {1.0}
+    assert report.predicted_step_s == decision.step_s
 
 
 @pytest.mark.parametrize(

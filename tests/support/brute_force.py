@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 from hetero_mpi.planning.durations import duration, finished_layers_s, sum_s, tied_s
 from hetero_mpi.planning.memory import (
     elsewhere_bytes,
-    memory_suffices,
+    hosts_suffice,
     predict_hosts,
     predict_memory,
     usable_bytes,
-    with_state_weights,
+    weighted,
 )
+from hetero_mpi.planning.owners import owned_parameters
 from hetero_mpi.planning.schedule import Action, Op, held_by, reduced_layers, stages, tied_heads
 from hetero_mpi.planning.simulator import simulate, spans_s
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD
@@ -304,7 +305,27 @@ def brute_force_s(profile: ClusterProfile, request: PlanRequest) -> float:
                 ):
                     best = min(best, simulate(plan, profile).step_s if nics else together_s(list(parts), plan, profile))
                     continue
-                plan = with_state_weights(plan, profile, request.memory_reserve)
+                plan = with_state_dealt(plan, profile, request.memory_reserve)
                 if memory_suffices(plan, profile, request.memory_reserve):
                     best = min(best, simulate(plan, profile).step_s)
     return best
+
+
+def with_state_dealt(plan: Plan, profile: ClusterProfile, reserve: float) -> Plan:
+    """The plan with the optimizer's state dealt evenly, or where that does not fit by what ranks leave free when they own none."""
+    if memory_suffices(plan, profile, reserve):
+        return plan
+    owned = owned_parameters(plan, profile.model)
+    free = {
+        one.rank: one.usable_bytes
+        - one.peak_bytes
+        + profile.model.owned_bytes_per_trainable_parameter * owned[one.rank]
+        for one in predict_memory(plan, profile, reserve)
+    }
+    return weighted(plan, free)
+
+
+def memory_suffices(plan: Plan, profile: ClusterProfile, reserve: float) -> bool:
+    """Does every rank and every host hold what the plan asks of its memory?"""
+    ranks = predict_memory(plan, profile, reserve)
+    return all(one.peak_bytes <= one.usable_bytes for one in ranks) and hosts_suffice(plan, profile, reserve)

@@ -17,7 +17,7 @@ from hetero_mpi.planning.decision.shortage import explain_shortage
 from hetero_mpi.planning.decision.streaming import streamed_texts
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.durations import host_optimizer_s
-from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copies, with_state_weights
+from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copies
 from hetero_mpi.planning.orders import ORDERS, OTHER_ORDERS, SCHEDULES
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.packing.bound import packing_bound_s
@@ -56,8 +56,7 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
         remarks = (f"memory: {_copies(request)} are counted",)
     if decision is None:
         raise UserError(explain_shortage(profile, request))
-    plan = with_state_weights(decision.plan, profile, request.memory_reserve)
-    decision = replace(decision, plan=plan)
+    plan = decision.plan
     simulation = outlined(plan, profile)
     report = _figures(plan, profile, request, simulation)
     idle = idle_ranks(decision, profile, request)

@@ -71,11 +71,13 @@ class Fitter:
         return best
 
     def _dealt(self, plan: Plan) -> tuple[Plan, dict[int, float]]:
-        """``plan`` with its state dealt by what ranks leave free, or evenly where only that fits; who then lacks room."""
+        """``plan`` with its state dealt evenly, since who owns more takes longer to step, or where that does not fit by what ranks
+        leave free; who then lacks room."""
         evenly = weighted(plan, dict.fromkeys(plan.state_weights, 1.0))
+        if not self._lacking(evenly):
+            return evenly, {}
         dealt = weighted(plan, self._free(plan))
-        lacking = self._lacking(dealt)
-        return (evenly, {}) if lacking and not self._lacking(evenly) else (dealt, lacking)
+        return dealt, self._lacking(dealt)
 
     def _free(self, plan: Plan) -> dict[int, float]:
         """Bytes that each rank leaves free when it owns no state."""
