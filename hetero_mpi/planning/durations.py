@@ -6,14 +6,16 @@ import itertools
 from collections.abc import Sequence
 from functools import reduce
 from operator import add
+from typing import NamedTuple
 
 import numpy as np
 
 from hetero_mpi.comm.group_paths import ring_of
+from hetero_mpi.planning.memory import STREAMED_LAYERS
 from hetero_mpi.planning.owners import owned_share
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by, reduced_layers, stages, tied_heads
 from hetero_mpi.planning.types.cost import DTYPE_BYTES, GRADIENT_BYTES, ModelCost
-from hetero_mpi.planning.types.plan import Plan, StagePlan
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LayerTimes
 
 _STEP_BYTES = 46
@@ -90,7 +92,8 @@ def _late_values_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
     for layer in range(stage.first, stage.last):
         alike.setdefault((held_by(plan, layer), value_bytes(profile.model, layer)), []).append(layer)
     coming_s = sum(len(layers) * values_s(plan, profile, layers[0]) for layers in alike.values())
-    forward_s = stage_s(profile, stage, plan.pipelines[index].size(0), plan.sequence_length, Op.F)
+    pipeline = plan.pipelines[index]
+    forward_s = stage_s(profile, pipeline, stage, pipeline.size(0), plan.sequence_length, Op.F)
     return exposed_s(coming_s, forward_s, stage.last - stage.first) if coming_s else 0.0
 
 
@@ -211,7 +214,8 @@ def duration(action: Action, plan: Plan, profile: ClusterProfile) -> float:
     _, index, stage = numbered[action.stage]
     if action.op in COMPUTE:
         assert action.micro_batch is not None
-        return stage_s(profile, stage, plan.pipelines[index].size(action.micro_batch), plan.sequence_length, action.op)
+        pipeline = plan.pipelines[index]
+        return stage_s(profile, pipeline, stage, pipeline.size(action.micro_batch), plan.sequence_length, action.op)
     if action.op in (Op.SEND_F, Op.SEND_B):
         peer = numbered[action.stage + (1 if action.op is Op.SEND_F else -1)][2]
         return profile.transfer_s(stage.ranks[0], peer.ranks[0], message_bytes(action, plan, profile))
@@ -220,11 +224,14 @@ def duration(action: Action, plan: Plan, profile: ClusterProfile) -> float:
     return _reduce_s(action, plan, profile) if action.op is Op.REDUCE else 0.0
 
 
-def stage_s(profile: ClusterProfile, stage: StagePlan, size: int, sequence_length: int, op: Op) -> float:
-    """Seconds of forward, backward or a part of it of a stage of a plan, for a micro-batch of ``size`` sequences."""
+def stage_s(
+    profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, size: int, sequence_length: int, op: Op
+) -> float:
+    """Seconds of forward, backward or a part of it of a stage of a plan, for a micro-batch of ``size`` sequences. Where the stage
+    is streamed, the mean of a step's."""
     if stage.streamed:
         leave_s = offload_s(profile.devices[stage.ranks[0]], profile.model, stage.first) if op is not Op.F else 0.0
-        return sum(_streamed_s(profile, stage, _slices(stage, size, sequence_length), op)) + leave_s
+        return sum(_streamed_s(profile, pipeline, stage, _slices(stage, size, sequence_length), op)) + leave_s
     device = profile.devices[stage.ranks[0]]
     seconds = [_slice_s(profile, device, stage, tokens, op) for tokens in _slices(stage, size, sequence_length)]
     return reduce(add, seconds)
@@ -242,8 +249,46 @@ def _slice_s(profile: ClusterProfile, device: DeviceProfile, stage: StagePlan, t
     return repeated + compute_s(profile, device, stage.first, stage.last, tokens, op)
 
 
-def _streamed_s(profile: ClusterProfile, stage: StagePlan, slices: Sequence[int], op: Op) -> list[float]:
-    """Seconds until the first layer's weights (and the gradients that come) are there, then of every layer in computing order.
+class _Pass(NamedTuple):
+    """What a forward or backward of a streamed stage finds when it begins."""
+
+    weights_there: bool
+    """Of the two layers with which it begins: where it goes back the way that the pass before has come."""
+    gradients_come: bool
+    """Sums of the micro-batches before."""
+
+
+def _passes(pipeline: PipelinePlan, stage: StagePlan, op: Op, whole: bool) -> dict[_Pass, float]:
+    """The passes of a step, with the share of each. ``whole``: all weights are trained, and leave the device when they change.
+
+    Warm-up is forwards that follow one another, and as many backwards do at a step's end; between, they take turns.
+    """
+    count, few = pipeline.micro_batches, stage.last - stage.first <= STREAMED_LAYERS
+    alike = 0 if few else min(stage.warm_up, count - 1)
+    if op is Op.F:
+        alike += whole
+        return {_Pass(False, False): alike / count, _Pass(True, False): 1 - alike / count}
+    others = {_Pass(False, whole): alike / count, _Pass(True, whole): (count - 1 - alike) / count}
+    return {**others, _Pass(True, False): 1 / count + others.get(_Pass(True, False), 0.0)}
+
+
+def _streamed_s(
+    profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, slices: Sequence[int], op: Op
+) -> list[float]:
+    """Seconds until the first layer's weights (and the gradients that come) are there, then of every layer in computing order; the
+    mean of a step's passes."""
+    found = [0.0] * (1 + stage.last - stage.first)
+    for one, share in _passes(pipeline, stage, op, profile.model.trained_whole).items():
+        if share > 0:
+            found = [
+                sum_s + share * own_s
+                for sum_s, own_s in zip(found, _pass_s(profile, stage, slices, op, one), strict=True)
+            ]
+    return found
+
+
+def _pass_s(profile: ClusterProfile, stage: StagePlan, slices: Sequence[int], op: Op, begins: _Pass) -> list[float]:
+    """The same of one pass.
 
     A layer takes as long as all of its slices or as the copies beside it, whichever is longer: of the next one's weights; in
     backward also, where all weights are trained, of the gradients of the one before, which leave, and of the next one, which come.
@@ -259,14 +304,15 @@ def _streamed_s(profile: ClusterProfile, stage: StagePlan, slices: Sequence[int]
         return sum(overhead_s + layer_s(times, op, tokens) + again(times, tokens) for tokens in slices)
 
     model = profile.model
-    copies = [weights_s(device, model.streamed_bytes(layer)) for layer in order] + [0.0]
-    leaving = [offload_s(device, model, layer) if back else 0.0 for layer in order]
-    coming = [
-        weights_s(device, model.gradient_bytes(layer)) if back and model.trained_whole else 0.0 for layer in order
+    there = STREAMED_LAYERS * begins.weights_there
+    copies = [
+        0.0 if place < there else weights_s(device, model.streamed_bytes(layer)) for place, layer in enumerate(order)
     ]
+    leaving = [offload_s(device, model, layer) if back else 0.0 for layer in order]
+    coming = [weights_s(device, begins.gradients_come * model.gradient_bytes(layer)) for layer in order]
     beside = [
         max(copy_s, out_s + in_s)
-        for copy_s, out_s, in_s in zip(copies[1:], [0.0, *leaving], [*coming[1:], 0.0], strict=False)
+        for copy_s, out_s, in_s in zip([*copies[1:], 0.0], [0.0, *leaving], [*coming[1:], 0.0], strict=False)
     ]
     return [
         max(copies[0], coming[0]),
@@ -297,10 +343,11 @@ def finished_layers_s(action: Action, plan: Plan, profile: ClusterProfile) -> di
     """
     _, index, stage = stages(plan)[action.stage]
     assert action.micro_batch is not None
-    size, device = plan.pipelines[index].size(action.micro_batch), profile.devices[stage.ranks[0]]
+    pipeline, device = plan.pipelines[index], profile.devices[stage.ranks[0]]
+    size = pipeline.size(action.micro_batch)
     *before, tokens = _slices(stage, size, plan.sequence_length)
     if stage.streamed:
-        ends = itertools.accumulate(_streamed_s(profile, stage, [*before, tokens], action.op))
+        ends = itertools.accumulate(_streamed_s(profile, pipeline, stage, [*before, tokens], action.op))
         order = reversed(range(stage.first, stage.last))
         return {
             number: end_s + offload_s(device, profile.model, number)

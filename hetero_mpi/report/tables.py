@@ -242,7 +242,7 @@ def _parameters(stage: StagePlan, profile: ClusterProfile) -> int:
 
 
 def _micro_batch_s(pipeline: PipelinePlan, stage: StagePlan, plan: Plan, profile: ClusterProfile) -> float:
-    return sum(stage_s(profile, stage, pipeline.size(0), plan.sequence_length, op) for op in (Op.F, Op.B))
+    return sum(stage_s(profile, pipeline, stage, pipeline.size(0), plan.sequence_length, op) for op in (Op.F, Op.B))
 
 
 def _batch_lines(plan: Plan) -> list[str]:

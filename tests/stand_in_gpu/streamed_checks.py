@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +16,22 @@ import torch
 from hetero_mpi.device.accelerators import open_backend
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.load import AdapterTable, TrainTable
+from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
-from hetero_mpi.model.tuning import Tuning, adapter_tuning
+from hetero_mpi.model.tuning import Tuning, adapter_tuning, full_training
+from hetero_mpi.planning.durations import duration
 from hetero_mpi.planning.memory import STREAMED_LAYERS
+from hetero_mpi.planning.schedule import Op, schedule_of
 from hetero_mpi.planning.types.cost import GRADIENT_BYTES
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import Curve, LayerTimes
 from tests.stand_in_gpu import module
+from tests.support.planning_samples import make_device, make_profile
 
 CONFIG = {
     "model_type": "llama",
@@ -155,6 +163,50 @@ def test_weights_are_copied_once_for_all_slices(
     stage.backward(0)
     # The last layers are there from the forward.
     assert len(begun) == 2 * chain.layer_count - STREAMED_LAYERS
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("warm_up", [0, 1, 3])
+def test_copies_are_priced_that_are_made(
+    chain: TransformersChain, gpu: Backend, monkeypatch: pytest.MonkeyPatch, whole: bool, warm_up: int
+) -> None:
+    """Where nothing but copies takes time, and each a second, a step lasts as many seconds as the longer queue has copies."""
+    trained, layers = full_training(chain) if whole else tuning(chain, False), chain.layer_count
+    stage = StreamedStage(chain, 0, layers, gpu, "bf16", SeededStart(0), 7, trained)
+    optimizer, tokens = Optimizer(stage, TrainTable(steps=2)), torch.ones((1, TOKENS), dtype=torch.int64).to(gpu.device)
+    queues = [one for one in (stage.weights, stage.offloaded) if one is not None]
+    made: Counter[tuple[Op, int]] = Counter()
+    now = Op.F
+    for number, queue in enumerate(queues):
+        copy = queue._copying.copy  # type: ignore[union-attr]
+
+        def counted(to: torch.Tensor, source: torch.Tensor, copy: Any = copy, number: int = number) -> Any:
+            made[now, number] += 1
+            return copy(to, source)
+
+        monkeypatch.setattr(queue._copying, "copy", counted)
+
+    model = model_cost(chain, trained, "bf16", TOKENS, dict.fromkeys(chain.kinds, 1.0))
+    model = replace(model, layers=tuple(replace(layer, parameter_bytes=1 << 20) for layer in model.layers))
+    nothing = LayerTimes(Curve((TOKENS,), (0.0,)), Curve((TOKENS,), (0.0,)))
+    device = replace(make_device(0), copy_latency_s=1.0, layers=dict.fromkeys(chain.kinds, nothing))
+    profile = replace(make_profile([1.0], model), devices=(device,))
+    plan = Plan((PipelinePlan((StagePlan((0,), 0, layers, warm_up, streamed=True),), 1, 4),), 4, TOKENS, layers)
+    schedule = [action for action in schedule_of(plan, model)[0] if action.op in (Op.F, Op.B)]
+    for step in range(2):
+        made.clear()  # the first step begins otherwise than those after it
+        optimizer.zero()
+        for action in schedule:
+            now, index = action.op, action.micro_batch
+            assert index is not None
+            if now is Op.F:
+                stage.forward(MicroBatch(index, step, 0, 4 * TOKENS), tokens, tokens)
+            else:
+                stage.backward(index)
+        optimizer.step(step, 1.0)
+    for op in (Op.F, Op.B):
+        priced = sum(duration(action, plan, profile) for action in schedule if action.op is op)
+        assert priced == pytest.approx(max(made[op, number] for number in range(len(queues)))), op
 
 
 def test_weights_stay_until_they_have_been_computed_with(chain: TransformersChain, gpu: Backend) -> None:

@@ -146,15 +146,14 @@ def streamed_view(profile: ClusterProfile, slice_sequences: int, request: PlanRe
             for kind, times in device.layers.items()
             if kind in kinds
         }
-        first_s = weights_s(device, max(streamed))
         elsewhere = model.trained_whole and not device.shares_host_memory
         own_bytes = max(0, int(device.memory_bytes - taken / (1 - request.memory_reserve)))
         return replace(
             device,
             layers=layers,
             memory_bytes=_part_of_host(profile, device, tokens, request) if elsewhere else own_bytes,
-            forward_overhead_s=first_s,
-            backward_overhead_s=first_s,
+            forward_overhead_s=0.0,
+            backward_overhead_s=0.0,
             optimizer_s_per_parameter=host_optimizer_s(device) if elsewhere else device.optimizer_s_per_parameter,
             activation_ratio=1.0,
         )
@@ -229,7 +228,7 @@ def _streamed(plan: Plan, fitter: Fitter, slice_sequences: int) -> Plan:
 
 def _in_step_s(profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, sequence_length: int) -> float:
     """Seconds of a step in which a stage computes."""
-    each_s = sum(stage_s(profile, stage, pipeline.micro_batch, sequence_length, op) for op in (Op.F, Op.B))
+    each_s = sum(stage_s(profile, pipeline, stage, pipeline.micro_batch, sequence_length, op) for op in (Op.F, Op.B))
     device = profile.devices[stage.ranks[0]]
     return pipeline.micro_batches * each_s + optimizer_s(
         profile, device, stage_trainable(profile.model, stage.first, stage.last), stage.streamed
@@ -261,7 +260,7 @@ def _text(plan: Plan, pipeline: PipelinePlan, stage: StagePlan, profile: Cluster
     free = replace(device, copy_latency_s=0.0, host_to_device_bytes_per_s=math.inf, device_to_host_bytes_per_s=math.inf)
     without = replace(profile, devices=tuple(free if one.rank == rank else one for one in profile.devices))
     seconds, computing = (
-        sum(stage_s(known, stage, pipeline.micro_batch, plan.sequence_length, op) for op in (Op.F, Op.B))
+        sum(stage_s(known, pipeline, stage, pipeline.micro_batch, plan.sequence_length, op) for op in (Op.F, Op.B))
         for known in (profile, without)
     )
     share = 1 - computing / seconds
