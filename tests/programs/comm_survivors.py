@@ -24,6 +24,7 @@ from hetero_mpi.comm.ranks.shrink import settled, survivors
 from hetero_mpi.comm.ranks.world import World
 
 MESSAGES, MESSAGE_BYTES = 20, 1 << 22
+SHORT_MESSAGES = 30
 
 
 def work(world: World, victim: int, death_s: float) -> int:
@@ -52,15 +53,19 @@ def work(world: World, victim: int, death_s: float) -> int:
             heartbeat.beat({"step": steps})
             incoming = np.zeros(200_000, np.uint8)
             parts = [np.ones(20_000, np.float32) for _ in active]
+            short = [np.zeros(3000, np.uint8) for _ in range(SHORT_MESSAGES)]
             requests = [
                 transport.post_receive(before, 1, incoming),
                 transport.send(following, 1, np.full(200_000, steps % 256, np.uint8)),
                 transport.reduce_scatter(group, parts),
+                *(transport.post_receive(before, 2, one) for one in short),
+                *(transport.send(following, 2, np.full(3000, steps % 256, np.uint8)) for _ in short),
             ]
             time.sleep(0.002 * world.rank)  # "computes"; the communication thread moves the messages
             for request in requests:
                 transport.wait(request)
-            assert incoming[-1] == steps % 256 and parts[active.index(world.rank)][-1] == len(active)
+            assert {int(one[-1]) for one in (incoming, *short)} == {steps % 256}
+            assert parts[active.index(world.rank)][-1] == len(active)
             if world.rank == 0:
                 world.asked()
             assert members.all_reduce_sum(np.ones(3))[0] == len(active)

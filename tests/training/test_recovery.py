@@ -125,10 +125,12 @@ def test_launch_says_what_it_adds_and_what_cannot_be(capfd: pytest.CaptureFixtur
         outliving_ranks(other)
 
 
-def test_survivors_meet_and_go_on_np4() -> None:
+@pytest.mark.parametrize("way", ["any", pytest.param("tcp,self", marks=pytest.mark.long)])
+def test_survivors_meet_and_go_on_np4(way: str) -> None:
     """All that ranks wait in (messages, sums, collectives, sleep, heartbeats), one death after the other, until one is left."""
     arguments = ["tests/programs/comm_survivors.py", "1"]
-    result = run_mpi(4, arguments, 120, options=outliving_or_skip())
+    environment = {} if way == "any" else {"OMPI_MCA_btl": way, "OMPI_MCA_pml": "ob1"}
+    result = run_mpi(4, arguments, 120, env=environment, options=outliving_or_skip())
     assert result.returncode == 0, result.stdout + result.stderr
     assert [line.split(" ")[3:5] for line in result.stdout.splitlines() if "died" in line] == [
         ["4", "died;"],
