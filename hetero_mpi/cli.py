@@ -132,6 +132,16 @@ def _generate(**options: Any) -> int:
     return _on_all_ranks(command)
 
 
+def _serve(**options: Any) -> int:
+    def command(world: World) -> int:
+        with _eager_imports():
+            from hetero_mpi.runtime.serve.serve import ServeOptions, serve
+
+        return serve(world, ServeOptions(**options))
+
+    return _on_all_ranks(command)
+
+
 def _profile(job: Path, overrides: Sequence[str], output: Path, reprofile: bool) -> int:
     def command(world: World) -> int:
         loaded = _read_early(world, job, overrides)
@@ -258,6 +268,7 @@ def parser() -> argparse.ArgumentParser:
 
     _add_train(commands)
     _add_generate(commands)
+    _add_serve(commands)
     text = "start ranks with the launcher that belongs to the loaded MPI library"
     launch = commands.add_parser("launch", help=text)
     launch.set_defaults(run=_launch)
@@ -318,8 +329,7 @@ def _add_train(commands: Commands) -> None:
 def _add_generate(commands: Commands) -> None:
     text = "continue a prompt; under mpirun the model is split over the ranks"
     add = _command(commands, "generate", _generate, text)
-    source = "run directory, Hugging Face model directory or PEFT adapter directory"
-    add("source", type=Path, metavar="RUN_OR_DIR", help=source)
+    _add_source(add)
     add("--prompt", required=True, metavar="TEXT")
     most = "at most so many (by default 128, or what the model's positions allow)"
     add("--max-new-tokens", type=int, metavar="N", help=most)
@@ -328,6 +338,25 @@ def _add_generate(commands: Commands) -> None:
     add("--top-p", type=float, default=1.0, metavar="P", help=fewest)
     add("--seed", type=int, default=0, metavar="N", help="seed of the draws (default 0)")
     add("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
+
+
+def _add_source(add: Add) -> None:
+    source = "run directory, Hugging Face model directory or PEFT adapter directory"
+    add("source", type=Path, metavar="RUN_OR_DIR", help=source)
+
+
+def _add_serve(commands: Commands) -> None:
+    text = "answer over HTTP as OpenAI's API does; under mpirun the model is split over the ranks"
+    add = _command(commands, "serve", _serve, text)
+    _add_source(add)
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="of rank 0 to listen on (default %(default)s)")
+    add("--port", type=int, default=8000, metavar="N", help="(default %(default)s; 0: any free one)")
+    token = "clients must show it; needed for other addresses than this machine's own (or HETERO_MPI_TOKEN)"
+    add("--token", metavar="TEXT", help=token)
+    most = "tokens of a request with its answer (default: what the model's positions and the memory allow)"
+    add("--context", type=int, metavar="N", help=most)
+    side = "so many answers are written side by side at most (default %(default)s)"
+    add("--parallel", type=int, default=8, metavar="N", help=side)
 
 
 def _add_doctor(commands: Commands) -> None:

@@ -31,7 +31,7 @@ PACKAGES = [
     "profiling",
     "engine",
     "state",
-    "runtime/setup", "runtime/generate", "runtime",
+    "runtime/setup", "runtime/generate", "runtime", "runtime/serve",
     "commands",
 ]  # fmt: skip
 """Bottom to top; a package imports from itself and from those before it. ``api``, ``cli`` and ``__main__`` stand above all."""

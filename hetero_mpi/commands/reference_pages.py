@@ -40,8 +40,8 @@ COMMANDS_HEADER = """\
 
 | where | commands |
 | --- | --- |
-| on all ranks, under `mpirun` or `launch` | `train`, `profile`, `mesh verify`; `generate` and `doctor` also alone |
-| on one machine of the cluster | `launch`, `doctor`, `mesh init`, `generate`, `export` |
+| on all ranks, under `mpirun` or `launch` | `train`, `profile`, `mesh verify`; `generate`, `serve` and `doctor` also alone |
+| on one machine of the cluster | `launch`, `doctor`, `mesh init`, `generate`, `serve`, `export` |
 | anywhere, without torch and MPI | `plan`, `simulate`, `inspect`, `report`, `compare`, `baseline`, `reference`, `init` |
 
 """
@@ -50,6 +50,7 @@ ENVIRONMENT = {
     "HETERO_MPI_DEVICE": "device of this rank, `cuda` or `cuda:1`, say; goes before `[cluster] device`",
     "HETERO_MPI_MPIEXEC": "path of the launcher that `launch` takes, instead of the one it finds",
     "HETERO_MPI_SELF_TEST": "0: this rank's GPU is not tested at the start ([devices.md](devices.md#the-self-test))",
+    "HETERO_MPI_TOKEN": "what clients of `serve` must show ([serving.md](serving.md#who-may-ask))",
     "XDG_CACHE_HOME": "where what devices were measured to do is kept, instead of `~/.cache`",
 }
 """Environment variables that a person may set -> what they do. Those of MPI, torch and Hugging Face have their effects too."""

@@ -137,10 +137,24 @@ def render_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str, template: Tem
     if template is None:
         return encoded(backend, [prompt])[0] or [end_token(tokenizer)]
     form = choose_form(tokenizer, template)
+    return render_messages(tokenizer, backend, form, [{"role": "user", "content": prompt}], "the prompt")
+
+
+def render_messages(
+    tokenizer: PreTrainedTokenizerFast,
+    backend: Tokenizer,
+    form: Form,
+    conversation: Sequence[Mapping[str, Any]],
+    source: str,
+) -> list[int]:
+    """Token ids of a conversation up to where the next answer begins.
+
+    ``backend``: of :func:`own_tokens_only`. Raises UserError when the template refuses the conversation.
+    """
     try:
-        text = _render(tokenizer, form, [{"role": "user", "content": prompt}], asking=True)
+        text = _render(tokenizer, form, conversation, asking=True)
     except BadRecord as problem:
-        raise UserError(f"the prompt: {problem}") from problem
+        raise UserError(f"{source}: {problem}") from problem
     return encoded(backend, [text])[0]
 
 

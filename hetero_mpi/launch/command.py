@@ -10,7 +10,14 @@ from collections.abc import Callable, Sequence
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch import slurm
-from hetero_mpi.launch.launcher.launcher import CommandLine, build_command, find_launcher, outliving_ranks, start
+from hetero_mpi.launch.launcher.launcher import (
+    ASKED_TEXTS,
+    CommandLine,
+    build_command,
+    find_launcher,
+    outliving_ranks,
+    start,
+)
 from hetero_mpi.launch.supervisor.elastic import Supervisor
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 
@@ -68,7 +75,7 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
 
 
 def _start(namespace: argparse.Namespace, command: CommandLine, program: Sequence[str]) -> int:
-    return start(command, namespace.print_only, namespace.verbose, stops_in_order=program[0] == "train")
+    return start(command, namespace.print_only, namespace.verbose, ASKED_TEXTS.get(program[0]))
 
 
 def _launch_on_hosts(namespace: argparse.Namespace, program: list[str], given: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""One stage's part in writing text: own layers with a KV cache, and the choice of a token from the last stage's logits.
+"""One stage's part in writing texts: own layers with a KV cache for each, and the choice of a token from the last stage's logits.
 
 transformers sizes its attention masks by one layer of the cache, the first of each kind of attention. On a later stage that layer
 is another rank's and holds nothing; so here the layers of other stages count the tokens that have passed, without keeping them.
@@ -77,14 +77,15 @@ def begins_anew_at(config: PreTrainedConfig) -> int | None:
 
 
 class Decoder:
-    """Continues one text through a stage's layers; a context manager, inside which the stage is in evaluation mode.
+    """Continues texts through a stage's layers, each with a cache of its own; a context manager, inside which the stage is in
+    evaluation mode. A text is named by a number.
 
     Parameters, gradients and random generators are left as they are.
     """
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        self.begin()
+        self._caches: dict[int, _Cache] = {}
 
     def __enter__(self) -> Decoder:
         set_training(self.stage.model, False)
@@ -92,29 +93,49 @@ class Decoder:
 
     def __exit__(self, *_: object) -> None:
         set_training(self.stage.model, True)
-        self.begin()
+        self._caches.clear()
 
-    def begin(self) -> None:
-        """Forget the text."""
-        self._passed = 0
-        self._cache, self._counting = _cache(self.stage)
+    def forget(self, text: int = 0) -> None:
+        """Drop a text's cache: its next tokens begin it anew."""
+        self._caches.pop(text, None)
+
+    def cached_bytes(self, text: int = 0) -> int:
+        """Memory of a text's keys, values and other states on this stage."""
+        return sum(_tensor_bytes(vars(layer)) for layer in self._caches[text].layers.layers)
 
     @torch.no_grad()
-    def step(self, x: torch.Tensor) -> torch.Tensor:
-        """The next tokens of the text.
+    def step(self, x: torch.Tensor, text: int = 0) -> torch.Tensor:
+        """The next tokens of a text.
 
         ``x``: token ids (1, T) int64 on the first stage, else the previous stage's output (1, T, D).
 
         Returns: Output (1, T, D); on the last stage the logits (V,) after the last token, fp32.
         """
-        length = x.shape[1]
-        for layer in self._counting:
-            layer.cumulative_length = self._passed
-        positions = torch.arange(self._passed, self._passed + length, device=x.device).unsqueeze(0)
+        if text not in self._caches:
+            self._caches[text] = _new_cache(self.stage)
+        cache = self._caches[text]
+        positions = cache.pass_on(x.shape[1], x.device)
         last: dict[str, Any] = {"logits_to_keep": 1} if self.stage.is_last else {}
-        y = self.stage.apply(x, position_ids=positions, past_key_values=self._cache, use_cache=True, **last)
-        self._passed += length
+        y = self.stage.apply(x, position_ids=positions, past_key_values=cache.layers, use_cache=True, **last)
         return y[0, -1].float() if self.stage.is_last else y
+
+
+@dataclass
+class _Cache:
+    """What a stage knows of a text: transformers' cache for the model, those of its layers that only count, and the tokens that
+    have passed.
+    """
+
+    layers: DynamicCache
+    counting: list[Any]
+    passed: int = 0
+
+    def pass_on(self, length: int, device: torch.device) -> torch.Tensor:
+        """Positions (1, T) of the next tokens, which are about to pass."""
+        for layer in self.counting:
+            layer.cumulative_length = self.passed
+        self.passed += length
+        return torch.arange(self.passed - length, self.passed, device=device).unsqueeze(0)
 
 
 class _Counting(DynamicLayer):
@@ -126,8 +147,7 @@ class _Counting(DynamicLayer):
         return self.cumulative_length
 
 
-def _cache(stage: Stage) -> tuple[DynamicCache, list[Any]]:
-    """transformers' cache for the model, and those of its layers that only count."""
+def _new_cache(stage: Stage) -> _Cache:
     cache = DynamicCache(config=stage.model.config)
     own = _own_layers(stage)
     counting = []
@@ -137,7 +157,7 @@ def _cache(stage: Stage) -> tuple[DynamicCache, list[Any]]:
         if not isinstance(layer, DynamicSlidingWindowLayer):  # which counts by itself
             layer = cache.layers[index] = _Counting()
         counting.append(layer)
-    return cache, counting
+    return _Cache(cache, counting)
 
 
 def _own_layers(stage: Stage) -> set[int]:
@@ -145,3 +165,11 @@ def _own_layers(stage: Stage) -> set[int]:
     blocks = stage.model.get_submodule(language(stage.chain).blocks_name)
     found = (getattr(module, "layer_idx", None) for module in blocks.modules())
     return {index for index in found if isinstance(index, int)}
+
+
+def _tensor_bytes(value: Any) -> int:
+    """Bytes of all tensors in ``value``: a tensor, or a list or dictionary that may hold some."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return sum(map(_tensor_bytes, inner))

@@ -96,6 +96,35 @@ def stages_of(path: Path, cuts: tuple[int, ...]) -> list[Stage]:
     ]
 
 
+def test_texts_side_by_side_are_computed_as_if_alone(tmp_path: Path) -> None:
+    """To the bit, whichever joins or leaves in between; and a text's memory is known."""
+    path = model_directory(tmp_path, Case("llama-even", "llama", False, 0.0, True, 2, "even"))
+    tokens = {1: torch.randint(1, 300, (1, 20)), 2: torch.randint(1, 300, (1, 16))}
+
+    def logits(order: list[tuple[int, int, int]]) -> dict[int, list[torch.Tensor]]:
+        found: dict[int, list[torch.Tensor]] = {1: [], 2: []}
+        with contextlib.ExitStack() as stack:
+            decoders = [stack.enter_context(Decoder(stage)) for stage in stages_of(path, (3,))]
+            for text, first, last in order:
+                x = tokens[text][:, first:last]
+                for decoder in decoders:
+                    x = decoder.step(x, text)
+                found[text].append(x)
+                kept = [decoder.cached_bytes(text) for decoder in decoders]
+                assert kept == [2 * 2 * 2 * 8 * 4 * last] * 2, "keys and values, 2 blocks, 2 heads of 8 numbers in fp32"
+            for decoder in decoders:
+                decoder.forget(1)
+            with pytest.raises(KeyError):
+                decoders[0].cached_bytes(1)
+        return found
+
+    long = [(1, 0, 8), *((1, n, n + 1) for n in range(8, 20))]
+    short = [(2, 0, 12), *((2, n, n + 1) for n in range(12, 16))]
+    alone, together = logits([*long, *short]), logits([*long[:5], *short[:3], *long[5:9], *short[3:], *long[9:]])
+    for text in tokens:
+        assert all(torch.equal(one, other) for one, other in zip(alone[text], together[text], strict=True))
+
+
 def decoded_families() -> list[Any]:
     """Every family; those whose masks differ most are tried always."""
     names = [family for family in PROVEN_FAMILIES if family not in OWN_CACHE]

@@ -1,4 +1,4 @@
-"""A training job under a real launcher that goes on until a test signals, stops or kills its processes."""
+"""A job under a real launcher that goes on until a test signals, stops or kills its processes: training, or a service."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rank_of(process: psutil.Process) -> int | None:
     try:
         environment = process.environ()
         words = process.cmdline()
-        if words[1:2] != ["-m"] or "train" not in words or "launch" in words:
+        if words[1:2] != ["-m"] or not {"train", "serve"} & set(words) or "launch" in words:
             return None
     except (psutil.Error, OSError):
         return None
@@ -117,27 +117,33 @@ class LongRun(Workshop):
 
     @contextmanager
     def started(self, arguments: list[str], environment: dict[str, str], run: Path) -> Iterator[Running]:
-        """The job in the background; whatever is left of it at the end of the block is killed."""
-        output = self.directory / "output.txt"
-        with output.open("w") as stream:
-            process = psutil.Popen(
-                arguments,
-                env=environment,
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        running = Running(process, run, output)
-        try:
+        """As ``started``."""
+        with started(arguments, environment, run, self.directory / "output.txt") as running:
             yield running
-        finally:
-            left = [*running.ranks.values(), *(process.children(recursive=True) if process.is_running() else [])]
-            for one in [*left, process]:
-                if _alive(one):
-                    one.send_signal(signal.SIGKILL)
-            process.wait(60)
+
+
+@contextmanager
+def started(arguments: list[str], environment: dict[str, str], run: Path, output: Path) -> Iterator[Running]:
+    """The job in the background, which prints to ``output``; whatever is left of it at the end of the block is killed."""
+    with output.open("w") as stream:
+        process = psutil.Popen(
+            arguments,
+            env=environment,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    running = Running(process, run, output)
+    try:
+        yield running
+    finally:
+        left = [*running.ranks.values(), *(process.children(recursive=True) if process.is_running() else [])]
+        for one in [*left, process]:
+            if _alive(one):
+                one.send_signal(signal.SIGKILL)
+        process.wait(60)
 
 
 def kill(running: Running, *victims: int) -> float:

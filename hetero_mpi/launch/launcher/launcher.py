@@ -84,7 +84,7 @@ class CommandLine:
         return " ".join([*assignments, shlex.join(self.arguments)])
 
 
-def start(command: CommandLine, print_only: bool, verbose: bool, stops_in_order: bool) -> int:
+def start(command: CommandLine, print_only: bool, verbose: bool, asked_text: str | None) -> int:
     """Run the command, or print it on stdout and run nothing; returns the launcher's exit code."""
     if print_only:
         _tell(command.reasons if verbose else [])
@@ -92,7 +92,7 @@ def start(command: CommandLine, print_only: bool, verbose: bool, stops_in_order:
         return 0
     announce(command, verbose)
     kills = memory_kills()
-    code = run_command(command, stops_in_order)
+    code = run_command(command, asked_text)
     if text := memory_kills_text({socket.gethostname(): memory_kills() - kills}) if code != 0 else "":
         _tell([text])
     return code
@@ -309,23 +309,25 @@ AT_ONCE = (signal.SIGINT, signal.SIGTERM)
 closes, may send them after a user's own.
 """
 ASKED_TEXT = "asking the job to finish its step, write a checkpoint and end (SIGINT or SIGTERM now: end at once)"
+ASKED_TEXTS = {"train": ASKED_TEXT, "serve": "asking the service to end (SIGINT or SIGTERM now: end at once)"}
+"""Of the programs that can be asked to end: what is told then."""
 AT_ONCE_TEXT = "ending the job at once, without a checkpoint"
 
 
-def run_command(command: CommandLine, stops_in_order: bool = False) -> int:
+def run_command(command: CommandLine, asked_text: str | None = None) -> int:
     """Run a command to its end; returns the job's exit code. Signals that ask for an end reach the launcher through ``ask_to_end``.
 
-    ``stops_in_order``: the program can be asked to end; False: it has nothing to save and is ended at once.
+    ``asked_text``: what is told when the program is asked to end; None: it has nothing to save and is ended at once.
     """
     process, errors = begin(command)
-    asked = not stops_in_order
+    asked = asked_text is None
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         nonlocal asked
-        if asked and stops_in_order and number not in AT_ONCE:
+        if asked and asked_text is not None and number not in AT_ONCE:
             return
-        if stops_in_order:
-            text = AT_ONCE_TEXT if asked else ASKED_TEXT
+        if asked_text is not None:
+            text = AT_ONCE_TEXT if asked else asked_text
             with contextlib.suppress(OSError):  # the terminal may have gone: that is what SIGHUP says
                 print(f"launch: {signal.Signals(number).name}: {text}", file=sys.stderr, flush=True)
         ask_to_end(process, again=asked)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
@@ -19,7 +19,7 @@ from hetero_mpi.report.past_run import SAMPLE_NAME
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.generate.source import stop_tokens
-from hetero_mpi.runtime.generate.writer import Spelling, Writer
+from hetero_mpi.runtime.generate.writer import Spelling, Task, Writer
 from hetero_mpi.runtime.setup.material import model_directory, prompt_template
 
 
@@ -37,21 +37,22 @@ def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedToken
     if table.prompt is None:
         return
     trainer.world.doing = "writing a sample"
-    task = trainer.world.broadcast_json(_task(trainer, loaded, tokenizer) if tokenizer is not None else None)
-    if task is None:
+    own = _task(trainer, loaded, tokenizer) if tokenizer is not None else None
+    word = trainer.world.broadcast_json(asdict(own) if own is not None else None)
+    if word is None:
         return
+    task = Task.from_dict(word)
     ranks = [stage.ranks[0] for stage in trainer.plan.pipelines[0].stages]
     active = active_ranks(trainer.plan)
     stage = trainer.stage if trainer.rank in ranks else None
     writer = Writer(trainer.rank, ranks, active, trainer.transport, language(trainer.chain), stage)
-    sampling = Sampling(table.temperature, table.top_p, loaded.job.train.seed)
     try:
-        tokens = list(writer.tokens(task["prompt"], sampling, task["stops"], task["limit"]))
+        tokens = list(writer.tokens(task))
     except CollectiveUserError as error:
         say(f"No sample: {error}")
         return
     if tokenizer is not None:
-        spelling = Spelling(tokenizer, task["prompt"])
+        spelling = Spelling(tokenizer, task.prompt)
         text = "".join([*map(spelling.add, tokens), spelling.end()])
         way = "greedy" if table.temperature == 0 else f"temperature {table.temperature:g}, top_p {table.top_p:g}"
         lines = [f"## Prompt ({way})", table.prompt, "", "## Continuation", text]
@@ -60,8 +61,8 @@ def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedToken
         say(f"Sample ({run_dir / SAMPLE_NAME}):", *lines)
 
 
-def _task(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any] | None:
-    """Prompt, stop tokens and number of new tokens; None, with the reason printed, where the prompt cannot be continued."""
+def _task(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast) -> Task | None:
+    """What is to be written; None, with the reason printed, where the prompt cannot be continued."""
     table, config = loaded.job.sample, language(trainer.chain).config
     assert table.prompt is not None
     try:
@@ -76,4 +77,4 @@ def _task(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFas
     if limit < 1:
         say(f"No sample: [sample] prompt has {len(prompt)} tokens, the model positions for {positions}; shorten it")
         return None
-    return {"prompt": prompt, "stops": stops, "limit": limit}
+    return Task(prompt, stops, limit, Sampling(table.temperature, table.top_p, loaded.job.train.seed))

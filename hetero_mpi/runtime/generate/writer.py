@@ -2,12 +2,17 @@
 
 prefill   every stage passes the whole prompt (1, T, D) on, once, and fills its KV cache
 then      per token (1, 1, D) from stage to stage, and 8 bytes from the last stage to every active rank
+
+Several texts are written side by side: in every round each gets one token, and a stage computes one text while the next stage
+computes the text before it. Every text is computed by itself, so its bits do not depend on the others.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -19,13 +24,62 @@ from hetero_mpi.model.decoding import NOT_A_NUMBER, Decoder, Sampling, begins_an
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 
-_HIDDEN, _TOKEN = (1 << 13) + 16, (1 << 13) + 17
+_HIDDEN, _TOKENS = (1 << 13) + 16, (1 << 13) + 17
 _CONTEXT = 6
 """Tokens before a new one that its spelling may depend on (spaces, parts of a character)."""
+_MEASURED_TOKENS = 8
+NOT_A_NUMBER_TEXT = "the model's output is not a number: its weights are damaged, or too large for fp16"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A text to be written: prompt tokens, stop tokens, limit and sampling. The same on every rank."""
+
+    prompt: list[int]
+    stops: list[int]
+    limit: int
+    """New tokens at most."""
+    sampling: Sampling
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Task:
+        return cls(**{**values, "sampling": Sampling(**values["sampling"])})
+
+    def ends_with(self, token: int, written: int) -> bool:
+        """Is ``token``, the one of number ``written`` (from 1), the last?"""
+        return token in (*self.stops, NOT_A_NUMBER) or written == self.limit
+
+
+@dataclass(frozen=True)
+class TextChanges:
+    """Which texts begin and which end early, by number, before the next round."""
+
+    begin: Mapping[int, Task] = field(default_factory=dict)
+    end: Sequence[int] = ()
+
+
+class _Text:
+    """A text under way: its tokens so far, and those of them that are not yet in the KV caches."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.known = list(task.prompt)
+        self.fresh: Sequence[int] = self.known
+
+    def add(self, token: int) -> None:
+        self.known.append(token)
+        self.fresh = [token]
+
+    def begin_anew(self) -> None:
+        self.fresh = self.known
+
+    @property
+    def ended(self) -> bool:
+        return self.task.ends_with(self.known[-1], len(self.known) - len(self.task.prompt))
 
 
 class Writer:
-    """One rank's part in generating text: it computes its stage, and receives every token.
+    """One rank's part in writing texts: it computes its stage, and receives every token.
 
     Args:
         rank: this rank's number in the plan.
@@ -51,67 +105,117 @@ class Writer:
         self.next = stage_ranks[position + 1] if stage is not None and position + 1 < len(stage_ranks) else None
         self._decoder = Decoder(stage) if stage is not None else None
 
-    def tokens(self, prompt: Sequence[int], sampling: Sampling, stops: Sequence[int], limit: int) -> Iterator[int]:
-        """Up to ``limit`` tokens that follow ``prompt``, the same on every active rank; ends after one of ``stops``. Collective.
+    def tokens(self, task: Task) -> Iterator[int]:
+        """The tokens of one text, the same on every active rank; the last may be a stop token. Collective.
 
         Raises:
             CollectiveUserError: the model's output is not a number.
         """
-        known = list(prompt)
-        fresh: Sequence[int] = known
-        anew = begins_anew_at(self.chain.config)
-        with self._decoder or contextlib.nullcontext():
-            for _ in range(limit):
-                if len(known) == anew and fresh is not known:
-                    fresh = known
-                    if self._decoder is not None:
-                        self._decoder.begin()
-                token = self._next_token(fresh, len(known), sampling)
-                if token == NOT_A_NUMBER:
-                    raise CollectiveUserError(
-                        "the model's output is not a number: its weights are damaged, or too large for fp16; "
-                        "generate from another checkpoint, or in bf16 or fp32"
-                    )
-                known.append(token)
-                fresh = [token]
-                yield token
-                if token in stops:
-                    return
+        waiting = [task]
 
-    def _next_token(self, fresh: Sequence[int], position: int, sampling: Sampling) -> int:
-        """Pass the tokens that are not yet in the KV caches through the pipeline; returns the new token, the same on every active
-        rank.
+        def changes(idle: bool) -> TextChanges | None:
+            if waiting:
+                return TextChanges({0: waiting.pop()})
+            return None if idle else TextChanges()
+
+        for written in self.written(changes):
+            if written[0] == NOT_A_NUMBER:
+                raise CollectiveUserError(f"{NOT_A_NUMBER_TEXT}; generate from another checkpoint, or in bf16 or fp32")
+            yield written[0]
+
+    def written(self, changes: Callable[[bool], TextChanges | None]) -> Iterator[dict[int, int]]:
+        """Round by round the next token of every text that is under way, by the texts' numbers. Collective.
+
+        A text ends with a stop token, with its limit, or with ``NOT_A_NUMBER`` where the model's output is none.
+
+        Args:
+            changes: called before each round, with True where no text is under way; what it returns must be the same on every
+                active rank. None: nothing more is to be written.
         """
-        if self._decoder is None:
-            return self._hear()
-        y = self._decoder.step(self._input(fresh))
-        if self.next is None:
-            return self._tell(pick(y, sampling, position))
-        host = self._decoder.stage.backend.to_host(y)
-        sent = self.transport.send(self.next, _HIDDEN, host_bytes(host))
-        token = self._hear()
-        self.transport.wait(sent)
-        return token
+        texts: dict[int, _Text] = {}
+        with self._decoder or contextlib.nullcontext():
+            while (change := changes(not texts)) is not None:
+                self._end(texts, change.end)
+                texts.update({number: _Text(task) for number, task in change.begin.items()})
+                if not texts:
+                    continue
+                tokens = self._round(texts)
+                yield tokens
+                for number, token in tokens.items():
+                    texts[number].add(token)
+                self._end(texts, [number for number, text in texts.items() if text.ended])
 
-    def _input(self, fresh: Sequence[int]) -> torch.Tensor:
+    def cache_bytes(self) -> tuple[int, int]:
+        """Memory that a text takes on this rank: bytes however short it is, and bytes per token. Measured; collective.
+
+        Raises:
+            CollectiveUserError: the model's output is not a number.
+        """
+        probe = Task(list(range(_MEASURED_TOKENS)), [], 2, Sampling())
+        sizes = [self._decoder.cached_bytes() if self._decoder is not None else 0 for _ in self.tokens(probe)]
+        per_token = sizes[1] - sizes[0]
+        return sizes[0] - _MEASURED_TOKENS * per_token, per_token
+
+    def _end(self, texts: dict[int, _Text], numbers: Sequence[int]) -> None:
+        for number in numbers:
+            texts.pop(number, None)
+            self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        if self._decoder is not None:
+            self._decoder.forget(number)
+
+    def _round(self, texts: Mapping[int, _Text]) -> dict[int, int]:
+        """Pass the tokens that are not yet in the KV caches through the pipeline; returns every text's next token."""
+        anew = begins_anew_at(self.chain.config)
+        for number, text in texts.items():
+            if len(text.known) == anew:
+                text.begin_anew()
+                self._forget(number)
+        if self._decoder is None:
+            return dict(zip(texts, self._hear(len(texts)), strict=True))
+        coming = [self._coming(len(text.fresh)) for text in texts.values()]
+        sent: list[Request] = []
+        picked: list[int] = []
+        for (number, text), (request, buffer) in zip(texts.items(), coming, strict=True):
+            if request is not None:
+                self.transport.wait(request)
+            y = self._decoder.step(self._input(text.fresh, buffer), number)
+            if self.next is None:
+                picked.append(pick(y, text.task.sampling, len(text.known)))
+            else:
+                host = self._decoder.stage.backend.to_host(y)
+                sent.append(self.transport.send(self.next, _HIDDEN, host_bytes(host)))
+        tokens = self._tell(picked) if self.next is None else self._hear(len(texts))
+        for request in sent:
+            self.transport.wait(request)
+        return dict(zip(texts, tokens, strict=True))
+
+    def _coming(self, length: int) -> tuple[Request | None, torch.Tensor]:
+        """The receive of so many tokens' hidden states, and where they will lie; on the first stage none."""
+        assert self.stage is not None
+        if self.previous is None:
+            return None, torch.empty(0)
+        buffer = torch.empty((1, length, self.chain.config.hidden_size), dtype=self.stage.dtype)
+        return self.transport.post_receive(self.previous, _HIDDEN, host_bytes(buffer)), buffer
+
+    def _input(self, fresh: Sequence[int], buffer: torch.Tensor) -> torch.Tensor:
         assert self.stage is not None
         if self.previous is None:
             return torch.tensor([list(fresh)], device=self.stage.backend.device)
-        buffer = torch.empty((1, len(fresh), self.chain.config.hidden_size), dtype=self.stage.dtype)
-        self.transport.wait(self.transport.post_receive(self.previous, _HIDDEN, host_bytes(buffer)))
         return self.stage.backend.from_host(buffer)
 
-    def _tell(self, token: int) -> int:
-        word = torch.tensor([token])
-        sent: list[Request] = [self.transport.send(other, _TOKEN, host_bytes(word)) for other in self.listeners]
+    def _tell(self, tokens: Sequence[int]) -> Sequence[int]:
+        words = torch.tensor(tokens)
+        sent: list[Request] = [self.transport.send(other, _TOKENS, host_bytes(words)) for other in self.listeners]
         for request in sent:
             self.transport.wait(request)
-        return token
+        return tokens
 
-    def _hear(self) -> int:
-        word = torch.empty(1, dtype=torch.int64)
-        self.transport.wait(self.transport.post_receive(self.last_rank, _TOKEN, host_bytes(word)))
-        return int(word)
+    def _hear(self, count: int) -> Sequence[int]:
+        words = torch.empty(count, dtype=torch.int64)
+        self.transport.wait(self.transport.post_receive(self.last_rank, _TOKENS, host_bytes(words)))
+        return [int(word) for word in words]
 
 
 class Spelling:

@@ -1,0 +1,243 @@
+"""Dividing a model among ranks that write text with it: each loads its own layers only, as many as its memory holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from hetero_mpi.comm.mpi_transport import MpiTransport
+from hetero_mpi.comm.ranks.versions import MUST_MATCH, own_versions
+from hetero_mpi.comm.ranks.world import CollectiveUserError, World
+from hetero_mpi.comm.transport import Transport
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.engine.placement import active_ranks
+from hetero_mpi.job.load import AdapterTable, ClusterTable
+from hetero_mpi.model.adapter_files import read_adapter
+from hetero_mpi.model.host_weights import large_files_folder
+from hetero_mpi.model.model_cost import model_cost
+from hetero_mpi.model.stage import Stage
+from hetero_mpi.model.streamed_stage import StreamedStage
+from hetero_mpi.model.transformers.chain import TransformersChain
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.weights import SeededStart, Start
+from hetero_mpi.model.tuning import Tuning, adapter_tuning, nothing_trained
+from hetero_mpi.planning.memory import STREAMED_LAYERS
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan_report import RankMemory
+from hetero_mpi.profiling.host_profiles import sharing_ranks
+from hetero_mpi.report import units
+from hetero_mpi.report.run_files.logs import say, setup_logging
+from hetero_mpi.runtime.generate.source import GenerateSource, Opened
+from hetero_mpi.runtime.generate.writer import Writer
+from hetero_mpi.runtime.setup.device_test import Needs
+from hetero_mpi.runtime.setup.setup import default_threads, open_device, settle_products, share_of_cores
+from hetero_mpi.state.file_supply import open_files
+from hetero_mpi.state.redistribute import Parcel, distribute, parcels
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class GenerateSetup:
+    """What loading and generating need on a rank."""
+
+    world: World
+    backend: Backend
+    chain: TransformersChain
+    tuning: Tuning
+    plan: Plan
+    memory: tuple[RankMemory, ...]
+    """Of the ranks with a stage: bytes of parameters, and those that may be used."""
+    source: GenerateSource
+    opened: Opened | None
+    """On rank 0 only."""
+
+
+def look_around(world: World) -> None:
+    """What every command that writes text does first. Collective."""
+    setup_logging(None, world.rank, world.size)
+    transformers_logging.disable_progress_bar()
+    world.check_versions(own_versions(world.library), MUST_MATCH)
+
+
+def set_up(world: World, opened: Opened | None) -> GenerateSetup:
+    """Open the devices, and divide the model's layers among the ranks. No weight is read. Collective.
+
+    Args:
+        opened: what is to write, on rank 0; None elsewhere.
+
+    Raises:
+        UserError: the model does not fit.
+    """
+    source = GenerateSource(**world.broadcast_json(asdict(opened.source) if opened is not None else None))
+    cluster = ClusterTable(**source.cluster)
+    backend = open_device(world, cluster.device, Needs(source.dtype, source.nf4))
+    cores = share_of_cores(world, backend)
+    torch.set_num_threads(cluster.threads if isinstance(cluster.threads, int) else default_threads(cores))
+    settle_products(world, backend, source.dtype)
+    with world.together("reading the model's configuration"):
+        chain = TransformersChain(read_config(source.config))
+        tuning = _tuning(source, chain)
+    plan, memory = _plan(world, backend, chain, tuning, source)
+    setup = GenerateSetup(world, backend, chain, tuning, plan, memory, source, opened)
+    _say_division(setup)
+    return setup
+
+
+def with_writer(
+    setup: GenerateSetup, work: Callable[[World, Writer], T], ended: Callable[[], bool] = lambda: False
+) -> T | None:
+    """Load the model, and ``work`` on the active ranks with their world and writers; the others sleep, and return None. Collective.
+
+    ``ended``: as ``World.sleep_until_released`` takes it.
+    """
+    world, plan = setup.world, setup.plan
+    active = active_ranks(plan)
+    with MpiTransport(world.comm, threaded=ClusterTable(**setup.source.cluster).communication_thread) as transport:
+        members = world.subset(active)
+        if members is None:
+            world.doing = "idle: other ranks hold the model"
+            world.sleep_until_released(ended)
+            return None
+        problem: CollectiveUserError | None = None
+        result = None
+        try:
+            stage = _load(setup, members, transport)
+            ranks = [stage.ranks[0] for stage in plan.pipelines[0].stages]
+            result = work(members, Writer(world.rank, ranks, active, transport, setup.chain, stage))
+        except CollectiveUserError as error:
+            problem = error
+        world.release([rank for rank in range(world.size) if rank not in active], problem)
+        if problem is not None:
+            raise problem
+        return result
+
+
+def share_out(layer_bytes: Sequence[int], memory_bytes: Sequence[int]) -> list[tuple[int, int]]:
+    """Layers ``[first, last)`` of each rank, in rank order; ``first == last``: the rank idles.
+
+    The largest ratio (bytes of a rank's layers) / (its memory) is made as small as possible. Among equal divisions the one with the
+    fewest stages is taken: the ranks compute one after the other, so a further stage only adds a message.
+
+    Args:
+        layer_bytes: parameter bytes of each layer of the chain.
+        memory_bytes: usable memory of each rank; 0: it can hold nothing.
+    """
+    total = [0, *accumulate(layer_bytes)]
+    layers = len(layer_bytes)
+    # best[last]: (how full the fullest rank is, stages, cuts) of the layers before ``last`` on the ranks so far
+    best: dict[int, tuple[float, int, tuple[int, ...]]] = {0: (0.0, 0, (0,))}
+    for memory in memory_bytes:
+        found = {last: (full, stages, (*cuts, last)) for last, (full, stages, cuts) in best.items()}
+        for first, (full, stages, cuts) in best.items():
+            for last in range(first + 1, layers + 1):
+                share = (total[last] - total[first]) / memory if memory > 0 else math.inf
+                option = (max(full, share), stages + 1, (*cuts, last))
+                if last not in found or option[:2] < found[last][:2]:
+                    found[last] = option
+        best = found
+    cuts = best[layers][2]
+    return list(pairwise(cuts))
+
+
+def _tuning(source: GenerateSource, chain: TransformersChain) -> Tuning:
+    if source.adapter is None:
+        return nothing_trained()
+    return adapter_tuning(chain, AdapterTable(**source.adapter), source.nf4, source.double)
+
+
+def _plan(
+    world: World, backend: Backend, chain: TransformersChain, tuning: Tuning, source: GenerateSource
+) -> tuple[Plan, tuple[RankMemory, ...]]:
+    """A plan of one pipeline with a stage per rank that takes part, and each rank's memory. The KV cache is not counted: it is
+    small beside the parameters. Collective.
+
+    Raises:
+        UserError: the model does not fit.
+    """
+    sharing = sharing_ranks(world, backend)
+    given = ClusterTable(**source.cluster).memory_bytes
+    memory = given if given is not None else backend.memory(sharing).usable_bytes
+    dtype = source.dtype
+    usable = [int(bytes_) for bytes_ in world.all_gather_json(memory if dtype in backend.dtypes() else 0)]
+    cost = model_cost(chain, tuning, dtype, 1, dict.fromkeys(chain.kinds, 0.0))
+    sizes = [layer.parameter_bytes for layer in cost.layers]
+    shares = share_out(sizes, usable)
+    held = [sum(sizes[first:last]) for first, last in shares]
+    streamed = any(bytes_ > limit for bytes_, limit in zip(held, usable, strict=True))
+    if streamed:  # of which every rank holds a few layers at a time
+        at_once = STREAMED_LAYERS * max(sizes)
+        shares = share_out(sizes, [limit if limit >= at_once else 0 for limit in usable])
+        held = [at_once if first < last else 0 for first, last in shares]
+    if any(bytes_ > limit for bytes_, limit in zip(held, usable, strict=True)):
+        has = ", ".join(f"rank {rank} {units.size(limit)}" for rank, limit in enumerate(usable))
+        raise CollectiveUserError(
+            f"the model's parameters need {units.size(sum(sizes))} in {dtype}, and {STREAMED_LAYERS} layers at a time do not "
+            f"fit the usable memory either ({has}; 0 B: cannot compute in {dtype}): use ranks with more memory"
+        )
+    stages = tuple(
+        StagePlan((rank,), first, last, 0, streamed=streamed)
+        for rank, (first, last) in enumerate(shares)
+        if first < last
+    )
+    fill = tuple(RankMemory(stage.ranks[0], held[stage.ranks[0]], usable[stage.ranks[0]]) for stage in stages)
+    return Plan((PipelinePlan(stages, 1, 1),), 1, 1, chain.layer_count), fill
+
+
+def _say_division(setup: GenerateSetup) -> None:
+    chain, source, stages = setup.chain, setup.source, setup.plan.pipelines[0].stages
+    say(f"model: {chain.config.model_type}, {chain.blocks} blocks, {source.dtype}" + ", NF4" * source.nf4)
+    for stage, memory in zip(stages, setup.memory, strict=True):
+        of = f"{units.size(memory.peak_bytes)} of parameters, {units.size(memory.usable_bytes)} of memory"
+        streamed = ", streamed layer by layer" * stage.streamed
+        say(f"  rank {memory.rank}: layers {stage.first}-{stage.last - 1} of {chain.layer_count}, {of}{streamed}")
+    idle = setup.world.size - len(stages)
+    if setup.world.size > 1:
+        others = f"; {idle} rank{'s' if idle > 1 else ''} idle" if idle else ""
+        say(f"  parameters follow memory, so that the fullest rank is as little full as can be{others}")
+
+
+def _load(setup: GenerateSetup, members: World, transport: Transport) -> Stage | None:
+    """This rank's layers, with their adapters. ``members``: the active ranks."""
+    source, rank = setup.source, setup.world.rank
+    if source.base is None:
+        stage = _stage(setup, SeededStart(source.seed))
+    else:
+        supply = open_files(members, rank, transport, setup.chain, setup.plan, Path(source.base), cache_root=None)
+        members.doing = "sending the model's files to ranks without them"
+        supply.serve()
+        with members.together("loading weights"), supply:
+            stage = _stage(setup, supply.start)
+    if source.adapter is not None:
+        _load_adapter(setup, stage, transport)
+    return stage
+
+
+def _stage(setup: GenerateSetup, start: Start) -> Stage | None:
+    source, rank = setup.source, setup.world.rank
+    for own in setup.plan.pipelines[0].stages:
+        if rank in own.ranks:
+            backend, tuning = setup.backend, setup.tuning
+            given = setup.chain, own.first, own.last, backend, source.dtype, start, source.seed, tuning
+            return StreamedStage(*given, folder=large_files_folder()) if own.streamed else Stage(*given)
+    return None
+
+
+def _load_adapter(setup: GenerateSetup, stage: Stage | None, transport: Transport) -> None:
+    """Bring the adapter's tensors from rank 0 to the ranks that need them. Collective."""
+    directory = setup.opened.adapter if setup.opened is not None else None
+    stored = read_adapter(directory, setup.tuning) if directory is not None else {}
+
+    def keep(parcel: Parcel, value: torch.Tensor) -> None:
+        assert stage is not None
+        stage.parameters[parcel.name].data.copy_(value)
+
+    listed = parcels(setup.tuning, setup.plan, ("parameters",))
+    distribute(setup.world.rank, transport, listed, lambda parcel: stored[parcel.name], keep)

@@ -1,0 +1,206 @@
+"""The command ``serve``: rank 0 answers HTTP, all ranks with a stage write the texts, round by round.
+
+Rank 0 tells the others before each round which texts begin and which end. While there is none they sleep, and look for a word
+from rank 0 twenty times a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi.comm.ranks.shrink import survivors
+from hetero_mpi.comm.ranks.ulfm import RankLost
+from hetero_mpi.comm.ranks.world import RELEASE_POLL_S, CollectiveUserError, World
+from hetero_mpi.errors import ExitCode, UserError
+from hetero_mpi.planning.types.plan_report import RankMemory
+from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.runtime.generate.place import look_around, set_up, with_writer
+from hetero_mpi.runtime.generate.source import Opened, open_source
+from hetero_mpi.runtime.generate.writer import Task, TextChanges, Writer
+from hetero_mpi.runtime.serve.http_server import ApiServer, bound_socket
+from hetero_mpi.runtime.serve.scheduler import KEPT_FREE, CacheRoom, Scheduler
+from hetero_mpi.runtime.serve.service import Service, context_of, ending_error
+from hetero_mpi.runtime.signals import StopRequest
+
+TOKEN_VARIABLE = "HETERO_MPI_TOKEN"
+LOCAL = ("127.0.0.1", "::1", "localhost")
+_LAST_WORDS_S = 1.0
+"""Time for telling clients that the service ends."""
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """The command line of ``serve``."""
+
+    source: Path
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token: str | None = None
+    context: int | None = None
+    parallel: int = 8
+
+    def known_token(self) -> str | None:
+        """What clients must show; from the environment where the command line names none."""
+        return self.token or os.environ.get(TOKEN_VARIABLE) or None
+
+
+def serve(world: World, options: ServeOptions) -> int:
+    """Answer requests until a signal asks for the end. Collective; returns the exit code.
+
+    Raises:
+        UserError: an error the user can correct, or a rank has died; the same on all ranks.
+    """
+    look_around(world)
+    opened: Opened | None = None
+    bound: socket.socket | None = None
+    servers: list[ApiServer] = []
+    with StopRequest() as stop, stop.noting(), _telling_clients(servers):
+        with world.led("reading the model's directory"):
+            if world.rank == 0:
+                check_options(options)
+                bound = bound_socket(options.host, options.port)
+                opened = open_source(options.source)
+        setup = set_up(world, opened)
+
+        def work(members: World, writer: Writer) -> None:
+            members.doing = "measuring the memory of a text"
+            room = _room(members, setup.memory, writer)
+            members.doing = "serving"
+            if opened is None or bound is None:
+                for _ in writer.written(_Follower(world, members, stop)):
+                    pass
+                return
+            scheduler = Scheduler(room, options.parallel)
+            context = context_of(opened, options.context, room)
+            name = options.source.expanduser().resolve().name
+            servers.append(ApiServer(bound, options.known_token(), Service(name, opened, context, scheduler, stop)))
+            _say_address(servers[0], options)
+            for tokens in writer.written(_Leader(world, members, stop, scheduler)):
+                scheduler.hand_out(tokens)
+            say("Serving ends: a signal asked for it")
+
+        try:
+            with_writer(setup, work, stop)
+        except RankLost as error:
+            gone = ", ".join(f"rank {rank} on {host}" for rank, host in survivors(world).gone)
+            raise CollectiveUserError(
+                f"{gone} died, and with it a part of the model: start again", ExitCode.FAILED
+            ) from error
+    return ExitCode.DONE
+
+
+@contextlib.contextmanager
+def _telling_clients(servers: list[ApiServer]) -> Iterator[None]:
+    """A block at whose end the servers that it has begun stop; clients that still wait are told why."""
+    reason = ""
+    try:
+        yield
+    except BaseException as error:
+        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        for server in servers:
+            server.service.scheduler.close(ending_error(reason))
+            server.stop(_LAST_WORDS_S)
+
+
+def check_options(options: ServeOptions) -> None:
+    """Refuse what cannot be served.
+
+    Raises:
+        UserError: names the option, its value and the rule.
+    """
+    if options.host not in LOCAL and options.known_token() is None:
+        raise UserError(
+            f"--host {options.host}: whoever can reach this address could use the model; name a secret that clients must show, by "
+            f"--token or the environment variable {TOKEN_VARIABLE} (on rank 0), or serve on 127.0.0.1"
+        )
+    if not (options.known_token() or "x").isascii():
+        raise UserError("--token: must be ASCII, as it travels in an HTTP header")
+    for name, value in (("--context", options.context), ("--parallel", options.parallel)):
+        if value is not None and value < 1:
+            raise UserError(f"{name} {value}: must be 1 or more")
+
+
+class _Leader:
+    """Rank 0's changes before each round, told to the other ranks with a stage: what ``Writer.written`` takes."""
+
+    def __init__(self, world: World, members: World, stop: StopRequest, scheduler: Scheduler) -> None:
+        self._world, self._members, self._stop, self._scheduler = world, members, stop, scheduler
+
+    def __call__(self, idle: bool) -> TextChanges | None:
+        change: TextChanges | None = None
+        while not (self._stop() or self._world.asked()):
+            change = self._scheduler.next_changes(RELEASE_POLL_S if idle else 0.0)
+            if change.begin or not idle:
+                break
+        else:
+            change = None
+        self._tell(change, idle)
+        return change
+
+    def _tell(self, change: TextChanges | None, idle: bool) -> None:
+        word = None
+        if change is not None:
+            begin = [[number, asdict(task)] for number, task in change.begin.items()]
+            word = {"begin": begin, "end": list(change.end)}
+        if idle:
+            numbers = self._members.numbers
+            self._world.release([rank for rank in numbers if rank != 0], None, word)
+        else:
+            self._members.broadcast_json(word)
+
+
+class _Follower:
+    """The same changes on another rank: what ``Writer.written`` takes."""
+
+    def __init__(self, world: World, members: World, stop: StopRequest) -> None:
+        self._world, self._members, self._stop = world, members, stop
+        self._asked = False
+
+    def __call__(self, idle: bool) -> TextChanges | None:
+        word: dict[str, Any] | None
+        if idle:
+            word = self._world.sleep_until_released(self._stop)
+        else:
+            if self._stop() and not self._asked:
+                self._asked = True
+                self._world.ask()
+            word = self._members.broadcast_json(None)
+        if word is None:
+            return None
+        return TextChanges({number: Task.from_dict(task) for number, task in word["begin"]}, word["end"])
+
+
+def _room(members: World, memory: tuple[RankMemory, ...], writer: Writer) -> list[CacheRoom]:
+    """What texts need and may take on each rank with a stage, in a text's measured bytes. Collective."""
+    needs = dict(zip(members.numbers, members.all_gather_json(writer.cache_bytes()), strict=True))
+    room = []
+    for one in memory:
+        per_text, per_token = needs[one.rank]
+        room.append(
+            CacheRoom(one.rank, per_text, per_token, int((1 - KEPT_FREE) * (one.usable_bytes - one.peak_bytes)))
+        )
+    return room
+
+
+def _say_address(server: ApiServer, options: ServeOptions) -> None:
+    service, context = server.service, server.service.context
+    say(
+        f"a request may have {context.tokens:,} tokens: {context.reason}",
+        f"{options.parallel} are written side by side",
+    )
+    key = ["-H", f"Authorization: Bearer ${TOKEN_VARIABLE}"] if server.token is not None else []
+    path, body = "/v1/completions", '{"prompt": "Once", "max_tokens": 20}'
+    if service.chats:
+        path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "Hello"}]}'
+    json_type = ["-H", "Content-Type: application/json"]
+    say(f"Serving {service.name} on {server.url}/v1; try:")
+    say("  " + shlex.join(["curl", server.url + path, *key, *json_type, "-d", body]))

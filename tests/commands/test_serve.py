@@ -1,0 +1,388 @@
+"""``serve`` answers OpenAI's client as transformers' ``generate`` would, refuses in the API's form, and ends in order."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from openai import AuthenticationError, BadRequestError, InternalServerError, OpenAI
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from hetero_mpi.data.tokenizer import load_tokenizer
+from hetero_mpi.errors import ExitCode, UserError
+from hetero_mpi.model.decoding import NOT_A_NUMBER, Sampling
+from hetero_mpi.runtime.generate.source import Opened, open_source
+from hetero_mpi.runtime.generate.writer import Task, TextChanges
+from hetero_mpi.runtime.serve.answers import Wording
+from hetero_mpi.runtime.serve.api_requests import ApiError, ChatRequest
+from hetero_mpi.runtime.serve.http_server import bound_socket
+from hetero_mpi.runtime.serve.scheduler import CacheRoom, Scheduler
+from hetero_mpi.runtime.serve.serve import ServeOptions, check_options
+from hetero_mpi.runtime.serve.service import Service, context_of
+from tests.commands.test_generate import TEMPLATE, continue_with, model_with_tokenizer, written
+from tests.support.long_run import Running, started
+from tests.support.mpi import SHARING
+from tests.support.training_cases import adapter_directory, corpus, load_reference, tokenizer_directory
+
+CASE = written("served", "llama", tuning="lora", changes=(("initializer_range", 0.4),))
+TOKEN = "a-secret"
+CONTEXT = 60
+MESSAGES = [{"role": "user", "content": "abc defgh"}]
+RENDERED = "<user>abc defgh<a>"
+
+
+class Served:
+    """A running service, and what it must answer."""
+
+    def __init__(self, running: Running, tokenizer: PreTrainedTokenizerFast, model: torch.nn.Module) -> None:
+        self.running, self.tokenizer, self.model = running, tokenizer, model
+        self.url = found.group(0) if (found := re.search(r"http://\S+(?=/v1;)", running.text())) else ""
+        self.client = OpenAI(base_url=f"{self.url}/v1", api_key=TOKEN, max_retries=0, timeout=240)
+
+    def expected(self, text: str, tokens: int) -> str:
+        """What transformers' ``generate`` adds to a text, greedily."""
+        known = list(self.tokenizer(text).input_ids)
+        return str(self.tokenizer.decode(continue_with(self.model, known, tokens), skip_special_tokens=True))
+
+    def completed(self, prompt: Any, **options: Any) -> Any:
+        """The choice that a completion gives."""
+        options = {"temperature": 0, "max_tokens": 12, **options}
+        return self.client.completions.create(model="any", prompt=prompt, **options).choices[0]
+
+    def health(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"{self.url}/health", timeout=60) as answer:
+            return cast(dict[str, Any], json.load(answer))
+
+
+@contextmanager
+def service(
+    ranks: int, source: Path, output: Path, options: Sequence[str] = (), launch: Sequence[str] = ()
+) -> Iterator[Running]:
+    """``serve`` under ``launch``, once it can be reached."""
+    serve = ["serve", str(source), "--port", "0", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "hetero_mpi",
+        *(["launch", "-np", str(ranks), *launch, "--"] if ranks else []),
+        *serve,
+    ]
+    with started(command, {**os.environ, **SHARING}, source, output) as running:
+        running.wait_for("the address", lambda: "curl" in running.text())
+        running.find_ranks()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return tmp_path_factory.mktemp("serve")
+
+
+@pytest.fixture(scope="module")
+def base(place: Path) -> Path:
+    """A model with a chat template."""
+    return model_with_tokenizer(place, tokenizer_directory(place, corpus(place)), CASE, TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(base: Path) -> PreTrainedTokenizerFast:
+    return load_tokenizer(base)
+
+
+@pytest.fixture(scope="module")
+def served(place: Path, base: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator[Served]:
+    """An adapter over its base, on two ranks."""
+    adapter = adapter_directory(place, CASE)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(base)}))
+    options = ("--token", TOKEN, "--context", str(CONTEXT), "--parallel", "3")
+    with service(2, adapter, place / "output.txt", options) as running:
+        yield Served(running, tokenizer, load_reference(CASE, base, adapter))
+
+
+def test_a_chat_is_answered_as_transformers_would(served: Served) -> None:
+    expected = served.expected(RENDERED, 20)
+    chats = served.client.chat.completions
+    asked: dict[str, Any] = {"model": "any", "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 20}
+    answer = chats.create(**asked, user="me", presence_penalty=0, n=1)
+    assert answer.choices[0].message.content == expected
+    assert answer.choices[0].finish_reason == "length" and answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
+        len(served.tokenizer(RENDERED).input_ids),
+        20,
+    )
+    chunks = list(chats.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == expected
+    assert len(chunks) > 8 and chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].choices == [] and chunks[-1].usage == answer.usage
+    parts = [{"type": "text", "text": "abc "}, {"type": "text", "text": "defgh"}]
+    same = chats.create(**{**asked, "messages": [{"role": "user", "content": parts}]})
+    assert same.choices[0].message.content == expected
+
+
+def test_a_completion_continues_texts_and_tokens_and_stops_where_it_shall(served: Served) -> None:
+    prompt = "abc defgh ab cab"
+    expected = served.expected(prompt, 16)
+    whole = served.completed(prompt, max_tokens=None)
+    assert (whole.text, whole.finish_reason) == (expected, "length"), "16 tokens unless the client says more"
+    assert served.completed(list(served.tokenizer(prompt).input_ids), max_tokens=16).text == expected
+    place = next(n for n in range(1, len(expected)) if expected[n].isalpha() and expected.index(expected[n]) == n)
+    stop = expected[place]
+    told = served.completed(prompt, max_tokens=16, stop=["not there", stop])
+    assert (told.text, told.finish_reason) == (expected[:place], "stop")
+    pieces = served.client.completions.create(
+        model="any", prompt=prompt, temperature=0, max_tokens=16, stop=stop, stream=True
+    )
+    assert "".join(piece.choices[0].text for piece in pieces) == expected[:place]
+
+
+def test_draws_follow_the_seed(served: Served) -> None:
+    texts = [served.completed("abc", temperature=1.0, top_p=0.95, seed=seed).text for seed in (3, 3, 4)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_answers_written_side_by_side_are_those_written_in_turn(served: Served) -> None:
+    prompts = [("abc defgh ab cab" * 2)[: 5 + 3 * n] for n in range(6)]
+    in_turn = [served.completed(prompt, max_tokens=30).text for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert list(pool.map(lambda prompt: served.completed(prompt, max_tokens=30).text, prompts)) == in_turn
+
+
+def posted(served: Served, path: str, body: bytes, token: str = TOKEN) -> tuple[int, dict[str, Any]]:
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    request = urllib.request.Request(served.url + path, body, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_what_cannot_be_answered_is_refused_in_the_form_of_the_api(served: Served) -> None:
+    chat, plain = "/v1/chat/completions", "/v1/completions"
+    table: list[tuple[str, Any, int, tuple[str, ...]]] = [
+        (chat, b"{no", 400, ("not JSON",)),
+        (chat, [1], 400, ("must be a JSON object",)),
+        (chat, {}, 400, ("messages: Field required",)),
+        (chat, {"messages": MESSAGES, "temperature": "hot", "top_p": 0}, 400, ("temperature:", "top_p:")),
+        (chat, {"messages": MESSAGES, "n": 2, "tools": [{}]}, 400, ("n = 2", "tools = [{}]", "not supported")),
+        (chat, {"messages": MESSAGES, "logprobs": True}, 400, ("logprobs = true",)),
+        (chat, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, ("only parts",)),
+        (chat, {"messages": [{"role": "tool", "content": "x"}]}, 400, ("messages.0.role",)),
+        (plain, {"prompt": ""}, 400, ("must have tokens",)),
+        (plain, {"prompt": [5, 320]}, 400, ("ids from 0 to 319",)),
+        (plain, {"prompt": ["a", "b"]}, 400, ("one prompt a request",)),
+        (plain, {"prompt": "abc", "max_tokens": 60}, 400, ("may have 60 tokens", "--context 60", "60 new ones")),
+        (plain, {"prompt": [1] * 61}, 400, ("the prompt has 61",)),
+        ("/v1/embeddings", {}, 404, ("no /v1/embeddings here",)),
+    ]
+    for path, body, status, parts in table:
+        found, answer = posted(served, path, body if isinstance(body, bytes) else json.dumps(body).encode())
+        assert found == status and all(part in answer["error"]["message"] for part in parts), (body, answer)
+        assert answer["error"]["type"] == "invalid_request_error"
+    with pytest.raises(BadRequestError, match="max_tokens"):
+        served.completed("abc", max_tokens=0)
+    status, answer = posted(served, plain, b"{}", token="wrong")
+    assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+    with pytest.raises(AuthenticationError):
+        OpenAI(base_url=f"{served.url}/v1", api_key="wrong", max_retries=0).models.list()
+
+
+def test_models_and_health_are_told(served: Served) -> None:
+    (model,) = served.client.models.list().data
+    assert model.id == "served-adapter" and served.client.models.retrieve(model.id).id == model.id
+    assert served.health() == {"status": "ok", "running": 0, "waiting": 0}, "no token is needed for this"
+
+
+def test_the_line_at_the_start_is_a_request_that_works(served: Served) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    line = next(line for line in served.running.text().splitlines() if line.strip().startswith("curl "))
+    words = [word.replace("$HETERO_MPI_TOKEN", TOKEN) for word in shlex.split(line)]
+    answer = json.loads(subprocess.run([*words, "-s"], capture_output=True, timeout=120).stdout)
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_a_client_that_goes_away_is_written_for_no_longer(served: Served) -> None:
+    """And those who wait behind it are served."""
+    host, port = served.url.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": "abc", "max_tokens": 50, "temperature": 0}).encode()
+    rank = served.running.ranks[1]
+    rank.send_signal(signal.SIGSTOP)
+    try:
+        with socket.create_connection((host, int(port))) as client, ThreadPoolExecutor(1) as pool:
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            client.sendall(head.encode() + body)
+            served.running.wait_for("a running request", lambda: served.health()["running"] == 1)
+            behind = pool.submit(served.completed, "abc")
+            served.running.wait_for("a waiting request", lambda: served.health()["waiting"] == 1)
+            client.close()
+            served.running.wait_for("the end", lambda: "3 + 0 tokens" in served.running.text())
+            rank.send_signal(signal.SIGCONT)
+            assert behind.result().text == served.expected("abc", 12)
+    finally:
+        rank.send_signal(signal.SIGCONT)
+    assert "broken off" in served.running.text() and served.health()["running"] == 0
+
+
+def test_ranks_that_wait_for_requests_leave_their_cores_alone(served: Served) -> None:
+    def used_s() -> float:
+        return sum(sum(rank.cpu_times()[:2]) for rank in served.running.ranks.values())
+
+    before = used_s()
+    time.sleep(1.5)
+    assert used_s() - before < 0.5, "a rank that spins takes 1.5 s where it has a core"
+
+
+def test_a_signal_ends_the_service_in_order(served: Served) -> None:
+    """The last test of this service. Who waits is told, all ranks leave, and the exit code is 0."""
+    running = served.running
+    running.ranks[1].send_signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(served.completed, "abc", max_tokens=50)
+        running.wait_for("a running request", lambda: served.health()["running"] == 1)
+        running.process.send_signal(signal.SIGINT)
+        with pytest.raises(InternalServerError, match="the service ends"):
+            waiting.result()
+        running.ranks[1].send_signal(signal.SIGCONT)
+    assert running.end() == ExitCode.DONE, running.text()
+    assert "launch: SIGINT: asking the service to end" in running.text() and "Traceback" not in running.text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [0, 3], ids=["alone", "np3"])
+def test_a_model_without_an_adapter_is_served_until_sigterm(
+    ranks: int, base: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Also by one process without a launcher."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with service(ranks, base, tmp_path / "output.txt") as running:
+        served = Served(running, tokenizer, model)
+        prompts = [("abc defgh ab cab" * 2)[: 5 + 3 * n] for n in range(6)]
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            found = list(pool.map(lambda prompt: served.completed(prompt, max_tokens=30).text, prompts))
+        assert found == [served.expected(prompt, 30) for prompt in prompts]
+        with pytest.raises(BadRequestError, match="positions for 64"):
+            served.completed("abc", max_tokens=64)
+        (running.process if ranks == 0 else running.ranks[2]).send_signal(signal.SIGTERM)
+        assert running.end() == ExitCode.DONE, running.text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recover", [False, True], ids=["plain", "recover"])
+@pytest.mark.parametrize("idle", [False, True], ids=["busy", "idle"])
+def test_a_rank_that_dies_ends_the_service_and_clients_are_told_np3(
+    recover: bool, idle: bool, base: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    with service(3, base, tmp_path / "output.txt", launch=["--recover"] * recover) as running:
+        served = Served(running, tokenizer, None)  # type: ignore[arg-type]
+        served.completed("abc")
+        running.ranks[2].send_signal(signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(served.completed, "abc", max_tokens=50) if not idle else None
+            if waiting is not None:
+                running.wait_for("a running request", lambda: served.health()["running"] == 1)
+            running.ranks[2].send_signal(signal.SIGKILL)
+            if waiting is not None:
+                with pytest.raises(InternalServerError, match="rank 2 on" if recover else "another rank has failed"):
+                    waiting.result()
+        assert running.end() == (ExitCode.FAILED if recover else 128 + signal.SIGKILL), running.text()
+        assert ("rank 2 on" if recover else "process rank 2") in running.text()
+
+
+# Without ranks
+
+
+def task(tokens: int, limit: int = 10) -> Task:
+    return Task([1] * tokens, [0], limit, Sampling())
+
+
+def test_texts_begin_as_soon_as_there_is_room_in_the_order_of_their_requests() -> None:
+    room = [CacheRoom(0, 0, 10, 1000), CacheRoom(2, 50, 1, 400)]
+    scheduler = Scheduler(room, parallel=3)
+    small, large = [scheduler.submit(task(10)) for _ in range(2)], scheduler.submit(task(51))
+    behind = scheduler.submit(task(10))
+    assert list(scheduler.next_changes(0.0).begin.values()) == [small[0].task, small[1].task]
+    assert scheduler.next_changes(0.0) == TextChanges({}, []), "nobody overtakes the large one"
+    scheduler.hand_out({1: 7, 2: 0})
+    assert (small[0].events.get_nowait(), small[1].events.get_nowait()) == (7, 0)
+    change = scheduler.next_changes(0.0)
+    assert list(change.begin.values()) == [large.task], "20 + 61 of 100 tokens, so that 20 more have no room"
+    small[0].given_up.set()
+    change = scheduler.next_changes(0.0)
+    assert (list(change.begin.values()), change.end) == ([behind.task], [1])
+    scheduler.hand_out({3: NOT_A_NUMBER, 4: 5})
+    error = large.events.get_nowait()
+    assert isinstance(error, ApiError) and error.status == 500
+    scheduler.close(ApiError(503, "over"))
+    assert behind.events.get_nowait() == 5 and isinstance(behind.events.get_nowait(), ApiError)
+    with pytest.raises(ApiError, match="over"):
+        scheduler.submit(task(1))
+
+
+def opened(base: Path, tokenizer: PreTrainedTokenizerFast) -> Opened:
+    return replace(open_source(base), tokenizer=tokenizer)
+
+
+def test_a_prompt_that_memory_has_no_room_for_is_refused_with_the_numbers(base: Path, tokenizer: Any) -> None:
+    room = [CacheRoom(0, 0, 10, 1000), CacheRoom(2, 100, 20, 800)]
+    context = context_of(opened(base, tokenizer), None, room)
+    assert context.tokens == 35
+    service = Service("m", opened(base, tokenizer), context, Scheduler(room, 1), lambda: False)
+    asked = ChatRequest(messages=[{"role": "user", "content": "x" * 40}], max_tokens=5)  # type: ignore[list-item]
+    with pytest.raises(ApiError, match=r"rank 2 has 800 B for keys and values, which is 35 tokens of 20 B") as error:
+        service.task(asked)
+    assert (error.value.status, error.value.code) == (400, "context_length_exceeded")
+    assert context_of(opened(base, tokenizer), 20, room).reason.endswith("--context 20")
+    assert context_of(opened(base, tokenizer), None, []).tokens == 64
+
+
+def test_text_that_may_begin_a_stop_is_held_back(tokenizer: PreTrainedTokenizerFast) -> None:
+    letters = list("abcabd!")
+    tokens = [tokenizer(letter).input_ids[0] for letter in letters]
+    wording = Wording(tokenizer, task(3, limit=7), ("abd", "zz"))
+    assert [wording.add(token) for token in tokens[:6]] == ["", "", "abc", "", "", ""]
+    assert (wording.finish, wording.tokens) == ("stop", 6)
+    limited = Wording(tokenizer, task(3, limit=2), ("abd",))
+    assert [limited.add(token) for token in tokens[:2]] == ["", "ab"]
+    assert limited.finish == "length"
+    stopped = Wording(tokenizer, task(3), ("abd",))
+    assert [stopped.add(token) for token in (tokens[0], 0)] == ["", "a"]
+    assert (stopped.finish, stopped.tokens) == ("stop", 2)
+
+
+def test_a_port_in_use_and_an_open_address_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(UserError, match=r"--port \d+ cannot be had: .*name another"):
+            bound_socket("127.0.0.1", other.getsockname()[1])
+    monkeypatch.delenv("HETERO_MPI_TOKEN", raising=False)
+    with pytest.raises(UserError, match=r"--host 0.0.0.0: .*--token.*HETERO_MPI_TOKEN"):
+        check_options(ServeOptions(Path(), host="0.0.0.0"))
+    monkeypatch.setenv("HETERO_MPI_TOKEN", "from the environment")
+    check_options(ServeOptions(Path(), host="0.0.0.0"))
+    with pytest.raises(UserError, match="--parallel 0"):
+        check_options(ServeOptions(Path(), parallel=0))
