@@ -320,8 +320,9 @@ class ReportTable(JobTable):
     write: bool = True
     """Write ``architecture.png`` and ``.svg`` before the first step, ``report.html`` and ``trace.json`` after the last one. The
     command ``report`` writes the report of any run."""
-    tensorboard: bool = False
-    """Write TensorBoard event files into ``tensorboard/`` of the run directory too; needs the package ``tensorboard``."""
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    """Programs that get the metrics, too, on rank 0: "tensorboard" (event files in ``tensorboard/`` of the run directory), "wandb",
+    "trackio". Each needs the package of its name; their own environment variables (such as ``WANDB_MODE``) hold."""
 
 
 class JobConfig(JobTable):

@@ -21,9 +21,8 @@ from hetero_mpi.report import units
 from hetero_mpi.report.past_run import REPORT_NAME, USED_PROFILE, describe_run, predicted_step, read_run
 from hetero_mpi.report.progress import Now, ProgressDisplay, overview
 from hetero_mpi.report.run_files.line_files import unharmed
-from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.metrics import MetricsWriter
-from hetero_mpi.report.run_files.tensorboard import REMEDY, TensorBoard, available
+from hetero_mpi.report.run_files.trackers import Trackers
 from hetero_mpi.report.trace import save_run_trace
 from hetero_mpi.runtime.setup.setup import RunContext
 from hetero_mpi.runtime.watchdog import Standing, Watchdog
@@ -84,12 +83,8 @@ def open_metrics(context: RunContext, step: int) -> MetricsWriter:
             step,
             context.material.skipped_records if context.material is not None else 0,
         )
-    board = None
-    if loaded.job.report.tensorboard and available():
-        board = TensorBoard(context.run_dir / "tensorboard")
-    elif loaded.job.report.tensorboard:
-        say(f"TensorBoard files are not written, since the package tensorboard is not installed: {REMEDY}")
-    return MetricsWriter(context.run_dir / "metrics.jsonl", step, board)
+    trackers = Trackers(loaded.job.report.trackers, context.run_dir, job_to_dict(loaded.job))
+    return MetricsWriter(context.run_dir / "metrics.jsonl", step, trackers)
 
 
 def show_plan(display: ProgressDisplay | None, context: RunContext, plan: Plan, watchdog: object) -> None:

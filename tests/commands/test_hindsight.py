@@ -1,4 +1,4 @@
-"""Looking back at runs: comparisons, baselines, and files for TensorBoard."""
+"""Looking back at runs: comparisons and baselines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from hetero_mpi.planning.types.plan_report import Alone
 from hetero_mpi.planning.types.toml_files import save_profile
 from hetero_mpi.report.comparison import job_differences, loss_after, worth_adding
 from hetero_mpi.report.past_run import read_run
-from hetero_mpi.report.run_files.tensorboard import TensorBoard
 from tests.report.test_run_files import ODD_LINES
 from tests.support.past_runs import JOB, cluster, make_run, planned
 from tests.support.planning_samples import JOB_TOML
@@ -91,23 +90,6 @@ def test_the_baseline_of_a_profile_and_of_a_run(tmp_path: Path, capsys: pytest.C
 def test_looking_back_needs_neither_torch_nor_mpi() -> None:
     program = "import sys\nfor name in ('torch', 'mpi4py', 'matplotlib'): sys.modules[name] = None\nimport hetero_mpi.commands.runs"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
-
-
-def test_tensorboard_files(tmp_path: Path) -> None:
-    loader = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_file_loader", reason="tensorboard is not installed"
-    )
-    profile = cluster(2)
-    lines = read_run(make_run(tmp_path / "a", planned(profile), profile)).metrics.steps
-    board = TensorBoard(tmp_path / "tb")
-    board.step(lines[0])
-    board.evaluation(1, 2.5)
-    board.close()
-    (file,) = (tmp_path / "tb").iterdir()
-    found = {
-        value.tag: event.step for event in loader.EventFileLoader(str(file)).Load() for value in event.summary.value
-    }
-    assert found["loss/training"] == found["loss/held out"] == 1
 
 
 def test_runs_with_odd_files_are_compared_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

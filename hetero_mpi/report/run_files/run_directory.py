@@ -15,7 +15,7 @@ from typing import TextIO
 from hetero_mpi.errors import UserError
 
 LOCK_NAME = ".lock"
-_WRITTEN = ("", "adapter", "checkpoints", "copies", "logs", "model", "tensorboard")
+_WRITTEN = ("", "adapter", "checkpoints", "copies", "logs", "model", "tensorboard", "wandb")
 """Directories that a run writes into, relative to the run directory; "": itself."""
 
 

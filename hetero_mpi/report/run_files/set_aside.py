@@ -21,7 +21,7 @@ _PLANNED = ("profile.toml", "plan.toml", "architecture.png", "architecture.svg")
 _LOGS = "logs"
 _EVENTS = "events.jsonl"
 _MOVED = (
-    "adapter", "model", "sample.txt", "simulation", "tensorboard", "report.html", "trace.json", "used-profile.toml",
+    "adapter", "model", "sample.txt", "simulation", "tensorboard", "wandb", "report.html", "trace.json", "used-profile.toml",
     "steps.jsonl", _EVENTS, "run.json", "metrics.jsonl", "checkpoints",
 )  # fmt: skip
 

@@ -1,0 +1,99 @@
+"""Metrics for TensorBoard, Weights & Biases and Trackio: what their own readers find, and that none of them ends a run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from hetero_mpi.report.past_run import read_run
+from hetero_mpi.report.run_files.trackers import OPENED, Trackers
+from tests.support.mpi import ROOT
+from tests.support.past_runs import cluster, make_run, planned
+
+
+def test_tensorboard_files(tmp_path: Path) -> None:
+    loader = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_file_loader", reason="tensorboard is not installed"
+    )
+    profile = cluster(2)
+    lines = read_run(make_run(tmp_path / "a", planned(profile), profile)).metrics.steps
+    trackers = Trackers(["tensorboard"], tmp_path, {})
+    trackers.step(lines[0])
+    trackers.evaluation(1, 2.5)
+    trackers.close()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    found = {
+        value.tag: event.step for event in loader.EventFileLoader(str(file)).Load() for value in event.summary.value
+    }
+    assert found["loss/training"] == found["loss/held out"] == 1
+
+
+def test_weights_and_biases_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a key nothing is asked for and nothing is sent."""
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    profile = cluster(2)
+    lines = read_run(make_run(tmp_path / "a", planned(profile), profile)).metrics.steps
+    caplog.set_level("INFO")
+    trackers = Trackers(["wandb"], tmp_path, {"train": {"steps": 3}})
+    for line in lines[:2]:
+        trackers.step(line)
+    trackers.evaluation(2, 2.5)
+    trackers.close()
+    assert "wandb: offline; to send it later: wandb sync " in caplog.text
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    kept = file.read_bytes()  # protocol buffers, in which texts stand as they are
+    assert kept.count(b"loss/training") >= 2 and b"loss/held out" in kept
+    for line in lines[:2]:
+        assert repr(line.loss).encode() in kept
+
+
+def test_trackio(tmp_path: Path) -> None:
+    pytest.importorskip("trackio", reason="trackio is not installed")
+    program = """
+import sys
+from pathlib import Path
+from hetero_mpi.report.run_files.trackers import Trackers
+trackers = Trackers(["trackio"], Path(sys.argv[1]) / "mine", {"train": {"steps": 3}})
+trackers.evaluation(2, 2.5)
+trackers.close()
+"""
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, env=environment, check=True, timeout=120)
+    (file,) = (tmp_path / "trackio").glob("hetero_mpi*.db")
+    with contextlib.closing(sqlite3.connect(file)) as found:
+        ((run, step, metrics),) = found.execute("select run_name, step, metrics from metrics").fetchall()
+    assert (run, step) == ("mine", 2) and "held out" in str(metrics)
+
+
+def test_a_tracker_that_fails_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Full:
+        def write(self, step: int, values: Mapping[str, float]) -> None:
+            raise RuntimeError("no room")
+
+        def close(self) -> None:
+            raise RuntimeError("closed twice")
+
+    monkeypatch.setitem(OPENED, "trackio", lambda run_dir, job: Full())
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    caplog.set_level("INFO")
+    trackers = Trackers(["wandb", "trackio"], tmp_path, {})
+    trackers.evaluation(1, 2.5)
+    trackers.evaluation(2, 2.5)
+    trackers.close()
+    said = caplog.text
+    assert said.count("wandb gets no metrics, since its package is missing: pip install wandb") == 1
+    assert said.count("trackio gets no metrics from now on (RuntimeError: no room); the run goes on") == 1
