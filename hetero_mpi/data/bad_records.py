@@ -41,6 +41,8 @@ class BadRecords:
         if count <= self.allowed and not self.cut:
             return
         limit = f" (data.skip_bad = {self.allowed:,} are skipped at most)" if self.allowed else ""
+        if self.cut and count <= self.allowed:
+            limit = f" ({self.cut[0]}: what follows there cannot be read, and is never skipped)"
         shown = min(max(SHOWN, self.allowed + 1), MOST_SHOWN)
         more = [f"  and {count - shown:,} more"] if count > shown else []
         named = [f"  {problem}" for problem in self.problems[:shown]]

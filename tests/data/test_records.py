@@ -405,9 +405,10 @@ def test_bad_records_are_skipped_up_to_a_number(workshop: Path) -> None:
 
 
 def test_a_file_that_breaks_off_is_never_skipped(workshop: Path) -> None:
-    (workshop / "a.jsonl").write_text(json.dumps([ALPACA] * 3)[:-1])
-    with pytest.raises(UserError, match=r"a.jsonl, line 1: broken JSON at column"):
-        prepare(job(workshop, "data.skip_bad=100"))
+    (workshop / "c.json").write_text(json.dumps([ALPACA] * 3)[:-1])
+    with pytest.raises(UserError, match=r"c.json, line 1: broken JSON at column") as caught:
+        prepare(job(workshop, "data.skip_bad=100", "data.records=['a.jsonl', 'c.json']"))
+    assert "what follows there cannot be read, and is never skipped" in str(caught.value)
 
 
 def test_a_whole_file_of_skipped_records(workshop: Path) -> None:

@@ -21,6 +21,7 @@ from hetero_mpi.data.sequences import IGNORED
 from hetero_mpi.data.template import Tokenized, choose_form, tokenize_records
 from hetero_mpi.errors import UserError
 from tests.data.test_masks import CHATML, Format, tokenizer_of
+from tests.data.test_masks import FORMATS as MASKS
 
 QWEN = """\
 {%- if tools %}{{- '<|im_start|>system\\n' }}{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
@@ -77,6 +78,7 @@ FORMATS = {
     "llama": Format(LLAMA, "<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>"), "<|begin_of_text|>"),
     "deepseek": Format(DEEPSEEK, "<eos>", ("<User>", "<Assistant>", "<call>", "<output>"), "<bos>"),
     "chatml": Format(CHATML, "<|im_end|>", ("<|im_start|>",)),
+    "glm4": MASKS["glm4"],
     "parts": Format(PARTS, "<|im_end|>", ("<|im_start|>",)),
 }
 TOOLS = [{"type": "function", "function": {"name": "sum", "parameters": {"type": "object", "properties": {"a": {}}}}}]
@@ -153,7 +155,8 @@ def theirs(
     [
         ("qwen", CALLING, TOOLS), ("qwen", CALLING, None), ("qwen", TWICE, TOOLS), ("qwen", [*TWICE, user("x"), answer("y")], []),
         ("llama", CALLING, TOOLS), ("llama", CALLING, []), ("deepseek", CALLING[1:5], None) , ("deepseek", TEXT_CALLS, None),
-        ("chatml", HALVES, None), ("qwen", HALVES, None), ("llama", HALVES[:4], TOOLS), ("parts", PIECES, None),
+        ("chatml", HALVES, None), ("qwen", HALVES, None), ("glm4", HALVES, None), ("llama", HALVES[:4], TOOLS),
+        ("parts", PIECES, None),
         ("qwen", [SYSTEM, answer("Hello")], None), ("chatml", [SYSTEM, answer("Hello"), answer("Hello you")], None),
         ("chatml", [user("Hi"), answer("Hello", name="sum", reasoning_content="So")], None),
     ],
