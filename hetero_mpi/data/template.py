@@ -227,15 +227,18 @@ def _rendered(tokenizer: PreTrainedTokenizerFast, form: Form, record: Record) ->
         closed = text
         if index < len(messages) - 1:
             closed = _render(tokenizer, form, conversation[: index + 1], record.tools)
-        last = _answer_end(text, question, closed, message)
-        last = None if last is None else _without_spaces(text, len(question), last, message.content)
-        if last is None or (spans and spans[-1][1] > len(question)):
+        first: int | None = len(question)
+        if not text.startswith(question):
+            before = _render(tokenizer, form, conversation[:index], record.tools)
+            first = _answer_begin(text, before, question, message)
+        last = None if first is None else _answer_end(text, first, closed, message)
+        if first is None or last is None or (spans and spans[-1][1] > first):
             raise BadRecord(
                 f"the tokenizer's chat template must render the beginning of a conversation as the beginning "
                 f"of the whole; for message {index + 1} of {len(messages)} it does not, so that the answer cannot be "
                 f"told from the prompt. {WAY_OUT}, or split the record after each answer."
             )
-        spans.append((len(question), last))
+        spans.append((first, _without_spaces(text, first, last, message.content)))
     return _Rendered(record, text, tuple(spans))
 
 
@@ -300,15 +303,33 @@ def _garbled(text: str, messages: Sequence[ChatMessage]) -> bool:
     return False
 
 
-def _answer_end(text: str, question: str, closed: str, message: ChatMessage) -> int | None:
-    """Where in ``text`` the answer ends that begins behind ``question``; None when that is not to be told.
+def _answer_begin(text: str, before: str, question: str, message: ChatMessage) -> int | None:
+    """Where in ``text`` an answer begins that does not begin as its ``question`` ends; None when that is not to be told.
+
+    Some templates (Qwen3.5's, DeepSeek-R1's) ask by the beginning of a thought, which they leave out of an answer that has none.
+    Then it begins where both part: what it lacks are line breaks and what begins with an angle bracket. ``before``: the
+    conversation up to it, without the request to answer.
+    """
+    if not text.startswith(before) or not question.startswith(before):
+        return None
+    shared = next(place for place in range(len(before), len(question)) if text[place : place + 1] != question[place])
+    opened = text.rfind("<", len(before), shared)
+    if opened >= 0 and ">" not in text[opened:shared]:
+        shared = opened
+    said = text.find(message.content.strip(), len(before)) if message.content.strip() else shared
+    begin = min(shared, said)
+    lacking = question[begin:].lstrip()
+    return begin if begin > len(before) and lacking[:1] in ("", "<") else None
+
+
+def _answer_end(text: str, begin: int, closed: str, message: ChatMessage) -> int | None:
+    """Where in ``text`` the answer ends that begins at ``begin``; None when that is not to be told.
 
     ``closed`` is the conversation that ends with this answer. Some templates (Qwen3's) print an empty thought in front
     of the last answer only; then the answer is the longest end of ``closed`` that the text goes on with, and that holds what
     the message says.
     """
-    begin = len(question)
-    if not text.startswith(question) or not closed.startswith(question):
+    if not closed.startswith(text[:begin]):
         return None
     if text.startswith(closed):
         return len(closed)

@@ -99,6 +99,14 @@ DEEPSEEK = turns(
     "{{ 'Assistant:' }}",
     "{{ bos_token }}",
 )
+R1 = turns(
+    "{{ '<User>' + message.content }}",
+    "{{ message.content + eos_token }}",
+    "",
+    "{{ '<Assistant>' }}",
+    "{{ bos_token }}",
+).replace("{% if add_generation_prompt %}{{ '<Assistant>'", "{% if add_generation_prompt %}{{ '<Assistant><think>\n'")
+"""Asks for a thought, which answers without one do not have."""
 COMMAND_R = turns(
     "{{ '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>' + message.content | trim + '<|END_OF_TURN_TOKEN|>' }}",
     "{{ message.content | trim + '<|END_OF_TURN_TOKEN|>' }}",
@@ -145,6 +153,8 @@ FORMATS = {
     "zephyr": Format(ZEPHYR, "</s>", (), "<s>"),
     "phi3": Format(PHI3, "<|endoftext|>", ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")),
     "deepseek": Format(DEEPSEEK, "<|end_of_sentence|>", (), "<|begin_of_sentence|>"),
+    "r1": Format(R1, "<|end_of_sentence|>", ("<User>", "<Assistant>", "<think>"), "<|begin_of_sentence|>"),
+    "r1-in-letters": Format(R1, "<|end_of_sentence|>", (), "<|begin_of_sentence|>"),
     "command-r": Format(
         COMMAND_R,
         "<EOS_TOKEN>",

@@ -66,6 +66,12 @@ DEEPSEEK = """\
 {%- elif message.role == 'assistant' %}{% generation %}{{- message.content + eos_token }}{% endgeneration %}
 {%- else %}{{- message.content }}{%- endif %}{%- endfor %}"""
 """Arguments are JSON in a text; nothing asks for an answer."""
+QWEN_THINKING = QWEN.replace(
+    "{%- if loop.last and not message.tool_calls %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}", ""
+).replace(
+    "%}{{- '<|im_start|>assistant\\n' }}{%- endif %}", "%}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"
+)
+"""Asks for a thought, which no answer has: calls begin with the same letter."""
 PARTS = CHATML.replace("message.content", "text").replace(
     "{% if message.role == 'assistant' %}",
     "{% if message.content is string %}{% set text = message.content %}{% else %}{% set parts = namespace(text='') %}"
@@ -75,6 +81,10 @@ PARTS = CHATML.replace("message.content", "text").replace(
 """Prints content in parts in a way of its own."""
 FORMATS = {
     "qwen": Format(QWEN, "<|im_end|>", ("<|im_start|>", "<tool_call>", "</tool_call>", "<think>", "</think>")),
+    "qwen-thinking": Format(
+        QWEN_THINKING, "<|im_end|>", ("<|im_start|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
+    ),
+    "qwen-in-letters": Format(QWEN_THINKING, "<|im_end|>", ("<|im_start|>",)),
     "llama": Format(LLAMA, "<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>"), "<|begin_of_text|>"),
     "deepseek": Format(DEEPSEEK, "<eos>", ("<User>", "<Assistant>", "<call>", "<output>"), "<bos>"),
     "chatml": Format(CHATML, "<|im_end|>", ("<|im_start|>",)),
@@ -154,6 +164,8 @@ def theirs(
     ("name", "messages", "tools"),
     [
         ("qwen", CALLING, TOOLS), ("qwen", CALLING, None), ("qwen", TWICE, TOOLS), ("qwen", [*TWICE, user("x"), answer("y")], []),
+        ("qwen-thinking", CALLING, TOOLS), ("qwen-thinking", TWICE, None), ("qwen-in-letters", TWICE, TOOLS),
+        ("qwen-in-letters", [user("Hi"), answer("<i>Hello</i>"), user("x"), answer("<t>y")], None),
         ("llama", CALLING, TOOLS), ("llama", CALLING, []), ("deepseek", CALLING[1:5], None) , ("deepseek", TEXT_CALLS, None),
         ("chatml", HALVES, None), ("qwen", HALVES, None), ("glm4", HALVES, None), ("llama", HALVES[:4], TOOLS),
         ("parts", PIECES, None),
