@@ -23,7 +23,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from openai import AuthenticationError, BadRequestError, InternalServerError, OpenAI
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hetero_mpi.data.tokenizer import load_tokenizer
@@ -42,6 +41,7 @@ from tests.support.long_run import Running, started
 from tests.support.mpi import SHARING
 from tests.support.training_cases import adapter_directory, corpus, load_reference, tokenizer_directory
 
+openai = pytest.importorskip("openai")
 CASE = written("served", "llama", tuning="lora", changes=(("initializer_range", 0.4),))
 TOKEN = "a-secret"
 CONTEXT = 60
@@ -55,7 +55,7 @@ class Served:
     def __init__(self, running: Running, tokenizer: PreTrainedTokenizerFast, model: torch.nn.Module) -> None:
         self.running, self.tokenizer, self.model = running, tokenizer, model
         self.url = found.group(0) if (found := re.search(r"http://\S+(?=/v1;)", running.text())) else ""
-        self.client = OpenAI(base_url=f"{self.url}/v1", api_key=TOKEN, max_retries=0, timeout=240)
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=TOKEN, max_retries=0, timeout=240)
 
     def expected(self, text: str, tokens: int) -> str:
         """What transformers' ``generate`` adds to a text, greedily."""
@@ -200,12 +200,12 @@ def test_what_cannot_be_answered_is_refused_in_the_form_of_the_api(served: Serve
         found, answer = posted(served, path, body if isinstance(body, bytes) else json.dumps(body).encode())
         assert found == status and all(part in answer["error"]["message"] for part in parts), (body, answer)
         assert answer["error"]["type"] == "invalid_request_error"
-    with pytest.raises(BadRequestError, match="max_tokens"):
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
         served.completed("abc", max_tokens=0)
     status, answer = posted(served, plain, b"{}", token="wrong")
     assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
-    with pytest.raises(AuthenticationError):
-        OpenAI(base_url=f"{served.url}/v1", api_key="wrong", max_retries=0).models.list()
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong", max_retries=0).models.list()
 
 
 def test_models_and_health_are_told(served: Served) -> None:
@@ -264,7 +264,7 @@ def test_a_signal_ends_the_service_in_order(served: Served) -> None:
         waiting = pool.submit(served.completed, "abc", max_tokens=50)
         running.wait_for("a running request", lambda: served.health()["running"] == 1)
         running.process.send_signal(signal.SIGINT)
-        with pytest.raises(InternalServerError, match="the service ends"):
+        with pytest.raises(openai.InternalServerError, match="the service ends"):
             waiting.result()
         running.ranks[1].send_signal(signal.SIGCONT)
     assert running.end() == ExitCode.DONE, running.text()
@@ -284,7 +284,7 @@ def test_a_model_without_an_adapter_is_served_until_sigterm(
         with ThreadPoolExecutor(len(prompts)) as pool:
             found = list(pool.map(lambda prompt: served.completed(prompt, max_tokens=30).text, prompts))
         assert found == [served.expected(prompt, 30) for prompt in prompts]
-        with pytest.raises(BadRequestError, match="positions for 64"):
+        with pytest.raises(openai.BadRequestError, match="positions for 64"):
             served.completed("abc", max_tokens=64)
         (running.process if ranks == 0 else running.ranks[2]).send_signal(signal.SIGTERM)
         assert running.end() == ExitCode.DONE, running.text()
@@ -306,7 +306,9 @@ def test_a_rank_that_dies_ends_the_service_and_clients_are_told_np3(
                 running.wait_for("a running request", lambda: served.health()["running"] == 1)
             running.ranks[2].send_signal(signal.SIGKILL)
             if waiting is not None:
-                with pytest.raises(InternalServerError, match="rank 2 on" if recover else "another rank has failed"):
+                with pytest.raises(
+                    openai.InternalServerError, match="rank 2 on" if recover else "another rank has failed"
+                ):
                     waiting.result()
         assert running.end() == (ExitCode.FAILED if recover else 128 + signal.SIGKILL), running.text()
         assert ("rank 2 on" if recover else "process rank 2") in running.text()
