@@ -1,11 +1,14 @@
-"""Data sets of the Hugging Face hub, in a cache written as the hub's package writes it; without a network."""
+"""Data sets of the Hugging Face hub, in a cache written as the hub's package writes it; and fetched from one on this machine."""
 
 from __future__ import annotations
 
 import hashlib
+import http.server
 import json
+import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import huggingface_hub
 import pytest
@@ -130,54 +133,75 @@ def test_what_is_not_here_is_said(home: Path) -> None:
             read_records([text])
 
 
-class Hub:
-    """The hub's answers: a repository whose files are put into the cache as they are asked for."""
+class Hub(http.server.BaseHTTPRequestHandler):
+    """A hub on this machine with one data set, org/x: as much of its protocol as fetching asks for."""
 
-    def __init__(self, home: Path, files: dict[str, str | bytes], error: Exception | None = None) -> None:
-        self.home, self.files, self.error = home, files, error
-        self.asked: list[str] = []
+    files: ClassVar[dict[str, str | bytes]] = {}
+    asked: ClassVar[list[str]] = []
+    """Files that were fetched."""
 
-    def snapshot_download(
-        self, name: str, repo_type: str, allow_patterns: list[str], local_files_only: bool = False
-    ) -> str:
-        assert repo_type == "dataset"
-        if local_files_only:
-            raise FileNotFoundError("not here")
-        if self.error is not None:
-            raise self.error
-        wanted = list(huggingface_hub.utils.filter_repo_objects(list(self.files), allow_patterns=allow_patterns))
-        self.asked += wanted
-        return str(put(self.home, name, {file: self.files[file] for file in wanted}))
+    def do_HEAD(self) -> None:
+        self.do_GET(whole=False)
 
-    def HfApi(self) -> Hub:
-        return self
+    def do_GET(self, whole: bool = True) -> None:
+        path, headers, found = self.path.partition("?")[0], {}, None
+        if path.startswith("/api/datasets/org/x/tree/"):
+            found = json.dumps(
+                [{"type": "file", "path": name, "size": len(of), "oid": name} for name, of in self.files.items()]
+            )
+        elif path.startswith("/api/datasets/org/x/"):
+            names = [{"rfilename": name} for name in self.files]
+            found = json.dumps({"id": "org/x", "sha": COMMIT, "siblings": names, "private": False, "tags": []})
+        elif path.startswith(f"/datasets/org/x/resolve/{COMMIT}/"):
+            name = path.partition(f"{COMMIT}/")[2]
+            found, headers = self.files.get(name), {"ETag": f'"{name.replace("/", "-")}"', "X-Repo-Commit": COMMIT}
+            self.asked.extend([name] if whole else [])
+        content = (found or "").encode() if not isinstance(found, bytes) else found
+        self.send_response(404 if found is None else 200)
+        for key, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.write(content if whole else b"")
 
-    def list_repo_files(self, name: str, repo_type: str) -> list[str]:
-        return list(self.files)
+    def log_message(self, *_: object) -> None:
+        pass
 
 
-@pytest.mark.parametrize(
-    ("files", "text", "asked"),
-    [
-        ({"README.md": CARD, **shards(2), **shards(1, "test"), "a.bin": "x"}, "hf:org/x", ["README.md", *shards(2)]),
-        ({"README.md": CARD, **shards(1), "train.csv": "x"}, "hf:org/x", ["README.md", *shards(1)]),
-    ],
-)
-def test_only_the_split_is_fetched(
-    home: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str | bytes], text: str, asked: list[str]
-) -> None:
-    hub, told = Hub(home, files), list[str]()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.snapshot_download)
-    monkeypatch.setattr(huggingface_hub, "HfApi", hub.HfApi)
-    assert len(read_records([text], tell=told.append).records) == len(ROWS)
-    assert hub.asked == asked and told == [f"fetching {text} from {constants.ENDPOINT} into {home}"]
-    with pytest.raises(UserError, match="so nothing is fetched"):
-        read_records([text])
-    with pytest.raises(
-        UserError, match=r'files of the split "dev" in a format that is read here; it has the splits "train"'
+@pytest.fixture
+def hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        Hub.asked.clear()
+        yield Hub
+        server.shutdown()
+
+
+def test_only_the_split_is_fetched(home: Path, hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.files = {"README.md": CARD, **shards(2), **shards(1, "test"), "a.bin": "x", "train.csv": "y"}
+    told: list[str] = []
+    with pytest.raises(UserError, match="only rank 0 asks the network, so nothing is fetched"):
+        read_records(["hf:org/x"])
+    assert len(read_records(["hf:org/x"], tell=told.append).records) == len(ROWS)
+    assert sorted(hub.asked) == ["README.md", *shards(2)]
+    assert told == [f"fetching hf:org/x from {constants.ENDPOINT} into {home}"]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert len(prompts("hf:org/x")) == len(ROWS), "all of it is here now"
+
+
+def test_what_the_hub_has_not(hub: type[Hub]) -> None:
+    hub.files = {"README.md": CARD, **shards(1)}
+    for text, expected in (
+        ("hf:org/x:dev", r'files of the split "dev" in a format that is read here; it has the splits "train". Name'),
+        ("hf:org/none", "nothing of it is there; .*org/none"),
     ):
-        read_records([f"{text}:dev"], tell=told.append)
+        with pytest.raises(UserError, match=expected):
+            read_records([text], tell=print)
 
 
 @pytest.mark.parametrize(
@@ -195,8 +219,11 @@ def test_only_the_split_is_fetched(
 def test_what_the_hub_answers_becomes_advice(
     home: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, advice: str
 ) -> None:
+    def refuse(name: str, local_files_only: bool = False, **arguments: object) -> str:
+        raise FileNotFoundError("not here") if local_files_only else error
+
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", Hub(home, {}, error).snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(UserError, match=advice) as raised:
         read_records(["hf:org/x"], tell=print)
     assert "hf download org/x --repo-type dataset" in str(raised.value)
