@@ -182,10 +182,14 @@ def _mesh_init(hosts: Path, output: Path) -> int:
     return _show(*mesh.init(hosts, output))
 
 
-def _export(source: Path, target: Path, merge: bool, best: bool) -> int:
+def _export(source: Path, target: Path, merge: bool, best: bool, gguf: str | None, push: str | None) -> int:
+    from hetero_mpi.commands import publish
     from hetero_mpi.commands.export import export
 
-    return _show(export(source, target, merge, best))
+    _show(export(source, target, merge, best))
+    if gguf is not None:
+        _show(publish.write_gguf(target, gguf))
+    return _show(publish.push(target, push)) if push is not None else 0
 
 
 # Anywhere, without torch and MPI.
@@ -283,6 +287,15 @@ def parser() -> argparse.ArgumentParser:
     add("target", type=Path, metavar="OUT", help="directory to write")
     add("--merge", action="store_true", help="add the adapter to its base weights: a whole model")
     add("--best", action="store_true", help="of a run, the checkpoint with the lowest held-out loss, not the newest")
+    types = ("auto", "f32", "f16", "bf16", "q8_0")
+    add(
+        "--gguf",
+        nargs="?",
+        const="auto",
+        choices=types,
+        help="write a GGUF file and a Modelfile, too, by llama.cpp's converter",
+    )
+    add("--push", metavar="ORG/NAME", help="upload OUT to the Hugging Face hub, too, as a private model")
 
     reference = commands.add_parser(
         "reference", help="print a job file that documents every key, or the pages of reference"
