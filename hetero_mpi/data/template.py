@@ -231,7 +231,9 @@ def _rendered(tokenizer: PreTrainedTokenizerFast, form: Form, record: Record) ->
         if not text.startswith(question):
             before = _render(tokenizer, form, conversation[:index], record.tools)
             first = _answer_begin(text, before, question, message)
-        last = None if first is None else _answer_end(text, first, closed, message)
+            if first is None and question.startswith(before):
+                first = _behind_header(text, spans[-1][1] if spans else 0, question[len(before) :], message)
+        last = None if first is None else _answer_end(text, first, question, closed, message)
         if first is None or last is None or (spans and spans[-1][1] > first):
             raise BadRecord(
                 f"the tokenizer's chat template must render the beginning of a conversation as the beginning "
@@ -322,19 +324,39 @@ def _answer_begin(text: str, before: str, question: str, message: ChatMessage) -
     return begin if begin > len(before) and lacking[:1] in ("", "<") else None
 
 
-def _answer_end(text: str, begin: int, closed: str, message: ChatMessage) -> int | None:
+def _behind_header(text: str, last: int, header: str, message: ChatMessage) -> int | None:
+    """Where an answer begins whose conversation so far is rendered otherwise than in the whole: behind the ``header`` that stands
+    between the ``last`` answer and what the message says. None: there is none.
+
+    Some templates (Qwen3.5's) print thoughts of the calls of tools that follow the last question only. The header may lack what
+    asks for a thought: it is looked for whole, then without what begins at its last angle brackets.
+    """
+    said = message.content.strip() or message.calls()[0]["name"]
+    headers = [
+        header[:end]
+        for end in (len(header), *(place for place in range(len(header) - 1, 0, -1) if header[place] == "<"))
+    ]
+    place = text.find(said, last)
+    while place >= 0:
+        for part in headers:
+            if (begin := text.rfind(part, last, place)) >= 0:
+                return begin + len(part)
+        place = text.find(said, place + 1)
+    return None
+
+
+def _answer_end(text: str, begin: int, question: str, closed: str, message: ChatMessage) -> int | None:
     """Where in ``text`` the answer ends that begins at ``begin``; None when that is not to be told.
 
-    ``closed`` is the conversation that ends with this answer. Some templates (Qwen3's) print an empty thought in front
-    of the last answer only; then the answer is the longest end of ``closed`` that the text goes on with, and that holds what
-    the message says.
+    ``closed`` is the conversation that ends with this answer, to the ``question``. Some templates (Qwen3's) print an empty
+    thought in front of the last answer only; then the answer is the longest end of ``closed`` that the text goes on with, and
+    that holds what the message says.
     """
-    if not closed.startswith(text[:begin]):
-        return None
     if text.startswith(closed):
         return len(closed)
+    alike = begin if closed.startswith(text[:begin]) else len(question) if closed.startswith(question) else len(closed)
     said = [message.content.strip(), *(call["name"] for call in message.calls())]
-    for place in range(begin, min(map(closed.rfind, said)) + 1):
+    for place in range(alike, min(map(closed.rfind, said)) + 1):
         if closed[place] == text[begin] and text.startswith(closed[place:], begin):
             return begin + len(closed) - place
     return None

@@ -72,6 +72,11 @@ QWEN_THINKING = QWEN.replace(
     "%}{{- '<|im_start|>assistant\\n' }}{%- endif %}", "%}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"
 )
 """Asks for a thought, which no answer has: calls begin with the same letter."""
+QWEN_LATEST = QWEN.replace(
+    "{%- if loop.last and not message.tool_calls %}",
+    "{%- if 'user' not in messages[loop.index0 :] | map(attribute='role') %}",
+)
+"""Prints thoughts of all answers that follow the last question, calls included."""
 PARTS = CHATML.replace("message.content", "text").replace(
     "{% if message.role == 'assistant' %}",
     "{% if message.content is string %}{% set text = message.content %}{% else %}{% set parts = namespace(text='') %}"
@@ -85,6 +90,9 @@ FORMATS = {
         QWEN_THINKING, "<|im_end|>", ("<|im_start|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
     ),
     "qwen-in-letters": Format(QWEN_THINKING, "<|im_end|>", ("<|im_start|>",)),
+    "qwen-latest": Format(
+        QWEN_LATEST, "<|im_end|>", ("<|im_start|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
+    ),
     "llama": Format(LLAMA, "<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>"), "<|begin_of_text|>"),
     "deepseek": Format(DEEPSEEK, "<eos>", ("<User>", "<Assistant>", "<call>", "<output>"), "<bos>"),
     "chatml": Format(CHATML, "<|im_end|>", ("<|im_start|>",)),
@@ -164,6 +172,7 @@ def theirs(
     ("name", "messages", "tools"),
     [
         ("qwen", CALLING, TOOLS), ("qwen", CALLING, None), ("qwen", TWICE, TOOLS), ("qwen", [*TWICE, user("x"), answer("y")], []),
+        ("qwen-latest", CALLING, TOOLS), ("qwen-latest", [*TWICE, user("x"), answer("y")], TOOLS),
         ("qwen-thinking", CALLING, TOOLS), ("qwen-thinking", TWICE, None), ("qwen-in-letters", TWICE, TOOLS),
         ("qwen-in-letters", [user("Hi"), answer("<i>Hello</i>"), user("x"), answer("<t>y")], None),
         ("llama", CALLING, TOOLS), ("llama", CALLING, []), ("deepseek", CALLING[1:5], None) , ("deepseek", TEXT_CALLS, None),
