@@ -105,13 +105,10 @@ def rank_usable_bytes(profile: ClusterProfile, rank: int, reserve: float) -> int
     """What a plan may use on ``rank``: of a rank that alone computes in its host's memory, no more than that has."""
     device, host = profile.devices[rank], profile.host(rank)
     own = usable_bytes(device.memory_bytes, reserve)
-    if (
-        host is None
-        or not device.shares_host_memory
-        or rank in {r for _, group in shared_memories(profile) for r in group}
-    ):
+    if host is None or not device.shares_host_memory:
         return own
-    return min(own, usable_bytes(host.memory_bytes, reserve))
+    here = sum(other.host == device.host and other.shares_host_memory for other in profile.devices)
+    return own if here > 1 else min(own, usable_bytes(host.memory_bytes, reserve))
 
 
 def shared_memories(profile: ClusterProfile) -> list[tuple[HostProfile, tuple[int, ...]]]:

@@ -10,7 +10,7 @@ from hetero_mpi.planning.orders.warm_up import weight_lag
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.owners import owned_parameters
 from hetero_mpi.planning.schedule import stages
-from hetero_mpi.planning.tables import shared_memories
+from hetero_mpi.planning.tables import rank_usable_bytes, shared_memories
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -29,7 +29,9 @@ class Fitter:
         self.profile, self.request = profile, request
         self._needs: dict[tuple[object, ...], int] = {}
         self._shared = shared_memories(profile)
-        self._usable = [usable_bytes(device.memory_bytes, request.memory_reserve) for device in profile.devices]
+        self._usable = [
+            rank_usable_bytes(profile, rank, request.memory_reserve) for rank in range(len(profile.devices))
+        ]
 
     def step_s(self, plan: Plan) -> float:
         return outlined(plan, self.profile).step_s
