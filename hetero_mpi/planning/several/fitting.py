@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hetero_mpi.planning.memory import memory_of, owned_bytes, stage_holdings, stage_trainable, usable_bytes, weighted
@@ -32,6 +32,7 @@ class Fitter:
         self._usable = [
             rank_usable_bytes(profile, rank, request.memory_reserve) for rank in range(len(profile.devices))
         ]
+        self._mean = sum(self._usable) / len(self._usable)
 
     def step_s(self, plan: Plan) -> float:
         return outlined(plan, self.profile).step_s
@@ -39,23 +40,36 @@ class Fitter:
     def fitted(self, plan: Plan) -> Plan | None:
         """``plan`` with recompute where memory asks for it and nowhere else, shallower where that is not enough; None: it does not
         fit even so. Where ranks have no room for all the state of what they hold, it is dealt out by what they leave free: first as
-        if others owned it, and then with room for what each was found to own."""
+        if others owned it, then as if each owned as much, and then with room for what each was found to own."""
         if len(plan.pipelines) == 1 or not self.profile.model.trained_whole:
             return self._fitted(plan, None)
-        owned: dict[int, float] = {}
-        for _ in range(DEALS):
-            found = self._fitted(plan, owned)
-            if found is None:
+        lacked: dict[int, float] = {}
+        begun = [{}, *self._parts(plan)]
+        for deal in range(DEALS):
+            guess = begun[deal] if deal < len(begun) else lacked
+            found = self._fitted(plan, guess)
+            if found is None and guess is lacked:
                 break
+            if found is None:
+                continue
             if self._suffices(found.pipelines):
                 return found
             dealt, lacking = self._dealt(found)
             if not lacking:
                 return dealt
-            if all(owned.get(rank, -1.0) >= own for rank, own in lacking.items()):
-                break
-            owned |= {rank: max(own, owned.get(rank, 0.0)) for rank, own in lacking.items()}
+            if deal == 0 or guess is lacked:
+                lacked |= {rank: max(own, lacked.get(rank, 0.0)) for rank, own in lacking.items()}
         return self._fitted(plan, None)
+
+    def _parts(self, plan: Plan) -> Iterator[Owned]:
+        """What each rank owns if all own as much: first with less for those that have less memory than the mean, then without."""
+        for levelled in (True, False):
+            owned = dict[int, float]()
+            for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
+                part = self._state(stage) / len(plan.pipelines)
+                lack = max(0.0, self._mean - self._usable[stage.ranks[0]]) if levelled else 0.0
+                owned[stage.ranks[0]] = part - min(lack, part)
+            yield owned
 
     def repeating(self, plan: Plan) -> Plan:
         """``plan``; where its state is dealt by what ranks leave free, with other forwards repeated than memory asks for if that
@@ -157,8 +171,11 @@ class Fitter:
         need = self._need(pipeline, stage)
         if owned is None:
             return need
-        trained = stage_trainable(self.profile.model, stage.first, stage.last)
-        return need - max(0.0, trained * owned_bytes(self.profile, stage) - owned.get(stage.ranks[0], 0.0))
+        return need - max(0.0, self._state(stage) - owned.get(stage.ranks[0], 0.0))
+
+    def _state(self, stage: StagePlan) -> float:
+        """Bytes of the state of ``stage``, whoever owns it."""
+        return stage_trainable(self.profile.model, stage.first, stage.last) * owned_bytes(self.profile, stage)
 
     def _need(self, pipeline: PipelinePlan, stage: StagePlan) -> int:
         """Peak bytes of ``stage``, with all the state of what it holds."""
