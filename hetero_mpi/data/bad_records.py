@@ -32,6 +32,8 @@ class BadRecords:
     """Places behind which the rest of a file cannot be read."""
 
     def add(self, source: str, problem: BadRecord) -> None:
+        if self.problems and self.problems[-1].startswith(f"{source}: "):
+            return  # the other record of a pair
         self.problems.append(f"{source}: {problem}")
         self.cut.extend([source] if problem.rest else [])
 

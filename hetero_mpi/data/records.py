@@ -85,11 +85,14 @@ class Records:
     """Sources of the records that were left out because an answer is missing or empty."""
     untrained: tuple[str, ...] = ()
     """Sources of the records that were left out because all of their answers say ``train: false``."""
+    preference: bool = False
+    """Records are pairs: chosen, rejected, chosen, ..."""
 
     def lines(self) -> list[str]:
         shapes = Counter(record.shape for record in self.records)
         found = ", ".join(f"{count:,} {shape}" for shape, count in sorted(shapes.items()))
-        lines = [f"{len(self.records):,} records from {self.files:,} files ({found})"]
+        what = f"{len(self.records) // 2:,} pairs of answers" if self.preference else f"{len(self.records):,} records"
+        lines = [f"{what} from {self.files:,} files ({found})"]
         for sources, why in (
             (self.unanswered, "without an answer"),
             (self.untrained, "without an answer to learn (train = false)"),
@@ -127,7 +130,7 @@ def read_records(
         answered = [record for record in found if record is not None]
         if len(answered) < len(found):
             unanswered.append(source)
-        elif not all(any(m.trained for m in record.messages if m.role == "assistant") for record in answered):
+        elif not all(_learnt(record, preference) for record in answered):
             untrained.append(source)
         else:
             records.extend(answered)
@@ -138,7 +141,13 @@ def read_records(
         raise UserError(
             f"{key} must hold records with an answer to learn; none of its {len(silent):,} records has one{such}.\n{SHAPES}"
         )
-    return Records(tuple(records), len(paths), tuple(unanswered), tuple(untrained))
+    return Records(tuple(records), len(paths), tuple(unanswered), tuple(untrained), preference)
+
+
+def _learnt(record: Record, preference: bool) -> bool:
+    """Is there an answer to learn: any, or of a preference the last one?"""
+    own = record.messages[-1:] if preference else record.messages
+    return any(message.trained for message in own if message.role == "assistant")
 
 
 def _record(value: Any, source: str) -> Record | None:
@@ -171,18 +180,23 @@ def _pair_of(value: Any, source: str) -> list[Record | None]:
     for key in PREFERENCE:
         if isinstance(value[key], list):
             asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-            # Some files repeat the prompt in both conversations.
-            turns = value[key] if value[key][: len(asked)] == asked else [*asked, *value[key]]
+            # Many files repeat the prompt in both conversations.
+            begins = value[key][:1] and isinstance(value[key][0], dict) and value[key][0].get("role") == "assistant"
+            turns = [*asked, *value[key]] if begins else value[key]
             found.append(_record({"messages": turns, "tools": value.get("tools")}, source))
         else:
             question, answer = _text(prompt, "prompt"), _text(value[key], key)
             found.append(_record({"prompt": question, "completion": answer}, source))
     chosen, rejected = found
-    if chosen is not None and rejected is not None and chosen.messages[:-1] != rejected.messages[:-1]:
+    if chosen is not None and rejected is not None and _prompt(chosen) != _prompt(rejected):
         raise BadRecord(
             "'chosen' and 'rejected' must be answers to one prompt: all their messages but the last are the same"
         )
     return found
+
+
+def _prompt(record: Record) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in record.messages[:-1]]
 
 
 def _pair(value: Mapping[str, Any], shape: Shape, question: str, answer: str, source: str) -> Record | None:

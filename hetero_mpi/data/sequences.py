@@ -113,7 +113,11 @@ class Dataset:
 
     def batch(self, step: int, global_batch: int) -> Batch:
         """The training batch of ``step`` (from 0), a function of its arguments and the seed only."""
-        return self.gather(self.train[batch_indices(step, global_batch, len(self.train), self.seed, self.parts)])
+        return self.gather(self.numbers(step, global_batch))
+
+    def numbers(self, step: int, global_batch: int) -> Indices:
+        """The rows of the training batch of ``step``."""
+        return self.train[batch_indices(step, global_batch, len(self.train), self.seed, self.parts)]
 
     def held_out_batches(self, batch: int, limit: int | None = None) -> Iterator[Batch]:
         """The first ``limit`` held-out sequences, ``batch`` at a time (fewer in the last), always the same ones."""

@@ -218,10 +218,11 @@ class Trainer:
             losses[begin : begin + len(own)] = [float(loss) for loss in own]
         return added(self.world.all_reduce_sum(losses))
 
-    def shared_batch(self, own: Batch | None) -> Batch:
-        """Rank 0's batch on every active rank; other ranks have none. Collective."""
+    def shared_batch(self, own: Batch | None, trimmed: bool) -> Batch:
+        """Rank 0's batch on every active rank; other ranks have none. Collective. ``trimmed``: to its longest row."""
         arrays: list[NDArray[Any]] | None = None
         if own is not None:
+            own = own.trimmed() if trimmed else own
             arrays = [own.tokens, own.targets, *([own.positions] if own.positions is not None else [])]
             arrays += [own.pairs.answers, own.pairs.reference] if own.pairs is not None else []
         tokens, targets, *further = self.world.broadcast_arrays(arrays)

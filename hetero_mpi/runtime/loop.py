@@ -216,20 +216,22 @@ class Loop:
 
     def _evaluate(self, metrics: MetricsWriter | None) -> None:
         self.world.doing = "evaluating"
-        loss = self.trainer.evaluate(self._held_out) / self._held_out.divisor
+        loss, preferred = self._held_out_loss()
         self.state.add_evaluation(loss)
         if metrics is not None:
             metrics.evaluation(self.state.step, loss)
-        say(f"step {self.state.step}: held-out loss {loss:.4f}{self._preferred()}")
+        say(f"step {self.state.step}: held-out loss {loss:.4f}{preferred}")
 
-    def _preferred(self) -> str:
-        """How many held-out pairs the model now tells better than the reference does, in words."""
-        pairs = self._held_out.pairs
-        if pairs is None or self.job.train.preference != "dpo":
-            return ""
-        better = self.trainer.margins(self._held_out) > pairs.reference
-        there = np.arange(better.shape[1]) < pair_counts(pairs.answers)[:, None]
-        return f"; of {pairs.count} pairs {np.count_nonzero(better & there)} lean more to the chosen answer than at the beginning"
+    def _held_out_loss(self) -> tuple[float, str]:
+        """The held-out loss; and of DPO how many pairs the model now tells better than the reference does, in words."""
+        pairs, train = self._held_out.pairs, self.job.train
+        if pairs is None or train.preference != "dpo":
+            return self.trainer.evaluate(self._held_out) / self._held_out.divisor, ""
+        there = np.arange(pairs.reference.shape[1]) < pair_counts(pairs.answers)[:, None]
+        gained = (self.trainer.margins(self._held_out) - pairs.reference)[there]
+        loss = float(np.logaddexp(0.0, -train.preference_beta * gained).mean())
+        better = np.count_nonzero(gained > 0)
+        return loss, f"; of {len(gained)} pairs {better} lean more to the chosen answer than at the beginning"
 
     def _save(self) -> None:
         self.world.doing = "taking a snapshot for a checkpoint"
@@ -245,9 +247,7 @@ class Loop:
         if own is not None and own.pairs is not None and self.state.reference is not None:
             assert own.numbers is not None
             own = replace(own, pairs=replace(own.pairs, reference=self.state.reference[own.numbers]))
-        if own is not None and self.job.data.pad == "longest":
-            own = own.trimmed()
-        return self.trainer.shared_batch(own)
+        return self.trainer.shared_batch(own, self.job.data.pad == "longest")
 
     def _broadcast_held_out(self) -> Batch:
         """The held-out sequences that are evaluated; there may be none."""

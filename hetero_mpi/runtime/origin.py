@@ -24,13 +24,14 @@ from hetero_mpi.runtime.build import Share
 from hetero_mpi.runtime.local_versions import LocalVersion, StateToBeat, find_local_version
 from hetero_mpi.runtime.reconfigure import build_share, hand_over
 from hetero_mpi.runtime.recovery import RunHistory
+from hetero_mpi.runtime.reference import check_reference
 from hetero_mpi.runtime.resume import rate_change, tell_set_aside
 from hetero_mpi.runtime.setup.setup import RunContext, TrainOptions
 from hetero_mpi.state.checkpointing import ANY, KINDS, LATEST, check_data
 from hetero_mpi.state.copies import newest_whole
 from hetero_mpi.state.local_checkpoint import supervised
 from hetero_mpi.state.redistribute import Parcel, deliveries, parcels
-from hetero_mpi.state.training_state import TrainingState
+from hetero_mpi.state.training_state import TrainingState, unpacked
 
 _LOG = logging.getLogger(__name__)
 
@@ -168,6 +169,8 @@ def _state_on_disk(context: RunContext, held: LocalVersion) -> dict[str, Any]:
             assert context.dataset is not None
             now, allowed = context.dataset.fingerprint(), job.checkpoint.allow_other_data
             say(*filter(None, [check_data(fingerprint, context.run_dir / "copies", now, allowed)]))
+            known = said.get("reference") if fingerprint == now else None
+            check_reference(job.train, context.dataset, unpacked(known) if known is not None else None)
             tell_set_aside(context.run_dir / "checkpoints", held.step)
             good, _ = newest_good(context.run_dir / "checkpoints")
             newest = str(good) if good is not None else None

@@ -20,9 +20,10 @@ from hetero_mpi.launch.supervisor.event_log import own_event
 from hetero_mpi.model.optimizer import LearningRate
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.set_aside import EarlierRun
+from hetero_mpi.runtime.reference import check_reference
 from hetero_mpi.runtime.setup.setup import RunSetup, TrainOptions
 from hetero_mpi.state.checkpointing import ANY, LATEST, check_data, check_fits, find_checkpoint
-from hetero_mpi.state.training_state import TrainingState
+from hetero_mpi.state.training_state import TrainingState, packed
 
 _RATE = ("steps", "learning_rate", "schedule", "warmup_steps")
 """Keys of ``[train]`` that determine the learning rate of a step."""
@@ -47,6 +48,8 @@ def open_checkpoint(
             fingerprint = setup.dataset.fingerprint()
             then, allowed = reader.metadata.get("data_fingerprint"), setup.job.checkpoint.allow_other_data
             say(*filter(None, [check_data(then, path, fingerprint, allowed)]))
+            reference = reader.metadata.get("reference") if then == fingerprint else None
+            check_reference(job.train, setup.dataset, reference)
             step = reader.metadata["step"]
             if step > setup.job.train.steps:
                 raise UserError(
@@ -60,8 +63,7 @@ def open_checkpoint(
             tell_set_aside(checkpoints, step)
             keys = "step", "updates", "loss_scale", "lowest_loss", "higher_in_a_row"
             shared = {key: reader.metadata.get(key) for key in keys}
-            reference = reader.metadata.get("reference")
-            shared |= {"reference": reference.tolist() if reference is not None else None}
+            shared |= {"reference": packed(reference) if reference is not None else None}
             shared |= {"losses": [float(loss) for loss in reader.metadata["losses"]], "last_checkpoint": str(path)}
     shared = world.broadcast_json(shared)
     if shared is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ class TrainingState:
         return {
             **self.checkpoint_metadata(),
             "losses": list(self.losses),
-            "reference": self.reference.tolist() if self.reference is not None else None,
+            "reference": packed(self.reference) if self.reference is not None else None,
             "skipped": self.skipped,
             "skips_in_a_row": self.skips_in_a_row,
             "last_checkpoint": str(newest) if newest is not None else None,
@@ -118,7 +119,17 @@ class TrainingState:
             values.get("higher_in_a_row", 0),
             Path(newest) if newest is not None else None,
             Path(good) if good is not None else None,
-            np.array(reference, np.float32) if reference is not None else None,
+            unpacked(reference) if reference is not None else None,
             [line for line in seen.metrics if line.step <= step] if seen is not None else [],
             [line for line in seen.evaluations if line.step <= step] if seen is not None else [],
         )
+
+
+def packed(array: NDArray[np.float32]) -> dict[str, Any]:
+    """An array as JSON-able values; a list of its numbers would take ten times the memory."""
+    return {"shape": list(array.shape), "base64": base64.b64encode(array.tobytes()).decode()}
+
+
+def unpacked(values: dict[str, Any]) -> NDArray[np.float32]:
+    """The inverse of ``packed``."""
+    return np.frombuffer(base64.b64decode(values["base64"]), np.float32).reshape(values["shape"])

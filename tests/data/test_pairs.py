@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedTokenizerFast
 
+from hetero_mpi.data.bad_records import BadRecord, BadRecords
 from hetero_mpi.data.instructions import build_record_sequences
 from hetero_mpi.data.records import read_records
 from hetero_mpi.data.sequences import IGNORED, Dataset
@@ -76,6 +77,36 @@ def test_bad_pairs_are_named(tmp_path: Path, value: Any, text: str) -> None:
     with pytest.raises(UserError, match=r"data\.records must hold records") as caught:
         read(tmp_path, PLAIN, value)
     assert text in str(caught.value)
+
+
+def test_the_prompt_is_there_once(tmp_path: Path) -> None:
+    """Whatever stands in ``prompt``, conversations that begin with it are whole."""
+    system = {"role": "system", "content": "Be brief"}
+    value = {
+        "prompt": "grass ",
+        "chosen": [system, ASKED, said("a")],
+        "rejected": [system, {**ASKED, "name": None}, said("b")],
+    }
+    chosen, rejected = read(tmp_path, value)
+    assert [message.content for message in chosen.messages] == ["Be brief", "grass", "a"]
+    assert [message.content for message in rejected.messages] == ["Be brief", "grass", "b"]
+
+
+def test_a_pair_whose_last_answer_is_not_learnt_is_left_out(tmp_path: Path) -> None:
+    turns = [ASKED, said("shared"), ASKED]
+    silent = {"chosen": [*turns, {**said("a"), "train": False}], "rejected": [*turns, {**said("b"), "train": False}]}
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, (PLAIN, silent))))
+    found = read_records([str(tmp_path / "pairs.jsonl")], preference=True)
+    assert len(found.records) == 2 and len(found.untrained) == 1
+    assert found.lines()[0].startswith("1 pairs of answers from 1 files")
+
+
+def test_a_bad_pair_counts_once() -> None:
+    bad = BadRecords(1)
+    for _ in range(2):
+        bad.add("pairs.jsonl, line 3", BadRecord("the template refused it"))
+    bad.check("data.records")
+    assert len(bad.problems) == 1
 
 
 def test_a_pair_with_an_empty_answer_is_left_out(tmp_path: Path) -> None:
@@ -210,3 +241,15 @@ def test_losses_of_targets_in_pieces() -> None:
     assert all(torch.equal(whole, cut) for whole, cut in zip(*found, strict=True))
     assert found[0][0][0, 3] == 0
     assert float(found[0][0].sum()) == pytest.approx(float(summed_loss(logits, targets)))
+
+
+def test_an_answer_that_is_certain_has_a_gradient() -> None:
+    positions, targets = torch.tensor([[0, 1, 0, 1]]), torch.tensor([[IGNORED, 3, IGNORED, 2]])
+    for gap in (10.0, 17.0, 40.0):
+        logits = torch.zeros(1, 4, 8)
+        logits[0, 1, 3] = logits[0, 3, 2] = gap
+        logits.requires_grad_(True)
+        answers = torch.tensor([[0, 1, 0, 1]])
+        loss = Comparison("orpo", 0.1, answers, torch.zeros(1, 1), 1.0).loss(logits, targets, positions)
+        (gradient,) = torch.autograd.grad(loss, logits)
+        assert torch.isfinite(loss) and torch.isfinite(gradient).all()

@@ -60,6 +60,12 @@ class Runs(Workshop):
             self.entries[name] = self.entry(name, name, PACKED)
             self.entries[f"{name} apart"] = self.entry(f"{name} apart", name, len(PAIRS), packing=False)
         self.entries["streamed"] = self.entry("streamed", "dpo", PACKED, {"streamed": True, "slice_sequences": 1})
+        others = directory / "others.jsonl"
+        others.write_text(
+            "\n".join(map(json.dumps, [{"prompt": p, "chosen": r, "rejected": c} for p, c, r in PAIRS[:2]]))
+        )
+        files = {"records": [str(records), str(others)], "weights": [1.0, 3.0], "evaluation": ""}
+        self.entries["mixed"] = self.entry("mixed", "dpo", 2, packing=False, held_out=0.0, **files)
         self.entries["short"] = self.entry("short", "dpo", 2, steps=1)
         for name in ("dpo", "orpo"):
             self.entries[f"jobs-{name}"] = self.shipped(name)
@@ -174,7 +180,15 @@ def test_more_steps_than_the_reference_was_computed_for_are_refused(on: Any, ran
     _, outcomes = on(ranks)
     assert outcomes["longer"].raised == ("CollectiveUserError",) * ranks
     text = outcomes["longer"].texts[0]
-    assert "no margin of the reference model for 2 rows of preferences" in text and "Lower [train] steps" in text
+    assert "no margin of the reference model for 2 rows of preferences" in text and "steps, global_batch, seed" in text
+
+
+@ON_RANKS
+def test_of_mixed_data_sets_all_pairs_that_are_drawn_have_a_reference(on: Any, ranks: int) -> None:
+    """An epoch of them holds some pairs more than once, and others not at all."""
+    runs, _ = on(ranks)
+    losses = [step.loss for step in read_metrics(runs.run("mixed") / "metrics.jsonl").steps]
+    assert len(losses) == STEPS and np.isfinite(losses).all() and abs(losses[0] - np.log(2)) < 1e-6
 
 
 @ON_RANKS
@@ -182,7 +196,7 @@ def test_more_steps_than_the_reference_was_computed_for_are_refused(on: Any, ran
 def test_the_shipped_jobs(on: Any, ranks: int, name: str) -> None:
     runs, outcomes = on(ranks)
     assert (
-        "48 records from 1 files" in outcomes[f"jobs-{name}"].printed
+        "24 pairs of answers from 1 files" in outcomes[f"jobs-{name}"].printed
         and "(per pair)" in outcomes[f"jobs-{name}"].printed
     )
     assert ("lean more to the chosen answer" in outcomes[f"jobs-{name}"].printed) == (name == "dpo")

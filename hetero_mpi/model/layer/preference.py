@@ -67,7 +67,11 @@ class Comparison:
 
 
 def _log_odds(likelihoods: torch.Tensor) -> torch.Tensor:
-    """log(p / (1 - p)) of log p, which is below 0 (Maechler, "Accurately computing log(1 - exp(-|a|))", 2012)."""
+    """log(p / (1 - p)) of log p, which is below 0 (Maechler, "Accurately computing log(1 - exp(-|a|))", 2012).
+
+    Of an answer that is certain in fp32 the odds would have no end, and the gradient no number.
+    """
+    likelihoods = likelihoods.clamp(max=-1e-7)
     small = torch.log1p(-torch.exp(likelihoods.clamp(max=-math.log(2))))
     large = torch.log(-torch.expm1(likelihoods.clamp(min=-math.log(2))))
     return likelihoods - torch.where(likelihoods < -math.log(2), small, large)

@@ -73,7 +73,7 @@ class Trackers:
             self._unharmed(name, lambda tracker=tracker: tracker.write(step, values))  # type: ignore[misc]
 
     def _unharmed(self, name: str, action: Callable[[], object]) -> None:
-        """Do something with a tracker; close it for the run's rest where that fails, whatever it raises."""
+        """Do something with a tracker; leave it out from then on where that fails, whatever it raises."""
         try:
             action()
         except ImportError:
@@ -159,7 +159,9 @@ class Trackio:
         import trackio
 
         project = os.environ.get("TRACKIO_PROJECT", PROJECT)
-        self._run: Any = trackio.init(project=project, name=run_dir.name, config=dict(job), resume="allow", embed=False)
+        self._run: Any = trackio.init(
+            project=project, name=run_dir.name, group=run_dir.name, config=dict(job), embed=False
+        )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
