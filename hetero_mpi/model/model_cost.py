@@ -64,16 +64,17 @@ def _layer_cost(
             2.0 * chain.logits * BYTES[dtype] if head and chain.logits is not None else activation_bytes[kind]
         ),
         boundary_bytes_per_token=0 if head else math.prod(chain.boundary(layer, 1, 1)) * BYTES[dtype],
-        workspace_bytes=max(unpacked, _composed(language(chain), tuning, layer)) * BYTES[dtype],
+        workspace_bytes=max(unpacked, _composed(chain, tuning, layer)) * BYTES[dtype],
     )
 
 
-def _composed(chain: TransformersChain, tuning: Tuning, layer: int) -> int:
+def _composed(chain: LayerChain, tuning: Tuning, layer: int) -> int:
     """Numbers of what DoRA makes of a matrix to compute with it: the weight, B A, and their sum."""
     if tuning.adapter is None or not tuning.adapter.dora:
         return 0
     names = tuning.modules_in(layer, layer + 1)
-    return 3 * max((chain.model.get_submodule(name).weight.numel() for name in names), default=0)
+    model = language(chain).model
+    return 3 * max((model.get_submodule(name).weight.numel() for name in names), default=0)
 
 
 def _packed(chain: TransformersChain, tuning: Tuning, layer: int) -> tuple[int, int]:
