@@ -101,7 +101,7 @@ class ApiServer(ThreadingHTTPServer):
                 self._under_way -= 1
 
     def models(self) -> list[dict[str, Any]]:
-        own = {"id": self.service.name, "object": "model", "created": self._begun, "owned_by": "hetero_mpi"}
+        own = {"id": self.service.model.name, "object": "model", "created": self._begun, "owned_by": "hetero_mpi"}
         return [{**own, "max_model_len": self.service.context.tokens}]
 
 
@@ -142,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
         models = self.server.models()
         if path == "/v1/models":
             self._send({"object": "list", "data": models})
-        elif path == f"/v1/models/{service.name}":
+        elif path == f"/v1/models/{service.model.name}":
             self._send(models[0])
         else:
             raise ApiError(404, f"there is no {path} here", code="not_found")
@@ -156,8 +156,8 @@ class _Handler(BaseHTTPRequestHandler):
         task = service.task(asked)
         begin = time.monotonic()
         answer = service.scheduler.submit(task)
-        wording = Wording(service.opened.tokenizer, task, asked.stop_texts)
-        bodies = Bodies(asked, service.name, len(task.prompt))
+        wording = Wording(service.model.tokenizer, task, asked.stop_texts)
+        bodies = Bodies(asked, service.model.name, len(task.prompt))
         try:
             pieces = service.pieces(answer, wording, self._alive)
             if asked.stream:

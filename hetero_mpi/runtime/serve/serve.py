@@ -22,11 +22,11 @@ from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.planning.types.plan_report import RankMemory
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.generate.place import look_around, set_up, with_writer
-from hetero_mpi.runtime.generate.source import Opened, open_source
+from hetero_mpi.runtime.generate.source import open_source
 from hetero_mpi.runtime.generate.writer import Task, TextChanges, Writer
 from hetero_mpi.runtime.serve.http_server import ApiServer, bound_socket
 from hetero_mpi.runtime.serve.scheduler import KEPT_FREE, CacheRoom, Scheduler
-from hetero_mpi.runtime.serve.service import Service, context_of, ending_error
+from hetero_mpi.runtime.serve.service import ServedModel, Service, context_of, ending_error
 from hetero_mpi.runtime.signals import StopRequest
 
 TOKEN_VARIABLE = "HETERO_MPI_TOKEN"
@@ -58,7 +58,7 @@ def serve(world: World, options: ServeOptions) -> int:
         UserError: an error the user can correct, or a rank has died; the same on all ranks.
     """
     look_around(world)
-    opened: Opened | None = None
+    model: ServedModel | None = None
     bound: socket.socket | None = None
     servers: list[ApiServer] = []
     with StopRequest() as stop, stop.noting(), _telling_clients(servers):
@@ -66,21 +66,20 @@ def serve(world: World, options: ServeOptions) -> int:
             if world.rank == 0:
                 check_options(options)
                 bound = bound_socket(options.host, options.port)
-                opened = open_source(options.source)
-        setup = set_up(world, opened)
+                model = ServedModel(options.source.expanduser().resolve().name, open_source(options.source))
+        setup = set_up(world, model.opened if model is not None else None)
 
         def work(members: World, writer: Writer) -> None:
             members.doing = "measuring the memory of a text"
             room = _room(members, setup.memory, writer)
             members.doing = "serving"
-            if opened is None or bound is None:
+            if model is None or bound is None:
                 for _ in writer.written(_Follower(world, members, stop)):
                     pass
                 return
             scheduler = Scheduler(room, options.parallel)
-            context = context_of(opened, options.context, room)
-            name = options.source.expanduser().resolve().name
-            servers.append(ApiServer(bound, options.known_token(), Service(name, opened, context, scheduler, stop)))
+            context = context_of(model.opened, options.context, room)
+            servers.append(ApiServer(bound, options.known_token(), Service(model, context, scheduler, stop)))
             _say_address(servers[0], options)
             for tokens in writer.written(_Leader(world, members, stop, scheduler)):
                 scheduler.hand_out(tokens)
@@ -202,5 +201,5 @@ def _say_address(server: ApiServer, options: ServeOptions) -> None:
     if service.chats:
         path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "Hello"}]}'
     json_type = ["-H", "Content-Type: application/json"]
-    say(f"Serving {service.name} on {server.url}/v1; try:")
+    say(f"Serving {service.model.name} on {server.url}/v1; try:")
     say("  " + shlex.join(["curl", server.url + path, *key, *json_type, "-d", body]))

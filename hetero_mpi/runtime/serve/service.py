@@ -49,30 +49,40 @@ def context_of(opened: Opened, wanted: int | None, room: Sequence[CacheRoom]) ->
     return Context(*min(limits, key=lambda limit: limit[0]))
 
 
+class ServedModel:
+    """What rank 0 knows of the model before its weights are loaded.
+
+    Args:
+        name: of the model, as clients see it.
+
+    Raises:
+        UserError: its template or its ``generation_config.json`` cannot be used.
+    """
+
+    def __init__(self, name: str, opened: Opened) -> None:
+        self.name, self.opened, self.tokenizer, source = name, opened, opened.tokenizer, opened.source
+        self.engine = own_tokens_only(opened.tokenizer)
+        self.form = choose_form(opened.tokenizer, opened.template) if opened.template is not None else None
+        directory = Path(source.base) if source.base is not None else None
+        self.stops = stop_tokens(source.config, directory, opened.tokenizer)
+        self.rows = int(read_config(source.config).vocab_size)
+
+
 class Service:
     """Turns requests into text.
 
     Args:
-        name: of the model, as clients see it.
         ending: is the service about to end? Asked by all threads.
     """
 
-    def __init__(
-        self, name: str, opened: Opened, context: Context, scheduler: Scheduler, ending: Callable[[], bool]
-    ) -> None:
-        self.name, self.opened, self.context, self.scheduler, self.ending = name, opened, context, scheduler, ending
-        self._engine = own_tokens_only(opened.tokenizer)
-        self._form = choose_form(opened.tokenizer, opened.template) if opened.template is not None else None
-        source = opened.source
-        directory = Path(source.base) if source.base is not None else None
-        self._stops = stop_tokens(source.config, directory, opened.tokenizer)
-        self._rows = int(read_config(source.config).vocab_size)
+    def __init__(self, model: ServedModel, context: Context, scheduler: Scheduler, ending: Callable[[], bool]) -> None:
+        self.model, self.context, self.scheduler, self.ending = model, context, scheduler, ending
         self._tokenizing = threading.Lock()
 
     @property
     def chats(self) -> bool:
         """Is there a template for conversations?"""
-        return self._form is not None
+        return self.model.form is not None
 
     def task(self, asked: Asked) -> Task:
         """What is to be written.
@@ -85,8 +95,8 @@ class Service:
                 prompt = self._prompt(asked)
             except UserError as error:
                 raise ApiError(400, str(error)) from None
-        if not prompt or not all(0 <= token < self._rows for token in prompt):
-            raise ApiError(400, f"the prompt must have tokens, with ids from 0 to {self._rows - 1}")
+        if not prompt or not all(0 <= token < self.model.rows for token in prompt):
+            raise ApiError(400, f"the prompt must have tokens, with ids from 0 to {self.model.rows - 1}")
         room = self.context.tokens - len(prompt)
         limit = asked.limit if asked.limit is not None else max(1, room)
         if limit > room:
@@ -96,16 +106,16 @@ class Service:
                 f"and {limit:,} new ones are asked for: shorten the prompt, or lower max_tokens",
                 code="context_length_exceeded",
             )
-        return Task(prompt, self._stops, limit, asked.sampling())
+        return Task(prompt, self.model.stops, limit, asked.sampling())
 
     def _prompt(self, asked: Asked) -> list[int]:
         if isinstance(asked, ChatRequest):
-            if self._form is None:
-                raise ApiError(400, f"{self.name} has no chat template: it continues texts, by /v1/completions")
+            if self.model.form is None:
+                raise ApiError(400, f"{self.model.name} has no chat template: it continues texts, by /v1/completions")
             messages = [message.plain() for message in asked.messages]
-            return render_messages(self.opened.tokenizer, self._engine, self._form, messages, "messages")
+            return render_messages(self.model.tokenizer, self.model.engine, self.model.form, messages, "messages")
         if isinstance(asked.prompt, str):
-            return encoded(self._engine, [asked.prompt], special=not self.opened.learnt_text)[0]
+            return encoded(self.model.engine, [asked.prompt], special=not self.model.opened.learnt_text)[0]
         return [int(token) for token in asked.prompt]
 
     def pieces(self, answer: Answer, wording: Wording, alive: Callable[[], bool]) -> Iterator[str]:

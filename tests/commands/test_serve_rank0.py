@@ -1,0 +1,112 @@
+"""``serve`` on rank 0, without other ranks and without OpenAI's package: requests, queue, text, HTTP."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.model.decoding import NOT_A_NUMBER, Sampling
+from hetero_mpi.runtime.generate.source import open_source
+from hetero_mpi.runtime.generate.writer import Task, TextChanges
+from hetero_mpi.runtime.serve.answers import Wording
+from hetero_mpi.runtime.serve.api_requests import ApiError, ChatRequest
+from hetero_mpi.runtime.serve.http_server import bound_socket
+from hetero_mpi.runtime.serve.scheduler import CacheRoom, Scheduler
+from hetero_mpi.runtime.serve.serve import ServeOptions, check_options
+from hetero_mpi.runtime.serve.service import ServedModel, Service, context_of
+from tests.commands.test_generate import TEMPLATE, model_with_tokenizer, written
+from tests.support.training_cases import corpus, tokenizer_directory
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a chat template."""
+    place = tmp_path_factory.mktemp("serve")
+    return model_with_tokenizer(place, tokenizer_directory(place, corpus(place)), written("served", "llama"), TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def model(base: Path) -> ServedModel:
+    return ServedModel("m", open_source(base))
+
+
+def task(tokens: int, limit: int = 10) -> Task:
+    return Task([1] * tokens, [0], limit, Sampling())
+
+
+def test_texts_begin_as_soon_as_there_is_room_in_the_order_of_their_requests() -> None:
+    room = [CacheRoom(0, 0, 10, 1000), CacheRoom(2, 50, 1, 400)]
+    scheduler = Scheduler(room, parallel=3)
+    small, large = [scheduler.submit(task(10)) for _ in range(2)], scheduler.submit(task(51))
+    behind = scheduler.submit(task(10))
+    assert list(scheduler.next_changes(0.0).begin.values()) == [small[0].task, small[1].task]
+    assert scheduler.next_changes(0.0) == TextChanges({}, []), "nobody overtakes the large one"
+    scheduler.hand_out({1: 7, 2: 0})
+    assert (small[0].events.get_nowait(), small[1].events.get_nowait()) == (7, 0)
+    change = scheduler.next_changes(0.0)
+    assert list(change.begin.values()) == [large.task], "20 + 61 of 100 tokens, so that 20 more have no room"
+    small[0].given_up.set()
+    change = scheduler.next_changes(0.0)
+    assert (list(change.begin.values()), change.end) == ([behind.task], [1])
+    scheduler.hand_out({3: NOT_A_NUMBER, 4: 5})
+    error = large.events.get_nowait()
+    assert isinstance(error, ApiError) and error.status == 500
+    scheduler.close(ApiError(503, "over"))
+    assert behind.events.get_nowait() == 5 and isinstance(behind.events.get_nowait(), ApiError)
+    with pytest.raises(ApiError, match="over"):
+        scheduler.submit(task(1))
+
+
+def test_a_prompt_that_memory_has_no_room_for_is_refused_with_the_numbers(model: ServedModel) -> None:
+    room = [CacheRoom(0, 0, 10, 1000), CacheRoom(2, 100, 20, 800)]
+    context = context_of(model.opened, None, room)
+    assert context.tokens == 35
+    service = Service(model, context, Scheduler(room, 1), lambda: False)
+    asked = ChatRequest(messages=[{"role": "user", "content": "x" * 40}], max_tokens=5)  # type: ignore[list-item]
+    with pytest.raises(ApiError, match=r"rank 2 has 800 B for keys and values, which is 35 tokens of 20 B") as error:
+        service.task(asked)
+    assert (error.value.status, error.value.code) == (400, "context_length_exceeded")
+    assert context_of(model.opened, 20, room).reason.endswith("--context 20")
+    assert context_of(model.opened, None, []).tokens == 64
+
+
+def test_text_that_may_begin_a_stop_is_held_back(model: ServedModel) -> None:
+    tokenizer = model.tokenizer
+    letters = list("abcabd!")
+    tokens = [tokenizer(letter).input_ids[0] for letter in letters]
+    wording = Wording(tokenizer, task(3, limit=7), ("abd", "zz"))
+    assert [wording.add(token) for token in tokens[:6]] == ["", "", "abc", "", "", ""]
+    assert (wording.finish, wording.tokens) == ("stop", 6)
+    limited = Wording(tokenizer, task(3, limit=2), ("abd",))
+    assert [limited.add(token) for token in tokens[:2]] == ["", "ab"]
+    assert limited.finish == "length"
+    stopped = Wording(tokenizer, task(3), ("abd",))
+    assert [stopped.add(token) for token in (tokens[0], 0)] == ["", "a"]
+    assert (stopped.finish, stopped.tokens) == ("stop", 2)
+
+
+def test_a_port_in_use_and_an_open_address_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(UserError, match=r"--port \d+ cannot be had: .*name another"):
+            bound_socket("127.0.0.1", other.getsockname()[1])
+    monkeypatch.delenv("HETERO_MPI_TOKEN", raising=False)
+    with pytest.raises(UserError, match=r"--host 0.0.0.0: .*--token.*HETERO_MPI_TOKEN"):
+        check_options(ServeOptions(Path(), host="0.0.0.0"))
+    monkeypatch.setenv("HETERO_MPI_TOKEN", " from-the-environment\n")
+    check_options(ServeOptions(Path(), host="0.0.0.0"))
+    with pytest.raises(UserError, match="--parallel 0"):
+        check_options(ServeOptions(Path(), parallel=0))
+
+
+def test_a_generation_config_that_cannot_be_read_is_known_before_the_weights(base: Path, tmp_path: Path) -> None:
+    for path in base.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    (tmp_path / "generation_config.json").write_text("{no")
+    with pytest.raises(UserError, match=r"generation_config\.json cannot be read"):
+        ServedModel("m", open_source(tmp_path))
