@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,15 @@ from hetero_mpi.runtime.generate.source import open_source
 from hetero_mpi.runtime.generate.writer import Task, TextChanges
 from hetero_mpi.runtime.serve.answers import Wording
 from hetero_mpi.runtime.serve.api_requests import ApiError, ChatRequest
-from hetero_mpi.runtime.serve.http_server import bound_socket
+from hetero_mpi.runtime.serve.http_server import ApiServer, bound_socket
 from hetero_mpi.runtime.serve.scheduler import CacheRoom, Scheduler
-from hetero_mpi.runtime.serve.serve import ServeOptions, check_options
+from hetero_mpi.runtime.serve.serve import ServeOptions, _say_address, check_options
 from hetero_mpi.runtime.serve.service import ServedModel, Service, context_of
 from tests.commands.test_generate import TEMPLATE, model_with_tokenizer, written
 from tests.support.training_cases import corpus, tokenizer_directory
+
+TOKEN = "a-secret"
+PLAIN = "/v1/completions"
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +36,15 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(base: Path) -> ServedModel:
     return ServedModel("m", open_source(base))
+
+
+@pytest.fixture
+def server(model: ServedModel) -> Iterator[ApiServer]:
+    """A server behind which no pipeline writes."""
+    service = Service(model, context_of(model.opened, None, []), Scheduler([], 1), lambda: False)
+    server = ApiServer(bound_socket("127.0.0.1", 0), TOKEN, service)
+    yield server
+    server.stop(0.0)
 
 
 def task(tokens: int, limit: int = 10) -> Task:
@@ -94,13 +108,74 @@ def test_a_port_in_use_and_an_open_address_are_refused(monkeypatch: pytest.Monke
         other.listen()
         with pytest.raises(UserError, match=r"--port \d+ cannot be had: .*name another"):
             bound_socket("127.0.0.1", other.getsockname()[1])
+    with bound_socket("127.0.0.1", 0) as first, pytest.raises(UserError, match="cannot be had"):
+        bound_socket("127.0.0.1", first.getsockname()[1])
     monkeypatch.delenv("HETERO_MPI_TOKEN", raising=False)
     with pytest.raises(UserError, match=r"--host 0.0.0.0: .*--token.*HETERO_MPI_TOKEN"):
         check_options(ServeOptions(Path(), host="0.0.0.0"))
     monkeypatch.setenv("HETERO_MPI_TOKEN", " from-the-environment\n")
     check_options(ServeOptions(Path(), host="0.0.0.0"))
+    for token in ("two words", "gr\u00fcn", "tab\tulator"):
+        with pytest.raises(UserError, match="must be printable ASCII without spaces"):
+            check_options(ServeOptions(Path(), token=token))
     with pytest.raises(UserError, match="--parallel 0"):
         check_options(ServeOptions(Path(), parallel=0))
+
+
+def said(server: ApiServer, sent: bytes, longest: int = 1 << 20) -> bytes:
+    """Everything that the server answers to these bytes, until it closes the connection."""
+    host, port = server.server_address[:2]
+    with socket.create_connection((str(host), int(port)), timeout=60) as client:
+        client.sendall(sent)
+        return b"".join(iter(lambda: client.recv(longest), b""))
+
+
+def request(line: str, *headers: str, token: str = f"Bearer {TOKEN}") -> bytes:
+    return "\r\n".join([f"{line} HTTP/1.1", f"Authorization: {token}", *headers, "", ""]).encode()
+
+
+@pytest.mark.parametrize(
+    ("line", "token", "size", "status"),
+    [
+        (f"POST {PLAIN}", "Bearer wrong", 20 << 20, b"401"),
+        ("POST /v1/embeddings", f"Bearer {TOKEN}", 20 << 20, b"404"),
+        (f"POST {PLAIN}", f"Bearer {TOKEN}", 33 << 20, b"413"),
+    ],
+)
+def test_a_client_with_a_large_body_reads_why_it_is_refused(
+    server: ApiServer, line: str, token: str, size: int, status: bytes
+) -> None:
+    body = bytes(min(size, 30 << 20))
+    answer = said(server, request(line, f"Content-Length: {size}", token=token) + body)
+    assert answer.startswith(b"HTTP/1.1 " + status) and b"Connection: close" in answer
+
+
+def test_no_body_is_taken_for_a_request(server: ApiServer) -> None:
+    hidden = request("GET /v1/models")
+    length, chunked = f"Content-Length: {len(hidden)}", "Transfer-Encoding: chunked"
+    for header in (length, chunked):
+        assert said(server, request("GET /health", header) + hidden).count(b"HTTP/1.1 ") == 1, header
+    for headers in ([length, chunked], [chunked], [length, "Content-Length: 0"], []):
+        answer = said(server, request(f"POST {PLAIN}", *headers) + hidden)
+        assert answer.startswith(b"HTTP/1.1 411") and answer.count(b"HTTP/1.1 ") == 1, headers
+
+
+@pytest.mark.parametrize(
+    ("token", "status"), [(f"bearer {TOKEN}", b"200"), (f"BEARER  {TOKEN}", b"200"), (f"Basic {TOKEN}", b"401")]
+)
+def test_the_name_of_the_scheme_may_have_any_case(server: ApiServer, token: str, status: bytes) -> None:
+    answer = said(server, request("GET /v1/models", "Connection: close", token=token))
+    assert answer.startswith(b"HTTP/1.1 " + status)
+
+
+@pytest.mark.parametrize(("given", "named"), [("", "TOKEN"), (TOKEN, "HETERO_MPI_TOKEN"), ("another", "TOKEN")])
+def test_the_line_at_the_start_names_the_variable_that_has_the_token(
+    server: ApiServer, given: str, named: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HETERO_MPI_TOKEN", given)
+    with caplog.at_level(logging.INFO):
+        _say_address(server, ServeOptions(Path()))
+    assert f' -H "Authorization: Bearer ${named}"' in caplog.text
 
 
 def test_a_generation_config_that_cannot_be_read_is_known_before_the_weights(base: Path, tmp_path: Path) -> None:

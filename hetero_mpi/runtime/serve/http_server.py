@@ -26,12 +26,14 @@ from hetero_mpi.runtime.serve.service import Service, ending_error
 LARGEST_BODY_BYTES = 32 << 20
 SILENT_S = 60
 """A client that neither sends nor takes anything for so long has gone."""
+_LINGER_S = 2.0
+"""A client that is answered before all of its request has come may go on sending for so long."""
 _POSTED: dict[str, type[Asked]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
 _LOG = logging.getLogger(__name__)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket that holds the port; nobody can connect yet.
+    """A socket that holds the port: it listens, and who connects waits for a server to take it.
 
     Raises:
         UserError: the port cannot be had.
@@ -40,6 +42,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind((host, port))
+        found.listen(64)  # a port that is bound only can be taken by another who reuses addresses
     except (OSError, OverflowError) as error:
         found.close()
         raise UserError(
@@ -57,7 +60,6 @@ class ApiServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
-    request_queue_size = 64
 
     def __init__(self, bound: socket.socket, token: str | None, service: Service) -> None:
         super().__init__(bound.getsockname(), _Handler, bind_and_activate=False)
@@ -67,7 +69,6 @@ class ApiServer(ThreadingHTTPServer):
         self._begun = int(time.time())
         self._under_way = 0
         self._counting = threading.Lock()
-        self.server_activate()
         self._serving = Background("answering requests", lambda: self.serve_forever(poll_interval=0.1))
 
     @property
@@ -120,6 +121,18 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._guarded(self._post)
 
+    def finish(self) -> None:
+        """Read what a refused client still sends: closed on unread bytes, the connection would be reset, and the answer lost."""
+        deadline, left = time.monotonic() + _LINGER_S, LARGEST_BODY_BYTES
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            while left > 0 and (rest_s := deadline - time.monotonic()) > 0:
+                self.connection.settimeout(rest_s)
+                if not (got := len(self.connection.recv(1 << 16))):
+                    break
+                left -= got
+        super().finish()
+
     def log_message(self, format: str, *arguments: Any) -> None:
         _LOG.info("%s: " + format, self.client_address[0], *arguments)
 
@@ -132,6 +145,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(error.body(), error.status)
 
     def _get(self, service: Service) -> None:
+        if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
+            self.close_connection = True  # the body is not read, and must not be taken for the next request
         path = self._path()
         if path == "/health":
             if service.ending():
@@ -176,14 +191,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _check_token(self) -> None:
         token = self.server.token
-        shown = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        if token is not None and not hmac.compare_digest(shown.encode(), token.encode()):
+        scheme, _, shown = self.headers.get("Authorization", "").strip().partition(" ")
+        right = scheme.lower() == "bearer" and hmac.compare_digest(shown.strip().encode(), (token or "").encode())
+        if token is not None and not right:
             raise ApiError(401, "wrong or missing API key (Authorization: Bearer ...)", code="invalid_api_key")
 
     def _body(self) -> bytes:
-        length = self.headers.get("Content-Length", "")
-        if not length.isascii() or not length.isdigit():
-            raise ApiError(411, "a request needs its Content-Length")
+        length = ",".join(self.headers.get_all("Content-Length", []))
+        if not length.isascii() or not length.isdigit() or "Transfer-Encoding" in self.headers:
+            raise ApiError(411, "a request needs one Content-Length, and no Transfer-Encoding")
         if len(length) > 18 or int(length) > LARGEST_BODY_BYTES:
             raise ApiError(413, f"a request may have {LARGEST_BODY_BYTES:,} bytes, this one has {length[:18]}")
         return self.rfile.read(int(length))

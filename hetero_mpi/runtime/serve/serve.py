@@ -48,7 +48,7 @@ class ServeOptions:
 
     def known_token(self) -> str | None:
         """What clients must show; from the environment where the command line names none."""
-        return self.token or os.environ.get(TOKEN_VARIABLE) or None
+        return (self.token or "").strip() or os.environ.get(TOKEN_VARIABLE, "").strip() or None
 
 
 def serve(world: World, options: ServeOptions) -> int:
@@ -121,8 +121,11 @@ def check_options(options: ServeOptions) -> None:
             f"--host {options.host}: whoever can reach this address could use the model; name a secret that clients must show, by "
             f"--token or the environment variable {TOKEN_VARIABLE} (on rank 0), or serve on 127.0.0.1"
         )
-    if not (options.known_token() or "x").isascii():
-        raise UserError("--token: must be ASCII, as it travels in an HTTP header")
+    token = options.known_token() or "x"
+    if not (token.isascii() and token.isprintable()) or " " in token:
+        raise UserError(
+            f"--token or {TOKEN_VARIABLE}: must be printable ASCII without spaces, as it travels in an HTTP header"
+        )
     for name, value in (("--context", options.context), ("--parallel", options.parallel)):
         if value is not None and value < 1:
             raise UserError(f"{name} {value}: must be 1 or more")
@@ -196,10 +199,10 @@ def _say_address(server: ApiServer, options: ServeOptions) -> None:
         f"a request may have {context.tokens:,} tokens: {context.reason}",
         f"{options.parallel} are written side by side",
     )
-    key = ["-H", f"Authorization: Bearer ${TOKEN_VARIABLE}"] if server.token is not None else []
+    variable = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE, "").strip() == server.token else "TOKEN"
+    key = f' -H "Authorization: Bearer ${variable}"' if server.token is not None else ""  # the shell puts the value in
     path, body = "/v1/completions", '{"prompt": "Once", "max_tokens": 20}'
     if service.chats:
         path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "Hello"}]}'
-    json_type = ["-H", "Content-Type: application/json"]
     say(f"Serving {service.model.name} on {server.url}/v1; try:")
-    say("  " + shlex.join(["curl", server.url + path, *key, *json_type, "-d", body]))
+    say("  " + shlex.join(["curl", server.url + path, "-H", "Content-Type: application/json", "-d", body]) + key)
