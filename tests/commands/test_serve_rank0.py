@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from hetero_mpi.model.decoding import NOT_A_NUMBER, Sampling
 from hetero_mpi.runtime.generate.source import open_source
 from hetero_mpi.runtime.generate.writer import Task, TextChanges
 from hetero_mpi.runtime.serve.answers import Wording
-from hetero_mpi.runtime.serve.api_requests import ApiError, ChatRequest
+from hetero_mpi.runtime.serve.api_requests import ApiError, ChatRequest, CompletionRequest, parse
 from hetero_mpi.runtime.serve.http_server import ApiServer, bound_socket
 from hetero_mpi.runtime.serve.scheduler import CacheRoom, Scheduler
 from hetero_mpi.runtime.serve.serve import ServeOptions, _say_address, check_options
@@ -176,6 +178,33 @@ def test_the_line_at_the_start_names_the_variable_that_has_the_token(
     with caplog.at_level(logging.INFO):
         _say_address(server, ServeOptions(Path()))
     assert f' -H "Authorization: Bearer ${named}"' in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"logprobs": 0}, "logprobs = 0"),
+        ({"logprobs": False}, "logprobs = false"),
+        ({"prompt": "a\ud800"}, "half of a surrogate pair"),
+        ({"prompt": ["\udfff"]}, "half of a surrogate pair"),
+        ({"stop": ["x"] * 17}, "at most 16 texts"),
+        ({"stop": "x" * 1001}, "1 to 1,000 characters"),
+        ({"stop": ["x", ""]}, "1 to 1,000 characters"),
+    ],
+)
+def test_what_a_completion_may_not_ask_for(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ApiError, match=reason) as error:
+        parse(CompletionRequest, json.dumps({"prompt": "abc", **fields}).encode())
+    assert error.value.status == 400
+
+
+def test_what_asks_for_nothing_is_accepted() -> None:
+    messages = [{"role": "user", "content": "\U0001f600"}]
+    for value in (False, None):
+        parse(ChatRequest, json.dumps({"messages": messages, "logprobs": value, "stop": ["x" * 1000] * 16}).encode())
+    parse(CompletionRequest, b'{"prompt": "abc", "logprobs": null, "stop": []}')
+    with pytest.raises(ApiError, match="logprobs = 0"):
+        parse(ChatRequest, json.dumps({"messages": messages, "logprobs": 0}).encode())
 
 
 def test_a_generation_config_that_cannot_be_read_is_known_before_the_weights(base: Path, tmp_path: Path) -> None:

@@ -47,9 +47,9 @@ class Wording:
 
     def _beginning_of_a_stop(self) -> int:
         """Characters at the end of the held text with which a stop text may begin."""
-        held = self._held
-        lengths = (n for text in self._stop_texts for n in range(min(len(text) - 1, len(held)), 0, -1))
-        return max((n for n in lengths if any(text.startswith(held[-n:]) for text in self._stop_texts)), default=0)
+        held, stops = self._held, self._stop_texts
+        lengths = range(min(max(map(len, stops), default=1) - 1, len(held)), 0, -1)
+        return next((n for n in lengths if any(len(text) > n and text.startswith(held[-n:]) for text in stops)), 0)
 
 
 class Bodies:

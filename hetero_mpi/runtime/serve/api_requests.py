@@ -16,10 +16,12 @@ from hetero_mpi.model.decoding import Sampling
 
 COMPLETION_TOKENS = 16
 """New tokens of a plain completion whose client gives no number, as in OpenAI's API. A chat may fill the context."""
+MOST_STOPS, LONGEST_STOP = 16, 1000
+"""Texts to stop at, and the characters of each: every token of an answer is compared with all of them."""
 _ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "logprobs": (False,),
+    "logprobs": (),
     "top_logprobs": (0,),
     "echo": (False,),
     "suffix": ("",),
@@ -67,8 +69,9 @@ class _Asked(BaseModel):
     @field_validator("stop")
     @classmethod
     def _stops_are_texts(cls, stop: str | list[str] | None) -> str | list[str] | None:
-        if stop is not None and not all([stop] if isinstance(stop, str) else stop):
-            raise ValueError("a text to stop at must not be empty")
+        texts = [stop] if isinstance(stop, str) else stop or []
+        if len(texts) > MOST_STOPS or not all(1 <= len(text) <= LONGEST_STOP for text in texts):
+            raise ValueError(f"at most {MOST_STOPS} texts to stop at, each of 1 to {LONGEST_STOP:,} characters")
         return stop
 
     @property
@@ -153,10 +156,18 @@ def parse(kind: type[Asked], body: bytes) -> Asked:
     """
     try:
         values = json.loads(body)
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        half = "half of a surrogate pair (from \\ud800 to \\udfff without the other half)"
+        raise ApiError(400, f"the body has {half}, which is no character: send whole characters") from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ApiError(400, f"the body must be a JSON object, not {type(values).__name__}")
+    if (
+        kind is ChatRequest and values.get("logprobs") is False
+    ):  # in a completion it is a number, and 0 asks for something
+        del values["logprobs"]
     asked_for = [name for name, unasked in _ASKS_FOR_NOTHING.items() if values.get(name) not in (None, *unasked)]
     if asked_for:
         told = ", ".join(f"{name} = {json.dumps(values[name])[:60]}" for name in asked_for)
