@@ -14,6 +14,8 @@ from typing import Any
 import tomli_w
 
 from hetero_mpi.checkpoint.local_shards import SHARDS_NAME
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.toml_files import save_plan
 from tests.support import training_cases
 from tests.support.mpi import run_mpi
 from tests.support.rank_pool import run_pooled
@@ -85,6 +87,14 @@ class Workshop:
         merged = {table: {**values.get(table, {}), **tables.get(table, {})} for table in {**values, **tables}}
         path = self.directory / f"{name}.toml"
         path.write_text(tomli_w.dumps(merged))
+        return path
+
+    def plan(self, name: str, ranks: int, rows: int, length: int, **stage: Any) -> Path:
+        """Write ``NAME.plan.toml``: a model of two blocks on one rank, or on three; ``stage``: further fields of each stage."""
+        edges = {1: (0, 4), 3: (0, 1, 3, 4)}[ranks]
+        stages = [StagePlan((rank,), edges[rank], edges[rank + 1], ranks - 1 - rank, **stage) for rank in range(ranks)]
+        path = self.directory / f"{name}.plan.toml"
+        save_plan(Plan((PipelinePlan(tuple(stages), 2, rows),), rows, length, 4), path)
         return path
 
     def run_entries(

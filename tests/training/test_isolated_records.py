@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.toml_files import save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.support.mpi import on_ranks
 from tests.support.small_jobs import Outcome, Workshop
@@ -52,13 +50,7 @@ class Runs(Workshop):
         }
 
     def entry(self, name: str, rows: int, stage: dict[str, Any] | None = None, **data: Any) -> dict[str, Any]:
-        edges = (0, 4) if self.ranks == 1 else (0, 1, 3, 4)
-        stages = tuple(
-            StagePlan((rank,), edges[rank], edges[rank + 1], self.ranks - 1 - rank, **(stage or {}))
-            for rank in range(self.ranks)
-        )
-        plan = self.directory / f"{name}.plan.toml"
-        save_plan(Plan((PipelinePlan(stages, 2, rows),), rows, LENGTH, 4), plan)
+        plan = self.plan(name, self.ranks, rows, LENGTH, **(stage or {}))
         job = self.job(name, self.written, data=data, train={"global_batch": rows})
         return {"job": job, "run_dir": self.run(name), "plan": plan}
 

@@ -14,8 +14,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hetero_mpi.checkpoint import checkpoint_path
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.toml_files import save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.support.mpi import ROOT
 from tests.support.small_jobs import Outcome, Workshop
@@ -74,13 +72,7 @@ class Runs(Workshop):
     def entry(
         self, name: str, method: str, rows: int, stage: dict[str, Any] | None = None, steps: int = STEPS, **data: Any
     ) -> dict[str, Any]:
-        edges = (0, 4) if self.ranks == 1 else (0, 1, 3, 4)
-        stages = tuple(
-            StagePlan((rank,), edges[rank], edges[rank + 1], self.ranks - 1 - rank, **(stage or {}))
-            for rank in range(self.ranks)
-        )
-        plan = self.directory / f"{name}.plan.toml"
-        save_plan(Plan((PipelinePlan(stages, 2, rows),), rows, LENGTH, 4), plan)
+        plan = self.plan(name, self.ranks, rows, LENGTH, **(stage or {}))
         tables: dict[str, Any] = {key: dict(value) for key, value in METHODS[method].items()}
         if "adapter" in tables:
             tables["adapter"]["path"] = str(self.start)
