@@ -175,7 +175,9 @@ def test_a_cut_link_a_host_that_returns_and_one_that_crashes(tmp_path: Path) -> 
         assert rack.orphans() == []
     tell(run, "a crashed host", killed_s)
     assert hosts_of_starts(run, rack) == [["hB", "hA", "hC"], ["hA", "hC"], ["hB", "hA", "hC"], ["hB", "hA"]]
-    assert len(events(run, "locked")) == 1
+    # Had the rank that was cut off not let go of the directory, the second start would have been refused. It ends itself at about
+    # the time of that start, so whether its lock had to be waited for is a matter of a second.
+    assert len(events(run, "locked")) <= 1
     assert losses(run) == job.straight_losses()
 
 
