@@ -46,7 +46,7 @@ def pick(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
 
     ``logits``: (V,) fp32, on any device.
     """
-    if torch.isnan(logits).any():
+    if not torch.isfinite(logits.max()):  # NaN, an overflow, or -inf everywhere; -inf in places only forbids tokens
         return NOT_A_NUMBER
     if sampling.temperature == 0:
         return int(torch.argmax(logits))

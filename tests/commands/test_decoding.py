@@ -36,7 +36,13 @@ def test_picks_follow_temperature_and_nucleus() -> None:
     assert drawn == [pick(logits, Sampling(1.0, 0.79, 5), position) for position in range(400)]
     cold = [pick(logits, Sampling(1e-30, 1.0, 5), position) for position in range(20)]
     assert set(cold) == {0}
-    assert pick(torch.tensor([0.0, math.nan]), Sampling(), 0) == NOT_A_NUMBER
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 0.9, 5)], ids=["greedy", "drawn"])
+def test_logits_that_give_no_token_are_told_and_forbidden_tokens_are_not_picked(sampling: Sampling) -> None:
+    for bad in ([0.0, math.nan], [0.0, math.inf], [-math.inf, -math.inf], [math.nan, math.inf]):
+        assert pick(torch.tensor(bad), sampling, 0) == NOT_A_NUMBER
+    assert {pick(torch.tensor([-math.inf, 0.0]), sampling, position) for position in range(20)} == {1}
 
 
 def test_characters_of_several_tokens_appear_whole(tmp_path: Path) -> None:
