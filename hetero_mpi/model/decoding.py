@@ -26,6 +26,9 @@ OWN_CACHE = ("minimax",)
 """Families that bring a cache class of their own, whose layers cannot be told which of them are elsewhere."""
 _TWO_ROTARIES = ("phi3", "phimoe")
 """Families whose rotary embedding changes at a length, where their ``generate`` computes the whole text again."""
+_ROTARIES_BY_LENGTH = ("dynamic", "longrope")
+_OWN_CHOICE_OF_KEYS = ("doge",)
+"""Families that choose keys by their scores, beside those with an indexer (``index_topk``)."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,19 @@ def begins_anew_at(config: PreTrainedConfig) -> int | None:
         return None
     original = getattr(config, "original_max_position_embeddings", None)
     return None if original is None else int(original) + 1
+
+
+def takes_pieces(config: PreTrainedConfig) -> bool:
+    """May a prompt pass in pieces, each behind the cache of those before it, with the logits of the whole?
+
+    Not where rotary embeddings depend on the length of the whole text: what a shorter text left in the cache would differ. Not
+    where attention takes the keys with the highest scores: which of equal scores are taken depends on how many keys there are.
+    """
+    if config.model_type in _OWN_CHOICE_OF_KEYS or hasattr(config, "index_topk"):
+        return False
+    rope = getattr(config, "rope_parameters", None) or {}
+    of_kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return not any(one.get("rope_type") in _ROTARIES_BY_LENGTH for one in of_kinds)
 
 
 class Decoder:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hetero_mpi.data.tokenizer import load_tokenizer
 from hetero_mpi.device.accelerators import open_backend
-from hetero_mpi.model.decoding import NOT_A_NUMBER, OWN_CACHE, Decoder, Sampling, pick
+from hetero_mpi.model.decoding import NOT_A_NUMBER, OWN_CACHE, Decoder, Sampling, pick, takes_pieces
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.model.stage import MicroBatch, Stage
@@ -22,8 +25,9 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import PROVEN_FAMILIES, read_config
 from hetero_mpi.model.transformers.weights import FileStart
 from hetero_mpi.model.tuning import nothing_trained
-from hetero_mpi.runtime.generate.writer import Spelling
+from hetero_mpi.runtime.generate.writer import Spelling, Task, TextChanges, Writer
 from tests.support.family_configs import VOCABULARY, tiny_keys
+from tests.support.loopback import LoopbackNetwork
 from tests.support.training_cases import Case, corpus, model_directory, tokenizer_directory
 
 
@@ -131,6 +135,76 @@ def test_texts_side_by_side_are_computed_as_if_alone(tmp_path: Path) -> None:
         assert all(torch.equal(one, other) for one, other in zip(alone[text], together[text], strict=True))
 
 
+PIECE = 4
+CHANGES = {"llama": {}, "mistral": {"sliding_window": 6}, "phi3": {"original_max_position_embeddings": 24}}
+
+
+@pytest.mark.parametrize("cuts", [(), (2, 4)], ids=["one stage", "three stages"])
+@pytest.mark.parametrize("family", CHANGES)
+def test_a_prompt_passes_in_pieces_and_others_go_on_meanwhile(
+    family: str, cuts: tuple[int, ...], tmp_path: Path
+) -> None:
+    """The tokens are those of the whole prompt and of transformers' ``generate``; Mistral's window is short, Phi-3 begins anew."""
+    case = Case("pieces", family, False, 0.0, True, 2, "even")
+    path = model_directory(tmp_path, case)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **CHANGES[family]}))
+    generator = torch.Generator().manual_seed(4)
+    long, short = (torch.randint(1, 300, (length,), generator=generator).tolist() for length in (21, 3))
+    tasks = {1: Task(short, [], 12, Sampling()), 2: Task(long, [], 10, Sampling())}
+
+    (whole, lengths), (pieces, short_lengths) = written_by(path, cuts, tasks, 512), written_by(path, cuts, tasks, PIECE)
+    assert max(lengths) == (25 if family == "phi3" else 21) and max(short_lengths) == PIECE
+    assert [sorted(tokens) for tokens in pieces[:6]] == [[1]] * 5 + [[1, 2]], "21 tokens pass in six rounds"
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert CHANGES[family].items() <= model.config.to_dict().items()
+    set_training(model, False)
+    for number, task in tasks.items():
+        ids = torch.tensor([task.prompt])
+        expected = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=task.limit, eos_token_id=None
+        )[0, len(task.prompt) :].tolist()  # fmt: skip
+        assert len(set(expected)) > 3, "a model that repeats itself proves nothing"
+        for rounds in (whole, pieces):
+            assert [tokens[number] for tokens in rounds if number in tokens] == expected
+
+
+def written_by(
+    path: Path, cuts: tuple[int, ...], tasks: dict[int, Task], piece_tokens: int
+) -> tuple[list[dict[int, int]], list[int]]:
+    """What a thread per stage writes round by round, and the tokens that each stage got at once."""
+    stages = stages_of(path, cuts)
+    ranks = range(len(stages))
+    network = LoopbackNetwork(len(stages))
+    lengths: list[int] = []
+
+    def write(rank: int) -> list[dict[int, int]]:
+        stage, begun = stages[rank], [TextChanges(tasks)]
+        apply = stage.apply
+
+        def counted(x: torch.Tensor, **keywords: Any) -> torch.Tensor:
+            lengths.append(x.shape[1])
+            return apply(x, **keywords)
+
+        with mock.patch.object(stage, "apply", counted):
+            writer = Writer(rank, ranks, ranks, network.transports[rank], stage.chain, stage, piece_tokens)
+            return list(writer.written(lambda idle: begun.pop() if begun else None if idle else TextChanges()))
+
+    with ThreadPoolExecutor(len(stages)) as pool:
+        results = list(pool.map(write, ranks, timeout=60))
+    assert all(result == results[0] for result in results)
+    return results[0], lengths
+
+
+def test_prompts_stay_whole_where_rotary_embeddings_depend_on_the_length() -> None:
+    longrope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "rope_theta": 10000.0}
+    plain = AutoConfig.for_model("llama")
+    assert takes_pieces(plain)
+    for parameters in (longrope, {"full_attention": {"rope_type": "default"}, "sliding_attention": longrope}):
+        plain.rope_parameters = parameters
+        assert not takes_pieces(plain)
+
+
 def decoded_families() -> list[Any]:
     """Every family; those whose masks differ most are tried always."""
     names = [family for family in PROVEN_FAMILIES if family not in OWN_CACHE]
@@ -139,7 +213,8 @@ def decoded_families() -> list[Any]:
 
 @pytest.mark.parametrize("family", decoded_families())
 def test_every_proven_family_decodes_over_three_stages(family: str, tmp_path: Path) -> None:
-    """The logits after a prompt of random tokens, after some more, and after single ones, are the whole model's."""
+    """The logits after a prompt of random tokens, after some more, and after single ones, are the whole model's; and those of
+    the whole text at once, if the family ``takes_pieces``."""
     torch.manual_seed(3)
     keys = tiny_keys(family)
     config = AutoConfig.for_model(keys.pop("model_type"), **keys)
@@ -150,6 +225,7 @@ def test_every_proven_family_decodes_over_three_stages(family: str, tmp_path: Pa
     past = None
     with contextlib.ExitStack() as stack, torch.no_grad():
         decoders = [stack.enter_context(Decoder(stage)) for stage in stages_of(tmp_path, (2, 4))]
+        at_once = whole(input_ids=tokens, use_cache=True).logits[0]
         for first, last in [(0, 10), (10, 15), *((index, index + 1) for index in range(15, 40))]:
             expected = whole(input_ids=tokens[:, first:last], past_key_values=past, use_cache=True)
             past = expected.past_key_values
@@ -157,3 +233,5 @@ def test_every_proven_family_decodes_over_three_stages(family: str, tmp_path: Pa
             for decoder in decoders:
                 x = decoder.step(x)
             torch.testing.assert_close(x, expected.logits[0, -1], rtol=1e-4, atol=1e-4)
+            if takes_pieces(config):
+                torch.testing.assert_close(x, at_once[last - 1], rtol=1e-4, atol=1e-4)

@@ -1,10 +1,11 @@
 """Token generation through the pipeline: hidden states go forward, and the last stage sends each new token to all active ranks.
 
-prefill   every stage passes the whole prompt (1, T, D) on, once, and fills its KV cache
+prefill   every stage passes the prompt on in pieces (1, T, D), each behind the KV caches of those before it, one a round; so the
+          memory of the activations does not grow with the square of the prompt
 then      per token (1, 1, D) from stage to stage, and 8 bytes from the last stage to every active rank
 
 Several texts are written side by side: in every round each gets one token, and a stage computes one text while the next stage
-computes the text before it. Every text is computed by itself, so its bits do not depend on the others.
+computes the text before it, or the piece before it. Every text is computed by itself, so its bits do not depend on the others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from hetero_mpi.comm.ranks.world import CollectiveUserError
 from hetero_mpi.comm.transport import Request, Transport
 from hetero_mpi.device.backend import host_bytes
-from hetero_mpi.model.decoding import NOT_A_NUMBER, Decoder, Sampling, begins_anew_at, pick
+from hetero_mpi.model.decoding import NOT_A_NUMBER, Decoder, Sampling, begins_anew_at, pick, takes_pieces
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 
@@ -28,6 +29,8 @@ _HIDDEN, _TOKENS = (1 << 13) + 16, (1 << 13) + 17
 _CONTEXT = 6
 """Tokens before a new one that its spelling may depend on (spaces, parts of a character)."""
 _MEASURED_TOKENS = 8
+PIECE_TOKENS = 512
+"""Tokens of a text that a stage computes at once at most, where the model takes pieces."""
 NOT_A_NUMBER_TEXT = "the model's output is not a number: its weights are damaged, or too large for fp16"
 
 
@@ -59,19 +62,26 @@ class TextChanges:
 
 
 class _Text:
-    """A text under way: its tokens so far, and those of them that are not yet in the KV caches."""
+    """A text under way: its tokens so far, of which ``cached`` are in the KV caches."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.known = list(task.prompt)
-        self.fresh: Sequence[int] = self.known
+        self.cached = 0
 
-    def add(self, token: int) -> None:
-        self.known.append(token)
-        self.fresh = [token]
+    def next_piece(self, most: int | None) -> list[int]:
+        """At most so many of the tokens that are not yet in the KV caches (None: all), which they are after this round."""
+        first = self.cached
+        self.cached = len(self.known) if most is None else min(len(self.known), first + most)
+        return self.known[first : self.cached]
 
     def begin_anew(self) -> None:
-        self.fresh = self.known
+        self.cached = 0
+
+    @property
+    def complete(self) -> bool:
+        """Are all tokens in the KV caches? Then the next one can be picked."""
+        return self.cached == len(self.known)
 
     @property
     def ended(self) -> bool:
@@ -86,6 +96,7 @@ class Writer:
         stage_ranks: the ranks that hold the stages, in the order of the chain.
         active: the ranks that receive the tokens: those with a stage, and rank 0.
         stage: this rank's stage; None where it holds none.
+        piece_tokens: tokens of a prompt that pass at once at most, the same on every rank; whole where the model takes no pieces.
     """
 
     def __init__(
@@ -96,6 +107,7 @@ class Writer:
         transport: Transport,
         chain: TransformersChain,
         stage: Stage | None,
+        piece_tokens: int = PIECE_TOKENS,
     ) -> None:
         self.rank, self.transport, self.chain, self.stage = rank, transport, chain, stage
         self.last_rank = stage_ranks[-1]
@@ -104,6 +116,7 @@ class Writer:
         self.previous = stage_ranks[position - 1] if position > 0 else None
         self.next = stage_ranks[position + 1] if stage is not None and position + 1 < len(stage_ranks) else None
         self._decoder = Decoder(stage) if stage is not None else None
+        self._piece_tokens = piece_tokens if takes_pieces(chain.config) else None
 
     def tokens(self, task: Task) -> Iterator[int]:
         """The tokens of one text, the same on every active rank; the last may be a stop token. Collective.
@@ -118,13 +131,14 @@ class Writer:
                 return TextChanges({0: waiting.pop()})
             return None if idle else TextChanges()
 
-        for written in self.written(changes):
+        for written in filter(None, self.written(changes)):
             if written[0] == NOT_A_NUMBER:
                 raise CollectiveUserError(f"{NOT_A_NUMBER_TEXT}; generate from another checkpoint, or in bf16 or fp32")
             yield written[0]
 
     def written(self, changes: Callable[[bool], TextChanges | None]) -> Iterator[dict[int, int]]:
-        """Round by round the next token of every text that is under way, by the texts' numbers. Collective.
+        """Round by round the next token of the texts that are under way, by the texts' numbers. Collective. A text whose prompt has
+        not passed entirely has none in that round.
 
         A text ends with a stop token, with its limit, or with ``NOT_A_NUMBER`` where the model's output is none.
 
@@ -133,6 +147,7 @@ class Writer:
                 active rank. None: nothing more is to be written.
         """
         texts: dict[int, _Text] = {}
+        anew = begins_anew_at(self.chain.config)
         with self._decoder or contextlib.nullcontext():
             while (change := changes(not texts)) is not None:
                 self._end(texts, change.end)
@@ -142,8 +157,11 @@ class Writer:
                 tokens = self._round(texts)
                 yield tokens
                 for number, token in tokens.items():
-                    texts[number].add(token)
-                self._end(texts, [number for number, text in texts.items() if text.ended])
+                    texts[number].known.append(token)
+                    if len(texts[number].known) == anew:
+                        texts[number].begin_anew()
+                        self._forget(number)
+                self._end(texts, [number for number in tokens if texts[number].ended])
 
     def cache_bytes(self) -> tuple[int, int]:
         """Memory that a text takes on this rank: bytes however short it is, and bytes per token. Measured; collective.
@@ -166,30 +184,35 @@ class Writer:
             self._decoder.forget(number)
 
     def _round(self, texts: Mapping[int, _Text]) -> dict[int, int]:
-        """Pass the tokens that are not yet in the KV caches through the pipeline; returns every text's next token."""
-        anew = begins_anew_at(self.chain.config)
-        for number, text in texts.items():
-            if len(text.known) == anew:
-                text.begin_anew()
-                self._forget(number)
-        if self._decoder is None:
-            return dict(zip(texts, self._hear(len(texts)), strict=True))
-        coming = [self._coming(len(text.fresh)) for text in texts.values()]
-        sent: list[Request] = []
-        picked: list[int] = []
-        for (number, text), (request, buffer) in zip(texts.items(), coming, strict=True):
-            if request is not None:
-                self.transport.wait(request)
-            y = self._decoder.step(self._input(text.fresh, buffer), number)
-            if self.next is None:
-                picked.append(pick(y, text.task.sampling, len(text.known)))
-            else:
-                host = self._decoder.stage.backend.to_host(y)
-                sent.append(self.transport.send(self.next, _HIDDEN, host_bytes(host)))
-        tokens = self._tell(picked) if self.next is None else self._hear(len(texts))
+        """Pass the next piece of every text through the pipeline; returns the next tokens, of texts that have passed entirely."""
+        pieces = {number: text.next_piece(self._piece_tokens) for number, text in texts.items()}
+        complete = [number for number, text in texts.items() if text.complete]
+        picked, sent = self._pass_on(texts, pieces) if self._decoder is not None else ([], [])
+        tokens: Sequence[int] = []
+        if complete:
+            tokens = self._tell(picked) if self.rank == self.last_rank else self._hear(len(complete))
         for request in sent:
             self.transport.wait(request)
-        return dict(zip(texts, tokens, strict=True))
+        return dict(zip(complete, tokens, strict=True))
+
+    def _pass_on(
+        self, texts: Mapping[int, _Text], pieces: Mapping[int, Sequence[int]]
+    ) -> tuple[list[int], list[Request]]:
+        """This stage's part in a round: the tokens that the last stage picks, and what the others are sending."""
+        assert self._decoder is not None
+        coming = [self._coming(len(piece)) for piece in pieces.values()]
+        sent: list[Request] = []
+        picked: list[int] = []
+        for (number, piece), (request, buffer) in zip(pieces.items(), coming, strict=True):
+            if request is not None:
+                self.transport.wait(request)
+            y = self._decoder.step(self._input(piece, buffer), number)
+            if self.next is not None:
+                host = self._decoder.stage.backend.to_host(y)
+                sent.append(self.transport.send(self.next, _HIDDEN, host_bytes(host)))
+            elif texts[number].complete:
+                picked.append(pick(y, texts[number].task.sampling, len(texts[number].known)))
+        return picked, sent
 
     def _coming(self, length: int) -> tuple[Request | None, torch.Tensor]:
         """The receive of so many tokens' hidden states, and where they will lie; on the first stage none."""
