@@ -170,12 +170,10 @@ def test_streamed_runs_within_the_bar_and_in_the_document(tmp_path: Path) -> Non
 
 
 def test_a_streamed_row_by_hand() -> None:
-    """Forward waits for the embedding (0 s) and for the first block, backward for the head; all else hides."""
+    """A pass begins at the end of the chain where the one before ended, whose two layers are on the device: all copies hide."""
     row = next(row for row in streaming.read_rows() if row.model == "llama3.1-8b")
     slices = row.sequences / 4
     layer_s = 2 * row.forward_s + row.backward_s
     computing_s = slices * (row.blocks * layer_s + row.head_forward_s + row.head_backward_s)
-    ends_s = row.loads * 2 * 2 * row.vocabulary * row.hidden / streaming.COPIED_BYTES_PER_S
-    first_block_s = row.loads * 2 * row.block_parameters / streaming.COPIED_BYTES_PER_S  # beside an embedding of 0 s
     step_s = row.sequences * 2048 / streaming.predict(row)
-    assert step_s == pytest.approx(computing_s + ends_s + first_block_s, rel=2e-3)
+    assert step_s == pytest.approx(computing_s, rel=2e-4)
