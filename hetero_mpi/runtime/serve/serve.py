@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.comm.ranks.shrink import survivors
+from hetero_mpi.comm.ranks.shrink import settled, survivors
 from hetero_mpi.comm.ranks.ulfm import RankLost
 from hetero_mpi.comm.ranks.world import RELEASE_POLL_S, CollectiveUserError, World
 from hetero_mpi.errors import ExitCode, UserError
@@ -89,9 +89,10 @@ def serve(world: World, options: ServeOptions) -> int:
             with_writer(setup, work, stop)
         except RankLost as error:
             gone = ", ".join(f"rank {rank} on {host}" for rank, host in survivors(world).gone)
-            raise CollectiveUserError(
-                f"{gone} died, and with it a part of the model: start again", ExitCode.FAILED
-            ) from error
+            problem = CollectiveUserError(f"{gone} died, and with it a part of the model: start again", ExitCode.FAILED)
+            _stop(servers, str(problem))
+            settled(world, True)  # the launcher ends all ranks when the first one leaves: not before clients are told
+            raise problem from error
     return ExitCode.DONE
 
 
@@ -105,9 +106,13 @@ def _telling_clients(servers: list[ApiServer]) -> Iterator[None]:
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         raise
     finally:
-        for server in servers:
-            server.service.scheduler.close(ending_error(reason))
-            server.stop(_LAST_WORDS_S)
+        _stop(servers, reason)
+
+
+def _stop(servers: list[ApiServer], reason: str) -> None:
+    while servers:
+        servers[-1].service.scheduler.close(ending_error(reason))
+        servers.pop().stop(_LAST_WORDS_S)
 
 
 def check_options(options: ServeOptions) -> None:
