@@ -267,14 +267,6 @@ def _elsewhere(plan: Plan, profile: ClusterProfile, stage: StagePlan) -> int:
     return math.floor(foreign * owned_bytes(profile, stage))
 
 
-def elsewhere_bytes(profile: ClusterProfile, stage: StagePlan, pipelines: float) -> int:
-    """The same where as many pipelines own as much each. (Adapters' state is too small to matter.)"""
-    if pipelines == 1 or not profile.model.trained_whole:
-        return 0
-    foreign = stage_trainable(profile.model, stage.first, stage.last) * (1 - 1 / pipelines)
-    return math.floor(foreign * owned_bytes(profile, stage))
-
-
 def owned_bytes(profile: ClusterProfile, stage: StagePlan) -> float:
     """Bytes of a parameter's master and moments in the memory of the device that owns it."""
     model, device = profile.model, profile.devices[stage.ranks[0]]

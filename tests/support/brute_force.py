@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.durations import duration, finished_layers_s, sum_s, tied_s
 from hetero_mpi.planning.memory import (
-    elsewhere_bytes,
     hosts_suffice,
+    owned_bytes,
     predict_hosts,
     predict_memory,
+    stage_trainable,
     usable_bytes,
     weighted,
 )
@@ -206,7 +207,7 @@ class Prices:
             if key not in self.known:
                 memory = predict_memory(self.plan(pipeline), self.profile)
                 self.known[key] = next(m.peak_bytes for m in memory if m.rank == stage.ranks[0])
-            if self.known[key] - elsewhere_bytes(self.profile, stage, pipelines) > usable_bytes(
+            if self.known[key] - _elsewhere_bytes(self.profile, stage, pipelines) > usable_bytes(
                 self.profile.devices[stage.ranks[0]].memory_bytes, self.request.memory_reserve
             ):
                 return False
@@ -329,3 +330,14 @@ def memory_suffices(plan: Plan, profile: ClusterProfile, reserve: float) -> bool
     """Does every rank and every host hold what the plan asks of its memory?"""
     ranks = predict_memory(plan, profile, reserve)
     return all(one.peak_bytes <= one.usable_bytes for one in ranks) and hosts_suffice(plan, profile, reserve)
+
+
+def _elsewhere_bytes(profile: ClusterProfile, stage: StagePlan, pipelines: float) -> int:
+    """Bytes of masters and moments of a stage that other ranks own, where so many pipelines own as much each.
+
+    Adapters' state is too small to matter.
+    """
+    if pipelines == 1 or not profile.model.trained_whole:
+        return 0
+    foreign = stage_trainable(profile.model, stage.first, stage.last) * (1 - 1 / pipelines)
+    return math.floor(foreign * owned_bytes(profile, stage))
