@@ -7,16 +7,19 @@ sends.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Op, Schedule, reduced_layers, stages
 from hetero_mpi.planning.types.cost import ModelCost
-from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan
 
 SENDER_OF = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, +1)}
 """What a receive waits for: the operation, and the stage that does it, relative to the receiver."""
+BACKWARDS = (Op.B, Op.I)
+"""A whole backward, or the part of it that another stage waits for."""
 CONTEXT = 5
 """Actions shown before and after the place where a rank is stuck."""
 ROWS = 16
@@ -87,9 +90,9 @@ def validate(schedule: Schedule, plan: Plan, model: ModelCost) -> None:
     """Raises ``UserError``, with every rank's list and the place where it is stuck, unless the schedule runs the plan.
 
     Checked: each stage's own ranks run it; every micro-batch has exactly one forward and, after it, one backward on
-    every stage (in two parts where backward is split), with its inputs received before and its outputs sent after; sends
-    match receives; gradients held more than once are summed once, by exactly the ranks that hold them; every rank ends
-    with one STEP; nothing deadlocks.
+    every stage (where backward is split, it may come in two parts), with its inputs received before and its outputs sent after,
+    or computed before on the same rank; of a rank's stages the later ones end first; sends match receives; gradients held more
+    than once are summed once, by exactly the ranks that hold them; every rank ends with one STEP; nothing deadlocks.
     """
     problems = _list_problems(schedule, plan, model)
     if problems:
@@ -103,7 +106,8 @@ def validate(schedule: Schedule, plan: Plan, model: ModelCost) -> None:
         waits = "; ".join(_wait(rank, schedule[rank][progress.position[rank]]) for rank in progress.stuck)
         raise UserError(
             f"the schedule deadlocks: {waits}\n{_lists(schedule, {r: progress.position[r] for r in progress.stuck})}\n"
-            f"Change the order of the actions (warm_up must not grow from one stage to the next)."
+            f"Change the order of the actions: warm_up must not grow from one stage to the next; the order interleaved wants "
+            f"ranks in a loop and a multiple of their number as micro-batches (zbv takes any)."
         )
 
 
@@ -129,56 +133,92 @@ def _list_problems(schedule: Schedule, plan: Plan, model: ModelCost) -> list[tup
             steps = [position for position, action in enumerate(actions) if action.op is Op.STEP]
             if steps != [len(actions) - 1]:
                 problems.append((rank, len(actions), f"rank {rank} must end with its only STEP"))
-    for number, index, stage in numbered:
-        pipeline = plan.pipelines[index]
-        before = _wanted(stage is pipeline.stages[0], stage is pipeline.stages[-1], pipeline.split_backward)
-        for rank in stage.ranks:
-            own = [(i, action) for i, action in enumerate(schedule.get(rank, ())) if action.stage == number]
-            problems += _stage_problems(rank, number, own, before, pipeline.micro_batches)
+    first = 0
+    for pipeline in plan.pipelines:
+        for rank, places in pipeline.held.items():
+            problems += _rank_problems(rank, schedule.get(rank, ()), pipeline, first, places)
+        first += len(pipeline.stages)
     return problems or _reduce_problems(schedule, plan, model)
 
 
-def _wanted(first: bool, last: bool, split_backward: bool) -> dict[Op, tuple[Op, ...]]:
-    """What a stage does for every micro-batch -> what must come before it."""
-    split = split_backward and not first
-    backward = Op.I if split else Op.B
-    before: dict[Op, tuple[Op, ...]] = {
-        Op.F: () if first else (Op.RECV_F,),
-        backward: (Op.F,) if last else (Op.F, Op.RECV_B),
-    }
-    if split:
-        before |= {Op.W: (Op.I,)}
-    if not first:
-        before |= {Op.RECV_F: (), Op.SEND_B: (backward,)}
-    if not last:
-        before |= {Op.RECV_B: (), Op.SEND_F: (Op.F,)}
-    return before
-
-
-def _stage_problems(
-    rank: int, number: int, own: list[tuple[int, Action]], before: dict[Op, tuple[Op, ...]], micro_batches: int
+def _rank_problems(
+    rank: int, actions: Sequence[Action], pipeline: PipelinePlan, first: int, places: Sequence[int]
 ) -> list[tuple[int, int, str]]:
-    """One stage on one rank: what must be there exactly once, and what must come before what."""
+    """One rank's stages: what must be there exactly once, and what must come before what. ``first``: its pipeline's first stage."""
     problems: list[tuple[int, int, str]] = []
-    seen: Counter[Action] = Counter()
-    for position, action in own:
-        if action.op in WHOLE_STEP:
+    seen: set[Action] = set()
+    for position, action in enumerate(actions):
+        m, place = action.micro_batch, action.stage - first
+        if action.op in WHOLE_STEP or place not in places:
             continue
-        m = action.micro_batch
-        if action.op not in before or m is None or not 0 <= m < micro_batches:
-            problems.append(
-                (rank, position, f"{action} is no action of stage {number} ({micro_batches} micro-batches)")
-            )
+        if m is None or not 0 <= m < pipeline.micro_batches or action.op not in _possible(pipeline, place):
+            rule = f"{action} is no action of stage {action.stage} ({pipeline.micro_batches} micro-batches)"
+            problems.append((rank, position, rule))
             continue
-        missing = [str(Action(op, number, m)) for op in before[action.op] if not seen[Action(op, number, m)]]
+        missing = [str(of[0]) for of in _before(action, pipeline, place) if not seen & set(of)]
         if missing:
             problems.append((rank, position, f"{action} comes before {' and '.join(missing)}"))
-        seen[action] += 1
-        if seen[action] > 1:
+        if action in seen or (action.op in BACKWARDS and seen & set(_any(BACKWARDS, action.stage, m))):
             problems.append((rank, position, f"{action} occurs twice"))
-    absent = [Action(op, number, m) for m in range(micro_batches) for op in before if not seen[Action(op, number, m)]]
-    problems += [(rank, own[-1][0] if own else 0, f"rank {rank} never does {action}") for action in absent]
-    return problems
+        seen.add(action)
+    for place in places:
+        for m in range(pipeline.micro_batches):
+            number, backward = first + place, Op.B if Op.I not in _possible(pipeline, place) else Op.I
+            halves = Action(Op.I, number, m) in seen
+            wanted = [op for op in _possible(pipeline, place) if op not in (*BACKWARDS, Op.W)] + [Op.W] * halves
+            absent = [one for one in (Action(op, number, m) for op in wanted) if one not in seen]
+            absent += [] if seen & set(_any(BACKWARDS, number, m)) else [Action(backward, number, m)]
+            at = max((i for i, action in enumerate(actions) if action.stage == number), default=0)
+            problems += [(rank, at, f"rank {rank} never does {action}") for action in absent]
+    return problems or _ends_problems(rank, actions)
+
+
+def _ends_problems(rank: int, actions: Sequence[Action]) -> list[tuple[int, int, str]]:
+    """Of a rank's stages a later one ends before an earlier one: gradients are summed from the last layer to the first."""
+    ends = {action.stage: position for position, action in enumerate(actions) if action.op in (Op.B, Op.W)}
+    return [
+        (
+            rank,
+            ends[late],
+            f"stage {late} ends after stage {early}: on one rank the later stage's last backward comes first",
+        )
+        for early, late in pairwise(sorted(ends))
+        if ends[late] > ends[early]
+    ]
+
+
+def _possible(pipeline: PipelinePlan, place: int) -> tuple[Op, ...]:
+    """What a stage may do for a micro-batch."""
+    first, last = place == 0, place == len(pipeline.stages) - 1
+    before, behind = not first and not pipeline.together(place - 1), not last and not pipeline.together(place)
+    return (
+        *((Op.RECV_F,) * before),
+        Op.F,
+        *((Op.SEND_F, Op.RECV_B) if behind else ()),
+        Op.B,
+        *((Op.I, Op.W) if pipeline.split_backward and not first else ()),
+        *((Op.SEND_B,) * before),
+    )
+
+
+def _any(ops: Sequence[Op], stage: int, micro_batch: int | None) -> tuple[Action, ...]:
+    return tuple(Action(op, stage, micro_batch) for op in ops)
+
+
+def _before(action: Action, pipeline: PipelinePlan, place: int) -> list[tuple[Action, ...]]:
+    """What must come before an action of a micro-batch on its rank: of each entry, one."""
+    op, stage, m = action.op, action.stage, action.micro_batch
+    if op is Op.F:
+        if place == 0:
+            return []
+        return [_any([Op.F], stage - 1, m) if pipeline.together(place - 1) else _any([Op.RECV_F], stage, m)]
+    if op in BACKWARDS:
+        own = [_any([Op.F], stage, m)]
+        if place == len(pipeline.stages) - 1:
+            return own
+        return [*own, _any(BACKWARDS, stage + 1, m) if pipeline.together(place) else _any([Op.RECV_B], stage, m)]
+    ops = {Op.W: [Op.I], Op.SEND_F: [Op.F], Op.SEND_B: BACKWARDS}
+    return [_any(ops[op], stage, m)] if op in ops else []
 
 
 def _reduce_problems(schedule: Schedule, plan: Plan, model: ModelCost) -> list[tuple[int, int, str]]:

@@ -77,9 +77,9 @@ def host_optimizer_s(device: DeviceProfile) -> float:
 
 
 def update_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
-    """Seconds of the optimizer step of a stage: over the parameters that its rank owns."""
+    """Seconds of the optimizer step of the rank that holds a stage: over the parameters that it owns."""
     stage = stages(plan)[number][2]
-    owned = owned_share(plan, profile.model, number)
+    owned = sum(owned_share(plan, profile.model, one) for one in plan.of_rank(stage.ranks[0]))
     return optimizer_s(profile, profile.devices[stage.ranks[0]], owned, stage.streamed)
 
 
@@ -114,11 +114,12 @@ def return_s(profile: ClusterProfile, embedding: int, head: int) -> float:
 
 
 def _step_s(action: Action, plan: Plan, profile: ClusterProfile) -> float:
-    """Seconds of a stage's STEP: its optimizer, what the next forward waits for new values, and where the model is tied, the way
+    """Seconds of a rank's STEP: its optimizer, what the next forwards wait for new values, and where the model is tied, the way
     of these to the head: the embedding's rank sends them when it has them, the head's waits for them."""
-    own = update_s(action.stage, plan, profile) + _late_values_s(action.stage, plan, profile)
+    held = plan.of_rank(stages(plan)[action.stage][2].ranks[0])
+    own = update_s(action.stage, plan, profile) + sum(_late_values_s(number, plan, profile) for number in held)
     for head, embedding in tied_heads(plan, profile.model).items():
-        if action.stage in (head, embedding):
+        if head in held or embedding in held:
             ranks = (stages(plan)[number][2].ranks[0] for number in (embedding, head))
             there = update_s(embedding, plan, profile) + values_s(plan, profile, 0)
             own = max(own, there + return_s(profile, *ranks))

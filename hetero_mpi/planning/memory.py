@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from hetero_mpi.planning.orders import computed_by_rank
 from hetero_mpi.planning.owners import owned_parameters
 from hetero_mpi.planning.schedule import Action, Op, schedule_of, stages
 from hetero_mpi.planning.types.cost import GRADIENT_BYTES, LayerCost, ModelCost
@@ -244,27 +245,66 @@ def _without_room_for_copies(profile: ClusterProfile, more: float, everywhere: b
 def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[RankMemory, ...]:
     """Peak against usable bytes of every rank that holds a stage, in rank order."""
     peaks: dict[int, int] = {}
-    for _, index, stage in stages(plan):
-        pipeline = plan.pipelines[index]
-        for rank in stage.ranks:
-            needs = (
-                memory_of(profile, pipeline, stage, plan.sequence_length, holding).total
-                for holding in stage_holdings(pipeline, stage, profile.model)
-            )
-            peaks[rank] = peaks.get(rank, 0) + max(needs) - _elsewhere(plan, profile, stage)
+    for pipeline in plan.pipelines:
+        for rank, places in pipeline.held.items():
+            if len(places) == 1:
+                stage = pipeline.stages[places[0]]
+                needs = [
+                    memory_of(profile, pipeline, stage, plan.sequence_length, holding).total
+                    for holding in stage_holdings(pipeline, stage, profile.model)
+                ]
+            else:
+                needs = [_together_bytes(profile, pipeline, rank, plan.sequence_length)]
+            peaks[rank] = max(needs) - _elsewhere(plan, profile, [pipeline.stages[place] for place in places])
     return tuple(
         RankMemory(rank, peaks[rank], usable_bytes(profile.devices[rank].memory_bytes, reserve))
         for rank in sorted(peaks)
     )
 
 
-def _elsewhere(plan: Plan, profile: ClusterProfile, stage: StagePlan) -> int:
-    """Bytes of masters and moments of a stage that other ranks own, where they would be in its device's memory."""
+def _together_bytes(profile: ClusterProfile, pipeline: PipelinePlan, rank: int, sequence_length: int) -> int:
+    """Peak bytes of a rank that holds several stages of a pipeline: activations at the worst place of its list, of all of them;
+    the workspace of one. Between two neighbours nothing is staged, and tied ends share their values."""
+    places, model = pipeline.held[rank], profile.model_on(rank)
+
+    def of(place: int, in_flight: int, deferred: int) -> StageMemory:
+        return memory_of(profile, pipeline, pipeline.stages[place], sequence_length, (in_flight, deferred))
+
+    empty = {place: of(place, 0, 0) for place in places}
+    kept = {place: of(place, 1, 0).activations for place in places}
+    put_off = {place: of(place, 0, 1).activations for place in places}
+    now = most = 0
+    for name, place, _ in computed_by_rank(pipeline)[rank]:
+        now += {
+            "F": kept[place],
+            "B": -kept[place],
+            "I": put_off[place] - kept[place],
+            "W": -put_off[place],
+        }[name]
+        most = max(most, now)
+    tokens, ends = pipeline.size(0) * sequence_length, {0, len(pipeline.stages) - 1}
+    between = sum(
+        model.layers[pipeline.stages[place].last - 1].boundary_bytes_per_token * tokens
+        for place in places
+        if place + 1 in places
+    )
+    shared = model.layers[0].parameter_bytes if model.tied and ends <= set(places) else 0
+    return (
+        sum(one.parameters + one.state + one.staging for one in empty.values())
+        + max(one.workspace for one in empty.values())
+        + most
+        - 4 * STAGING_BUFFERS * between
+        - shared
+    )
+
+
+def _elsewhere(plan: Plan, profile: ClusterProfile, held: Sequence[StagePlan]) -> int:
+    """Bytes of masters and moments of a rank's stages that other ranks own, where they would be in its device's memory."""
     if len(plan.pipelines) == 1:
         return 0
-    owned = owned_parameters(plan, profile.model)[stage.ranks[0]]
-    foreign = stage_trainable(profile.model, stage.first, stage.last) - owned
-    return math.floor(foreign * owned_bytes(profile, stage))
+    owned = owned_parameters(plan, profile.model)[held[0].ranks[0]]
+    foreign = sum(stage_trainable(profile.model, stage.first, stage.last) for stage in held) - owned
+    return math.floor(foreign * owned_bytes(profile, held[0]))
 
 
 def owned_bytes(profile: ClusterProfile, stage: StagePlan) -> float:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.orders import ORDERS
+from hetero_mpi.planning.orders import computed_by_rank
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 
@@ -127,7 +128,7 @@ def tied_heads(plan: Plan, model: ModelCost) -> dict[int, int]:
         return {}
     found, number = {}, 0
     for pipeline in plan.pipelines:
-        if len(pipeline.stages) > 1:
+        if pipeline.stages[0].ranks != pipeline.stages[-1].ranks:
             found[number + len(pipeline.stages) - 1] = number
         number += len(pipeline.stages)
     return found
@@ -142,31 +143,33 @@ def schedule_of(plan: Plan, model: ModelCost) -> Schedule:
     the same order everywhere, so that no two ranks wait for each other.
     """
     schedule: Schedule = {}
-    summed = reduced_layers(plan, model)
-    for number, index, stage in stages(plan):
-        pipeline = plan.pipelines[index]
-        actions = _micro_batches(number, pipeline, pipeline.stages.index(stage))
-        for rank in stage.ranks:
+    summed, first = reduced_layers(plan, model), 0
+    for pipeline in plan.pipelines:
+        computed = computed_by_rank(pipeline)
+        for rank, places in pipeline.held.items():
+            actions = [action for one in computed[rank] for action in _with_messages(*one, pipeline, first)]
             own = [layer for layer in sorted(summed, reverse=True) if rank in summed[layer]]
-            reduces = [Action(Op.REDUCE, number, layer=layer) for layer in own]
-            schedule[rank] = (*actions, *reduces, Action(Op.STEP, number))
+            reduces = [Action(Op.REDUCE, first + _place(layer, pipeline, places), layer=layer) for layer in own]
+            schedule[rank] = (*actions, *reduces, Action(Op.STEP, first + places[0]))
+        first += len(pipeline.stages)
     return schedule
 
 
-def _micro_batches(number: int, pipeline: PipelinePlan, place: int) -> list[Action]:
-    """Forwards and backwards of one stage, each with the messages it needs and causes."""
-    first, last = place == 0, place == len(pipeline.stages) - 1
-    actions = []
-    for name, m in ORDERS[pipeline.order].computing(pipeline, place):
-        op = Op(name)
-        forward, backward = op is Op.F, op in (Op.B, Op.I)
-        if forward and not first:
-            actions.append(Action(Op.RECV_F, number, m))
-        if backward and not last:
-            actions.append(Action(Op.RECV_B, number, m))
-        actions.append(Action(op, number, m))
-        if forward and not last:
-            actions.append(Action(Op.SEND_F, number, m))
-        if backward and not first:
-            actions.append(Action(Op.SEND_B, number, m))
-    return actions
+def _place(layer: int, pipeline: PipelinePlan, places: Sequence[int]) -> int:
+    """Of those of its rank, the place of the stage that takes part in the sum of ``layer``: where it is not held, a tied head's."""
+    holding = (place for place in places if pipeline.stages[place].first <= layer < pipeline.stages[place].last)
+    return next(holding, places[-1])
+
+
+def _with_messages(name: str, place: int, m: int, pipeline: PipelinePlan, first: int) -> list[Action]:
+    """One forward or backward with the messages it needs and causes. ``first``: the pipeline's first stage's number."""
+    op, number, last = Op(name), first + place, len(pipeline.stages) - 1
+    before = place > 0 and not pipeline.together(place - 1)
+    behind = place < last and not pipeline.together(place)
+    if op is Op.F:
+        received, sent = [Op.RECV_F] * before, [Op.SEND_F] * behind
+    elif op is Op.W:
+        received, sent = [], []
+    else:
+        received, sent = [Op.RECV_B] * behind, [Op.SEND_B] * before
+    return [Action(one, number, m) for one in (*received, op, *sent)]

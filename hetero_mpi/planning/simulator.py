@@ -48,7 +48,7 @@ class _State:
     """(source, destination) -> what their messages occupy."""
     arrival: dict[Action, float] = field(default_factory=dict)
     last_backward: dict[int, tuple[Action, float]] = field(default_factory=dict)
-    """rank -> its latest B or W, and when that began."""
+    """Stage -> its latest B or W, and when that began."""
     events: list[Event] = field(default_factory=list)
 
 
@@ -116,7 +116,7 @@ def _perform(rank: int, action: Action, message: Action | None, state: _State) -
     else:
         state.clock[rank] = end = start + seconds
         if action.op in (Op.B, Op.W):
-            state.last_backward[rank] = action, start
+            state.last_backward[action.stage] = action, start
     state.events.append(Event(rank, 0, action, start, end, size))
 
 
@@ -161,7 +161,8 @@ def _all_reduces(state: _State) -> None:
 def _whole_s(state: _State) -> dict[tuple[int, int], float]:
     """(rank, layer) -> when the layer's gradients are whole there: nothing is added to them any more."""
     costs, whole = state.costs, {}
-    for rank, (action, start) in state.last_backward.items():
+    for action, start in state.last_backward.values():
+        rank = costs.stages[action.stage].ranks[0]
         for layer, after_s in finished_layers_s(action, costs.plan, costs.profile).items():
             whole[rank, layer] = state.clock[rank] if state.network.late_all_reduce else start + after_s
     return whole

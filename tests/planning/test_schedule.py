@@ -201,7 +201,7 @@ def test_wrong_lists_are_refused(rank: int, text: str, rule: str) -> None:
     [
         ("1RECV_F0 1F0 1W0 1I0 1SEND_B0 1STEP", "1W0 comes before 1I0"),
         ("1RECV_F0 1F0 1I0 1SEND_B0 1STEP", "rank 1 never does 1W0"),
-        ("1RECV_F0 1F0 1B0 1SEND_B0 1STEP", "1B0 is no action of stage 1"),
+        ("1RECV_F0 1F0 1B0 1I0 1SEND_B0 1W0 1STEP", "1I0 occurs twice"),
         ("1RECV_F0 1F0 1I0 1W0 1W0 1SEND_B0 1STEP", "1W0 occurs twice"),
     ],
 )

@@ -168,7 +168,8 @@ def link_pairs(plan: Plan) -> list[tuple[int, int]]:
     for pipeline in plan.pipelines:
         for before, behind in zip(pipeline.stages, pipeline.stages[1:], strict=False):
             for a, b in zip(before.ranks, behind.ranks, strict=False):
-                pairs[min(a, b), max(a, b)] = None
+                if a != b:
+                    pairs[min(a, b), max(a, b)] = None
     return list(pairs)
 
 

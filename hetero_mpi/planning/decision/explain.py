@@ -172,18 +172,21 @@ def busiest(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep) -> s
     """The rank that computes most, or the link that is busier still."""
     numbered = stages(plan)
     rank = max(sorted(simulation.busy_s), key=lambda r: simulation.busy_s[r])
-    number, _, stage = next(entry for entry in numbered if rank in entry[2].ranks)
-    held = describe_layers(stage.first, stage.last, plan.layers)
-    share = ratio(simulation.busy_s[rank], simulation.step_s)
-    text = f"busiest: stage {number} (rank {rank}: {held}) computes {share:.0%} of the step"
+    numbers = plan.of_rank(rank)
+    held = ", ".join(describe_layers(numbered[one][2].first, numbered[one][2].last, plan.layers) for one in numbers)
+    share, name = ratio(simulation.busy_s[rank], simulation.step_s), "stages" if len(numbers) > 1 else "stage"
+    text = f"busiest: {name} {', '.join(map(str, numbers))} (rank {rank}: {held}) computes {share:.0%} of the step"
     costs, links = Durations(plan, profile), dict[tuple[int, int], float]()
     for index, (number, pipeline, stage) in enumerate(numbered[:-1]):
         if numbered[index + 1][1] == pipeline:
             there, last = numbered[index + 1][2], plan.pipelines[pipeline].micro_batches - 1
             for op, sender, ends in ((Op.SEND_F, number, (stage, there)), (Op.SEND_B, number + 1, (there, stage))):
+                if ends[0].ranks == ends[1].ranks:
+                    continue
                 seconds = last * costs.of(Action(op, sender, 0))[0] + costs.of(Action(op, sender, last))[0]
-                links[ends[0].ranks[0], ends[1].ranks[0]] = seconds
-    link = max(sorted(links), key=lambda pair: links[pair], default=None)
+                pair = ends[0].ranks[0], ends[1].ranks[0]
+                links[pair] = links.get(pair, 0.0) + seconds
+    link = max(sorted(links), key=lambda one: links[one], default=None)
     if link is not None and links[link] > simulation.busy_s[rank]:
         text += f"; the link {link[0]} -> {link[1]} is busy {ratio(links[link], simulation.step_s):.0%} of it"
     return text

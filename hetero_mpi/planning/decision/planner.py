@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 from hetero_mpi.errors import UserError
@@ -18,12 +19,12 @@ from hetero_mpi.planning.decision.streaming import streamed_texts
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.durations import host_optimizer_s
 from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copies
-from hetero_mpi.planning.orders import ORDERS, OTHER_ORDERS, SCHEDULES
+from hetero_mpi.planning.orders import INTERLEAVINGS, ORDERS, OTHER_ORDERS, SCHEDULES
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.packing.bound import packing_bound_s
 from hetero_mpi.planning.schedule import schedule_of, stages
 from hetero_mpi.planning.simulator import SimulatedStep
-from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import FLUID, PACKING, IdleRank, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -148,6 +149,8 @@ def _figures(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulati
 def _bound(plan: Plan, profile: ClusterProfile, request: PlanRequest, step_s: float) -> tuple[float, str]:
     """The best bound in the time there is, and its name. A plan by hand that goes beyond the request may be under all but the
     fluid one."""
+    if any(pipeline.interleaved for pipeline in plan.pipelines):  # which the packing bound knows nothing of
+        return fluid_bound_s(profile, request), FLUID
     if any(stage.streamed for _, _, stage in stages(plan)):  # which no bound that counts memory knows
         endless = tuple(
             replace(
@@ -207,8 +210,8 @@ def _chain_problems(plan: Plan, profile: ClusterProfile) -> list[str]:
 
 def _rank_problems(plan: Plan, profile: ClusterProfile) -> list[str]:
     problems = []
-    seen: set[int] = set()
-    for number, _, stage in stages(plan):
+    seen: dict[int, tuple[int, StagePlan]] = {}
+    for number, index, stage in stages(plan):
         if len(stage.ranks) != 1:
             problems.append(f"stage {number} names ranks {list(stage.ranks)}: a stage is held by exactly one rank")
         for rank in stage.ranks:
@@ -217,11 +220,30 @@ def _rank_problems(plan: Plan, profile: ClusterProfile) -> list[str]:
                     f"stage {number} names rank {rank}: the profile has ranks 0 to {len(profile.devices) - 1}"
                 )
             elif rank in seen:
-                problems.append(f"stage {number} names rank {rank} again: a rank holds one stage")
+                problems += _again(number, rank, plan.pipelines[index], seen[rank][0] == index, stage, seen[rank][1])
             elif profile.model.dtype not in profile.devices[rank].dtypes:
                 problems.append(f"stage {number} names rank {rank}, whose device does not offer {profile.model.dtype}")
-            seen.add(rank)
+            seen[rank] = index, stage
     return problems
+
+
+def _again(
+    number: int, rank: int, pipeline: PipelinePlan, same: bool, stage: StagePlan, earlier: StagePlan
+) -> Iterator[str]:
+    """What is wrong with a rank's further stage."""
+    if not same:
+        yield f"stage {number} names rank {rank} again: a rank takes part in one pipeline"
+    elif pipeline.order not in INTERLEAVINGS:
+        orders = " or ".join(sorted(INTERLEAVINGS))
+        yield (
+            f"stage {number} names rank {rank} again, and the pipeline's order is {pipeline.order!r}: where ranks hold several "
+            f"stages it is {orders}"
+        )
+    if stage.streamed or earlier.streamed:
+        yield f"stage {number} names rank {rank} again: a rank with a streamed stage holds no other one"
+    if stage.state_weight != earlier.state_weight:
+        weights = f"{earlier.state_weight} and {stage.state_weight}"
+        yield f"stage {number} names rank {rank} again: state_weight is {weights}, but it is the rank's: make them equal"
 
 
 def _batch_problems(plan: Plan, request: PlanRequest) -> list[str]:

@@ -2,13 +2,14 @@
 
 The first line of a file's docstring says what the order is, ``SPLITS`` whether backward is computed in two parts, and
 ``computing`` yields what a stage computes; ``schedule`` adds the messages. ``[plan] schedule`` takes the name of any file here.
+An order for ranks that hold several stages has ``interleaving`` instead, which yields what a rank computes.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol, cast
 
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan
@@ -28,12 +29,43 @@ class Order(Protocol):
         ...
 
 
+class Interleaving(Protocol):
+    """What a file for ranks that hold several stages holds instead."""
+
+    __doc__: str | None
+    SPLITS: bool
+
+    def interleaving(self, pipeline: PipelinePlan) -> Mapping[int, Iterable[tuple[str, int, int]]]:
+        """Rank -> (``F``, ``B``, ``I`` or ``W``, place of the stage in the pipeline, micro-batch) one after the other.
+
+        Backwards come in the order of the micro-batches on every stage. A rank's later stage does its last backward (or weight
+        gradients) before an earlier one does.
+        """
+        ...
+
+
 ORDERS = {
-    found.name: cast(Order, importlib.import_module(f"{__name__}.{found.name}"))
+    found.name: cast(Order | Interleaving, importlib.import_module(f"{__name__}.{found.name}"))
     for found in pkgutil.iter_modules(__path__)
 }
 OTHER_ORDERS = {name: order for name, order in ORDERS.items() if name != WARM_UP}
-"""Those that the planner does not choose by itself."""
+"""All others."""
+INTERLEAVINGS = {name for name, order in ORDERS.items() if hasattr(order, "interleaving")}
+"""Those for ranks that hold several stages."""
+
+
+def computed_by_rank(pipeline: PipelinePlan) -> Mapping[int, Iterable[tuple[str, int, int]]]:
+    """Rank -> (operation, place of the stage in the pipeline, micro-batch) one after the other, in the pipeline's order."""
+    order = ORDERS[pipeline.order]
+    if pipeline.order in INTERLEAVINGS:
+        return cast(Interleaving, order).interleaving(pipeline)
+    computing = cast(Order, order).computing
+    return {
+        rank: [(op, place, m) for place in places for op, m in computing(pipeline, place)]
+        for rank, places in pipeline.held.items()
+    }
+
+
 SCHEDULES = {
     "auto": "warm-up depths and splitting as the planner finds best",
     "gpipe": "all forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965)",

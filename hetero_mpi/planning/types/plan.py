@@ -32,7 +32,8 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Stages in chain order, together holding every layer once."""
+    """Stages in chain order, together holding every layer once. A rank may hold several of them, computed in an order made for
+    that (``orders``): ranks 0, 1, 0, 1 are looped, 0, 1, 1, 0 a V."""
 
     stages: tuple[StagePlan, ...]
     micro_batch: int
@@ -44,6 +45,24 @@ class PipelinePlan:
     when there is time (full training only)."""
     order: str = WARM_UP
     """The order of what each stage computes: a name of ``orders.ORDERS``."""
+
+    @cached_property
+    def held(self) -> dict[int, tuple[int, ...]]:
+        """Rank -> the places of its stages in the pipeline."""
+        found: dict[int, tuple[int, ...]] = {}
+        for place, stage in enumerate(self.stages):
+            for rank in stage.ranks:
+                found[rank] = (*found.get(rank, ()), place)
+        return found
+
+    @property
+    def interleaved(self) -> bool:
+        """Does some rank hold several stages?"""
+        return len(self.held) < len(self.stages)
+
+    def together(self, place: int) -> bool:
+        """Are stages ``place`` and ``place + 1`` on one rank? Then no message passes between them."""
+        return self.stages[place].ranks == self.stages[place + 1].ranks
 
     @property
     def micro_batches(self) -> int:
@@ -60,7 +79,7 @@ class Plan:
     """The decision, and nothing that is predicted of it (``plan_report.PlanReport``).
 
     Pipelines hold the whole model each and share the global batch: the first takes its first ``sequences`` rows, and so
-    on. A rank holds one stage. A pipeline may be a single rank: many such make plain data parallelism.
+    on. A rank takes part in one pipeline. A pipeline may be a single rank: many such make plain data parallelism.
     """
 
     pipelines: tuple[PipelinePlan, ...]
@@ -71,7 +90,7 @@ class Plan:
 
     @cached_property
     def state_weights(self) -> dict[int, float]:
-        """Rank -> ``state_weight`` of its stage."""
+        """Rank -> ``state_weight`` of its stages."""
         return {stage.ranks[0]: stage.state_weight for _, _, stage in self.numbered}
 
     @cached_property
@@ -82,6 +101,18 @@ class Plan:
             for layer in range(max(0, stage.first), min(stage.last, self.layers)):
                 found[layer].append(stage.ranks[0])
         return tuple(map(tuple, found))
+
+    def of_rank(self, rank: int) -> tuple[int, ...]:
+        """The numbers of the rank's stages; none: it is idle."""
+        return self._of_rank.get(rank, ())
+
+    @cached_property
+    def _of_rank(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, tuple[int, ...]] = {}
+        for number, _, stage in self.numbered:
+            for rank in stage.ranks:
+                found[rank] = (*found.get(rank, ()), number)
+        return found
 
     @cached_property
     def numbered(self) -> tuple[tuple[int, int, StagePlan], ...]:

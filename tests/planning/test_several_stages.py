@@ -1,0 +1,169 @@
+"""Ranks that hold several stages of a pipeline: their lists, times, memory, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning.decision.planner import complete_plan
+from hetero_mpi.planning.dry_run import validate
+from hetero_mpi.planning.memory import predict_memory, stage_memory
+from hetero_mpi.planning.orders import INTERLEAVINGS, ORDERS
+from hetero_mpi.planning.schedule import COMPUTE, Op, parse_action, reduced_layers, schedule_of, tied_heads
+from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.toml_files import load_plan, save_plan
+from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, reported, with_split
+
+
+def looped(ranks: int, each: int) -> list[int]:
+    return list(range(ranks)) * each
+
+
+def v_shaped(ranks: int, each: int) -> list[int]:
+    return [rank for turn in range(each) for rank in (range(ranks) if turn % 2 == 0 else reversed(range(ranks)))]
+
+
+def interleaved_plan(ranks: Sequence[int], micro_batches: int, order: str, split: bool | None = None) -> Plan:
+    """A stage for each of ``ranks``, of one layer each."""
+    plan = make_plan_of(range(len(ranks) + 1), ranks, micro_batches)
+    split = ORDERS[order].SPLITS if split is None else split
+    return replace(plan, pipelines=(replace(plan.pipelines[0], order=order, split_backward=split),))
+
+
+def even_profile(ranks: int, stages: int, tied: bool = False) -> ClusterProfile:
+    """Every layer takes one second forward and two backward."""
+    profile = with_split(make_profile([1.0] * ranks, make_model(stages - 2, tied)))
+    block = profile.devices[0].layers["block"]
+    devices = tuple(replace(d, layers=dict.fromkeys(d.layers, block)) for d in profile.devices)
+    return replace(profile, devices=devices)
+
+
+@pytest.mark.parametrize("order", sorted(INTERLEAVINGS))
+@pytest.mark.parametrize("shape", [looped, v_shaped], ids=["looped", "v"])
+@pytest.mark.parametrize(("ranks", "each"), [(2, 2), (2, 3), (3, 2), (4, 2)])
+def test_lists_run_their_plans(order: str, shape: Callable[[int, int], list[int]], ranks: int, each: int) -> None:
+    for groups in (1, 2, 3):
+        for more in (0, 1):
+            if order == "interleaved" and (more or shape is v_shaped):
+                continue  # wants whole groups in a loop
+            plan = interleaved_plan(shape(ranks, each), groups * ranks + more, order)
+            model = make_model(ranks * each - 2, tied=True)
+            validate(schedule_of(plan, model), plan, model)
+            simulate(plan, even_profile(ranks, ranks * each, tied=True))
+
+
+def test_neighbours_on_one_rank_exchange_no_message() -> None:
+    plan = interleaved_plan([0, 1, 1, 0], 1, "zbv", split=False)
+    lists = schedule_of(plan, make_model(2))
+    assert " ".join(map(str, lists[1])) == "1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 1B0 1SEND_B0 1STEP"
+    assert " ".join(map(str, lists[0])) == "0F0 0SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 0RECV_B0 0B0 0STEP"
+
+
+def test_tied_ends_on_one_rank_need_no_traffic() -> None:
+    model = make_model(2, tied=True)
+    v, loop = (interleaved_plan(ranks, 2, "zbv") for ranks in ([0, 1, 1, 0], [0, 1, 0, 1]))
+    assert not tied_heads(v, model) and not reduced_layers(v, model)
+    assert tied_heads(loop, model) == {3: 0} and reduced_layers(loop, model) == {0: (0, 1)}
+
+
+@pytest.mark.parametrize(("ranks", "each", "groups"), [(2, 2, 2), (4, 2, 2), (4, 2, 4), (4, 4, 2), (8, 2, 1)])
+def test_interleaved_waits_as_long_as_its_paper_says(ranks: int, each: int, groups: int) -> None:
+    """Narayanan et al. 2021, section 2.2: of the computing time, (p - 1) / (v m)."""
+    micro_batches, stages = groups * ranks, ranks * each
+    plan = interleaved_plan(looped(ranks, each), micro_batches, "interleaved")
+    profile = even_profile(ranks, stages)
+    step_s = max(event.end_s for event in simulate(plan, profile).events if event.action.op in COMPUTE)
+    times = [event.end_s - event.start_s for event in simulate(plan, profile).events if event.action.op in COMPUTE]
+    computing_s = sum(times) / ranks
+    assert step_s == pytest.approx(computing_s * (1 + (ranks - 1) / (each * micro_batches)))
+
+
+def test_a_v_with_split_backward_waits_less_than_any_other_order() -> None:
+    """Four ranks, eight micro-batches: 1.375 times the computing for 1F1B, 1.19 interleaved; and with as many in flight."""
+    profile, count = even_profile(4, 8), 8
+
+    def waits(plan: Plan) -> float:
+        events = [event for event in simulate(plan, profile).events if event.action.op in COMPUTE]
+        return 4 * max(event.end_s for event in events) / sum(event.end_s - event.start_s for event in events)
+
+    classic = make_plan_of((0, 2, 4, 6, 8), range(4), count)
+    found = {order: waits(interleaved_plan(v_shaped(4, 2), count, order)) for order in ("zbv", "dualpipev")}
+    loop = waits(interleaved_plan(looped(4, 2), count, "interleaved"))
+    assert waits(classic) == pytest.approx(1.375) and loop == pytest.approx(1.1875)
+    assert found["zbv"] < 1.08 < found["dualpipev"] < 1.25
+
+
+def test_memory_is_counted_at_the_worst_place_of_the_rank_s_list() -> None:
+    plan, profile = interleaved_plan([0, 1, 1, 0], 5, "zbv", split=False), even_profile(2, 4)
+    model, now, most = profile.model, 0, 0
+    held = {0: stage_memory(model, 0, 1, SEQUENCE, 1), 3: stage_memory(model, 3, 4, SEQUENCE, 1)}
+    for action in schedule_of(plan, model)[0]:
+        sign = {Op.F: 1, Op.B: -1}.get(action.op, 0)
+        now += sign * (held[action.stage].activations if sign else 0)
+        most = max(most, now)
+    fixed = sum(one.parameters + one.state + one.staging for one in held.values())
+    peaks = {memory.rank: memory.peak_bytes for memory in predict_memory(plan, profile)}
+    assert peaks[0] == fixed + most + max(one.workspace for one in held.values())
+    turn = 8 * model.layers[1].boundary_bytes_per_token * SEQUENCE  # staged if it were between ranks
+    apart = predict_memory(interleaved_plan([0, 1, 2, 0], 5, "zbv", split=False), even_profile(3, 4))
+    assert peaks[1] < sum(memory.peak_bytes for memory in apart[1:]) - turn
+
+
+def edited(plan: Plan, **changes: object) -> Plan:
+    return replace(plan, pipelines=(replace(plan.pipelines[0], **changes),))  # type: ignore[arg-type]
+
+
+def test_what_cannot_run_is_refused_with_the_rule_and_the_values() -> None:
+    plan, profile = interleaved_plan([0, 1, 1, 0], 4, "zbv", split=False), make_profile((1.0, 1.0), make_model(2))
+    request = PlanRequest(4, SEQUENCE, (1,))
+    assert complete_plan(plan, profile, request).predicted_step_s > 0
+    stages = plan.pipelines[0].stages
+
+    def refused(changed: Plan, match: str) -> None:
+        with pytest.raises(UserError, match=match):
+            complete_plan(changed, profile, request)
+
+    refused(
+        edited(plan, order="warm_up"),
+        r"stage 2 names rank 1 again.*order is 'warm_up'.*dualpipev or interleaved or zbv",
+    )
+    streamed = tuple(replace(stage, streamed=stage.ranks == (1,)) for stage in stages)
+    refused(edited(plan, stages=streamed), r"stage 2 names rank 1 again: a rank with a streamed stage holds no other")
+    weights = (replace(stages[0], state_weight=0.5), *stages[1:])
+    refused(edited(plan, stages=weights), r"stage 3 names rank 0 again: state_weight is 0.5 and 1.0")
+    hole = (stages[0], replace(stages[1], first=2, last=3), *stages[2:])
+    refused(edited(plan, stages=hole), r"stages\[1\] holds layers \[2, 3\): it must begin with layer 1")
+    twice = Plan((plan.pipelines[0], plan.pipelines[0]), 8, SEQUENCE, 4)
+    with pytest.raises(UserError, match=r"stage 4 names rank 0 again: a rank takes part in one pipeline"):
+        complete_plan(twice, profile, replace(request, global_batch=8))
+    refused(edited(plan, order="interleaved"), r"deadlocks.*\n(.*\n)*.*wants ranks in a loop")
+
+
+def test_a_rank_s_later_stage_ends_first() -> None:
+    plan, model = interleaved_plan([0, 1, 1, 0], 1, "zbv"), make_model(2)
+    lists = schedule_of(plan, model)
+    ends = list(lists[1])
+    places = [ends.index(parse_action(text)) for text in ("2W0", "1W0")]
+    ends[places[0]], ends[places[1]] = ends[places[1]], ends[places[0]]
+    with pytest.raises(UserError, match="stage 2 ends after stage 1"):
+        validate({**lists, 1: tuple(ends)}, plan, model)
+
+
+def test_plan_files_keep_it(tmp_path: Path) -> None:
+    plan = interleaved_plan([0, 1, 1, 0], 4, "zbv")
+    save_plan(reported(plan), tmp_path / "plan.toml")
+    assert load_plan(tmp_path / "plan.toml") == plan
+
+
+def test_a_pipeline_knows_who_holds_what() -> None:
+    stages = tuple(StagePlan((rank,), place, place + 1, 0) for place, rank in enumerate([0, 1, 1, 0]))
+    pipeline = PipelinePlan(stages, 1, 1)
+    assert pipeline.held == {0: (0, 3), 1: (1, 2)} and pipeline.interleaved
+    assert [pipeline.together(place) for place in range(3)] == [False, True, False]
