@@ -20,6 +20,7 @@ from hetero_mpi.planning.analysis.what_if import losses, what_ifs
 from hetero_mpi.planning.decision.planner import complete_plan, differences, make_plan
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.types.cluster_changes import with_wire
 from hetero_mpi.planning.types.codec import encode
 from hetero_mpi.planning.types.network import THREADED, Network
 from hetero_mpi.planning.types.plan_report import PlanReport
@@ -246,7 +247,7 @@ def question(
     train = loaded.job.train
     settled = train.model_copy(update={"dtype": profile.model.dtype})
     loaded = replace(loaded, job=loaded.job.model_copy(update={"train": settled}))
-    profile = with_memory(profile, loaded.job.cluster.memory_bytes)
+    profile = with_wire(with_memory(profile, loaded.job.cluster.memory_bytes), train.wire)
     remarks = [f"Profile: {named} ({profile.source}, {profile.date})", *doubt_remarks(profile, named)]
     if config is None:
         remarks.append("The model's configuration is not here: taken to be the profile's, without dropout")

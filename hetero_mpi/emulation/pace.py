@@ -18,7 +18,6 @@ from pathlib import Path
 from hetero_mpi.comm.precise_sleep import Sleeper
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
-from hetero_mpi.device.backend import DTYPES
 from hetero_mpi.emulation.emulated_links import Delay, EmulatedTransport, clock_offset_s
 from hetero_mpi.emulation.emulated_nics import Nics, shared_nics
 from hetero_mpi.errors import UserError
@@ -37,6 +36,7 @@ from hetero_mpi.planning.durations import (
 )
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op
 from hetero_mpi.planning.types.cluster_changes import restricted
+from hetero_mpi.planning.types.cost import DTYPE_BYTES, sent_bytes
 from hetero_mpi.planning.types.network import Network
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import EMULATED, ClusterProfile
@@ -257,7 +257,8 @@ def emulate(
     offsets_s = world.all_gather_json(clock_offset_s(world, transport))
     pace = ActionPacer(plan, profile, scale, sleeper, loaded.job.cluster.speed_changes())
     own = loaded.job.data.sequence_length
-    row_bytes = own * chain.config.hidden_size * DTYPES[loaded.job.train.dtype].itemsize
+    dtype = loaded.job.train.dtype
+    row_bytes = own * sent_bytes(chain.config.hidden_size * DTYPE_BYTES[dtype], dtype, profile.model.wire)
 
     def links(delay_s: Delay, nics: Nics) -> EmulatedTransport:
         return EmulatedTransport(transport, world.rank, delay_s, nics, offsets_s, sleeper, pace.exchange_s)
@@ -279,7 +280,7 @@ def _between_stages(profile: ClusterProfile, plan: Plan, scale: float, row_bytes
     boundary_bytes = {}
     for pipeline in plan.pipelines:
         for before, after in pairwise(pipeline.stages):
-            size = profile.model.layers[before.last - 1].boundary_bytes_per_token * plan.sequence_length
+            size = profile.model.sent_bytes_per_token(before.last - 1) * plan.sequence_length
             boundary_bytes[before.ranks[0], after.ranks[0]] = boundary_bytes[after.ranks[0], before.ranks[0]] = size
 
     def delay_s(source: int, destination: int, own_bytes: int) -> float:

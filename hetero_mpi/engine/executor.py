@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +14,9 @@ from hetero_mpi.device.backend import HOST, Mark
 from hetero_mpi.emulation.pace import Emulation
 from hetero_mpi.engine.channel import PIECE_BYTES, Inbox, Outbox
 from hetero_mpi.engine.placement import Placement
+from hetero_mpi.engine.wire import NEAREST, WireFormat
 from hetero_mpi.model.layer.preference import Comparison
+from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.planning.memory import holdings
 from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Event, Op
@@ -74,6 +76,7 @@ class Executor:
         whole_step: what REDUCE and STEP do.
         finished: is told each layer whose gradients are whole while the last backward still runs, the last layer first.
         emulation: makes actions and messages of steps last as those of other devices.
+        wire: how tensors travel; None: as they are.
 
     Attributes:
         losses: shares of the loss of the running step's micro-batches (fp32 scalars), on the last stage.
@@ -92,9 +95,11 @@ class Executor:
         whole_step: dict[Op, WholeStep],
         finished: Finished,
         emulation: Emulation | None = None,
+        wire: WireFormat | None = None,
     ) -> None:
         self.stage, self.place, self.actions = stage, place, tuple(actions)
         self.whole_step, self.finished = whole_step, finished
+        self.wire = wire if wire is not None else WireFormat(stage.dtype)
         self.pace = emulation.pace if emulation is not None else None
         position = place.position
         self.rank = pipeline.stages[position].ranks[0]
@@ -113,23 +118,23 @@ class Executor:
         self._rows: list[slice] = []
         """Of each micro-batch within its pipeline's share of a batch."""
         self._transport = transport
-        wire = emulation.transport if emulation is not None else transport
+        paced = emulation.transport if emulation is not None else transport
         in_flight = max(flying for flying, _ in holdings(self.actions))
         depth = min(in_flight + 1, pipeline.micro_batches)  # one more than are held: a receive is always posted
         self.activations_in = self.activations_out = self.gradients_in = self.gradients_out = None
         self.evaluation_in = self.evaluation_out = None
-        index, backend, dtype = place.index, stage.backend, stage.dtype
+        index, backend, dtype = place.index, stage.backend, self.wire.dtype
         # An emulated message takes its time whole: pieces would each wait for a link's latency.
         piece = PIECE_BYTES if emulation is None else sys.maxsize
         if position > 0:
             before = pipeline.stages[position - 1].ranks[0]
-            self.activations_in = Inbox(wire, before, tag_of(index, _FORWARD), backend, dtype, depth, piece)
-            self.gradients_out = Outbox(wire, before, tag_of(index - 1, _BACKWARD), backend, dtype, piece)
+            self.activations_in = Inbox(paced, before, tag_of(index, _FORWARD), backend, dtype, depth, piece)
+            self.gradients_out = Outbox(paced, before, tag_of(index - 1, _BACKWARD), backend, dtype, piece)
             self.evaluation_in = Inbox(transport, before, tag_of(index, _EVALUATION), backend, dtype, 2)
         if position + 1 < len(pipeline.stages):
             after = pipeline.stages[position + 1].ranks[0]
-            self.gradients_in = Inbox(wire, after, tag_of(index, _BACKWARD), backend, dtype, 2, piece)
-            self.activations_out = Outbox(wire, after, tag_of(index + 1, _FORWARD), backend, dtype, piece)
+            self.gradients_in = Inbox(paced, after, tag_of(index, _BACKWARD), backend, dtype, 2, piece)
+            self.activations_out = Outbox(paced, after, tag_of(index + 1, _FORWARD), backend, dtype, piece)
             self.evaluation_out = Outbox(transport, after, tag_of(index + 1, _EVALUATION), backend, dtype)
 
     def run(self, data: StepData) -> list[Event]:
@@ -197,11 +202,13 @@ class Executor:
         """Forward of batches through the pipeline: what ``Stage.evaluate`` returns of each on the last stage, else nothing."""
         found: list[torch.Tensor] = []
         if self.evaluation_in is not None:
-            self.evaluation_in.begin(self._shapes(data, self.stage.first - 1))
+            self.evaluation_in.begin(self._packed_shapes(data, self.stage.first - 1))
         for index, rows in enumerate(_consecutive(data.sizes)):
-            x = self.evaluation_in.take() if self.evaluation_in is not None else data.tokens
-            assert x is not None
-            x = x if self.evaluation_in is not None else x[rows]
+            if self.evaluation_in is not None:
+                x = self._unpacked(self.evaluation_in.take(), data, self.stage.first - 1, index)
+            else:
+                assert data.tokens is not None
+                x = data.tokens[rows]
             part = data.micro_batch(index, rows)
             targets = None if data.targets is None else data.targets[rows]
             y = self.stage.evaluate(x, targets, part.positions, part.comparison)
@@ -209,7 +216,7 @@ class Executor:
             if self.evaluation_in is not None:
                 self.evaluation_in.release()
             if self.evaluation_out is not None:
-                self.evaluation_out.put(y)
+                self.evaluation_out.put(self.wire.packed(y))
             else:
                 found.append(y)
         if self.evaluation_out is not None:
@@ -221,11 +228,21 @@ class Executor:
         self._rows = _consecutive(data.sizes)
         for inbox, layer in ((self.activations_in, self.stage.first - 1), (self.gradients_in, self.stage.last - 1)):
             if inbox is not None:
-                inbox.begin(self._shapes(data, layer))
+                inbox.begin(self._packed_shapes(data, layer))
 
-    def _shapes(self, data: StepData, layer: int) -> list[tuple[int, ...]]:
-        """Of the tensors that follow ``layer``, and of their gradients."""
-        return [self.stage.chain.boundary(layer, size, data.length) for size in data.sizes]
+    def _packed_shapes(self, data: StepData, layer: int) -> list[tuple[int, ...]]:
+        """Of what travels of the tensors that follow ``layer``, and of their gradients."""
+        boundary = self.stage.chain.boundary
+        return [self.wire.packed_shape(boundary(layer, size, data.length)) for size in data.sizes]
+
+    def _unpacked(self, packed: torch.Tensor, data: StepData, layer: int, index: int) -> torch.Tensor:
+        """What has come of a micro-batch's tensor that follows ``layer``, or of its gradient."""
+        return self.wire.unpacked(packed, self.stage.chain.boundary(layer, data.sizes[index], data.length))
+
+    def _seeds(self, data: StepData, index: int) -> Iterator[int]:
+        """By which the gradient of each sequence is rounded on its way to the stage before: functions of the sample alone."""
+        for sample in range(data.first_samples[index], data.first_samples[index] + data.sizes[index]):
+            yield seed_from(self.stage.seed, "wire", data.step, sample, self.stage.first - 1)
 
     def _perform(self, action: Action, data: StepData) -> int:
         """One action of one micro-batch; returns the bytes sent or received."""
@@ -238,15 +255,17 @@ class Executor:
         elif op is Op.W:
             self.stage.backward_weights(index, self._listener(action))
         elif op in (Op.RECV_F, Op.RECV_B):
-            inbox = self.activations_in if op is Op.RECV_F else self.gradients_in
+            forward = op is Op.RECV_F
+            inbox, layer = (self.activations_in, self.stage.first) if forward else (self.gradients_in, self.stage.last)
             assert inbox is not None
             tensor = inbox.take()
-            self._inputs[op, index] = tensor
+            self._inputs[op, index] = self._unpacked(tensor, data, layer - 1, index)
             return int(tensor.nbytes)
         else:
             outbox = self.activations_out if op is Op.SEND_F else self.gradients_out
             assert outbox is not None
-            return outbox.put(self._outputs.pop((op, index)))
+            seeds = self._seeds(data, index) if op is Op.SEND_B else NEAREST
+            return outbox.put(self.wire.packed(self._outputs.pop((op, index)), seeds))
         return 0
 
     def _forward(self, index: int, data: StepData) -> None:

@@ -21,6 +21,7 @@ from hetero_mpi.engine.out_of_memory import memory_explained
 from hetero_mpi.engine.placement import evaluation_shares, parameter_owners, place_of, slots, training_share
 from hetero_mpi.engine.sharded_update import ShardedUpdate, SharedLayers, shared_layers
 from hetero_mpi.engine.tied import TiedEnds, TiedMatrix
+from hetero_mpi.engine.wire import format_of
 from hetero_mpi.job.load import TrainTable
 from hetero_mpi.model.frozen_weight_cache import Kept
 from hetero_mpi.model.layer.interface import LayerChain, as_input
@@ -163,6 +164,7 @@ class Trainer:
             {Op.REDUCE: self._reduce, Op.STEP: self._finish_step},
             self.update.finished,
             self.emulation,
+            format_of(train.wire, self.dtype),
         )
         self.backend.begin_peak()
 

@@ -100,7 +100,7 @@ _TEXT_ONLY = {
             "max_bytes",
         )
     ),
-    "train": ("preference",),
+    "train": ("preference", "wire"),
     "sample": ("prompt",),
     "cluster": ("emulate",),
 }

@@ -170,6 +170,10 @@ class TrainTable(JobTable):
     """Seed of initial weights, order of samples and dropout."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Compute dtype of the whole job; "auto": the best all ranks can do. Narrow ones keep fp32 masters, gradients, moments."""
+    wire: Literal["exact", "int8"] = "exact"
+    """How activations and gradients travel from stage to stage. "exact": as they are computed; "int8": a byte for each number,
+    half of bf16's bytes and a quarter of fp32's. The loss is then no longer that of one process, and depends on where the plan
+    cuts the model (docs/design.md)."""
     recompute: bool | Literal["auto"] = "auto"
     """Compute a block's forward again in backward instead of keeping its activations; "auto": only where memory is short."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4

@@ -197,7 +197,7 @@ def message_bytes(action: Action, plan: Plan, profile: ClusterProfile) -> int:
     if action.op not in boundary:
         return 0
     tokens = _tokens(plan, index, action)
-    return profile.model.layers[boundary[action.op] - 1].boundary_bytes_per_token * tokens
+    return profile.model.sent_bytes_per_token(boundary[action.op] - 1) * tokens
 
 
 def _tokens(plan: Plan, index: int, action: Action) -> int:

@@ -123,7 +123,7 @@ def _links(profile: ClusterProfile, kind: dict[int, int]) -> tuple[LinkProfile, 
     First among the links of two hosts, then among the medians of these: two hosts' speeds that lie near each other must not
     tear the links of one host apart.
     """
-    size = profile.model.sequence_length * max(layer.boundary_bytes_per_token for layer in profile.model.layers)
+    size = profile.model.sequence_length * profile.model.most_sent_bytes_per_token
 
     def seconds(links: list[LinkProfile]) -> float:
         return median(link.latency_s + size / link.bytes_per_s for link in links)

@@ -286,7 +286,7 @@ def _link_lines(profile: ClusterProfile) -> list[str]:
     latencies = [link.latency_s for link in links]
     bandwidths = [link.bytes_per_s for link in links]
     # The link that would take longest over what the blocks send: neither latency nor bandwidth says that alone.
-    boundary = max(layer.boundary_bytes_per_token for layer in profile.model.layers) * profile.model.sequence_length
+    boundary = profile.model.most_sent_bytes_per_token * profile.model.sequence_length
 
     def message_s(link: LinkProfile) -> float:
         return link.latency_s + boundary / link.bytes_per_s

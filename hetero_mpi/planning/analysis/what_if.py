@@ -22,7 +22,9 @@ from hetero_mpi.planning.types.cluster_changes import (
     with_faster_links,
     with_free_links,
     with_plenty_of_memory,
+    with_wire,
 )
+from hetero_mpi.planning.types.cost import INT8
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostLinkProfile, LinkProfile
@@ -113,6 +115,12 @@ def what_ifs(
     unchanged = own.predicted_step_s <= free_links_s * (1 + NO_CHANGE)
     for name, faster in _with_other_links(own.plan, profile):
         yield WhatIf(name, own.predicted_step_s) if unchanged else _what_if(name, faster, request)
+    if not unchanged and profile.model.wire is None and profile.model.sequence_length > 1:  # a language model
+        yield _what_if(
+            'activations and gradients as int8 (train.wire = "int8", which rounds them)',
+            with_wire(profile, INT8),
+            request,
+        )
     used = sorted(rank for _, _, stage in stages(own.plan) for rank in stage.ranks)
     if len(used) > 1:
         for rank in _representatives(used, profile)[:MOST_RANKS]:

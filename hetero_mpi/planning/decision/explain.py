@@ -192,6 +192,15 @@ def busiest(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep) -> s
     return text
 
 
+def rounded_on_the_wire(plan: Plan, profile: ClusterProfile) -> tuple[str, ...]:
+    """What the user has given up for shorter messages, where there are any."""
+    if profile.model.wire is None or all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
+        return ()
+    return (
+        f"boundaries travel as {profile.model.wire} (train.wire): the loss is no longer equal to that of one process",
+    )
+
+
 def idle_ranks(decision: Decision, profile: ClusterProfile, request: PlanRequest) -> tuple[IdleRank, ...]:
     """Every rank that the plan leaves out, and why."""
     layers, used = len(profile.model.layers), {stage.ranks[0] for _, _, stage in stages(decision.plan)}

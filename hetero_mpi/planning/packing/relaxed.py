@@ -119,7 +119,8 @@ class Facts:
         self.trained = min((float(x.trainable_parameters) for x in self.blocks), default=0.0)
         self.held = min((x.parameter_bytes + x.trainable_parameters * state for x in self.blocks), default=0.0)
         boundary = min((x.boundary_bytes_per_token for x in model.layers[:-1]), default=0)
-        self.message_bytes = float(boundary * tokens)
+        sent = min((model.sent_bytes_per_token(layer) for layer in range(len(model.layers) - 1)), default=0)
+        self.message_bytes = float(sent * tokens)
         self.kept = min((x.activation_bytes_per_token for x in self.blocks), default=0.0) * tokens
         self.kept_input = min(self.kept, boundary * tokens)
         least = min(self.request.micro_batch_choices)

@@ -61,8 +61,8 @@ class ClusterArrays:
         self._tabulate()
         self._linked: tuple[Indices, Floats, Floats] = self._links() if like is None else like._linked
         self.place, self.latency_s, self.per_byte_s = self._linked
-        layers = profile.model.layers
-        self.message_bytes: Floats = np.array([float(x.boundary_bytes_per_token * self.tokens) for x in layers])
+        sent = [self.model.sent_bytes_per_token(layer) for layer in range(self.layer_count)]
+        self.message_bytes: Floats = np.array([float(each * self.tokens) for each in sent])
         self.summed_bytes: Floats = np.array([float(summed_bytes(profile.model, i)) for i in range(self.layer_count)])
         self.value_bytes: Floats = np.array([float(value_bytes(profile.model, i)) for i in range(self.layer_count)])
 
@@ -228,7 +228,7 @@ def in_own_order(profile: ClusterProfile, tokens: int) -> list[DeviceProfile]:
     # In large clusters one rank of a host says how it is linked to the others.
     ends = devices if len(devices) <= FEW else [here[0] for here in hosts.values()]
 
-    size = tokens * max(layer.boundary_bytes_per_token for layer in profile.model.layers)
+    size = tokens * profile.model.most_sent_bytes_per_token
     numbers = [end.rank for end in ends]
     seconds = profile.messages_s(numbers, size) if len(ends) > 1 else np.zeros((len(ends), len(ends)))
     # Exactly rounded sums: the same in whatever order the others come.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from hetero_mpi.planning.types.cost import INT8
 from hetero_mpi.planning.types.profile import (
     ANY_HOST,
     ITSELF,
@@ -49,6 +50,11 @@ def with_faster_links(
     for pair in ((a, b) for one in pairs for a, b in (one, one[::-1])):
         listed[pair] = faster(profile.link(*pair))
     return replace(profile, links=tuple(listed.values()))
+
+
+def with_wire(profile: ClusterProfile, wire: str | None) -> ClusterProfile:
+    """Stages exchange ``int8``; or all else: what they compute."""
+    return replace(profile, model=replace(profile.model, wire=wire if wire == INT8 else None))
 
 
 def with_free_links(profile: ClusterProfile) -> ClusterProfile:

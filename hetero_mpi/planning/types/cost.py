@@ -11,8 +11,11 @@ from functools import lru_cache
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a value in each compute dtype."""
+SCALE_BYTES = 4
+"""Of the scale that goes with each row that travels as int8."""
 GRADIENT_BYTES = 4
 """Gradients are added up and exchanged in fp32, whatever the compute dtype."""
+INT8 = "int8"
 EMBEDDING = "embedding"
 HEAD = "head"
 
@@ -62,6 +65,8 @@ class ModelCost:
     """The chain: embedding, blocks, head."""
     tied_bytes: int = 0
     """Bytes of the fp32 gradient exchanged between both ends when tied, else 0."""
+    wire: str | None = None
+    """``int8``: so activations and gradients travel from stage to stage; None: as they are computed."""
 
     @property
     def trained_whole(self) -> bool:
@@ -72,6 +77,15 @@ class ModelCost:
     def owned_bytes_per_trainable_parameter(self) -> float:
         """Optimizer moments and master weight, which one of the ranks that hold a parameter keeps."""
         return max(0.0, self.state_bytes_per_trainable_parameter - GRADIENT_BYTES)
+
+    def sent_bytes_per_token(self, layer: int) -> int:
+        """Bytes of a layer's output per token on its way to another rank; the gradient coming back is as large."""
+        return sent_bytes(self.layers[layer].boundary_bytes_per_token, self.dtype, self.wire)
+
+    @property
+    def most_sent_bytes_per_token(self) -> int:
+        """Of the layer whose output is the longest message."""
+        return max(self.sent_bytes_per_token(layer) for layer in range(len(self.layers)))
 
     def streamed_bytes(self, index: int) -> int:
         """Bytes of a layer's parameters that come to the device where it is streamed: all, or what is frozen beside adapters."""
@@ -89,6 +103,11 @@ class ModelCost:
     def keeping(self, ratio: float) -> ModelCost:
         """The costs on a device whose blocks keep so many times as much from forward to backward."""
         return self if ratio == 1.0 else _keeping(self, ratio)
+
+
+def sent_bytes(row_bytes: int, dtype: str, wire: str | None) -> int:
+    """Bytes of a token's hidden vector, which is ``row_bytes`` long in ``dtype``, as it travels."""
+    return row_bytes // DTYPE_BYTES[dtype] + SCALE_BYTES if wire == INT8 and row_bytes else row_bytes
 
 
 @lru_cache(maxsize=64)

@@ -31,6 +31,7 @@ from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.transformers.chain import TransformersChain, language
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import Tuning, tuning_of
+from hetero_mpi.planning.types.cluster_changes import with_wire
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -321,6 +322,7 @@ def plan_run(setup: RunSetup, options: TrainOptions) -> tuple[ClusterProfile, Pl
             options.reprofile,
             say,
         )
+    profile = with_wire(profile, setup.job.train.wire)
     say(*profile_lines(profile))
     request = planning_request(setup, profile)
     report = obtain_plan(world, profile, request, setup.run_dir, options.plan)
