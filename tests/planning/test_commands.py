@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.planning.analysis.what_if import losses, what_ifs
+from hetero_mpi.planning.analysis.what_if import AS_INT8, losses, what_ifs
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.packing.bound import packing_bound_s
@@ -68,7 +68,7 @@ def test_plan_as_json_holds_plannings_own_figures(folder: Path, capsys: pytest.C
     assert found["utilisation"] == {str(r): s / simulated.step_s for r, s in simulated.busy_s.items()}
     answers = {entry["change"]: entry["step_s"] for entry in found["what_if"]}
     assert list(answers) == [
-        "link 0 - 1 10x faster", "without rank 0 (x1)", "without rank 1 (x1.5)", "a second x1, like rank 0",
+        "link 0 - 1 10x faster", AS_INT8, "without rank 0 (x1)", "without rank 1 (x1.5)", "a second x1, like rank 0",
     ]  # fmt: skip
     assert answers["without rank 1 (x1.5)"] == make_plan(restricted(profile, [0, 2]), REQUEST).predicted_step_s
     assert answers["without rank 1 (x1.5)"] > simulated.step_s > answers["a second x1, like rank 0"]

@@ -18,7 +18,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import job_of_tables
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import Stage
-from hetero_mpi.planning.analysis.what_if import what_ifs
+from hetero_mpi.planning.analysis.what_if import AS_INT8, what_ifs
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.durations import message_bytes
 from hetero_mpi.planning.schedule import Action, Op
@@ -138,9 +138,7 @@ def test_planning_counts_the_shorter_messages_and_says_what_is_given_up() -> Non
     told = ["the loss is no longer equal to that of one process" in report.reasons[-1] for report in reports]
     assert told == [False, True]
     offered = {answer.change: answer.step_s for answer in what_ifs(reports[0], profile, request)}
-    assert offered['activations and gradients as int8 (train.wire = "int8", which rounds them)'] == pytest.approx(
-        reports[1].predicted_step_s
-    )
+    assert offered[AS_INT8] == pytest.approx(reports[1].predicted_step_s)
     assert not any("int8" in answer.change for answer in what_ifs(reports[1], short, request))
 
 

@@ -30,6 +30,7 @@ from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostLinkProfile, LinkProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
+AS_INT8 = 'activations and gradients as int8 (train.wire = "int8", which rounds them)'
 FASTER = 10
 """What-if lines make a link this many times as fast."""
 NEXT_GBIT = {1.0: 10.0, 2.5: 10.0, 5.0: 10.0, 10.0: 25.0, 25.0: 100.0, 40.0: 100.0, 50.0: 100.0}
@@ -116,11 +117,7 @@ def what_ifs(
     for name, faster in _with_other_links(own.plan, profile):
         yield WhatIf(name, own.predicted_step_s) if unchanged else _what_if(name, faster, request)
     if not unchanged and profile.model.wire is None and profile.model.sequence_length > 1:  # a language model
-        yield _what_if(
-            'activations and gradients as int8 (train.wire = "int8", which rounds them)',
-            with_wire(profile, INT8),
-            request,
-        )
+        yield _what_if(AS_INT8, with_wire(profile, INT8), request)
     used = sorted(rank for _, _, stage in stages(own.plan) for rank in stage.ranks)
     if len(used) > 1:
         for rank in _representatives(used, profile)[:MOST_RANKS]:
