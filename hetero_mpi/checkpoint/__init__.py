@@ -2,12 +2,13 @@
 
 from hetero_mpi.checkpoint.checkpoint_error import CheckpointError
 from hetero_mpi.checkpoint.directory import checkpoint_path, lowest_held_out, newest_good, prune, set_aside
-from hetero_mpi.checkpoint.format import KINDS, PIECE_BYTES, Piece, piece_count, pieces
+from hetero_mpi.checkpoint.format import KINDS, MOMENT_BLOCK, PIECE_BYTES, Piece, piece_count, pieces
 from hetero_mpi.checkpoint.reader import CheckpointReader, verify
 from hetero_mpi.checkpoint.writer import CheckpointWriter
 
 __all__ = [
     "KINDS",
+    "MOMENT_BLOCK",
     "PIECE_BYTES",
     "CheckpointError",
     "CheckpointReader",

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 FORMAT = "hetero_mpi checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1: without the groups ``absmax1`` and ``absmax2``."""
 LIBVER = ("v110", "v110")
 """Lowest and highest HDF5 layout used in the file: HDF5 1.10 (2016) and everything since can read it."""
 
@@ -32,7 +33,10 @@ PIECE_BYTES = 8 << 20
 Piece = tuple[tuple[int, ...], tuple[int, ...]]
 """(first index, lengths) of a block of an array."""
 
-KINDS = ("parameters", "moments1", "moments2")
+KINDS = ("parameters", "moments1", "moments2", "absmax1", "absmax2")
+"""Moments are fp32, or uint8: bitsandbytes' codes, with the scale of every block of ``MOMENT_BLOCK`` of them in ``absmax``."""
+SCALES = ("absmax1", "absmax2")
+MOMENT_BLOCK = 256
 METADATA = "metadata"
 
 STORAGE: dict[str, np.dtype[Any]] = {
@@ -110,6 +114,8 @@ class Summary:
             return "it holds numbers that are none (NaN)"
         if kind == "moments2" and self.lowest < 0:
             return f"it holds means of squares that are negative ({self.lowest:g})"
+        if kind.startswith("absmax") and self.lowest < 0:
+            return f"it holds largest absolute values that are negative ({self.lowest:g})"
         if trained and math.inf in (self.highest, -self.lowest):
             return "it holds infinite numbers"
         return None

@@ -20,7 +20,9 @@ from hetero_mpi.checkpoint.format import (
     FORMAT_VERSION,
     KINDS,
     METADATA,
+    MOMENT_BLOCK,
     PIECE_BYTES,
+    SCALES,
     STORAGE,
     Summary,
     crc32,
@@ -111,10 +113,10 @@ class CheckpointReader:
         return self.metadata[key]
 
     def names(self, kind: str) -> tuple[str, ...]:
-        """Names stored under ``parameters``, ``moments1`` or ``moments2``, sorted."""
+        """Names stored under one of ``KINDS``, sorted."""
         assert kind in KINDS, kind
         with damage_named(self.path, kind):
-            return opening.names(self._groups[kind])
+            return opening.names(self._groups[kind]) if kind in self._groups else ()
 
     def shape(self, kind: str, name: str) -> tuple[int, ...]:
         """The tensor's shape; no data is read."""
@@ -150,6 +152,11 @@ class CheckpointReader:
             assert self.metadata is not None
             if names["moments1"] != names["moments2"] or not set(names["moments1"]) <= set(names["parameters"]):
                 raise ValueError("the moments are not those of the parameters")
+            packed = [
+                tuple(n for n in names[kind] if self.dtype(kind, n) == "uint8") for kind in ("moments1", "moments2")
+            ]
+            if packed != [names[kind] for kind in SCALES]:
+                raise ValueError("the scales are not those of the moments in 8 bits")
         left, found = self._file_bytes, dict[tuple[str, str], Stored]()
         for kind, of_kind in names.items():
             for name in of_kind:
@@ -158,7 +165,8 @@ class CheckpointReader:
                     left -= stored.bytes
                     if left < 0:
                         raise ValueError("the datasets together are larger than the file")
-                    if stored.shape != found["parameters", name].shape:
+                    own = found["parameters", name].shape
+                    if stored.shape != (own if kind not in SCALES else (-(-math.prod(own) // MOMENT_BLOCK),)):
                         raise ValueError("its shape is not that of the parameter")
         for kind, name in found:
             self.check(kind, name)
@@ -199,7 +207,9 @@ class CheckpointReader:
         if opening.attribute(place, "finished") is None:
             raise CheckpointError(f"{self.path}: the checkpoint was never finished. Resume from an older one.")
         opening.names(place)
-        self._groups = {name: opening.open_group(place, name) for name in (*KINDS, METADATA)}
+        self._groups = {
+            name: opening.open_group(place, name) for name in (*KINDS, METADATA) if version > 1 or name not in SCALES
+        }
         self._file_bytes = place.get_filesize()
 
 

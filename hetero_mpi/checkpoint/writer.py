@@ -84,7 +84,7 @@ class CheckpointWriter:
     def write(self, kind: str, name: str, array: NDArray[Any], dtype: str) -> None:
         """Store one tensor.
 
-        ``kind``: ``parameters``, ``moments1`` or ``moments2``. ``name``: the parameter's name, dots included, once per
+        ``kind``: one of ``KINDS``. ``name``: the parameter's name, dots included, once per
         kind. ``array``: of the tensor's shape, in the numpy dtype that holds its bits (``uint16`` for ``bfloat16``).
         """
         assert array.dtype == STORAGE[dtype], f"{name}: {dtype} is stored from {STORAGE[dtype]}, not from {array.dtype}"

@@ -15,9 +15,11 @@ from hetero_mpi import toml
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, job_of_tables, load_job, run_directory
 from hetero_mpi.job.plan_request import micro_batch_choices, request_of, with_memory
+from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.planning.analysis.idle_time import idling
 from hetero_mpi.planning.analysis.what_if import losses, what_ifs
 from hetero_mpi.planning.decision.planner import complete_plan, differences, make_plan
+from hetero_mpi.planning.decision.remedies import in_eight_bit
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import with_wire
@@ -219,6 +221,8 @@ def _job_of(profile: ClusterProfile, name: str, overrides: tuple[str, ...]) -> L
         "data": {"text": ["*.txt"], "sequence_length": model.sequence_length},
         "train": {"global_batch": max(LEAST_BATCH, SEQUENCES_PER_RANK * ranks), "dtype": model.dtype},
     }
+    if model.eight_bit:
+        tables["train"]["optimizer"] = EIGHT_BIT
     loaded = job_of_tables(tables, name, ".", overrides=overrides)
     return replace(loaded, path=Path("a job of its own model"))
 
@@ -251,6 +255,9 @@ def question(
     remarks = [f"Profile: {named} ({profile.source}, {profile.date})", *doubt_remarks(profile, named)]
     if config is None:
         remarks.append("The model's configuration is not here: taken to be the profile's, without dropout")
+    if train.optimizer == EIGHT_BIT and not profile.model.eight_bit and profile.model.trained_whole:
+        profile = replace(profile, model=in_eight_bit(profile.model))
+        remarks.append(f"{EIGHT_BIT}: moments estimated, as the profile has them in fp32; so are the optimizer's times")
     ranks, dropout = len(profile.devices), uses_dropout(loaded, config or {})
     _, reason = micro_batch_choices(train.global_batch, train.micro_batch, ranks, dropout)
     return PlanQuestion(loaded, profile, request_of(loaded, ranks, dropout), (*remarks, reason))
@@ -296,6 +303,8 @@ def _differences(loaded: LoadedJob, config: dict[str, Any] | None, profile: Clus
         found.append(f"data.sequence_length = {job.data.sequence_length}: the profile has {model.sequence_length}")
     if job.train.dtype not in ("auto", model.dtype):
         found.append(f'train.dtype = "{job.train.dtype}": the profile has "{model.dtype}"')
+    if model.eight_bit and job.train.optimizer != EIGHT_BIT:
+        found.append(f'train.optimizer = "{job.train.optimizer}": the profile has "{EIGHT_BIT}"')
     kind = (config or {}).get("model_type")
     if kind is not None and kind != model.model_type:
         found.append(f'model_type = "{kind}": the profile has "{model.model_type}"')

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.job.rules import LARGEST_AUTO, MOST_MICRO_BATCHES
+from hetero_mpi.planning.types.cost import COPY_BYTES
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import MEMORY_GIVEN, PlanRequest
 
@@ -30,10 +31,6 @@ def micro_batch_choices(global_batch: int, wanted: int | str, ranks: int, dropou
     limit = min(LARGEST_AUTO, max(1, global_batch // ranks))
     choices = tuple(d for d in divisors if d <= limit)
     return choices, f"micro-batch: the planner's choice among {', '.join(map(str, choices))}"
-
-
-COPY_BYTES = 12
-"""Of the trained state in host memory, per trained parameter: itself and AdamW's two moments, fp32."""
 
 
 def request_of(loaded: LoadedJob, ranks: int, dropout: bool, versions: int = 0) -> PlanRequest:

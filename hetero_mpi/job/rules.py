@@ -17,6 +17,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 ELSEWHERE = "write an absolute path to go elsewhere"
+EIGHT_BIT = "adamw_8bit"
+"""``[train] optimizer``: bitsandbytes' AdamW, whose moments are in 8 bits."""
 LARGEST_AUTO = 16
 """Sequences per micro-batch that "auto" goes up to."""
 MOST_MICRO_BATCHES = 8192

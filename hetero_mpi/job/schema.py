@@ -176,6 +176,10 @@ class TrainTable(JobTable):
     cuts the model (docs/design.md)."""
     recompute: bool | Literal["auto"] = "auto"
     """Compute a block's forward again in backward instead of keeping its activations; "auto": only where memory is short."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """"adamw": both moments in fp32, 8 bytes of a parameter. "adamw_8bit": bitsandbytes' AdamW, 2 bytes: blocks of 256 numbers in
+    8 bits, with an fp32 scale each. Of parameters of fewer than 4096 numbers and of embeddings moments stay in fp32, as in
+    transformers' Trainer."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
     """Peak learning rate of AdamW."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"

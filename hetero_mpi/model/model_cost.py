@@ -11,7 +11,7 @@ from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.quantize import fused_experts, packed_bytes
 from hetero_mpi.model.transformers.chain import TransformersChain, language
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.planning.types.cost import GRADIENT_BYTES, LayerCost, ModelCost
+from hetero_mpi.planning.types.cost import EIGHT_BIT_SAVING, GRADIENT_BYTES, LayerCost, ModelCost
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 ADAM_BYTES = 8
@@ -65,6 +65,8 @@ def _layer_cost(
         ),
         boundary_bytes_per_token=0 if head else math.prod(chain.boundary(layer, 1, 1)) * BYTES[dtype],
         workspace_bytes=max(unpacked, _composed(chain, tuning, layer)) * BYTES[dtype],
+        eight_bit_saving_bytes=EIGHT_BIT_SAVING
+        * sum(spec.count for spec in tuning.specs(layer, layer + 1) if spec.name in tuning.eight_bit),
     )
 
 

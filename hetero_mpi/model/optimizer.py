@@ -1,4 +1,4 @@
-"""AdamW over a stage's own parameters, with fp32 gradients and moments and one global decision per step.
+"""AdamW over a stage's own parameters, with fp32 gradients and one global decision per step.
 
 Everything that decides (order of additions in the global norm, learning rate, which parameters decay) is a function of names
 and of the global step, so the result does not depend on the partition.
@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from hetero_mpi.job.load import TrainTable
+from hetero_mpi.model.adamw import AdamW
 from hetero_mpi.model.flat_gradients import FlatGradients
 from hetero_mpi.model.stage import Stage
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""torch's names of AdamW's first and second moment."""
 _BLOCK, _SHORT = 1024, 4096
 """Squares added in fp32 at a time, and how many numbers are left to fp64 at most."""
 
@@ -62,7 +61,7 @@ class Optimizer:
     """
 
     def __init__(self, stage: Stage, train: TrainTable) -> None:
-        self.stage = stage
+        self.stage, self.train = stage, train
         self.targets: dict[str, torch.nn.Parameter] = {}
         self._added: dict[str, torch.nn.Parameter | SimpleNamespace] = {}
         """name -> what has the gradient that is added up (``grad``)."""
@@ -87,22 +86,8 @@ class Optimizer:
         for name, view in self._views.items():
             self._added[name].grad = view
         self.schedule = LearningRate(train)
-        groups = [
-            {
-                "params": [t for n, t in self.targets.items() if stage.chain.decays(n) is decay],
-                "weight_decay": train.weight_decay * decay,
-            }
-            for decay in (True, False)
-        ]
-        groups = [group for group in groups if group["params"]]
-        # A stage may hold nothing that is trained, such as an embedding beside adapters.
-        self.adamw = torch.optim.AdamW(
-            groups or [{"params": [torch.nn.Parameter(torch.zeros(1))]}],
-            lr=train.learning_rate,
-            betas=(train.beta1, train.beta2),
-            eps=train.epsilon,
-            fused=stage.backend.fused_optimizer(),
-        )
+        listed = [(t, stage.chain.decays(n), n in stage.tuning.eight_bit) for n, t in self.targets.items()]
+        self.adamw = AdamW(train, stage.backend.fused_optimizer(), listed)
 
     def zero(self) -> None:
         """A step has ended: gradients are zero. The buffers of ``flat`` are zeroed by who exchanges them."""
@@ -154,26 +139,17 @@ class Optimizer:
             return
         if scale != 1.0:
             torch._foreach_mul_([self.gradient(name) for name in self.targets], scale)
-        rate = self.schedule.at(step)
-        for group in self.adamw.param_groups:
-            group["lr"] = rate
-        self.adamw.step()
+        self.adamw.step(self.schedule.at(step))
         if self.stage.masters:
             self.stage.overwrite(self.targets)
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
-        """``exp_avg`` and ``exp_avg_sq`` of a parameter (fp32); zeros before its first step."""
-        target = self.targets[name]
-        state = self.adamw.state.get(target, {})
-        return {moment: state[moment] if moment in state else torch.zeros_like(target) for moment in MOMENTS}
+        """The moments of a parameter, by their kinds in a checkpoint (``AdamW.state``); zeros before its first step."""
+        return self.adamw.state(self.targets[name])
 
     def restore(self, name: str, moments: dict[str, torch.Tensor], steps: int) -> None:
         """Put back the moments of a parameter after ``steps`` optimizer steps."""
-        target = self.targets[name]
-        state = {moment: value.to(target.device, torch.float32, copy=True) for moment, value in moments.items()}
-        # torch keeps the step counter as a float32 tensor, on the device where the kernel is fused.
-        device = target.device if self.stage.backend.fused_optimizer() else torch.device("cpu")
-        self.adamw.state[target] = {"step": torch.tensor(float(steps), dtype=torch.float32, device=device), **state}
+        self.adamw.restore(self.targets[name], moments, steps)
 
 
 def _short(gradient: torch.Tensor) -> torch.Tensor:

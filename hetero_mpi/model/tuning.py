@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import AdapterTable, JobConfig
+from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.model.adapter import adapted
 from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
 from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta, language
@@ -15,6 +16,8 @@ _UNPACKABLE = {
     "longcat_flash": "has routers that read the matrix of a linear layer directly, which 4 bits do not allow"
 }
 """Family -> why its linear layers cannot be packed."""
+_LEAST = 4096
+"""bitsandbytes keeps the moments of smaller parameters in fp32."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Tuning:
     """The scales of NF4 weights are quantised too."""
     frozen: bool = False
     """Nothing is trained: the model is only used."""
+    eight_bit: frozenset[str] = frozenset()
+    """Names of trained tensors whose moments are kept in blocks of 8 bits."""
 
     @property
     def full(self) -> bool:
@@ -76,8 +81,18 @@ def tuning_of(job: JobConfig, chain: LayerChain) -> Tuning:
     :raises UserError: as ``adapter_tuning``.
     """
     if job.adapter.method == "none":
-        return full_training(chain)
-    return adapter_tuning(language(chain), job.adapter, job.model.quantization == "nf4", job.model.double_quantization)
+        found = full_training(chain)
+    else:
+        nf4, double = job.model.quantization == "nf4", job.model.double_quantization
+        found = adapter_tuning(language(chain), job.adapter, nf4, double)
+    return in_eight_bit(found, chain) if job.train.optimizer == EIGHT_BIT else found
+
+
+def in_eight_bit(tuning: Tuning, chain: LayerChain) -> Tuning:
+    """The tuning with moments in 8 bits where bitsandbytes and transformers' Trainer keep them so: not of small tensors, nor of
+    embeddings."""
+    large = {name for name, spec in tuning.trainable.items() if spec.count >= _LEAST}
+    return replace(tuning, eight_bit=frozenset(large - chain.embeddings()))
 
 
 def adapter_tuning(chain: TransformersChain, adapter: AdapterTable, nf4: bool, double: bool) -> Tuning:

@@ -61,7 +61,7 @@ def _fluid_s(profile: ClusterProfile, request: PlanRequest, micro_batches: Seque
         trainable = max(0, layer.trainable_parameters - twice)
         parameter_bytes = layer.parameter_bytes * (layer.parameters - twice) / max(1, layer.parameters)
         activations = layer.activation_bytes_per_token * tokens if keeps else 0.0
-        state = trainable * profile.model.state_bytes_per_trainable_parameter
+        state = trainable * profile.model.state_bytes_per_trainable_parameter - layer.eight_bit_saving_bytes
         held.append(max(0.0, parameter_bytes) + state + activations)
         trained.append(trainable)
     ranks: dict[tuple[float, ...], int] = {}

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.orders import computed_by_rank
-from hetero_mpi.planning.owners import owned_parameters
+from hetero_mpi.planning.owners import owned_state_bytes
 from hetero_mpi.planning.schedule import Action, Op, schedule_of, stages
-from hetero_mpi.planning.types.cost import GRADIENT_BYTES, LayerCost, ModelCost
+from hetero_mpi.planning.types.cost import COPY_BYTES, GRADIENT_BYTES, LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import HostMemory, RankMemory
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -77,7 +77,7 @@ def stage_memory(
     again = max((layer.activation_bytes_per_token for layer in layers), default=0.0) if recompute else 0.0
     return StageMemory(
         parameters=sum(layer.parameter_bytes for layer in layers) - shared_bytes,
-        state=math.ceil(stage_trainable(model, first, last) * model.state_bytes_per_trainable_parameter),
+        state=math.ceil(model.state_bytes(first, last)),
         activations=in_flight * math.ceil(kept * tokens) + deferred * math.ceil(put_off * tokens),
         workspace=workspace + math.ceil(again * slice_tokens),
         staging=2 * STAGING_BUFFERS * (input_bytes + output_bytes),
@@ -190,7 +190,7 @@ def host_state_bytes(model: ModelCost, first: int, last: int) -> int:
     weights = streamed_bytes(model, first, last)
     if not model.trained_whole:
         return weights
-    state = math.ceil(stage_trainable(model, first, last) * model.state_bytes_per_trainable_parameter)
+    state = math.ceil(model.state_bytes(first, last))
     return weights + state + (model.tied_bytes if last == len(model.layers) else 0)
 
 
@@ -211,10 +211,13 @@ def with_copies(profile: ClusterProfile, request: PlanRequest) -> ClusterProfile
     streams = request.streaming != "never" and profile.model.trained_whole
     if not more or not (any(computing) or streams):
         return profile
+    model, copies = profile.model, more / COPY_BYTES
     if not all(computing):
-        return _without_room_for_copies(profile, more, streams)
-    state = profile.model.state_bytes_per_trainable_parameter + more
-    return replace(profile, model=replace(profile.model, state_bytes_per_trainable_parameter=state))
+        return _without_room_for_copies(profile, copies * model.copy_bytes_per_trainable_parameter, streams)
+    saving = [layer.eight_bit_saving_bytes * (1 + copies) for layer in model.layers]
+    layers = (replace(x, eight_bit_saving_bytes=s) if s else x for x, s in zip(model.layers, saving, strict=True))
+    state = model.state_bytes_per_trainable_parameter + more
+    return replace(profile, model=replace(model, state_bytes_per_trainable_parameter=state, layers=tuple(layers)))
 
 
 def _without_room_for_copies(profile: ClusterProfile, more: float, everywhere: bool) -> ClusterProfile:
@@ -222,7 +225,7 @@ def _without_room_for_copies(profile: ClusterProfile, more: float, everywhere: b
     parameter that the host's ranks may train, which are no more than fit into their memory."""
     model = profile.model
     trained = stage_trainable(model, 0, len(model.layers))
-    held = sum(layer.parameter_bytes for layer in model.layers) + trained * model.state_bytes_per_trainable_parameter
+    held = sum(layer.parameter_bytes for layer in model.layers) + model.state_bytes(0, len(model.layers))
     each = held / max(1, trained)
     known, taken = {host.name: host.memory_bytes for host in profile.hosts}, {}
     for name in {device.host for device in profile.devices if device.shares_host_memory or everywhere}:
@@ -302,17 +305,16 @@ def _elsewhere(plan: Plan, profile: ClusterProfile, held: Sequence[StagePlan]) -
     """Bytes of masters and moments of a rank's stages that other ranks own, where they would be in its device's memory."""
     if len(plan.pipelines) == 1:
         return 0
-    owned = owned_parameters(plan, profile.model)[held[0].ranks[0]]
-    foreign = sum(stage_trainable(profile.model, stage.first, stage.last) for stage in held) - owned
-    return math.floor(foreign * owned_bytes(profile, held[0]))
+    if not state_on_device(profile, held[0]):
+        return 0
+    owned = owned_state_bytes(plan, profile.model)[held[0].ranks[0]]
+    return math.floor(sum(profile.model.owned_bytes(stage.first, stage.last) for stage in held) - owned)
 
 
-def owned_bytes(profile: ClusterProfile, stage: StagePlan) -> float:
-    """Bytes of a parameter's master and moments in the memory of the device that owns it."""
-    model, device = profile.model, profile.devices[stage.ranks[0]]
-    if stage.streamed and model.trained_whole and not device.shares_host_memory:
-        return 0.0
-    return model.owned_bytes_per_trainable_parameter
+def state_on_device(profile: ClusterProfile, stage: StagePlan) -> bool:
+    """Are masters and moments of what its rank owns in the memory of its device?"""
+    streamed = stage.streamed and profile.model.trained_whole
+    return not streamed or profile.devices[stage.ranks[0]].shares_host_memory
 
 
 def weighted(plan: Plan, free: Mapping[int, float]) -> Plan:

@@ -48,11 +48,12 @@ def owned_share(plan: Plan, model: ModelCost, number: int) -> float:
     return owned
 
 
-def owned_parameters(plan: Plan, model: ModelCost) -> dict[int, int]:
-    """Rank -> trained numbers whose state it owns, in whole parameters as far as a model's cost tells their sizes."""
-    found = dict.fromkeys(plan.state_weights, 0)
-    for rank, count in owned_units(plan, model).values():
-        found[rank] += count
+def owned_state_bytes(plan: Plan, model: ModelCost) -> dict[int, float]:
+    """Rank -> bytes of moments and masters that it owns, of whole parameters as far as a model's cost tells their sizes."""
+    found = dict.fromkeys(plan.state_weights, 0.0)
+    each = [model.owned_bytes(i, i + 1) / max(1, layer.trainable_parameters) for i, layer in enumerate(model.layers)]
+    for (layer, _), (rank, count) in owned_units(plan, model).items():
+        found[rank] += count * each[layer]
     return found
 
 

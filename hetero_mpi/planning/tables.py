@@ -160,9 +160,8 @@ def stage_bytes(model: ModelCost, tokens: int, recompute: bool, pipelines: float
     fixed, each = _stage_bytes(model, tokens, recompute)
     if pipelines == 1 or not model.trained_whole:
         return fixed, each
-    trained = np.cumsum([0.0, *(layer.trainable_parameters for layer in model.layers)])
-    elsewhere = model.owned_bytes_per_trainable_parameter * (1 - 1 / pipelines)
-    return fixed - elsewhere * (trained[None, :] - trained[:, None]), each
+    owned = np.cumsum([0.0, *(model.owned_bytes(i, i + 1) for i in range(len(model.layers)))])
+    return fixed - (1 - 1 / pipelines) * (owned[None, :] - owned[:, None]), each
 
 
 @lru_cache(maxsize=64)

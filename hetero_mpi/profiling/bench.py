@@ -12,6 +12,9 @@ import torch
 from torch import nn
 
 from hetero_mpi.device.backend import DTYPES, Backend
+from hetero_mpi.job.load import TrainTable
+from hetero_mpi.job.rules import EIGHT_BIT
+from hetero_mpi.model.adamw import AdamW
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.quantize import unpack_experts, unpacked_bytes
 from hetero_mpi.model.optimizer import Optimizer
@@ -157,19 +160,19 @@ class Bench:
         )
 
 
-def host_optimizer_s(backend: Backend, dtype: torch.dtype) -> float | None:
+def host_optimizer_s(backend: Backend, train: TrainTable) -> float | None:
     """Seconds per parameter of a streamed stage's step in host memory: norm, clipping, AdamW, rounding. None on CPU ranks."""
     if backend.name == "cpu":
         return None
     count, seconds = 1 << 23, []
-    master, rounded = torch.nn.Parameter(torch.zeros(count)), torch.zeros(count, dtype=dtype)
-    adamw = torch.optim.AdamW([master], fused=True)
+    master, rounded = torch.nn.Parameter(torch.zeros(count)), torch.zeros(count, dtype=DTYPES[train.dtype])
+    adamw = AdamW(train, True, [(master, True, train.optimizer == EIGHT_BIT)])
     master.grad = torch.ones(count)
     for _ in range(_OPTIMIZER_STEPS):
         start = time.perf_counter()
         torch.linalg.vector_norm(master.grad)
         master.grad.mul_(0.5)
-        adamw.step()
+        adamw.step(train.learning_rate)
         rounded.copy_(master.detach())
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[1:]) / count

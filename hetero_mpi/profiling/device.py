@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from hetero_mpi.device.backend import DTYPES, Backend
+from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.memory_errors import is_out_of_memory
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types.profile import LayerTimes
@@ -88,8 +88,7 @@ class DeviceBenchmark:
                     self.backend.free_unused()
             stretch = crowd.stretch()
             latency_s, out, back = copy_speeds(self.backend, self.repeats)
-            dtype = DTYPES[self.subject.train.dtype]
-            in_host_memory = host_optimizer_s(self.backend, dtype) if self.subject.tuning.full else None
+            in_host_memory = host_optimizer_s(self.backend, self.subject.train) if self.subject.tuning.full else None
         parameters = sum(count for count, _ in steps)
         return DeviceTimes(
             measured=today,

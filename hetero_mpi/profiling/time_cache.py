@@ -40,7 +40,7 @@ def subject_content(subject: Subject, mpi_library: str) -> list[Any]:
         {name: list(spec.shape) for name, spec in subject.chain.parameters.items()},
         list(subject.chain.kinds),
         [sorted(subject.tuning.trainable), subject.tuning.nf4, subject.tuning.double],
-        subject.train.dtype,
+        [subject.train.dtype, subject.train.optimizer],
         subject.sequence_length,
         own_versions(mpi_library),
     ]

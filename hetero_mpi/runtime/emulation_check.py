@@ -16,7 +16,7 @@ import torch
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.emulation.pace import Emulation
 from hetero_mpi.engine.trainer import Trainer
-from hetero_mpi.model.optimizer import Optimizer
+from hetero_mpi.model.adamw import AdamW
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.report import units
@@ -63,7 +63,7 @@ def check_emulated_times(trainer: Trainer, world: World, emulation: Emulation, p
     for turn in range(world.size):
         if turn == world.rank and trainer.stage is not None and trainer.optimizer is not None:
             own = _compute_s(trainer.stage, emulation, trainer)
-            own[Op.STEP] = _optimizer_s(trainer.stage, trainer.optimizer)
+            own[Op.STEP] = _optimizer_s(trainer)
         world.meet_asleep()
     step_s = emulation.time_scale * predicted_step_s
     trial = _trial(own, trainer, world.host, emulation, step_s)
@@ -106,15 +106,19 @@ def _run(stage: Stage, op: Op, dy: torch.Tensor | None) -> None:
         stage.backward(0, dy)
 
 
-def _optimizer_s(stage: Stage, optimizer: Optimizer) -> float:
+def _optimizer_s(trainer: Trainer) -> float:
     """Seconds of an AdamW step on copies of what this rank trains."""
-    copies = [target.detach().clone().requires_grad_(True) for target in optimizer.targets.values()]
+    optimizer = trainer.optimizer
+    assert optimizer is not None
+    copies = []
+    for name, target in optimizer.targets.items():
+        copy = torch.nn.Parameter(target.detach().clone())
+        copy.grad = torch.zeros_like(copy)
+        copies.append((copy, True, name in trainer.tuning.eight_bit))
     if not copies:
         return 0.0
-    for copy in copies:
-        copy.grad = torch.zeros_like(copy)
-    adamw = torch.optim.AdamW(copies, fused=stage.backend.fused_optimizer())
-    return statistics.median([_seconds(adamw.step) for _ in range(_REPEATS + 1)][1:])
+    adamw = AdamW(optimizer.train, trainer.backend.fused_optimizer(), copies)
+    return statistics.median([_seconds(lambda: adamw.step(0.0)) for _ in range(_REPEATS + 1)][1:])
 
 
 def _seconds(action: Callable[[], object]) -> float:

@@ -25,7 +25,7 @@ from hetero_mpi.checkpoint.local_shards import Shard, keep_versions, shards_on_d
 from hetero_mpi.errors import UserError
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.setup.setup import RunSetup
-from hetero_mpi.state.checkpointing import KINDS, check_settings, check_shapes
+from hetero_mpi.state.checkpointing import check_settings, check_shapes, check_train
 from hetero_mpi.state.redistribute import Parcel
 
 
@@ -197,12 +197,13 @@ def _damage(setup: RunSetup, shard: Shard) -> str | None:
     if reason is not None:
         return reason
     tuning = setup.tuning
-    specs = {name: spec for name, spec in {**tuning.trainable, **tuning.constants}.items() if name in shard.names}
+    specs = [spec for name, spec in {**tuning.trainable, **tuning.constants}.items() if name in shard.names]
     try:
         with CheckpointReader(shard.path) as reader:
-            check_settings(reader, shard.path, setup.chain, setup.job.train, setup.job.data.sequence_length)
-            for name, spec in specs.items():
-                check_shapes(reader, shard.path, name, spec, KINDS if name in tuning.trainable else KINDS[:1])
+            check_train(reader, shard.path, setup.job.train)
+            check_settings(reader, shard.path, setup.chain, setup.job.data.sequence_length)
+            for spec in specs:
+                check_shapes(reader, shard.path, tuning, spec)
     except (CheckpointError, UserError) as error:
         return str(error)
     return None

@@ -32,7 +32,7 @@ from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.runtime.build import Share, build
 from hetero_mpi.runtime.setup.setup import RunContext
-from hetero_mpi.state.background_save import Snapshot, lack_of_memory, numbers
+from hetero_mpi.state.background_save import Snapshot, lack_of_memory, size_bytes
 from hetero_mpi.state.checkpointing import KINDS, live_state, take_over
 from hetero_mpi.state.redistribute import Delivery, Parcel, deliveries, held_under, move, parcels
 from hetero_mpi.state.training_state import TrainingState
@@ -49,7 +49,7 @@ def lack_of_room(share: Share) -> str | None:
     assert share.members is not None and share.trainer is not None
     members, trainer = share.members, share.trainer
     held = [parcel for parcel in parcels(trainer.tuning, trainer.plan, KINDS) if trainer.rank == parcel.owner]
-    return lack_of_memory(members, 4 * numbers(held))
+    return lack_of_memory(members, size_bytes(held))
 
 
 def keep(trainer: Trainer, listed: Sequence[Delivery]) -> Snapshot:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from hetero_mpi.state.redistribute import Parcel
 
 _LOG = logging.getLogger(__name__)
-_TAG = 1
+_TAG, _ALIGNED = 1, 4
 PIECES_HELD = 4
 """Most pieces of other ranks in rank 0's memory at once: enough to keep links busy while one is being written."""
 _LONG_WAIT_S = 0.5
@@ -63,16 +63,16 @@ Live = Callable[["Parcel"], torch.Tensor]
 
 
 class Snapshot:
-    """This rank's tensors (fp32) at one moment, in one block of host memory.
+    """This rank's tensors at one moment, in one block of host memory.
 
     Attributes:
-        flat: the block.
+        flat: the bytes of the block.
         views: (kind, name) -> a tensor in it.
     """
 
     def __init__(self, own: Iterable[Parcel], backend: Backend) -> None:
         self._own, self._backend = list(own), backend
-        self.flat = backend.host_buffer((numbers(self._own),), torch.float32)
+        self.flat = backend.host_buffer((size_bytes(self._own),), torch.uint8)
         self.views = views(self.flat, self._own)
 
     @torch.no_grad()
@@ -208,7 +208,7 @@ class Saver:
         memory.
         """
         self._decided = True
-        needed = 4 * numbers(parcel for parcel in self._listed if parcel.owner == self.world.rank)
+        needed = size_bytes(parcel for parcel in self._listed if parcel.owner == self.world.rank)
         lacking = lack_of_memory(self.world, needed)
         if lacking is not None:
             self._may_thread = False
@@ -231,7 +231,11 @@ class Saver:
                 with CheckpointWriter(task.path, task.metadata) as writer:
                     for parcel in self._listed:
                         writer.write_pieces(
-                            parcel.kind, parcel.name, parcel.shape, "float32", self._coming(parcel, task, arriving)
+                            parcel.kind,
+                            parcel.name,
+                            parcel.shape,
+                            parcel.dtype_name,
+                            self._coming(parcel, task, arriving),
                         )
                     alone.enter_context(self.world.busy())  # nobody sees how far a slow disk is
                 self.newest = task.path
@@ -243,13 +247,11 @@ class Saver:
             for _ in arriving:  # the others are still sending
                 pass
 
-    def _coming(
-        self, parcel: Parcel, task: _Task, arriving: Iterator[NDArray[np.uint8]]
-    ) -> Iterator[NDArray[np.float32]]:
+    def _coming(self, parcel: Parcel, task: _Task, arriving: Iterator[NDArray[np.uint8]]) -> Iterator[NDArray[Any]]:
         if parcel.owner == 0:
-            coming: Iterator[NDArray[np.float32]] = flat_pieces(parcel, task.values)
+            coming: Iterator[NDArray[Any]] = flat_pieces(parcel, task.values)
         else:
-            coming = (next(arriving).view(np.float32) for _ in pieces(parcel.shape, parcel.dtype.itemsize))
+            coming = (next(arriving).view(parcel.dtype_name) for _ in pieces(parcel.shape, parcel.dtype.itemsize))
         return self.world.marked(coming)
 
     def _arriving(self) -> Iterator[NDArray[np.uint8]]:
@@ -306,24 +308,27 @@ def lack_of_space(world: World, needed_bytes: int, free_bytes: int, allowed: flo
     return ", ".join(lacking) or None
 
 
-def numbers(listed: Iterable[Parcel]) -> int:
-    """The number of elements of all parcels together."""
-    return sum(math.prod(parcel.shape) for parcel in listed)
+def size_bytes(listed: Iterable[Parcel]) -> int:
+    """Bytes of all parcels together, where each begins at a multiple of ``_ALIGNED``."""
+    return sum(math.ceil(_bytes(parcel) / _ALIGNED) * _ALIGNED for parcel in listed)
+
+
+def _bytes(parcel: Parcel) -> int:
+    return math.prod(parcel.shape) * parcel.dtype.itemsize
 
 
 def views(flat: torch.Tensor, listed: Iterable[Parcel]) -> dict[tuple[str, str], torch.Tensor]:
-    """(kind, name) -> a view of a parcel's elements in ``flat``, which holds the parcels one after the other."""
+    """(kind, name) -> a view of a parcel's elements in the bytes ``flat``, which hold the parcels one after the other."""
     found, begin = {}, 0
     for parcel in listed:
-        end = begin + math.prod(parcel.shape)
-        found[parcel.kind, parcel.name] = flat[begin:end].view(parcel.shape)
-        begin = end
+        found[parcel.kind, parcel.name] = flat[begin : begin + _bytes(parcel)].view(parcel.dtype).view(parcel.shape)
+        begin += size_bytes([parcel])
     return found
 
 
-def flat_pieces(parcel: Parcel, values: Live) -> Iterator[NDArray[np.float32]]:
+def flat_pieces(parcel: Parcel, values: Live) -> Iterator[NDArray[Any]]:
     """A parcel of this rank in pieces, as views of host memory, in the order of a file."""
-    flat: NDArray[np.float32] = values(parcel).detach().reshape(-1).numpy()
+    flat: NDArray[Any] = values(parcel).detach().reshape(-1).numpy()
     begin = 0
     for piece in pieces(parcel.shape, parcel.dtype.itemsize):
         end = begin + piece_count(piece)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from hetero_mpi.checkpoint import KINDS as KINDS
 from hetero_mpi.checkpoint import CheckpointReader, newest_good, verify
 from hetero_mpi.checkpoint.opening import damage_named
 from hetero_mpi.data.tokenizer import save_tokenizer
@@ -18,17 +19,14 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import JobConfig, TrainTable
 from hetero_mpi.model.adapter_files import adapter_directory, read_adapter, write_adapter
 from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
-from hetero_mpi.model.optimizer import MOMENTS
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.state.background_save import Saver
-from hetero_mpi.state.redistribute import Delivery, Parcel, collect, deliveries, distribute, move, parcels
+from hetero_mpi.state.redistribute import Delivery, Parcel, collect, deliveries, distribute, held_as, move, parcels
 
-KINDS = ("parameters", "moments1", "moments2")
 LATEST = "latest"
 """``--resume latest``: from the newest state in the run directory."""
 ANY = "any"
 """As ``LATEST``, or from the beginning where there is no state; the supervisor uses it."""
-_MOMENT_OF = dict(zip(KINDS[1:], MOMENTS, strict=True))
 
 
 def open_saver(trainer: Trainer, directory: Path, job: JobConfig, newest: Path | None) -> Saver:
@@ -42,7 +40,7 @@ def open_saver(trainer: Trainer, directory: Path, job: JobConfig, newest: Path |
 
 
 def live_state(trainer: Trainer) -> Callable[[Parcel], torch.Tensor]:
-    """A function that returns the fp32 tensor of a parcel this rank holds, where it lies on the device."""
+    """A function that returns the tensor of a parcel this rank holds, where it lies on the device."""
 
     def own(parcel: Parcel) -> torch.Tensor:
         assert trainer.optimizer is not None and trainer.stage is not None
@@ -50,7 +48,7 @@ def live_state(trainer: Trainer) -> Callable[[Parcel], torch.Tensor]:
             return trainer.stage.model.get_parameter(parcel.name).detach().float()
         if parcel.kind == "parameters":
             return trainer.optimizer.targets[parcel.name].detach()
-        return trainer.optimizer.state(parcel.name)[_MOMENT_OF[parcel.kind]]
+        return trainer.optimizer.state(parcel.name)[parcel.kind]
 
     return own
 
@@ -91,8 +89,9 @@ def check_fits(
     """
     if "version_id" in reader.metadata:
         raise UserError(f"{path} is one rank's copy, not a checkpoint; `--resume` alone looks for those on all hosts")
+    check_train(reader, path, train)
     check_tensors(reader, path, tuning)
-    check_settings(reader, path, chain, train, sequence_length)
+    check_settings(reader, path, chain, sequence_length)
 
 
 def check_tensors(reader: CheckpointReader, path: Path, tuning: Tuning) -> None:
@@ -108,38 +107,42 @@ def check_tensors(reader: CheckpointReader, path: Path, tuning: Tuning) -> None:
         extra, lacking = sorted(names - own), sorted(own - names)
         detail = f"it holds {extra[0]!r}, which this model does not have" if extra else f"it lacks {lacking[0]!r}"
         raise UserError(f"{path} is a checkpoint of another model: {detail}; resume with the job that wrote it")
-    for name, spec in specs.items():
-        check_shapes(reader, path, name, spec, KINDS if name in tuning.trainable else KINDS[:1])
+    for spec in specs.values():
+        check_shapes(reader, path, tuning, spec)
 
 
-def check_shapes(reader: CheckpointReader, path: Path, name: str, spec: ParameterSpec, kinds: Sequence[str]) -> None:
+def check_shapes(reader: CheckpointReader, path: Path, tuning: Tuning, spec: ParameterSpec) -> None:
     """Refuse a tensor, of a checkpoint or of a local shard, that is not this model's. Raises UserError."""
-    for kind in kinds:
-        found = reader.shape(kind, name), reader.dtype(kind, name)
-        if found != (tuple(spec.shape), "float32"):
+    for kind in KINDS:
+        there = held_as(tuning, spec, kind)
+        if there is None:
+            continue
+        found, own = (
+            (reader.shape(kind, spec.name), reader.dtype(kind, spec.name)),
+            str(there[1]).removeprefix("torch."),
+        )
+        if found != (tuple(there[0]), own):
             raise UserError(
-                f"{path} is a checkpoint of another model: {kind}/{name} has shape {found[0]} of {found[1]} there and "
-                f"{tuple(spec.shape)} of float32 here"
+                f"{path} is a checkpoint of another model: {kind}/{spec.name} has shape {found[0]} of {found[1]} there and "
+                f"{tuple(there[0])} of {own} here"
             )
 
 
-def check_settings(
-    reader: CheckpointReader, path: Path, chain: LayerChain, train: TrainTable, sequence_length: int
-) -> None:
-    """Refuse a checkpoint or local shard of a run whose steps this one would not continue.
-
-    Raises:
-        UserError: with the first difference.
-    """
+def check_train(reader: CheckpointReader, path: Path, train: TrainTable) -> None:
+    """Refuse a checkpoint or local shard of a run that took its steps in another way. Raises UserError."""
     then = reader.metadata["job"]
-    now = {"seed": train.seed, "global_batch": train.global_batch, "dtype": train.dtype}
+    now = {key: getattr(train, key) for key in ("seed", "global_batch", "dtype", "optimizer")}
     for key, value in now.items():
-        if then["train"].get(key) != value:
+        if then["train"].get(key, TrainTable.model_fields[key].default) != value:
             raise UserError(
                 f"{path} was written with [train] {key} = {then['train'].get(key)!r}, this job says {value!r}: the run would not "
                 f"continue where it stopped; set it back, or start without --resume"
             )
-    length = then["data"].get("sequence_length")
+
+
+def check_settings(reader: CheckpointReader, path: Path, chain: LayerChain, sequence_length: int) -> None:
+    """Refuse a checkpoint or local shard of other sequences, or of a model with other values. Raises UserError."""
+    length = reader.metadata["job"]["data"].get("sequence_length")
     if length != sequence_length:
         raise UserError(
             f"{path} was written with [data] sequence_length = {length}, this job says "
@@ -220,8 +223,8 @@ def _keeper(trainer: Trainer, updates: int) -> Callable[[Parcel, torch.Tensor], 
             trainer.set_parameter(parcel.name, tensor)
             return
         moments = waiting.setdefault(parcel.name, {})
-        moments[_MOMENT_OF[parcel.kind]] = tensor
-        if len(moments) == len(MOMENTS):
+        moments[parcel.kind] = tensor
+        if len(moments) == (4 if parcel.name in trainer.tuning.eight_bit else 2):
             assert trainer.optimizer is not None
             trainer.optimizer.restore(parcel.name, waiting.pop(parcel.name), updates)
 

@@ -26,7 +26,7 @@ class StateVersion:
     state: dict[str, Any]
     """The training state, as ``TrainingState.to_dict`` returns it."""
     tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
-    """(kind, name) -> fp32 host tensor."""
+    """(kind, name) -> host tensor."""
     names: set[str] = field(default_factory=set)
     """Parameters and constants of which every tensor is here."""
 

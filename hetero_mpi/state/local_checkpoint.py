@@ -89,7 +89,7 @@ class LocalCheckpoint:
             version_id: in all ranks' shards of this version.
             state: the training state, as ``TrainingState.to_dict`` returns it.
             names: parameters and constants of which ``tensors`` holds everything.
-            tensors: (kind, name) -> fp32 host tensor.
+            tensors: (kind, name) -> host tensor.
         """
         self._newest, self.trouble = version_id, None
         keep_versions(self._run_dir, [one for one in (self._kept, version_id) if one is not None])
@@ -105,7 +105,7 @@ class LocalCheckpoint:
             with contextlib.ExitStack() as alone, CheckpointWriter(path, metadata) as writer:
                 for parcel in self._world.marked(self._parcels):
                     coming = flat_pieces(parcel, lambda one: tensors[one.kind, one.name])
-                    writer.write_pieces(parcel.kind, parcel.name, parcel.shape, "float32", coming)
+                    writer.write_pieces(parcel.kind, parcel.name, parcel.shape, parcel.dtype_name, coming)
                 alone.enter_context(self._world.busy())  # nobody sees how far a slow disk is
         except (UserError, OSError) as error:
             _LOG.warning("step %d: no copy on disk: %s", said["step"], error)

@@ -40,7 +40,7 @@ from hetero_mpi.comm.transport import send_in_order
 from hetero_mpi.device.backend import Backend, host_bytes
 from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.state.background_save import MEMORY_SHARE, Snapshot, lack_of_memory, numbers, views
+from hetero_mpi.state.background_save import MEMORY_SHARE, Snapshot, lack_of_memory, size_bytes, views
 from hetero_mpi.state.checkpointing import KINDS, live_state
 from hetero_mpi.state.copies import Copies, CopyCosts, StateVersion, peers, steps_between
 from hetero_mpi.state.local_checkpoint import DISK_SHARE, VERSIONS, LocalCheckpoint, lack_of_disk
@@ -62,7 +62,7 @@ class _Slot:
 
     def __init__(self, own: Sequence[Parcel], received: dict[int, list[Parcel]], backend: Backend) -> None:
         self.own = Snapshot(own, backend)
-        self.received = {rank: torch.empty(numbers(listed), dtype=torch.float32) for rank, listed in received.items()}
+        self.received = {rank: torch.empty(size_bytes(listed), dtype=torch.uint8) for rank, listed in received.items()}
         self.received_views = {
             key: view for rank, listed in received.items() for key, view in views(self.received[rank], listed).items()
         }
@@ -101,7 +101,7 @@ class PeerReplicas:
         listed = [
             replace(parcel, owner=active.index(parcel.owner)) for parcel in parcels(trainer.tuning, trainer.plan, KINDS)
         ]
-        sizes = [4 * numbers(p for p in listed if p.owner == rank) for rank in range(world.size)]
+        sizes = [size_bytes(p for p in listed if p.owner == rank) for rank in range(world.size)]
         self.peer_of = peers(sizes, world.hosts)
         self._own = [parcel for parcel in listed if parcel.owner == world.rank]
         self._received = {

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
+from hetero_mpi.checkpoint import MOMENT_BLOCK
 from hetero_mpi.comm.transport import Request, Transport, send_in_order
 from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.engine.placement import holders, parameter_owners
+from hetero_mpi.model.layer.interface import ParameterSpec
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.types.plan import Plan
 
@@ -29,7 +31,7 @@ class Parcel:
     """A named tensor and the ranks that hold it."""
 
     kind: str
-    """``parameters``, ``moments1`` or ``moments2``."""
+    """As in a checkpoint: one of ``checkpoint.KINDS``."""
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -38,19 +40,38 @@ class Parcel:
     others: tuple[int, ...] = ()
     """Further ranks that need it: of a parameter, all that hold it."""
 
+    @property
+    def dtype_name(self) -> str:
+        """As a checkpoint calls it."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+def held_as(
+    tuning: Tuning, spec: ParameterSpec, kind: str, dtype: torch.dtype = torch.float32
+) -> tuple[tuple[int, ...], torch.dtype] | None:
+    """(shape, dtype) of what there is of a kind for a tensor; None: nothing. ``dtype``: of parameters."""
+    eight_bit = spec.name in tuning.eight_bit
+    if kind == "parameters":
+        return spec.shape, dtype
+    if kind.startswith("moments") and spec.name in tuning.trainable:
+        return spec.shape, torch.uint8 if eight_bit else torch.float32
+    return ((-(-spec.count // MOMENT_BLOCK),), torch.float32) if eight_bit else None
+
 
 def parcels(tuning: Tuning, plan: Plan, kinds: Iterable[str], dtype: torch.dtype = torch.float32) -> list[Parcel]:
     """All tensors of the given kinds, in the model's order, layer by layer. Constants are parameters in fp32, without moments."""
     held, owner, kinds = holders(plan), parameter_owners(tuning, plan), tuple(kinds)
-    tensors = [(spec, kind, dtype) for spec in tuning.trainable.values() for kind in kinds]
-    if "parameters" in kinds:
-        tensors += [(spec, "parameters", torch.float32) for spec in tuning.constants.values()]
-    tensors.sort(key=lambda tensor: tensor[0].layer)  # stable: the model's order within a layer
+    specs = [(spec, dtype) for spec in tuning.trainable.values()]
+    specs += [(spec, torch.float32) for spec in tuning.constants.values()]
+    specs.sort(key=lambda one: one[0].layer)  # stable: the model's order within a layer
     found = []
-    for spec, kind, own in tensors:
+    for spec, own in specs:
         first = owner.get(spec.name, held[spec.layer][0])
-        others = tuple(rank for rank in held[spec.layer] if rank != first) if kind == "parameters" else ()
-        found.append(Parcel(kind, spec.name, spec.shape, own, first, others))
+        others = tuple(rank for rank in held[spec.layer] if rank != first)
+        for kind in kinds:
+            there = held_as(tuning, spec, kind, own)
+            if there is not None:
+                found.append(Parcel(kind, spec.name, *there, first, others if kind == "parameters" else ()))
     return found
 
 

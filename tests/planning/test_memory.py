@@ -19,7 +19,7 @@ from hetero_mpi.planning.memory import (
     stage_memory,
     with_copies,
 )
-from hetero_mpi.planning.owners import owned_parameters
+from hetero_mpi.planning.owners import owned_state_bytes
 from hetero_mpi.planning.schedule import Action, Op, parse_action, schedule_of, stages
 from hetero_mpi.planning.types.plan_report import HostMemory
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
@@ -136,8 +136,8 @@ def test_peaks_are_those_of_counting_along_the_lists(seed: int) -> None:
     plan, profile = random_plan(seed)
     model, schedule = profile.model, schedule_of(plan, profile.model)
     by_rank = {memory.rank: memory for memory in predict_memory(plan, profile, reserve=0.1)}
-    owned = owned_parameters(plan, model)
-    assert sum(owned.values()) == sum(layer.trainable_parameters for layer in model.layers), "each number has one owner"
+    owned = owned_state_bytes(plan, model)
+    assert sum(owned.values()) == model.owned_bytes(0, len(model.layers)), "each number has one owner"
     for _, index, stage in stages(plan):
         tokens = plan.pipelines[index].size(0) * plan.sequence_length
         layers = list(enumerate(model.layers))[stage.first : stage.last]
@@ -148,8 +148,8 @@ def test_peaks_are_those_of_counting_along_the_lists(seed: int) -> None:
         held = counted_bytes(schedule[stage.ranks[0]], math.ceil(kept * tokens), math.ceil(deferred * tokens))
         parts = stage_memory(model, stage.first, stage.last, tokens, 0, stage.recompute)
         found = by_rank[stage.ranks[0]]
-        foreign = sum(layer.trainable_parameters for _, layer in layers) - owned[stage.ranks[0]]
-        assert found.peak_bytes == parts.total + held - 8 * foreign
+        foreign = model.owned_bytes(stage.first, stage.last) - owned[stage.ranks[0]]
+        assert found.peak_bytes == parts.total + held - math.floor(foreign)
         assert found.usable_bytes == int(0.9 * profile.devices[stage.ranks[0]].memory_bytes)
 
 

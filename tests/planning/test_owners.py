@@ -10,7 +10,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.decision.decide import decide, fits
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.memory import predict_memory, stage_memory, stage_trainable
-from hetero_mpi.planning.owners import owned_parameters, owners
+from hetero_mpi.planning.owners import owned_state_bytes, owners
 from hetero_mpi.planning.several.fitting import Fitter
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
@@ -72,13 +72,13 @@ def test_weights_follow_the_memory_that_a_plan_leaves_free() -> None:
     plan = replace(plan_of(((0,), (0, LAYERS)), ((1,), (0, LAYERS))))
     profile = make_profile([1.0, 1.0], model)
     trained, peak = stage_trainable(model, 0, LAYERS), predict_memory(plan, profile)[0].peak_bytes
-    without = peak - 12 * owned_parameters(plan, model)[0]
+    without = peak - owned_state_bytes(plan, model)[0]
     room = [without + 18_500, without + 37_000]
     devices = tuple(replace(d, memory_bytes=size) for d, size in zip(profile.devices, room, strict=True))
     asked = PlanRequest(4, SEQUENCE, (1,), max_pipelines=2, memory_reserve=0.0)
     found = Fitter(replace(profile, devices=devices), asked).fitted(plan)
     assert found is not None and found.state_weights == {0: 0.5, 1: 1.0}
-    shares = owned_parameters(found, model)
+    shares = {rank: size / 12 for rank, size in owned_state_bytes(found, model).items()}
     assert shares[0] + shares[1] == trained and abs(shares[0] - trained / 3) <= 400 / 8
     peaks = [memory.peak_bytes for memory in predict_memory(found, profile)]
     assert peaks == [without + 12 * shares[0], without + 12 * shares[1]]

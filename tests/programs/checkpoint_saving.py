@@ -42,6 +42,7 @@ class Parcel:
     shape: tuple[int, ...]
     dtype: torch.dtype
     owner: int
+    dtype_name: str = "float32"
 
 
 def value(kind: str, name: str, round_: int) -> torch.Tensor:

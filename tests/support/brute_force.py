@@ -16,14 +16,13 @@ from dataclasses import dataclass, replace
 from hetero_mpi.planning.durations import duration, finished_layers_s, sum_s, tied_s
 from hetero_mpi.planning.memory import (
     hosts_suffice,
-    owned_bytes,
     predict_hosts,
     predict_memory,
-    stage_trainable,
+    state_on_device,
     usable_bytes,
     weighted,
 )
-from hetero_mpi.planning.owners import owned_parameters
+from hetero_mpi.planning.owners import owned_state_bytes
 from hetero_mpi.planning.schedule import Action, Op, held_by, reduced_layers, stages, tied_heads
 from hetero_mpi.planning.simulator import simulate, spans_s
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD
@@ -316,12 +315,9 @@ def with_state_dealt(plan: Plan, profile: ClusterProfile, reserve: float) -> Pla
     """The plan with the optimizer's state dealt evenly, or where that does not fit by what ranks leave free when they own none."""
     if memory_suffices(plan, profile, reserve):
         return plan
-    owned = owned_parameters(plan, profile.model)
+    owned = owned_state_bytes(plan, profile.model)
     free = {
-        one.rank: one.usable_bytes
-        - one.peak_bytes
-        + profile.model.owned_bytes_per_trainable_parameter * owned[one.rank]
-        for one in predict_memory(plan, profile, reserve)
+        one.rank: one.usable_bytes - one.peak_bytes + owned[one.rank] for one in predict_memory(plan, profile, reserve)
     }
     return weighted(plan, free)
 
@@ -339,5 +335,5 @@ def _elsewhere_bytes(profile: ClusterProfile, stage: StagePlan, pipelines: float
     """
     if pipelines == 1 or not profile.model.trained_whole:
         return 0
-    foreign = stage_trainable(profile.model, stage.first, stage.last) * (1 - 1 / pipelines)
-    return math.floor(foreign * owned_bytes(profile, stage))
+    owned = profile.model.owned_bytes(stage.first, stage.last) * state_on_device(profile, stage)
+    return math.floor(owned * (1 - 1 / pipelines))

@@ -10,6 +10,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+import bitsandbytes
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -76,6 +77,7 @@ class Case:
     """Every other stage of a pipeline, beginning with the first, is streamed."""
     slice_sequences: int | None = None
     """Of all stages' slices."""
+    optimizer: str = "adamw"
 
     @property
     def config(self) -> dict[str, object]:
@@ -97,6 +99,8 @@ class Case:
         }
         if self.family == "gpt_oss":
             keys = {**tiny_keys("gpt_oss"), **keys}  # experts
+        if self.optimizer == "adamw_8bit":
+            keys |= {"intermediate_size": 200}  # matrices of 4096 numbers and more, with a last block that is not whole
         if self.family == "gpt_neox":
             keys |= {"hidden_dropout": self.dropout, "attention_dropout": self.dropout}
         elif self.dropout:
@@ -172,6 +176,20 @@ NORMAL = (
         slice_sequences=1,
     ),
     Case("gemma2-nf4-bf16-streamed", "gemma2", True, 0.0, True, 2, "even", tuning="nf4", dtype="bf16", streamed=True),
+    Case("llama-8bit", "llama", False, 0.0, True, 2, "uneven", optimizer="adamw_8bit"),
+    Case(
+        "qwen3-tied-8bit-two-streamed",
+        "qwen3",
+        True,
+        0.0,
+        True,
+        2,
+        "even",
+        pipelines="two",
+        streamed=True,
+        optimizer="adamw_8bit",
+    ),
+    Case("llama-lora-8bit", "llama", False, 0.0, True, 2, "reversed", tuning="lora", optimizer="adamw_8bit"),
     Case("gpt_oss-wide-biases", "gpt_oss", False, 0.0, True, 2, "uneven"),
     Case("llama-tied-bf16-tail", "llama", True, 0.0, True, 2, "even", pipelines="tail", shares="unequal", dtype="bf16"),
 )
@@ -321,6 +339,7 @@ held_out = 0.1
 micro_batch = {case.micro_batch}
 dtype = "{case.dtype}"
 recompute = {str(case.recompute).lower()}
+optimizer = "{case.optimizer}"
 {train}
 [checkpoint]
 every = 1
@@ -343,7 +362,7 @@ class Reference:
 
     losses: list[float]
     first_moments: dict[str, torch.Tensor]
-    """AdamW's first moment after step 1: the clipped gradient times (1 - beta1)."""
+    """AdamW's first moment after step 1: the clipped gradient times (1 - beta1); where it is in 8 bits, its codes."""
     evaluation_loss: float
     parameters: dict[str, torch.Tensor]
 
@@ -382,13 +401,9 @@ def run_reference(case: Case, model_path: Path, adapter: Path | None, tokenizer:
     decayed = {short(name) for name in Trainer.get_decay_parameter_names(None, model)}  # type: ignore[arg-type]
     decay = [p for name, p in trained.items() if name in decayed]
     rest = [p for name, p in trained.items() if name not in decayed]
-    optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": TRAIN["weight_decay"]}]
-        + ([{"params": rest, "weight_decay": 0.0}] if rest else []),
-        lr=TRAIN["learning_rate"],
-        betas=(TRAIN["beta1"], TRAIN["beta2"]),
-        eps=TRAIN["epsilon"],
-    )
+    groups = [{"params": decay, "weight_decay": TRAIN["weight_decay"]}]
+    groups += [{"params": rest, "weight_decay": 0.0}] if rest else []
+    optimizer = optimizer_of(case, model, groups)
     scheduler = get_scheduler("cosine", optimizer, TRAIN["warmup_steps"], STEPS)
     rows = case.reference_micro_batch or case.micro_batch
     losses, first_moments = [], {}
@@ -408,13 +423,27 @@ def run_reference(case: Case, model_path: Path, adapter: Path | None, tokenizer:
         scheduler.step()
         losses.append(total)
         if step == 0:
-            first_moments = {n: optimizer.state[p]["exp_avg"].clone() for n, p in trained.items()}
+            first = "exp_avg" if case.optimizer == "adamw" else "state1"
+            first_moments = {n: optimizer.state[p][first].clone() for n, p in trained.items()}
     held_out_mode(model)
     held_out = next(dataset.held_out_batches(10_000, 64))
     with torch.no_grad():
         evaluation = _summed_loss(model, held_out.tokens, held_out.targets).item() / held_out.target_tokens
     parameters = {n: p.detach().clone() for n, p in trained.items()}
     return Reference(losses, first_moments, evaluation, parameters)
+
+
+def optimizer_of(case: Case, model: torch.nn.Module, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+    """As transformers' Trainer makes it: embeddings keep 32 bits."""
+    settings = {"lr": TRAIN["learning_rate"], "betas": (TRAIN["beta1"], TRAIN["beta2"]), "eps": TRAIN["epsilon"]}
+    if case.optimizer == "adamw":
+        return torch.optim.AdamW(groups, **settings)
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    manager.initialize()  # there is one for the whole process
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
+    return bitsandbytes.optim.AdamW(groups, optim_bits=8, **settings)
 
 
 def held_out_mode(model: torch.nn.Module) -> None:

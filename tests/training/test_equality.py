@@ -16,7 +16,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
+from hetero_mpi.checkpoint import KINDS, CheckpointReader, checkpoint_path
 from hetero_mpi.planning.types.profile import LinkProfile
 from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_profile
 from hetero_mpi.report.run_files.metrics import read_metrics
@@ -35,6 +35,8 @@ RESUMED = (
     "phi3-nf4",
     "llama-dropout-streamed",
     "qwen3-tied-lora-streamed",
+    "llama-8bit",
+    "qwen3-tied-8bit-two-streamed",
 )
 """Cases that are also resumed after step 1, under another split of the layers, in which nothing is streamed."""
 AGAIN = ("qwen3-tied-two-split-unequal", "gemma2-tail-changing", "llama-lora-two-gpipe")
@@ -145,8 +147,7 @@ def losses(run: Path) -> list[float]:
 def tensors(run: Path, step: int) -> dict[tuple[str, str], np.ndarray]:
     """(kind, name) -> array of everything in the checkpoint after ``step`` steps."""
     with CheckpointReader(checkpoint_path(run / "checkpoints", step)) as reader:
-        kinds = ("parameters", "moments1", "moments2")
-        return {(kind, name): reader.read(kind, name)[0] for kind in kinds for name in reader.names(kind)}
+        return {(kind, name): reader.read(kind, name)[0] for kind in KINDS for name in reader.names(kind)}
 
 
 def check_against_reference(bench: Bench, ranks: int, case: Case) -> None:

@@ -93,7 +93,7 @@ def outcome_of(threads: Threads, rows: int = BATCH, length: int = LENGTH) -> Out
     for trainer in threads.trainers:
         assert trainer.optimizer is not None
         for name in trainer.optimizer.targets:
-            moment = trainer.optimizer.state(name)["exp_avg"]
+            moment = trainer.optimizer.state(name)["moments1"]
             assert torch.equal(gradients.setdefault(name, moment), moment), f"replicas of {name} differ"
     return Outcome(with_all[0][0], gradients, with_all[0][1])
 

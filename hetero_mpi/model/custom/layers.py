@@ -48,6 +48,8 @@ class LayerShape:
     """Names of parameters that are not trained (``requires_grad`` is false)."""
     buffers: dict[str, tuple[int, ...]]
     """The same of its buffers, saved or not."""
+    embeddings: tuple[str, ...]
+    """Names of parameters that are the matrix of a ``torch.nn.Embedding``."""
     draws: bool
     """It draws random numbers in training."""
     start: dict[str, tuple[float, ...]]
@@ -60,7 +62,7 @@ class LayerShape:
             table: {name: tuple(own) for name, own in values[table].items()}
             for table in ("parameters", "buffers", "start")
         }
-        return cls(**{**values, **tuples, "output": tuple(values["output"]), "frozen": tuple(values["frozen"])})
+        return cls(**{**values, **tuples, **{key: tuple(values[key]) for key in ("output", "frozen", "embeddings")}})
 
     def differences(self, layer: nn.Module) -> str | None:
         """In what a layer is another one, in words; None: it is this one, as far as names and shapes tell."""
@@ -123,6 +125,9 @@ class CustomChain(LayerChain):
     def decays(self, name: str) -> bool:
         """Not to what has fewer than two dimensions, as norms, nor to what is called a bias."""
         return len(self.parameters[name].shape) >= 2 and not name.endswith("bias")
+
+    def embeddings(self) -> set[str]:
+        return {f"{shape.name}.{inner}" for shape in self.shapes for inner in shape.embeddings}
 
     def module_names(self, layer: int) -> tuple[str, ...]:
         return (self.shapes[layer].name,)

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.custom.layered import Builder, LayeredModel, check_not_shared, shared
 from hetero_mpi.model.custom.layers import REMEDY, LayerShape, build_layer, sampled, unlike
-from hetero_mpi.model.layer.interface import as_input
+from hetero_mpi.model.layer.interface import as_input, embedding_matrices
 from hetero_mpi.model.layer.seeds import seeded
 
 _ALIKE = 1e-4
@@ -128,6 +128,7 @@ def _look(name: str, builder: Builder, x: torch.Tensor, seed: int, last: bool) -
         {inner: tuple(parameter.shape) for inner, parameter in parameters.items()},
         tuple(inner for inner, parameter in parameters.items() if not parameter.requires_grad),
         {inner: tuple(buffer.shape) for inner, buffer in layer.named_buffers()},
+        tuple(sorted(embedding_matrices(layer))),
         draws,
         sampled(layer),
     )

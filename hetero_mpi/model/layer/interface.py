@@ -100,6 +100,10 @@ class LayerChain(ABC):
         """Is weight decay applied to a trained tensor?"""
 
     @abstractmethod
+    def embeddings(self) -> set[str]:
+        """Names of parameters that are the matrix of a ``torch.nn.Embedding``."""
+
+    @abstractmethod
     def summary(self) -> str:
         """The model in a few words."""
 
@@ -176,6 +180,11 @@ class LayerChain(ABC):
     @abstractmethod
     def writer(self, directory: Path, shard_bytes: int) -> AbstractContextManager[ResultWriter]:
         """Writes the trained model to a directory, in files of at most ``shard_bytes`` where it can."""
+
+
+def embedding_matrices(module: nn.Module) -> set[str]:
+    """Names of the matrices of all ``torch.nn.Embedding`` in a module."""
+    return {f"{name}.weight".lstrip(".") for name, one in module.named_modules() if isinstance(one, nn.Embedding)}
 
 
 def as_input(array: NDArray[Any]) -> torch.Tensor:

@@ -20,7 +20,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_directory import ModelDirectoryWriter
-from hetero_mpi.model.layer.interface import Example, LayerChain
+from hetero_mpi.model.layer.interface import Example, LayerChain, embedding_matrices
 from hetero_mpi.model.layer.interface import ParameterSpec as ParameterSpec
 from hetero_mpi.model.layer.loss import IGNORED, summed_loss
 from hetero_mpi.model.layer.quantize import unpack_experts
@@ -138,6 +138,9 @@ class TransformersChain(LayerChain):
     def decays(self, name: str) -> bool:
         """By names, as transformers' ``Trainer.get_decay_parameter_names`` decides it: neither biases nor norms."""
         return _NOT_DECAYED.search(name.lower()) is None and not name.startswith(self._layer_norms)
+
+    def embeddings(self) -> set[str]:
+        return embedding_matrices(self.model)
 
     def summary(self) -> str:
         return f"{self.name}, {self.blocks} blocks"

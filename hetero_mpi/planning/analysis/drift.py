@@ -245,11 +245,13 @@ def moving_s(profile: ClusterProfile, old: Plan, new: Plan) -> float:
     """Seconds until every rank has the trained state that it needs and does not have, as ``state.redistribute`` sends it: a
     parameter's owner sends the values to all that will hold it, and the moments to its next owner. Each rank receives and sends one
     thing at a time."""
-    sent: dict[tuple[int, int, int], int] = {}
+    sent: dict[tuple[int, int, int], float] = {}
     after = owned_units(new, profile.model)
     for (layer, unit), (source, count) in owned_units(old, profile.model).items():
+        cost = profile.model.layers[layer]
+        moments = _MOMENTS_BYTES - cost.eight_bit_saving_bytes / max(1, cost.trainable_parameters)
         for rank in held_by(new, layer):
-            size = count * (_VALUE_BYTES + _MOMENTS_BYTES * (rank == after[layer, unit][0]))
+            size = count * (_VALUE_BYTES + moments * (rank == after[layer, unit][0]))
             sent[source, rank, layer] = sent.get((source, rank, layer), 0) + size
     busy: dict[tuple[str, int], float] = {}
     for (source, destination, _), size in sent.items():

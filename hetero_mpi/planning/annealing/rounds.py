@@ -59,7 +59,7 @@ class Rounds:
         self.fixed = self.request.schedule != "auto"
         self._levels: list[tuple[dict[int, Costs], dict[Line, Fitting | None]]] = [(costs, {})]
         """As pipelines are fitted: first where others own all the state, then where each owns its part."""
-        self._state_bytes = first.cluster.model.owned_bytes_per_trainable_parameter * first.trainable[-1]
+        self._state_bytes = first.cluster.model.owned_bytes(0, self.layer_count)
         self._shared: dict[int, Rounds] = {1: self}
 
     def of(self, pipelines: int) -> Rounds:

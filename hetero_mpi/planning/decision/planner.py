@@ -24,6 +24,7 @@ from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.packing.bound import packing_bound_s
 from hetero_mpi.planning.schedule import schedule_of, stages
 from hetero_mpi.planning.simulator import SimulatedStep
+from hetero_mpi.planning.types.cost import COPY_BYTES
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import FLUID, PACKING, IdleRank, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -51,10 +52,10 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
     decision = decide(profile, request)
     remarks: tuple[str, ...] = ()
     if decision is None and profile is not plain:
-        remarks = (f"memory: no plan leaves room for {_copies(request)}; the run says which it goes without",)
+        remarks = (f"memory: no plan leaves room for {_copies(plain, request)}; the run says which it goes without",)
         profile, decision = plain, decide(plain, request)
     elif profile is not plain:
-        remarks = (f"memory: {_copies(request)} are counted",)
+        remarks = (f"memory: {_copies(plain, request)} are counted",)
     if decision is None:
         raise UserError(explain_shortage(profile, request))
     plan = decision.plan
@@ -75,8 +76,10 @@ def _in_order(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
     return replace(full, idle=found.idle, reasons=(*told, *full.reasons[1:]))
 
 
-def _copies(request: PlanRequest) -> str:
-    return f"copies of the trained state ({request.copy_bytes_per_trainable_parameter:g} bytes a trained parameter)"
+def _copies(profile: ClusterProfile, request: PlanRequest) -> str:
+    copies = request.copy_bytes_per_trainable_parameter / COPY_BYTES
+    each = copies * profile.model.copy_bytes_per_trainable_parameter
+    return f"copies of the trained state ({each:.3g} bytes a trained parameter)"
 
 
 def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> PlanReport:

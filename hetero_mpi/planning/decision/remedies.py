@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.decision.decide import decide, fits
 from hetero_mpi.planning.types.cluster_changes import with_copy_of
-from hetero_mpi.planning.types.cost import LayerCost, ModelCost
+from hetero_mpi.planning.types.cost import EIGHT_BIT_SAVING, LayerCost, ModelCost
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
@@ -45,6 +45,7 @@ def remedies(profile: ClusterProfile, request: PlanRequest) -> Iterator[str]:
         _shorter(profile, request),
         _no_reserve(profile, request),
         _in_bf16(profile, request),
+        _moments(profile, request),
         _adapters(profile, request, packed=False),
         _adapters(profile, request, packed=True),
         _more_ranks(profile, request),
@@ -127,6 +128,14 @@ def _in_bf16(profile: ClusterProfile, request: PlanRequest) -> Change | None:
     )
 
 
+def _moments(profile: ClusterProfile, request: PlanRequest) -> Change | None:
+    if profile.model.eight_bit or not profile.model.trained_whole:
+        return None
+    changed = replace(profile, model=in_eight_bit(profile.model))
+    text = 'moments in 8 bits: train.optimizer = "adamw_8bit" (estimated from this profile\'s figures)'
+    return _verified(changed, request, text)
+
+
 def _adapters(profile: ClusterProfile, request: PlanRequest, packed: bool) -> Change | None:
     model = profile.model
     if not model.trained_whole and (not packed or is_packed(model)):
@@ -190,7 +199,7 @@ def with_adapters(model: ModelCost, packed: bool) -> ModelCost:
 
     def frozen(index: int, layer: LayerCost) -> LayerCost:
         if not 0 < index < len(model.layers) - 1:
-            return replace(layer, trainable_parameters=0)
+            return replace(layer, trainable_parameters=0, eight_bit_saving_bytes=0.0)
         own = layer.parameters - (0 if model.trained_whole else layer.trainable_parameters)
         adapters = math.ceil(ADAPTER_SHARE * own) if model.trained_whole else layer.trainable_parameters
         held = math.ceil(own * (NF4_BYTES if packed else size)) + size * adapters
@@ -200,6 +209,7 @@ def with_adapters(model: ModelCost, packed: bool) -> ModelCost:
             layer,
             parameters=own + adapters,
             trainable_parameters=adapters,
+            eight_bit_saving_bytes=0.0,
             parameter_bytes=held,
             workspace_bytes=max(layer.workspace_bytes, unpacked),
         )
@@ -221,6 +231,13 @@ def in_bf16(model: ModelCost) -> ModelCost:
     )
     state = model.state_bytes_per_trainable_parameter + 4
     return replace(model, dtype="bf16", layers=layers, state_bytes_per_trainable_parameter=state)
+
+
+def in_eight_bit(model: ModelCost) -> ModelCost:
+    """The costs with the moments of all layers but the embedding in 8 bits."""
+    embedding, *others = model.layers
+    packed = (replace(x, eight_bit_saving_bytes=EIGHT_BIT_SAVING * x.trainable_parameters) for x in others)
+    return replace(model, layers=(embedding, *packed))
 
 
 def with_more_ranks(profile: ClusterProfile, count: int) -> ClusterProfile:

@@ -114,10 +114,11 @@ class Facts:
 
     def _sizes(self) -> None:
         """Bytes and trained parameters of a block; bytes summed of a block, the embedding and the head; bytes sent."""
-        model, state = self.model, self.model.state_bytes_per_trainable_parameter
+        model = self.model
         tokens = self.request.sequence_length
         self.trained = min((float(x.trainable_parameters) for x in self.blocks), default=0.0)
-        self.held = min((x.parameter_bytes + x.trainable_parameters * state for x in self.blocks), default=0.0)
+        state = [model.state_bytes(i, i + 1) for i in range(1, len(model.layers) - 1)]
+        self.held = min((x.parameter_bytes + own for x, own in zip(self.blocks, state, strict=True)), default=0.0)
         boundary = min((x.boundary_bytes_per_token for x in model.layers[:-1]), default=0)
         sent = min((model.sent_bytes_per_token(layer) for layer in range(len(model.layers) - 1)), default=0)
         self.message_bytes = float(sent * tokens)

@@ -82,7 +82,8 @@ class StageTables:
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
-        shared = replace(facts.model, state_bytes_per_trainable_parameter=float(GRADIENT_BYTES))
+        layers = tuple(replace(layer, eight_bit_saving_bytes=0.0) for layer in facts.model.layers)
+        shared = replace(facts.model, state_bytes_per_trainable_parameter=float(GRADIENT_BYTES), layers=layers)
         self._bytes = {
             (several, first, last, recompute): tuple(_over_blocks(table, first, last) for table in tables)
             for several, model in ((False, facts.model), (True, shared))

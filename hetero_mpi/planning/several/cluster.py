@@ -200,7 +200,8 @@ class Stages:
         }
         self.trainable = self.over(np.array([float(layer.trainable_parameters) for layer in model.layers]))
         shared = pipelines > 1 and model.trained_whole
-        self.owned = self.trainable * (model.owned_bytes_per_trainable_parameter / pipelines if shared else 0.0)
+        owned = [model.owned_bytes(i, i + 1) / pipelines if shared else 0.0 for i in range(layers)]
+        self.owned = self.over(np.array(owned))
 
     def over(self, seconds: Floats) -> Floats:
         """Sums of ``seconds`` [I] over every stage."""

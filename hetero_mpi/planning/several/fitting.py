@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from hetero_mpi.planning.memory import memory_of, owned_bytes, stage_holdings, stage_trainable, usable_bytes, weighted
+from hetero_mpi.planning.memory import memory_of, stage_holdings, state_on_device, usable_bytes, weighted
 from hetero_mpi.planning.orders.warm_up import weight_lag
 from hetero_mpi.planning.outline import outlined
-from hetero_mpi.planning.owners import owned_parameters
+from hetero_mpi.planning.owners import owned_state_bytes
 from hetero_mpi.planning.schedule import stages
 from hetero_mpi.planning.tables import rank_usable_bytes, shared_memories
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
@@ -105,9 +105,9 @@ class Fitter:
 
     def _lacking(self, plan: Plan) -> dict[int, float]:
         """Ranks that have no room for the state that the plan deals to them, or whose host has not; bytes of that state."""
-        numbers = owned_parameters(plan, self.profile.model)
+        dealt = owned_state_bytes(plan, self.profile.model)
         owned = {
-            stage.ranks[0]: numbers[stage.ranks[0]] * owned_bytes(self.profile, stage) for _, _, stage in stages(plan)
+            stage.ranks[0]: dealt[stage.ranks[0]] * state_on_device(self.profile, stage) for _, _, stage in stages(plan)
         }
         lacking = self._short(plan.pipelines, owned)
         for pipeline in plan.pipelines:
@@ -175,7 +175,7 @@ class Fitter:
 
     def _state(self, stage: StagePlan) -> float:
         """Bytes of the state of ``stage``, whoever owns it."""
-        return stage_trainable(self.profile.model, stage.first, stage.last) * owned_bytes(self.profile, stage)
+        return self.profile.model.owned_bytes(stage.first, stage.last) * state_on_device(self.profile, stage)
 
     def _need(self, pipeline: PipelinePlan, stage: StagePlan) -> int:
         """Peak bytes of ``stage``, with all the state of what it holds."""

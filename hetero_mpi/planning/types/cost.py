@@ -16,6 +16,10 @@ SCALE_BYTES = 4
 GRADIENT_BYTES = 4
 """Gradients are added up and exchanged in fp32, whatever the compute dtype."""
 INT8 = "int8"
+COPY_BYTES = 12
+"""Of a copy of the trained state, per trained parameter: itself and AdamW's two moments, fp32."""
+EIGHT_BIT_SAVING = 8 - 2 - 8 / 256
+"""Bytes per parameter whose two moments take a byte each, and two fp32 scales for every 256, in place of two fp32 numbers."""
 EMBEDDING = "embedding"
 HEAD = "head"
 
@@ -45,6 +49,8 @@ class LayerCost:
     output gradients of the matrices."""
     workspace_bytes: int = 0
     """Bytes used only while this layer runs, whatever the tokens (one matrix unpacked from 4 bits)."""
+    eight_bit_saving_bytes: float = 0.0
+    """By how much the layer's moments in blocks of 8 bits are smaller than in fp32."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class ModelCost:
     tied: bool
     """The head's matrix is the embedding's: gradients of both ends are summed every step."""
     state_bytes_per_trainable_parameter: float
-    """Gradient + optimizer moments (+ fp32 master weight, if the compute dtype is narrower) per trainable parameter."""
+    """Gradient + fp32 optimizer moments (+ fp32 master weight, if the compute dtype is narrower) per trainable parameter."""
     layers: tuple[LayerCost, ...]
     """The chain: embedding, blocks, head."""
     tied_bytes: int = 0
@@ -74,9 +80,27 @@ class ModelCost:
         return any(2 * layer.trainable_parameters > layer.parameters for layer in self.layers)
 
     @property
-    def owned_bytes_per_trainable_parameter(self) -> float:
-        """Optimizer moments and master weight, which one of the ranks that hold a parameter keeps."""
-        return max(0.0, self.state_bytes_per_trainable_parameter - GRADIENT_BYTES)
+    def eight_bit(self) -> bool:
+        """Are moments kept in blocks of 8 bits?"""
+        return any(layer.eight_bit_saving_bytes for layer in self.layers)
+
+    def state_bytes(self, first: int, last: int) -> float:
+        """Gradients, moments and master weights of the layers [first, last)."""
+        return sum(
+            layer.trainable_parameters * self.state_bytes_per_trainable_parameter - layer.eight_bit_saving_bytes
+            for layer in self.layers[first:last]
+        )
+
+    def owned_bytes(self, first: int, last: int) -> float:
+        """Of these, moments and master weights, which one of the ranks that hold a parameter keeps."""
+        gradients = GRADIENT_BYTES * sum(layer.trainable_parameters for layer in self.layers[first:last])
+        return max(0.0, self.state_bytes(first, last) - gradients)
+
+    @property
+    def copy_bytes_per_trainable_parameter(self) -> float:
+        """Of a copy of the trained state, on average."""
+        trained = sum(layer.trainable_parameters for layer in self.layers)
+        return COPY_BYTES - sum(layer.eight_bit_saving_bytes for layer in self.layers) / max(1, trained)
 
     def sent_bytes_per_token(self, layer: int) -> int:
         """Bytes of a layer's output per token on its way to another rank; the gradient coming back is as large."""

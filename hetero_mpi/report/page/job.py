@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.report import units
 from hetero_mpi.report.past_run import PastRun
 
@@ -64,8 +65,9 @@ def _steps(run: PastRun) -> str:
 
 
 def _optimizer(run: PastRun) -> str:
+    name = "AdamW in 8 bits" if run.setting("train", "optimizer") == EIGHT_BIT else "AdamW"
     return _joined(
-        _filled("AdamW, peak learning rate {}", run.setting("train", "learning_rate")),
+        _filled(f"{name}, peak learning rate {{}}", run.setting("train", "learning_rate")),
         _filled("schedule {}", run.setting("train", "schedule")),
         _filled("{} steps of warm-up", run.setting("train", "warmup_steps")),
         _filled("betas {}", [b for key in ("beta1", "beta2") if (b := run.setting("train", key)) is not None], " and "),

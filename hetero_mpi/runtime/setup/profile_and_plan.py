@@ -11,6 +11,7 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.job.plan_request import with_memory
+from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.planning.analysis.plausible import profile_doubts
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.schedule import schedule_of
@@ -154,6 +155,12 @@ def _fitting(
         raise UserError(
             f"{path} was made for {profile.model.dtype} and {profile.model.sequence_length} tokens per sequence, this job has "
             f"{subject.train.dtype} and {subject.sequence_length}: leave the profile out to measure"
+        )
+    if profile.model.eight_bit != bool(subject.tuning.eight_bit):
+        then = EIGHT_BIT if profile.model.eight_bit else "adamw"
+        raise UserError(
+            f"{path} was made for [train] optimizer = {then!r}, this job has {subject.train.optimizer!r}: leave the profile out to "
+            f"measure"
         )
     say(f"Profile: {path} ({profile.source}, {profile.date}; not measured on exactly these ranks, used as you asked)")
     return with_memory(profile, subject.memory_bytes)

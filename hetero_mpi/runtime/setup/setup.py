@@ -27,6 +27,8 @@ from hetero_mpi.emulation.pace import emulated_profile
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import JobConfig, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
 from hetero_mpi.job.plan_request import micro_batch_choices, request_of
+from hetero_mpi.job.rules import EIGHT_BIT
+from hetero_mpi.model.adamw import check_eight_bit
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.transformers.chain import TransformersChain, language
 from hetero_mpi.model.transformers.families import read_config
@@ -162,6 +164,8 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
         rows = f"sequences of {job.data.sequence_length} tokens"
     with world.together("reading the model's configuration"):
         tuning = tuning_of(job, chain)
+        if job.train.optimizer == EIGHT_BIT:
+            check_eight_bit(backend, f"rank {world.rank} ({world.host})")
     if material is not None:
         dataset = material.dataset
         say(*material.notes)
