@@ -160,6 +160,11 @@ def check_against_reference(bench: Bench, ranks: int, case: Case) -> None:
     after_one = tensors(run, 1)
     assert {name for kind, name in after_one if kind == "moments1"} == set(reference.first_moments)
     for name, expected in reference.first_moments.items():
+        if expected.dtype == torch.uint8:
+            assert (after_one["moments1", name] != expected.numpy()).mean() <= 1e-3, (
+                "a gradient's last bit changes a code at times"
+            )
+            continue
         difference = torch.from_numpy(after_one["moments1", name]) - expected
         assert expected.norm() > 0, f"{name} has no gradient: the comparison would be empty"
         assert difference.norm() / expected.norm() <= TOLERANCE, name
