@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -27,9 +27,10 @@ from hetero_mpi.job.load import AdapterTable
 from hetero_mpi.model.adapter import adapted, lora_config
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.layer.quantize import fused_experts
+from hetero_mpi.model.layer.router_loss import Routed
 from hetero_mpi.model.stage import IGNORED, MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta, uses_dropout
-from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES, REFUSED_FAMILIES
+from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES, REFUSED_FAMILIES, ROUTER_LOSS_FAMILIES
 from hetero_mpi.model.transformers.weights import FileStart, SeededStart
 from hetero_mpi.model.tuning import Tuning, adapter_tuning
 from tests.support.family_configs import VOCABULARY, dropout_rates, families, tiny_keys
@@ -42,6 +43,8 @@ ISOLATION_LIMIT = 1e-4
 Where records see each other, some gradient differs by more than 1e-2."""
 _RECORDS = ([7, 9, 8], [24])
 """Lengths of the records of each sequence."""
+_LENGTHS = (24, 9)
+"""Tokens of each sequence of ``_batch`` up to the last that is learnt."""
 
 
 class Different(Exception):
@@ -63,6 +66,8 @@ class Trial:
     """Has transformers a rule for every start weight?"""
     isolates: bool
     """Do records of one sequence not see each other where positions say which they are?"""
+    router_loss: bool
+    """Has it one, which three stages compute?"""
 
 
 def try_family(family: str) -> Trial:
@@ -94,6 +99,7 @@ def try_family(family: str) -> Trial:
         adapter.targets == "all-linear",
         _can_start_from_scratch(chain),
         _isolates(family),
+        _router_loss(family),
     )
 
 
@@ -105,7 +111,19 @@ def row(family: str, trial: Trial | None) -> str:
     scratch = "yes" if trial.from_scratch else "no"
     isolates = "yes" if trial.isolates else "no"
     adapted = ("" if trial.all_linear else "by name: ") + ", ".join(trial.adapted)
-    cells = (family, name, "proven", trial.tied, ", ".join(trial.kinds), trial.experts, adapted, scratch, isolates)
+    routers = "yes" if trial.router_loss else ""
+    cells = (
+        family,
+        name,
+        "proven",
+        trial.tied,
+        ", ".join(trial.kinds),
+        trial.experts,
+        adapted,
+        scratch,
+        isolates,
+        routers,
+    )
     return f"| {' | '.join(cells)} |"
 
 
@@ -144,7 +162,13 @@ def _stages(chain: TransformersChain, start: FileStart, *cuts: int, tuning: Tuni
 def _run(chain: TransformersChain, stages: list[Stage]) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss (mean over the targets) and gradients, the two shares of a tied matrix added as the trainer does."""
     tokens, targets = _batch()
-    loss = _through(stages, MicroBatch(0, 0, 0, int((targets != IGNORED).sum())), tokens, targets)
+    count = int((targets != IGNORED).sum())
+    if chain.routers is None:
+        loss = _through(stages, MicroBatch(0, 0, 0, count), tokens, targets)
+    else:
+        routed = [Routed(torch.tensor([length]), 0.5) for length in _LENGTHS]
+        positions = (MicroBatch(0, 0, row, count, routed=own) for row, own in enumerate(routed))
+        loss = sum(map(_through, [stages] * 2, positions, tokens.split(1), targets.split(1)))
     found = {n: p.grad for stage in stages for n, p in stage.parameters.items() if p.grad is not None}
     if chain.tied is not None and chain.tied[1] in found:
         found[chain.tied[1]] = found[chain.tied[1]] + stages[-1].tied_head.grad
@@ -175,12 +199,23 @@ def _compare(chain: TransformersChain, whole: PreTrainedModel, start: FileStart)
 
 
 def _run_whole(whole: torch.nn.Module) -> float:
+    """Loss, and gradients; row by row where routers have a loss, of which transformers' own is that of a batch."""
     tokens, targets = _batch()
-    logits = whole(input_ids=tokens, use_cache=False).logits.float()
-    summed = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-    loss = summed / (targets != IGNORED).sum()
-    loss.backward()
-    return float(loss)
+    count, total = (targets != IGNORED).sum(), 0.0
+    plain = whole.get_base_model() if isinstance(whole, PeftModel) else whole
+    routed = getattr(plain.config, "output_router_logits", False)
+    for rows in (slice(0, 1), slice(1, 2)) if routed else (slice(0, 2),):
+        outputs = whole(input_ids=tokens[rows], use_cache=False)
+        logits, own = outputs.logits.float().flatten(0, 1), targets[rows].flatten()
+        loss = F.cross_entropy(logits, own, ignore_index=IGNORED, reduction="sum") / count
+        if routed:
+            function = sys.modules[type(plain).__module__].load_balancing_loss_func
+            mask = torch.arange(tokens.shape[1]).unsqueeze(0) < _LENGTHS[rows.start]
+            of_routers = function(outputs.router_logits, plain.num_experts, plain.num_experts_per_tok, mask)
+            loss = loss + 0.5 * plain.router_aux_loss_coef * of_routers
+        loss.backward()
+        total += float(loss)
+    return total
 
 
 def _adapter(chain: TransformersChain) -> AdapterTable:
@@ -289,6 +324,25 @@ def _isolates(family: str) -> bool:
     return set(found) == set(expected) and all(alike) and abs(packed - apart) <= LIMIT * apart
 
 
+def _router_loss(family: str) -> bool:
+    """Compare the loss of routers, with and without an adapter. False: transformers has none, or another; it is refused."""
+    keys = {
+        **tiny_keys(family),
+        "tie_word_embeddings": False,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.1,
+    }
+    if family not in ROUTER_LOSS_FAMILIES:
+        return False
+    chain = TransformersChain(_config(keys))
+    with tempfile.TemporaryDirectory() as directory:
+        whole = _whole_model(chain.config, directory)
+        start = FileStart(ModelFiles(directory), chain)
+        _compare(chain, whole, start)
+        _compare_adapter(chain, whole, start, _adapter(chain))
+    return True
+
+
 def document(rows: list[str]) -> str:
     """docs/models.md."""
     proven = "\n".join(line for line in rows if "| proven |" in line)
@@ -328,14 +382,42 @@ The columns:
 * *from scratch*: whether transformers has a rule for every start weight; where not, start from a model directory.
 * *isolates*: whether records packed into one sequence do not see each other (`[data] isolate`): three stages give the loss of a
   sequence for each record to 1e-6, and its gradients to rounding.
+* *router loss*: whether `output_router_logits = true` is taken ([below](#the-loss-of-routers)): three stages give its loss and
+  gradients, and those of plain peft, to 1e-6.
 
-Refused in every family: `output_router_logits = true` (the routers' auxiliary loss is not a sum over micro-batches) and
-`num_kv_shared_layers` above 0 (blocks that use the keys and values of others). gemma4_text is taken where
-`hidden_size_per_layer_input` is 0.
+Refused in every family: `num_kv_shared_layers` above 0 (blocks that use the keys and values of others). gemma4_text is taken
+where `hidden_size_per_layer_input` is 0.
 
-| model_type | class | result | tied | kinds | experts | LoRA | from scratch | isolates |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| model_type | class | result | tied | kinds | experts | LoRA | from scratch | isolates | router loss |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 {proven}
+
+## The loss of routers
+
+A model whose configuration says `output_router_logits = true` is trained with the loss by which routers learn to spread tokens
+over the experts (transformers' `load_balancing_loss_func`).
+Say it in `[model.config]`, or in the `config.json` of the directory that `[model] path` names.
+
+transformers computes it of a batch, over all layers and tokens, and so gets another number for another micro-batch.
+Here it is computed of each sequence by itself, over all layers, as transformers computes it for a batch of one sequence.
+The loss of a step is
+
+    (sum of the targets' losses) / (targets of the step) + router_aux_loss_coef x (mean of the sequences' router losses)
+
+It does not depend on the micro-batch or on the plan.
+transformers' `Trainer` with batches of one sequence computes the same, but for the factor: it divides the losses of targets by
+all targets of a step, and adds up router losses undivided, so that the factor grows with `gradient_accumulation_steps`.
+
+* A sequence is a row of a batch. Records that are packed into one share its loss.
+* Its tokens up to the last that is learnt count, prompts among them; padding does not.
+* With adapters routers stay as they are, as with peft, and the loss teaches what comes before them.
+* The loss in the log, in `metrics.jsonl` and of evaluations is the sum of both parts, as `Trainer` shows it; the log, and
+  `router_loss` in `metrics.jsonl`, also have the mean of the sequences' router losses (transformers' `aux_loss`).
+* Sums of each sequence travel in fp32 behind its hidden states: one place more per sequence where
+  4 x experts are no more than `hidden_size`.
+* `[train] preference` and `wire = "int8"` are refused beside it.
+* Families without a *yes* refuse `output_router_logits = true`: transformers has no such loss for them, or (doge) computes
+  another one.
 
 ## Refused
 

@@ -72,6 +72,12 @@ class Batch:
         """What the summed loss is divided by: the targets that count, or the pairs."""
         return max(1, self.target_tokens if self.pairs is None else self.pairs.count)
 
+    @property
+    def lengths(self) -> Indices:
+        """[B]: each row's tokens up to the last after which something is learnt; 0 where nothing is."""
+        learnt = self.targets[:, ::-1] != IGNORED
+        return np.where(learnt.any(axis=1), learnt.shape[1] - learnt.argmax(axis=1), 0)
+
     def rows(self, chosen: Sequence[int]) -> Batch:
         """A copy of some of the sequences. What the loss is divided by stays that of all."""
         index = np.array(chosen, np.intp)

@@ -16,6 +16,7 @@ from hetero_mpi.engine.channel import PIECE_BYTES, Inbox, Outbox
 from hetero_mpi.engine.placement import Placement
 from hetero_mpi.engine.wire import NEAREST, WireFormat
 from hetero_mpi.model.layer.preference import Comparison
+from hetero_mpi.model.layer.router_loss import Routed
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.planning.memory import holdings
@@ -56,12 +57,15 @@ class StepData:
     """Factor of the loss in backward (fp16)."""
     comparison: Comparison | None = None
     """On the last stage, where preferences are learnt."""
+    routed: Routed | None = None
+    """On every stage, where routers have a loss."""
 
     def micro_batch(self, index: int, rows: slice) -> MicroBatch:
         """One of them, which has these rows."""
         positions = None if self.positions is None else self.positions[rows]
         comparison = None if self.comparison is None else self.comparison.of_rows(rows)
-        return MicroBatch(index, self.step, self.first_samples[index], self.divisor, positions, comparison)
+        routed = None if self.routed is None else self.routed.of_rows(rows)
+        return MicroBatch(index, self.step, self.first_samples[index], self.divisor, positions, comparison, routed)
 
 
 class Executor:
@@ -211,7 +215,7 @@ class Executor:
                 x = data.tokens[rows]
             part = data.micro_batch(index, rows)
             targets = None if data.targets is None else data.targets[rows]
-            y = self.stage.evaluate(x, targets, part.positions, part.comparison)
+            y = self.stage.evaluate(x, targets, part.positions, part.comparison, part.routed)
             self.evaluated += 1
             if self.evaluation_in is not None:
                 self.evaluation_in.release()
@@ -225,6 +229,8 @@ class Executor:
 
     def _begin(self, data: StepData) -> None:
         self.losses = []
+        if self.stage.routers is not None:
+            self.stage.routers.seen.clear()
         self._rows = _consecutive(data.sizes)
         for inbox, layer in ((self.activations_in, self.stage.first - 1), (self.gradients_in, self.stage.last - 1)):
             if inbox is not None:

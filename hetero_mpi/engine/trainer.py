@@ -26,6 +26,7 @@ from hetero_mpi.job.load import TrainTable
 from hetero_mpi.model.frozen_weight_cache import Kept
 from hetero_mpi.model.layer.interface import LayerChain, as_input
 from hetero_mpi.model.layer.preference import Comparison, Method
+from hetero_mpi.model.layer.router_loss import Routed
 from hetero_mpi.model.optimizer import LossScale, Optimizer, StepDecider, StepDecision, added
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.streamed_stage import StreamedStage
@@ -101,7 +102,9 @@ class Trainer:
         self.end_transport = emulation.end_transport if emulation is not None else transport
         self.chain, self.tuning, self.plan, self.backend = chain, tuning, plan, backend
         micro_batches = [pipeline.micro_batches for pipeline in plan.pipelines]
-        self.decider = StepDecider(list(tuning.trainable), train.clip_norm, sum(micro_batches))
+        self.decider = StepDecider(
+            list(tuning.trainable), train.clip_norm, sum(micro_batches), chain.routers is not None
+        )
         self.place = place_of(rank, plan)
         self.preference: Method | None = None if train.preference == "none" else train.preference
         self.preference_beta = train.preference_beta
@@ -201,6 +204,7 @@ class Trainer:
         share = training_share(self.plan, self.place.pipeline, batch)
         self.update.begin()
         data = self._data(step, share.batch, share.sizes, share.first_samples, self.preference)
+        data = replace(data, routed=self._routed(share.batch, batch, 1))
         with memory_explained(self._action, self._memory, self.backend):
             events = self.executor.run(data)
         assert self._decided is not None
@@ -208,7 +212,7 @@ class Trainer:
         return self.latest
 
     def evaluate(self, held_out: Batch) -> float:
-        """Sum of the losses of all targets of held-out sequences, or samples. Collective.
+        """Sum of the losses of all targets of held-out sequences, or samples; that of routers counts as in training. Collective.
 
         Every pipeline takes its share of the rows; losses are added in fp64 in the order of the rows.
         """
@@ -251,7 +255,8 @@ class Trainer:
         first, sizes = shares[self.place.pipeline]
         rows = batch.rows(range(first, first + sum(sizes)))
         with memory_explained(lambda: "evaluation", self._memory, self.backend):
-            return self.executor.evaluate(self._data(0, rows, sizes, (0,) * len(sizes), method))
+            data = self._data(0, rows, sizes, (0,) * len(sizes), method)
+            return self.executor.evaluate(replace(data, routed=self._routed(rows, batch, batch.divisor)))
 
     def settle(self) -> None:
         """Return when new values of the latest step are there. Called by every active rank, if no step follows at once."""
@@ -334,6 +339,13 @@ class Trainer:
             comparison,
         )
 
+    def _routed(self, own: Batch, whole: Batch, divisor: int) -> Routed | None:
+        """What routers' losses count of this pipeline's rows: their mean over the whole batch, times what it is divided by yet."""
+        if self.chain.routers is None:
+            return None
+        lengths = torch.from_numpy(own.lengths).to(self.backend.device)
+        return Routed(lengths, divisor / max(1, int(np.count_nonzero(whole.lengths))))
+
     def _action(self) -> str:
         """What the executor does just now, in words."""
         assert self.executor is not None
@@ -350,6 +362,10 @@ class Trainer:
         first = self._loss_slots[self.place.pipeline]
         shares = torch.stack(self.executor.losses).tolist() if self.executor.losses else []
         losses = {first + index: loss for index, loss in enumerate(shares)}
+        routers = self.executor.stage.routers
+        for (index, _), share in sorted(routers.seen.items() if routers is not None else ()):
+            place = self.decider.micro_batches + first + index
+            losses[place] = losses.get(place, 0.0) + float(share)
         self._decided = self._decide(self.optimizer.squared_norms(), losses)
         decision = self._decided.decision
         assert self.transport.pending() == 0, "the step left requests pending"
@@ -366,7 +382,7 @@ class Trainer:
                 self.update.settle()
 
     def _decide(self, squared_norms: dict[str, float], losses: dict[int, float]) -> StepResult:
-        """The common step decision, without events. ``losses``: of this rank's micro-batches, by place in the plan."""
+        """The common step decision, without events. ``losses``: as ``StepDecider.fill`` takes them."""
         if self.emulation is not None:
             self.world.meet_asleep()  # ranks that are ahead take no core from those that emulate with it
         with self.world.waiting("all ranks' part of the step decision"):

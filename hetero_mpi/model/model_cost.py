@@ -24,7 +24,8 @@ def model_cost(
     """The cost of every layer of the chain. ``activation_bytes``: kind -> bytes kept from forward to backward, per token."""
     tied = chain.parameters[chain.tied[1]].count if chain.tied is not None else 0
     layers = tuple(
-        _layer_cost(chain, tuning, layer, dtype, tied, activation_bytes) for layer in range(chain.layer_count)
+        _layer_cost(chain, tuning, layer, dtype, sequence_length, tied, activation_bytes)
+        for layer in range(chain.layer_count)
     )
     master_bytes = 4 if dtype != "fp32" else 0
     return ModelCost(
@@ -39,7 +40,13 @@ def model_cost(
 
 
 def _layer_cost(
-    chain: LayerChain, tuning: Tuning, layer: int, dtype: str, tied: int, activation_bytes: Mapping[str, float]
+    chain: LayerChain,
+    tuning: Tuning,
+    layer: int,
+    dtype: str,
+    sequence_length: int,
+    tied: int,
+    activation_bytes: Mapping[str, float],
 ) -> LayerCost:
     head, kind = layer == chain.layer_count - 1, chain.kinds[layer]
     trained = sum(spec.count for spec in chain.specs(layer, layer + 1))
@@ -52,6 +59,7 @@ def _layer_cost(
     parameter_bytes = (held - packed + copy + adapters) * BYTES[dtype] + packed_bytes(packed, tuning.double)
     # The head's copy of a trained tied matrix has a gradient but neither moments nor a master of its own.
     parameter_bytes += copy * GRADIENT_BYTES if tuning.full else 0
+    boundary = math.prod(chain.boundary(layer, 1, sequence_length))
     return LayerCost(
         kind=kind,
         parameters=held + copy + adapters,
@@ -63,7 +71,7 @@ def _layer_cost(
         workspace_bytes_per_token=(
             2.0 * chain.logits * BYTES[dtype] if head and chain.logits is not None else activation_bytes[kind]
         ),
-        boundary_bytes_per_token=0 if head else math.prod(chain.boundary(layer, 1, 1)) * BYTES[dtype],
+        boundary_bytes_per_token=0 if head else math.ceil(boundary / sequence_length) * BYTES[dtype],
         workspace_bytes=max(unpacked, _composed(chain, tuning, layer)) * BYTES[dtype],
         eight_bit_saving_bytes=EIGHT_BIT_SAVING
         * sum(spec.count for spec in tuning.specs(layer, layer + 1) if spec.name in tuning.eight_bit),

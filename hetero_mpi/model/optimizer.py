@@ -201,6 +201,8 @@ class StepDecision:
     """Of a step that is not finite: the parameter whose gradient is not, the first in backward. None: only the sum is too large."""
     stop: bool = False
     """Some rank has been asked to end the run."""
+    router_loss: float | None = None
+    """Mean over the sequences of the global batch, before its coefficient; None: the model has none. ``loss`` includes it."""
 
 
 class StepDecider:
@@ -210,17 +212,19 @@ class StepDecider:
     Exactly one rank fills a slot, so the sum is exact in any order, and adding the slots in the order of names and of
     micro-batches gives the same bits for every partition. The last number counts ranks that were asked to end the run.
 
-    ``names``: the trained parameters, in the model's order.
+    ``names``: the trained parameters, in the model's order. ``routers``: micro-batches have slots for the routers' loss, too.
     """
 
-    def __init__(self, names: list[str], clip_norm: float | None, micro_batches: int = 1) -> None:
+    def __init__(
+        self, names: list[str], clip_norm: float | None, micro_batches: int = 1, routers: bool = False
+    ) -> None:
         self.names = tuple(names)
         self.slots = {name: i for i, name in enumerate(sorted(names))}
-        self.clip_norm, self.micro_batches = clip_norm, micro_batches
+        self.clip_norm, self.micro_batches, self.routers = clip_norm, micro_batches, routers
 
     def fill(self, squared_norms: dict[str, float], losses: dict[int, float], stop: bool = False) -> np.ndarray:
-        """This rank's part: float64 (parameters + micro-batches + 1). ``losses``: of the micro-batches whose head it holds."""
-        vector = np.zeros(len(self.slots) + self.micro_batches + 1)
+        """This rank's part: float64. ``losses``: of the micro-batches whose head it holds; after those of all, the routers'."""
+        vector = np.zeros(len(self.slots) + self.micro_batches * (1 + self.routers) + 1)
         vector[-1] = stop
         for name, value in squared_norms.items():
             vector[self.slots[name]] = value
@@ -231,13 +235,14 @@ class StepDecider:
     def decide(self, summed: np.ndarray, loss_scale: float = 1.0) -> StepDecision:
         """The step decision from the sum of all ranks' parts; gradients are ``loss_scale`` times too large."""
         norms, losses = summed[: len(self.slots)], summed[len(self.slots) : -1]
-        norm, loss = float(np.sqrt(added(norms))) / loss_scale, added(losses)
+        norm, loss = float(np.sqrt(added(norms))) / loss_scale, added(losses[: self.micro_batches])
+        router_loss = added(losses[self.micro_batches :]) if self.routers else None
         finite = bool(np.isfinite(norm) and np.isfinite(loss))
         scale = 1.0 / loss_scale
         if finite and self.clip_norm is not None:
             scale *= min(1.0, self.clip_norm / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_'s formula
         first_non_finite = None if finite else self._first_non_finite(norms)
-        return StepDecision(loss, norm, scale, finite, first_non_finite, bool(summed[-1] > 0))
+        return StepDecision(loss, norm, scale, finite, first_non_finite, bool(summed[-1] > 0), router_loss)
 
     def _first_non_finite(self, norms: np.ndarray) -> str | None:
         """Backward goes from the end of the model to its beginning, and spreads what is not finite on its way."""

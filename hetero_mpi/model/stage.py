@@ -27,6 +27,7 @@ from hetero_mpi.model.layer.interface import PassThrough as PassThrough
 from hetero_mpi.model.layer.loss import IGNORED as IGNORED
 from hetero_mpi.model.layer.preference import Comparison
 from hetero_mpi.model.layer.quantize import is_empty, quantize, set_training
+from hetero_mpi.model.layer.router_loss import Routed, RouterLoss
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.layer.split_backward import WeightGradients
 from hetero_mpi.model.offloaded_gradients import OffloadedGradients
@@ -50,6 +51,8 @@ class MicroBatch:
     """(B, T) int64: each token's place in its own record, which sees no other one of its sequence; None: a sequence is one text."""
     comparison: Comparison | None = None
     """On the last stage, where preferences are learnt."""
+    routed: Routed | None = None
+    """On every stage, where routers have a loss; None: it is not computed (nor is it in profiling)."""
 
     def slices(self, rows: int, size: int | None) -> Slices:
         """The parts of at most ``size`` of the micro-batch's ``rows`` sequences (None: one part), and which rows each has."""
@@ -58,7 +61,9 @@ class MicroBatch:
             part = slice(begin, min(begin + size, rows))
             positions = None if self.positions is None else self.positions[part]
             comparison = None if self.comparison is None else self.comparison.of_rows(part)
-            own = replace(self, first_sample=self.first_sample + begin, positions=positions, comparison=comparison)
+            routed = None if self.routed is None else self.routed.of_rows(part)
+            first_sample = self.first_sample + begin
+            own = replace(self, first_sample=first_sample, positions=positions, comparison=comparison, routed=routed)
             found.append((own, part))
         return found
 
@@ -70,10 +75,12 @@ Shared = Mapping[int, Sequence[Sequence[str]]]
 
 @dataclass(frozen=True)
 class _Kept:
-    """What backward of a slice needs: its input (not of a first stage), its output, and where its layers begin."""
+    """What backward of a slice needs: its input (not of a first stage), what entered the layers of it, its output, and where its
+    layers begin."""
 
     position: MicroBatch
     x: torch.Tensor | None
+    entered: torch.Tensor | None
     y: torch.Tensor
     beginnings: dict[int, Node]
 
@@ -91,6 +98,7 @@ class Stage:
         shared: layers that several ranks hold -> the names of the trained parameters that each of them owns.
         foreign: trained parameters that other ranks own.
         deferred: what the second part of a split backward still needs; None where backward comes in one part.
+        routers: this stage's part of the routers' loss; None where the model has none.
     """
 
     def __init__(
@@ -136,6 +144,7 @@ class Stage:
         chain.restore_buffers(self.model, backend.device)
         if not backend.shares_keys(self.dtype):
             _repeat_shared_keys()
+        self.routers = self._router_loss()
         self.parameters = self._trained_parameters()
         if recompute or self.tuning.nf4:
             chain.recompute(self.model, recompute)
@@ -188,10 +197,9 @@ class Stage:
         kept = []
         for part, rows in position.slices(len(x), self.slice_sequences):
             own = x[rows] if self.is_first else x[rows].detach().requires_grad_(True)
-            self._position = part
             self._beginnings.start()
-            y = self._run(part, own, None if targets is None else targets[rows])
-            kept.append(_Kept(part, None if self.is_first else own, y, self._beginnings.stop()))
+            y = self._compute(self.first, self.last, part, own, None if targets is None else targets[rows])
+            kept.append(_Kept(part, None if self.is_first else own, self._input, y, self._beginnings.stop()))
         self._kept[position.index] = kept
         return self._together([one.y.detach() for one in kept])
 
@@ -240,7 +248,7 @@ class Stage:
         dxs = []
         for kept, own_dy in zip(slices, parts(dy, [len(one.y) if one.y.dim() else 1 for one in slices]), strict=True):
             # Recomputing has the same input and draws the same random numbers again.
-            self._position, self._input = kept.position, kept.x
+            self._position, self._input = kept.position, kept.entered
             if self.deferred is not None:
                 self.deferred.begin(index)
             if report is not None and kept is slices[-1]:
@@ -283,32 +291,46 @@ class Stage:
         targets: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
         comparison: Comparison | None = None,
+        routed: Routed | None = None,
     ) -> torch.Tensor:
         """Forward without dropout and without keeping anything; the last stage returns the *sum* of the losses, or margins."""
         set_training(self.model, False)
         try:
-            slices = MicroBatch(0, 0, 0, 1, positions, comparison).slices(len(x), self.slice_sequences)
+            slices = MicroBatch(0, 0, 0, 1, positions, comparison, routed).slices(len(x), self.slice_sequences)
             return self._together(self._evaluated(slices, x, targets))
         finally:
             set_training(self.model, True)
 
     def _evaluated(self, slices: Slices, x: torch.Tensor, targets: torch.Tensor | None) -> list[torch.Tensor]:
-        return [self._run(part, x[rows], None if targets is None else targets[rows]) for part, rows in slices]
+        return [
+            self._compute(self.first, self.last, part, x[rows], None if targets is None else targets[rows])
+            for part, rows in slices
+        ]
 
     def apply(self, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
         """Own layers on ``x``, as the model is called with ``keywords``; the last stage gives what the loss takes."""
         self._input = x
         return self.chain.run(self.model, self.first, self.last, x, **keywords)
 
-    def _run(self, part: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
-        y = self.apply(x, **self.chain.isolation(x, part.positions))
-        return self._loss(part, y, targets) if self.is_last else y
+    def _compute(
+        self, first: int, last: int, part: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Own layers ``[first, last)`` on a slice; after the model's last one the loss."""
+        self._position = part
+        self._input = x = x if self.routers is None else self.routers.enter(x)
+        y = self.chain.run(self.model, first, last, x, **self.chain.isolation(x, part.positions))
+        if last == self.chain.layer_count:
+            return self._loss(part, y, targets)
+        return y if self.routers is None else self.routers.leave(y)
 
     def _loss(self, part: MicroBatch, y: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
         """The share of the loss, of the last layer's output."""
         assert targets is not None
         if part.comparison is None:
-            return self.chain.loss(y, targets) / part.divisor
+            loss = self.chain.loss(y, targets) / part.divisor
+            if self.routers is None or part.routed is None:
+                return loss
+            return loss + self.routers.loss((part.index, part.first_sample))
         assert part.positions is not None
         return part.comparison.loss(y, targets, part.positions) / part.divisor
 
@@ -415,6 +437,14 @@ class Stage:
                     self.masters[name] = parameter.data
                 parameter.data = parameter.data.to(self.dtype)
         return own
+
+    def _router_loss(self) -> RouterLoss | None:
+        routers = self.chain.routers
+        if routers is None:
+            return None
+        own = [name for name in routers.names if self.first <= self.chain.layer_of(name) < self.last]
+        position = lambda: self._position.routed if self._position is not None else None  # noqa: E731
+        return RouterLoss(routers, map(self.model.get_submodule, own), position)
 
     def _layers_with_gradients(self) -> set[int]:
         """Layers that hold something trained, be it the head's copy of a tied matrix."""

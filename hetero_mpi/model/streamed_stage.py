@@ -166,16 +166,10 @@ class StreamedStage(Stage):
             if inputs is not None:
                 inputs[layer] = values
             values = [
-                self._layer(layer, part, value, None if targets is None else targets[rows])
+                self._compute(layer, layer + 1, part, value, None if targets is None else targets[rows])
                 for (part, rows), value in zip(slices, values, strict=True)
             ]
         return values
-
-    def _layer(self, layer: int, part: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
-        """One layer on one slice; after the last one the loss."""
-        self._position, self._input = part, x
-        y = self.chain.run(self.model, layer, layer + 1, x, **self.chain.isolation(x, part.positions))
-        return y if layer + 1 < self.chain.layer_count else self._loss(part, y, targets)
 
     def _backward(
         self, index: int, dy: torch.Tensor | None, finished: Finished | None = None, borrowed: bool = False
@@ -188,7 +182,7 @@ class StreamedStage(Stage):
                 self.offloaded.begin(layer)
             for place, ((part, rows), value) in enumerate(zip(slices, inputs.pop(layer), strict=True)):
                 x = value if layer == 0 else value.detach().requires_grad_(True)
-                y = self._layer(layer, part, x, None if targets is None else targets[rows])
+                y = self._compute(layer, layer + 1, part, x, None if targets is None else targets[rows])
                 if y.requires_grad:  # not of an embedding that is not trained
                     torch.autograd.backward(y, gradients[place])
                 gradients[place] = x.grad

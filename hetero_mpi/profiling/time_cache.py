@@ -42,6 +42,7 @@ def subject_content(subject: Subject, mpi_library: str) -> list[Any]:
         [sorted(subject.tuning.trainable), subject.tuning.nf4, subject.tuning.double],
         [subject.train.dtype, subject.train.optimizer],
         subject.sequence_length,
+        list(subject.chain.boundary(0, 1, subject.sequence_length)),
         own_versions(mpi_library),
     ]
 

@@ -159,7 +159,7 @@ class ProgressDisplay:
         recent = list(self._recent)
         step_s = statistics.median(line.step_s for line in recent)
         rate = statistics.median(line.tokens_per_s for line in recent)
-        text = f"loss {self._latest.loss:.4f}   {rate:,.0f} {self.unit}/s   {units.seconds(step_s)} per step"
+        text = f"{_loss(self._latest)}   {rate:,.0f} {self.unit}/s   {units.seconds(step_s)} per step"
         predicted_s = self._latest.predicted_step_s
         if predicted_s > 0:
             more = step_s / predicted_s - 1
@@ -177,7 +177,7 @@ class ProgressDisplay:
 
     def _line(self, line: StepMetrics) -> str:
         width = len(str(self.total_steps))
-        text = f"step {line.step:>{width}}/{self.total_steps}{self._epoch(line.step)}  loss {line.loss:.4f}"
+        text = f"step {line.step:>{width}}/{self.total_steps}{self._epoch(line.step)}  {_loss(line)}"
         text += f"  {line.tokens_per_s:,.0f} {self.unit}/s"
         return f"{text}  {self._left(line.step)} left" if line.step < self.total_steps else text
 
@@ -188,3 +188,8 @@ class ProgressDisplay:
         """The time that the steps after ``step`` will take, as a clock."""
         per_step_s = (self._now_s() - self._started_s) / (step - self.first_step)
         return units.clock(per_step_s * (self.total_steps - step))
+
+
+def _loss(line: StepMetrics) -> str:
+    of_routers = f" (routers {line.router_loss:.4f})" if line.router_loss is not None else ""
+    return f"loss {line.loss:.4f}{of_routers}"

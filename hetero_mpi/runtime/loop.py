@@ -177,6 +177,7 @@ class Loop:
             step_s=seconds,
             predicted_step_s=self.predicted_step_s,
             emulated=emulation is not None,
+            router_loss=decision.router_loss,
         )
 
     def _skipped(self, step: int, decision: StepDecision) -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
 
 import pytest
 import torch
 import transformers
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.transformers.chain import TransformersChain
+from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta
 from hetero_mpi.model.transformers.families import read_config
-from hetero_mpi.model.transformers.supported import LEAKING_FAMILIES, MASKED_FAMILIES, PROVEN_FAMILIES, REFUSED_FAMILIES
+from hetero_mpi.model.transformers.supported import (
+    LEAKING_FAMILIES,
+    MASKED_FAMILIES,
+    PROVEN_FAMILIES,
+    REFUSED_FAMILIES,
+    ROUTER_LOSS_FAMILIES,
+)
 from tests.family_trial import DOCUMENT, Different, row, try_family
 from tests.support.family_configs import families, tiny_keys
 
@@ -42,8 +50,13 @@ def lines() -> list[str]:
 def test_the_document_holds_the_families_of_the_code() -> None:
     proven = [line.split(" | ")[0][2:] for line in lines() if "| proven |" in line]
     assert tuple(proven) == PROVEN_FAMILIES == tuple(sorted(PROVEN_FAMILIES))
-    leaking = {line.split(" | ")[0][2:] for line in lines() if line.endswith("| no |")}
-    assert leaking == set(LEAKING_FAMILIES) and set(MASKED_FAMILIES) <= set(PROVEN_FAMILIES) - leaking
+    leaking = {line.split(" | ")[0][2:] for line in lines() if line.endswith(("| no |  |", "| no | yes |"))}
+    routed = tuple(line.split(" | ")[0][2:] for line in lines() if line.endswith(("| yes | yes |", "| no | yes |")))
+    assert (
+        routed == ROUTER_LOSS_FAMILIES
+        and leaking == set(LEAKING_FAMILIES)
+        and set(MASKED_FAMILIES) <= set(PROVEN_FAMILIES) - leaking
+    )
     for family in REFUSED_FAMILIES:
         assert row(family, None) in lines()
     assert not set(PROVEN_FAMILIES) & set(REFUSED_FAMILIES)
@@ -71,6 +84,17 @@ def test_refused_families_cannot_be_split(family: str) -> None:
         try_family(family)
 
 
+def test_transformers_computes_the_loss_of_routers_in_one_way() -> None:
+    """In the families that are taken; doge, whose experts are found by two keys, has another."""
+    found: dict[str, list[str]] = {}
+    for family in PROVEN_FAMILIES:
+        model = type(build_on_meta(read_config(tiny_keys(family))))
+        function = getattr(sys.modules[model.__module__], "load_balancing_loss_func", None)
+        if function is not None:
+            found.setdefault(inspect.getsource(function), []).append(family)
+    assert sorted(found.values()) == [["doge"], list(ROUTER_LOSS_FAMILIES)]
+
+
 def test_refusals_name_the_reason() -> None:
     with pytest.raises(UserError, match=r"gemma3n_text.*per-layer embeddings"):
         read_config({"model_type": "gemma3n_text"})
@@ -79,8 +103,6 @@ def test_refusals_name_the_reason() -> None:
 
 
 def test_settings_that_splitting_cannot_keep_are_refused() -> None:
-    with pytest.raises(UserError, match=r"output_router_logits = true .* set it to false"):
-        read_config({**tiny_keys("mixtral"), "output_router_logits": True})
     with pytest.raises(UserError, match="num_kv_shared_layers = 2"):
         read_config({**tiny_keys("gemma4_text"), "num_kv_shared_layers": 2})
     with pytest.raises(UserError, match="outside the pipeline plan"):

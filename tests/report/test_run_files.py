@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,11 +32,13 @@ def test_metrics_survive_the_file(tmp_path: Path) -> None:
         assert len(path.read_text().splitlines()) == 1, "flushed line by line"
         writer.evaluation(1, 2.25)
         writer.step(metrics(2))
+        writer.step(replace(metrics(3), router_loss=2.5))
     found = read_metrics(path)
-    assert found.steps == (metrics(1), metrics(2))
+    assert found.steps == (metrics(1), metrics(2), replace(metrics(3), router_loss=2.5))
     assert found.evaluations == (Evaluation(1, 2.25),)
     keys = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "predicted_step_s"]
-    assert list(json.loads(path.read_text().splitlines()[0])) == keys
+    lines = path.read_text().splitlines()
+    assert list(json.loads(lines[0])) == keys and list(json.loads(lines[-1])) == [*keys, "router_loss"]
 
 
 def test_non_finite_numbers_stay_valid_json(tmp_path: Path) -> None:

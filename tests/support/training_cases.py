@@ -6,7 +6,9 @@ transformers' scheduler. It takes from us only the batches and, for dropout, the
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, Trainer, get_scheduler
 
-from hetero_mpi.data.sequences import Dataset, build_sequences
+from hetero_mpi.data.sequences import IGNORED, Batch, Dataset, build_sequences
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer, train_bpe
 from hetero_mpi.model.stage import MicroBatch, dropout_seed
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
@@ -28,7 +30,7 @@ from tests.support.family_configs import tiny_keys
 STEPS, GLOBAL_BATCH, SEQUENCE, BLOCKS, SEED = 3, 8, 24, 4, 7
 LAYERS = BLOCKS + 2
 CLIP_NORM = 0.5
-LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+LORA = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TRAIN = {
@@ -78,6 +80,8 @@ class Case:
     slice_sequences: int | None = None
     """Of all stages' slices."""
     optimizer: str = "adamw"
+    routers: bool = False
+    """The model's routers have a loss."""
 
     @property
     def config(self) -> dict[str, object]:
@@ -97,10 +101,12 @@ class Case:
             "pad_token_id": 0,
             "initializer_range": 0.2,  # large enough that every gradient is far from rounding noise
         }
-        if self.family == "gpt_oss":
-            keys = {**tiny_keys("gpt_oss"), **keys}  # experts
         if self.optimizer == "adamw_8bit":
             keys |= {"intermediate_size": 200}  # matrices of 4096 numbers and more, with a last block that is not whole
+        if self.family == "gpt_oss" or self.routers:
+            keys = {**tiny_keys(self.family), **keys}  # experts
+        if self.routers:
+            keys |= {"output_router_logits": True, "router_aux_loss_coef": 0.1}
         if self.family == "gpt_neox":
             keys |= {"hidden_dropout": self.dropout, "attention_dropout": self.dropout}
         elif self.dropout:
@@ -191,6 +197,33 @@ NORMAL = (
     ),
     Case("llama-lora-8bit", "llama", False, 0.0, True, 2, "reversed", tuning="lora", optimizer="adamw_8bit"),
     Case("gpt_oss-wide-biases", "gpt_oss", False, 0.0, True, 2, "uneven"),
+    Case(
+        "mixtral-routers-streamed",
+        "mixtral",
+        False,
+        0.0,
+        False,
+        4,
+        "uneven",
+        streamed=True,
+        slice_sequences=1,
+        routers=True,
+    ),
+    Case(
+        "gpt_oss-routers-two-split-changing",
+        "gpt_oss",
+        False,
+        0.0,
+        True,
+        1,
+        "even",
+        pipelines="two",
+        shares="unequal",
+        schedule="split",
+        recompute=True,
+        changing=True,
+        routers=True,
+    ),
     Case("llama-tied-bf16-tail", "llama", True, 0.0, True, 2, "even", pipelines="tail", shares="unequal", dtype="bf16"),
 )
 """Pairwise: every value of every field meets most values of the others."""
@@ -270,15 +303,23 @@ def adapter_directory(directory: Path, case: Case) -> Path:
     if not target.exists():
         keys = dict(case.config)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(keys.pop("model_type"), **keys))
-        adapted = get_peft_model(
-            model, LoraConfig(**LORA, use_dora="dora" in case.tuning, use_rslora=case.tuning == "rslora")
-        )
+        lora = {
+            **LORA,
+            "target_modules": lora_targets(case),
+            "use_dora": "dora" in case.tuning,
+            "use_rslora": case.tuning == "rslora",
+        }
+        adapted = get_peft_model(model, LoraConfig(**lora))
         torch.manual_seed(5)
         for name, parameter in adapted.named_parameters():
             if ".lora_A." in name or ".lora_B." in name:
                 torch.nn.init.normal_(parameter, std=0.1)
         adapted.save_pretrained(target)
     return target
+
+
+def lora_targets(case: Case) -> str | list[str]:
+    return ["q_proj", "o_proj"] if case.routers else "all-linear"  # which would be fused experts, too
 
 
 def corpus(directory: Path) -> Path:
@@ -318,6 +359,7 @@ def job_text(case: Case, model: Path, tokenizer: Path, text: Path, adapter: Path
 [adapter]
 method = "lora"
 path = "{adapter}"
+targets = {json.dumps(lora_targets(case))}
 rank = {LORA["r"]}
 alpha = {LORA["lora_alpha"]}
 rslora = {str(case.tuning == "rslora").lower()}
@@ -415,7 +457,7 @@ def run_reference(case: Case, model_path: Path, adapter: Path | None, tokenizer:
         for first in range(0, len(batch.tokens), rows):
             position["now"] = MicroBatch(0, step, first, batch.target_tokens)
             tokens, targets = batch.tokens[first : first + rows], batch.targets[first : first + rows]
-            loss = _summed_loss(model, tokens, targets) / batch.target_tokens
+            loss = _summed_loss(model, tokens, targets, batch) / batch.target_tokens
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(list(trained.values()), CLIP_NORM)
@@ -428,7 +470,7 @@ def run_reference(case: Case, model_path: Path, adapter: Path | None, tokenizer:
     held_out_mode(model)
     held_out = next(dataset.held_out_batches(10_000, 64))
     with torch.no_grad():
-        evaluation = _summed_loss(model, held_out.tokens, held_out.targets).item() / held_out.target_tokens
+        evaluation = _summed_loss(model, held_out.tokens, held_out.targets, held_out).item() / held_out.target_tokens
     parameters = {n: p.detach().clone() for n, p in trained.items()}
     return Reference(losses, first_moments, evaluation, parameters)
 
@@ -465,9 +507,22 @@ def short(name: str) -> str:
     return plain.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 
 
-def _summed_loss(model: torch.nn.Module, tokens: np.ndarray, targets: np.ndarray) -> torch.Tensor:
-    logits = model(input_ids=torch.from_numpy(tokens).long(), use_cache=False).logits.float()
-    return F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(targets).long().flatten(), reduction="sum")
+def _summed_loss(model: torch.nn.Module, tokens: np.ndarray, targets: np.ndarray, whole: Batch) -> torch.Tensor:
+    """Of some rows of a batch. The loss of routers is transformers' own of each row, whose mean the batch's loss has once."""
+    outputs = model(input_ids=torch.from_numpy(tokens).long(), use_cache=False)
+    logits, words = outputs.logits.float(), torch.from_numpy(targets).long()
+    loss = F.cross_entropy(logits.flatten(0, 1), words.flatten(), reduction="sum")
+    if not getattr(model.config, "output_router_logits", False):
+        return loss
+    plain = model.get_base_model() if isinstance(model, PeftModel) else model
+    function = sys.modules[type(plain).__module__].load_balancing_loss_func
+    own = []
+    for row, learnt in enumerate((words != IGNORED).int().flip(1).argmax(1)):
+        chosen = (layer.view(*words.shape, -1)[row, : words.shape[1] - learnt] for layer in outputs.router_logits)
+        own.append(function(tuple(chosen), plain.num_experts, plain.num_experts_per_tok))
+    if len(words) == 1 and words[0, -1] != IGNORED:
+        assert torch.equal(own[0], outputs.aux_loss)
+    return loss + plain.router_aux_loss_coef * sum(own) * whole.target_tokens / len(whole.tokens)
 
 
 def _seed_before_layers(model: torch.nn.Module, position: dict[str, MicroBatch]) -> None:

@@ -37,9 +37,15 @@ RESUMED = (
     "qwen3-tied-lora-streamed",
     "llama-8bit",
     "qwen3-tied-8bit-two-streamed",
+    "mixtral-routers-streamed",
 )
 """Cases that are also resumed after step 1, under another split of the layers, in which nothing is streamed."""
-AGAIN = ("qwen3-tied-two-split-unequal", "gemma2-tail-changing", "llama-lora-two-gpipe")
+AGAIN = (
+    "qwen3-tied-two-split-unequal",
+    "gemma2-tail-changing",
+    "llama-lora-two-gpipe",
+    "gpt_oss-routers-two-split-changing",
+)
 """Cases with several pipelines that are also run again, resumed under their own plan, and resumed under one pipeline."""
 ONE_PIPELINE = [case for case in NORMAL if case.pipelines == "one"]
 

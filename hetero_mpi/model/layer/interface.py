@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from hetero_mpi.model.layer.router_loss import Routers
+
 
 @dataclass(frozen=True)
 class ParameterSpec:
@@ -68,6 +70,7 @@ class LayerChain(ABC):
         tied: (head's name, embedding's name) when the last layer's matrix *is* the first one's, else None.
         start_is_sent: the start weights are rank 0's, which sends them; no other rank has them.
         logits: numbers per token of which the loss needs the gradient too; None: no more than other activations.
+        routers: those whose choices the loss counts, too; None: there are none.
     """
 
     name: str
@@ -78,6 +81,7 @@ class LayerChain(ABC):
     tied: tuple[str, str] | None = None
     start_is_sent: bool = False
     logits: int | None = None
+    routers: Routers | None = None
 
     def specs(self, first: int, last: int) -> list[ParameterSpec]:
         """Parameters of layers ``[first, last)``."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_directory import ModelDirectoryWriter
@@ -24,6 +25,7 @@ from hetero_mpi.model.layer.interface import Example, LayerChain, embedding_matr
 from hetero_mpi.model.layer.interface import ParameterSpec as ParameterSpec
 from hetero_mpi.model.layer.loss import IGNORED, summed_loss
 from hetero_mpi.model.layer.quantize import unpack_experts
+from hetero_mpi.model.layer.router_loss import Routers
 from hetero_mpi.model.transformers import record_attention
 from hetero_mpi.model.transformers.initial_values import initialise, materialize, restore_buffers
 from hetero_mpi.model.transformers.supported import MASKED_FAMILIES
@@ -99,6 +101,7 @@ class TransformersChain(LayerChain):
             for name, parameter in self.model.named_parameters()
             if self.tied is None or name != self.tied[0]
         }
+        self.routers = self._routers()
         self.parameters = {name: spec for name, (spec, trained) in held.items() if trained}
         self.constants = {name: spec for name, (spec, trained) in held.items() if not trained}
         self._refuse_strays()
@@ -180,6 +183,8 @@ class TransformersChain(LayerChain):
         """Token ids (B, T) or hidden states (B, T, D) to hidden states, on the last stage to logits (B, T, V)."""
         inputs = {"input_ids": x} if first == 0 else {"inputs_embeds": x}
         keywords.setdefault("use_cache", False)
+        if self.routers is not None:
+            keywords["output_router_logits"] = False  # transformers would compute the loss of the routers that are here
         if last < self.layer_count:
             return model.base_model(**inputs, **keywords).last_hidden_state
         return model(**inputs, **keywords).logits
@@ -203,7 +208,8 @@ class TransformersChain(LayerChain):
         return summed_loss(outputs, targets)
 
     def boundary(self, layer: int, rows: int, length: int) -> tuple[int, ...]:
-        return rows, length, self.config.hidden_size
+        width = self.config.hidden_size
+        return rows, length + (self.routers.places(width) if self.routers is not None else 0), width
 
     def example(self, first: int, last: int, rows: int, length: int, dtype: torch.dtype) -> Example:
         tokens = torch.arange(math.prod((rows, length))).view(rows, length) % self.config.vocab_size
@@ -224,6 +230,14 @@ class TransformersChain(LayerChain):
 
     def writer(self, directory: Path, shard_bytes: int) -> ModelDirectoryWriter:
         return ModelDirectoryWriter(self.model, directory, shard_bytes)
+
+    def _routers(self) -> Routers | None:
+        if not getattr(self.config, "output_router_logits", False):
+            return None
+        model: Any = self.model
+        recorder = _CAN_RECORD_REGISTRY.get(model.base_model)["router_logits"]
+        names = tuple(name for name, module in model.named_modules() if isinstance(module, recorder.target_class))
+        return Routers(names, recorder.index, model.num_experts, model.num_experts_per_tok, model.router_aux_loss_coef)
 
     def _tied_pair(self) -> tuple[str, str] | None:
         pairs = dict(self.model.all_tied_weights_keys)

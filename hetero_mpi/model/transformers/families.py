@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import read_json
-from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES, REFUSED_FAMILIES
+from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES, REFUSED_FAMILIES, ROUTER_LOSS_FAMILIES
 
 _WELL_KNOWN = (
     "deepseek_v3",
@@ -84,10 +84,10 @@ def _refuse_settings(config: PreTrainedConfig) -> None:
             f"the model's weights are stored quantised ({scheme}); hetero_mpi packs plain weights itself, the same bits for every "
             f'device: give the unquantised model, and [model] quantization = "nf4" for 4 bits'
         )
-    if getattr(config, "output_router_logits", False):
+    if getattr(config, "output_router_logits", False) and config.model_type not in ROUTER_LOSS_FAMILIES:
         raise UserError(
-            "output_router_logits = true adds an auxiliary loss of the routers, which is not a sum over micro-batches and would "
-            "depend on the plan; set it to false"
+            f"output_router_logits = true asks for a loss of the routers, which is computed for {', '.join(ROUTER_LOSS_FAMILIES)}, "
+            f"but not for {config.model_type} (docs/models.md): set it to false"
         )
     shared = getattr(config, "num_kv_shared_layers", None) or 0
     if shared > 0:

@@ -92,6 +92,24 @@ PROVEN_FAMILIES = (
 MASKED_FAMILIES = ("afmoe", "gpt_oss")
 """Proven families whose models look at positions for their embedding only: packed records need finished attention masks."""
 
+ROUTER_LOSS_FAMILIES = (
+    "ernie4_5_moe",
+    "flex_olmo",
+    "flint",
+    "gpt_oss",
+    "laguna",
+    "mellum",
+    "minimax",
+    "minimax_m2",
+    "minimax_m3_vl_text",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_5_moe_text",
+    "qwen3_moe",
+    "qwen3_next",
+)
+"""Proven families of which transformers computes a loss of the routers by ``load_balancing_loss_func``, all in the same way."""
+
 _STATE = "carries a state from token to token (linear attention)"
 _INDEXER = "chooses by an indexer which tokens are seen, and the indexer sees all records of a sequence"
 

@@ -19,7 +19,7 @@ class StepMetrics:
 
     step: int
     loss: float
-    """Mean cross-entropy per target token of the step's batch, nats."""
+    """Mean cross-entropy per target token of the step's batch, nats; and the routers' loss, times its coefficient."""
     grad_norm: float
     """Global gradient norm before clipping."""
     lr: float
@@ -30,6 +30,8 @@ class StepMetrics:
     predicted_step_s: float
     emulated: bool = False
     """``step_s`` and ``tokens_per_s`` are emulated ones."""
+    router_loss: float | None = None
+    """Mean over the step's sequences, before the coefficient; None: the model has none."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class MetricsWriter:
         values = asdict(metrics)
         if not metrics.emulated:
             del values["emulated"]
+        if metrics.router_loss is None:
+            del values["router_loss"]
         self._write(values)
         if self._board is not None:
             self._board.step(metrics)
@@ -125,7 +129,9 @@ def _numbers(values: Mapping[str, Any], kind: type[StepMetrics] | type[Evaluatio
     for field in fields(kind):
         value = values.get(field.name, field.default)
         value = math.nan if value is None and field.type == "float" else value
-        allowed = {"float": (int, float), "int": (int,), "bool": (bool,)}[str(field.type)]
+        allowed = {"float": (int, float), "float | None": (int, float, type(None)), "int": (int,), "bool": (bool,)}[
+            str(field.type)
+        ]
         if type(value) not in allowed or (type(value) is int and abs(value) >= 2**63):
             return None
         found[field.name] = value

@@ -56,6 +56,8 @@ class Trackers:
             f"{speed}/tokens per second": line.tokens_per_s,
             f"{speed}/seconds per step": line.step_s,
         }
+        if line.router_loss is not None:
+            values["loss/routers"] = line.router_loss
         if line.predicted_step_s > 0:
             values[f"{speed}/seconds per step, predicted"] = line.predicted_step_s
         self._write(line.step, values)
