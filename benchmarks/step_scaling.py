@@ -273,8 +273,8 @@ def _measure(world: World, case: Case) -> Rank:
 def _stepped(
     trainer: Trainer, transport: Metered, case: Case, before: int, cost: ModelCost, predicted_s: float | None
 ) -> Rank:
-    executor, stage = trainer.executor, trainer.stage
-    assert executor is not None and stage is not None
+    executor, stage = trainer.executor, trainer.stages[0]
+    assert executor is not None
     computing, interpreting = _MeteredStage(stage).watch, Stopwatch()
     whole = Stopwatch()
     executor.whole_step = {op: _timed(perform, whole) for op, perform in executor.whole_step.items()}

@@ -68,25 +68,10 @@ class StepData:
         return MicroBatch(index, self.step, self.first_samples[index], self.divisor, positions, comparison, routed)
 
 
-class Executor:
-    """Runs the actions of one stage of one pipeline.
+class _StageLinks:
+    """One of the rank's stages, what it receives from its neighbours in the chain, and what it sends to them.
 
-    Args:
-        stage: this rank's share of the model.
-        place: where it stands in the plan.
-        pipeline: the pipeline it belongs to.
-        actions: this rank's list.
-        transport: how tensors reach the neighbours.
-        whole_step: what REDUCE and STEP do.
-        finished: is told each layer whose gradients are whole while the last backward still runs, the last layer first.
-        emulation: makes actions and messages of steps last as those of other devices.
-        wire: how tensors travel; None: as they are.
-
-    Attributes:
-        losses: shares of the loss of the running step's micro-batches (fp32 scalars), on the last stage.
-        current: the action that runs.
-        evaluated: micro-batches of held-out sequences so far.
-        began_s: when the latest step began (``time.perf_counter``); its events count from then.
+    Between two stages of one rank there is no box: what the one computes is at once the other's.
     """
 
     def __init__(
@@ -96,57 +81,136 @@ class Executor:
         pipeline: PipelinePlan,
         actions: Sequence[Action],
         transport: Transport,
+        emulation: Emulation | None,
+        wire: WireFormat,
+    ) -> None:
+        self.stage, self.wire = stage, wire
+        own = [action for action in actions if action.stage == place.index]
+        self.last_backward = next((a for a in reversed(own) if a.op in (Op.B, Op.W)), None)
+        self.inboxes: dict[Op, Inbox] = {}
+        self.outboxes: dict[Op, Outbox] = {}
+        self.evaluation_in: Inbox | None = None
+        self.evaluation_out: Outbox | None = None
+        paced = emulation.transport if emulation is not None else transport
+        # An emulated message takes its time whole: pieces would each wait for a link's latency.
+        piece = PIECE_BYTES if emulation is None else sys.maxsize
+        in_flight = max(flying for flying, _ in holdings(own))
+        depth = min(in_flight + 1, pipeline.micro_batches)  # one more than are held: a receive is always posted
+        ranks = [stage.ranks[0] for stage in pipeline.stages]
+        index, position, backend, dtype = place.index, place.position, stage.backend, wire.dtype
+        if position > 0 and (before := ranks[position - 1]) != ranks[position]:
+            self.inboxes[Op.RECV_F] = Inbox(paced, before, tag_of(index, _FORWARD), backend, dtype, depth, piece)
+            self.outboxes[Op.SEND_B] = Outbox(paced, before, tag_of(index - 1, _BACKWARD), backend, dtype, piece)
+            self.evaluation_in = Inbox(transport, before, tag_of(index, _EVALUATION), backend, dtype, 2)
+        if position + 1 < len(ranks) and (after := ranks[position + 1]) != ranks[position]:
+            self.inboxes[Op.RECV_B] = Inbox(paced, after, tag_of(index, _BACKWARD), backend, dtype, 2, piece)
+            self.outboxes[Op.SEND_F] = Outbox(paced, after, tag_of(index + 1, _FORWARD), backend, dtype, piece)
+            self.evaluation_out = Outbox(transport, after, tag_of(index + 1, _EVALUATION), backend, dtype)
+
+    def begin(self, data: StepData) -> None:
+        """Be ready for what may come early."""
+        if self.stage.routers is not None:
+            self.stage.routers.seen.clear()
+        for op, inbox in self.inboxes.items():
+            inbox.begin(self.packed_shapes(data, op))
+
+    def packed_shapes(self, data: StepData, op: Op) -> list[tuple[int, ...]]:
+        """Of what travels to ``op``, RECV_F or RECV_B, of each micro-batch."""
+        return [self.wire.packed_shape(self._shape(data, op, index)) for index in range(len(data.sizes))]
+
+    def unpacked(self, packed: torch.Tensor, data: StepData, op: Op, index: int) -> torch.Tensor:
+        """What has come to ``op``, RECV_F or RECV_B, of a micro-batch."""
+        return self.wire.unpacked(packed, self._shape(data, op, index))
+
+    def _shape(self, data: StepData, op: Op, index: int) -> tuple[int, ...]:
+        layer = (self.stage.first if op is Op.RECV_F else self.stage.last) - 1
+        return self.stage.chain.boundary(layer, data.sizes[index], data.length)
+
+    def packed(self, tensor: torch.Tensor, data: StepData, op: Op, index: int) -> torch.Tensor:
+        """What ``op``, SEND_F or SEND_B, sends of a micro-batch."""
+        return self.wire.packed(tensor, self._seeds(data, index) if op is Op.SEND_B else NEAREST)
+
+    def _seeds(self, data: StepData, index: int) -> Iterator[int]:
+        """By which the gradient of each sequence is rounded on its way to the stage before: functions of the sample alone."""
+        for sample in range(data.first_samples[index], data.first_samples[index] + data.sizes[index]):
+            yield seed_from(self.stage.seed, "wire", data.step, sample, self.stage.first - 1)
+
+    def release(self) -> None:
+        """The tensors that the last backward received may be overwritten.
+
+        Only once it is computed: the copies of whatever arrives from now on would else wait for it, also those of tensors whose
+        receives were posted long before.
+        """
+        for inbox in self.inboxes.values():  # the input is kept from forward to backward
+            inbox.release()
+
+
+class Executor:
+    """Runs the actions of a rank: those of its stages, all of one pipeline.
+
+    Args:
+        stages: this rank's share of the model, in chain order.
+        places: where they stand in the plan.
+        pipeline: the pipeline they belong to.
+        actions: this rank's list.
+        transport: how tensors reach the neighbours.
+        whole_step: what REDUCE and STEP do.
+        finished: is told each layer whose gradients are whole while its stage's last backward still runs, the last layer first.
+        emulation: makes actions and messages of steps last as those of other devices.
+        wire: how tensors travel; None: as they are.
+
+    Attributes:
+        losses: shares of the loss of the running step's micro-batches (fp32 scalars), on the last stage.
+        current: the action that runs.
+        evaluated: micro-batches of held-out sequences so far, of each stage.
+        began_s: when the latest step began (``time.perf_counter``); its events count from then.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        places: Sequence[Placement],
+        pipeline: PipelinePlan,
+        actions: Sequence[Action],
+        transport: Transport,
         whole_step: dict[Op, WholeStep],
         finished: Finished,
         emulation: Emulation | None = None,
         wire: WireFormat | None = None,
     ) -> None:
-        self.stage, self.place, self.actions = stage, place, tuple(actions)
-        self.whole_step, self.finished = whole_step, finished
-        self.wire = wire if wire is not None else WireFormat(stage.dtype)
+        self.actions, self.whole_step, self.finished = tuple(actions), whole_step, finished
         self.pace = emulation.pace if emulation is not None else None
-        position = place.position
-        self.rank = pipeline.stages[position].ranks[0]
+        self.rank = pipeline.stages[places[0].position].ranks[0]
         self.losses: list[torch.Tensor] = []
         self.current: Action | None = None
         self.evaluated = 0
         self.began_s = self._decided_s = 0.0
-        # A device may still compute when a forward or backward returns; what it sent and receives may be copied on beside. Waiting
-        # for it here, the time belongs to the action that took it. A pipeline of one stage has nothing to send: its device marks
-        # when it began and ended each action, and never runs out of work.
-        self._synchronises = len(pipeline.stages) > 1
-        self._marks = not self._synchronises and stage.backend.device != HOST
-        self._last_backward = next((a for a in reversed(self.actions) if a.op in (Op.B, Op.W)), None)
-        self._inputs: dict[tuple[Op, int], torch.Tensor] = {}
-        self._outputs: dict[tuple[Op, int], torch.Tensor] = {}
+        self._transport, self._backend = transport, stages[0].backend
+        wire = wire if wire is not None else WireFormat(stages[0].dtype)
+        self.stages = {
+            place.index: _StageLinks(stage, place, pipeline, self.actions, transport, emulation, wire)
+            for stage, place in zip(stages, places, strict=True)
+        }
+        """By number, in chain order."""
+        # A device may still compute when a forward or backward returns; what it sent and received may be copied on beside. Waiting
+        # for it here, the time belongs to the action that took it. A rank that alone is a pipeline has nothing to send: its device
+        # marks when it began and ended each action, and never runs out of work.
+        self._synchronises = any(own.inboxes for own in self.stages.values())
+        self._marks = not self._synchronises and self._backend.device != HOST
+        self._last_backwards = {own.last_backward for own in self.stages.values()}
+        self._inputs: dict[Action, torch.Tensor] = {}
+        """What RECV has received, or another stage of the rank has computed."""
+        self._outputs: dict[Action, torch.Tensor] = {}
+        """What SEND will send."""
         self._rows: list[slice] = []
         """Of each micro-batch within its pipeline's share of a batch."""
-        self._transport = transport
-        paced = emulation.transport if emulation is not None else transport
-        in_flight = max(flying for flying, _ in holdings(self.actions))
-        depth = min(in_flight + 1, pipeline.micro_batches)  # one more than are held: a receive is always posted
-        self.activations_in = self.activations_out = self.gradients_in = self.gradients_out = None
-        self.evaluation_in = self.evaluation_out = None
-        index, backend, dtype = place.index, stage.backend, self.wire.dtype
-        # An emulated message takes its time whole: pieces would each wait for a link's latency.
-        piece = PIECE_BYTES if emulation is None else sys.maxsize
-        if position > 0:
-            before = pipeline.stages[position - 1].ranks[0]
-            self.activations_in = Inbox(paced, before, tag_of(index, _FORWARD), backend, dtype, depth, piece)
-            self.gradients_out = Outbox(paced, before, tag_of(index - 1, _BACKWARD), backend, dtype, piece)
-            self.evaluation_in = Inbox(transport, before, tag_of(index, _EVALUATION), backend, dtype, 2)
-        if position + 1 < len(pipeline.stages):
-            after = pipeline.stages[position + 1].ranks[0]
-            self.gradients_in = Inbox(paced, after, tag_of(index, _BACKWARD), backend, dtype, 2, piece)
-            self.activations_out = Outbox(paced, after, tag_of(index + 1, _FORWARD), backend, dtype, piece)
-            self.evaluation_out = Outbox(transport, after, tag_of(index + 1, _EVALUATION), backend, dtype)
 
     def run(self, data: StepData) -> list[Event]:
         """Run one step and return what took place when."""
         self._begin(data)
         events: list[Event] = []
         marked: list[tuple[int, Mark, Mark]] = []
-        backend = self.stage.backend
+        backend = self._backend
         origin = backend.mark() if self._marks else None
         self.began_s = begin = time.perf_counter()
         for action in self.actions:
@@ -164,9 +228,9 @@ class Executor:
                     backend.finish_compute()
                     self._transport.idle = False
                 if action.op in (Op.B, Op.I):
-                    self._release()
+                    self.stages[action.stage].release()
                 if self.pace is not None:
-                    self.pace.hold(action, start, self.finished if action is self._last_backward else None)
+                    self.pace.hold(action, start, self.finished if action in self._last_backwards else None)
             if first is not None:
                 marked.append((len(events), first, backend.mark()))
             events.append(self._event(data.step, action, start - begin, time.perf_counter() - begin, moved))
@@ -181,14 +245,12 @@ class Executor:
 
     def _event(self, step: int, action: Action, start_s: float, end_s: float, moved: int) -> Event:
         if action.op in (Op.RECV_F, Op.RECV_B):
-            inbox = self.activations_in if action.op is Op.RECV_F else self.gradients_in
-            assert inbox is not None
+            inbox = self.stages[action.stage].inboxes[action.op]
             arrived_s = inbox.arrived_s - self.began_s if inbox.arrived_s is not None else None
             return MeasuredEvent(self.rank, step, action, start_s, end_s, moved, inbox.copied_s, arrived_s)
         if action.op in (Op.SEND_F, Op.SEND_B):
-            outbox = self.activations_out if action.op is Op.SEND_F else self.gradients_out
-            assert outbox is not None
-            return MeasuredEvent(self.rank, step, action, start_s, end_s, moved, outbox.copied_s)
+            copied_s = self.stages[action.stage].outboxes[action.op].copied_s
+            return MeasuredEvent(self.rank, step, action, start_s, end_s, moved, copied_s)
         return Event(self.rank, step, action, start_s, end_s, moved)
 
     def step_begins(self) -> float:
@@ -197,122 +259,116 @@ class Executor:
         return self._decided_s
 
     def flush(self) -> None:
-        """Return when everything this stage sent has left: collective calls may follow."""
-        for outbox in (self.activations_out, self.gradients_out):
-            if outbox is not None:
+        """Return when everything this rank sent has left: collective calls may follow."""
+        for own in self.stages.values():
+            for outbox in own.outboxes.values():
                 outbox.flush()
 
     def evaluate(self, data: StepData) -> list[torch.Tensor]:
-        """Forward of batches through the pipeline: what ``Stage.evaluate`` returns of each on the last stage, else nothing."""
+        """Forward of batches through the pipeline: what ``Stage.evaluate`` returns of each on the last stage, else nothing.
+
+        All batches pass one stage of the rank, then all the next one: no rank waits for what waits for itself.
+        """
+        for own in self.stages.values():
+            if own.evaluation_in is not None:
+                own.evaluation_in.begin(own.packed_shapes(data, Op.RECV_F))
         found: list[torch.Tensor] = []
-        if self.evaluation_in is not None:
-            self.evaluation_in.begin(self._packed_shapes(data, self.stage.first - 1))
+        for own in self.stages.values():
+            found = self._evaluated(own, data, found)
+        for own in self.stages.values():
+            if own.evaluation_out is not None:
+                own.evaluation_out.flush()
+        return found
+
+    def _evaluated(self, own: _StageLinks, data: StepData, before: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What a stage makes of all batches, unless that is sent on. ``before``: what the rank's stage before it has made."""
+        found: list[torch.Tensor] = []
+        stage = own.stage
         for index, rows in enumerate(_consecutive(data.sizes)):
-            if self.evaluation_in is not None:
-                x = self._unpacked(self.evaluation_in.take(), data, self.stage.first - 1, index)
+            if own.evaluation_in is not None:
+                x = own.unpacked(own.evaluation_in.take(), data, Op.RECV_F, index)
             else:
-                assert data.tokens is not None
-                x = data.tokens[rows]
+                x = _tokens(data)[rows] if stage.is_first else before[index]
             part = data.micro_batch(index, rows)
-            targets = None if data.targets is None else data.targets[rows]
-            y = self.stage.evaluate(x, targets, part.positions, part.comparison, part.routed)
+            targets = data.targets[rows] if stage.is_last and data.targets is not None else None
+            y = stage.evaluate(x, targets, part.positions, part.comparison, part.routed)
             self.evaluated += 1
-            if self.evaluation_in is not None:
-                self.evaluation_in.release()
-            if self.evaluation_out is not None:
-                self.evaluation_out.put(self.wire.packed(y))
+            if own.evaluation_in is not None:
+                own.evaluation_in.release()
+            if own.evaluation_out is not None:
+                own.evaluation_out.put(own.packed(y, data, Op.SEND_F, index))
             else:
                 found.append(y)
-        if self.evaluation_out is not None:
-            self.evaluation_out.flush()
         return found
 
     def _begin(self, data: StepData) -> None:
         self.losses = []
-        if self.stage.routers is not None:
-            self.stage.routers.seen.clear()
         self._rows = _consecutive(data.sizes)
-        for inbox, layer in ((self.activations_in, self.stage.first - 1), (self.gradients_in, self.stage.last - 1)):
-            if inbox is not None:
-                inbox.begin(self._packed_shapes(data, layer))
-
-    def _packed_shapes(self, data: StepData, layer: int) -> list[tuple[int, ...]]:
-        """Of what travels of the tensors that follow ``layer``, and of their gradients."""
-        boundary = self.stage.chain.boundary
-        return [self.wire.packed_shape(boundary(layer, size, data.length)) for size in data.sizes]
-
-    def _unpacked(self, packed: torch.Tensor, data: StepData, layer: int, index: int) -> torch.Tensor:
-        """What has come of a micro-batch's tensor that follows ``layer``, or of its gradient."""
-        return self.wire.unpacked(packed, self.stage.chain.boundary(layer, data.sizes[index], data.length))
-
-    def _seeds(self, data: StepData, index: int) -> Iterator[int]:
-        """By which the gradient of each sequence is rounded on its way to the stage before: functions of the sample alone."""
-        for sample in range(data.first_samples[index], data.first_samples[index] + data.sizes[index]):
-            yield seed_from(self.stage.seed, "wire", data.step, sample, self.stage.first - 1)
+        for own in self.stages.values():
+            own.begin(data)
 
     def _perform(self, action: Action, data: StepData) -> int:
         """One action of one micro-batch; returns the bytes sent or received."""
-        op, index = action.op, action.micro_batch
-        assert index is not None
+        op, own = action.op, self.stages[action.stage]
         if op is Op.F:
-            self._forward(index, data)
+            self._forward(action, own.stage, data)
         elif op in (Op.B, Op.I):
-            self._backward(action, data.loss_scale)
+            self._backward(action, own.stage, data.loss_scale)
         elif op is Op.W:
-            self.stage.backward_weights(index, self._listener(action))
+            own.stage.backward_weights(_index(action), self._listener(action))
         elif op in (Op.RECV_F, Op.RECV_B):
-            forward = op is Op.RECV_F
-            inbox, layer = (self.activations_in, self.stage.first) if forward else (self.gradients_in, self.stage.last)
-            assert inbox is not None
-            tensor = inbox.take()
-            self._inputs[op, index] = self._unpacked(tensor, data, layer - 1, index)
+            tensor = own.inboxes[op].take()
+            self._inputs[action] = own.unpacked(tensor, data, op, _index(action))
             return int(tensor.nbytes)
         else:
-            outbox = self.activations_out if op is Op.SEND_F else self.gradients_out
-            assert outbox is not None
-            seeds = self._seeds(data, index) if op is Op.SEND_B else NEAREST
-            return outbox.put(self.wire.packed(self._outputs.pop((op, index)), seeds))
+            return own.outboxes[op].put(own.packed(self._outputs.pop(action), data, op, _index(action)))
         return 0
 
-    def _forward(self, index: int, data: StepData) -> None:
+    def _forward(self, action: Action, stage: Stage, data: StepData) -> None:
+        index, number = _index(action), action.stage
         rows = self._rows[index]
-        x = self._inputs.pop((Op.RECV_F, index)) if data.tokens is None else data.tokens[rows]
-        targets = None if data.targets is None else data.targets[rows]
-        y = self.stage.forward(data.micro_batch(index, rows), x, targets)
-        if self.stage.is_last:
+        x = _tokens(data)[rows] if stage.is_first else self._inputs.pop(Action(Op.RECV_F, number, index))
+        targets = data.targets[rows] if stage.is_last and data.targets is not None else None
+        y = stage.forward(data.micro_batch(index, rows), x, targets)
+        if stage.is_last:
             self.losses.append(y)
         else:
-            self._outputs[Op.SEND_F, index] = y
+            self._hand_on(Action(Op.SEND_F, number, index), Action(Op.RECV_F, number + 1, index), y)
 
-    def _backward(self, action: Action, loss_scale: float) -> None:
+    def _backward(self, action: Action, stage: Stage, loss_scale: float) -> None:
         """B or I."""
-        index = action.micro_batch
-        assert index is not None
-        dy = self._inputs.pop((Op.RECV_B, index), None)
-        if self.stage.is_last and loss_scale != 1.0:
-            dy = torch.full(
-                (), loss_scale, device=self.stage.backend.device
-            )  # made there: a copy would wait for the device
+        index, number = _index(action), action.stage
+        dy = None if stage.is_last else self._inputs.pop(Action(Op.RECV_B, number, index))
+        if stage.is_last and loss_scale != 1.0:
+            # Made there: a copy would wait for the device.
+            dy = torch.full((), loss_scale, device=self._backend.device)
         if action.op is Op.I:
-            dx = self.stage.backward_input(index, dy)
+            dx = stage.backward_input(index, dy)
         else:
-            dx = self.stage.backward(index, dy, self._listener(action))
+            dx = stage.backward(index, dy, self._listener(action))
         if dx is not None:
-            self._outputs[Op.SEND_B, index] = dx
+            self._hand_on(Action(Op.SEND_B, number, index), Action(Op.RECV_B, number - 1, index), dx)
 
-    def _release(self) -> None:
-        """The tensors that the last backward received may be overwritten.
-
-        Only once it is computed: the copies of whatever arrives from now on would else wait for it, also those of tensors whose
-        receives were posted long before.
-        """
-        for inbox in (self.gradients_in, self.activations_in):  # the input is kept from forward to backward
-            if inbox is not None:
-                inbox.release()
+    def _hand_on(self, send: Action, receive: Action, tensor: torch.Tensor) -> None:
+        """To ``send``; or, where the next stage is this rank's too, as if ``receive`` had brought it."""
+        if send.op in self.stages[send.stage].outboxes:
+            self._outputs[send] = tensor
+        else:
+            self._inputs[receive] = tensor
 
     def _listener(self, action: Action) -> Finished | None:
         """Who hears of finished layers. In an emulation the pace says when they count as finished."""
-        return self.finished if action is self._last_backward and self.pace is None else None
+        return self.finished if action in self._last_backwards and self.pace is None else None
+
+
+def _index(action: Action) -> int:
+    assert action.micro_batch is not None
+    return action.micro_batch
+
+
+def _tokens(data: StepData) -> torch.Tensor:
+    assert data.tokens is not None
+    return data.tokens
 
 
 def _consecutive(sizes: Sequence[int]) -> list[slice]:

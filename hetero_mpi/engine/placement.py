@@ -16,21 +16,19 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a rank stands in a plan."""
+    """Where a stage of a rank stands in a plan."""
 
     index: int
-    """Number of its stage among all stages."""
+    """Its number among all stages."""
     pipeline: int
     position: int
-    """Index of the stage within its pipeline."""
+    """Its index within its pipeline."""
 
 
-def place_of(rank: int, plan: Plan) -> Placement | None:
-    """The rank's place, or None where the plan leaves it idle."""
-    for index, (_, pipeline, stage) in enumerate(stages(plan)):
-        if rank in stage.ranks:
-            return Placement(index, pipeline, plan.pipelines[pipeline].stages.index(stage))
-    return None
+def places_of(rank: int, plan: Plan) -> tuple[Placement, ...]:
+    """Of the rank's stages, which are of one pipeline, in chain order; none where the plan leaves it idle."""
+    numbered = [stages(plan)[number] for number in plan.of_rank(rank)]
+    return tuple(Placement(number, of, plan.pipelines[of].stages.index(stage)) for number, of, stage in numbered)
 
 
 def active_ranks(plan: Plan) -> list[int]:

@@ -18,12 +18,13 @@ from hetero_mpi.device.backend import DTYPES, Backend
 from hetero_mpi.emulation.pace import Emulation
 from hetero_mpi.engine.executor import Executor, StepData
 from hetero_mpi.engine.out_of_memory import memory_explained
-from hetero_mpi.engine.placement import evaluation_shares, parameter_owners, place_of, slots, training_share
+from hetero_mpi.engine.placement import Placement, evaluation_shares, parameter_owners, places_of, slots, training_share
 from hetero_mpi.engine.sharded_update import ShardedUpdate, SharedLayers, shared_layers
 from hetero_mpi.engine.tied import TiedEnds, TiedMatrix
 from hetero_mpi.engine.wire import format_of
 from hetero_mpi.job.load import TrainTable
 from hetero_mpi.model.frozen_weight_cache import Kept
+from hetero_mpi.model.held_layers import HeldLayers, HeldStages, Shared
 from hetero_mpi.model.layer.interface import LayerChain, as_input
 from hetero_mpi.model.layer.preference import Comparison, Method
 from hetero_mpi.model.layer.router_loss import Routed
@@ -55,10 +56,12 @@ class StepResult:
 
 
 class Trainer:
-    """A rank's share of a run. Ranks without a stage (rank 0 may be one) have no ``stage`` and only follow the collectives.
+    """A rank's share of a run. Ranks without a stage (rank 0 may be one) hold nothing and only follow the collectives.
 
     Attributes:
-        stage, optimizer: this rank's share of the model; None without a stage.
+        places, stages: of this rank, in chain order.
+        pipeline: to which they belong; None without a stage.
+        held, optimizer: this rank's share of the model, all stages together; None without a stage.
         latest: the last step's result; None before the first.
         loss_scale: fp16's; every step decision changes it.
         owner: trained parameter -> the rank that has its master and moments, counts its norm, steps it, and saves it.
@@ -82,7 +85,7 @@ class Trainer:
         memory: RankMemory | None = None,
         stream_folder: Path | None = None,
     ) -> None:
-        """Build this rank's stage. Local: ranks need not come here together.
+        """Build this rank's stages. Local: ranks need not come here together.
 
         Args:
             rank: this rank's number in the plan.
@@ -105,14 +108,16 @@ class Trainer:
         self.decider = StepDecider(
             list(tuning.trainable), train.clip_norm, sum(micro_batches), chain.routers is not None
         )
-        self.place = place_of(rank, plan)
+        self.places = places_of(rank, plan)
+        self.pipeline = self.places[0].pipeline if self.places else None
         self.preference: Method | None = None if train.preference == "none" else train.preference
         self.preference_beta = train.preference_beta
         self.dtype = DTYPES[train.dtype]
         self.loss_scale = loss_scale or LossScale.of(self.dtype)
         self.owner = parameter_owners(tuning, plan)
         self.latest: StepResult | None = None
-        self.stage: Stage | None = None
+        self.stages: list[Stage] = []
+        self.held: HeldLayers | None = None
         self.optimizer: Optimizer | None = None
         self.executor: Executor | None = None
         self.tied: TiedMatrix | None = None
@@ -121,35 +126,40 @@ class Trainer:
         self._asked: Callable[[], bool] = lambda: False
         self._along = _NOTHING
         self._decided: StepResult | None = None
-        if self.place is not None:
-            with memory_explained(lambda: "loading its stage", memory, backend):
+        if self.places:
+            with memory_explained(lambda: "loading its layers", memory, backend):
                 shared = shared_layers(plan, schedule, tuning)
-                self.stage = self._stage(shared, train, start, kept, stream_folder)
-                self._build(self.stage, shared, schedule, train)
+                own = {layer: self._owned(layer, ranks) for layer, ranks in shared.items() if rank in ranks}
+                for place in self.places:
+                    self.stages.append(self._stage(place, own, train, start, kept, stream_folder))
+                self.held = self.stages[0] if len(self.stages) == 1 else HeldStages(self.stages)
+                self._build(self.held, shared, schedule, train)
 
     def _stage(
         self,
-        holders: SharedLayers,
+        place: Placement,
+        shared: Shared,
         train: TrainTable,
         start: Start | None,
         kept: Kept | None,
         folder: Path | None,
     ) -> Stage:
-        assert self.place is not None
-        pipeline = self.plan.pipelines[self.place.pipeline]
-        own = pipeline.stages[self.place.position]
+        pipeline, tied = self.plan.pipelines[place.pipeline], self.chain.tied
+        own = pipeline.stages[place.position]
         given = self.chain, own.first, own.last, self.backend, train.dtype, start, train.seed, self.tuning
-        shared = {layer: self._owned(layer, ranks) for layer, ranks in holders.items() if self.rank in ranks}
+        shared = {layer: owned for layer, owned in shared.items() if own.first <= layer < own.last}
         foreign = {name for name, rank in self.owner.items() if rank != self.rank}
         if own.streamed:
             return StreamedStage(*given, kept, own.slice_sequences, folder, shared, foreign)
-        split = pipeline.split_backward and self.place.position > 0
-        return Stage(*given, own.recompute, split, kept, own.slice_sequences, shared, foreign)
+        split, embedding = pipeline.split_backward and place.position > 0, None
+        if tied is not None and self.stages and self.stages[0].is_first and own.last == self.chain.layer_count:
+            embedding = self.stages[0].model_parameter(tied[1])
+        return Stage(*given, own.recompute, split, kept, own.slice_sequences, shared, foreign, embedding)
 
-    def _build(self, stage: Stage, shared: SharedLayers, schedule: Schedule, train: TrainTable) -> None:
-        assert self.place is not None
-        pipeline = self.plan.pipelines[self.place.pipeline]
-        self.optimizer = Optimizer(stage, train)
+    def _build(self, held: HeldLayers, shared: SharedLayers, schedule: Schedule, train: TrainTable) -> None:
+        assert self.pipeline is not None
+        pipeline = self.plan.pipelines[self.pipeline]
+        self.optimizer = Optimizer(held, train)
         ends = pipeline.stages[0].ranks[0], pipeline.stages[-1].ranks[0]
         pace = self.emulation.pace if self.emulation is not None else None
         if self.chain.tied is not None and self.tuning.full and self.rank in ends:
@@ -159,8 +169,8 @@ class Trainer:
             self.rank, self.plan.layers - 1, shared, self.tied, self.optimizer, self.end_transport, pace
         )
         self.executor = Executor(
-            stage,
-            self.place,
+            self.stages,
+            self.places,
             pipeline,
             schedule[self.rank],
             self.transport,
@@ -196,12 +206,12 @@ class Trainer:
         """
         self._fits(batch)
         self._step, self._asked, self._along = step, asked, along
-        if self.executor is None or self.optimizer is None or self.place is None:
+        if self.executor is None or self.optimizer is None or self.pipeline is None:
             self.latest = self._decide({}, {})
             return self.latest
         if self.emulation is not None:
             self.emulation.pace.begin_step(step)
-        share = training_share(self.plan, self.place.pipeline, batch)
+        share = training_share(self.plan, self.pipeline, batch)
         self.update.begin()
         data = self._data(step, share.batch, share.sizes, share.first_samples, self.preference)
         data = replace(data, routed=self._routed(share.batch, batch, 1))
@@ -219,8 +229,8 @@ class Trainer:
         shares = evaluation_shares(self.plan, len(held_out.tokens))
         losses = np.zeros(sum(len(sizes) for _, sizes in shares))
         own = self._evaluated(held_out, shares, self.preference)
-        if self.place is not None:
-            begin = slots([len(sizes) for _, sizes in shares])[self.place.pipeline]
+        if self.pipeline is not None:
+            begin = slots([len(sizes) for _, sizes in shares])[self.pipeline]
             losses[begin : begin + len(own)] = [float(loss) for loss in own]
         return added(self.world.all_reduce_sum(losses))
 
@@ -241,8 +251,8 @@ class Trainer:
         shares = evaluation_shares(self.plan, len(batch.tokens))
         found = np.zeros(batch.pairs.reference.shape)
         own = self._evaluated(batch, shares, "margins")
-        if self.place is not None and own:
-            first, sizes = shares[self.place.pipeline]
+        if self.pipeline is not None and own:
+            first, sizes = shares[self.pipeline]
             found[first : first + sum(sizes)] = torch.cat(own).cpu().double().numpy()
         return self.world.all_reduce_sum(found.ravel()).reshape(found.shape)
 
@@ -250,9 +260,9 @@ class Trainer:
         self, batch: Batch, shares: Sequence[tuple[int, tuple[int, ...]]], method: Method | None
     ) -> list[torch.Tensor]:
         """What the last stage of the rank's pipeline has evaluated of each micro-batch; else nothing."""
-        if self.executor is None or self.place is None:
+        if self.executor is None or self.pipeline is None:
             return []
-        first, sizes = shares[self.place.pipeline]
+        first, sizes = shares[self.pipeline]
         rows = batch.rows(range(first, first + sum(sizes)))
         with memory_explained(lambda: "evaluation", self._memory, self.backend):
             data = self._data(0, rows, sizes, (0,) * len(sizes), method)
@@ -277,21 +287,21 @@ class Trainer:
 
     def compute_parameter(self, name: str) -> torch.Tensor:
         """A parameter that this rank owns in the compute dtype, or a constant in fp32, in host memory."""
-        assert self.stage is not None
+        assert self.held is not None
         if name in self.tuning.constants:
             return self._constant(name)
-        return self.backend.to_host(self.stage.parameters[name].to(self.dtype))
+        return self.backend.to_host(self.held.parameters[name].to(self.dtype))
 
     def set_parameter(self, name: str, value: torch.Tensor) -> None:
         """Overwrite a parameter (and what it is rounded to) or a constant from an fp32 host tensor."""
-        assert self.optimizer is not None and self.stage is not None
+        assert self.optimizer is not None and self.held is not None
         with torch.no_grad():
             if name in self.tuning.constants:
-                self.stage.storage_of(self.stage.model.get_parameter(name)).copy_(value)
+                self.held.storage_of(self.held.model_parameter(name)).copy_(value)
                 return
             if name in self.optimizer.targets:
                 self.optimizer.targets[name].copy_(value)
-            self.stage.overwrite({name: self.optimizer.targets.get(name, value)})
+            self.held.overwrite({name: self.optimizer.targets.get(name, value)})
 
     def share_tied_weight(self) -> None:
         """Bring the embedding's values to the head's copy of a tied matrix, within each pipeline. Called by every active rank."""
@@ -299,8 +309,8 @@ class Trainer:
             self.update.share_tied_weight()
 
     def _constant(self, name: str) -> torch.Tensor:
-        assert self.stage is not None
-        return self.backend.to_host(self.stage.model.get_parameter(name).float())
+        assert self.held is not None
+        return self.backend.to_host(self.held.model_parameter(name).float())
 
     def _fits(self, batch: Batch) -> None:
         rows, length = len(batch.tokens), self.chain.length(batch.tokens)
@@ -316,13 +326,13 @@ class Trainer:
         first_samples: tuple[int, ...],
         method: Method | None,
     ) -> StepData:
-        assert self.stage is not None
         pairs, comparison = batch.pairs, None
+        first, last = self.stages[0].is_first, self.stages[-1].is_last
 
         def place(array: NDArray[Any]) -> torch.Tensor:
             return as_input(array).to(self.backend.device)
 
-        if pairs is not None and method is not None and self.stage.is_last:
+        if pairs is not None and method is not None and last:
             answers, reference = place(pairs.answers), place(pairs.reference)
             weight = pairs.likelihood_weight
             comparison = Comparison(method, self.preference_beta, answers, reference, weight)
@@ -331,8 +341,8 @@ class Trainer:
             sizes,
             first_samples,
             self.chain.length(batch.tokens),
-            place(batch.tokens) if self.stage.is_first else None,
-            place(batch.targets) if self.stage.is_last else None,
+            place(batch.tokens) if first else None,
+            place(batch.targets) if last else None,
             None if batch.positions is None else place(batch.positions),
             batch.divisor,
             self.loss_scale.value,
@@ -356,13 +366,13 @@ class Trainer:
         self.update.reduce(action.layer)
 
     def _finish_step(self, action: Action) -> None:
-        assert self.executor is not None and self.optimizer is not None and self.place is not None
+        assert self.executor is not None and self.optimizer is not None and self.pipeline is not None
         self.update.end()
         self.executor.flush()
-        first = self._loss_slots[self.place.pipeline]
+        first = self._loss_slots[self.pipeline]
         shares = torch.stack(self.executor.losses).tolist() if self.executor.losses else []
         losses = {first + index: loss for index, loss in enumerate(shares)}
-        routers = self.executor.stage.routers
+        routers = self.stages[-1].routers
         for (index, _), share in sorted(routers.seen.items() if routers is not None else ()):
             place = self.decider.micro_batches + first + index
             losses[place] = losses.get(place, 0.0) + float(share)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from hetero_mpi.model.held_layers import HeldLayers
 from hetero_mpi.model.layer.flat_layout import flat_layout
-from hetero_mpi.model.stage import Stage
 
 
 class FlatGradients:
     """A layer's fp32 gradients, one after the other with a few zeros between them, in the same memory for good.
 
-    The buffer has a part for each holder, of the parameters that this one owns (``Stage.shared``); the layout is the same wherever
-    the layer is held. Between two steps a part takes new values of its parameters, in their dtype.
+    The buffer has a part for each holder, of the parameters that this one owns (``HeldLayers.shared``); the layout is the same
+    wherever the layer is held. Between two steps a part takes new values of its parameters, in their dtype.
 
     Attributes:
         gradients: (n,), where the stage keeps its state.
@@ -21,7 +21,7 @@ class FlatGradients:
         values: what of them new values take, in fp32 numbers.
     """
 
-    def __init__(self, stage: Stage, layer: int) -> None:
+    def __init__(self, stage: HeldLayers, layer: int) -> None:
         self._stage = stage
         owned = stage.shared[layer]
         names = [name for of_part in owned for name in of_part]

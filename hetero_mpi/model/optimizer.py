@@ -1,4 +1,4 @@
-"""AdamW over a stage's own parameters, with fp32 gradients and one global decision per step.
+"""AdamW over a rank's own parameters, with fp32 gradients and one global decision per step.
 
 Everything that decides (order of additions in the global norm, learning rate, which parameters decay) is a function of names
 and of the global step, so the result does not depend on the partition.
@@ -16,7 +16,7 @@ import torch
 from hetero_mpi.job.load import TrainTable
 from hetero_mpi.model.adamw import AdamW
 from hetero_mpi.model.flat_gradients import FlatGradients
-from hetero_mpi.model.stage import Stage
+from hetero_mpi.model.held_layers import HeldLayers
 
 _BLOCK, _SHORT = 1024, 4096
 """Squares added in fp32 at a time, and how many numbers are left to fp64 at most."""
@@ -49,7 +49,7 @@ class LearningRate:
 
 
 class Optimizer:
-    """The optimizer of one rank, of the parameters that it owns: all that its stage trains, but for ``stage.foreign``.
+    """The optimizer of one rank, of the parameters that it owns: all that its stages train, but for ``stage.foreign``.
 
     In fp32 the parameters themselves are optimised. In a narrower dtype gradients are added up in fp32 as soon as autograd has
     them, AdamW steps the fp32 masters, and the parameters are rounded from these. Where the stage keeps its parameters in host
@@ -60,7 +60,7 @@ class Optimizer:
         flat: layer -> its gradients, where several ranks hold it.
     """
 
-    def __init__(self, stage: Stage, train: TrainTable) -> None:
+    def __init__(self, stage: HeldLayers, train: TrainTable) -> None:
         self.stage, self.train = stage, train
         self.targets: dict[str, torch.nn.Parameter] = {}
         self._added: dict[str, torch.nn.Parameter | SimpleNamespace] = {}
@@ -167,7 +167,7 @@ def _short(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _accumulate_in_fp32(
-    stage: Stage, parameter: torch.nn.Parameter, holder: torch.nn.Parameter | SimpleNamespace
+    stage: HeldLayers, parameter: torch.nn.Parameter, holder: torch.nn.Parameter | SimpleNamespace
 ) -> None:
     """Add every gradient of ``parameter`` to ``holder.grad`` (fp32) and free it at once."""
 
@@ -177,14 +177,7 @@ def _accumulate_in_fp32(
         else:
             holder.grad.add_(gradient)
 
-    def take(p: torch.Tensor) -> None:
-        assert p.grad is not None
-        add(p.grad)
-        p.grad = None
-
-    parameter.register_post_accumulate_grad_hook(take)
-    if stage.deferred is not None:
-        stage.deferred.adders[parameter] = add
+    stage.take_gradients(parameter, add)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ Layers keep their global indices, so parameter names are the whole model's every
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from transformers.integrations import sdpa_attention
 from hetero_mpi.device.backend import DTYPES, Backend, return_freed_memory
 from hetero_mpi.model.adapter import adapter_parameters, inject
 from hetero_mpi.model.frozen_weight_cache import Kept, frozen_layers, take_over
+from hetero_mpi.model.held_layers import HeldLayers, Shared
 from hetero_mpi.model.layer.gradient_ready import Beginnings, Finished, GradientReadyHooks
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.interface import PassThrough as PassThrough
@@ -69,8 +70,6 @@ class MicroBatch:
 
 
 Slices = list[tuple[MicroBatch, slice]]
-Shared = Mapping[int, Sequence[Sequence[str]]]
-"""Layer -> the names of the trained parameters that each of its holders owns."""
 
 
 @dataclass(frozen=True)
@@ -85,18 +84,10 @@ class _Kept:
     beginnings: dict[int, Node]
 
 
-class Stage:
-    """A rank's share of the model.
+class Stage(HeldLayers):
+    """One stage: ``HeldLayers`` that compute.
 
     Attributes:
-        parameters: name -> parameter this rank trains, in the model's order (compute dtype, on the device).
-        masters: name -> fp32 copy of each parameter that this rank owns where the compute dtype is narrower, or ``state_device``
-            another; else empty.
-        tied_head: the head's own copy of a tied embedding matrix, or None. It is never optimised here: its gradient is
-            added to the embedding's and the new values come back.
-        offloaded: gradients in host memory, of a stage whose device has another; else None.
-        shared: layers that several ranks hold -> the names of the trained parameters that each of them owns.
-        foreign: trained parameters that other ranks own.
         deferred: what the second part of a split backward still needs; None where backward comes in one part.
         routers: this stage's part of the routers' loss; None where the model has none.
     """
@@ -117,6 +108,7 @@ class Stage:
         slice_sequences: int | None = None,
         shared: Shared | None = None,
         foreign: Collection[str] = (),
+        embedding: nn.Parameter | None = None,
     ) -> None:
         """Build own layers only.
 
@@ -130,6 +122,7 @@ class Stage:
             slice_sequences: a micro-batch is computed in slices of so many sequences, one after the other; None: at once.
             shared: layers that several ranks hold -> the names of the trained parameters that each of them owns.
             foreign: of these, what other ranks own: it has no masters here.
+            embedding: that of a tied model, where another stage of this rank holds it: the head shares its values.
 
         :raises UserError: the model's files do not fit its configuration.
         """
@@ -140,7 +133,7 @@ class Stage:
         self.masters: dict[str, torch.Tensor] = {}
         self.tied_head: nn.Parameter | None = None
         self.model: Any = chain.frame()
-        self._materialize(start, kept or {})
+        self._materialize(start, kept or {}, embedding)
         chain.restore_buffers(self.model, backend.device)
         if not backend.shares_keys(self.dtype):
             _repeat_shared_keys()
@@ -264,19 +257,9 @@ class Stage:
             report.down_to(self.first)
         return joined(dxs) if dxs else None
 
-    def storage_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The memory in which a parameter of the stage is kept: whoever changes it writes there."""
-        return parameter.data
-
-    def overwrite(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Round trained parameters from these, by name."""
-        pairs = [(self.storage_of(self.parameters[name]), value) for name, value in values.items()]
-        pairs = [(own, value) for own, value in pairs if own.data_ptr() != value.data_ptr()]
-        if pairs:
-            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
-
-    def gradients_gone(self) -> None:
-        """A step has ended, and its gradients are no more."""
+    def model_parameter(self, name: str) -> nn.Parameter:
+        parameter: nn.Parameter = self.model.get_parameter(name)
+        return parameter
 
     def forget(self) -> None:
         """Drop what forwards kept for backwards that will not come."""
@@ -342,16 +325,24 @@ class Stage:
         return arguments, {**keywords, "hidden_states": self._input}
 
     def before_each_layer(self, call: Callable[[int], None]) -> None:
-        """``call`` a function with a layer before its trained parameters are read."""
         self._before_layer = call
 
+    def take_gradients(self, parameter: nn.Parameter, add: Callable[[torch.Tensor], None]) -> None:
+        def take(p: torch.Tensor) -> None:
+            assert p.grad is not None
+            add(p.grad)
+            p.grad = None
+
+        parameter.register_post_accumulate_grad_hook(take)
+        if self.deferred is not None:
+            self.deferred.adders[parameter] = add
+
     def frozen_layers(self, layers: Iterable[int]) -> Kept:
-        """The frozen weights of those of ``layers`` that the stage holds; nothing where all weights are trained."""
         if self.tuning.full:
             return {}
         return frozen_layers(self.chain, self.model, [layer for layer in layers if self.first <= layer < self.last])
 
-    def _materialize(self, start: Start | None, kept: Kept) -> None:
+    def _materialize(self, start: Start | None, kept: Kept, embedding: nn.Parameter | None) -> None:
         chain, model = self.chain, self.model
         own = range(self.first, self.last)
         needs_tied_copy = chain.tied is not None and self.is_last
@@ -360,10 +351,10 @@ class Stage:
                 take_over(model, kept[layer])
                 self._placed(layer)
                 continue
-            if layer in own or (layer == 0 and needs_tied_copy):
+            if layer in own or (layer == 0 and needs_tied_copy and embedding is None):
                 self._fill(start, layer)
             if layer == 0 and needs_tied_copy:
-                self._tie()
+                self._tie(embedding)
             if layer in own:
                 self._place(layer)
                 self._placed(layer)
@@ -378,8 +369,8 @@ class Stage:
         else:
             self.chain.vacate(self.model, layer)
 
-    def _tie(self) -> None:
-        """Give the head its own Parameter over the embedding's values.
+    def _tie(self, other: nn.Parameter | None) -> None:
+        """Give the head its own Parameter over the embedding's values. ``other``: the embedding, where another stage has it.
 
         Two parameters even on one rank, so that the order of additions in the summed gradient (embedding's + head's) is the
         same for every partition.
@@ -387,8 +378,8 @@ class Stage:
         assert self.chain.tied is not None
         head, embedding = self.chain.tied
         module, _, attribute = head.rpartition(".")
-        weight = self.model.get_parameter(embedding).detach()
-        weight = weight if self.is_first else weight.to(self.state_device, self.dtype)
+        weight = (self.model.get_parameter(embedding) if other is None else other).detach()
+        weight = weight if self.is_first or other is not None else weight.to(self.state_device, self.dtype)
         self.tied_head = nn.Parameter(weight, requires_grad=self.tuning.full)
         setattr(self.model.get_submodule(module), attribute, self.tied_head)
 

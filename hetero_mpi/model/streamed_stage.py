@@ -20,12 +20,13 @@ from torch import nn
 
 from hetero_mpi.device.backend import HOST, Backend, return_freed_memory
 from hetero_mpi.model.frozen_weight_cache import Kept
+from hetero_mpi.model.held_layers import Shared
 from hetero_mpi.model.host_weights import HostLayer, HostWeights
 from hetero_mpi.model.layer.gradient_ready import Finished, GradientReadyHooks
 from hetero_mpi.model.layer.interface import LayerChain, PassThrough
 from hetero_mpi.model.layer.quantize import unpack_experts
 from hetero_mpi.model.offloaded_gradients import OffloadedGradients
-from hetero_mpi.model.stage import MicroBatch, Shared, Slices, Stage, joined, parts
+from hetero_mpi.model.stage import MicroBatch, Slices, Stage, joined, parts
 from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.model.tuning import Tuning
 

@@ -15,6 +15,7 @@ import torch
 
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.emulation.pace import Emulation
+from hetero_mpi.engine.placement import Placement
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.model.adamw import AdamW
 from hetero_mpi.model.stage import MicroBatch, Stage
@@ -59,11 +60,12 @@ def check_emulated_times(trainer: Trainer, world: World, emulation: Emulation, p
     Raises:
         UserError: the arithmetic takes too long; says by how much, and which ``time_scale`` would do.
     """
-    own: dict[Op, float] = {}
+    own: dict[Action, float] = {}
     for turn in range(world.size):
-        if turn == world.rank and trainer.stage is not None and trainer.optimizer is not None:
-            own = _compute_s(trainer.stage, emulation, trainer)
-            own[Op.STEP] = _optimizer_s(trainer)
+        if turn == world.rank and trainer.optimizer is not None:
+            for stage, place in zip(trainer.stages, trainer.places, strict=True):
+                own |= _compute_s(stage, place, emulation, trainer)
+            own[Action(Op.STEP, trainer.places[0].index)] = _optimizer_s(trainer)
         world.meet_asleep()
     step_s = emulation.time_scale * predicted_step_s
     trial = _trial(own, trainer, world.host, emulation, step_s)
@@ -71,11 +73,11 @@ def check_emulated_times(trainer: Trainer, world: World, emulation: Emulation, p
     world.agree(_too_slow(trials, emulation, step_s) or _too_crowded(trials, emulation, step_s))
 
 
-def _compute_s(stage: Stage, emulation: Emulation, trainer: Trainer) -> dict[Op, float]:
+def _compute_s(stage: Stage, place: Placement, emulation: Emulation, trainer: Trainer) -> dict[Action, float]:
     """Median seconds of one micro-batch's forward and backward (or the backward's two parts). A first run is not counted."""
     plan = emulation.stand_in_plan
-    assert trainer.place is not None and trainer.optimizer is not None
-    pipeline = plan.pipelines[trainer.place.pipeline]
+    assert trainer.optimizer is not None
+    pipeline = plan.pipelines[place.pipeline]
     shape = (pipeline.micro_batch, plan.sequence_length)
     device = stage.backend.device
     tokens = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -94,7 +96,7 @@ def _compute_s(stage: Stage, emulation: Emulation, trainer: Trainer) -> dict[Op,
         for op in backward:
             times[op].append(_seconds(lambda op=op, dy=dy: _run(stage, op, dy)))  # type: ignore[misc]
     trainer.optimizer.zero()
-    return {op: statistics.median(seconds[1:]) for op, seconds in times.items()}
+    return {Action(op, place.index, 0): statistics.median(seconds[1:]) for op, seconds in times.items()}
 
 
 def _run(stage: Stage, op: Op, dy: torch.Tensor | None) -> None:
@@ -127,28 +129,28 @@ def _seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def _trial(own: Mapping[Op, float], trainer: Trainer, host: str, emulation: Emulation, step_s: float) -> _Trial:
+def _trial(own: Mapping[Action, float], trainer: Trainer, host: str, emulation: Emulation, step_s: float) -> _Trial:
+    """``own``: seconds of one action of each kind of each stage."""
     if not own:
         return _Trial(trainer.rank, host, emulation.cores, 0.0, 0.0, 0.0, "")
-    assert trainer.place is not None
-    index = trainer.place.index
-    lasts_s = {op: emulation.pace.lasts_s(Action(op, index, None if op is Op.STEP else 0)) for op in own}
-    times = emulation.plan.pipelines[trainer.place.pipeline].micro_batches
+    assert trainer.pipeline is not None
+    lasts_s = {action: emulation.pace.lasts_s(action) for action in own}
+    times = emulation.plan.pipelines[trainer.pipeline].micro_batches
 
-    def in_step(seconds: Mapping[Op, float]) -> float:
-        return sum(value * (1 if op is Op.STEP else times) for op, value in seconds.items())
+    def in_step(seconds: Mapping[Action, float]) -> float:
+        return sum(value * (1 if action.op is Op.STEP else times) for action, value in seconds.items())
 
     def late_s(longer: float) -> float:
-        return in_step({op: max(0.0, seconds - longer * lasts_s[op]) for op, seconds in own.items()})
+        return in_step({action: max(0.0, seconds - longer * lasts_s[action]) for action, seconds in own.items()})
 
     longer = 1.0
     while late_s(longer) > OVERRUN * longer * step_s:
         longer *= 1.1
     parts = [
-        f"{_NAMES[op]} takes {units.seconds(seconds)} here and is to last {units.seconds(lasts_s[op])}, "
-        f"{units.seconds(seconds - lasts_s[op])} less"
-        for op, seconds in own.items()
-        if seconds > lasts_s[op]
+        f"{_NAMES[action.op]} takes {units.seconds(seconds)} here and is to last {units.seconds(lasts_s[action])}, "
+        f"{units.seconds(seconds - lasts_s[action])} less"
+        for action, seconds in own.items()
+        if seconds > lasts_s[action]
     ]
     scale = longer * emulation.time_scale
     return _Trial(trainer.rank, host, emulation.cores, in_step(own), late_s(1.0), scale, "; ".join(parts))

@@ -87,7 +87,8 @@ class Rebalancer:
         self._replanner.close()
 
     def word(self) -> NDArray[np.float64]:
-        """See ``Steering``. [1 on rank 0 when the plan is to be changed, then the ratio measured / profiled of each stage]."""
+        """See ``Steering``. [1 on rank 0 when the plan is to be changed, then for each stage its rank's ratio measured / profiled];
+        of a rank's stages only the first has it."""
         assert self._share is not None and self._own is not None
         word = np.zeros(1 + len(self._share.plan.numbered))
         word[0] = self._ready and self._context.world.rank == 0
@@ -168,8 +169,8 @@ class _OwnWork:
         assert share.trainer is not None
         self._plan, self._profile, self._scale = share.plan, profile, scale
         self._emulated = share.emulation is not None
-        place = share.trainer.place
-        self.stage = place.index if place is not None else None
+        places = share.trainer.places
+        self.stage = places[0].index if places else None
         actions = share.schedule.get(share.trainer.rank, ())
         self._actions: list[Action] = [action for action in actions if action.op in COMPUTE]
         self._expected = lru_cache(maxsize=256)(self._expected_s)

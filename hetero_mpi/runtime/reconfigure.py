@@ -130,8 +130,8 @@ def change(context: RunContext, before: Share, report: PlanReport, state: Traini
     kept: Kept = {}
     if before.trainer is not None:
         brought = keep(before.trainer, listed)
-        if before.trainer.stage is not None:
-            kept = before.trainer.stage.frozen_layers(_layers_of(world.rank, report.plan))
+        if before.trainer.held is not None:
+            kept = before.trainer.held.frozen_layers(_layers_of(world.rank, report.plan))
         before.give_up()
         context.backend.free_unused()
         gc.freeze()  # what lives on is not looked through again by the next change

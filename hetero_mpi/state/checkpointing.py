@@ -43,9 +43,9 @@ def live_state(trainer: Trainer) -> Callable[[Parcel], torch.Tensor]:
     """A function that returns the tensor of a parcel this rank holds, where it lies on the device."""
 
     def own(parcel: Parcel) -> torch.Tensor:
-        assert trainer.optimizer is not None and trainer.stage is not None
+        assert trainer.optimizer is not None and trainer.held is not None
         if parcel.name in trainer.tuning.constants:
-            return trainer.stage.model.get_parameter(parcel.name).detach().float()
+            return trainer.held.model_parameter(parcel.name).detach().float()
         if parcel.kind == "parameters":
             return trainer.optimizer.targets[parcel.name].detach()
         return trainer.optimizer.state(parcel.name)[parcel.kind]

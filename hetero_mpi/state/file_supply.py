@@ -140,15 +140,13 @@ def open_files(
 
 
 def needed_layers(chain: TransformersChain, plan: Plan, rank: int) -> list[int]:
-    """Layers whose tensors a rank loads, in order: its own, and the embedding where its head is tied to it."""
-    layers: set[int] = set()
-    for pipeline in plan.pipelines:
-        for stage in pipeline.stages:
-            if rank in stage.ranks:
-                layers.update(range(stage.first, stage.last))
-                if stage.last == chain.layer_count and chain.tied is not None:
-                    layers.add(0)
-    return sorted(layers)
+    """Layers whose tensors a rank loads, in that order: its stages', each with the embedding first where its head is tied to it."""
+    layers: list[int] = []
+    for _, _, stage in plan.numbered:
+        if rank in stage.ranks:
+            layers += [0] if stage.last == chain.layer_count and chain.tied is not None else []
+            layers += range(stage.first, stage.last)
+    return list(dict.fromkeys(layers))
 
 
 class Incoming:

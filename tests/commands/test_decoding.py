@@ -187,7 +187,7 @@ def written_by(
             return apply(x, **keywords)
 
         with mock.patch.object(stage, "apply", counted):
-            writer = Writer(rank, ranks, ranks, network.transports[rank], stage.chain, stage, piece_tokens)
+            writer = Writer(rank, ranks, ranks, network.transports[rank], stage.chain, [stage], piece_tokens)
             return list(writer.written(lambda idle: begun.pop() if begun else None if idle else TextChanges()))
 
     with ThreadPoolExecutor(len(stages)) as pool:

@@ -88,14 +88,14 @@ def test_moments_take_two_bytes_and_the_plan_counts_them() -> None:
     take(threads, range(1))
     cost = model_cost(CHAIN, TUNING, "fp32", LENGTH, dict.fromkeys(CHAIN.kinds, 0.0))
     for trainer in threads.trainers:
-        assert trainer.optimizer is not None and trainer.stage is not None
+        assert trainer.optimizer is not None and trainer.held is not None
         held = {name: trainer.optimizer.state(name) for name in trainer.optimizer.targets}
         for name, state in held.items():
             count, eight_bit = CHAIN.parameters[name].count, name in TUNING.eight_bit
             blocks = -(-count // 256)
             assert sum(t.nbytes for t in state.values()) == (2 * count + 8 * blocks if eight_bit else 8 * count)
         found = sum(tensor.nbytes for state in held.values() for tensor in state.values())
-        assert abs(found - cost.owned_bytes(trainer.stage.first, trainer.stage.last)) <= 8 * len(held)
+        assert abs(found - cost.owned_bytes(trainer.stages[0].first, trainer.stages[0].last)) <= 8 * len(held)
 
 
 @pytest.mark.parametrize("layout", ["reversed, short micro-batch", "unlike pipelines"])

@@ -167,7 +167,7 @@ class Forced:
     def begin(self, share: Share) -> None:
         gone = self._stage is None or self._stage() is None
         assert gone, "two stages are in memory"
-        stage = share.trainer.stage if share.trainer is not None else None
+        stage = share.trainer.held if share.trainer is not None else None
         self._stage = weakref.ref(stage) if stage is not None else None
         print(f"begin with {len(share.plan.numbered)} stages")
 

@@ -112,8 +112,7 @@ def watched(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> list[list[str]
 
     monkeypatch.setattr(LoopbackTransport, "reduce_scatter", logged)
     for trainer in threads.trainers:
-        stage = trainer.stage
-        assert stage is not None
+        (stage,) = trainer.stages
 
         def backward(
             index: int, dy: Any = None, finished: Any = None, stage: Stage = stage, rank: int = trainer.rank
@@ -132,8 +131,8 @@ def test_sums_start_while_the_last_backward_runs(monkeypatch: pytest.MonkeyPatch
     logs = watched(threads, monkeypatch)
     outcome_of(threads)
     for trainer, log in zip(threads.trainers, logs, strict=True):
-        assert trainer.stage is not None and trainer.optimizer is not None
-        layers = range(trainer.stage.first, trainer.stage.last)
+        assert trainer.optimizer is not None
+        layers = range(trainer.stages[0].first, trainer.stages[0].last)
         expected = [f"sum {trainer.optimizer.flat[layer].gradients.numel()}" for layer in reversed(layers)]
         last = max(index for index, line in enumerate(log) if line.startswith("backward"))
         backwards = [line for line in log if line.startswith("backward")]
@@ -160,7 +159,7 @@ def stepped(trainer: Trainer, step: int, batch: Batch) -> StepDecision:
 def inboxes(trainer: Trainer) -> list[Any]:
     executor = trainer.executor
     assert executor is not None
-    return [box for box in (executor.activations_in, executor.gradients_in) if box is not None]
+    return [box for own in executor.stages.values() for box in own.inboxes.values()]
 
 
 def test_events_name_every_action_once() -> None:
@@ -207,15 +206,15 @@ def _trained_with_weights(
     decisions = [threads.together(partial(stepped, step=step, batch=batch_of(step)))[0] for step in range(3)]
     state: dict[tuple[str, str], torch.Tensor] = {}
     for trainer in threads.trainers:
-        assert trainer.optimizer is not None and trainer.stage is not None
+        assert trainer.optimizer is not None and trainer.held is not None
         trainer.update.settle()
         live = live_state(trainer)
         own = [parcel for parcel in parcels(trainer.tuning, trainer.plan, KINDS) if parcel.owner == trainer.rank]
         assert {parcel.name for parcel in own} == trainer.optimizer.targets.keys()
         state |= {(parcel.kind, parcel.name): live(parcel).clone() for parcel in own}
     for trainer in threads.trainers:
-        assert trainer.stage is not None
-        for name, parameter in trainer.stage.parameters.items():
+        assert trainer.held is not None
+        for name, parameter in trainer.held.parameters.items():
             assert torch.equal(parameter, state["parameters", name].to(parameter.dtype)), f"a replica of {name} differs"
     return decisions, state
 
@@ -230,9 +229,9 @@ def test_masters_and_moments_exist_once(dtype: str, alone: int, pipelines: int) 
     threads.together(partial(stepped, step=0, batch=batch_of(0, 4 * pipelines)))
     counts = [spec.count for spec in chain.parameters.values()]
     for trainer in threads.trainers:
-        assert trainer.optimizer is not None and trainer.stage is not None
-        held = [*trainer.stage.parameters.values(), *trainer.stage.masters.values()]
-        held += [optimizer.gradient(name) for optimizer in [trainer.optimizer] for name in trainer.stage.parameters]
+        assert trainer.optimizer is not None and trainer.held is not None
+        held = [*trainer.held.parameters.values(), *trainer.held.masters.values()]
+        held += [optimizer.gradient(name) for optimizer in [trainer.optimizer] for name in trainer.held.parameters]
         held += [moment for name in trainer.optimizer.targets for moment in trainer.optimizer.state(name).values()]
         found = sum(tensor.nbytes for tensor in held) / sum(counts)
         expected = alone if pipelines == 1 else 12

@@ -72,8 +72,7 @@ def round_after(stage: Stage, layer: int) -> None:
 def test_a_pipeline_computes_what_one_process_does_that_rounds_at_its_cuts(schedule: str) -> None:
     chain = chain_of()
     whole = Threads(chain, plan_of(chain, LAYOUTS["alone"], LENGTH), INT8)
-    stage = whole.trainers[0].stage
-    assert stage is not None
+    (stage,) = whole.trainers[0].stages
     for cut in LAYOUTS["pipeline"][0][1][1:-1]:
         round_after(stage, cut - 1)
     plan = plan_of(chain, LAYOUTS["pipeline"], LENGTH, schedule, recompute=schedule == "1f1b")

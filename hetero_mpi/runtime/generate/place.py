@@ -109,9 +109,10 @@ def with_writer(
         problem: CollectiveUserError | None = None
         result = None
         try:
-            stage = _load(setup, members, transport)
+            own = _load(setup, members, transport)
             ranks = [stage.ranks[0] for stage in plan.pipelines[0].stages]
-            result = work(members, Writer(world.rank, ranks, active, transport, setup.chain, stage))
+            stages = [own] if own is not None else []
+            result = work(members, Writer(world.rank, ranks, active, transport, setup.chain, stages))
         except CollectiveUserError as error:
             problem = error
         world.release([rank for rank in range(world.size) if rank not in active], problem)

@@ -44,8 +44,8 @@ def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedToken
     task = Task.from_dict(word)
     ranks = [stage.ranks[0] for stage in trainer.plan.pipelines[0].stages]
     active = active_ranks(trainer.plan)
-    stage = trainer.stage if trainer.rank in ranks else None
-    writer = Writer(trainer.rank, ranks, active, trainer.transport, language(trainer.chain), stage)
+    stages = trainer.stages if trainer.pipeline == 0 else []
+    writer = Writer(trainer.rank, ranks, active, trainer.transport, language(trainer.chain), stages)
     try:
         tokens = list(writer.tokens(task))
     except CollectiveUserError as error:

@@ -88,14 +88,23 @@ class _Text:
         return self.task.ends_with(self.known[-1], len(self.known) - len(self.task.prompt))
 
 
+@dataclass(frozen=True)
+class _OwnStage:
+    """One of the rank's stages, and the ranks of those before and after it in the chain (None: there is none)."""
+
+    decoder: Decoder
+    previous: int | None
+    next: int | None
+
+
 class Writer:
-    """One rank's part in writing texts: it computes its stage, and receives every token.
+    """One rank's part in writing texts: it computes its stages, and receives every token.
 
     Args:
         rank: this rank's number in the plan.
         stage_ranks: the ranks that hold the stages, in the order of the chain.
         active: the ranks that receive the tokens: those with a stage, and rank 0.
-        stage: this rank's stage; None where it holds none.
+        stages: this rank's, in the order of the chain.
         piece_tokens: tokens of a prompt that pass at once at most, the same on every rank; whole where the model takes no pieces.
     """
 
@@ -106,16 +115,18 @@ class Writer:
         active: Sequence[int],
         transport: Transport,
         chain: TransformersChain,
-        stage: Stage | None,
+        stages: Sequence[Stage],
         piece_tokens: int = PIECE_TOKENS,
     ) -> None:
-        self.rank, self.transport, self.chain, self.stage = rank, transport, chain, stage
+        self.rank, self.transport, self.chain = rank, transport, chain
         self.last_rank = stage_ranks[-1]
         self.listeners = [other for other in active if other != self.last_rank]
-        position = stage_ranks.index(rank) if stage is not None else 0
-        self.previous = stage_ranks[position - 1] if position > 0 else None
-        self.next = stage_ranks[position + 1] if stage is not None and position + 1 < len(stage_ranks) else None
-        self._decoder = Decoder(stage) if stage is not None else None
+        places = [place for place, holder in enumerate(stage_ranks) if holder == rank] if stages else []
+        neighbours = [None, *stage_ranks, None]
+        self._stages = [
+            _OwnStage(Decoder(stage), neighbours[place], neighbours[place + 2])
+            for stage, place in zip(stages, places, strict=True)
+        ]
         self._piece_tokens = piece_tokens if takes_pieces(chain.config) else None
 
     def tokens(self, task: Task) -> Iterator[int]:
@@ -148,7 +159,9 @@ class Writer:
         """
         texts: dict[int, _Text] = {}
         anew = begins_anew_at(self.chain.config)
-        with self._decoder or contextlib.nullcontext():
+        with contextlib.ExitStack() as decoding:
+            for own in self._stages:
+                decoding.enter_context(own.decoder)
             while (change := changes(not texts)) is not None:
                 self._end(texts, change.end)
                 texts.update({number: _Text(task) for number, task in change.begin.items()})
@@ -170,7 +183,7 @@ class Writer:
             CollectiveUserError: the model's output is not a number.
         """
         probe = Task(list(range(_MEASURED_TOKENS)), [], 2, Sampling())
-        sizes = [self._decoder.cached_bytes() if self._decoder is not None else 0 for _ in self.tokens(probe)]
+        sizes = [sum(own.decoder.cached_bytes() for own in self._stages) for _ in self.tokens(probe)]
         per_token = sizes[1] - sizes[0]
         return sizes[0] - _MEASURED_TOKENS * per_token, per_token
 
@@ -180,53 +193,63 @@ class Writer:
             self._forget(number)
 
     def _forget(self, number: int) -> None:
-        if self._decoder is not None:
-            self._decoder.forget(number)
+        for own in self._stages:
+            own.decoder.forget(number)
 
     def _round(self, texts: Mapping[int, _Text]) -> dict[int, int]:
         """Pass the next piece of every text through the pipeline; returns the next tokens, of texts that have passed entirely."""
         pieces = {number: text.next_piece(self._piece_tokens) for number, text in texts.items()}
         complete = [number for number, text in texts.items() if text.complete]
-        picked, sent = self._pass_on(texts, pieces) if self._decoder is not None else ([], [])
+        # All texts pass one stage of the rank, then the next one: so messages between two ranks keep one order on both.
+        passed: list[torch.Tensor] = []
+        sent: list[Request] = []
+        for own in self._stages:
+            passed = self._pass_on(own, pieces, passed, sent)
         tokens: Sequence[int] = []
-        if complete:
-            tokens = self._tell(picked) if self.rank == self.last_rank else self._hear(len(complete))
+        if complete and self.rank == self.last_rank:
+            logits = dict(zip(pieces, passed, strict=True))
+            picked = [pick(logits[n], texts[n].task.sampling, len(texts[n].known)) for n in complete]
+            tokens = self._tell(picked)
+        elif complete:
+            tokens = self._hear(len(complete))
         for request in sent:
             self.transport.wait(request)
         return dict(zip(complete, tokens, strict=True))
 
     def _pass_on(
-        self, texts: Mapping[int, _Text], pieces: Mapping[int, Sequence[int]]
-    ) -> tuple[list[int], list[Request]]:
-        """This stage's part in a round: the tokens that the last stage picks, and what the others are sending."""
-        assert self._decoder is not None
-        coming = [self._coming(len(piece)) for piece in pieces.values()]
-        sent: list[Request] = []
-        picked: list[int] = []
-        for (number, piece), (request, buffer) in zip(pieces.items(), coming, strict=True):
-            if request is not None:
-                self.transport.wait(request)
-            y = self._decoder.step(self._input(piece, buffer), number)
-            if self.next is not None:
-                host = self._decoder.stage.backend.to_host(y)
-                sent.append(self.transport.send(self.next, _HIDDEN, host_bytes(host)))
-            elif texts[number].complete:
-                picked.append(pick(y, texts[number].task.sampling, len(texts[number].known)))
-        return picked, sent
+        self,
+        own: _OwnStage,
+        pieces: Mapping[int, Sequence[int]],
+        before: Sequence[torch.Tensor],
+        sent: list[Request],
+    ) -> list[torch.Tensor]:
+        """A stage's part in a round: what it makes of the pieces, unless another rank goes on with that.
 
-    def _coming(self, length: int) -> tuple[Request | None, torch.Tensor]:
-        """The receive of so many tokens' hidden states, and where they will lie; on the first stage none."""
-        assert self.stage is not None
-        if self.previous is None:
-            return None, torch.empty(0)
-        buffer = torch.empty((1, length, self.chain.config.hidden_size), dtype=self.stage.dtype)
-        return self.transport.post_receive(self.previous, _HIDDEN, host_bytes(buffer)), buffer
+        Args:
+            before: what this rank's stage before it has made of them.
+            sent: takes what is being sent.
+        """
+        receives = own.previous is not None and own.previous != self.rank
+        coming = [self._coming(own, len(piece)) for piece in pieces.values()] if receives else []
+        backend, found = own.decoder.stage.backend, []
+        for place, (number, piece) in enumerate(pieces.items()):
+            if receives:
+                self.transport.wait(coming[place][0])
+                x = backend.from_host(coming[place][1])
+            else:
+                x = torch.tensor([list(piece)], device=backend.device) if own.previous is None else before[place]
+            y = own.decoder.step(x, number)
+            if own.next is None or own.next == self.rank:
+                found.append(y)
+            else:
+                sent.append(self.transport.send(own.next, _HIDDEN, host_bytes(backend.to_host(y))))
+        return found
 
-    def _input(self, fresh: Sequence[int], buffer: torch.Tensor) -> torch.Tensor:
-        assert self.stage is not None
-        if self.previous is None:
-            return torch.tensor([list(fresh)], device=self.stage.backend.device)
-        return self.stage.backend.from_host(buffer)
+    def _coming(self, own: _OwnStage, length: int) -> tuple[Request, torch.Tensor]:
+        """The receive of so many tokens' hidden states, and where they will lie."""
+        assert own.previous is not None
+        buffer = torch.empty((1, length, self.chain.config.hidden_size), dtype=own.decoder.stage.dtype)
+        return self.transport.post_receive(own.previous, _HIDDEN, host_bytes(buffer)), buffer
 
     def _tell(self, tokens: Sequence[int]) -> Sequence[int]:
         words = torch.tensor(tokens)
