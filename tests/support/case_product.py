@@ -75,6 +75,34 @@ ROUTED = tuple(
     if not (recompute and streamed)
 )
 """Models whose routers have a loss."""
+SEVERAL = tuple(
+    Case(
+        f"{family}-{dropout}-{micro_batch}-{split}-{schedule}-{recompute}-{tuning}-{dtype}-{changing}-{slices}",
+        family,
+        tied,
+        dropout,
+        True,
+        micro_batch,
+        split,
+        micro_batch if slices is None else 1,
+        tuning,
+        recompute,
+        dtype,
+        schedule=schedule,
+        changing=changing,
+        slice_sequences=slices,
+    )
+    for family, tied in (("llama", False), ("qwen3", True), ("gemma2", True), ("gpt_neox", False))
+    for dropout in (0.0, 0.1)
+    for micro_batch in (1, 2)
+    for split in ("looped", "V")
+    for schedule in ("zbv", "dualpipev")
+    for recompute in (False, True)
+    for tuning, dtype in (("full", "fp32"), ("lora", "fp32"), ("nf4", "bf16"), ("full", "bf16"), ("lora", "fp16"))
+    for changing in (False, True)
+    for slices in (None, 1)
+)
+"""Ranks with several stages."""
 
 
 def covering(cases: tuple[Case, ...]) -> tuple[Case, ...]:
@@ -89,5 +117,5 @@ def covering(cases: tuple[Case, ...]) -> tuple[Case, ...]:
     return tuple(chosen)
 
 
-FULL = covering(CUTS) + covering(SHARED) + covering(ROUTED)
-"""All pairs of values of the fields: all 1,904 cases would take hours on four numbers of ranks."""
+FULL = covering(CUTS) + covering(SHARED) + covering(ROUTED) + covering(SEVERAL)
+"""All pairs of values of the fields: all cases would take hours on four numbers of ranks."""

@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, T
 from hetero_mpi.data.sequences import IGNORED, Batch, Dataset, build_sequences
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer, train_bpe
 from hetero_mpi.model.stage import MicroBatch, dropout_seed
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.orders import ORDERS
+from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan
 from tests.support.changing_batches import changed
 from tests.support.family_configs import tiny_keys
@@ -60,7 +61,8 @@ class Case:
     """False: one document per sequence, so the targets of the sequences are of very unequal length."""
     micro_batch: int
     split: str
-    """``even``, ``uneven``, ``ends`` (embedding and head alone), ``reversed`` (rank 0 last) or ``planner``."""
+    """``even``, ``uneven``, ``ends`` (embedding and head alone), ``reversed`` (rank 0 last), ``planner``; or with several stages
+    per rank ``looped`` or ``V``."""
     reference_micro_batch: int = 0
     """Micro-batch of the reference where it is to differ; 0: the same."""
     tuning: str = "full"
@@ -72,7 +74,7 @@ class Case:
     shares: str = "whole"
     """Of the batch: ``whole`` (all pipelines have micro-batches of ``micro_batch``), or ``unequal`` (and unlike micro-batches)."""
     schedule: str = "1f1b"
-    """``1f1b``, ``gpipe`` or ``split`` (1F1B with split backward)."""
+    """``1f1b``, ``gpipe`` or ``split`` (1F1B with split backward); of several stages per rank a name of ``INTERLEAVINGS``."""
     changing: bool = False
     """Batches are short and of changing length (``changed``)."""
     streamed: bool = False
@@ -224,6 +226,10 @@ NORMAL = (
         changing=True,
         routers=True,
     ),
+    Case("llama-tied-V-dropout", "llama", True, 0.1, True, 2, "V", schedule="zbv"),
+    Case("qwen3-looped-recompute", "qwen3", False, 0.0, False, 1, "looped", schedule="dualpipev", recompute=True),
+    Case("mixtral-routers-looped", "mixtral", False, 0.0, True, 2, "looped", schedule="zbv", routers=True),
+    Case("gemma2-nf4-bf16-V", "gemma2", True, 0.0, True, 2, "V", tuning="nf4", dtype="bf16", schedule="dualpipev"),
     Case("llama-tied-bf16-tail", "llama", True, 0.0, True, 2, "even", pipelines="tail", shares="unequal", dtype="bf16"),
 )
 """Pairwise: every value of every field meets most values of the others."""
@@ -233,6 +239,9 @@ def cuts(split: str, ranks: int) -> list[int]:
     """Boundaries of the stages along the chain of ``LAYERS`` layers."""
     if ranks == 1:
         return [0, LAYERS]
+    if split in ("looped", "V"):
+        stages = len(_several(split, ranks))
+        return [round(i * LAYERS / stages) for i in range(stages + 1)]
     if split in ("even", "reversed"):
         return [round(i * LAYERS / ranks) for i in range(ranks + 1)]
     if split == "uneven":
@@ -268,6 +277,8 @@ SHARES = {
 
 def grouped(pipelines: str, split: str, ranks: int) -> list[tuple[list[int], list[int]]]:
     """(ranks in chain order, boundaries) of every pipeline."""
+    if split in ("looped", "V") and ranks > 1:
+        return [(_several(split, ranks), cuts(split, ranks))]
     if pipelines == "one" or ranks == 1:
         return [(list(range(ranks))[:: -1 if split == "reversed" else 1], cuts(split, ranks))]
     if pipelines == "each" or ranks == 2:
@@ -277,6 +288,12 @@ def grouped(pipelines: str, split: str, ranks: int) -> list[tuple[list[int], lis
     *most, alone = range(ranks)
     first = (most, cuts("uneven", ranks - 1))
     return [first, ([alone], [0, LAYERS])] if pipelines == "tail" else [([alone], [0, LAYERS]), first]
+
+
+def _several(split: str, ranks: int) -> list[int]:
+    """The ranks of the stages in chain order: each rank twice, as far as the layers go."""
+    order = list(range(ranks))
+    return (order + (order if split == "looped" else order[::-1]))[:LAYERS]
 
 
 def _pipeline(case: Case, order: list[int], edges: list[int], micro_batch: int, sequences: int) -> PipelinePlan:
@@ -294,7 +311,9 @@ def _pipeline(case: Case, order: list[int], edges: list[int], micro_batch: int, 
         )
         for i, rank in enumerate(order)
     )
-    return PipelinePlan(stages, micro_batch, sequences, case.schedule == "split")
+    split = case.schedule == "split" or (case.schedule in ORDERS and ORDERS[case.schedule].SPLITS)
+    several = len(set(order)) < len(order)
+    return PipelinePlan(stages, micro_batch, sequences, split, case.schedule if several else WARM_UP)
 
 
 def adapter_directory(directory: Path, case: Case) -> Path:

@@ -38,6 +38,7 @@ RESUMED = (
     "llama-8bit",
     "qwen3-tied-8bit-two-streamed",
     "mixtral-routers-streamed",
+    "llama-tied-V-dropout",
 )
 """Cases that are also resumed after step 1, under another split of the layers, in which nothing is streamed."""
 AGAIN = (

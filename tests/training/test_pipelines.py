@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from hetero_mpi.data.sequences import Batch, Tokens
+from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.placement import evaluation_shares, training_share
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.load import AdapterTable, TrainTable
@@ -25,6 +26,7 @@ from hetero_mpi.model.tuning import Tuning, adapter_tuning, full_training
 from hetero_mpi.planning.orders import ORDERS
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from tests.planning import two_backwards
+from tests.support.late_copies import LateBackend
 from tests.support.threaded_training import Threads, plan_of
 
 BATCH, LENGTH, BLOCKS, VOCABULARY = 8, 16, 3, 64
@@ -39,6 +41,15 @@ LAYOUTS: dict[str, list[tuple[list[int], list[int], int, int]]] = {
     "pipeline and rank": [([1], [0, 5], 3, 3), ([0, 3, 2], [0, 1, 4, 5], 2, 5)],
 }
 """(ranks in chain order, boundaries, micro-batch, sequences) of each pipeline."""
+SEVERAL: dict[str, list[tuple[list[int], list[int], int, int]]] = {
+    "looped": [([0, 1, 0, 1], [0, 1, 2, 4, 5], 2, 8)],
+    "V": [([1, 0, 0, 1], [0, 2, 3, 4, 5], 2, 8)],
+    "V of three": [([0, 1, 2, 1, 0], [0, 1, 2, 3, 4, 5], 2, 8)],
+    "three stages": [([1, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5], 2, 8)],
+    "alone, three stages": [([0, 0, 0], [0, 1, 3, 5], 2, 8)],
+}
+"""The same, where ranks hold several stages."""
+UNLIKE_SEVERAL = [([0, 1, 0], [0, 1, 3, 5], 2, 5), ([3, 2, 2, 3], [0, 1, 2, 3, 5], 2, 3)]
 BY_ITSELF = {f"alone, micro-batches of {size}": [([0], [0, 5], size, 8)] for size in (1, 3)}
 TRAIN = TrainTable(steps=3, global_batch=BATCH, learning_rate=3e-3, schedule="constant", dtype="fp32", clip_norm=0.5)
 
@@ -126,10 +137,13 @@ def trained_once(
     schedule: str = "1f1b",
     recompute: bool = False,
     tuning: Tuning | None = None,
+    train: TrainTable = TRAIN,
+    backend: type[Backend] = Backend,
     **batch: int,
 ) -> Outcome:
-    plan = plan_of(chain, {**LAYOUTS, **BY_ITSELF}[layout], LENGTH, schedule, recompute)
-    threads = Threads(chain, plan, TRAIN, tuning)
+    layouts = {**LAYOUTS, **SEVERAL, **BY_ITSELF, "unlike, several stages": UNLIKE_SEVERAL}
+    plan = plan_of(chain, layouts[layout], LENGTH, schedule, recompute)
+    threads = Threads(chain, plan, train, tuning, backend)
     if tuning is not None and tuning.adapter is not None:
         _random_adapters(threads)
     return outcome_of(threads, **batch)
@@ -182,6 +196,40 @@ def test_schedules_give_the_same_bits(layout: str, recompute: bool, monkeypatch:
 
 def test_another_cut_gives_the_same_bits() -> None:
     check_same_bits(trained_once("pipeline", CHAINS[True]), trained_once("alone", CHAINS[True]))
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule"), [("looped", "interleaved"), *itertools.product(SEVERAL, ["zbv", "dualpipev"])]
+)
+def test_ranks_with_several_stages_give_the_same_bits(layout: str, schedule: str) -> None:
+    """In a V both ends of a tied matrix are on one rank. Short batches and copies beside included."""
+    for dtype, recompute in (("fp32", True), ("bf16", False)):
+        train = TRAIN.model_copy(update={"dtype": dtype})
+        expected = trained_once("alone", CHAINS[True], train=train)
+        check_same_bits(trained_once(layout, CHAINS[True], schedule, recompute, train=train), expected)
+    expected = trained_once("alone", CHAINS[False], rows=5, length=11)
+    found = trained_once(layout, CHAINS[False], schedule, backend=LateBackend, rows=5, length=11)
+    check_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("layout", ["looped", "V"])
+@pytest.mark.parametrize("nf4", [False, True])
+def test_adapters_of_ranks_with_several_stages(layout: str, nf4: bool) -> None:
+    tuning = adapter_tuning(CHAINS[True], AdapterTable(method="lora", rank=2), nf4, True)
+    found = trained_once(layout, CHAINS[True], "zbv", tuning=tuning)
+    check_same_bits(found, trained_once("alone", CHAINS[True], tuning=tuning))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_unlike_pipelines_whose_ranks_hold_several_stages(tied: bool, dtype: str) -> None:
+    train = TRAIN.model_copy(update={"dtype": dtype})
+    found = trained_once("unlike, several stages", CHAINS[tied], "zbv", train=train)
+    check_same_bits(
+        trained_once("unlike, several stages", CHAINS[tied], "dualpipev", backend=LateBackend, train=train), found
+    )
+    if dtype == "fp32":
+        check_close(found, trained_once("alone", CHAINS[tied]))
 
 
 @pytest.mark.long
