@@ -24,7 +24,8 @@ from hetero_mpi.engine.tied import TiedEnds, TiedMatrix
 from hetero_mpi.engine.wire import format_of
 from hetero_mpi.job.load import TrainTable
 from hetero_mpi.model.frozen_weight_cache import Kept
-from hetero_mpi.model.held_layers import HeldLayers, HeldStages, Shared
+from hetero_mpi.model.held_layers import HeldLayers, Shared
+from hetero_mpi.model.held_stages import HeldStages
 from hetero_mpi.model.layer.interface import LayerChain, as_input
 from hetero_mpi.model.layer.preference import Comparison, Method
 from hetero_mpi.model.layer.router_loss import Routed

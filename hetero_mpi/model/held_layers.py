@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,15 +13,12 @@ from hetero_mpi.model.frozen_weight_cache import Kept
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.offloaded_gradients import OffloadedGradients
 
-if TYPE_CHECKING:
-    from hetero_mpi.model.stage import Stage
-
 Shared = Mapping[int, Sequence[Sequence[str]]]
 """Layer -> the names of the trained parameters that each of its holders owns."""
 
 
 class HeldLayers(ABC):
-    """The layers of one stage (``stage.Stage``), or of several of one pipeline (``HeldStages``).
+    """The layers of one stage (``stage.Stage``), or of several of one pipeline (``held_stages.HeldStages``).
 
     Attributes:
         parameters: name -> parameter this rank trains, in the model's order (compute dtype, on the device).
@@ -74,37 +70,3 @@ class HeldLayers(ABC):
 
     def gradients_gone(self) -> None:  # noqa: B027 - nothing to do, where memory is not short
         """A step has ended, and its gradients are no more."""
-
-
-class HeldStages(HeldLayers):
-    """Several stages of one pipeline on one rank, none of which is streamed.
-
-    ``stages``: in the order of the chain.
-    """
-
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        one, last = stages[0], stages[-1]
-        self._stages = tuple(stages)
-        self.chain, self.backend, self.dtype = one.chain, one.backend, one.dtype
-        self.parameters = {name: parameter for stage in stages for name, parameter in stage.parameters.items()}
-        self.masters = {name: master for stage in stages for name, master in stage.masters.items()}
-        self.shared = {layer: owned for stage in stages for layer, owned in stage.shared.items()}
-        self.tied_head, self.offloaded, self.foreign = last.tied_head, None, one.foreign
-        self._holders = {parameter: stage for stage in stages for parameter in stage.parameters.values()}
-        if self.tied_head is not None:
-            self._holders[self.tied_head] = last
-
-    def model_parameter(self, name: str) -> nn.Parameter:
-        layer = self.chain.layer_of(name)
-        return next(stage for stage in self._stages if stage.first <= layer < stage.last).model_parameter(name)
-
-    def before_each_layer(self, call: Callable[[int], None]) -> None:
-        for stage in self._stages:
-            stage.before_each_layer(call)
-
-    def take_gradients(self, parameter: nn.Parameter, add: Callable[[torch.Tensor], None]) -> None:
-        self._holders[parameter].take_gradients(parameter, add)
-
-    def frozen_layers(self, layers: Iterable[int]) -> Kept:
-        wanted = list(layers)
-        return {layer: kept for stage in self._stages for layer, kept in stage.frozen_layers(wanted).items()}

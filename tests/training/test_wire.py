@@ -6,6 +6,7 @@ On threads instead of ranks. What they are held against is one process that roun
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,16 @@ from hetero_mpi.planning.types.request import PlanRequest
 from tests.support.late_copies import LateBackend
 from tests.support.planning_samples import make_model, make_plan_of, make_profile
 from tests.support.threaded_training import Threads, plan_of
-from tests.training.test_pipelines import LAYOUTS, LENGTH, TRAIN, chain_of, check_close, check_same_bits, outcome_of
+from tests.training.test_pipelines import (
+    LAYOUTS,
+    LENGTH,
+    SEVERAL,
+    TRAIN,
+    chain_of,
+    check_close,
+    check_same_bits,
+    outcome_of,
+)
 
 INT8 = TRAIN.model_copy(update={"wire": "int8"})
 
@@ -68,14 +78,20 @@ def round_after(stage: Stage, layer: int) -> None:
     module.register_forward_hook(lambda module, given, y: Cut.apply(y))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "split"])
-def test_a_pipeline_computes_what_one_process_does_that_rounds_at_its_cuts(schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "schedule"), [("pipeline", "gpipe"), ("pipeline", "1f1b"), ("pipeline", "split"), ("V", "zbv")]
+)
+def test_a_pipeline_computes_what_one_process_does_that_rounds_at_its_cuts(layout: str, schedule: str) -> None:
+    """Not where both sides of a cut are on one rank."""
     chain = chain_of()
     whole = Threads(chain, plan_of(chain, LAYOUTS["alone"], LENGTH), INT8)
     (stage,) = whole.trainers[0].stages
-    for cut in LAYOUTS["pipeline"][0][1][1:-1]:
-        round_after(stage, cut - 1)
-    plan = plan_of(chain, LAYOUTS["pipeline"], LENGTH, schedule, recompute=schedule == "1f1b")
+    layouts = {**LAYOUTS, **SEVERAL}[layout]
+    ranks, edges = layouts[0][:2]
+    for cut, (before, after) in zip(edges[1:-1], pairwise(ranks), strict=True):
+        if before != after:
+            round_after(stage, cut - 1)
+    plan = plan_of(chain, layouts, LENGTH, schedule, recompute=schedule == "1f1b")
     found, expected = outcome_of(Threads(chain, plan, INT8)), outcome_of(whole)
     check_close(found, expected)
     exact = outcome_of(Threads(chain, plan, TRAIN))
