@@ -12,6 +12,7 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.model.frozen_weight_cache import Kept
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.offloaded_gradients import OffloadedGradients
+from hetero_mpi.model.tuning import Tuning
 
 Shared = Mapping[int, Sequence[Sequence[str]]]
 """Layer -> the names of the trained parameters that each of its holders owns."""
@@ -34,6 +35,7 @@ class HeldLayers(ABC):
     chain: LayerChain
     backend: Backend
     dtype: torch.dtype
+    tuning: Tuning
     parameters: dict[str, nn.Parameter]
     masters: dict[str, torch.Tensor]
     tied_head: nn.Parameter | None

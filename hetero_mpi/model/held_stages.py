@@ -21,7 +21,7 @@ class HeldStages(HeldLayers):
     def __init__(self, stages: Sequence[Stage]) -> None:
         one, last = stages[0], stages[-1]
         self._stages = tuple(stages)
-        self.chain, self.backend, self.dtype = one.chain, one.backend, one.dtype
+        self.chain, self.backend, self.dtype, self.tuning = one.chain, one.backend, one.dtype, one.tuning
         self.parameters = {name: parameter for stage in stages for name, parameter in stage.parameters.items()}
         self.masters = {name: master for stage in stages for name, master in stage.masters.items()}
         self.shared = {layer: owned for stage in stages for layer, owned in stage.shared.items()}
