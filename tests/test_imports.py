@@ -39,14 +39,24 @@ model = build_on_meta(LlamaConfig(**sizes)).to_empty(device="cpu")
 adamw = torch.optim.AdamW(model.parameters())
 model(input_ids=torch.zeros(1, 8, dtype=torch.long)).logits.sum().backward()
 adamw.step()
+from torch.utils.checkpoint import checkpoint
+checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False).backward()
 unused = {"torch._dynamo.eval_frame", "torch.distributed.tensor", "torch._inductor", "peft", "bitsandbytes", "matplotlib"}
 planner = {"hetero_mpi.planning.decision.planner", "hetero_mpi.planning.decision.decide", "hetero_mpi.launch.supervisor.elastic"}
 found = sorted((unused | planner) & set(sys.modules))
 assert not found, found
 
+import peft
+assert "bitsandbytes" in sys.modules and "torch._dynamo.eval_frame" not in sys.modules
 assert torch.distributed.is_available()
 double = torch.compile(lambda tensor: 2 * tensor, backend="eager")  # as a user's own layers may
-assert double(torch.ones(2)).tolist() == [2.0, 2.0]
+assert "torch._dynamo.eval_frame" not in sys.modules
+assert double(torch.ones(2)).tolist() == double(torch.ones(2)).tolist() == [2.0, 2.0]
+@torch.compile(backend="eager")
+def half(tensor):
+    return tensor / 2
+assert half(torch.ones(2)).tolist() == [0.5, 0.5]
+assert type(torch.compile(torch.nn.Linear(1, 1), backend="eager")).__name__ == "OptimizedModule"
 from torch._dynamo.eval_frame import OptimizedModule
 assert sys.modules["torch._dynamo"].config.cache_size_limit > 0
 """

@@ -6,19 +6,21 @@ transformers imports torch's compiler (``torch._dynamo``: 820 modules with sympy
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 _COMPILER = "torch._dynamo"
-_MASKS = f"{_COMPILER}._trace_wrapped_higher_order_op"
-"""The one module of the compiler's package that transformers' masks take a class from."""
+_PARTS = ("config", "_trace_wrapped_higher_order_op")
+"""Modules of the compiler's package that need nothing else of it: torch's recomputing asks its settings, transformers' masks take a
+class."""
 _MARKS = {"allow_in_graph", "assume_constant_result", "disable", "graph_break"}
 """Words to the compiler, on a function or (AdamW's step) in the middle of one: no effect where nothing is compiled."""
 
@@ -34,6 +36,7 @@ def eager_imports() -> Iterator[None]:
 
         if _COMPILER not in sys.modules:
             _stand_in(torch)
+            torch.compile = _compile_late(torch.compile)
             _leave_out_distributed(torch)
         yield
     finally:
@@ -60,6 +63,23 @@ class _NotYet(ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
 
+def _compile_late(compile_now: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's ``compile`` looks at a function when that is first called, and imports the compiler at once; this one, only then.
+    bitsandbytes compiles some kernels as it is imported, most of which no device uses.
+    """
+
+    @functools.wraps(compile_now)
+    def compile_(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return lambda function: compile_(function, **options)
+        if not isinstance(model, FunctionType):
+            return compile_now(model, **options)
+        made = functools.cache(lambda: compile_now(model, **options))
+        return functools.wraps(model)(lambda *arguments, **named: made()(*arguments, **named))
+
+    return compile_
+
+
 def _unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
     return _unmarked if function is None else function
 
@@ -67,15 +87,21 @@ def _unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
 def _stand_in(torch: ModuleType) -> None:
     """Another torch may have another compiler: then it is imported as ever."""
     compiler = PathFinder.find_spec(_COMPILER, torch.__path__)
-    masks = PathFinder.find_spec(_MASKS, compiler.submodule_search_locations) if compiler is not None else None
-    if compiler is None or masks is None or masks.loader is None:
+    if compiler is None:
         return
-    sys.modules[_COMPILER] = _NotYet(compiler)
-    sys.modules[_MASKS] = module = module_from_spec(masks)
+    names = {part: f"{_COMPILER}.{part}" for part in _PARTS}
+    sys.modules[_COMPILER] = package = _NotYet(compiler)
     try:
-        masks.loader.exec_module(module)
+        for part, name in names.items():
+            spec = PathFinder.find_spec(name, compiler.submodule_search_locations)
+            if spec is None or spec.loader is None:
+                raise ImportError(name)
+            sys.modules[name] = module = module_from_spec(spec)
+            spec.loader.exec_module(module)
+            setattr(package, part, module)
     except ImportError:
-        del sys.modules[_COMPILER], sys.modules[_MASKS]
+        for name in (_COMPILER, *names.values()):
+            sys.modules.pop(name, None)
 
 
 def _leave_out_distributed(torch: Any) -> None:

@@ -32,6 +32,7 @@ from hetero_mpi.device.backend import DTYPES, HOST, Backend
 from hetero_mpi.device.copying import Copied
 from hetero_mpi.device.memory_errors import is_out_of_memory
 from hetero_mpi.device.self_test_process import MARK, NF4, OPENING, Result
+from hetero_mpi.model.eager_imports import eager_imports
 
 ALLOWED = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 2e-2}
 """Largest difference of a tensor from the CPU's, norm by norm: several times what rounding makes of it, far less than an error."""
@@ -301,6 +302,8 @@ def main() -> int:
     warnings.simplefilter("ignore")
     Background("waiting for the parent's end", _end_with_the_parent)
     try:
+        with eager_imports():  # of all that the checks use
+            import hetero_mpi.model.transformers.weights  # noqa: F401
         backend = BACKENDS[arguments.backend](arguments.index)
         backend.make_current()
         needs = arguments.needs.split(",") if arguments.needs else list(backend.dtypes())
