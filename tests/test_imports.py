@@ -46,8 +46,13 @@ planner = {"hetero_mpi.planning.decision.planner", "hetero_mpi.planning.decision
 found = sorted((unused | planner) & set(sys.modules))
 assert not found, found
 
-import peft
-assert "bitsandbytes" in sys.modules and "torch._dynamo.eval_frame" not in sys.modules
+from hetero_mpi.job.load import AdapterTable
+from hetero_mpi.model.transformers.chain import TransformersChain
+from hetero_mpi.model.tuning import adapter_tuning
+
+adapter_tuning(TransformersChain(model.config), AdapterTable(method="lora"), False, True)
+assert {"peft", "bitsandbytes"} < set(sys.modules)
+assert not {"torch._dynamo.eval_frame", "torch.distributed.tensor"} & set(sys.modules)
 assert torch.distributed.is_available()
 double = torch.compile(lambda tensor: 2 * tensor, backend="eager")  # as a user's own layers may
 assert "torch._dynamo.eval_frame" not in sys.modules

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import AdapterTable
+from hetero_mpi.model.eager_imports import imported_peft
 from hetero_mpi.model.layer.quantize import fused_experts
 from hetero_mpi.model.layer.seeds import seed_from
 
@@ -36,9 +37,7 @@ FILE_PREFIX = "base_model.model."
 
 def lora_config(adapter: AdapterTable, targets: list[str] | str, parameters: list[str]) -> LoraConfig:
     """peft's configuration of the job's adapter for the given targets: modules, and parameters of fused experts."""
-    from peft import LoraConfig
-
-    return LoraConfig(
+    config: LoraConfig = imported_peft().LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
@@ -48,6 +47,7 @@ def lora_config(adapter: AdapterTable, targets: list[str] | str, parameters: lis
         target_parameters=parameters or None,
         task_type="CAUSAL_LM",
     )
+    return config
 
 
 def scale_of(adapter: AdapterTable) -> float:
@@ -73,7 +73,7 @@ def adapted(whole: PreTrainedModel, adapter: AdapterTable) -> Adapted:
 
     :raises UserError: the targets match nothing, or something that they cannot be.
     """
-    from peft import inject_adapter_in_model
+    inject = imported_peft().inject_adapter_in_model
     from peft.tuners.lora.layer import ParamWrapper
 
     wanted: list[str] | str = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
@@ -82,7 +82,7 @@ def adapted(whole: PreTrainedModel, adapter: AdapterTable) -> Adapted:
     linears = sorted({name.rpartition(".")[2] for name in linear_names})
     try:
         with torch.device("meta"):
-            inject_adapter_in_model(lora_config(adapter, wanted, experts), whole)
+            inject(lora_config(adapter, wanted, experts), whole)
     except ValueError as error:
         raise UserError(
             f"[adapter] targets = {adapter.targets!r} match no module of this model; its linear layers are "
@@ -136,9 +136,7 @@ def inject(
     """
     if not modules and not parameters:
         return
-    from peft import inject_adapter_in_model
-
-    inject_adapter_in_model(lora_config(adapter, modules, parameters), model)
+    imported_peft().inject_adapter_in_model(lora_config(adapter, modules, parameters), model)
     for name, parameter in model.named_parameters():
         if f".{_NAME}." in name:
             own = _short(name)

@@ -11,7 +11,7 @@ import gc
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
 from types import FunctionType, ModuleType
@@ -37,7 +37,7 @@ def eager_imports() -> Iterator[None]:
         if _COMPILER not in sys.modules:
             _stand_in(torch)
             torch.compile = _compile_late(torch.compile)
-            _leave_out_distributed(torch)
+            _leave_out_distributed()
         yield
     finally:
         gc.enable()
@@ -104,12 +104,27 @@ def _stand_in(torch: ModuleType) -> None:
             sys.modules.pop(name, None)
 
 
-def _leave_out_distributed(torch: Any) -> None:
+def _leave_out_distributed() -> None:
     """transformers asks once whether torch was built with it, and remembers the answer."""
-    known, torch.distributed.is_available = torch.distributed.is_available, lambda: False
-    try:
+    with _without_distributed():
         from transformers.utils import is_torch_distributed_available
 
         is_torch_distributed_available()
+
+
+def imported_peft() -> ModuleType:
+    """peft, without ``torch.distributed`` where nobody has imported that: it would look for the compiler's part of it."""
+    with nullcontext() if "torch.distributed.tensor" in sys.modules else _without_distributed():
+        return importlib.import_module("peft")
+
+
+@contextmanager
+def _without_distributed() -> Iterator[None]:
+    """In here torch says that it was built without ``torch.distributed``."""
+    import torch
+
+    known, torch.distributed.is_available = torch.distributed.is_available, lambda: False
+    try:
+        yield
     finally:
         torch.distributed.is_available = known
