@@ -14,15 +14,14 @@ import pytest
 
 import hetero_mpi
 from tests.support.mpi import ROOT, run_mpi
-
-PROGRAM = "tests/programs/python_api.py"
+from tests.support.rank_pool import run_pooled
 
 
 @pytest.fixture(scope="module")
 def used(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """The directory and what each of 3 ranks saw, of one run of the program."""
     out = tmp_path_factory.mktemp("api")
-    result = run_mpi(3, [PROGRAM, str(out)], timeout_s=300)
+    result = run_pooled(3, "python_api", [str(out)], timeout_s=300)
     assert result.returncode == 0, result.stderr[-4000:]
     assert result.stdout.count("the end of the program") == 3
     return out, [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(3)]
@@ -60,7 +59,7 @@ for name in ("torch", "mpi4py", "transformers"):
 import hetero_mpi
 assert not set(sys.modules) & {{"numpy", "pydantic", "hetero_mpi.job.load"}}, "importing the package is cheap"
 job = hetero_mpi.Job.build({{"model": {{"factory": "tests.programs.layers_model:plain"}},
-    "train": {{"global_batch": 4, "micro_batch": 2}}}})
+    "train": {{"global_batch": 4, "micro_batch": 2}}, "plan": {{"pipelines": 1}}}})
 report = hetero_mpi.plan(job, {str(out / "profile.toml")!r})
 there = hetero_mpi.load_report({str(out / "plan.toml")!r})
 assert (report.plan, report.predicted_step_s) == (there.plan, there.predicted_step_s)
@@ -74,7 +73,7 @@ assert step.tokens_per_s == 4 / step.step_s and step.events
 
 def test_an_exception_of_one_rank_ends_all(tmp_path: Path) -> None:
     begin = time.monotonic()
-    result = run_mpi(2, [PROGRAM, "alone", str(tmp_path)], timeout_s=120)
+    result = run_mpi(2, ["tests/programs/python_api.py", "alone", str(tmp_path)], timeout_s=120)
     assert result.returncode != 0 and "the end of the program" not in result.stdout
     assert "rank 1/2 on" in result.stderr and "ValueError: rank 1 has had enough" in result.stderr
     assert time.monotonic() - begin < 100

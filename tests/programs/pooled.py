@@ -1,7 +1,8 @@
 """A rank that runs programs of this folder one after the other, as tests/support/rank_pool.py asks: ``pooled.py SOCKET``.
 
-A request is a line of JSON: a program's name and its arguments. The answer tells how its ``main`` ended on this rank, and what
-was printed. A rank that waits for a request waits outside MPI, where it costs no processor time.
+A request is a line of JSON: on how many ranks (the first ones), a program's name and its arguments. The answer tells how its
+``main`` ended on this rank, and what was printed. A rank that waits for a request waits outside MPI, where it costs no processor
+time.
 """
 
 import contextlib
@@ -38,13 +39,16 @@ def captured(number: int, answer: dict[str, Any]) -> Iterator[None]:
             answer[name] = file.read().decode(errors="replace")
 
 
-def perform(program: str, *arguments: str) -> dict[str, Any]:
-    """Run ``main`` of a program in a world made anew, with communicators of its own."""
+def perform(ranks: int, program: str, *arguments: str) -> dict[str, Any]:
+    """Run ``main`` of a program in a world of the first ``ranks``, made anew, with communicators of its own."""
     answer: dict[str, Any] = {"code": 1, "traceback": ""}
     sys.argv = [program, *arguments]
     with captured(1, answer), captured(2, answer):
         try:
-            answer["code"] = importlib.import_module(f"tests.programs.{program}").main(join())
+            world = join()
+            taking_part = world if ranks == world.size else world.subset(range(ranks))
+            main = importlib.import_module(f"tests.programs.{program}").main
+            answer["code"] = main(taking_part) if taking_part is not None else 0
         except BaseException:
             answer["traceback"] = traceback.format_exc()
     forget()

@@ -1,8 +1,8 @@
 """MPI jobs that stay: ``run_pooled(3, "comm_world")`` runs a program of tests/programs on ranks that have started already.
 
-Starting a rank (MPI, torch) takes longer than most of what tests run on it. So each test process keeps one job per number of
-ranks, started by the real launcher; programs run there one after the other. What kills a rank, limits a process or needs an
-environment of its own belongs to ``tests.support.mpi.run_mpi``.
+Starting a rank (MPI, torch) takes longer than most of what tests run on it. So each test process keeps a job, started by the
+real launcher; programs run there one after the other, on all of its ranks or the first ones. What kills a rank, limits a process
+or needs an environment of its own belongs to ``tests.support.mpi.run_mpi``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from hetero_mpi.launch.launcher.launcher import build_command
 from tests.support.mpi import ROOT, SHARING, launcher_or_skip
 
 START_S, LEAVING_S = 120.0, 20.0
+USUAL_RANKS = 3
+"""Of the job that serves all programs on no more ranks."""
 AFTER_A_FAILURE_S = 3.0
 """How long the other ranks may take to answer once one has failed: most of them wait for it forever."""
 
@@ -77,10 +79,10 @@ class Pool:
                 found[json.loads(stream.readline())] = (connection, stream)
         return [found[rank] for rank in range(np)]
 
-    def run(self, program: str, arguments: Sequence[str], timeout_s: float) -> list[dict[str, Any]]:
+    def run(self, np: int, program: str, arguments: Sequence[str], timeout_s: float) -> list[dict[str, Any]]:
         """What each rank answers: exit code, traceback ("": none), stdout, stderr. Ranks that do not answer count as failed."""
         for _, stream in self.ranks:
-            stream.write(json.dumps([program, *arguments]) + "\n")
+            stream.write(json.dumps([np, program, *arguments]) + "\n")
             stream.flush()
         deadline, answers = time.monotonic() + timeout_s, dict[int, dict[str, Any]]()
         with selectors.DefaultSelector() as waiting:
@@ -123,17 +125,18 @@ def run_pooled(
 
     A job in which a rank failed is ended, and the next program gets a new one. At the timeout the test fails.
     """
-    if np not in _pools:
-        _pools[np] = Pool(np)
+    size = max(np, USUAL_RANKS)
+    if size not in _pools:
+        _pools[size] = Pool(size)
     begin_s = time.monotonic()
-    answers = _pools[np].run(program, arguments, timeout_s)
+    answers = _pools[size].run(np, program, arguments, timeout_s)
     stdout, stderr = ("".join(answer[name] for answer in answers) for name in ("stdout", "stderr"))
     for rank, answer in enumerate(answers):
         if answer["traceback"]:
             stderr += f"\nrank {rank}: {answer['traceback']}"
     code = max((answer["code"] for answer in answers), key=abs)
     if code != 0:
-        pool = _pools.pop(np)
+        pool = _pools.pop(size)
         stderr += pool.output.read_text()
         pool.kill()
     if time.monotonic() - begin_s > timeout_s:
