@@ -304,7 +304,7 @@ def test_what_is_refused_beside_a_loss_of_routers(workshop: Path) -> None:
     (workshop / "config.json").write_text(json.dumps(config))
     for settings, named in ((pairs, 'preference = "orpo"'), (["train.wire='int8'"], 'wire = "int8"')):
         with pytest.raises(
-            UserError, match=rf"{named} does not go with the loss of routers .*output_router_logits = false"
+            UserError, match=rf"{named} does not go with the loss of routers, .*output_router_logits = false"
         ):
             prepare(job(workshop, *model, *settings))
     (workshop / "config.json").write_text(json.dumps({**config, "output_router_logits": False}))
