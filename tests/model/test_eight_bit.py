@@ -25,6 +25,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import full_training, in_eight_bit
 from hetero_mpi.planning.decision.decide import fits
+from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.decision.remedies import in_eight_bit as estimated
 from hetero_mpi.planning.decision.remedies import remedies
 from hetero_mpi.planning.memory import with_copies
@@ -190,6 +191,8 @@ def test_plans_with_moments_in_8_bits_need_less_and_are_offered_as_a_remedy() ->
     assert not fits(on(model, size), request)
     offered = list(remedies(on(model, size), request))
     assert any('train.optimizer = "adamw_8bit"' in text for text in offered), offered
+    told = make_plan(on(packed, size), request).reasons
+    assert any("moments in 8 bits take" in reason for reason in told), told
     counted = with_copies(on(packed, size), replace(request, copy_bytes_per_trainable_parameter=24.0)).model
     copies = 2 * packed.copy_bytes_per_trainable_parameter * (trained + 1000)
     assert counted.state_bytes(0, 6) - packed.state_bytes(0, 6) == pytest.approx(copies)

@@ -13,7 +13,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.alone import best_alone
 from hetero_mpi.planning.decision.decide import decide, in_order, nearest_searched
-from hetero_mpi.planning.decision.explain import busiest, idle_ranks, reasons, rounded_on_the_wire
+from hetero_mpi.planning.decision.explain import busiest, idle_ranks, reasons, rounded_on_the_wire, smaller_moments
 from hetero_mpi.planning.decision.shortage import explain_shortage
 from hetero_mpi.planning.decision.streaming import streamed_texts
 from hetero_mpi.planning.dry_run import validate
@@ -63,7 +63,7 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
     report = _figures(plan, profile, request, simulation)
     idle = idle_ranks(decision, profile, request)
     told = (*reasons(decision, profile, request, simulation), *streamed_texts(plan, profile), *remarks)
-    told += rounded_on_the_wire(plan, profile)
+    told += rounded_on_the_wire(plan, profile) + smaller_moments(plain.model)
     return replace(report, alone=best_alone(plain, request), idle=idle, reasons=told)
 
 
@@ -114,7 +114,7 @@ def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
         IdleRank(device.rank, "not named in the given plan") for device in profile.devices if device.rank not in named
     )
     told = ("given by hand", busiest(plan, profile, simulation), *streamed_texts(plan, profile))
-    told += rounded_on_the_wire(plan, profile)
+    told += rounded_on_the_wire(plan, profile) + smaller_moments(profile.model)
     return replace(full, alone=best_alone(profile, request), idle=idle, reasons=told)
 
 
