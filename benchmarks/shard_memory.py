@@ -9,9 +9,9 @@ The promise: growth is the own shard; the peak exceeds it by two layers in fp32 
 ``--check`` exits 1 where a rank's peak exceeds its shard by more than twice the largest layer and 100 MB.
 
 ``--streamed``: stages are streamed, with LoRA over bf16 and over NF4 weights from mapped files; of full training in fp32, what is
-trained stays in memory (16 bytes of every parameter). Loading and two steps of a micro-batch of 4 sequences of 64 tokens, in slices
-of one, are watched: by how much what the rank cannot give back (RssAnon) grows at most, every 2 ms, and its clean mapped pages
-(RssFile) at the end. Bar: beyond what is trained whole, three layers in fp32 and 80 MB.
+trained stays in memory (16 bytes of every parameter, or 10 where moments are in 8 bits). Loading and two steps of a micro-batch
+of 4 sequences of 64 tokens, in slices of one, are watched: by how much what the rank cannot give back (RssAnon) grows at most,
+every 2 ms, and its clean mapped pages (RssFile) at the end. Bar: beyond what is trained whole, three layers in fp32 and 80 MB.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RANKS = (1, 2, 4)
 HELD = {"full": "fp32", "lora": "bf16", "nf4": "bf16"}
 """What is trained, and the compute dtype."""
+STREAMED = {**HELD, "8bit": "fp32"}
+"""The same, with full training whose moments are in 8 bits: ``adamw_8bit``."""
 STREAMED_BYTES = 80_000_000
 ALLOWANCE_BYTES = 100_000_000
 """bitsandbytes packs with about 10 bytes of temporaries per weight of a matrix (29 MB here), allocators round up."""
@@ -77,7 +79,7 @@ def _streamed(arguments: argparse.Namespace) -> int:
         model = Path(folder) / "model"
         total = _create(model)
         print(f"Llama of {total / 1e9:.2f} GB (fp32), {CONFIG['num_hidden_layers']} blocks, streamed")
-        rows = [row for held in HELD for ranks in (1, 2) for row in _measure(ranks, model, held, "--streamed")]
+        rows = [row for held in STREAMED for ranks in (1, 2) for row in _measure(ranks, model, held, "--streamed")]
     who = f"{'held':>5} {'ranks':>5} {'rank':>4}"
     print(f"{who} {'in files':>9} {'trained':>8} {'RssAnon grows':>14} {'RssFile grows':>14} {'largest layer':>13}")
     for row in rows:
@@ -103,7 +105,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--load", type=Path, metavar="MODEL", help=argparse.SUPPRESS
     )  # a rank's part, started by this program
-    parser.add_argument("--held", default="full", choices=list(HELD), help=argparse.SUPPRESS)
+    parser.add_argument("--held", default="full", choices=list(STREAMED), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -133,6 +135,10 @@ def _measure(ranks: int, model: Path, held: str, *options: str) -> list[dict[str
     return list(json.loads(next(line for line in done.stdout.splitlines() if line.startswith("["))))
 
 
+def _optimizer(held: str) -> Any:
+    return "adamw_8bit" if held == "8bit" else "adamw"
+
+
 def _opened(directory: Path, held: str) -> tuple[Any, Any, Any, list[int]]:
     """(start weights, chain, what is trained, bytes of each layer in fp32)"""
     import bitsandbytes.functional  # noqa: F401  (its own memory is not the shard's)
@@ -149,8 +155,9 @@ def _opened(directory: Path, held: str) -> tuple[Any, Any, Any, list[int]]:
     files = ModelFiles(directory)
     chain = TransformersChain(read_config(files.config))
     model = {"path": str(directory), "quantization": "nf4" if held == "nf4" else "none"}
-    adapter = {"method": "none" if held == "full" else "lora"}
-    tuning = tuning_of(JobConfig.model_validate({"model": model, "adapter": adapter, "data": {"text": ["-"]}}), chain)
+    adapter, train = {"method": "lora" if held in ("lora", "nf4") else "none"}, {"optimizer": _optimizer(held)}
+    job = {"model": model, "adapter": adapter, "train": train, "data": {"text": ["-"]}}
+    tuning = tuning_of(JobConfig.model_validate(job), chain)
     sizes = [sum(spec.count for spec in chain.specs(layer, layer + 1)) * 4 for layer in range(chain.layer_count)]
     return FileStart(files, chain), chain, tuning, sizes
 
@@ -174,9 +181,9 @@ def _stream(directory: Path, held: str) -> int:
         first, last = (_cut(sizes, part / world.size) for part in (world.rank, world.rank + 1))
         watched = _Watched()
         stage = StreamedStage(
-            chain, first, last, Backend(), HELD[held], files, 0, tuning, None, 1, large_files_folder()
+            chain, first, last, Backend(), STREAMED[held], files, 0, tuning, None, 1, large_files_folder()
         )
-        optimizer = Optimizer(stage, TrainTable(steps=2))
+        optimizer = Optimizer(stage, TrainTable(steps=2, optimizer=_optimizer(held)))
         tokens = torch.ones((4, 64), dtype=torch.int64)
         hidden = torch.zeros((4, 64, CONFIG["hidden_size"]), dtype=stage.dtype)
         for step in range(2):
@@ -190,7 +197,11 @@ def _stream(directory: Path, held: str) -> int:
             "rank": world.rank,
             "held": held,
             "streamed_bytes": stage.weights.bytes,
-            "trained_bytes": 16 * sum(p.numel() for p in optimizer.targets.values()) if held == "full" else 0,
+            "trained_bytes": sum(
+                8 * p.numel() + sum(moment.nbytes for moment in optimizer.state(name).values())
+                for name, p in optimizer.targets.items()
+                if tuning.full
+            ),
             "anon_bytes": anon,
             "file_bytes": file,
             "layer_bytes": max(sizes[first:last]),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from hetero_mpi.checkpoint import MOMENT_BLOCK
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import TrainTable
@@ -18,6 +19,8 @@ from hetero_mpi.job.rules import EIGHT_BIT
 _TORCH = {"moments1": "exp_avg", "moments2": "exp_avg_sq"}
 _BITSANDBYTES = {"moments1": "state1", "moments2": "state2", "absmax1": "absmax1", "absmax2": "absmax2"}
 """Kind of tensor in a checkpoint -> its name in the optimizer's state."""
+_PIECE = 1 << 18
+"""Numbers that bitsandbytes steps at once in host memory: whole blocks."""
 
 
 class AdamW:
@@ -47,6 +50,8 @@ class AdamW:
             groups = [group for group in groups if group["params"]]
             if groups:  # a stage may hold nothing that is trained, such as an embedding beside adapters
                 self._parts.append(make(groups, **settings))
+            if groups and train.optimizer == EIGHT_BIT and groups[0]["params"][0].device.type == "cpu":
+                self._parts[-1].update_step = partial(_update_in_pieces, self._parts[-1])
         for part in self._parts:
             for number, group in enumerate(part.param_groups):
                 self._places |= {p: (part, number, place) for place, p in enumerate(group["params"])}
@@ -92,6 +97,36 @@ class AdamW:
             return steps
         # torch keeps it as a float32 tensor, on the device where the kernel is fused.
         return torch.tensor(float(steps), dtype=torch.float32, device=target.device if self._fused else "cpu")
+
+
+def _update_in_pieces(part: Any, group: Mapping[str, Any], target: Parameter, number: int, place: int) -> None:
+    """``update_step`` of bitsandbytes' optimizers, in host memory: its code for CPUs takes up to 20 bytes for each number that it
+    is given at once, and is slower out of the caches. The same bits as of the whole tensor."""
+    from bitsandbytes.functional import optimizer_update_8bit_blockwise, optimizer_update_32bit
+
+    assert target.grad is not None
+    held, (beta1, beta2), rest = part.state[target], group["betas"], (0.0, 0.0)
+    held["step"] += 1
+    tensors = [tensor.view(-1) for tensor in (target.grad, target, held["state1"], held["state2"])]
+    for begin in range(0, target.numel(), _PIECE):
+        gradient, values, first, second = (tensor[begin : begin + _PIECE] for tensor in tensors)
+        if "absmax1" in held:
+            blocks = slice(begin // MOMENT_BLOCK, (begin + _PIECE) // MOMENT_BLOCK)
+            maps, scales = ([held[f"{name}{i}"] for i in (1, 2)] for name in ("qmap", "absmax"))
+            numbers = (
+                beta1,
+                beta2,
+                *rest,
+                group["eps"],
+                held["step"],
+                group["lr"],
+                *maps,
+                *(one[blocks] for one in scales),
+            )
+            optimizer_update_8bit_blockwise("adam", gradient, values, first, second, *numbers, group["weight_decay"])
+        else:
+            numbers = (beta1, group["eps"], held["step"], group["lr"], second, beta2, *rest, group["weight_decay"])
+            optimizer_update_32bit("adam", gradient, values, first, *numbers)
 
 
 def _makers(train: TrainTable, fused: bool) -> list[tuple[Any, tuple[bool, ...]]]:

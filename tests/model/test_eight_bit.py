@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import bitsandbytes
 import h5py
 import pytest
 import torch
@@ -19,7 +20,7 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import TrainTable
-from hetero_mpi.model.adamw import check_eight_bit
+from hetero_mpi.model.adamw import AdamW, check_eight_bit
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
@@ -70,6 +71,33 @@ def state_of(threads: Threads) -> State:
         assert all(torch.equal(snapshot(one), live_state(trainer)(one)) for one in own)
         found |= {key: view.clone() for key, view in snapshot.views.items()}
     return found
+
+
+@pytest.mark.parametrize("eight_bit", [True, False])
+def test_steps_in_pieces_have_the_bits_of_bitsandbytes_own(eight_bit: bool) -> None:
+    torch.manual_seed(3)
+    start, gradients = (
+        torch.randn(300, 1777),
+        [torch.randn(300, 1777) for _ in range(3)],
+    )  # two pieces and a part of a block
+    own, plain = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    settings = {
+        "lr": 1e-3,
+        "betas": (TRAIN.beta1, TRAIN.beta2),
+        "eps": TRAIN.epsilon,
+        "weight_decay": TRAIN.weight_decay,
+    }
+    ours = AdamW(TRAIN, True, [(own, True, eight_bit)])
+    theirs = bitsandbytes.optim.AdamW([plain], optim_bits=8 if eight_bit else 32, **settings)
+    for gradient in gradients:
+        own.grad, plain.grad = gradient.clone(), gradient.clone()
+        ours.step(1e-3)
+        theirs.step()
+    assert torch.equal(own, plain)
+    state = ours.state(own)
+    assert len(state) == (4 if eight_bit else 2)
+    for kind, tensor in state.items():
+        assert torch.equal(tensor, theirs.state[plain][kind.replace("moments", "state")]), kind
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
