@@ -40,7 +40,7 @@ class AdamW:
         self._places: dict[Parameter, tuple[Any, int, int]] = {}
         """Parameter -> (its optimizer, group, place in the group)."""
         for make, widths in _makers(train, fused):
-            groups = [
+            groups: list[dict[str, Any]] = [
                 {
                     "params": [p for p, decays, eight_bit in listed if decays is decay and eight_bit in widths],
                     "weight_decay": train.weight_decay * decay,
