@@ -33,6 +33,7 @@ class AdamW:
 
     def __init__(self, train: TrainTable, fused: bool, targets: Iterable[tuple[Parameter, bool, bool]]) -> None:
         self._fused, listed = fused, list(targets)
+        self._in_pieces = train.optimizer == EIGHT_BIT and all(p.device.type == "cpu" for p, _, _ in listed)
         self._names = _BITSANDBYTES if train.optimizer == EIGHT_BIT else _TORCH
         settings = {"lr": train.learning_rate, "betas": (train.beta1, train.beta2), "eps": train.epsilon}
         self._parts: list[Any] = []
@@ -50,8 +51,6 @@ class AdamW:
             groups = [group for group in groups if group["params"]]
             if groups:  # a stage may hold nothing that is trained, such as an embedding beside adapters
                 self._parts.append(make(groups, **settings))
-            if groups and train.optimizer == EIGHT_BIT and groups[0]["params"][0].device.type == "cpu":
-                self._parts[-1].update_step = partial(_update_in_pieces, self._parts[-1])
         for part in self._parts:
             for number, group in enumerate(part.param_groups):
                 self._places |= {p: (part, number, place) for place, p in enumerate(group["params"])}
@@ -65,8 +64,13 @@ class AdamW:
         """One step with the learning rate ``rate``."""
         for group in self.groups:
             group["lr"] = rate
-        for part in self._parts:
-            part.step()
+        if not self._in_pieces:
+            for part in self._parts:
+                part.step()
+            return
+        for target, (part, number, _) in self._places.items():
+            if target.grad is not None:
+                _step_in_pieces(target, self._held(target), part.param_groups[number])
 
     def state(self, target: Parameter) -> dict[str, torch.Tensor]:
         """Kind -> tensor of what is kept of a parameter from step to step: ``moments1`` and ``moments2``, of its shape, in fp32 or
@@ -99,13 +103,14 @@ class AdamW:
         return torch.tensor(float(steps), dtype=torch.float32, device=target.device if self._fused else "cpu")
 
 
-def _update_in_pieces(part: Any, group: Mapping[str, Any], target: Parameter, number: int, place: int) -> None:
+@torch.no_grad()
+def _step_in_pieces(target: Parameter, held: dict[str, Any], group: Mapping[str, Any]) -> None:
     """``update_step`` of bitsandbytes' optimizers, in host memory: its code for CPUs takes up to 20 bytes for each number that it
     is given at once, and is slower out of the caches. The same bits as of the whole tensor."""
     from bitsandbytes.functional import optimizer_update_8bit_blockwise, optimizer_update_32bit
 
     assert target.grad is not None
-    held, (beta1, beta2), rest = part.state[target], group["betas"], (0.0, 0.0)
+    (beta1, beta2), rest = group["betas"], (0.0, 0.0)
     held["step"] += 1
     tensors = [tensor.view(-1) for tensor in (target.grad, target, held["state1"], held["state2"])]
     for begin in range(0, target.numel(), _PIECE):
