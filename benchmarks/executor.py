@@ -77,9 +77,9 @@ def work(world: World) -> int:
         actions = [action for action in schedule_of(plan, model)[world.rank] if action.op not in WHOLE_STEP]
         executor = Executor([stage], [place], plan.pipelines[0], actions, transport, {}, lambda layer: None)
         tokens = torch.zeros(MICRO_BATCHES, LENGTH, dtype=torch.int64)
-        data = StepData(0, (1,) * MICRO_BATCHES, tuple(range(MICRO_BATCHES)), LENGTH, tokens, tokens, 1)
+        data = StepData(0, (1,) * MICRO_BATCHES, tuple(range(MICRO_BATCHES)), LENGTH, tokens, tokens, None, 1)
         if world.rank == 1:
-            data = StepData(0, data.sizes, data.first_samples, LENGTH, None, tokens, 1)
+            data = StepData(0, data.sizes, data.first_samples, LENGTH, None, tokens, None, 1)
         per_action_us = []
         for _ in range(STEPS):
             world.barrier()

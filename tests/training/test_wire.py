@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from hetero_mpi.checkpoint import checkpoint_path
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.wire import Int8Format
 from hetero_mpi.errors import UserError
@@ -25,8 +27,11 @@ from hetero_mpi.planning.durations import message_bytes
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.types.cluster_changes import with_wire
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
+from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.support.late_copies import LateBackend
 from tests.support.planning_samples import make_model, make_plan_of, make_profile
+from tests.support.small_jobs import Workshop
 from tests.support.threaded_training import Threads, plan_of
 from tests.training.test_pipelines import (
     LAYOUTS,
@@ -157,6 +162,24 @@ def test_planning_counts_the_shorter_messages_and_says_what_is_given_up() -> Non
     assert not any("int8" in answer.change for answer in what_ifs(reports[1], short, request))
 
 
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted_np2(tmp_path: Path) -> None:
+    workshop = Workshop(tmp_path)
+    values = workshop.values(workshop.model())
+    job = workshop.job("int8", values, train={"wire": "int8"}, plan={"allow_idle": False})
+
+    def entry(name: str, **more: Any) -> dict[str, Any]:
+        return {"job": job, "run_dir": tmp_path / name, **more}
+
+    found = workshop.run_entries(2, {"whole": entry("whole")})
+    assert "boundaries travel as int8" in found["whole"].printed, found["whole"].texts
+    checkpoint, plan = checkpoint_path(tmp_path / "whole" / "checkpoints", 2), tmp_path / "whole" / "plan.toml"
+    workshop.run_entries(2, {"resumed": entry("resumed", resume=checkpoint, plan=plan)})
+    whole, resumed = (
+        [step.loss for step in read_metrics(tmp_path / name / "metrics.jsonl").steps] for name in ("whole", "resumed")
+    )
+    assert whole[2:] == resumed and len(resumed) == 2
+
+
 def test_models_of_ones_own_are_not_rounded() -> None:
     tables: dict[str, dict[str, Any]] = {"model": {"factory": "cnn_model:cnn"}, "data": {}, "train": {"wire": "int8"}}
     with pytest.raises(UserError, match=r"wire = \"int8\": is for language models"):
@@ -165,8 +188,6 @@ def test_models_of_ones_own_are_not_rounded() -> None:
 
 def test_the_wire_travels_with_the_profile_that_plans_are_made_for() -> None:
     """A run that goes on after a death, and the report of one, have the profile from a file or a message."""
-    from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
-
     profile = make_profile()
     assert profile_from_dict(profile_to_dict(with_wire(profile, "int8"))) == replace(
         profile, model=replace(profile.model, wire="int8")
