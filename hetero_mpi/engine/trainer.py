@@ -178,7 +178,7 @@ class Trainer:
             {Op.REDUCE: self._reduce, Op.STEP: self._finish_step},
             self.update.finished,
             self.emulation,
-            format_of(train.wire, self.dtype),
+            format_of(train.wire, self.dtype, self.chain.appended_rows),
         )
         self.backend.begin_peak()
 

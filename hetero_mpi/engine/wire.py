@@ -5,7 +5,6 @@ What is packed is on the device, so that copies to host memory and back are as s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 
@@ -45,19 +44,24 @@ class Int8Format(WireFormat):
 
     Numbers are rounded to the nearest, or at random such that the mean is right, by a function of (seed, place in the sequence) in
     whole numbers: the same on every device, in any micro-batch. A row with a number that is not finite has none when it arrives.
+
+    ``exact_rows``: of the end of each sequence, which are no hidden vectors and travel as they are (``router_loss``).
     """
 
-    def __init__(self, computed: torch.dtype) -> None:
+    def __init__(self, computed: torch.dtype, exact_rows: int = 0) -> None:
         super().__init__(torch.uint8)
-        self._computed = computed
+        self._computed, self._exact_rows = computed, exact_rows
 
     def packed_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return (math.prod(shape[:-1]) * (shape[-1] + SCALE_BYTES),)
+        sequences, rows, width = shape
+        exact = self._exact_rows * width * self._computed.itemsize
+        return (sequences * ((rows - self._exact_rows) * (width + SCALE_BYTES) + exact),)
 
     def packed(self, tensor: torch.Tensor, seeds: Iterable[int | None] = NEAREST) -> torch.Tensor:
         tensor = tensor.detach()
         found = torch.empty(self.packed_shape(tensor.shape), dtype=torch.uint8, device=tensor.device)
-        scales, numbers = _parts(found, tensor.shape)
+        scales, exact, numbers = self._parts(found, tensor.shape)
+        tensor, exact[...] = tensor[:, : numbers.shape[1]], tensor[:, numbers.shape[1] :]
         for rows, own_scales, own_numbers, seed in zip(tensor, scales, numbers, seeds, strict=False):
             for piece in _pieces(rows):
                 part = rows[piece]
@@ -75,22 +79,29 @@ class Int8Format(WireFormat):
 
     def unpacked(self, packed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         found = torch.empty(tuple(shape), dtype=self._computed, device=packed.device)
-        scales, numbers = _parts(packed, shape)
-        for rows, own_scales, own_numbers in zip(found, scales, numbers, strict=True):
+        scales, exact, numbers = self._parts(packed, shape)
+        found[:, numbers.shape[1] :] = exact
+        for rows, own_scales, own_numbers in zip(found[:, : numbers.shape[1]], scales, numbers, strict=True):
             for piece in _pieces(rows):
                 rows[piece] = own_numbers[piece] * own_scales[piece]
         return found
 
+    def _parts(self, packed: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of a packed tensor of ``shape`` (B, T, H): fp32 scales (B, .., 1), exact rows, int8 numbers (B, .., H)."""
+        sequences, rows, width = shape
+        hidden = rows - self._exact_rows
+        scales_end = sequences * hidden * SCALE_BYTES
+        exact_end = scales_end + sequences * self._exact_rows * width * self._computed.itemsize
+        return (
+            packed[:scales_end].view(torch.float32).view(sequences, hidden, 1),
+            packed[scales_end:exact_end].view(self._computed).view(sequences, self._exact_rows, width),
+            packed[exact_end:].view(torch.int8).view(sequences, hidden, width),
+        )
 
-def format_of(wire: str, computed: torch.dtype) -> WireFormat:
+
+def format_of(wire: str, computed: torch.dtype, exact_rows: int = 0) -> WireFormat:
     """By the job's ``train.wire``. ``computed``: dtype of what stages compute."""
-    return Int8Format(computed) if wire == "int8" else WireFormat(computed)
-
-
-def _parts(packed: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of a packed tensor of ``shape`` (..., H): fp32 scales (..., 1), int8 numbers (..., H)."""
-    begin = math.prod(shape[:-1]) * SCALE_BYTES
-    return packed[:begin].view(torch.float32).view(*shape[:-1], 1), packed[begin:].view(torch.int8).view(*shape)
+    return Int8Format(computed, exact_rows) if wire == "int8" else WireFormat(computed)
 
 
 def _pieces(rows: torch.Tensor) -> list[slice]:

@@ -29,6 +29,7 @@ from hetero_mpi.planning.types.cluster_changes import with_wire
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
 from hetero_mpi.report.run_files.metrics import read_metrics
+from tests.model.test_split_backward import chain_of as family_chain
 from tests.support.late_copies import LateBackend
 from tests.support.planning_samples import make_model, make_plan_of, make_profile
 from tests.support.small_jobs import Workshop
@@ -135,6 +136,25 @@ def test_rounding_is_near_and_right_on_average_in_any_micro_batch(dtype: torch.d
     assert error[3, 4].mean().abs() < 4 * 0.41 / values.numel() ** 0.5 + 1e-3
     assert torch.equal(through(values, 3, 4)[1:], through(values[1:], 4)), "the other sequences matter"
     assert not torch.equal(through(values, 3, 4)[1:], through(values[1:], 5))
+
+
+def test_what_goes_behind_hidden_vectors_arrives_as_it_was() -> None:
+    made, values = Int8Format(torch.bfloat16, exact_rows=2), torch.randn(3, 9, 16).bfloat16()
+    values[:, 7:] = torch.randint(-(2**15), 2**15, (3, 2, 16), dtype=torch.int16).view(torch.bfloat16)  # any bits
+    packed = made.packed(values, [1, 2, 3])
+    assert packed.shape == made.packed_shape(values.shape) == (3 * (7 * 20 + 2 * 32),)
+    found, alone = made.unpacked(packed, values.shape), Int8Format(torch.bfloat16)
+    assert torch.equal(found[:, 7:].view(torch.int16), values[:, 7:].view(torch.int16))
+    assert torch.equal(found[:, :7], alone.unpacked(alone.packed(values[:, :7], [1, 2, 3]), (3, 7, 16)))
+
+
+def test_the_loss_of_routers_passes_boundaries_unrounded() -> None:
+    chain = family_chain("mixtral", output_router_logits=True, router_aux_loss_coef=0.1)
+    layouts = [([0], [0, chain.layer_count], 2, 8)], [([0, 1], [0, 2, chain.layer_count], 2, 8)]
+    train = INT8.model_copy(update={"dtype": "bf16"})  # of which the sums take two numbers each
+    alone, cut = (outcome_of(Threads(chain, plan_of(chain, layout, LENGTH), train)).decision for layout in layouts)
+    assert alone.router_loss is not None and cut.router_loss == pytest.approx(alone.router_loss, rel=0.02)
+    assert alone.loss != cut.loss == pytest.approx(alone.loss, rel=0.02)
 
 
 def test_rows_that_are_not_finite_arrive_so_and_zeros_stay_zeros() -> None:

@@ -83,6 +83,11 @@ class LayerChain(ABC):
     logits: int | None = None
     routers: Routers | None = None
 
+    @property
+    def appended_rows(self) -> int:
+        """Rows of a boundary at the end of each sequence that are no hidden vectors."""
+        return self.boundary(0, 1, 0)[1] if self.routers is not None else 0
+
     def specs(self, first: int, last: int) -> list[ParameterSpec]:
         """Parameters of layers ``[first, last)``."""
         return [spec for spec in self.parameters.values() if first <= spec.layer < last]
