@@ -415,7 +415,7 @@ all targets of a step, and adds up router losses undivided, so that the factor g
   `router_loss` in `metrics.jsonl`, also have the mean of the sequences' router losses (transformers' `aux_loss`).
 * Sums of each sequence travel in fp32 behind its hidden states: one place more per sequence where
   4 x experts are no more than `hidden_size`.
-* `[train] preference` and `wire = "int8"` are refused beside it.
+* Where activations travel as int8 (`[train] wire`), these sums travel as they are. `[train] preference` is refused.
 * Families without a *yes* refuse `output_router_logits = true`: transformers has no such loss for them, or (doge) computes
   another one.
 

@@ -198,13 +198,11 @@ def _check_model(loaded: LoadedJob, config: dict[str, Any]) -> None:
     """Refuse a model that cannot be trained, before a long corpus is tokenized."""
     positions = getattr(read_config(config), "max_position_embeddings", None)
     length = loaded.job.data.sequence_length
-    for key, other in (("preference", "none"), ("wire", "exact")):
-        value = getattr(loaded.job.train, key)
-        if value != other and config.get("output_router_logits"):
-            raise UserError(
-                f'{loaded.path}: [train] {key} = "{value}" does not go with the loss of routers, for which the model\'s '
-                f"configuration asks: leave it out, or set output_router_logits = false there"
-            )
+    if loaded.job.train.preference != "none" and config.get("output_router_logits"):
+        raise UserError(
+            f"{loaded.path}: [train] preference does not go with the loss of routers, for which the model's configuration asks: "
+            f"leave it out, or set output_router_logits = false there"
+        )
     if positions is not None and length > positions:
         raise UserError(
             f"{loaded.path}: [data] sequence_length = {length}: the model has positions for {positions} tokens "
