@@ -33,7 +33,7 @@ def places_of(rank: int, plan: Plan) -> tuple[Placement, ...]:
 
 def active_ranks(plan: Plan) -> list[int]:
     """Ranks that take part in every step: those with a stage, and rank 0, which reads the data and leads."""
-    return sorted({0, *(rank for pipeline in plan.pipelines for stage in pipeline.stages for rank in stage.ranks)})
+    return sorted({0, *plan.ranks})
 
 
 def holders(plan: Plan) -> dict[int, tuple[int, ...]]:

@@ -81,10 +81,8 @@ def _plan_text(values: Any) -> str:
         plan = plan_from_dict(values)
     except UserError:
         return "of another version of this program"
-    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
-    ranks = len({rank for stage in stages for rank in stage.ranks})
     pipelines = f"{len(plan.pipelines)} pipelines, " if len(plan.pipelines) > 1 else ""
-    return f"{pipelines}{len(stages)} stages on {ranks} ranks (a run may be resumed under any other)"
+    return f"{pipelines}{len(plan.numbered)} stages on {len(plan.ranks)} ranks (a run may be resumed under any other)"
 
 
 def _table(metadata: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:

@@ -107,8 +107,7 @@ def baseline_lines(
         )
         for one in singles
     ]
-    used = sorted(rank for _, _, stage in report.plan.numbered for rank in stage.ranks)
-    together = f"{len(used)} of {len(profile.devices)} ranks"
+    together = f"{len(report.plan.ranks)} of {len(profile.devices)} ranks"
     rows.append((together, _devices(profile), *_times(report.predicted_step_s, tokens), f"predicted{kind}"))
     measured = run.median_step_s() if run is not None else None
     if run is not None and measured is not None:
@@ -138,9 +137,8 @@ def worth_adding(
         return "Yes: no single device can do this job at all."
     best = min(able, key=lambda one: (one.step_s or 0.0, one.rank))
     assert best.step_s is not None
-    used = {rank for _, _, stage in report.plan.numbered for rank in stage.ranks}
-    if len(used) == 1:
-        return f"No: the plan itself uses rank {next(iter(used))} alone, since the others would only slow it down."
+    if len(report.plan.ranks) == 1:
+        return f"No: the plan itself uses rank {report.plan.ranks[0]} alone, since the others would only slow it down."
     promised = best.step_s / report.predicted_step_s if report.predicted_step_s > 0 else math.nan
     gain = best.step_s / measured_s if measured_s else promised
     answer = "No" if gain < 1 else "Hardly" if gain < HARDLY else "Yes"

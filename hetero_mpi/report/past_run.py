@@ -191,7 +191,7 @@ def _report_and_profile(directory: Path) -> tuple[PlanReport | None, ClusterProf
     profile = load_profile(paths[1]) if paths[1].exists() else None
     if report is not None and profile is not None:
         plan = report.plan
-        ranks = [rank for _, _, stage in plan.numbered for rank in stage.ranks] + [idle.rank for idle in report.idle]
+        ranks = plan.ranks + [idle.rank for idle in report.idle]
         if max(ranks) >= len(profile.devices) or plan.layers != len(profile.model.layers):
             return report, None
     return report, profile

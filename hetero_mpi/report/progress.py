@@ -62,17 +62,16 @@ Standings = Callable[[], Mapping[int, Now]]
 def overview(plan: Plan, profile: ClusterProfile, name: str) -> Overview:
     """The screen's first line, and a row for every rank that has a stage."""
     simulation = predicted_step(plan, profile)
-    used = sum(len(stage.ranks) for _, _, stage in plan.numbered)
     stages, emulated = len(plan.numbered), ", EMULATED" if profile.emulated else ""
-    title = f"{name}: {stages} stage{'s' if stages > 1 else ''} on {used} of {len(profile.devices)} ranks"
+    title = f"{name}: {stages} stage{'s' if stages > 1 else ''} on {len(plan.ranks)} of {len(profile.devices)} ranks"
     title += f"{schedule_text(plan)}{emulated}"
     rows = []
-    for _, _, stage in plan.numbered:
-        holds = layers_text(stage.first, stage.last, plan.layers)
-        for rank in stage.ranks:
-            share = simulation.busy_s[rank] / simulation.step_s if simulation.step_s > 0 else 0.0
-            rows.append(RankRow(rank, holds, share))
-    return Overview(title, tuple(sorted(rows, key=lambda row: row.rank)))
+    for rank in plan.ranks:
+        held = [plan.numbered[number][2] for number in plan.of_rank(rank)]
+        holds = "; ".join(layers_text(stage.first, stage.last, plan.layers) for stage in held)
+        share = simulation.busy_s[rank] / simulation.step_s if simulation.step_s > 0 else 0.0
+        rows.append(RankRow(rank, holds, share))
+    return Overview(title, tuple(rows))
 
 
 class ProgressDisplay:

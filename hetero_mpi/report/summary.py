@@ -122,8 +122,7 @@ def _last_plan_lines(
 
 
 def _difference_reason(plan: Plan, profile: ClusterProfile, changes: SpeedChanges, difference: float) -> str:
-    used = {rank for pipeline in plan.pipelines for stage in pipeline.stages for rank in stage.ranks}
-    sharing = [device for device in profile.devices if device.rank in used and device.cores < 1]
+    sharing = [device for device in profile.devices if device.rank in plan.ranks and device.cores < 1]
     if changes:
         told = ", ".join(f"rank {rank} at {share:g} from step {step + 1}" for rank, step, share in changes)
         return f"devices changed their speed as [cluster] emulate_changes asks ({told}), which no prediction knows"

@@ -73,14 +73,14 @@ def doubt_remarks(profile: ClusterProfile, named: str = "this profile") -> list[
 def headline(report: PlanReport) -> str:
     """``3 ranks, 389 ms per step; the best one alone, rank 1, 489 ms (1.26x)``: the gain over the best single device."""
     plan, best = report.plan, report.alone
-    used, there = len(plan.numbered), len(report.memory) + len(report.idle)
+    used, there = len(plan.ranks), len(report.memory) + len(report.idle)
     text = f"{units.plural(used, 'rank')}" if used >= there else f"{used} of {units.plural(there, 'rank')}"
     text += f", {units.seconds(report.predicted_step_s)} per step"
     if best is None or there <= 1:
         return text
     if best.step_s is None:
         return f"{text}; no rank can do it alone (rank {best.rank}: {best.problem})"
-    if used == 1 and plan.numbered[0][2].ranks == (best.rank,):
+    if plan.ranks == [best.rank]:
         return f"{text}: rank {best.rank} alone, which the others would only slow down"
     gain = ratio(best.step_s, report.predicted_step_s)
     what = "the best one alone" if gain >= 1 else "one alone would be faster"
@@ -101,7 +101,8 @@ def plan_lines(told: PlanReport | Plan, profile: ClusterProfile | None, every: b
     pipelines = "" if len(plan.pipelines) == 1 else f" in {len(plan.pipelines)} pipelines"
     emulated = " on emulated devices" if profile is not None and profile.emulated else ""
     lines = wrapped("", headline(report)) if report is not None else []
-    lines += [f"Plan: {units.plural(stages, 'stage')}{pipelines}{emulated}{schedule_text(plan)}"]
+    on = f" on {units.plural(len(plan.ranks), 'rank')}" if len(plan.ranks) < stages else ""
+    lines += [f"Plan: {units.plural(stages, 'stage')}{on}{pipelines}{emulated}{schedule_text(plan)}"]
     lines += table(*_stage_table(plan, profile, report.memory if report is not None else (), many))
     tokens = " or ".join(dict.fromkeys(f"{one.micro_batch * plan.sequence_length:,}" for one in plan.pipelines))
     shown = f"weights: parameters; compute: forward + backward of {tokens} tokens; " if profile is not None else ""

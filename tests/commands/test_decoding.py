@@ -139,10 +139,14 @@ PIECE = 4
 CHANGES = {"llama": {}, "mistral": {"sliding_window": 6}, "phi3": {"original_max_position_embeddings": 24}}
 
 
-@pytest.mark.parametrize("cuts", [(), (2, 4)], ids=["one stage", "three stages"])
+@pytest.mark.parametrize(
+    ("cuts", "ranks"),
+    [((), (0,)), ((2, 4), (0, 1, 2)), ((1, 2, 4), (0, 1, 0, 1)), ((2, 3, 4), (1, 0, 0, 1))],
+    ids=["one stage", "three stages", "looped", "V"],
+)
 @pytest.mark.parametrize("family", CHANGES)
 def test_a_prompt_passes_in_pieces_and_others_go_on_meanwhile(
-    family: str, cuts: tuple[int, ...], tmp_path: Path
+    family: str, cuts: tuple[int, ...], ranks: tuple[int, ...], tmp_path: Path
 ) -> None:
     """The tokens are those of the whole prompt and of transformers' ``generate``; Mistral's window is short, Phi-3 begins anew."""
     case = Case("pieces", family, False, 0.0, True, 2, "even")
@@ -153,7 +157,7 @@ def test_a_prompt_passes_in_pieces_and_others_go_on_meanwhile(
     long, short = (torch.randint(1, 300, (length,), generator=generator).tolist() for length in (21, 3))
     tasks = {1: Task(short, [], 12, Sampling()), 2: Task(long, [], 10, Sampling())}
 
-    (whole, lengths), (pieces, short_lengths) = written_by(path, cuts, tasks, 512), written_by(path, cuts, tasks, PIECE)
+    (whole, lengths), (pieces, short_lengths) = (written_by(path, cuts, ranks, tasks, size) for size in (512, PIECE))
     assert max(lengths) == (25 if family == "phi3" else 21) and max(short_lengths) == PIECE
     assert [sorted(tokens) for tokens in pieces[:6]] == [[1]] * 5 + [[1, 2]], "21 tokens pass in six rounds"
     model = AutoModelForCausalLM.from_pretrained(path)
@@ -170,28 +174,28 @@ def test_a_prompt_passes_in_pieces_and_others_go_on_meanwhile(
 
 
 def written_by(
-    path: Path, cuts: tuple[int, ...], tasks: dict[int, Task], piece_tokens: int
+    path: Path, cuts: tuple[int, ...], ranks: tuple[int, ...], tasks: dict[int, Task], piece_tokens: int
 ) -> tuple[list[dict[int, int]], list[int]]:
-    """What a thread per stage writes round by round, and the tokens that each stage got at once."""
-    stages = stages_of(path, cuts)
-    ranks = range(len(stages))
-    network = LoopbackNetwork(len(stages))
+    """What a thread per rank writes round by round, and the tokens that each stage got at once. ``ranks``: of the stages."""
+    stages, active = stages_of(path, cuts), sorted(set(ranks))
+    network = LoopbackNetwork(len(active))
     lengths: list[int] = []
 
     def write(rank: int) -> list[dict[int, int]]:
-        stage, begun = stages[rank], [TextChanges(tasks)]
-        apply = stage.apply
+        own, begun = (
+            [stage for stage, holder in zip(stages, ranks, strict=True) if holder == rank],
+            [TextChanges(tasks)],
+        )
+        writer = Writer(rank, ranks, active, network.transports[rank], own[0].chain, own, piece_tokens)
+        return list(writer.written(lambda idle: begun.pop() if begun else None if idle else TextChanges()))
 
-        def counted(x: torch.Tensor, **keywords: Any) -> torch.Tensor:
-            lengths.append(x.shape[1])
-            return apply(x, **keywords)
+    def counted(stage: Stage, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
+        lengths.append(x.shape[1])
+        return apply(stage, x, **keywords)
 
-        with mock.patch.object(stage, "apply", counted):
-            writer = Writer(rank, ranks, ranks, network.transports[rank], stage.chain, [stage], piece_tokens)
-            return list(writer.written(lambda idle: begun.pop() if begun else None if idle else TextChanges()))
-
-    with ThreadPoolExecutor(len(stages)) as pool:
-        results = list(pool.map(write, ranks, timeout=60))
+    apply = Stage.apply
+    with mock.patch.object(Stage, "apply", counted), ThreadPoolExecutor(len(active)) as pool:
+        results = list(pool.map(write, active, timeout=60))
     assert all(result == results[0] for result in results)
     return results[0], lengths
 

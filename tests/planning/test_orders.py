@@ -87,6 +87,17 @@ def test_a_plan_made_while_the_run_goes_on_keeps_it() -> None:
     assert [(pipeline.order, pipeline.split_backward) for pipeline in found.pipelines] == [(NAME, True)]
 
 
+def test_layers_may_move_from_ranks_that_hold_several_stages() -> None:
+    profile = with_split(make_profile((1.0, 1.0)))
+    request = PlanRequest(8, SEQUENCE, (1,), split_choices=(False, True), schedule="zbv")
+    plan = make_plan_of((0, 1, 2, 3, 4), (0, 1, 1, 0), 8)
+    plan = replace(plan, pipelines=(replace(plan.pipelines[0], order="zbv", split_backward=True),))
+    report = complete_plan(plan, profile, request)
+    told = answer(ReplanQuestion(profile, {1: 9.0}, request, report, 1000, 0.0))
+    assert told.prospect.then_s < told.prospect.now_s
+    assert sum(stage.last - stage.first for stage in told.report.plan.pipelines[0].stages if stage.ranks == (1,)) < 2
+
+
 def test_an_unknown_order_is_refused() -> None:
     plan = make_plan_of((0, 2, 4), (0, 1), 2)
     plan = replace(plan, pipelines=(replace(plan.pipelines[0], order="zigzag"),))

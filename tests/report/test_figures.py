@@ -9,12 +9,16 @@ import pytest
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
+from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import PACKING, PlanReport
 from hetero_mpi.report.figures.architecture import architecture
 from hetero_mpi.report.figures.charts import Series, line_chart
 from hetero_mpi.report.figures.style import COLOURS, save, svg
-from tests.support.past_runs import cluster, planned
+from hetero_mpi.report.progress import overview
+from hetero_mpi.report.tables import headline, plan_lines
+from tests.support.past_runs import cluster, planned, several_stages
+from tests.support.planning_samples import with_split
 
 
 def texts(figure: Figure) -> list[str]:
@@ -91,6 +95,23 @@ def test_pipelines_have_strips_of_their_own() -> None:
     alone = tuple(PipelinePlan((StagePlan((rank,), 0, 26, 0),), 1, 2) for rank in range(12))
     report = PlanReport(Plan(alone, 24, 10, 26), 1.0, 0.9, PACKING)
     assert_apart(architecture(report, cluster(12), "a job"), 12)
+
+
+def test_ranks_with_several_stages_are_counted_once() -> None:
+    profile = with_split(cluster(2))
+    plan = several_stages(profile, (0, 1, 1, 0))
+    report = PlanReport(plan, 1.0, 0.9, PACKING, memory=predict_memory(plan, profile, 0.05))
+    said = texts(architecture(report, profile, "a job"))
+    assert any(text.startswith("2 of 2 ranks on 1 host") for text in said)
+    assert said.count("no message") == 1 and sum("kB/s" in text for text in said) == 2
+    assert headline(report) == "2 ranks, 1.00 s per step"
+    assert "Plan: 4 stages on 2 ranks, schedule zbv" in plan_lines(report, profile)
+    shown = overview(plan, profile, "a job")
+    assert shown.title.startswith("a job: 4 stages on 2 of 2 ranks")
+    assert [(row.rank, row.holds) for row in shown.ranks] == [
+        (0, "embedding, block 0; block 3, head"),
+        (1, "block 1; block 2"),
+    ]
 
 
 def test_charts_leave_out_what_is_no_number() -> None:

@@ -37,8 +37,8 @@ from hetero_mpi.report.run_files.metrics import Metrics
 from hetero_mpi.report.trace import run_trace, save_run_trace
 from hetero_mpi.report.traffic import traffic
 from tests.support.mpi import run_mpi
-from tests.support.past_runs import JOB, cluster, make_run, measured, planned
-from tests.support.planning_samples import make_model, make_plan_of, make_profile
+from tests.support.past_runs import JOB, cluster, make_run, measured, planned, several_stages
+from tests.support.planning_samples import make_model, make_plan_of, make_profile, with_split
 from tests.support.small_jobs import Workshop
 
 # Architecture
@@ -66,10 +66,12 @@ def test_recorded_steps_come_back_and_forget_what_is_done_again(tmp_path: Path) 
     assert read_rank_steps(path) == ()
 
 
-def test_events_of_several_clocks_are_brought_onto_one() -> None:
-    """Measured exactly as predicted, by ranks that began at different times: the simulator's events come back."""
-    profile = cluster(3)
-    plan = planned(profile).plan
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (0, 1, 0, 1), (0, 1, 2, 1, 0)])
+def test_events_of_several_clocks_are_brought_onto_one(ranks: tuple[int, ...]) -> None:
+    """Measured exactly as predicted, by ranks that began at different times: the simulator's events come back. Where ranks hold
+    several stages, activations and gradients may share a link, and those of two stages take unlike ones."""
+    profile = with_split(cluster(3))
+    plan = several_stages(profile, ranks) if len(ranks) > 3 else planned(profile).plan
     found = on_one_clock(measured(plan, profile, 5, slower=1.0))
     expected = {event.action: event for event in simulate(plan, profile).events}
     assert {event.action for event in found} == set(expected)
@@ -78,7 +80,10 @@ def test_events_of_several_clocks_are_brought_onto_one() -> None:
         assert event.start_s == pytest.approx(same.start_s, abs=1e-9)
         assert event.end_s == pytest.approx(same.end_s, abs=1e-9), "a send lasts until its message has come"
     seen, promised = traffic(found, plan)[0, 1], traffic(simulate(plan, profile).events, plan)[0, 1]
-    assert (seen.messages, seen.bytes) == (promised.messages, promised.bytes) == (8, 8 * 1000)
+    sent = (
+        3 if ranks == (0, 1, 0, 1) else 2 if ranks == (0, 1, 2, 1, 0) else 1
+    )  # times per micro-batch from rank 0 to rank 1
+    assert (seen.messages, seen.bytes) == (promised.messages, promised.bytes) == (sent * 8, sent * 8 * 1000)
     assert seen.seconds == pytest.approx(promised.seconds)
 
 
@@ -95,6 +100,20 @@ def test_messages_of_one_link_follow_each_other() -> None:
         if entry["ph"] == "X" and entry["tid"] - entry["pid"] == 7
     ]
     assert [entry["ts"] for entry in copies] == [1e6, 2e6], "but they were copied when the rank began them"
+
+
+def test_a_link_is_a_pair_of_ranks_whatever_their_stages() -> None:
+    """Rank 0 hands over at 1 s, 2 s and 3 s: activations and gradients for rank 1, then activations of another stage for rank 2."""
+    actions = (Action(Op.SEND_F, 0, 0), Action(Op.SEND_B, 2, 0), Action(Op.SEND_F, 4, 0))
+    sends = [MeasuredEvent(0, 1, action, 1.0 + n, 1.1 + n, 10) for n, action in enumerate(actions)]
+    there = (
+        MeasuredEvent(1, 1, Action(Op.RECV_F, 1, 0), 0.0, 4.0, 10, arrived_s=4.0),
+        MeasuredEvent(1, 1, Action(Op.RECV_B, 1, 0), 4.0, 5.0, 10, arrived_s=5.0),
+    )
+    elsewhere = (MeasuredEvent(2, 1, Action(Op.RECV_F, 5, 0), 0.0, 6.0, 10, arrived_s=6.0),)
+    told = [RankStep(rank, 1, 50.0, events, Usage()) for rank, events in enumerate((tuple(sends), there, elsewhere))]
+    found = {event.action: (event.start_s, event.end_s) for event in on_one_clock(told) if event.rank == 0}
+    assert found == dict(zip(actions, ((1.0, 4.0), (4.0, 5.0), (3.0, 6.0)), strict=True))
 
 
 def test_every_second_of_a_step_is_accounted_for() -> None:

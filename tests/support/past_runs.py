@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,13 @@ def planned(profile: ClusterProfile, ranks: int | None = None, micro_batches: in
     step_s = simulate(plan, profile).step_s
     memory = predict_memory(plan, profile, 0.05)
     return PlanReport(plan, step_s, 0.9 * step_s, PACKING, memory=memory, idle=idle, reasons=("a & b",))
+
+
+def several_stages(profile: ClusterProfile, ranks: Sequence[int], micro_batches: int = 8) -> Plan:
+    """One pipeline with a stage on each of ``ranks``, in which the same rank may occur again."""
+    layers, count = len(profile.model.layers), len(ranks)
+    plan = make_plan_of([round(k * layers / count) for k in range(count + 1)], ranks, micro_batches)
+    return replace(plan, pipelines=(replace(plan.pipelines[0], order="zbv", split_backward=True),))
 
 
 def metrics(step: int, loss: float = 2.0, step_s: float = 1.0) -> StepMetrics:

@@ -312,6 +312,7 @@ def _pipeline(case: Case, order: list[int], edges: list[int], micro_batch: int, 
         for i, rank in enumerate(order)
     )
     split = case.schedule == "split" or (case.schedule in ORDERS and ORDERS[case.schedule].SPLITS)
+    split = split and case.slice_sequences is None  # which goes back in one part
     several = len(set(order)) < len(order)
     return PipelinePlan(stages, micro_batch, sequences, split, case.schedule if several else WARM_UP)
 

@@ -151,7 +151,7 @@ def _candidates(question: ReplanQuestion, profile: ClusterProfile) -> Iterator[P
         return
     (pipeline,) = plan.pipelines
     request = replace(question.request, thorough=False, max_pipelines=1, micro_batch_choices=(pipeline.micro_batch,))
-    active = sorted(stage.ranks[0] for stage in pipeline.stages)
+    active = sorted(pipeline.held)
     staying = _decided(restricted(profile, active), replace(request, allow_idle=False))
     if staying is not None:
         staying = _renumbered(staying, active)
@@ -169,7 +169,7 @@ def _candidates(question: ReplanQuestion, profile: ClusterProfile) -> Iterator[P
 
 def _alone(pipeline: PipelinePlan, plan: Plan, profile: ClusterProfile, request: PlanRequest) -> PipelinePlan:
     """One pipeline with other cuts, another order of its ranks and other depths, if that helps; else as it is."""
-    ranks = sorted(stage.ranks[0] for stage in pipeline.stages)
+    ranks = sorted(pipeline.held)
     number = {rank: (index,) for index, rank in enumerate(ranks)}
     stages = tuple(replace(stage, ranks=number[stage.ranks[0]]) for stage in pipeline.stages)
     # A short last micro-batch is taken to be a whole one.
@@ -184,8 +184,9 @@ def _alone(pipeline: PipelinePlan, plan: Plan, profile: ClusterProfile, request:
         allow_idle=False,
         thorough=False,
     )
-    # Annealing knows no streamed stages.
-    searched = _decided if any(stage.streamed for stage in stages) else partial(_annealed, alone)
+    # Annealing knows no streamed stages, and one stage on each rank.
+    unknown = pipeline.interleaved or any(stage.streamed for stage in stages)
+    searched = _decided if unknown else partial(_annealed, alone)
     found = searched(restricted(profile, ranks), request)
     return pipeline if found is None else replace(_renumbered(found, ranks).pipelines[0], sequences=pipeline.sequences)
 

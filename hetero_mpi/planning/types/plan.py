@@ -102,6 +102,11 @@ class Plan:
                 found[layer].append(stage.ranks[0])
         return tuple(map(tuple, found))
 
+    @property
+    def ranks(self) -> list[int]:
+        """Those that hold a stage, increasing."""
+        return sorted(self._of_rank)
+
     def of_rank(self, rank: int) -> tuple[int, ...]:
         """The numbers of the rank's stages; none: it is idle."""
         return self._of_rank.get(rank, ())

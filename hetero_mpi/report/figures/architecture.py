@@ -95,9 +95,8 @@ def architecture(
 
 
 def _heading(sheet: Sheet, report: PlanReport, profile: ClusterProfile, title: str) -> float:
-    used = sum(len(stage.ranks) for _, _, stage in report.plan.numbered)
     hosts = len({device.host for device in profile.devices})
-    facts = f"{used} of {len(profile.devices)} ranks on {hosts} host{'s' if hosts > 1 else ''}"
+    facts = f"{len(report.plan.ranks)} of {len(profile.devices)} ranks on {hosts} host{'s' if hosts > 1 else ''}"
     facts += f", {report.plan.global_batch} sequences per step, {units.seconds(report.predicted_step_s)} predicted"
     sheet.text(_MARGIN, 34, fitted(title, 17, WIDTH / 2, bold=True), 17, bold=True)
     sheet.text(_MARGIN, 54, facts, 12, "soft")
@@ -235,22 +234,27 @@ class _Painter:
         self, before: _StageBox, box: _StageBox, begin: float, end: float, y: float, below: tuple[float, float] | None
     ) -> None:  # fmt: skip
         """Draw the arrow into ``box``. An arrow from the row above starts ``below`` the box there, and runs between the rows."""
-        there, back = self.profile.link(before.rank, box.rank), self.profile.link(box.rank, before.rank)
-        speed, delay = units.bandwidth(there.bytes_per_s), units.seconds(there.latency_s)
-        unlike = abs(there.bytes_per_s - back.bytes_per_s) > _UNLIKE * max(there.bytes_per_s, back.bytes_per_s)
-        if unlike and there.bytes_per_s != back.bytes_per_s:
-            speed = f"{speed} / {units.bandwidth(back.bytes_per_s)}"
+        speed, delay, unlike = self._speed(before.rank, box.rank)
         if below is not None:
             top = y - _BOX_HEIGHT / 2 - _HEADER - _PADDING - 14
             place = end + _BOX_WIDTH / 2
             self.sheet.arrow(below, (below[0], top - 4), (place, top - 4), (place, y - _BOX_HEIGHT / 2))
-            self.sheet.text(place + 8, top + 9, f"from rank {before.rank}: {speed}, {delay}", 10, "ink")
+            self.sheet.text(place + 8, top + 9, f"from rank {before.rank}: {speed}{delay and ', '}{delay}", 10, "ink")
             return
         self.sheet.arrow((begin + 3, y), (end - 2, y))
         middle = (begin + end) / 2
         for place, part in enumerate(reversed(speed.split(" / "))):
             self.sheet.text(middle, y - 7 - 12 * place, part + (" /" if unlike and place else ""), 10, "ink", "center")
         self.sheet.text(middle, y + 16, delay, 10, "soft", "center")
+
+    def _speed(self, before: int, after: int) -> tuple[str, str, bool]:
+        """(bandwidth, latency, do the two directions differ?) of the link between two stages' ranks, in words."""
+        if before == after:
+            return "no message", "", False
+        there, back = self.profile.link(before, after), self.profile.link(after, before)
+        unlike = abs(there.bytes_per_s - back.bytes_per_s) > _UNLIKE * max(there.bytes_per_s, back.bytes_per_s)
+        also = f" / {units.bandwidth(back.bytes_per_s)}" if unlike and there.bytes_per_s != back.bytes_per_s else ""
+        return units.bandwidth(there.bytes_per_s) + also, units.seconds(there.latency_s), unlike
 
 
 def _short(layers: str) -> str:

@@ -78,8 +78,7 @@ def _about(run: PastRun) -> str:
         parameters = sum(layer.parameters for layer in model.layers) - shared_parameters(model, *whole)
         facts.append(f"{model.model_type}, {units.count(parameters)} parameters, {model.dtype}")
     if run.plan is not None and run.profile is not None:
-        used = sum(len(stage.ranks) for _, _, stage in run.plan.numbered)
-        facts.append(f"{used} of {len(run.profile.devices)} ranks")
+        facts.append(f"{len(run.plan.ranks)} of {len(run.profile.devices)} ranks")
     done = run.metrics.steps[-1].step if run.metrics.steps else 0
     wanted = run.steps_wanted
     facts.append(f"{done:,} of {wanted:,} steps" if wanted else f"{done:,} steps")

@@ -173,6 +173,7 @@ def on_one_clock(records: Sequence[RankStep]) -> tuple[Event, ...]:
         return ()
     first_s = min(record.begin_s for record in records)
     arrivals: dict[Action, float] = {}
+    receivers: dict[Action, int] = {}
     shifted: list[MeasuredEvent] = []
     for record in records:
         later = record.begin_s - first_s
@@ -181,11 +182,11 @@ def on_one_clock(records: Sequence[RankStep]) -> tuple[Event, ...]:
             moved = replace(event, start_s=event.start_s + later, end_s=event.end_s + later, arrived_s=arrived)
             shifted.append(moved)
             if arrived is not None:
-                arrivals[_sent(event.action)] = arrived
+                arrivals[_sent(event.action)], receivers[_sent(event.action)] = arrived, event.rank
     result: list[Event] = []
-    free: dict[tuple[int, Op], float] = {}
+    free: dict[tuple[int, int | Op], float] = {}
     for event in sorted(shifted, key=lambda event: event.start_s):
-        link = event.rank, event.action.op
+        link = event.rank, receivers.get(event.action, event.action.op)
         if event.action.op in (Op.SEND_F, Op.SEND_B):
             free[link], before = max(event.end_s, arrivals.get(event.action, event.end_s)), free.get(link, 0.0)
             start = min(max(event.start_s, before), free[link])
