@@ -3,6 +3,7 @@ arXiv:2110.02861)."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -21,6 +22,8 @@ _BITSANDBYTES = {"moments1": "state1", "moments2": "state2", "absmax1": "absmax1
 """Kind of tensor in a checkpoint -> its name in the optimizer's state."""
 _PIECE = 1 << 18
 """Numbers that bitsandbytes steps at once in host memory: whole blocks."""
+_ALONE = threading.Lock()
+"""bitsandbytes 0.50 packs on CPUs with the wrong map where two threads of a process pack by unlike ones at a time."""
 
 
 class AdamW:
@@ -69,7 +72,9 @@ class AdamW:
                 part.step()
             return
         for target, (part, number, _) in self._places.items():
-            if target.grad is not None:
+            if target.grad is None:
+                continue
+            with _ALONE:
                 _step_in_pieces(target, self._held(target), part.param_groups[number])
 
     def state(self, target: Parameter) -> dict[str, torch.Tensor]:
