@@ -257,7 +257,10 @@ def question(
         remarks.append("The model's configuration is not here: taken to be the profile's, without dropout")
     if train.optimizer == EIGHT_BIT and not profile.model.eight_bit and profile.model.trained_whole:
         profile = replace(profile, model=in_eight_bit(profile.model))
-        remarks.append(f"{EIGHT_BIT}: moments estimated, as the profile has them in fp32; so are the optimizer's times")
+        remarks.append(
+            f"{EIGHT_BIT}: the profile was made with moments in fp32. Their bytes in 8 bits are estimated; the optimizer's times "
+            "are those of fp32, and longer in 8 bits where a CPU steps"
+        )
     ranks, dropout = len(profile.devices), uses_dropout(loaded, config or {})
     _, reason = micro_batch_choices(train.global_batch, train.micro_batch, ranks, dropout)
     return PlanQuestion(loaded, profile, request_of(loaded, ranks, dropout), (*remarks, reason))
