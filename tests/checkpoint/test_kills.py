@@ -121,8 +121,8 @@ def test_killed_while_saving_the_newest_is_whole_and_continues_to_the_bit_np2(ki
     Each start resumes what the kill before it has left."""
     runs, dice = Runs(tmp_path, steps=20 * kills), random.Random(kills)
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    result = runs.run(straight)
-    assert result.returncode == 0, result.stdout + result.stderr
+    outcome = runs.run_entries(2, {"straight": {"job": runs.file, "run_dir": straight, "plan": runs.plan}})["straight"]
+    assert outcome.raised == ("", ""), outcome
     died, caught = 0, 0
     while caught < kills:
         whole = newest_good(killed / "checkpoints")[0]

@@ -347,4 +347,4 @@ def test_the_benchmark_of_gpus_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"{gpu[0]}:{gpu[1]}")
 def test_copies_there_and_back_beside_computation(gpu: tuple[str, int]) -> None:
     """The device computes what is copied right after, and memory that was copied from is written over at once."""
-    copies_there_and_back(open_backend(*gpu))
+    copies_there_and_back(open_backend(*gpu), 1024)

@@ -11,21 +11,24 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-import torch
-from transformers import AutoConfig
-
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import World
-from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.load import ProfileTable, TrainTable
-from hetero_mpi.model.transformers.chain import TransformersChain
-from hetero_mpi.model.tuning import full_training
+from hetero_mpi.model.eager_imports import eager_imports
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve
 from hetero_mpi.planning.types.toml_files import save_profile
-from hetero_mpi.profiling import cluster
-from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
-from hetero_mpi.profiling.subject import Subject
+
+with eager_imports():  # as a rank of ``profile`` does
+    import torch
+    from transformers import AutoConfig
+
+    from hetero_mpi.device.backend import Backend
+    from hetero_mpi.model.transformers.chain import TransformersChain
+    from hetero_mpi.model.tuning import full_training
+    from hetero_mpi.profiling import cluster
+    from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
+    from hetero_mpi.profiling.subject import Subject
 
 SETTINGS = ProfileTable(repeats=1, largest_message_bytes=4096)
 CONFIG = {

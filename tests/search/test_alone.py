@@ -157,16 +157,15 @@ def test_a_job_that_does_not_fit_is_told_the_command_that_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    path = "profiles/zorse-2xl4-a6000-p40.toml"
+    path = "profiles/homelab-5090-strix-halo.toml"
     refused = run(capsys, "plan", "jobs/quickstart.toml", "--profile", path, code=2)
     command = f"plan --profile {path} --set train.global_batch=16"
-    assert "6 blocks: the profile has 26" in refused and refused.endswith(f"python -m hetero_mpi {command}")
+    assert "6 blocks: the profile has 32" in refused and refused.endswith(f"python -m hetero_mpi {command}")
     text = run(capsys, *command.split())
     assert (
-        "No job given: 16 sequences of 1,024 tokens per step of the profile's own model (llama, 26 blocks, fp16)"
-        in text
+        "No job given: 16 sequences of 1,024 tokens per step of the profile's own model (llama, 32 blocks, bf16" in text
     )
-    assert "zorse" in run(capsys, "plan", "--profile", path, "--set", "data.sequence_length=5", code=2)
+    assert "homelab" in run(capsys, "plan", "--profile", path, "--set", "data.sequence_length=5", code=2)
     save_profile(cluster(), tmp_path / "p.toml")
     drawn = run(capsys, "simulate", "--profile", str(tmp_path / "p.toml"), "-o", str(tmp_path / "out"))
     assert "Simulated step: " in drawn

@@ -57,15 +57,15 @@ def tiny(seed: int) -> float:
     return compared(*joint_instance(seed, ranks, draw.randint(1, 2 if ranks == 3 else 4), draw.choice((2, 3, 4))))
 
 
-@seeds(20, (0, 1, 4, 10, 14, 16), "block")
+@seeds(40, (0, 8, 20, 32), "block")
 def test_the_planner_finds_what_brute_force_finds(block: int) -> None:
-    for seed in range(block * 10, block * 10 + 10):
+    for seed in range(block * 5, block * 5 + 5):
         assert tiny(seed) <= MOST_SLOWER, f"seed {seed}"
 
 
-@seeds(10, (2,), "block")
+@seeds(30, (6,), "block")
 def test_four_ranks_are_planned_as_brute_force_does(block: int) -> None:
-    for seed in range(block * 6, block * 6 + 6):
+    for seed in range(block * 2, block * 2 + 2):
         assert four(seed) <= MOST_SLOWER, f"seed {seed}"
 
 
@@ -88,7 +88,7 @@ def test_two_hundred_instances_are_planned_as_brute_force_does() -> None:
 # What the planner makes of it
 
 
-@seeds(30, 10)
+@seeds(30, 4)
 def test_how_ranks_are_numbered_changes_nothing(seed: int) -> None:
     """Pipelines, shares, stages, depths: all the same, on the same devices; so which of equal plans is taken is no accident."""
     profile, request = joint_instance(seed, 3, 3, 4)

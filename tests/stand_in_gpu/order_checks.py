@@ -208,7 +208,7 @@ def test_no_gradient_nor_tied_matrix_is_waited_for(standin: Any, gpu: Backend) -
 @pytest.mark.parametrize("copy_s", [0.0, 1e-3])
 def test_copies_there_and_back_beside_computation(standin: Any, gpu: Backend, copy_s: float) -> None:
     standin.set_delays(copy_s, 1e-4)
-    copies_there_and_back(gpu)
+    copies_there_and_back(gpu, 64)
 
 
 def test_a_copy_in_another_thread_belongs_to_the_same_device(gpu: Backend) -> None:

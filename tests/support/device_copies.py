@@ -8,11 +8,12 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.channel import HostBuffers
 
 
-def copies_there_and_back(card: Backend) -> None:
-    """The device computes what is copied right after, and memory that was copied from is written over at once."""
+def copies_there_and_back(card: Backend, size: int) -> None:
+    """The device computes what is copied right after, and memory that was copied from is written over at once. ``size``: of the
+    matrices whose products keep the device busy."""
     buffers, copying = HostBuffers(card, torch.float32), card.copying()
     there = torch.zeros(1 << 22, device=card.device)
-    matrix = torch.randn(1024, 1024, device=card.device)
+    matrix = torch.randn(size, size, device=card.device)
     for turn in range(8):
         for _ in range(20):
             matrix = (matrix @ matrix).tanh()

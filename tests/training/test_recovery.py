@@ -26,7 +26,7 @@ from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.state.copies import CopyCosts, newest_whole, peers, steps_between
 from tests.support.elastic import Cluster, Elastic, events
 from tests.support.long_run import LongRun, kill, kill_until_one_is_left, newest_step
-from tests.support.mpi import launcher_or_skip, run_bounded, run_mpi
+from tests.support.mpi import launcher_or_skip, run_mpi
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE
 from tests.training.test_signals import tensors as checkpoint_tensors
 
@@ -96,11 +96,9 @@ def undisturbed(job: LongRun) -> list[float]:
 
 def alone(job: LongRun) -> list[float]:
     run = job.directory / "one-process" / "run"  # deeper than where the other runs look for a profile
-    program = job.command(run)[0]
-    python = program.index("-m") - 1
-    arguments = [word for word in program[python:] if word not in ("--plan", str(job.plan))]
-    result = run_bounded([*arguments, "--set", f"train.steps={STEPS}"], job.environment(), 300)
-    assert result.returncode == 0, result.stdout + result.stderr
+    entry = {"job": job.file, "run_dir": run, "set": [f"train.steps={STEPS}"]}
+    outcome = job.run_entries(1, {"alone": entry})["alone"]
+    assert outcome.raised == ("",), outcome
     return losses(run)
 
 
