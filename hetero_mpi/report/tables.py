@@ -130,6 +130,8 @@ def schedule_text(plan: Plan) -> str:
 
 def _schedule_text(pipeline: PipelinePlan) -> str:
     count, last = pipeline.micro_batches, len(pipeline.stages) - 1
+    if pipeline.interleaved:
+        return f"{pipeline.order} ({max(map(len, pipeline.held.values()))} stages per rank)"
     if pipeline.order != WARM_UP:
         return pipeline.order
     depths = [min(stage.warm_up, count) for stage in pipeline.stages]
@@ -186,9 +188,13 @@ def _stage_table(
         kind = (_devices(stage, profile) or stage.last - stage.first) if many else number
         groups.setdefault(kind, []).append((plan.pipelines[index], stage))
     rows: list[tuple[str, ...]] = []
+    told: set[int] = set()
     for (first, stage), *others in groups.values():
         held = [(first, stage), *others]
         stages = [one for _, one in held]
+        # A rank's memory is that of all its stages: it stands beside the first.
+        fresh = {rank for one in stages for rank in one.ranks} - told
+        told |= fresh
         weights = compute = micro_batches = ""
         if profile is not None:
             weights = least_most([_parameters(one, profile) for one in stages], units.count)
@@ -205,7 +211,7 @@ def _stage_table(
             else layers_text(stage.first, stage.last, plan.layers),
             micro_batches,
             weights,
-            fullest_text([known for known in memory if any(known.rank in one.ranks for one in stages)]),
+            fullest_text([known for known in memory if known.rank in fresh]),
             compute,
             _recomputes(stages, many),
             least_most([one.warm_up for one in stages], whole),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,16 +10,20 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.decision.planner import complete_plan
+from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
+from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.memory import predict_memory, stage_memory
 from hetero_mpi.planning.orders import INTERLEAVINGS, ORDERS
 from hetero_mpi.planning.schedule import COMPUTE, Op, parse_action, reduced_layers, schedule_of, tied_heads
 from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.types.cluster_changes import with_slowness
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan_report import FLUID
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
+from hetero_mpi.report.tables import plan_lines
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, reported, with_split
 
 
@@ -167,3 +172,68 @@ def test_a_pipeline_knows_who_holds_what() -> None:
     pipeline = PipelinePlan(stages, 1, 1)
     assert pipeline.held == {0: (0, 3), 1: (1, 2)} and pipeline.interleaved
     assert [pipeline.together(place) for place in range(3)] == [False, True, False]
+
+
+def like_cluster(latency_s: float = 0.0, memory_bytes: int = 10**9) -> ClusterProfile:
+    """Four like ranks, 32 layers."""
+    return make_profile([1.0] * 4, make_model(30), memory_bytes=memory_bytes, latency_s=latency_s)
+
+
+ONE_PIPELINE = PlanRequest(8, SEQUENCE, (1,))
+
+
+def test_like_ranks_on_fast_links_get_several_stages_each() -> None:
+    report = make_plan(like_cluster(), ONE_PIPELINE)
+    (pipeline,) = report.plan.pipelines
+    assert pipeline.order == "interleaved" and len(pipeline.stages) == 16 and set(pipeline.held) == {0, 1, 2, 3}
+    apart = next(reason for reason in report.reasons if reason.startswith("one stage per rank instead of several"))
+    slower = float(re.search(r"([\d.]+)x slower", apart)[1])  # type: ignore[index]
+    assert slower > 1.1
+    assert report.predicted_step_s == simulate(report.plan, like_cluster()).step_s
+    assert report.bound == FLUID and report.bound_step_s < report.predicted_step_s
+
+
+def test_slow_links_and_waits_too_short_to_matter_keep_one_stage_per_rank() -> None:
+    for profile, batch in ((like_cluster(latency_s=30.0), 8), (like_cluster(), 128)):
+        report = make_plan(profile, replace(ONE_PIPELINE, global_batch=batch))
+        assert not any(pipeline.interleaved for pipeline in report.plan.pipelines)
+
+
+@pytest.mark.parametrize(("order", "ranks"), [("zbv", (0, 1, 2, 3, 3, 2, 1, 0)), ("interleaved", (0, 1, 2, 3) * 4)])
+def test_a_schedule_for_several_stages_can_be_asked_for(order: str, ranks: tuple[int, ...]) -> None:
+    report = make_plan(like_cluster(), replace(ONE_PIPELINE, schedule=order))
+    (pipeline,) = report.plan.pipelines
+    assert pipeline.order == order and tuple(stage.ranks[0] for stage in pipeline.stages) == ranks
+    assert report.reasons[1] == "ranks as for the schedule 1f1b"
+    with pytest.raises(UserError, match=r"4 ranks .* cannot hold two stages each of the chain's 5 layers"):
+        make_plan(make_profile([1.0] * 4, make_model(3)), replace(ONE_PIPELINE, schedule=order, allow_idle=False))
+
+
+def test_several_stages_keep_to_the_memory() -> None:
+    """What interleaved 1F1B holds beyond 1F1B has no room: another order, or forwards repeated, or one stage each."""
+    roomy = make_plan(like_cluster(), ONE_PIPELINE)
+    peak = max(memory.peak_bytes for memory in roomy.memory)
+    tight = like_cluster(memory_bytes=int(peak * 0.8 / 0.95))
+    report = make_plan(tight, ONE_PIPELINE)
+    assert report.plan != roomy.plan
+    assert all(memory.peak_bytes <= memory.usable_bytes for memory in report.memory)
+
+
+def test_plans_made_while_the_run_goes_on_keep_several_stages() -> None:
+    profile = like_cluster()
+    report = make_plan(profile, ONE_PIPELINE)
+    found = answer(ReplanQuestion(profile, {3: 1.5}, ONE_PIPELINE, report, 1000, 0.0))
+    slowed = with_slowness(profile, {3: 1.5})
+    assert simulate(found.report.plan, slowed).step_s < simulate(report.plan, slowed).step_s
+    complete_plan(found.report.plan, profile, ONE_PIPELINE)
+
+
+def test_a_plan_says_who_holds_what() -> None:
+    plan = interleaved_plan([0, 1, 1, 0], 4, "zbv")
+    profile = with_split(make_profile((1.0, 1.0), make_model(2)))
+    report = complete_plan(plan, profile, replace(ONE_PIPELINE, global_batch=4, split_choices=(False, True)))
+    text = "\n".join(plan_lines(report, profile))
+    assert "2 ranks" in text and "Plan: 4 stages, schedule zbv (2 stages per rank)" in text
+    rows = [line.split() for line in text.splitlines() if line.strip()[:1].isdigit()]
+    assert [("of" in row) for row in rows[1:5]] == [True, True, False, False]  # a rank's memory stands once
+    assert "busiest: stages 1, 2 (rank 1: block 0, block 1)" in text or "busiest: stages 0, 3 (rank 0: embedding" in text

@@ -108,8 +108,8 @@ def answer(question: ReplanQuestion) -> ReplanAnswer:
     best, least_s = question.report.plan, question.remaining_steps * now_s
     searched = replace(question, request=nearest_searched(question.request))
     for found in _candidates(searched, profile):
-        plan = in_order(found, question.request.schedule)
-        if (its_s := seconds(plan)) < least_s:
+        plan = in_order(found, profile, question.request)
+        if plan is not None and (its_s := seconds(plan)) < least_s:
             best, least_s = plan, its_s
     if best is not question.report.plan:
         for plan in (_less_moved(best, question, seconds), best):

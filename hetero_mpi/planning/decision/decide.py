@@ -14,8 +14,9 @@ from hetero_mpi.planning.annealing.anneal import Annealer
 from hetero_mpi.planning.annealing.rounds import always_split
 from hetero_mpi.planning.decision.natural import in_natural_order
 from hetero_mpi.planning.decision.room import closest, with_hosts_divided
+from hetero_mpi.planning.decision.several_stages import SeveralStages
 from hetero_mpi.planning.decision.streaming import with_streamed_stages
-from hetero_mpi.planning.orders import OTHER_ORDERS
+from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.pacing import scheduled_depths, with_classic_depths
 from hetero_mpi.planning.several import layouts
@@ -37,6 +38,8 @@ class Decision:
     """The best plan found of one pipeline. Infinite: none fits; None: not asked."""
     at_work_s: float | None = None
     """The same where no rank idles that can be given something."""
+    one_stage_s: float | None = None
+    """Where ranks hold several stages each: the best plan found in which they hold one."""
 
 
 def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
@@ -46,7 +49,7 @@ def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
     """
     if request.schedule in OTHER_ORDERS:
         nearest = decide(profile, nearest_searched(request))
-        plan = None if nearest is None else in_order(nearest.plan, request.schedule)
+        plan = None if nearest is None else in_order(nearest.plan, profile, request)
         return None if plan is None else Decision(plan, outlined(plan, profile).step_s)
     check(profile, request)
     resident = _resident(profile, request)
@@ -70,7 +73,11 @@ def _resident(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
     if best is None:
         return None
     plan, step_s = in_natural_order(best.plan, best.step_s, annealer)
-    plan = _scheduled(plan, request) if request.schedule != "auto" else plan
+    if request.schedule != "auto":
+        return Decision(_scheduled(plan, request), step_s, best.one_pipeline_s, best.at_work_s)
+    several = SeveralStages(profile, request).better([(plan, step_s), *starts], step_s)
+    if several is not None:
+        return Decision(*several, best.one_pipeline_s, best.at_work_s, step_s)
     return Decision(plan, step_s, best.one_pipeline_s, best.at_work_s)
 
 
@@ -104,13 +111,19 @@ def nearest_searched(request: PlanRequest) -> PlanRequest:
     """``request``; for an order of its own what is searched instead, with as many micro-batches in flight if backward is whole."""
     if request.schedule not in OTHER_ORDERS:
         return request
+    if request.schedule in INTERLEAVINGS:
+        return replace(request, schedule="1f1b")
     return replace(request, schedule="split" if OTHER_ORDERS[request.schedule].SPLITS else "gpipe")
 
 
-def in_order(plan: Plan, schedule: str) -> Plan:
-    """``plan``; where ``schedule`` is an order of its own, with pipelines of several stages computed in that order."""
+def in_order(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan | None:
+    """``plan``; where the request's schedule is an order of its own, with pipelines of several stages computed in that order. None:
+    its ranks cannot hold several stages each."""
+    schedule = request.schedule
     if schedule not in OTHER_ORDERS:
         return plan
+    if schedule in INTERLEAVINGS:
+        return SeveralStages(profile, request).in_order(plan, schedule)
     pipelines = (
         replace(pipeline, order=schedule, split_backward=OTHER_ORDERS[schedule].SPLITS)
         if len(pipeline.stages) > 1

@@ -64,18 +64,28 @@ def _least(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation
     if len(profile.devices) == 2 or not 2 <= len(used) <= SMALL or not request.allow_idle:
         return
     rank = min(used, key=lambda r: (simulation.busy_s[r], r))
-    number, _, stage = next(entry for entry in stages(plan) if rank in entry[2].ranks)
-    held = describe_layers(stage.first, stage.last, plan.layers)
+    held = _held(plan, rank)
     found = decide(restricted(profile, [d.rank for d in profile.devices if d.rank != rank]), request)
-    name = f"rank {rank} ({profile.devices[rank].name}) holds {held} (stage {number}): without it"
+    name = f"rank {rank} ({profile.devices[rank].name}) holds {held} ({_stages(plan, rank)}): without it"
     if found is None:
         yield f"{name} the model does not fit in memory"
     else:
         yield f"{name} the step is {ratio(found.step_s, simulation.step_s) - 1:.1%} longer"
 
 
+def _stages(plan: Plan, rank: int) -> str:
+    numbers = plan.of_rank(rank)
+    return f"stage{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def _held(plan: Plan, rank: int) -> str:
+    """The layers of a rank."""
+    held = (plan.numbered[number][2] for number in plan.of_rank(rank))
+    return ", ".join(describe_layers(stage.first, stage.last, plan.layers) for stage in held)
+
+
 def _counts(plan: Plan, profile: ClusterProfile) -> str:
-    used = sum(len(pipeline.stages) for pipeline in plan.pipelines)
+    used = sum(len(pipeline.held) for pipeline in plan.pipelines)
     shares = counted((_share(pipeline) for pipeline in plan.pipelines), " + ")
     many = f" in {len(plan.pipelines)} pipelines" if len(plan.pipelines) > 1 else ""
     return f"{used} of {len(profile.devices)} ranks{many}, {shares} = global batch {plan.global_batch}"
@@ -90,7 +100,9 @@ def beaten(decision: Decision, profile: ClusterProfile, request: PlanRequest) ->
     plan, fitter = decision.plan, Fitter(profile, request)
     actions = sum(4 * len(pipeline.stages) * pipeline.micro_batches for pipeline in plan.pipelines)
     used = sum(len(pipeline.stages) for pipeline in plan.pipelines)
-    if actions > MOST_ACTIONS:
+    if decision.one_stage_s is not None:
+        yield Beaten("one stage per rank instead of several", decision.one_stage_s)
+    if actions > MOST_ACTIONS or any(pipeline.interleaved for pipeline in plan.pipelines):
         return
     even = _even_split(plan)
     if even is not None:
@@ -173,10 +185,8 @@ def busiest(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep) -> s
     """The rank that computes most, or the link that is busier still."""
     numbered = stages(plan)
     rank = max(sorted(simulation.busy_s), key=lambda r: simulation.busy_s[r])
-    numbers = plan.of_rank(rank)
-    held = ", ".join(describe_layers(numbered[one][2].first, numbered[one][2].last, plan.layers) for one in numbers)
-    share, name = ratio(simulation.busy_s[rank], simulation.step_s), "stages" if len(numbers) > 1 else "stage"
-    text = f"busiest: {name} {', '.join(map(str, numbers))} (rank {rank}: {held}) computes {share:.0%} of the step"
+    share = ratio(simulation.busy_s[rank], simulation.step_s)
+    text = f"busiest: {_stages(plan, rank)} (rank {rank}: {_held(plan, rank)}) computes {share:.0%} of the step"
     costs, links = Durations(plan, profile), dict[tuple[int, int], float]()
     for index, (number, pipeline, stage) in enumerate(numbered[:-1]):
         if numbered[index + 1][1] == pipeline:

@@ -69,10 +69,19 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
 
 def _in_order(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
     """The plan for the nearest schedule that is searched for, computed in the order that the request names."""
-    request, name = nearest_searched(request), request.schedule
-    found = make_plan(profile, request)
-    full = complete_plan(in_order(found.plan, name), profile, request)
-    told = f"{name}: {SCHEDULES[name]}", f"ranks and layers as for the schedule {request.schedule}"
+    nearest, name = nearest_searched(request), request.schedule
+    found = make_plan(profile, nearest)
+    plan = in_order(found.plan, profile, request)
+    if plan is None:
+        most = max(len(pipeline.stages) for pipeline in found.plan.pipelines)
+        raise UserError(
+            f"schedule = {name!r}: the {most} ranks of a pipeline cannot hold two stages each of the chain's "
+            f"{found.plan.layers} layers in that order and in their memory (interleaved also wants a multiple of {most} "
+            f"micro-batches); take another schedule, or fewer ranks"
+        )
+    full = complete_plan(plan, profile, nearest)
+    alike = "ranks" if name in INTERLEAVINGS else "ranks and layers"
+    told = f"{name}: {SCHEDULES[name]}", f"{alike} as for the schedule {nearest.schedule}"
     return replace(full, idle=found.idle, reasons=(*told, *full.reasons[1:]))
 
 

@@ -1,0 +1,223 @@
+"""Plans whose ranks hold several stages, made from plans whose ranks hold one.
+
+A rank that waits for its neighbours waits a shorter time for shorter stages: between like ranks on fast links several stages each,
+in a loop or a V, take most of the waiting away. Over slow links they cost messages. Which it is, simulation says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from hetero_mpi.planning.durations import layer_s, repeated_s
+from hetero_mpi.planning.memory import hosts_suffice, predict_memory
+from hetero_mpi.planning.orders import ORDERS
+from hetero_mpi.planning.outline import outlined
+from hetero_mpi.planning.schedule import Op
+from hetero_mpi.planning.tables import may_split
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
+
+GAIN = 0.02
+"""So much shorter a step must be for a plan whose ranks hold several stages: it is harder to read, and sends more messages."""
+NEAR = 1.3
+"""Plans up to so many times as slow as the best one are tried with several stages per rank."""
+EACH = (2, 3, 4)
+"""Stages per rank that are tried."""
+ACTIONS, BISECTIONS = 40_000, 40
+"""The actions of all candidates that are simulated: less than a second. Halvings of the time by which all layers find a place."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Which rank holds which stage: turn by turn all ranks, in a V every other turn backwards."""
+
+    order: str
+    each: int
+    v_shaped: bool
+    deep: bool
+    """Twice as many micro-batches in flight as are needed where messages take no time."""
+
+    def ranks(self, ranks: Sequence[int]) -> list[int]:
+        turns = (ranks if not self.v_shaped or turn % 2 == 0 else ranks[::-1] for turn in range(self.each))
+        return [rank for turn in turns for rank in turn]
+
+
+def _shapes(orders: Sequence[str]) -> Iterator[_Shape]:
+    for order in orders:
+        for each in EACH:
+            if order == "interleaved":
+                yield _Shape(order, each, False, False)
+            elif each == 2:
+                yield from (_Shape(order, each, True, deep) for deep in (False, True))
+
+
+class SeveralStages:
+    """Finds plans whose ranks hold several stages; simulates no more than ``ACTIONS`` actions."""
+
+    def __init__(self, profile: ClusterProfile, request: PlanRequest) -> None:
+        self.profile, self.request, self.left = profile, request, ACTIONS
+
+    def better(self, plans: Sequence[tuple[Plan, float]], best_s: float) -> tuple[Plan, float] | None:
+        """A plan at least ``GAIN`` shorter than ``best_s``, made from one of ``plans``, each with its seconds; None: none is."""
+        limit_s = best_s * (1 - GAIN)
+        orders = ("interleaved", "zbv", "dualpipev") if True in self.request.split_choices else ("interleaved", "zbv")
+        near = [plan for plan, step_s in plans if step_s <= best_s * NEAR and self._waits(plan, limit_s)]
+        return self._best(near, orders, limit_s)
+
+    def in_order(self, plan: Plan, order: str) -> Plan | None:
+        """``plan`` with its pipelines of several stages in this order for several stages; None: that fits nowhere."""
+        if all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
+            return plan
+        found = self._best([plan], [order], math.inf)
+        return None if found is None else found[0]
+
+    def _best(self, plans: Sequence[Plan], orders: Sequence[str], limit_s: float) -> tuple[Plan, float] | None:
+        found = []
+        for plan in plans:
+            for shape in _shapes(orders):
+                changed = self._changed(plan, shape)
+                step_s = math.inf if changed is None else self._step_s(changed)
+                if changed is not None and step_s < math.inf:
+                    found.append((changed, step_s))
+        if not found:
+            return None
+        best = self._recut(*min(found, key=lambda one: one[1]))
+        return best if best[1] < limit_s else None
+
+    def _waits(self, plan: Plan, limit_s: float) -> bool:
+        """Could less waiting make the plan so short?"""
+        if any(stage.streamed for _, _, stage in plan.numbered) or all(len(p.stages) == 1 for p in plan.pipelines):
+            return False
+        busy_s = outlined(plan, self.profile).busy_s
+        return sum(busy_s.values()) / len(busy_s) < limit_s
+
+    def _changed(self, plan: Plan, shape: _Shape) -> Plan | None:
+        """``plan`` with pipelines of this shape where they have several ranks; None: there is none that can have it and fits."""
+        pipelines = []
+        for pipeline in plan.pipelines:
+            ranks = [stage.ranks[0] for stage in pipeline.stages]
+            if len(ranks) == 1:
+                pipelines.append(pipeline)
+                continue
+            cuts = self._cuts(shape.ranks(ranks), pipeline, plan)
+            if cuts is None or (shape.order == "interleaved" and pipeline.micro_batches % len(ranks)):
+                return None
+            splits = self._splits(ranks) and ORDERS[shape.order].SPLITS
+            pipelines.append(self._shaped(pipeline, shape, ranks, cuts, splits))
+        changed = replace(plan, pipelines=tuple(pipelines))
+        for recompute in sorted(set(self.request.recompute_choices)):
+            again = _with_recompute(changed, recompute)
+            if self._fits(again):
+                return again
+        return None
+
+    def _splits(self, ranks: Sequence[int]) -> bool:
+        return True in self.request.split_choices and all(may_split(self.profile, rank) for rank in ranks)
+
+    def _shaped(
+        self, pipeline: PipelinePlan, shape: _Shape, ranks: Sequence[int], cuts: Sequence[int], splits: bool
+    ) -> PipelinePlan:
+        weights = {stage.ranks[0]: stage.state_weight for stage in pipeline.stages}
+        count, most = len(cuts) - 1, pipeline.micro_batches - 1
+        depths = [min(most, (2 if shape.deep else 1) * (count - 1 - place)) for place in range(count)]
+        stages = tuple(
+            StagePlan((rank,), cuts[place], cuts[place + 1], depths[place], state_weight=weights[rank])
+            for place, rank in enumerate(shape.ranks(ranks))
+        )
+        return replace(pipeline, stages=stages, split_backward=splits, order=shape.order)
+
+    def _cuts(self, ranks: Sequence[int], pipeline: PipelinePlan, plan: Plan) -> list[int] | None:
+        """Where stages on ``ranks`` end so that all ranks compute about equally long, a rank's stages too; None: too few layers."""
+        if len(ranks) > plan.layers:
+            return None
+        tokens = pipeline.micro_batch * plan.sequence_length
+        seconds = {rank: self._layers_s(rank, tokens) for rank in ranks}
+        low, high = 0.0, sum(map(max, zip(*seconds.values(), strict=True)))
+        found = [*range(len(ranks)), plan.layers]
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            cuts = _filled(ranks, seconds, plan.layers, middle)
+            low, high, found = (middle, high, found) if cuts is None else (low, middle, cuts)
+        return found
+
+    def _layers_s(self, rank: int, tokens: int) -> list[float]:
+        """Of a micro-batch, forward and backward of every layer."""
+        times, again = self.profile.devices[rank].layers, self.request.recompute_choices == (True,)
+        of_kind = {
+            kind: layer_s(one, Op.F, tokens) + layer_s(one, Op.B, tokens) + (repeated_s(one, tokens) if again else 0.0)
+            for kind, one in times.items()
+        }
+        return [of_kind[layer.kind] for layer in self.profile.model.layers]
+
+    def _fits(self, plan: Plan) -> bool:
+        reserve = self.request.memory_reserve
+        enough = all(one.peak_bytes <= one.usable_bytes for one in predict_memory(plan, self.profile, reserve))
+        return enough and hosts_suffice(plan, self.profile, reserve)
+
+    def _step_s(self, plan: Plan) -> float:
+        """Infinite once enough has been simulated."""
+        actions = sum(6 * len(pipeline.stages) * pipeline.micro_batches for pipeline in plan.pipelines)
+        self.left -= actions
+        return outlined(plan, self.profile).step_s if self.left >= 0 else math.inf
+
+    def _recut(self, plan: Plan, step_s: float) -> tuple[Plan, float]:
+        """``plan`` with cuts moved by a layer, as long as that makes it faster."""
+        improved = True
+        while improved:
+            improved = False
+            for changed in _cut_otherwise(plan):
+                changed_s = self._step_s(changed)
+                if changed_s < step_s and self._fits(changed):
+                    plan, step_s, improved = changed, changed_s, True
+                    break
+        return plan, step_s
+
+
+def _filled(ranks: Sequence[int], seconds: dict[int, list[float]], layers: int, step_s: float) -> list[int] | None:
+    """Cuts with which no rank computes longer than ``step_s``, filled from the first stage on: of its n stages, a rank's i-th takes
+    it to i/n of that. None: layers are left over."""
+    turns = {rank: list(ranks).count(rank) for rank in ranks}
+    seen, busy_s, cuts = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0.0), [0]
+    for place, rank in enumerate(ranks):
+        seen[rank] += 1
+        until_s, layer = step_s * seen[rank] / turns[rank], cuts[-1]
+        left = len(ranks) - place - 1
+        while layer < layers - left and (layer == cuts[-1] or busy_s[rank] + seconds[rank][layer] <= until_s):
+            busy_s[rank] += seconds[rank][layer]
+            layer += 1
+        if busy_s[rank] > step_s:
+            return None
+        cuts.append(layer)
+    return cuts if cuts[-1] == layers else None
+
+
+def _with_recompute(plan: Plan, recompute: bool) -> Plan:
+    pipelines = tuple(
+        replace(pipeline, stages=tuple(replace(stage, recompute=recompute) for stage in pipeline.stages))
+        for pipeline in plan.pipelines
+    )
+    return replace(plan, pipelines=pipelines)
+
+
+def _cut_otherwise(plan: Plan) -> Iterator[Plan]:
+    """One layer moved from a stage to its neighbour, in the first pipeline and in all that are cut alike."""
+    lead = next(pipeline for pipeline in plan.pipelines if pipeline.interleaved)
+    for place in range(1, len(lead.stages)):
+        for by in (-1, 1):
+            cut = lead.stages[place].first + by
+            if not lead.stages[place - 1].first < cut < lead.stages[place].last:
+                continue
+            cuts = [stage.first for stage in lead.stages]
+            pipelines = tuple(
+                _moved(pipeline, place, cut) if [stage.first for stage in pipeline.stages] == cuts else pipeline
+                for pipeline in plan.pipelines
+            )
+            yield replace(plan, pipelines=pipelines)
+
+
+def _moved(pipeline: PipelinePlan, place: int, cut: int) -> PipelinePlan:
+    before, behind = replace(pipeline.stages[place - 1], last=cut), replace(pipeline.stages[place], first=cut)
+    return replace(pipeline, stages=(*pipeline.stages[: place - 1], before, behind, *pipeline.stages[place + 1 :]))
