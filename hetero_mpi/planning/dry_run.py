@@ -107,7 +107,7 @@ def validate(schedule: Schedule, plan: Plan, model: ModelCost) -> None:
         raise UserError(
             f"the schedule deadlocks: {waits}\n{_lists(schedule, {r: progress.position[r] for r in progress.stuck})}\n"
             f"Change the order of the actions: warm_up must not grow from one stage to the next; the order interleaved wants "
-            f"ranks in a loop and a multiple of their number as micro-batches (zbv takes any)."
+            f"ranks in a loop (zbv takes any)."
         )
 
 

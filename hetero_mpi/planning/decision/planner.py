@@ -76,8 +76,7 @@ def _in_order(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
         most = max(len(pipeline.stages) for pipeline in found.plan.pipelines)
         raise UserError(
             f"schedule = {name!r}: the {most} ranks of a pipeline cannot hold two stages each of the chain's "
-            f"{found.plan.layers} layers in that order and in their memory (interleaved also wants a multiple of {most} "
-            f"micro-batches); take another schedule, or fewer ranks"
+            f"{found.plan.layers} layers in that order and in their memory; take another schedule, or fewer ranks"
         )
     full = complete_plan(plan, profile, nearest)
     alike = "ranks" if name in INTERLEAVINGS else "ranks and layers"

@@ -103,7 +103,7 @@ class SeveralStages:
                 pipelines.append(pipeline)
                 continue
             cuts = self._cuts(shape.ranks(ranks), pipeline, plan)
-            if cuts is None or (shape.order == "interleaved" and pipeline.micro_batches % len(ranks)):
+            if cuts is None:
                 return None
             splits = self._splits(ranks) and ORDERS[shape.order].SPLITS
             pipelines.append(self._shaped(pipeline, shape, ranks, cuts, splits))

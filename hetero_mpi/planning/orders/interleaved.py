@@ -1,8 +1,12 @@
 """several stages per rank in a loop, a forward and a backward in turn (Narayanan et al. 2021, arXiv:2104.04473)
 
-Ranks 0 to p - 1 hold stages 0 to p - 1, then p to 2p - 1, and so on. Micro-batches pass in groups of p: a rank computes a
-group on its first stage, then on its next one. Rank r begins with ``2 (p - r - 1)`` forwards and p for each of its further stages;
-then a forward and a backward take turns. A last group of fewer micro-batches than ranks may deadlock; the dry run says so.
+Ranks 0 to p - 1 hold stages 0 to p - 1, then p to 2p - 1, and so on. Micro-batches pass in groups of at least p, as even as can be
+and the larger first: a rank computes a group on its first stage, then on its next one. Rank r begins with ``2 (p - r - 1)``
+forwards and a group for each of its further stages; then a forward and a backward take turns. Two ranks, two stages each::
+
+    clock    0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15  16  17
+    rank 0 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1   . 2B2   . 2B3 0B2 0B3
+    rank 1   . 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3   .
 """
 
 from __future__ import annotations
@@ -16,12 +20,15 @@ SPLITS = False
 def interleaving(pipeline: PipelinePlan) -> dict[int, list[Computed]]:
     """See ``orders.Interleaving``."""
     count = len(pipeline.held)
+    groups = max(1, pipeline.micro_batches // count)
+    sizes = [len(range(index, pipeline.micro_batches, groups)) for index in range(groups)]
+    group_of = [index for index, size in enumerate(sizes) for _ in range(size)]
     found: dict[int, list[Computed]] = {}
     for index, (rank, places) in enumerate(pipeline.held.items()):
         pairs = [(place, m) for m in range(pipeline.micro_batches) for place in places]
-        forwards = sorted(pairs, key=lambda pair: (pair[1] // count, pair[0], pair[1]))
-        backwards = sorted(pairs, key=lambda pair: (pair[1] // count, -pair[0], pair[1]))
-        depth = min(2 * (count - index - 1) + (len(places) - 1) * count, len(pairs))
+        forwards = sorted(pairs, key=lambda pair: (group_of[pair[1]], pair[0], pair[1]))
+        backwards = sorted(pairs, key=lambda pair: (group_of[pair[1]], -pair[0], pair[1]))
+        depth = min(2 * (count - index - 1) + (len(places) - 1) * sizes[0], len(pairs))
         listed: list[Computed] = [("F", *pair) for pair in forwards[:depth]]
         for turn, backward in enumerate(backwards):
             listed += [("F", *pair) for pair in forwards[depth + turn : depth + turn + 1]]

@@ -45,27 +45,27 @@ def interleaving(pipeline: PipelinePlan) -> dict[int, list[Computed]]:
     return list_scheduled(pipeline)
 
 
-def list_scheduled(pipeline: PipelinePlan, at_the_end: bool = False) -> dict[int, list[Computed]]:
+def list_scheduled(pipeline: PipelinePlan, sparing: bool = False) -> dict[int, list[Computed]]:
     """Rank -> what it computes, in order.
 
     A stage has at most ``warm_up + 1`` micro-batches in flight. Where backward is split, a rank holds no more micro-batches, in
-    flight or with weight gradients put off, than that over all its stages. ``at_the_end``: backward is split only once a rank
-    has no forwards left, when others wait for nothing but gradients.
+    flight or with weight gradients put off, than that over all its stages. ``sparing``: backward is split only where the stage
+    before would else wait for its gradient.
 
     Free of deadlock, whatever the depths: the micro-batch that is furthest can always go on. On every stage forwards, backwards
     and weight gradients come in the order of the micro-batches; a rank's later stages end before its earlier ones.
     """
     ranks = tuple(stage.ranks[0] for stage in pipeline.stages)
     flying = tuple(min(stage.warm_up + 1, pipeline.micro_batches) for stage in pipeline.stages)
-    found = _listed(ranks, flying, pipeline.micro_batches, pipeline.split_backward, at_the_end)
+    found = _listed(ranks, flying, pipeline.micro_batches, pipeline.split_backward, sparing)
     return {rank: list(listed) for rank, listed in found.items()}
 
 
 @lru_cache(maxsize=64)
 def _listed(
-    ranks: tuple[int, ...], most: tuple[int, ...], count: int, split: bool, at_the_end: bool
+    ranks: tuple[int, ...], most: tuple[int, ...], count: int, split: bool, sparing: bool
 ) -> dict[int, list[Computed]]:
-    return _Lists(ranks, most, count, split, at_the_end).made()
+    return _Lists(ranks, most, count, split, sparing).made()
 
 
 class _Lists:
@@ -78,8 +78,8 @@ class _Lists:
         put_off: rank -> (place, micro-batch) whose weight gradients it owes.
     """
 
-    def __init__(self, ranks: tuple[int, ...], most: tuple[int, ...], count: int, split: bool, late: bool) -> None:
-        self.ranks, self.most, self.count, self.split, self.late = ranks, most, count, split, late
+    def __init__(self, ranks: tuple[int, ...], most: tuple[int, ...], count: int, split: bool, sparing: bool) -> None:
+        self.ranks, self.most, self.count, self.split, self.sparing = ranks, most, count, split, sparing
         self.held = {rank: [place for place, other in enumerate(ranks) if other == rank] for rank in ranks}
         self.clock = dict.fromkeys(self.held, 0)
         self.inputs: list[dict[int, int]] = [dict.fromkeys(range(count), 0), *({} for _ in ranks[1:])]
@@ -122,7 +122,7 @@ class _Lists:
     def _take(self, rank: int, candidate: _Candidate) -> None:
         begin, kind, _, micro_batch, place = candidate
         name = "BFW"[kind]
-        if name == "B" and place > 0 and self.split and not (self.late and self._forwards_left(rank)):
+        if name == "B" and place > 0 and self.split and (not self.sparing or self._splits(place, micro_batch, begin)):
             name = "I"
             self.put_off[rank].append((place, micro_batch))
         self.clock[rank] = end = begin + _UNITS[name]
@@ -140,5 +140,11 @@ class _Lists:
             if place > 0:
                 self.gradients[place - 1][micro_batch] = end
 
-    def _forwards_left(self, rank: int) -> bool:
-        return any(self.forwards[place] < self.count for place in self.held[rank])
+    def _splits(self, place: int, micro_batch: int, begin: int) -> bool:
+        """Would the holder of the stage before wait for a backward that comes in one part, having nothing else to compute? And the
+        last one comes after what is owed."""
+        other = self.ranks[place - 1]
+        following = self._next(other)
+        busy = following is not None and following.kind < 2 and following.begin + _UNITS["F"] >= begin + _UNITS["B"]
+        owed = micro_batch == self.count - 1 and bool(self.put_off[self.ranks[place]])
+        return owed or (other != self.ranks[place] and not busy)
