@@ -26,6 +26,8 @@ _MOST_NUMBERS = 800
 """With more bars than this, no micro-batch numbers are written into them."""
 _LEAST = 0.35
 """A bar narrower than this many pixels is joined with the one before it."""
+_STROKE = "\N{PRIME}"
+SEVERAL = f"2: micro-batch 2 on a rank's first stage; 2{_STROKE}: on its second one"
 KINDS: dict[Op, tuple[str, str]] = {
     Op.F: ("forward", "forward"),
     Op.B: ("backward", "backward"),
@@ -64,12 +66,15 @@ def timeline(panels: Sequence[Panel], labels: Mapping[int, str], most_lanes: int
     ends_s = [max((event.end_s for event in one.events), default=0.0) for one in panels]
     apart = far_apart(ends_s)
     tall, head = lane * len(shown), 26 + (18 if apart else 0)
-    figure = new_figure(WIDTH, 30 + (tall + head) * len(panels) + 24 + (16 if len(shown) < len(ranks) else 0))
+    turns = _turns([event for one in panels for event in one.events])
+    notes = [f"and {len(ranks) - len(shown)} more ranks"] if len(shown) < len(ranks) else []
+    notes += [SEVERAL] if any(turns.values()) and lane == _LANE else []
+    figure = new_figure(WIDTH, 30 + (tall + head) * len(panels) + 24 + 16 * len(notes))
     for place, (one, end_s) in enumerate(zip(panels, ends_s, strict=True)):
         last_s = (end_s if apart else max(ends_s)) or 1.0
         top = 30 + (tall + head) * place + 20
         axes = panel(figure, LEFT, top, RIGHT, figure.bbox.height - top - tall)
-        _draw_bars(axes, shown, one.events, (WIDTH - LEFT - RIGHT) / last_s, lane == _LANE)
+        _draw_bars(axes, shown, one.events, (WIDTH - LEFT - RIGHT) / last_s, turns if lane == _LANE else None)
         axes.set(xlim=(0, last_s), ylim=(len(shown), 0))
         names = [
             fitted(f"{rank}  {units.device_name(labels.get(rank, ''), 26)}".rstrip(), 10.5, LEFT - 8) for rank in shown
@@ -86,8 +91,8 @@ def timeline(panels: Sequence[Panel], labels: Mapping[int, str], most_lanes: int
         axes.axvline(end_s, color=COLOURS["alert"][0], ls="--", lw=1)
         axes.spines[:].set_visible(False)
         figure.text(0, 1 - (top - 7) / figure.bbox.height, one.title, size=12, weight="bold")
-    if len(shown) < len(ranks):
-        figure.text(0, 6 / figure.bbox.height, f"and {len(ranks) - len(shown)} more ranks", color=COLOURS["soft"][0])
+    for place, note in enumerate(reversed(notes)):
+        figure.text(0, (6 + 16 * place) / figure.bbox.height, note, color=COLOURS["soft"][0])
     present = {KINDS[e.action.op] for one in panels for e in one.events if e.action.op in KINDS}
     keys = [key(colour, name) for name, colour in dict.fromkeys(KINDS.values()) if (name, colour) in present]
     if keys:
@@ -103,8 +108,18 @@ def _in_order(events: Sequence[Event]) -> list[int]:
     return sorted(first, key=lambda rank: (first[rank], rank))
 
 
-def _draw_bars(axes: Axes, ranks: Sequence[int], events: Sequence[Event], scale: float, numbered: bool) -> None:
-    """Draw all lanes. ``scale``: pixels per second."""
+def _turns(events: Sequence[Event]) -> dict[int, int]:
+    """Stage -> how many earlier stages its rank holds."""
+    held: dict[int, set[int]] = {}
+    for event in events:
+        held.setdefault(event.rank, set()).add(event.action.stage)
+    return {stage: turn for stages in held.values() for turn, stage in enumerate(sorted(stages))}
+
+
+def _draw_bars(
+    axes: Axes, ranks: Sequence[int], events: Sequence[Event], scale: float, turns: Mapping[int, int] | None
+) -> None:
+    """Draw all lanes. ``scale``: pixels per second; ``turns``: as ``_turns``, or None: bars have no numbers."""
     for colour in dict.fromkeys(colour for _, colour in KINDS.values()):
         top, height = _PLACES.get(colour, _COMPUTING)
         own: dict[int, list[Event]] = {rank: [] for rank in ranks}
@@ -123,12 +138,13 @@ def _draw_bars(axes: Axes, ranks: Sequence[int], events: Sequence[Event], scale:
             colour,
             0 if colour in _PLACES else 0.5,
         )
-        if not numbered or colour in _PLACES or len(bars) > _MOST_NUMBERS:
+        if turns is None or colour in _PLACES or len(bars) > _MOST_NUMBERS:
             continue
         ink = COLOURS["on-dark" if colour == "forward" else "on-light"][0]
         for begin, end, y, one in bars:
             text = "" if one is None or one.action.micro_batch is None else str(one.action.micro_batch)
-            if text and (end - begin) * scale > 5.8 * len(text) + 3:
+            text += _STROKE * turns[one.action.stage] if one is not None and text else ""
+            if text and (end - begin) * scale > 5.8 * len(text.rstrip(_STROKE)) + 2.5 * text.count(_STROKE) + 3:
                 axes.text(
                     (begin + end) / 2, y + height / 2, text, size=9.5, color=ink, ha="center", va="center_baseline"
                 )
