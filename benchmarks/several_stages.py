@@ -176,7 +176,7 @@ def print_gains(speeds: Sequence[float], batches: Sequence[int]) -> None:
     for case, gbit, batch in itertools.product(cases([], 0), speeds, batches):
         if len(case.profile.devices) > MOST:
             continue
-        request = replace(case.request, global_batch=batch, max_pipelines=1, schedule="auto")
+        request = replace(case.request, global_batch=batch, max_pipelines=1, schedule="auto", stages_per_rank=4)
         found = decide(linked(case.profile, gbit * 1e9 / 8), request)
         if found is None:
             continue

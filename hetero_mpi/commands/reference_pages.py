@@ -69,6 +69,7 @@ UNITS = {
     ("train", "global_batch"): "sequences",
     ("train", "micro_batch"): "sequences",
     ("train", "warmup_steps"): "steps",
+    ("plan", "stages_per_rank"): "stages",
     ("train", "evaluate_every"): "steps",
     ("train", "evaluate_sequences"): "sequences",
     ("checkpoint", "every"): "steps",

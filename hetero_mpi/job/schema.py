@@ -260,7 +260,10 @@ class PlanTable(JobTable):
     schedule: ScheduleName = "auto"
     """Order of forwards and backwards. "gpipe": all forwards, then all backwards; "1f1b": in turn, after as many forwards as
     stages follow; "split": 1f1b with the gradients of the weights put off (needs training of all weights); "auto": depths and
-    splitting as the planner finds best."""
+    splitting as the planner finds best. For several stages per rank: "interleaved", "zbv", "dualpipev"."""
+    stages_per_rank: Positive = 4
+    """Shorter stages that a rank may hold, at most, where a step gets 2 % shorter by it: between like ranks on fast links. 1: one
+    each. A ``schedule`` for several stages takes at least 2."""
     pipelines: Positive | Literal["auto"] = "auto"
     """Pipelines that may hold the model side by side, at most, and share the global batch; "auto": as many as help."""
     stream: bool | Literal["auto"] = "auto"

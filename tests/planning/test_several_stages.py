@@ -179,7 +179,7 @@ def like_cluster(latency_s: float = 0.0, memory_bytes: int = 10**9) -> ClusterPr
     return make_profile([1.0] * 4, make_model(30), memory_bytes=memory_bytes, latency_s=latency_s)
 
 
-ONE_PIPELINE = PlanRequest(8, SEQUENCE, (1,))
+ONE_PIPELINE = PlanRequest(8, SEQUENCE, (1,), stages_per_rank=4)
 
 
 def test_like_ranks_on_fast_links_get_several_stages_each() -> None:
@@ -191,6 +191,13 @@ def test_like_ranks_on_fast_links_get_several_stages_each() -> None:
     assert slower > 1.1
     assert report.predicted_step_s == simulate(report.plan, like_cluster()).step_s
     assert report.bound == FLUID and report.bound_step_s < report.predicted_step_s
+
+
+def test_a_job_may_leave_it_at_one() -> None:
+    report = make_plan(like_cluster(), replace(ONE_PIPELINE, stages_per_rank=1))
+    assert not any(pipeline.interleaved for pipeline in report.plan.pipelines)
+    two = make_plan(like_cluster(), replace(ONE_PIPELINE, stages_per_rank=2)).plan.pipelines[0]
+    assert {len(places) for places in two.held.values()} == {2}
 
 
 def test_slow_links_and_waits_too_short_to_matter_keep_one_stage_per_rank() -> None:

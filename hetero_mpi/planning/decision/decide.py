@@ -75,9 +75,10 @@ def _resident(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
     plan, step_s = in_natural_order(best.plan, best.step_s, annealer)
     if request.schedule != "auto":
         return Decision(_scheduled(plan, request), step_s, best.one_pipeline_s, best.at_work_s)
-    several = SeveralStages(profile, request).better([(plan, step_s), *starts], step_s)
-    if several is not None:
-        return Decision(*several, best.one_pipeline_s, best.at_work_s, step_s)
+    if request.stages_per_rank > 1:
+        several = SeveralStages(profile, request).better([(plan, step_s), *starts], step_s)
+        if several is not None:
+            return Decision(*several, best.one_pipeline_s, best.at_work_s, step_s)
     return Decision(plan, step_s, best.one_pipeline_s, best.at_work_s)
 
 

@@ -24,8 +24,6 @@ GAIN = 0.02
 """So much shorter a step must be for a plan whose ranks hold several stages: it is harder to read, and sends more messages."""
 NEAR = 1.3
 """Plans up to so many times as slow as the best one are tried with several stages per rank."""
-EACH = (2, 3, 4)
-"""Stages per rank that are tried."""
 ACTIONS, BISECTIONS = 40_000, 40
 """The actions of all candidates that are simulated: less than a second. Halvings of the time by which all layers find a place."""
 
@@ -45,13 +43,13 @@ class _Shape:
         return [rank for turn in turns for rank in turn]
 
 
-def _shapes(orders: Sequence[str]) -> Iterator[_Shape]:
+def _shapes(orders: Sequence[str], most: int) -> Iterator[_Shape]:
+    """Up to ``most`` stages per rank in a loop, two in a V."""
     for order in orders:
-        for each in EACH:
-            if order == "interleaved":
-                yield _Shape(order, each, False, False)
-            elif each == 2:
-                yield from (_Shape(order, each, True, deep) for deep in (False, True))
+        if order == "interleaved":
+            yield from (_Shape(order, each, False, False) for each in range(2, most + 1))
+        else:
+            yield from (_Shape(order, 2, True, deep) for deep in (False, True))
 
 
 class SeveralStages:
@@ -77,7 +75,7 @@ class SeveralStages:
     def _best(self, plans: Sequence[Plan], orders: Sequence[str], limit_s: float) -> tuple[Plan, float] | None:
         found = []
         for plan in plans:
-            for shape in _shapes(orders):
+            for shape in _shapes(orders, max(2, self.request.stages_per_rank)):
                 changed = self._changed(plan, shape)
                 step_s = math.inf if changed is None else self._step_s(changed)
                 if changed is not None and step_s < math.inf:
