@@ -240,7 +240,7 @@ def test_a_plan_says_who_holds_what() -> None:
     profile = with_split(make_profile((1.0, 1.0), make_model(2)))
     report = complete_plan(plan, profile, replace(ONE_PIPELINE, global_batch=4, split_choices=(False, True)))
     text = "\n".join(plan_lines(report, profile))
-    assert "2 ranks" in text and "Plan: 4 stages, schedule zbv (2 stages per rank)" in text
+    assert "2 ranks" in text and "Plan: 4 stages on 2 ranks, schedule zbv (2 stages per rank)" in text
     rows = [line.split() for line in text.splitlines() if line.strip()[:1].isdigit()]
     assert [("of" in row) for row in rows[1:5]] == [True, True, False, False]  # a rank's memory stands once
     assert (
