@@ -83,6 +83,12 @@ def pipelines_of(sequence_length: int) -> Plan:
     return Plan((first, second), BATCH, sequence_length, 4)
 
 
+def several_of(sequence_length: int) -> Plan:
+    """Rank 0 holds both ends, a block each is on the others; backward is split."""
+    stages = tuple(StagePlan((rank,), place, place + 1, 3 - place) for place, rank in enumerate((0, 2, 1, 0)))
+    return Plan((PipelinePlan(stages, 1, BATCH, True, "zbv"),), BATCH, sequence_length, 4)
+
+
 class NotingSleeper(Sleeper):
     """Notes until when it was asked to sleep: when it wakes is the busy machine's affair."""
 
@@ -149,6 +155,8 @@ def np3(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     save_plan(plan_of(TOKENS), directory / "emulated-plan.toml")
     save_plan(pipelines_of(SEQUENCE), directory / "own-pipelines.toml")
     save_plan(pipelines_of(TOKENS), directory / "emulated-pipelines.toml")
+    save_plan(several_of(SEQUENCE), directory / "own-several.toml")
+    save_plan(several_of(TOKENS), directory / "emulated-several.toml")
     entries: dict[str, dict[str, object]] = {}
 
     def entry(name: str, model: str, plan: str | None, **cluster: object) -> None:
@@ -167,6 +175,8 @@ def np3(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     entry("pipelines", "untied", "emulated-pipelines.toml", emulate="like-large.toml")
     entry("tied-pipelines-plain", "tied", "own-pipelines.toml")
     entry("tied-pipelines", "tied", "emulated-pipelines.toml", emulate="like-large-tied.toml")
+    entry("several-plain", "tied", "own-several.toml")
+    entry("several", "tied", "emulated-several.toml", emulate="like-tied.toml", time_scale=1.25)
     entry("too-fast", "untied", "emulated-plan.toml", emulate="like-fast.toml")
     entry("too-few-blocks", "untied", None, emulate="like-four.toml")
     entry("too-many-ranks", "untied", None, emulate="like-two.toml", emulate_first=True)
@@ -176,7 +186,7 @@ def np3(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(directory, shop.run_entries(3, entries, timeout_s=300))
 
 
-EMULATED = ["untied", "tied", "pipelines", "tied-pipelines"]
+EMULATED = ["untied", "tied", "pipelines", "tied-pipelines", "several"]
 
 
 @pytest.mark.parametrize("name", EMULATED)
