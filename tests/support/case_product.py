@@ -100,6 +100,7 @@ SEVERAL = tuple(
     for tuning, dtype in (("full", "fp32"), ("lora", "fp32"), ("nf4", "bf16"), ("full", "bf16"), ("lora", "fp16"))
     for changing in (False, True)
     for slices in (None, 1)
+    if (family, dtype) != ("qwen3", "fp16")  # which overflows in every one of these few steps, in one process too
 )
 """Ranks with several stages."""
 
