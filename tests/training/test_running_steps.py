@@ -102,7 +102,7 @@ def test_a_transport_is_told_while_a_device_is_waited_for(monkeypatch: pytest.Mo
 
 
 def watched(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Per rank: ``sum ITEM BYTES`` when a sum starts, ``backward M`` when a backward has ended."""
+    """Per rank: ``sum NUMBERS`` when a sum starts, ``backward LAYER M`` when one of the stage that begins with LAYER has ended."""
     logs: list[list[str]] = [[] for _ in threads.trainers]
     reduce_scatter = LoopbackTransport.reduce_scatter
 
@@ -111,14 +111,11 @@ def watched(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> list[list[str]
         return reduce_scatter(transport, group, parts, *hooks)
 
     monkeypatch.setattr(LoopbackTransport, "reduce_scatter", logged)
-    for trainer in threads.trainers:
-        (stage,) = trainer.stages
+    for rank, stage in ((one.rank, stage) for one in threads.trainers for stage in one.stages):
 
-        def backward(
-            index: int, dy: Any = None, finished: Any = None, stage: Stage = stage, rank: int = trainer.rank
-        ) -> Any:
+        def backward(index: int, dy: Any = None, finished: Any = None, stage: Stage = stage, rank: int = rank) -> Any:
             dx = Stage.backward(stage, index, dy, finished)
-            logs[rank].append(f"backward {index}")
+            logs[rank].append(f"backward {stage.first} {index}")
             return dx
 
         monkeypatch.setattr(stage, "backward", backward)
@@ -137,6 +134,20 @@ def test_sums_start_while_the_last_backward_runs(monkeypatch: pytest.MonkeyPatch
         last = max(index for index, line in enumerate(log) if line.startswith("backward"))
         backwards = [line for line in log if line.startswith("backward")]
         assert log == [*backwards[:-1], *expected, backwards[-1]] and last == len(log) - 1
+
+
+def test_sums_start_while_the_last_backward_of_each_stage_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain, edges = CHAINS[False], [0, 1, 2, 4, 5]
+    pipelines = [([0, 1, 0, 1], edges, 2, 4), ([2, 3, 2, 3], edges, 2, 4)]
+    threads = Threads(chain, plan_of(chain, pipelines, LENGTH, "interleaved"), TRAIN)
+    logs = watched(threads, monkeypatch)
+    outcome_of(threads)
+    for trainer, log in zip(threads.trainers, logs, strict=True):
+        assert trainer.optimizer is not None and len(trainer.stages) == 2
+        for stage in trainer.stages:
+            flat = [trainer.optimizer.flat[layer] for layer in reversed(range(stage.first, stage.last))]
+            last = log.index(f"backward {stage.first} 1")
+            assert log[last - len(flat) : last] == [f"sum {one.gradients.numel()}" for one in flat]
 
 
 def test_a_step_leaves_nothing_behind_and_allocates_no_buffer_twice() -> None:
