@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,9 @@ class Scene:
             text = text.replace(f'path = "{self.tokenizer}"', "")
         job.write_text(text)
         pipelines = more.pop("pipelines", "one")
-        plan = training_cases.write_plan(self.directory / f"{pipelines}.plan.toml", CASE, RANKS, "even", pipelines)
+        split = more.pop("split", "even")
+        path, case = self.directory / f"{pipelines}-{split}.plan.toml", replace(CASE, schedule="zbv")
+        plan = training_cases.write_plan(path, case, RANKS, split, pipelines)
         measured = "nf4" if name.startswith("nf4") else "everywhere"
         profile = self.directory / measured / "profile.toml" if name != measured else None
         common = {"job": job, "plan": plan, "profile": profile, "run_dir": self.directory / name}
@@ -132,6 +134,7 @@ def outcomes(scene: Scene) -> dict[str, Outcome]:
     entries = {
         "everywhere": scene.entry("everywhere"),
         "hidden": scene.entry("hidden", at=hidden),
+        "hidden-looped": scene.entry("hidden-looped", at=hidden, split="looped"),
         "fails": scene.entry("fails", at=hidden, fails=2),
         "damaged-there": scene.entry("damaged-there", at={"1": str(scene.directory / "damaged")}),
         "other-there": scene.entry("other-there", at={"1": str(scene.other_values())}),
@@ -171,7 +174,7 @@ def expected_bytes(scene: Scene, layers: dict[int, tuple[int, ...]]) -> list[int
     return [sum(sizes[layer] for layer in layers.get(rank, ())) for rank in range(RANKS)]
 
 
-@pytest.mark.parametrize("name", ["hidden", "damaged-there", "other-there", "cache-first", "cache-second",
+@pytest.mark.parametrize("name", ["hidden", "hidden-looped", "damaged-there", "other-there", "cache-first", "cache-second",
                                   "cache-spoilt", "hub"])  # fmt: skip
 def test_the_run_equals_the_one_where_all_ranks_have_the_files_np3(
     outcomes: dict[str, Outcome], scene: Scene, name: str
@@ -196,6 +199,7 @@ def test_every_holder_of_an_layer_receives_it_np3(outcomes: dict[str, Outcome], 
     [
         ("everywhere", {}),
         ("hidden", ITEMS_OF),
+        ("hidden-looped", {1: (1, 4), 2: (2, 0, 5)}),
         ("nf4-hidden", ITEMS_OF),
         ("damaged-there", {1: ITEMS_OF[1]}),
         ("other-there", {1: ITEMS_OF[1]}),
