@@ -122,7 +122,7 @@ class Bench:
     def _profile(self, ranks: int, case: Case, path: Path) -> Path | None:
         """That of an earlier case alike, made one of so many ranks; None: it is to be measured. Measuring takes longer than the
         runs."""
-        alike = (case.family, case.tied, case.tuning, case.dtype)
+        alike = (str(case.config), case.tuning, case.dtype, case.optimizer)
         if ranks == 1 and alike not in self.measured:
             self.measured[alike] = self.directory / "np1" / case.name / "profile.toml"
             return None
