@@ -5,8 +5,8 @@
 The same Llama (hidden 256, 8 blocks, vocabulary 2048, sequences of 128), start weights, data, fused fp32 AdamW and 8
 micro-batches per step for all; 2 ranks with one thread each. Contenders:
 
-* pipelines of 2: ours as classic 1F1B, ours as the planner chooses among pipelines (``plan.pipelines = 1``), and every schedule of
-  torch.distributed.pipelining over gloo, which split the blocks evenly;
+* pipelines of 2: ours as classic 1F1B, with two stages per rank (``zbv``, ``interleaved``), as the planner chooses among pipelines
+  (``plan.pipelines = 1``), and every schedule of torch.distributed.pipelining over gloo, which split the blocks evenly;
 * data parallel: DistributedDataParallel over gloo; and ours left to choose freely, which takes two pipelines of one rank where
   ranks are alike on a quiet machine. What ours was, is read from the plan it ran and printed;
 * one process.
@@ -58,8 +58,11 @@ BAR, UNLIKE_BAR = 0.97, 1.3
 SLOWER = 3.0
 """So many times slower rank 1 is where ranks are unlike."""
 OUR_1F1B, OUR_PIPELINE, OUR_CHOICE = "ours, 1F1B", "ours, planner's pipeline", "ours, free choice"
+OUR_V, OUR_LOOP = "ours, zbv", "ours, interleaved"
 OURS = {
     OUR_1F1B: ("plan.pipelines=1", "plan.schedule=1f1b"),
+    OUR_V: ("plan.pipelines=1", "plan.schedule=zbv"),
+    OUR_LOOP: ("plan.pipelines=1", "plan.schedule=interleaved"),
     OUR_PIPELINE: ("plan.pipelines=1",),
     OUR_CHOICE: (),
 }
@@ -203,7 +206,7 @@ def _ours(name: str, row: Row, job: Path, folder: Path, before: list[str]) -> di
 
 def kind_of(plan: Plan) -> str:
     """How the ranks of a plan share the work, in the words of the tables."""
-    stages = [len(pipeline.stages) for pipeline in plan.pipelines]
+    stages = [len(pipeline.held) for pipeline in plan.pipelines]
     if len(stages) == 1:
         return f"pipeline of {stages[0]}" if stages[0] > 1 else ONE_PROCESS
     alone = max(stages) == 1
@@ -242,6 +245,8 @@ def _print_ratios(rows: Rows, unlike: bool) -> bool:
     best_schedule = min(SCHEDULES, key=lambda name: rows[name].step_s)
     pairs = [(OUR_1F1B, "Schedule1F1B"), (OUR_PIPELINE, best_schedule), (OUR_CHOICE, DATA_PARALLEL)]
     bars: list[float | None] = [BAR] * len(pairs)
+    pairs += [(OUR_V, best_schedule), (OUR_LOOP, "ScheduleInterleaved1F1B")]
+    bars += [None, None]
     if unlike:
         pairs.append((OUR_CHOICE, min((DATA_PARALLEL, *SCHEDULES), key=lambda name: rows[name].step_s)))
         bars = [None] * (len(pairs) - 1) + [UNLIKE_BAR]
