@@ -261,6 +261,15 @@ def question(
             f"{EIGHT_BIT}: the profile was made with moments in fp32. Their bytes in 8 bits are estimated; the optimizer's times "
             "are those of fp32, and longer in 8 bits where a CPU steps"
         )
+    elif train.optimizer == EIGHT_BIT and not profile.model.eight_bit:
+        remarks.append(
+            f"{EIGHT_BIT}: the profile was made with moments in fp32; their bytes and times are those of fp32"
+        )
+    without = [device.rank for device in profile.devices if device.backend == "mps"]
+    if train.optimizer == EIGHT_BIT and without:
+        remarks.append(
+            f"{EIGHT_BIT}: bitsandbytes has no kernel for mps ({units.ranks(without)}): a run refuses it there"
+        )
     ranks, dropout = len(profile.devices), uses_dropout(loaded, config or {})
     _, reason = micro_batch_choices(train.global_batch, train.micro_batch, ranks, dropout)
     return PlanQuestion(loaded, profile, request_of(loaded, ranks, dropout), (*remarks, reason))

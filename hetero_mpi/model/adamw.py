@@ -37,6 +37,8 @@ class AdamW:
     def __init__(self, train: TrainTable, fused: bool, targets: Iterable[tuple[Parameter, bool, bool]]) -> None:
         self._fused, listed = fused, list(targets)
         self._in_pieces = train.optimizer == EIGHT_BIT and all(p.device.type == "cpu" for p, _, _ in listed)
+        for target, _, _ in listed if self._in_pieces else ():
+            target.data = target.data.contiguous()  # as bitsandbytes does; moments and gradients get its layout
         self._names = _BITSANDBYTES if train.optimizer == EIGHT_BIT else _TORCH
         settings = {"lr": train.learning_rate, "betas": (train.beta1, train.beta2), "eps": train.epsilon}
         self._parts: list[Any] = []

@@ -19,6 +19,7 @@ class HeldStages(HeldLayers):
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
+        assert all(stage.offloaded is None for stage in stages), "a streamed stage is a rank's only one"
         one, last = stages[0], stages[-1]
         self._stages = tuple(stages)
         self.chain, self.backend, self.dtype, self.tuning = one.chain, one.backend, one.dtype, one.tuning

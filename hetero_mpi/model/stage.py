@@ -311,7 +311,10 @@ class Stage(HeldLayers):
         assert targets is not None
         if part.comparison is None:
             loss = self.chain.loss(y, targets) / part.divisor
-            if self.routers is None or part.routed is None:
+            if self.routers is None:
+                return loss
+            if part.routed is None:
+                self.routers.drop()
                 return loss
             return loss + self.routers.loss((part.index, part.first_sample))
         assert part.positions is not None

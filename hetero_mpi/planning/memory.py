@@ -48,6 +48,12 @@ def shared_parameters(model: ModelCost, first: int, last: int) -> int:
     return model.tied_bytes // GRADIENT_BYTES if model.tied and both_ends else 0
 
 
+def shared_bytes(model: ModelCost, first: int, last: int) -> int:
+    """Bytes of these: both ends on one rank share the values of a tied matrix; the head keeps a gradient of its own."""
+    matrix = model.layers[0]
+    return shared_parameters(model, first, last) * matrix.parameter_bytes // max(1, matrix.parameters)
+
+
 def stage_trainable(model: ModelCost, first: int, last: int) -> int:
     """Trainable parameters of the layers [first, last); a tied matrix belongs to the embedding."""
     return sum(layer.trainable_parameters for layer in model.layers[first:last])
@@ -66,9 +72,7 @@ def stage_memory(
     """Bytes for the layers [first, last), ``in_flight`` micro-batches of ``tokens`` tokens kept for their backward and
     ``deferred`` ones for their weight gradients. ``slice_tokens``: what is computed at once, where that is less."""
     slice_tokens = tokens if slice_tokens is None else min(tokens, slice_tokens)
-    layers, matrix = model.layers[first:last], model.layers[0]
-    # Both ends on one rank share the values of a tied matrix; the head keeps a gradient of its own.
-    shared_bytes = shared_parameters(model, first, last) * matrix.parameter_bytes // max(1, matrix.parameters)
+    layers = model.layers[first:last]
     input_bytes = model.layers[first - 1].boundary_bytes_per_token * tokens if first > 0 else 0
     output_bytes = layers[-1].boundary_bytes_per_token * tokens if last < len(model.layers) else 0
     kept = sum(_kept_per_token(model, index, recompute) for index in range(first, last))
@@ -76,7 +80,7 @@ def stage_memory(
     workspace = _workspace(layers, slice_tokens)
     again = max((layer.activation_bytes_per_token for layer in layers), default=0.0) if recompute else 0.0
     return StageMemory(
-        parameters=sum(layer.parameter_bytes for layer in layers) - shared_bytes,
+        parameters=sum(layer.parameter_bytes for layer in layers) - shared_bytes(model, first, last),
         state=math.ceil(model.state_bytes(first, last)),
         activations=in_flight * math.ceil(kept * tokens) + deferred * math.ceil(put_off * tokens),
         workspace=workspace + math.ceil(again * slice_tokens),
@@ -291,7 +295,7 @@ def _together_bytes(profile: ClusterProfile, pipeline: PipelinePlan, rank: int, 
         for place in places
         if place + 1 in places
     )
-    shared = model.layers[0].parameter_bytes if model.tied and ends <= set(places) else 0
+    shared = shared_bytes(model, 0, len(model.layers)) if ends <= set(places) else 0
     return (
         sum(one.parameters + one.state + one.staging for one in empty.values())
         + max(one.workspace for one in empty.values())

@@ -155,7 +155,7 @@ def _loss_lines(
         lines.append(f"Held-out loss: {evaluations[-1].loss:.4f} at step {evaluations[-1].step}")
     if unigram_entropy is not None:
         line = f"Unigram entropy of the training text: {unigram_entropy:.4f}"
-        if evaluations or steps:
+        if (evaluations or steps) and not any(step.router_loss is not None for step in steps):
             reached = evaluations[-1].loss if evaluations else steps[-1].loss
             below = unigram_entropy - reached
             which, where = "held-out loss" if evaluations else "loss", "below" if below >= 0 else "above"

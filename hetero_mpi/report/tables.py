@@ -101,7 +101,11 @@ def plan_lines(told: PlanReport | Plan, profile: ClusterProfile | None, every: b
     pipelines = "" if len(plan.pipelines) == 1 else f" in {len(plan.pipelines)} pipelines"
     emulated = " on emulated devices" if profile is not None and profile.emulated else ""
     lines = wrapped("", headline(report)) if report is not None else []
-    on = f" on {units.plural(len(plan.ranks), 'rank')}" if len(plan.ranks) < stages else ""
+    on = (
+        f" on {units.plural(len(plan.ranks), 'rank')}"
+        if any(pipeline.interleaved for pipeline in plan.pipelines)
+        else ""
+    )
     lines += [f"Plan: {units.plural(stages, 'stage')}{on}{pipelines}{emulated}{schedule_text(plan)}"]
     lines += table(*_stage_table(plan, profile, report.memory if report is not None else (), many))
     tokens = " or ".join(dict.fromkeys(f"{one.micro_batch * plan.sequence_length:,}" for one in plan.pipelines))

@@ -89,7 +89,7 @@ def test_a_plan_made_while_the_run_goes_on_keeps_it() -> None:
 
 def test_layers_may_move_from_ranks_that_hold_several_stages() -> None:
     profile = with_split(make_profile((1.0, 1.0)))
-    request = PlanRequest(8, SEQUENCE, (1,), split_choices=(False, True), schedule="zbv")
+    request = PlanRequest(8, SEQUENCE, (1,), split_choices=(False, True), stages_per_rank=2)
     plan = make_plan_of((0, 1, 2, 3, 4), (0, 1, 1, 0), 8)
     plan = replace(plan, pipelines=(replace(plan.pipelines[0], order="zbv", split_backward=True),))
     report = complete_plan(plan, profile, request)

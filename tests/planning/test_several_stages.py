@@ -11,6 +11,7 @@ import pytest
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
+from hetero_mpi.planning.decision import several_stages
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.memory import predict_memory, stage_memory
@@ -20,7 +21,7 @@ from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import with_slowness
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import FLUID
-from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
 from hetero_mpi.report.tables import plan_lines
@@ -246,3 +247,51 @@ def test_a_plan_says_who_holds_what() -> None:
     assert (
         "busiest: stages 1, 2 (rank 1: block 0, block 1)" in text or "busiest: stages 0, 3 (rank 0: embedding" in text
     )
+
+
+def test_no_rank_may_idle_where_none_is_to() -> None:
+    """A start that leaves the slow rank out is no start then."""
+    profile = make_profile((1.0, 1.0, 1.0, 20.0), make_model(14))
+    report = make_plan(profile, replace(ONE_PIPELINE, global_batch=4, allow_idle=False))
+    assert report.plan.ranks == [0, 1, 2, 3]
+
+
+def test_streamed_stages_are_a_rank_s_only_ones() -> None:
+    """Planned on a view of the cluster that must not give ranks several stages: they could not be streamed."""
+    found = 0
+    for memory_bytes in (45_000, 60_000, 80_000):
+        devices = tuple(
+            replace(device, shares_host_memory=False, host_to_device_bytes_per_s=1e6, device_to_host_bytes_per_s=1e6)
+            for device in like_cluster(memory_bytes=memory_bytes).devices
+        )
+        hosts = tuple({device.host: HostProfile(device.host, 10**9, "made up") for device in devices}.values())
+        profile = replace(like_cluster(), devices=devices, hosts=hosts)
+        try:
+            report = make_plan(profile, replace(ONE_PIPELINE, streaming="auto"))
+        except UserError:
+            continue
+        streamed = [stage for _, _, stage in report.plan.numbered if stage.streamed]
+        found += len(streamed)
+        assert not streamed or not any(pipeline.interleaved for pipeline in report.plan.pipelines)
+        assert all(memory.peak_bytes <= memory.usable_bytes for memory in report.memory)
+    assert found
+
+
+def test_a_schedule_that_is_asked_for_is_given_however_many_micro_batches_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(several_stages, "ACTIONS", 100)
+    report = make_plan(like_cluster(), replace(ONE_PIPELINE, schedule="zbv"))
+    assert report.plan.pipelines[0].interleaved
+    assert not make_plan(like_cluster(), ONE_PIPELINE).plan.pipelines[0].interleaved
+
+
+def test_tied_ends_on_one_rank_share_the_matrix_and_nothing_else() -> None:
+    """The embedding holds more than the tied matrix: learned positions."""
+    model = make_model(2, tied=True)
+    first = replace(model.layers[0], parameters=1500, trainable_parameters=1500, parameter_bytes=6000)
+    model = replace(model, layers=(first, *model.layers[1:]))
+    profile = replace(even_profile(1, 4, tied=True), model=model)
+    together = predict_memory(make_plan_of((0, 4), (0,), 1), profile)[0].peak_bytes
+    apart = predict_memory(interleaved_plan([0, 0, 0, 0], 1, "zbv", split=False), profile)[0].peak_bytes
+    assert together == apart

@@ -105,7 +105,7 @@ def test_ranks_with_several_stages_are_counted_once() -> None:
     assert any(text.startswith("2 of 2 ranks on 1 host") for text in said)
     assert said.count("no message") == 1 and sum("kB/s" in text for text in said) == 2
     assert headline(report) == "2 ranks, 1.00 s per step"
-    assert "Plan: 4 stages on 2 ranks, schedule zbv" in plan_lines(report, profile)
+    assert "Plan: 4 stages on 2 ranks, schedule zbv (2 stages per rank)" in plan_lines(report, profile)
     shown = overview(plan, profile, "a job")
     assert shown.title.startswith("a job: 4 stages on 2 of 2 ranks")
     assert [(row.rank, row.holds) for row in shown.ranks] == [

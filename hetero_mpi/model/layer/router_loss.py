@@ -95,6 +95,10 @@ class RouterLoss:
         self.seen[key] = share.detach()
         return self.routers.coefficient * share
 
+    def drop(self) -> None:
+        """Nothing is made of this forward's sums."""
+        self._sums = None
+
     def _taken(self) -> torch.Tensor:
         sums, self._sums = self._sums, None
         assert sums is not None

@@ -76,7 +76,8 @@ def _resident(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
     if request.schedule != "auto":
         return Decision(_scheduled(plan, request), step_s, best.one_pipeline_s, best.at_work_s)
     if request.stages_per_rank > 1:
-        several = SeveralStages(profile, request).better([(plan, step_s), *starts], step_s)
+        able = [one for one in starts if request.allow_idle or len(one[0].ranks) >= annealer.every]
+        several = SeveralStages(profile, request).better([(plan, step_s), *able], step_s)
         if several is not None:
             return Decision(*several, best.one_pipeline_s, best.at_work_s, step_s)
     return Decision(plan, step_s, best.one_pipeline_s, best.at_work_s)

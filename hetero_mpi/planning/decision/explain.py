@@ -205,7 +205,7 @@ def busiest(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep) -> s
 
 def rounded_on_the_wire(plan: Plan, profile: ClusterProfile) -> tuple[str, ...]:
     """What the user has given up for shorter messages, where there are any."""
-    if profile.model.wire is None or all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
+    if profile.model.wire is None or all(len(pipeline.held) == 1 for pipeline in plan.pipelines):
         return ()
     return (
         f"boundaries travel as {profile.model.wire} (train.wire): the loss is no longer equal to that of one process",

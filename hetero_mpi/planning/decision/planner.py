@@ -59,6 +59,7 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
     if decision is None:
         raise UserError(explain_shortage(profile, request))
     plan = decision.plan
+    assert not (problems := [*_chain_problems(plan, profile), *_rank_problems(plan, profile)]), problems
     simulation = outlined(plan, profile)
     report = _figures(plan, profile, request, simulation)
     idle = idle_ranks(decision, profile, request)
@@ -76,7 +77,8 @@ def _in_order(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
         most = max(len(pipeline.stages) for pipeline in found.plan.pipelines)
         raise UserError(
             f"schedule = {name!r}: the {most} ranks of a pipeline cannot hold two stages each of the chain's "
-            f"{found.plan.layers} layers in that order and in their memory; take another schedule, or fewer ranks"
+            f"{found.plan.layers} layers in that order and in their memory (streamed stages are not tried); "
+            f"take another schedule, or fewer ranks"
         )
     full = complete_plan(plan, profile, nearest)
     alike = "ranks" if name in INTERLEAVINGS else "ranks and layers"

@@ -129,7 +129,8 @@ def _in_bf16(profile: ClusterProfile, request: PlanRequest) -> Change | None:
 
 
 def _moments(profile: ClusterProfile, request: PlanRequest) -> Change | None:
-    if profile.model.eight_bit or not profile.model.trained_whole:
+    no_kernel = any(device.backend == "mps" for device in profile.devices)
+    if profile.model.eight_bit or not profile.model.trained_whole or no_kernel:
         return None
     changed = replace(profile, model=in_eight_bit(profile.model))
     text = 'moments in 8 bits: train.optimizer = "adamw_8bit" (estimated from this profile\'s figures)'

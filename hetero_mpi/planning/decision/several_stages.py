@@ -25,7 +25,8 @@ GAIN = 0.02
 NEAR = 1.3
 """Plans up to so many times as slow as the best one are tried with several stages per rank."""
 ACTIONS, BISECTIONS = 40_000, 40
-"""The actions of all candidates that are simulated: less than a second. Halvings of the time by which all layers find a place."""
+"""The actions of all candidates together, to be listed, counted and simulated: about a second. Halvings of the time by which all
+layers find a place."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,15 @@ class SeveralStages:
         return None if found is None else found[0]
 
     def _best(self, plans: Sequence[Plan], orders: Sequence[str], limit_s: float) -> tuple[Plan, float] | None:
-        found = []
+        """``limit_s``: infinite where some plan is wanted, however much there is to simulate."""
+        found: list[tuple[Plan, float]] = []
         for plan in plans:
             for shape in _shapes(orders, max(2, self.request.stages_per_rank)):
+                if not self._affords(shape.each * _actions(plan)) and (found or limit_s < math.inf):
+                    continue
                 changed = self._changed(plan, shape)
-                step_s = math.inf if changed is None else self._step_s(changed)
-                if changed is not None and step_s < math.inf:
-                    found.append((changed, step_s))
+                if changed is not None:
+                    found.append((changed, self._step_s(changed)))
         if not found:
             return None
         best = self._recut(*min(found, key=lambda one: one[1]))
@@ -110,6 +113,7 @@ class SeveralStages:
             again = _with_recompute(changed, recompute)
             if self._fits(again):
                 return again
+            self.left -= _actions(again)
         return None
 
     def _splits(self, ranks: Sequence[int]) -> bool:
@@ -155,11 +159,13 @@ class SeveralStages:
         enough = all(one.peak_bytes <= one.usable_bytes for one in predict_memory(plan, self.profile, reserve))
         return enough and hosts_suffice(plan, self.profile, reserve)
 
+    def _affords(self, actions: int) -> bool:
+        """May so many more be looked at?"""
+        return actions <= self.left
+
     def _step_s(self, plan: Plan) -> float:
-        """Infinite once enough has been simulated."""
-        actions = sum(6 * len(pipeline.stages) * pipeline.micro_batches for pipeline in plan.pipelines)
-        self.left -= actions
-        return outlined(plan, self.profile).step_s if self.left >= 0 else math.inf
+        self.left -= _actions(plan)
+        return outlined(plan, self.profile).step_s
 
     def _recut(self, plan: Plan, step_s: float) -> tuple[Plan, float]:
         """``plan`` with cuts moved by a layer, as long as that makes it faster."""
@@ -167,11 +173,18 @@ class SeveralStages:
         while improved:
             improved = False
             for changed in _cut_otherwise(plan):
+                if not self._affords(_actions(changed)):
+                    return plan, step_s
                 changed_s = self._step_s(changed)
                 if changed_s < step_s and self._fits(changed):
                     plan, step_s, improved = changed, changed_s, True
                     break
         return plan, step_s
+
+
+def _actions(plan: Plan) -> int:
+    """Of a step, about."""
+    return sum(6 * len(pipeline.stages) * pipeline.micro_batches for pipeline in plan.pipelines)
 
 
 def _filled(ranks: Sequence[int], seconds: dict[int, list[float]], layers: int, step_s: float) -> list[int] | None:

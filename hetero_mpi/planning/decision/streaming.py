@@ -107,6 +107,7 @@ def _fastest(profile: ClusterProfile, request: PlanRequest, search: Search) -> T
             recompute_choices=(False,),
             split_choices=(False,),
             streaming="never",
+            stages_per_rank=1,  # a rank with a streamed stage holds no other one
         )
         found = search(view, asked)
         if found is None:
