@@ -91,8 +91,9 @@ def validate(schedule: Schedule, plan: Plan, model: ModelCost) -> None:
 
     Checked: each stage's own ranks run it; every micro-batch has exactly one forward and, after it, one backward on
     every stage (where backward is split, it may come in two parts), with its inputs received before and its outputs sent after,
-    or computed before on the same rank; of a rank's stages the later ones end first; sends match receives; gradients held more
-    than once are summed once, by exactly the ranks that hold them; every rank ends with one STEP; nothing deadlocks.
+    or computed before on the same rank; gradients of a stage are added in the order of its micro-batches; of a rank's stages the
+    later ones end first; sends match receives; gradients held more than once are summed once, by exactly the ranks that hold
+    them; every rank ends with one STEP; nothing deadlocks.
     """
     problems = _list_problems(schedule, plan, model)
     if problems:
@@ -170,7 +171,18 @@ def _rank_problems(
             absent += [] if seen & set(_any(BACKWARDS, number, m)) else [Action(backward, number, m)]
             at = max((i for i, action in enumerate(actions) if action.stage == number), default=0)
             problems += [(rank, at, f"rank {rank} never does {action}") for action in absent]
-    return problems or _ends_problems(rank, actions)
+    return problems or [*_sum_problems(rank, actions), *_ends_problems(rank, actions)]
+
+
+def _sum_problems(rank: int, actions: Sequence[Action]) -> list[tuple[int, int, str]]:
+    """Each stage adds up the gradients of its micro-batches in their order: the same bits in every schedule."""
+    problems, latest = [], dict[int, int]()
+    for position, action in enumerate(actions):
+        if action.op in (Op.B, Op.W) and action.micro_batch is not None:
+            if action.micro_batch < latest.get(action.stage, 0):
+                problems.append((rank, position, f"{action} adds its gradients after those of a later micro-batch"))
+            latest[action.stage] = action.micro_batch
+    return problems
 
 
 def _ends_problems(rank: int, actions: Sequence[Action]) -> list[tuple[int, int, str]]:

@@ -295,3 +295,14 @@ def test_tied_ends_on_one_rank_share_the_matrix_and_nothing_else() -> None:
     together = predict_memory(make_plan_of((0, 4), (0,), 1), profile)[0].peak_bytes
     apart = predict_memory(interleaved_plan([0, 0, 0, 0], 1, "zbv", split=False), profile)[0].peak_bytes
     assert together == apart
+
+
+def test_gradients_are_added_in_the_order_of_the_micro_batches() -> None:
+    """A whole backward before weight gradients that its stage owes would add them in another order, and give other bits."""
+    plan, model = interleaved_plan([0, 1, 0, 1], 3, "zbv"), make_model(2)
+    lists = schedule_of(plan, model)
+    late = [action for action in lists[1] if action not in (parse_action("3W0"), parse_action("3W1"))]
+    at = late.index(parse_action("3I1")) + 1
+    wrong = (*late[:at], parse_action("3W1"), parse_action("3W0"), *late[at:])
+    with pytest.raises(UserError, match="3W0 adds its gradients after those of a later micro-batch"):
+        validate({**lists, 1: wrong}, plan, model)

@@ -141,10 +141,12 @@ class _Lists:
                 self.gradients[place - 1][micro_batch] = end
 
     def _splits(self, place: int, micro_batch: int, begin: int) -> bool:
-        """Would the holder of the stage before wait for a backward that comes in one part, having nothing else to compute? And the
-        last one comes after what is owed."""
+        """Would the holder of the stage before wait for a backward that comes in one part, having nothing else to compute? And none
+        comes so before what its stage owes, since gradients are added in the order of the micro-batches, nor the last one before
+        what its rank owes."""
         other = self.ranks[place - 1]
         following = self._next(other)
         busy = following is not None and following.kind < 2 and following.begin + _UNITS["F"] >= begin + _UNITS["B"]
-        owed = micro_batch == self.count - 1 and bool(self.put_off[self.ranks[place]])
+        put_off = self.put_off[self.ranks[place]]
+        owed = any(of == place for of, _ in put_off) or (micro_batch == self.count - 1 and bool(put_off))
         return owed or (other != self.ranks[place] and not busy)
