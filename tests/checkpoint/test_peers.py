@@ -43,7 +43,11 @@ def test_pipelines_are_compared_with_pipelines(capsys: pytest.CaptureFixture[str
         peers.PLAIN: peers.ONE_PROCESS,
     }
     rows = {name: peers.Row(kinds.get(name, peers.PIPELINE_OF_2), [step] * 3) for name, step in seconds.items()}
-    rows |= {name: peers.Row(peers.PIPELINE_OF_2, error="did not end") for name in peers.SCHEDULES if name not in rows}
+    rows |= {
+        name: peers.Row(peers.PIPELINE_OF_2, error="did not end")
+        for name in (*peers.SCHEDULES, *peers.OURS)
+        if name not in rows
+    }
     assert peers._print_ratios(rows, unlike=False), "0.372 / 0.385 is below the bar"
     printed = capsys.readouterr().out
     assert "ours, 1F1B (pipeline of 2) against Schedule1F1B (pipeline of 2): 1.060 (bar 0.97)" in printed

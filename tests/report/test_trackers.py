@@ -7,6 +7,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -53,7 +54,10 @@ def test_weights_and_biases_offline(
     trackers.close()
     assert "wandb: offline; to send it later: wandb sync " in caplog.text
     (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    kept = file.read_bytes()  # protocol buffers, in which texts stand as they are
+    until = time.monotonic() + 30
+    while b"loss/held out" not in (kept := file.read_bytes()) and time.monotonic() < until:
+        time.sleep(0.1)  # wandb's own process writes it, at times after ``finish``
+    # protocol buffers, in which texts stand as they are
     assert kept.count(b"loss/training") >= 2 and b"loss/held out" in kept
     for line in lines[:2]:
         assert repr(line.loss).encode() in kept
