@@ -1,8 +1,8 @@
 """A dry run of a schedule: interprets all ranks' lists without computing, finds mistakes and deadlocks, draws grids.
 
-Sends are buffered (they never block), a receive blocks until its message has been sent, REDUCE and STEP block until
-every rank that takes part has come to them. A schedule that passes here cannot deadlock on a transport with buffered
-sends.
+Sends are buffered (they never block), a receive blocks until its message has been sent, REDUCE, STEP and whatever a group
+computes together block until every rank that takes part has come to them. A schedule that passes here cannot deadlock on a
+transport with buffered sends.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ def interpret(schedule: Schedule) -> DryRunProgress:
     progress = DryRunProgress(dict.fromkeys(schedule, 0), {rank: [] for rank in schedule})
     clock = dict.fromkeys(schedule, 0)
     sent: dict[Action, int] = {}
-    meeting: dict[tuple[Op, int | None], set[int]] = {}
+    meeting: dict[object, set[int]] = {}
     for rank, actions in schedule.items():
         for action in actions:
-            if action.op in WHOLE_STEP:
-                meeting.setdefault((action.op, action.layer), set()).add(rank)
-    arrived: dict[tuple[Op, int | None], set[int]] = {of: set() for of in meeting}
+            if action.op in WHOLE_STEP or action.op in COMPUTE:
+                meeting.setdefault(_place_of_meeting(action), set()).add(rank)
+    arrived: dict[object, dict[int, int]] = {of: {} for of in meeting}
+    """Where ranks meet -> those that have come there, and their clocks."""
     moved = True
     while moved:
         moved = False
@@ -68,22 +69,28 @@ def interpret(schedule: Schedule) -> DryRunProgress:
                     if message not in sent:
                         break
                     clock[rank] = max(clock[rank], sent[message])
-                elif action.op in WHOLE_STEP:
-                    here = action.op, action.layer
+                elif action.op in WHOLE_STEP or action.op in COMPUTE:
+                    here = _place_of_meeting(action)
                     if rank not in arrived[here]:
-                        arrived[here].add(rank)
+                        arrived[here][rank] = clock[rank]
                         moved = True
-                    if arrived[here] != meeting[here]:
+                    if arrived[here].keys() != meeting[here]:
                         break
-                elif action.op in COMPUTE:
-                    progress.computed[rank].append((clock[rank], action))
-                    clock[rank] += 1
+                    if action.op in COMPUTE:
+                        clock[rank] = max(arrived[here].values())
+                        progress.computed[rank].append((clock[rank], action))
+                        clock[rank] += 1
                 else:
                     sent[action] = clock[rank]
                 progress.position[rank] += 1
                 moved = True
     progress.stuck = tuple(rank for rank in sorted(schedule) if progress.position[rank] < len(schedule[rank]))
     return progress
+
+
+def _place_of_meeting(action: Action) -> object:
+    """The same for actions that ranks do together: a layer's sum, the step, what a group computes."""
+    return action if action.op in COMPUTE else (action.op, action.layer)
 
 
 def validate(schedule: Schedule, plan: Plan, model: ModelCost) -> None:
@@ -152,11 +159,11 @@ def _rank_problems(
         m, place = action.micro_batch, action.stage - first
         if action.op in WHOLE_STEP or place not in places:
             continue
-        if m is None or not 0 <= m < pipeline.micro_batches or action.op not in _possible(pipeline, place):
+        if m is None or not 0 <= m < pipeline.micro_batches or action.op not in _possible(pipeline, place, rank):
             rule = f"{action} is no action of stage {action.stage} ({pipeline.micro_batches} micro-batches)"
             problems.append((rank, position, rule))
             continue
-        missing = [str(of[0]) for of in _before(action, pipeline, place) if not seen & set(of)]
+        missing = [str(of[0]) for of in _before(action, pipeline, place, rank) if not seen & set(of)]
         if missing:
             problems.append((rank, position, f"{action} comes before {' and '.join(missing)}"))
         if action in seen or (action.op in BACKWARDS and seen & set(_any(BACKWARDS, action.stage, m))):
@@ -164,9 +171,10 @@ def _rank_problems(
         seen.add(action)
     for place in places:
         for m in range(pipeline.micro_batches):
-            number, backward = first + place, Op.B if Op.I not in _possible(pipeline, place) else Op.I
+            possible = _possible(pipeline, place, rank)
+            number, backward = first + place, Op.B if Op.I not in possible else Op.I
             halves = Action(Op.I, number, m) in seen
-            wanted = [op for op in _possible(pipeline, place) if op not in (*BACKWARDS, Op.W)] + [Op.W] * halves
+            wanted = [op for op in possible if op not in (*BACKWARDS, Op.W)] + [Op.W] * halves
             absent = [one for one in (Action(op, number, m) for op in wanted) if one not in seen]
             absent += [] if seen & set(_any(BACKWARDS, number, m)) else [Action(backward, number, m)]
             at = max((i for i, action in enumerate(actions) if action.stage == number), default=0)
@@ -199,10 +207,11 @@ def _ends_problems(rank: int, actions: Sequence[Action]) -> list[tuple[int, int,
     ]
 
 
-def _possible(pipeline: PipelinePlan, place: int) -> tuple[Op, ...]:
-    """What a stage may do for a micro-batch."""
-    first, last = place == 0, place == len(pipeline.stages) - 1
-    before, behind = not first and not pipeline.together(place - 1), not last and not pipeline.together(place)
+def _possible(pipeline: PipelinePlan, place: int, rank: int) -> tuple[Op, ...]:
+    """What a rank of a stage may do for a micro-batch. Of a group the first one exchanges messages."""
+    first, last, leads = place == 0, place == len(pipeline.stages) - 1, rank == pipeline.stages[place].ranks[0]
+    before = leads and not first and not pipeline.together(place - 1)
+    behind = leads and not last and not pipeline.together(place)
     return (
         *((Op.RECV_F,) * before),
         Op.F,
@@ -217,16 +226,17 @@ def _any(ops: Sequence[Op], stage: int, micro_batch: int | None) -> tuple[Action
     return tuple(Action(op, stage, micro_batch) for op in ops)
 
 
-def _before(action: Action, pipeline: PipelinePlan, place: int) -> list[tuple[Action, ...]]:
+def _before(action: Action, pipeline: PipelinePlan, place: int, rank: int) -> list[tuple[Action, ...]]:
     """What must come before an action of a micro-batch on its rank: of each entry, one."""
     op, stage, m = action.op, action.stage, action.micro_batch
+    follows = rank != pipeline.stages[place].ranks[0]
     if op is Op.F:
-        if place == 0:
+        if place == 0 or follows:
             return []
         return [_any([Op.F], stage - 1, m) if pipeline.together(place - 1) else _any([Op.RECV_F], stage, m)]
     if op in BACKWARDS:
         own = [_any([Op.F], stage, m)]
-        if place == len(pipeline.stages) - 1:
+        if place == len(pipeline.stages) - 1 or follows:
             return own
         return [*own, _any(BACKWARDS, stage + 1, m) if pipeline.together(place) else _any([Op.RECV_B], stage, m)]
     ops = {Op.W: [Op.I], Op.SEND_F: [Op.F], Op.SEND_B: BACKWARDS}

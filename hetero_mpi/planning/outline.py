@@ -90,5 +90,7 @@ class _Outline:
             stage.ranks[0]: self.costs.of(Action(Op.STEP, number))[0] for number, stage in enumerate(self.costs.stages)
         }
         step_s = max(together + seconds for seconds in steps.values())
-        busy = {rank: self.busy[rank] + steps[rank] for rank in sorted(self.busy)}
+        busy = {rank: self.busy[rank] + steps[rank] for rank in self.busy}
+        busy |= {rank: busy[leader] for rank, leader in self.plan.leader_of.items()}
+        busy = {rank: busy[rank] for rank in sorted(busy)}
         return SimulatedStep(step_s, (), busy)

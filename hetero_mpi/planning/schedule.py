@@ -99,7 +99,7 @@ def stages(plan: Plan) -> tuple[tuple[int, int, StagePlan], ...]:
 
 
 def held_by(plan: Plan, layer: int) -> tuple[int, ...]:
-    """The ranks that hold ``layer``, one per pipeline, in plan order."""
+    """The ranks that hold ``layer``, one per pipeline (of a group its first), in plan order."""
     return plan.holders[layer] if layer < plan.layers else ()
 
 
@@ -137,7 +137,8 @@ def tied_heads(plan: Plan, model: ModelCost) -> dict[int, int]:
 def schedule_of(plan: Plan, model: ModelCost) -> Schedule:
     """Each rank's actions: what the pipeline's order computes (``orders``), with the messages that it needs and causes.
 
-    ``dry_run.validate`` says whether any schedule runs its plan and is free of deadlock.
+    ``dry_run.validate`` says whether any schedule runs its plan and is free of deadlock. Of a group its first rank exchanges the
+    messages, and the others compute as it does.
 
     After its last backward a rank REDUCEs the layers held more than once, the last layer first, as backward finishes them:
     the same order everywhere, so that no two ranks wait for each other.
@@ -147,7 +148,9 @@ def schedule_of(plan: Plan, model: ModelCost) -> Schedule:
     for pipeline in plan.pipelines:
         computed = computed_by_rank(pipeline)
         for rank, places in pipeline.held.items():
+            leads = rank == pipeline.stages[places[0]].ranks[0]
             actions = [action for one in computed[rank] for action in _with_messages(*one, pipeline, first)]
+            actions = actions if leads else [action for action in actions if action.op in COMPUTE]
             own = [layer for layer in sorted(summed, reverse=True) if rank in summed[layer]]
             reduces = [Action(Op.REDUCE, first + _place(layer, pipeline, places), layer=layer) for layer in own]
             schedule[rank] = (*actions, *reduces, Action(Op.STEP, first + places[0]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from hetero_mpi.planning.dry_run import awaited, validate
@@ -59,14 +59,16 @@ def simulate(
 
     Raises ``UserError`` when the schedule deadlocks or does not run the plan.
     """
-    lists = schedule if schedule is not None else schedule_of(plan, profile.model)
+    everybody = schedule if schedule is not None else schedule_of(plan, profile.model)
     if schedule is not None:
-        validate(lists, plan, profile.model)
+        validate(everybody, plan, profile.model)
+    lists = {rank: actions for rank, actions in everybody.items() if rank not in plan.leader_of}
     state = _State(lists, Durations(plan, network.seen_by(profile)), network, dict.fromkeys(sorted(lists), 0.0))
     if not _micro_batches(state):
-        validate(lists, plan, profile.model)  # says where they are stuck
+        validate(everybody, plan, profile.model)  # says where they are stuck
     _all_reduces(state)
     _steps(state)
+    _follow(plan, state)
     return _summary(state)
 
 
@@ -199,6 +201,15 @@ def _steps(state: _State) -> None:
         action = state.lists[rank][-1]
         state.clock[rank] = together + state.costs.of(action)[0]
         state.events.append(Event(rank, 0, action, together, state.clock[rank]))
+
+
+def _follow(plan: Plan, state: _State) -> None:
+    """The other ranks of a group compute while their leader does."""
+    for rank, leader in plan.leader_of.items():
+        own = [event for event in state.events if event.rank == leader]
+        computed = [event for event in own if event.action.op in COMPUTE or event.action.op is Op.STEP]
+        state.events += [replace(event, rank=rank) for event in computed]
+        state.clock[rank] = state.clock[leader]
 
 
 def _summary(state: _State) -> SimulatedStep:

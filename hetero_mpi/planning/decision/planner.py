@@ -14,6 +14,7 @@ from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.alone import best_alone
 from hetero_mpi.planning.decision.decide import decide, in_order, nearest_searched
 from hetero_mpi.planning.decision.explain import busiest, idle_ranks, reasons, rounded_on_the_wire, smaller_moments
+from hetero_mpi.planning.decision.group_rules import group_problems
 from hetero_mpi.planning.decision.shortage import explain_shortage
 from hetero_mpi.planning.decision.streaming import streamed_texts
 from hetero_mpi.planning.dry_run import validate
@@ -224,11 +225,10 @@ def _chain_problems(plan: Plan, profile: ClusterProfile) -> list[str]:
 
 
 def _rank_problems(plan: Plan, profile: ClusterProfile) -> list[str]:
-    problems = []
+    problems: list[str] = []
     seen: dict[int, tuple[int, StagePlan]] = {}
     for number, index, stage in stages(plan):
-        if len(stage.ranks) != 1:
-            problems.append(f"stage {number} names ranks {list(stage.ranks)}: a stage is held by exactly one rank")
+        problems += group_problems(number, stage, plan, profile)
         for rank in stage.ranks:
             if not 0 <= rank < len(profile.devices):
                 problems.append(

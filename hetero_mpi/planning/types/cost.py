@@ -71,6 +71,8 @@ class ModelCost:
     """The chain: embedding, blocks, head."""
     tied_bytes: int = 0
     """Bytes of the fp32 gradient exchanged between both ends when tied, else 0."""
+    heads: int | None = None
+    """Key/value heads of every block, by whose whole numbers a group of ranks shares its layers; None: it cannot."""
     wire: str | None = None
     """``int8``: so activations and gradients travel from stage to stage; None: as they are computed."""
 

@@ -13,7 +13,8 @@ WARM_UP = "warm_up"
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Layers ``[first, last)`` of the chain, held by a group of ranks (length 1 today; wider: sharded stages)."""
+    """Layers ``[first, last)`` of the chain, held by one rank, or by a group of ranks of one host, each with its share of every
+    layer (tensor parallelism). The first rank of a group leads: it alone exchanges messages with other stages."""
 
     ranks: tuple[int, ...]
     first: int
@@ -28,6 +29,14 @@ class StagePlan:
     """A micro-batch is computed in slices of so many sequences; None: at once."""
     state_weight: float = 1.0
     """Of the optimizer's state of layers that several ranks hold, each owns a part in proportion to this (``owners``)."""
+    shares: tuple[int, ...] = ()
+    """Of a group: the whole key/value heads that each rank holds; columns of MLPs and words of the vocabulary are divided in the
+    same proportion. Of one rank: empty."""
+
+    @property
+    def grouped(self) -> bool:
+        """Do several ranks hold it?"""
+        return len(self.ranks) > 1
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class PipelinePlan:
     @property
     def interleaved(self) -> bool:
         """Does some rank hold several stages?"""
-        return len(self.held) < len(self.stages)
+        return any(len(places) > 1 for places in self.held.values())
 
     def together(self, place: int) -> bool:
         """Are stages ``place`` and ``place + 1`` on one rank? Then no message passes between them."""
@@ -95,12 +104,17 @@ class Plan:
 
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
-        """Of every layer the ranks that hold it, one per pipeline, in plan order."""
+        """Of every layer the ranks that hold it, one per pipeline (of a group its first), in plan order."""
         found: list[list[int]] = [[] for _ in range(self.layers)]
         for _, _, stage in self.numbered:
             for layer in range(max(0, stage.first), min(stage.last, self.layers)):
                 found[layer].append(stage.ranks[0])
         return tuple(map(tuple, found))
+
+    @cached_property
+    def leader_of(self) -> dict[int, int]:
+        """Of groups: each rank that does not lead -> the one that does."""
+        return {rank: stage.ranks[0] for _, _, stage in self.numbered for rank in stage.ranks[1:]}
 
     @property
     def ranks(self) -> list[int]:

@@ -1,0 +1,54 @@
+"""What a stage that several ranks hold must keep to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hetero_mpi.planning.types.plan import WARM_UP, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile
+
+
+def group_problems(number: int, stage: StagePlan, plan: Plan, profile: ClusterProfile) -> Iterator[str]:
+    """What is wrong with the ranks and shares of a stage, each with the rule and the values. Ranks that the profile lacks are
+    named elsewhere."""
+    where, ranks = f"stage {number}", list(stage.ranks)
+    if not stage.grouped:
+        if stage.shares:
+            yield f"{where} has shares = {list(stage.shares)} and one rank: shares are for several ranks; leave them out"
+        return
+    yield from _share_problems(where, stage, profile)
+    hosts = list(dict.fromkeys(profile.devices[rank].host for rank in ranks if 0 <= rank < len(profile.devices)))
+    if len(hosts) > 1:
+        yield f"{where} names ranks {ranks} of the hosts {', '.join(hosts)}: the ranks of a stage are of one host"
+    if ranks != sorted(ranks):
+        yield f"{where} names ranks {ranks}: the ranks of a stage are listed in increasing order"
+    if len(plan.pipelines) > 1:
+        yield f"{where} names ranks {ranks} in a plan of {len(plan.pipelines)} pipelines: stages of several ranks need one pipeline"
+    if stage.streamed or stage.slice_sequences is not None:
+        yield f"{where} names ranks {ranks} and is streamed or computed in slices: only a stage of one rank is"
+    pipeline = next(one for one in plan.pipelines if stage in one.stages)
+    if pipeline.split_backward or pipeline.order != WARM_UP:
+        yield (
+            f"{where} names ranks {ranks}, and its pipeline has split_backward or another order than {WARM_UP}: a stage of several "
+            f"ranks goes back in one part; leave both out"
+        )
+    ends = pipeline.stages[0], pipeline.stages[-1]
+    tied = profile.model.tied and profile.model.layers[0].trainable_parameters > 0
+    if tied and len(pipeline.stages) > 1 and any(end.grouped for end in ends):
+        yield (
+            f"{where} names ranks {ranks}: where embedding and head share a trained matrix, a first or last stage of several ranks "
+            f"holds the whole chain; make it the only stage, or give the ends to one rank each"
+        )
+
+
+def _share_problems(where: str, stage: StagePlan, profile: ClusterProfile) -> Iterator[str]:
+    ranks, shares, heads = list(stage.ranks), list(stage.shares), profile.model.heads
+    if len(shares) != len(ranks) or any(share < 1 for share in shares):
+        yield f"{where} has shares = {shares} for ranks {ranks}: every rank needs its share, a whole number of at least 1"
+    elif heads is None:
+        yield f"{where} names ranks {ranks}: this model cannot be divided among ranks as the job trains it; give the stage one rank"
+    elif sum(shares) != heads:
+        yield (
+            f"{where} has shares = {shares}, in all {sum(shares)}: they are key/value heads, of which the model has {heads}; "
+            f"make them add up to {heads}"
+        )

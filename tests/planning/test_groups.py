@@ -1,0 +1,100 @@
+"""Stages that several ranks of one host hold: their lists, their simulation, and what such a plan must keep to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.planning.decision.planner import complete_plan
+from hetero_mpi.planning.dry_run import interpret, validate
+from hetero_mpi.planning.outline import outlined
+from hetero_mpi.planning.schedule import COMPUTE, Action, Op, schedule_of
+from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
+from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile
+
+HEADS, LAYERS = 8, 6
+
+
+def grouped_plan(**changed: Any) -> Plan:
+    """Ranks 0 and 1 hold the first stage together, rank 2 the second one. ``changed``: of the first stage."""
+    plan = make_plan_of([0, 4, LAYERS], [0, 2], 4)
+    first, second = plan.pipelines[0].stages
+    first = replace(first, ranks=(0, 1), shares=(5, 3))
+    return replace(plan, pipelines=(replace(plan.pipelines[0], stages=(replace(first, **changed), second)),))
+
+
+def on_one_host(tied: bool = False, heads: int | None = HEADS) -> ClusterProfile:
+    profile = make_profile([1.0, 1.0, 1.0], replace(make_model(LAYERS - 2, tied), heads=heads))
+    devices = (replace(device, host="box" if device.rank < 2 else "other") for device in profile.devices)
+    return replace(profile, devices=tuple(devices))
+
+
+def completed(plan: Plan, profile: ClusterProfile) -> None:
+    complete_plan(plan, profile, PlanRequest(4, SEQUENCE, (1, 2)))
+
+
+def test_the_first_rank_of_a_group_exchanges_messages_and_the_others_compute_as_it_does() -> None:
+    plan, model = grouped_plan(), make_model(LAYERS - 2)
+    schedule = schedule_of(plan, model)
+    validate(schedule, plan, model)
+    assert [a for a in schedule[0] if a.op in COMPUTE] == [a for a in schedule[1] if a.op in COMPUTE]
+    assert {a.op for a in schedule[1]} == {Op.F, Op.B, Op.STEP} and Op.SEND_F in {a.op for a in schedule[0]}
+
+
+def test_members_that_compute_in_different_orders_deadlock() -> None:
+    plan, model = grouped_plan(), make_model(LAYERS - 2)
+    schedule = schedule_of(plan, model)
+    computed = [Action(Op.F, 0, m) for m in range(4)] + [Action(Op.B, 0, m) for m in range(4)]
+    with pytest.raises(UserError, match=r"deadlocks: .*rank 1 waits at 0F2"):
+        validate({**schedule, 1: (*computed, Action(Op.STEP, 0))}, plan, model)
+    assert interpret(schedule).stuck == ()
+
+
+def test_a_member_that_sends_is_refused() -> None:
+    plan, model = grouped_plan(), make_model(LAYERS - 2)
+    schedule = schedule_of(plan, model)
+    with pytest.raises(UserError, match="0SEND_F0 is no action of stage 0"):
+        validate({**schedule, 1: schedule[0]}, plan, model)
+
+
+def test_members_are_busy_as_long_as_their_leader_and_the_step_is_as_long_in_both_simulations() -> None:
+    plan, profile = grouped_plan(), on_one_host()
+    simulated, quick = simulate(plan, profile), outlined(plan, profile)
+    assert quick.step_s == simulated.step_s and quick.busy_s == pytest.approx(simulated.busy_s)
+    assert set(quick.busy_s) == {0, 1, 2} and quick.busy_s[0] == quick.busy_s[1] > 0
+    assert {event.rank for event in simulated.events if event.action.op is Op.F and event.action.stage == 0} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("changed", "profile", "rule"),
+    [
+        ({"shares": (5, 2)}, on_one_host(), "in all 7: they are key/value heads, of which the model has 8"),
+        ({"shares": (8, 0)}, on_one_host(), "every rank needs its share, a whole number of at least 1"),
+        ({"shares": (8,)}, on_one_host(), r"shares = \[8\] for ranks \[0, 1\]"),
+        ({}, on_one_host(heads=None), "this model cannot be divided among ranks"),
+        ({"ranks": (0, 2)}, on_one_host(), "of the hosts box, other: the ranks of a stage are of one host"),
+        ({"ranks": (1, 0)}, on_one_host(), "listed in increasing order"),
+        ({"streamed": True}, on_one_host(), "only a stage of one rank is"),
+        ({}, on_one_host(tied=True), "a first or last stage of several ranks holds the whole chain"),
+        ({"ranks": (0,)}, on_one_host(), "shares are for several ranks"),
+    ],
+)
+def test_a_group_that_cannot_be_is_refused_with_the_rule_and_the_values(
+    changed: dict[str, Any], profile: ClusterProfile, rule: str
+) -> None:
+    with pytest.raises(UserError, match=rule):
+        completed(grouped_plan(**changed), profile)
+
+
+def test_a_group_in_a_plan_of_several_pipelines_is_refused() -> None:
+    plan = grouped_plan()
+    other = replace(make_plan_of([0, LAYERS], [3], 4).pipelines[0])
+    profile = make_profile([1.0] * 4, replace(make_model(LAYERS - 2), heads=HEADS))
+    with pytest.raises(UserError, match="in a plan of 2 pipelines: stages of several ranks need one pipeline"):
+        completed(replace(plan, pipelines=(*plan.pipelines, other), global_batch=8), profile)
