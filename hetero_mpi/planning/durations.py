@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hetero_mpi.comm.group_paths import ring_of
+from hetero_mpi.planning.group_costs import broadcast_s, device_of, member_trained, whole_sums_s
 from hetero_mpi.planning.memory import STREAMED_LAYERS
 from hetero_mpi.planning.owners import owned_share
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by, reduced_layers, stages, tied_heads
@@ -77,8 +78,13 @@ def host_optimizer_s(device: DeviceProfile) -> float:
 
 
 def update_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
-    """Seconds of the optimizer step of the rank that holds a stage: over the parameters that it owns."""
+    """Seconds of the optimizer step of the rank that holds a stage: over the parameters that it owns. Of a group: of its slowest
+    member, after the sums of what all of them hold."""
     stage = stages(plan)[number][2]
+    if stage.grouped:
+        members = enumerate(profile.devices[rank] for rank in stage.ranks)
+        seconds = (optimizer_s(profile, one, member_trained(profile.model, stage, place)) for place, one in members)
+        return whole_sums_s(profile, stage) + max(seconds)
     owned = sum(owned_share(plan, profile.model, one) for one in plan.of_rank(stage.ranks[0]))
     return optimizer_s(profile, profile.devices[stage.ranks[0]], owned, stage.streamed)
 
@@ -233,7 +239,7 @@ def stage_s(
     if stage.streamed:
         leave_s = offload_s(profile.devices[stage.ranks[0]], profile.model, stage.first) if op is not Op.F else 0.0
         return sum(_streamed_s(profile, pipeline, stage, _slices(stage, size, sequence_length), op)) + leave_s
-    device = profile.devices[stage.ranks[0]]
+    device = device_of(profile, stage)
     seconds = [_slice_s(profile, device, stage, tokens, op) for tokens in _slices(stage, size, sequence_length)]
     return reduce(add, seconds)
 
@@ -247,6 +253,8 @@ def _slices(stage: StagePlan, size: int, sequence_length: int) -> list[int]:
 def _slice_s(profile: ClusterProfile, device: DeviceProfile, stage: StagePlan, tokens: int, op: Op) -> float:
     again = op in (Op.B, Op.I) and stage.recompute
     repeated = recompute_s(profile, device, stage.first, stage.last, tokens) if again else 0.0
+    if stage.grouped:
+        repeated += broadcast_s(profile, stage, tokens, op is not Op.F)
     return repeated + compute_s(profile, device, stage.first, stage.last, tokens, op)
 
 
@@ -344,7 +352,7 @@ def finished_layers_s(action: Action, plan: Plan, profile: ClusterProfile) -> di
     """
     _, index, stage = stages(plan)[action.stage]
     assert action.micro_batch is not None
-    pipeline, device = plan.pipelines[index], profile.devices[stage.ranks[0]]
+    pipeline, device = plan.pipelines[index], device_of(profile, stage)
     size = pipeline.size(action.micro_batch)
     *before, tokens = _slices(stage, size, plan.sequence_length)
     if stage.streamed:
@@ -355,6 +363,7 @@ def finished_layers_s(action: Action, plan: Plan, profile: ClusterProfile) -> di
             for number, end_s in zip(order, itertools.islice(ends, 1, None), strict=True)
         }
     before_s = sum(_slice_s(profile, device, stage, part, action.op) for part in before)
+    before_s += broadcast_s(profile, stage, tokens, True)
     of_kind = {kind: layer_s(times, action.op, tokens) for kind, times in device.layers.items()}
     seconds = [of_kind[layer.kind] for layer in profile.model.layers]
     again = [0.0] * plan.layers

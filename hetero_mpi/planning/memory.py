@@ -127,15 +127,27 @@ def streamed_memory(
 
 
 def memory_of(
-    profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, sequence_length: int, holding: tuple[int, int]
+    profile: ClusterProfile,
+    pipeline: PipelinePlan,
+    stage: StagePlan,
+    sequence_length: int,
+    holding: tuple[int, int],
+    member: int = 0,
 ) -> StageMemory:
-    """Bytes of a stage of a plan that holds so many micro-batches: (in flight, deferred)."""
-    model, shares = profile.model_on(stage.ranks[0]), profile.devices[stage.ranks[0]].shares_host_memory
+    """Bytes of a stage of a plan that holds so many micro-batches: (in flight, deferred). Of a group: of one of its members."""
+    rank = stage.ranks[member]
+    model, shares = profile.model_on(rank).part(stage.share(member)), profile.devices[rank].shares_host_memory
     tokens, (in_flight, deferred) = pipeline.size(0) * sequence_length, holding
     at_once = min(pipeline.size(0), stage.slice_sequences or pipeline.size(0)) * sequence_length
     if stage.streamed:
         return streamed_memory(model, stage.first, stage.last, tokens, in_flight, at_once, shares)
-    return stage_memory(model, stage.first, stage.last, tokens, in_flight, stage.recompute, deferred, at_once)
+    own = stage_memory(model, stage.first, stage.last, tokens, in_flight, stage.recompute, deferred, at_once)
+    return replace(own, staging=own.staging + group_sum_bytes(model, tokens)) if stage.grouped else own
+
+
+def group_sum_bytes(model: ModelCost, tokens: int) -> int:
+    """Bytes of host memory in which a group adds up the hidden states of a micro-batch: own parts, those that come, and sums."""
+    return 3 * tokens * model.layers[0].boundary_bytes_per_token
 
 
 def _workspace(layers: Sequence[LayerCost], tokens: int) -> int:
@@ -256,8 +268,9 @@ def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) ->
         for rank, places in pipeline.held.items():
             if len(places) == 1:
                 stage = pipeline.stages[places[0]]
+                member = stage.ranks.index(rank)
                 needs = [
-                    memory_of(profile, pipeline, stage, plan.sequence_length, holding).total
+                    memory_of(profile, pipeline, stage, plan.sequence_length, holding, member).total
                     for holding in stage_holdings(pipeline, stage, profile.model)
                 ]
             else:

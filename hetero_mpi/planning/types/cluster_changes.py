@@ -70,7 +70,9 @@ def with_free_links(profile: ClusterProfile) -> ClusterProfile:
     )
     links = tuple(_free(link) for link in profile.links)
     between = tuple(_free(link) for link in profile.host_links)
-    hosts = tuple(replace(host, shared_nic=False) for host in profile.hosts)
+    hosts = tuple(
+        replace(host, shared_nic=False, sum_latency_s=0.0, sum_bytes_per_s=float("inf")) for host in profile.hosts
+    )
     return replace(profile, devices=devices, links=links, host_links=between, hosts=hosts)
 
 
@@ -129,6 +131,7 @@ def with_slowness(profile: ClusterProfile, ratios: Mapping[int, float]) -> Clust
             device,
             layers={kind: _slower(times, ratio) for kind, times in device.layers.items()},
             alone={kind: _slower(times, ratio) for kind, times in device.alone.items()},
+            halved={kind: _slower(times, ratio) for kind, times in device.halved.items()},
             optimizer_fixed_s=device.optimizer_fixed_s * ratio,
             optimizer_s_per_parameter=device.optimizer_s_per_parameter * ratio,
             forward_overhead_s=device.forward_overhead_s * ratio,

@@ -6,6 +6,7 @@ The chain of *layers* is ``embedding, block 0, ..., block L-1, head`` (head = fi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -51,6 +52,37 @@ class LayerCost:
     """Bytes used only while this layer runs, whatever the tokens (one matrix unpacked from 4 bits)."""
     eight_bit_saving_bytes: float = 0.0
     """By how much the layer's moments in blocks of 8 bits are smaller than in fp32."""
+    divided_parameters: int = 0
+    """Of ``parameters`` those that the members of a group divide; the others each of them holds."""
+    divided_trainable: int = 0
+    """The same of ``trainable_parameters``."""
+    divided_activations: float = 0.0
+    """Of what is kept from forward until backward the share that is divided likewise."""
+    divided_workspace: float = 0.0
+    """Of what is used only while the layer runs."""
+    group_sums: int = 0
+    """How often a group adds up as many numbers as the layer's hidden states have, in forward and in backward each; an embedding's
+    in forward only, a head's in backward only."""
+
+    def part(self, share: float) -> LayerCost:
+        """What a member of a group holds that has this share of what is divided."""
+        held = self._held(self.divided_parameters, self.parameters, share)
+        trained = self._held(self.divided_trainable, self.trainable_parameters, share)
+        kept, used = (1 - (1 - share) * divided for divided in (self.divided_activations, self.divided_workspace))
+        return replace(
+            self,
+            parameters=math.ceil(held * self.parameters),
+            trainable_parameters=math.ceil(trained * self.trainable_parameters),
+            parameter_bytes=math.ceil(held * self.parameter_bytes),
+            activation_bytes_per_token=kept * self.activation_bytes_per_token,
+            workspace_bytes_per_token=used * self.workspace_bytes_per_token,
+            workspace_bytes=math.ceil(used * self.workspace_bytes),
+            eight_bit_saving_bytes=trained * self.eight_bit_saving_bytes,
+        )
+
+    @staticmethod
+    def _held(divided: int, whole: int, share: float) -> float:
+        return 1 - (1 - share) * divided / max(1, whole)
 
 
 @dataclass(frozen=True)
@@ -130,10 +162,20 @@ class ModelCost:
         """The costs on a device whose blocks keep so many times as much from forward to backward."""
         return self if ratio == 1.0 else _keeping(self, ratio)
 
+    def part(self, share: float) -> ModelCost:
+        """The costs on a member of a group that has this share of what is divided."""
+        return self if share == 1.0 else _part(self, share)
+
 
 def sent_bytes(row_bytes: int, dtype: str, wire: str | None) -> int:
     """Bytes of a token's hidden vector, which is ``row_bytes`` long in ``dtype``, as it travels."""
     return row_bytes // DTYPE_BYTES[dtype] + SCALE_BYTES if wire == INT8 and row_bytes else row_bytes
+
+
+@lru_cache(maxsize=256)
+def _part(model: ModelCost, share: float) -> ModelCost:
+    layers = tuple(layer.part(share) for layer in model.layers)
+    return replace(model, layers=layers, tied_bytes=math.ceil(share * model.tied_bytes))
 
 
 @lru_cache(maxsize=64)

@@ -38,6 +38,10 @@ class StagePlan:
         """Do several ranks hold it?"""
         return len(self.ranks) > 1
 
+    def share(self, member: int) -> float:
+        """Of what a group divides, what one of its ranks has."""
+        return self.shares[member] / sum(self.shares) if self.grouped else 1.0
+
 
 @dataclass(frozen=True)
 class PipelinePlan:

@@ -108,6 +108,9 @@ class DeviceProfile:
     """The same in host memory, where a streamed stage keeps what is trained whole; None: not measured (always on CPU ranks)."""
     activation_ratio: float = 1.0
     """A block keeps so many times the model's activation bytes here: more than 1 where attention has no fused kernel."""
+    halved: dict[str, LayerTimes] = field(default_factory=dict)
+    """The times of a member of a group that has half of the heads (of an odd number the smaller half), where that was measured;
+    without the group's sums."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,10 @@ class HostProfile:
     """All messages to and from other hosts pass through one NIC: they queue for it. Found by sending all at once."""
     flows_bytes_per_s: float = float("inf")
     """All flows that leave the host, at once, together."""
+    sum_latency_s: float = 0.0
+    """Two ranks of the host add up n bytes in host memory in ``sum_latency_s + n / sum_bytes_per_s``."""
+    sum_bytes_per_s: float | None = None
+    """None: not measured."""
 
 
 @dataclass(frozen=True)
@@ -261,6 +268,11 @@ class ClusterProfile:
         for a, b in np.argwhere(np.isnan(seconds)):
             self.link(ranks[a], ranks[b])  # says what is missing
         return np.asarray(seconds)
+
+    @cached_property
+    def group_devices(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], DeviceProfile]:
+        """(ranks, shares) -> the group as one device (``group_costs``), remembered."""
+        return {}
 
     @cached_property
     def _pairs(self) -> _Pairs:

@@ -1,0 +1,136 @@
+"""What a stage of several ranks takes: times, sums and memory, against sums made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hetero_mpi.planning.durations import duration
+from hetero_mpi.planning.memory import predict_hosts, predict_memory
+from hetero_mpi.planning.schedule import Action, Op
+from hetero_mpi.planning.types.cluster_changes import restricted, with_free_links, with_slowness
+from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, ModelCost
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.profile import ClusterProfile, Curve, HostProfile, LayerTimes
+from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile
+
+HEADS, BLOCKS, LAYERS = 8, 4, 6
+LATENCY_S, SPEED = 0.01, 1e5
+SUM_S = 2 * LATENCY_S + SEQUENCE * 100 / SPEED
+"""Of 10 tokens' 25 fp32 numbers between two ranks: there and back, half of them each time."""
+
+
+def divisible(model: ModelCost) -> ModelCost:
+    """Of a block's 400 parameters 300 are divided and of its activations half; of the ends all but activations."""
+
+    def of(kind: str, **fields: float) -> dict[str, float]:
+        ends = {"divided_parameters": 1000, "divided_trainable": 1000, "group_sums": 1, "divided_workspace": 1.0}
+        block = {"divided_parameters": 300, "divided_trainable": 300, "group_sums": 2, "divided_activations": 0.5}
+        return {**(ends if kind in (EMBEDDING, HEAD) else block), **fields}
+
+    layers = tuple(replace(layer, **of(layer.kind)) for layer in model.layers)  # type: ignore[arg-type]
+    return replace(model, layers=layers, heads=HEADS)
+
+
+def cluster(slowness: tuple[float, ...] = (1.0, 1.0, 1.0), measured: bool = True) -> ClusterProfile:
+    """Ranks 0 and 1 on a host, rank 2 on another. ``measured``: half the heads take 0.6 of a block's time, 0.5 of an end's."""
+    profile = make_profile(slowness, divisible(make_model(BLOCKS)), latency_s=LATENCY_S, bytes_per_s=SPEED)
+
+    def half(kind: str, times: LayerTimes) -> LayerTimes:
+        factor = 0.6 if kind == "block" else 0.5
+
+        def of(curve: Curve) -> Curve:
+            return replace(curve, seconds=tuple(factor * seconds for seconds in curve.seconds))
+
+        return LayerTimes(of(times.forward_s), of(times.backward_s))
+
+    devices = tuple(
+        replace(
+            device,
+            host="box" if device.rank < 2 else "other",
+            halved={kind: half(kind, times) for kind, times in device.layers.items()} if measured else {},
+        )
+        for device in profile.devices
+    )
+    return replace(profile, devices=devices)
+
+
+def plan_of(shares: tuple[int, int], cut: int = 3, recompute: bool = False) -> Plan:
+    """Ranks 0 and 1 hold layers [cut, 6), rank 2 those before."""
+    plan = make_plan_of([0, cut, LAYERS], [2, 0], 4)
+    first, second = plan.pipelines[0].stages
+    second = replace(second, ranks=(0, 1), shares=shares, recompute=recompute)
+    return replace(plan, pipelines=(replace(plan.pipelines[0], stages=(first, second)),))
+
+
+def seconds(profile: ClusterProfile, plan: Plan, op: Op) -> float:
+    return duration(Action(op, 1, None if op is Op.STEP else 0), plan, profile)
+
+
+ARRIVES_S = LATENCY_S + SEQUENCE * 100 / SPEED
+
+
+def test_a_group_takes_as_long_as_its_slowest_member_and_its_sums() -> None:
+    """A block: 0.2 s of 1 s are everybody's, 0.8 s are divided: with 5 of 8 heads 0.7 s. The head is divided whole."""
+    profile, plan = cluster(), plan_of((5, 3))
+    assert seconds(profile, plan, Op.F) == pytest.approx(2 * (0.7 + 2 * SUM_S) + 0.5 * 5 / 8 + ARRIVES_S)
+    assert seconds(profile, plan, Op.B) == pytest.approx(2 * (1.4 + 2 * SUM_S) + 1.0 * 5 / 8 + SUM_S)
+    slow = with_slowness(profile, {1: 2.0})  # its 3 heads take longer than the other's 5
+    block_s = 2 * (0.2 + 0.8 * 3 / 8)
+    assert seconds(slow, plan, Op.F) == pytest.approx(2 * (block_s + 2 * SUM_S) + 2 * 0.5 * 3 / 8 + ARRIVES_S)
+
+
+def test_recompute_repeats_the_forward_and_its_sums() -> None:
+    plain, again = (seconds(cluster(), plan_of((5, 3), recompute=recompute), Op.B) for recompute in (False, True))
+    assert again - plain == pytest.approx(2 * (0.7 + 2 * SUM_S))
+
+
+def test_without_a_measurement_nine_tenths_of_blocks_and_head_are_divided() -> None:
+    profile, plan = with_free_links(cluster(measured=False)), plan_of((4, 4))
+    assert seconds(profile, plan, Op.F) == pytest.approx((2 * 1.0 + 0.5) * 0.55)
+
+
+def test_sums_are_as_fast_as_they_were_measured_on_the_host_and_pass_through_devices_copies() -> None:
+    plan, profile = plan_of((4, 4)), cluster()
+    hosts = (HostProfile("box", 10**9, "made up", sum_latency_s=0.5, sum_bytes_per_s=1e3),)
+    devices = tuple(replace(device, copy_latency_s=0.25, device_to_host_bytes_per_s=1e4) for device in profile.devices)
+    told = replace(profile, hosts=hosts, devices=devices)
+    # Two blocks' two sums; of 1,000 bytes each; the input that comes is copied once.
+    more_s = 4 * (0.5 + 1.0 - SUM_S) + 4 * (2 * 0.25 + 0.1) + 0.25
+    assert seconds(told, plan, Op.F) - seconds(profile, plan, Op.F) == pytest.approx(more_s)
+
+
+def test_a_member_steps_what_it_holds_after_the_sums_of_what_everybody_holds() -> None:
+    profile = cluster()
+    devices = tuple(replace(device, optimizer_s_per_parameter=0.01) for device in profile.devices)
+    trained = 2 * (100 + 300 * 5 / 8) + 1000 * 5 / 8
+    sums_s = 2 * (2 * LATENCY_S + 400 / SPEED)  # of two blocks' 100 numbers each
+    stepping = seconds(replace(profile, devices=devices), plan_of((5, 3)), Op.STEP)
+    assert stepping == pytest.approx(0.01 * trained + sums_s, abs=0.011)  # parts of a parameter are rounded up
+
+
+def test_a_member_holds_its_share_of_what_is_divided_and_all_of_the_rest() -> None:
+    held = {memory.rank: memory.peak_bytes for memory in predict_memory(plan_of((6, 2)), cluster())}
+    for rank, share in ((0, 0.75), (1, 0.25)):
+        parameters = 2 * (100 + 300 * share) + 1000 * share
+        kept = SEQUENCE * (2 * 300 * (0.5 + 0.5 * share) + 300)  # of one micro-batch; the head's activations are whole
+        workspace, staging = SEQUENCE * 50, 4 * SEQUENCE * 100 + 3 * SEQUENCE * 100
+        assert held[rank] == pytest.approx((4 + 12) * parameters + kept + workspace + staging)
+    assert held.keys() == {0, 1, 2}
+
+
+def test_ranks_of_a_group_that_share_their_hosts_memory_are_counted_together() -> None:
+    profile = cluster()
+    devices = tuple(replace(device, shares_host_memory=device.rank < 2) for device in profile.devices)
+    profile = replace(profile, devices=devices, hosts=(HostProfile("box", 10**6, "made up"),))
+    held = {memory.rank: memory.peak_bytes for memory in predict_memory(plan_of((6, 2)), profile)}
+    assert [host.peak_bytes for host in predict_hosts(plan_of((6, 2)), profile)] == [held[0] + held[1]]
+
+
+def test_times_of_groups_are_remembered_for_one_profile_only() -> None:
+    """Times of groups are remembered by ranks: another profile must not be told those of this one."""
+    profile, plan = with_slowness(cluster(), {2: 3.0}), plan_of((5, 3))
+    assert seconds(profile, plan, Op.F) < seconds(with_slowness(profile, {0: 2.0}), plan, Op.F)
+    fewer = restricted(profile, [0, 2])
+    assert fewer.group_devices == {}
