@@ -9,6 +9,7 @@ peft takes several seconds to import, which a job without an adapter need not wa
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -128,9 +129,9 @@ def inject(
     modules: list[str],
     parameters: list[str],
     device: torch.device,
-    seed: int,
+    start: Callable[[str], torch.Tensor],
 ) -> None:
-    """Give what is named in a stage its adapters (fp32, on ``device``) with the start values of ``start_value``.
+    """Give what is named in a stage its adapters (fp32, on ``device``) with start values by their tensors' names.
 
     The magnitudes of DoRA begin as peft has them: the norms of the rows of the weights, which are there.
     """
@@ -140,9 +141,7 @@ def inject(
     for name, parameter in model.named_parameters():
         if f".{_NAME}." in name:
             own = _short(name)
-            value = (
-                parameter.data.float() if own.endswith(MAGNITUDE) else start_value(own, tuple(parameter.shape), seed)
-            )
+            value = parameter.data.float() if own.endswith(MAGNITUDE) else start(own)
             parameter.data = value.to(device)
 
 

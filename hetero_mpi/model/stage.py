@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,57 +19,29 @@ from torch.autograd.graph import Node
 from transformers.integrations import sdpa_attention
 
 from hetero_mpi.device.backend import DTYPES, Backend, return_freed_memory
-from hetero_mpi.model.adapter import adapter_parameters, inject
+from hetero_mpi.model.adapter import adapter_parameters, inject, start_value
 from hetero_mpi.model.frozen_weight_cache import Kept, frozen_layers, take_over
+from hetero_mpi.model.group.layers import DividedLayers
+from hetero_mpi.model.group.link import StageGroup
 from hetero_mpi.model.held_layers import HeldLayers, Shared
 from hetero_mpi.model.layer.gradient_ready import Beginnings, Finished, GradientReadyHooks
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.interface import PassThrough as PassThrough
 from hetero_mpi.model.layer.loss import IGNORED as IGNORED
+from hetero_mpi.model.layer.loss import target_losses
+from hetero_mpi.model.layer.micro_batch import MicroBatch as MicroBatch
+from hetero_mpi.model.layer.micro_batch import Slices as Slices
+from hetero_mpi.model.layer.micro_batch import joined as joined
+from hetero_mpi.model.layer.micro_batch import parts as parts
 from hetero_mpi.model.layer.preference import Comparison
 from hetero_mpi.model.layer.quantize import is_empty, quantize, set_training
 from hetero_mpi.model.layer.router_loss import Routed, RouterLoss
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.layer.split_backward import WeightGradients
 from hetero_mpi.model.offloaded_gradients import OffloadedGradients
+from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.model.tuning import Tuning, full_training
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Which micro-batch runs, and what its loss needs.
-
-    ``step`` and ``first_sample`` (position of its first sequence within the global batch) key the dropout masks.
-    """
-
-    index: int
-    step: int
-    first_sample: int
-    divisor: int
-    """Targets (or pairs) of the whole global batch, over all micro-batches and pipelines: the loss is divided by it once."""
-    positions: torch.Tensor | None = None
-    """(B, T) int64: each token's place in its own record, which sees no other one of its sequence; None: a sequence is one text."""
-    comparison: Comparison | None = None
-    """On the last stage, where preferences are learnt."""
-    routed: Routed | None = None
-    """On every stage, where routers have a loss; None: it is not computed (nor is it in profiling)."""
-
-    def slices(self, rows: int, size: int | None) -> Slices:
-        """The parts of at most ``size`` of the micro-batch's ``rows`` sequences (None: one part), and which rows each has."""
-        found, size = [], size or rows
-        for begin in range(0, rows, size):
-            part = slice(begin, min(begin + size, rows))
-            positions = None if self.positions is None else self.positions[part]
-            comparison = None if self.comparison is None else self.comparison.of_rows(part)
-            routed = None if self.routed is None else self.routed.of_rows(part)
-            first_sample = self.first_sample + begin
-            own = replace(self, first_sample=first_sample, positions=positions, comparison=comparison, routed=routed)
-            found.append((own, part))
-        return found
-
-
-Slices = list[tuple[MicroBatch, slice]]
 
 
 @dataclass(frozen=True)
@@ -90,6 +62,7 @@ class Stage(HeldLayers):
     Attributes:
         deferred: what the second part of a split backward still needs; None where backward comes in one part.
         routers: this stage's part of the routers' loss; None where the model has none.
+        divided: this rank's share of the layers, where a group of ranks holds the stage; else None.
     """
 
     def __init__(
@@ -109,6 +82,7 @@ class Stage(HeldLayers):
         shared: Shared | None = None,
         foreign: Collection[str] = (),
         embedding: nn.Parameter | None = None,
+        group: StageGroup | None = None,
     ) -> None:
         """Build own layers only.
 
@@ -123,6 +97,8 @@ class Stage(HeldLayers):
             shared: layers that several ranks hold -> the names of the trained parameters that each of them owns.
             foreign: of these, what other ranks own: it has no masters here.
             embedding: that of a tied model, where another stage of this rank holds it: the head shares its values.
+            group: the ranks that hold the stage together: each of them builds it, and calls ``forward``, ``backward`` and
+                ``evaluate`` with the same tensors, of which all get the same results. None: this rank alone.
 
         :raises UserError: the model's files do not fit its configuration.
         """
@@ -130,6 +106,8 @@ class Stage(HeldLayers):
         self.backend, self.dtype, self.seed = backend, DTYPES[dtype], seed
         self.tuning = tuning if tuning is not None else full_training(chain)
         self.slice_sequences, self.shared, self.foreign = slice_sequences, shared or {}, foreign
+        assert group is None or not (split_backward or slice_sequences), "a group's backward is whole"
+        self.divided = DividedLayers(language(chain), self.tuning, group) if group is not None else None
         self.masters: dict[str, torch.Tensor] = {}
         self.tied_head: nn.Parameter | None = None
         self.model: Any = chain.frame()
@@ -139,6 +117,8 @@ class Stage(HeldLayers):
             _repeat_shared_keys()
         self.routers = self._router_loss()
         self.parameters = self._trained_parameters()
+        if self.divided is not None:
+            self.divided.connect(self.model, first, last)
         if recompute or self.tuning.nf4:
             chain.recompute(self.model, recompute)
         set_training(self.model, True)
@@ -310,7 +290,8 @@ class Stage(HeldLayers):
         """The share of the loss, of the last layer's output."""
         assert targets is not None
         if part.comparison is None:
-            loss = self.chain.loss(y, targets) / part.divisor
+            summed = self.chain.loss if self.divided is None else self.divided.loss
+            loss = summed(y, targets) / part.divisor
             if self.routers is None:
                 return loss
             if part.routed is None:
@@ -318,7 +299,8 @@ class Stage(HeldLayers):
                 return loss
             return loss + self.routers.loss((part.index, part.first_sample))
         assert part.positions is not None
-        return part.comparison.loss(y, targets, part.positions) / part.divisor
+        of_targets = target_losses if self.divided is None else self.divided.target_losses
+        return part.comparison.loss(y, targets, part.positions, of_targets) / part.divisor
 
     def _enter(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
         """The received tensor enters at the first own module: what a model does to its embeddings (Granite's multiplier,
@@ -336,7 +318,8 @@ class Stage(HeldLayers):
             add(p.grad)
             p.grad = None
 
-        parameter.register_post_accumulate_grad_hook(take)
+        if parameter.requires_grad:  # not where the leader of a group trains it
+            parameter.register_post_accumulate_grad_hook(take)
         if self.deferred is not None:
             self.deferred.adders[parameter] = add
 
@@ -352,6 +335,8 @@ class Stage(HeldLayers):
         for layer in range(chain.layer_count):
             if layer in own and layer in kept:
                 take_over(model, kept[layer])
+                if self.divided is not None:
+                    self.divided.fit(model, layer)
                 self._placed(layer)
                 continue
             if layer in own or (layer == 0 and needs_tied_copy and embedding is None):
@@ -371,6 +356,8 @@ class Stage(HeldLayers):
             start.fill(self.chain, self.model, layer)
         else:
             self.chain.vacate(self.model, layer)
+        if self.divided is not None:
+            self.divided.cut(self.model, layer)
 
     def _tie(self, other: nn.Parameter | None) -> None:
         """Give the head its own Parameter over the embedding's values. ``other``: the embedding, where another stage has it.
@@ -405,6 +392,8 @@ class Stage(HeldLayers):
     def _place_parameter(self, name: str, parameter: nn.Parameter) -> None:
         value = parameter.detach()
         trained = self.tuning.full and name in self.chain.parameters
+        if trained and self.divided is not None:
+            trained = self.divided.trains(name)
         if not trained:  # narrowed on the host: the device never holds both forms of a matrix that it only reads
             value = value.to(self.chain.dtype_of(name, self.dtype))
         value = value.to(self.state_device)
@@ -415,14 +404,16 @@ class Stage(HeldLayers):
 
     def _trained_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters this rank trains, after adapters are in place."""
+        specs = self.tuning.specs(self.first, self.last)
         if self.tuning.adapter is None:
-            return {spec.name: self.model.get_parameter(spec.name) for spec in self.tuning.specs(self.first, self.last)}
+            here = [spec.name for spec in specs if self.divided is None or self.divided.exists(spec.name)]
+            return {name: self.model.get_parameter(name) for name in here}
         modules = self.tuning.modules_in(self.first, self.last)
         experts = [n for n in self.tuning.parameters if self.first <= self.chain.layer_of(n) < self.last]
         self.model.is_loaded_in_4bit = self.tuning.nf4  # peft looks here to choose its layers for packed weights
-        inject(self.model, self.tuning.adapter, modules, experts, self.backend.device, self.seed)
+        inject(self.model, self.tuning.adapter, modules, experts, self.backend.device, self._adapter_start)
         found = adapter_parameters(self.model)
-        own = {spec.name: found[spec.name] for spec in self.tuning.specs(self.first, self.last)}
+        own = {spec.name: found[spec.name] for spec in specs}
         if (
             self.dtype != torch.float32
         ):  # else peft would bring the inputs of all adapted layers to fp32, and keep them so
@@ -431,6 +422,11 @@ class Stage(HeldLayers):
                     self.masters[name] = parameter.data
                 parameter.data = parameter.data.to(self.dtype)
         return own
+
+    def _adapter_start(self, name: str) -> torch.Tensor:
+        """The start value of an adapter's tensor, of which a member of a group has its part."""
+        whole = start_value(name, self.tuning.trainable[name].shape, self.seed)
+        return whole if self.divided is None else self.divided.own(name, whole)
 
     def _router_loss(self) -> RouterLoss | None:
         routers = self.chain.routers
@@ -467,16 +463,6 @@ class Stage(HeldLayers):
     def _seed(self, layer: int, module: nn.Module, arguments: object) -> None:
         if module.training and self._position is not None:
             self.backend.seed(dropout_seed(self.seed, self._position, layer))
-
-
-def joined(slices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows of all slices; the tensor itself where there is one."""
-    return slices[0] if len(slices) == 1 else torch.cat(list(slices))
-
-
-def parts(dy: torch.Tensor | None, sizes: Sequence[int]) -> Sequence[torch.Tensor | None]:
-    """``dy`` by slices of so many rows. The factor of a loss (or None) is every slice's."""
-    return [dy] * len(sizes) if dy is None or not dy.dim() or len(sizes) == 1 else dy.split(list(sizes))
 
 
 def _repeat_shared_keys() -> None:

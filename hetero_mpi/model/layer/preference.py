@@ -7,6 +7,7 @@ another one of its row (``LayerChain.isolation``), so that a pair takes one row 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,15 +39,22 @@ class Comparison:
     def of_rows(self, rows: slice) -> Comparison:
         return Comparison(self.method, self.beta, self.answers[rows], self.reference[rows], self.likelihood_weight)
 
-    def loss(self, logits: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def loss(
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        positions: torch.Tensor,
+        of_targets: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = target_losses,
+    ) -> torch.Tensor:
         """Sum of the losses of all pairs, a scalar (fp32), differentiable; or the margins (B, K).
 
         Args:
             logits: (B, T, V).
             targets: (B, T), ``IGNORED`` where nothing is learnt.
             positions: (B, T), each token's place in its own record.
+            of_targets: gives each target's loss (B, T) of logits and targets.
         """
-        losses = target_losses(logits, targets)
+        losses = of_targets(logits, targets)
         records = 2 * self.reference.shape[1]
         own = ((positions == 0).cumsum(1) - 1).unsqueeze(1) == torch.arange(records, device=logits.device).view(
             1, -1, 1

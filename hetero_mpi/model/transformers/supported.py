@@ -89,6 +89,42 @@ PROVEN_FAMILIES = (
 )
 """Values of ``model_type``, sorted."""
 
+DIVIDED_FAMILIES = (
+    "apertus",
+    "arcee",
+    "cohere",
+    "cohere2",
+    "cohere_compass_text",
+    "cwm",
+    "ernie4_5",
+    "exaone4",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gemma4_unified_text",
+    "gpt_neox",
+    "granite",
+    "helium",
+    "hyperclovax",
+    "internlm3",
+    "iquestcoder",
+    "jais2",
+    "llama",
+    "ministral",
+    "ministral3",
+    "mistral",
+    "olmo",
+    "phi",
+    "qwen2",
+    "qwen3",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
+    "vaultgemma",
+    "youtu",
+)
+"""Proven families of which a group of ranks may divide every layer: ``tests/model/test_group.py`` tries them."""
+
 MASKED_FAMILIES = ("afmoe", "gpt_oss")
 """Proven families whose models look at positions for their embedding only: packed records need finished attention masks."""
 

@@ -1,0 +1,266 @@
+"""How the tensors of a model are divided among the members of a group (tensor parallelism; Shoeybi et al. 2019, Megatron-LM,
+arXiv:1909.08053, here with unequal shares), and which models can be.
+
+transformers' own table (``base_model_tp_plan``) says which linear layers of a block are cut by rows (colwise) and which by
+columns (rowwise). Attention is cut by whole key/value heads with the query heads that belong to them, an MLP by columns, the
+embedding and the head by words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from hetero_mpi.job.load import AdapterTable
+from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
+from hetero_mpi.model.layer.quantize import BLOCK
+from hetero_mpi.model.transformers.chain import TransformersChain
+from hetero_mpi.model.transformers.supported import DIVIDED_FAMILIES
+
+_COLWISE, _ROWWISE = "colwise", "rowwise"
+_LATENT = dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj"), _COLWISE) | {"o_proj": _ROWWISE}
+_FURTHER = {"youtu": {f"self_attn.{name}": style for name, style in _LATENT.items()}}
+"""Family -> what its table leaves out: heads of latent attention, whose latents every member computes."""
+_ALIGNED = 64
+"""Columns at multiples of this are fast on all devices."""
+_FINENESS = 64
+"""Into so many units at least an MLP or a vocabulary is cut, so that shares are within a percent of what was asked."""
+
+
+class Holding(Enum):
+    """What of a tensor the members hold."""
+
+    CUT = "cut"
+    """Each a range of one dimension."""
+    WHOLE = "whole"
+    """Everybody all of it, with the same gradient: the leader's is used, and it is trained there only."""
+    SUMMED = "summed"
+    """Everybody all of it, with a part of the gradient, which is the sum of the parts."""
+    LEADER = "leader"
+    """The leader all of it; it does not exist elsewhere."""
+
+
+Held = Holding
+
+
+@dataclass(frozen=True)
+class Division:
+    """Of one tensor.
+
+    Attributes:
+        dim: the dimension that is cut.
+        bounds: member m holds the places [bounds[m], bounds[m + 1]) of it.
+    """
+
+    held: Held
+    dim: int = 0
+    bounds: tuple[int, ...] = ()
+
+    def part(self, whole: torch.Tensor, member: int) -> torch.Tensor:
+        """What a member holds of it: contiguous memory of its own, or all of it as it is."""
+        if self.held is not Held.CUT:
+            return whole
+        first, end = self.bounds[member : member + 2]
+        return whole.narrow(self.dim, first, end - first).clone(memory_format=torch.contiguous_format)
+
+    def shape(self, whole: Sequence[int], member: int) -> tuple[int, ...]:
+        """Shape of ``part``."""
+        sizes = list(whole)
+        if self.held is Held.CUT:
+            sizes[self.dim] = self.bounds[member + 1] - self.bounds[member]
+        return tuple(sizes)
+
+    def exists(self, member: int) -> bool:
+        return self.held is not Held.LEADER or member == 0
+
+    def trains(self, member: int) -> bool:
+        """Does it have a gradient there?"""
+        return self.held in (Held.CUT, Held.SUMMED) or member == 0
+
+
+class Trained(Protocol):
+    """What is asked of a ``Tuning``."""
+
+    @property
+    def trainable(self) -> Mapping[str, ParameterSpec]: ...
+    @property
+    def adapter(self) -> AdapterTable | None: ...
+    @property
+    def parameters(self) -> Mapping[str, str]: ...
+    @property
+    def nf4(self) -> bool: ...
+    @property
+    def double(self) -> bool: ...
+    @property
+    def eight_bit(self) -> frozenset[str]: ...
+    def uses_dropout(self, chain: LayerChain) -> bool: ...
+
+
+def key_value_heads(chain: TransformersChain, block: int = 0) -> int:
+    """How many of a block there are to share."""
+    modules = chain.model.get_submodule(f"{chain.blocks_name}.{block}").named_children()
+    keys = next((module for name, module in modules if _is_attention(name) and hasattr(module, "k_proj")), None)
+    if keys is None:  # one matrix of all, or latent attention: each query head has its own
+        return int(chain.config.num_attention_heads)
+    return int(keys.k_proj.out_features // keys.head_dim)
+
+
+def divisions(
+    chain: TransformersChain, tuning: Trained, shares: Sequence[int], layers: Iterable[int]
+) -> dict[str, Division]:
+    """Name -> division of every tensor of the model and of its adapter in ``layers``. ``refusal`` knows none against it."""
+    wanted, rules = set(layers), _Rules(chain, tuning, shares)
+    specs = {**chain.parameters, **chain.constants, **tuning.trainable}
+    return {name: rules.of(spec) for name, spec in specs.items() if spec.layer in wanted}
+
+
+class _Rules:
+    def __init__(self, chain: TransformersChain, tuning: Trained, shares: Sequence[int]) -> None:
+        self._chain, self._shares, self._unit = chain, shares, BLOCK if tuning.nf4 else None
+        self._styles = styles(chain)
+        self._containers = containers(chain)
+        model = chain.model
+        ends = model.get_input_embeddings(), model.get_output_embeddings()
+        self._ends = {name for name, module in model.named_modules() if module in ends}
+        """Names of the embedding and of the output projection."""
+
+    def of(self, spec: ParameterSpec) -> Division:
+        module, _, leaf = spec.name.rpartition(".")
+        if not 0 < spec.layer < self._chain.layer_count - 1:
+            if module in self._ends:
+                return Division(Held.CUT, 0, self._bounds(spec.shape[0]))
+            return Division(Held.WHOLE)
+        module, _, adapter = module.partition(".lora_")
+        local = module[len(f"{self._chain.blocks_name}.{spec.layer - 1}.") :]
+        container = local.partition(".")[0]
+        if container not in self._containers or spec.name in self._chain.constants:
+            return Division(Held.WHOLE)
+        dim = self._cut_dimension(spec, module, self._styles.get(local), adapter or leaf)
+        if dim is not None:
+            return Division(Held.CUT, dim, self._inner_bounds(container, spec.shape[dim]))
+        alone = self._styles.get(local) == _ROWWISE and leaf == "bias"
+        return Division(Held.LEADER if alone else Held.SUMMED)
+
+    def _cut_dimension(self, spec: ParameterSpec, module: str, style: str | None, leaf: str) -> int | None:
+        """``leaf``: "weight", "bias", or "A" and "B" of an adapter."""
+        if style == _COLWISE:
+            return None if leaf == "A" else 0
+        if style == _ROWWISE:
+            return 1 if leaf in ("weight", "A") else None
+        linear = isinstance(self._chain.model.get_submodule(module), nn.Linear)
+        return 0 if len(spec.shape) == 2 and not linear else None  # a norm's weight for each head
+
+    def _inner_bounds(self, container: str, width: int) -> tuple[int, ...]:
+        if not _is_attention(container):
+            return self._bounds(width)
+        of_a_head = width // sum(self._shares)
+        return tuple(of_a_head * heads for heads in (0, *accumulate(self._shares)))
+
+    def _bounds(self, width: int) -> tuple[int, ...]:
+        """An MLP's columns, or words, in proportion to the shares."""
+        unit = self._unit or _unit(width)
+        ends = accumulate(self._shares)
+        return (0, *(unit * round(width * end / sum(self._shares) / unit) for end in ends))
+
+
+def _unit(width: int) -> int:
+    unit = _ALIGNED
+    while unit > 1 and (width % unit or width < unit * _FINENESS):
+        unit //= 2
+    return unit
+
+
+def styles(chain: TransformersChain) -> dict[str, str]:
+    """Module within a block ("mlp.up_proj") -> how the table cuts it."""
+    prefix = f"{chain.blocks_name}.*."
+    table = {name: style for name, style in (chain.model._tp_plan or {}).items() if name.startswith(prefix)}
+    return {name[len(prefix) :]: style for name, style in table.items()} | _FURTHER.get(chain.name, {})
+
+
+def containers(chain: TransformersChain) -> set[str]:
+    """The modules of a block of which each member computes a share: attention and MLP."""
+    return {name.partition(".")[0] for name, style in styles(chain).items() if style == _ROWWISE}
+
+
+def _is_attention(container: str) -> bool:
+    return "attn" in container or "attention" in container
+
+
+def refusal(chain: LayerChain, tuning: Trained, shares: Sequence[int]) -> str | None:
+    """Why the model cannot be trained by a group with such shares: rule, values, next step. None: it can."""
+    if not isinstance(chain, TransformersChain):
+        return (
+            f"a group of ranks divides the layers of language models of transformers, and {chain.name} is made of layers of its "
+            f"own: give each rank a stage of its own"
+        )
+    if chain.name not in DIVIDED_FAMILIES:
+        cuts = sorted(set(styles(chain).values()))
+        table = (
+            f"its tensor-parallel plan in transformers cuts by {', '.join(cuts)}"
+            if cuts
+            else "transformers has no plan"
+        )
+        return (
+            f"the layers of {chain.name} models cannot be divided within a group of ranks ({table}); give each rank a stage of "
+            f"its own, or take one of {', '.join(DIVIDED_FAMILIES)}"
+        )
+    return _refused_tuning(chain, tuning) or _refused_shares(chain, tuning, shares)
+
+
+def _refused_tuning(chain: TransformersChain, tuning: Trained) -> str | None:
+    alone = "or give each rank a stage of its own"
+    if tuning.uses_dropout(chain):
+        rates = {name: value for name, value in vars(chain.config).items() if "drop" in name and value}
+        if tuning.adapter is not None and tuning.adapter.dropout > 0:
+            rates["[adapter] dropout"] = tuning.adapter.dropout
+        found = ", ".join(f"{name} = {value}" for name, value in rates.items())
+        return (
+            f"the masks of dropout ({found}) would depend on how a group of ranks divides a layer: set it to 0, {alone}"
+        )
+    if chain.routers is not None:
+        return f"output_router_logits = true: the loss of routers is not computed within a group of ranks: set it to false, {alone}"
+    if tuning.eight_bit:
+        return (
+            f"moments in 8 bits have blocks that do not end where a group of ranks cuts a tensor: set [train] optimizer to "
+            f'"adamw", {alone}'
+        )
+    if tuning.adapter is not None and tuning.adapter.dora:
+        return f"[adapter] dora = true: DoRA needs norms of whole rows, which a group of ranks cuts: set it to false, {alone}"
+    if tuning.parameters:
+        return (
+            f"[adapter] parameters = {list(tuning.adapter.parameters) if tuning.adapter else []}: adapters of fused experts are "
+            f"not divided within a group of ranks: remove it, {alone}"
+        )
+    return None
+
+
+def _refused_shares(chain: TransformersChain, tuning: Trained, shares: Sequence[int]) -> str | None:
+    heads = key_value_heads(chain)
+    if sum(shares) != heads or min(shares, default=0) < 1:
+        return (
+            f"the shares of a group are whole key/value heads, one at least for each rank, and add up to the model's {heads}; "
+            f"found {', '.join(map(str, shares))}: choose others"
+        )
+    for block in range(chain.blocks):
+        if key_value_heads(chain, block) != heads:
+            return (
+                f"a group of ranks shares the key/value heads, as many in each block; block {block} has "
+                f"{key_value_heads(chain, block)}, block 0 has {heads}: give each rank a stage of its own"
+            )
+    return _refused_bounds(chain, tuning, shares)
+
+
+def _refused_bounds(chain: TransformersChain, tuning: Trained, shares: Sequence[int]) -> str | None:
+    for name, division in divisions(chain, tuning, shares, range(chain.layer_count)).items():
+        if any(first >= end for first, end in pairwise(division.bounds)):
+            return (
+                f"shares {', '.join(map(str, shares))} leave a rank without a part of {name}, which is cut at "
+                f"{', '.join(map(str, division.bounds))}: use fewer ranks, or shares that differ less"
+            )
+    return None

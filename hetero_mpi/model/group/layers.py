@@ -1,0 +1,136 @@
+"""A member's share of a stage: its parts of the tensors, and the exchanges where shares begin and end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero_mpi.model.group.division import Trained, containers, divisions, refusal
+from hetero_mpi.model.group.link import GroupLink, StageGroup
+from hetero_mpi.model.group.loss import divided_summed_loss, divided_target_losses
+from hetero_mpi.model.group.sums import entered, left
+from hetero_mpi.model.transformers.chain import TransformersChain
+
+
+class DividedLayers:
+    """What a stage of a group asks: which part of a tensor is its own, where to exchange, and what the loss is."""
+
+    def __init__(self, chain: TransformersChain, tuning: Trained, group: StageGroup) -> None:
+        reason = refusal(chain, tuning, group.shares)
+        assert reason is None and len(group.shares) == group.link.size, reason
+        self._chain, self._link = chain, group.link
+        self._divisions = divisions(chain, tuning, group.shares, range(chain.layer_count))
+        model = chain.model
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        names = {module: name for name, module in model.named_modules()}
+        self._embedding, self._head = names[embedding], names[head]
+        self._words = self._divisions[f"{self._embedding}.weight"].bounds[group.link.member]
+        """The first of this member's words."""
+
+    def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This member's part of a tensor."""
+        return self._divisions[name].part(whole, self._link.member)
+
+    def exists(self, name: str) -> bool:
+        return self._divisions[name].exists(self._link.member)
+
+    def trains(self, name: str) -> bool:
+        """Does a trained tensor have a gradient here?"""
+        return self._divisions[name].trains(self._link.member)
+
+    def cut(self, model: nn.Module, layer: int) -> None:
+        """Leave of a layer in host memory, which is whole, this member's parts."""
+        for root in self._chain.module_names(layer):
+            for path, module in model.get_submodule(root).named_modules(prefix=root):
+                for name, parameter in list(module.named_parameters(recurse=False)):
+                    full = f"{path}.{name}"
+                    if full in self._divisions and parameter.device.type != "meta" and self.exists(full):
+                        part = self.own(full, parameter.detach())
+                        setattr(module, name, nn.Parameter(part, parameter.requires_grad))
+        self.fit(model, layer)
+
+    def fit(self, model: nn.Module, layer: int) -> None:
+        """Give the modules of a layer the sizes of their parts, and take away what only the leader has."""
+        for root in self._chain.module_names(layer):
+            for path, module in model.get_submodule(root).named_modules(prefix=root):
+                for name, _ in list(module.named_parameters(recurse=False)):
+                    if f"{path}.{name}" in self._divisions and not self.exists(f"{path}.{name}"):
+                        setattr(module, name, None)
+                if type(module) is nn.Linear:
+                    module.out_features, module.in_features = module.weight.shape
+                if isinstance(module, nn.Embedding):
+                    self._fit_words(module)
+
+    def _fit_words(self, embedding: nn.Embedding) -> None:
+        embedding.num_embeddings = len(embedding.weight)
+        if embedding.padding_idx is not None:  # the word whose vector is not trained
+            place = embedding.padding_idx - self._words
+            embedding.padding_idx = place if 0 <= place < embedding.num_embeddings else None
+
+    def connect(self, model: nn.Module, first: int, last: int) -> None:
+        """Exchange wherever a share of the layers ``[first, last)`` of a stage's model begins and ends."""
+        if first == 0:
+            embedding: Any = model.get_submodule(self._embedding)
+            embedding.forward = partial(_looked_up, embedding.forward, self._words, len(embedding.weight), self._link)
+        for layer in range(max(first, 1), min(last, self._chain.layer_count - 1)):
+            (name,) = self._chain.module_names(layer)
+            self._connect_block(model.get_submodule(name))
+        if last == self._chain.layer_count:
+            head = model.get_submodule(self._head)
+            head.register_forward_pre_hook(lambda _, given: (entered(given[0], self._link), *given[1:]))
+
+    def _connect_block(self, block: nn.Module) -> None:
+        entrance = _Entrance(self._link)
+        for name in containers(self._chain):
+            container = block.get_submodule(name)
+            container.register_forward_pre_hook(entrance.enter, with_kwargs=True)
+            container.register_forward_hook(partial(_leave, self._link))
+        block.register_forward_hook(entrance.forget, always_call=True)
+
+    def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Sum of the losses, as ``chain.loss``, of logits of this member's words."""
+        return divided_summed_loss(logits, targets, self._words, self._link)
+
+    def target_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Loss of each target, as ``layer.loss.target_losses``."""
+        return divided_target_losses(logits, targets, self._words, self._link)
+
+
+class _Entrance:
+    """Where hidden states enter the shares of a block. Attention and MLP that see the same tensor (parallel blocks) share one
+    exchange of its gradient."""
+
+    def __init__(self, link: GroupLink) -> None:
+        self._link = link
+        self._latest: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def enter(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
+        if arguments:
+            return (self._entered(arguments[0]), *arguments[1:]), keywords
+        return arguments, {**keywords, "hidden_states": self._entered(keywords["hidden_states"])}
+
+    def forget(self, *_: object) -> None:
+        self._latest = None
+
+    def _entered(self, x: torch.Tensor) -> torch.Tensor:
+        if self._latest is None or self._latest[0] is not x:
+            self._latest = x, entered(x, self._link)
+        return self._latest[1]
+
+
+def _leave(link: GroupLink, module: nn.Module, arguments: object, output: Any) -> Any:
+    """What a share of attention or an MLP gives becomes the whole's. Attention gives its weights, too, which nobody reads."""
+    return (left(output[0], link), *output[1:]) if isinstance(output, tuple) else left(output, link)
+
+
+def _looked_up(
+    lookup: Callable[[torch.Tensor], torch.Tensor], first: int, words: int, link: GroupLink, ids: torch.Tensor
+) -> torch.Tensor:
+    """The embeddings of ``ids``: every member has some words, and zeros for all others."""
+    own = ids - first
+    foreign = (own < 0) | (own >= words)
+    return left(lookup(own.clamp(0, words - 1)).masked_fill(foreign.unsqueeze(-1), 0.0), link)

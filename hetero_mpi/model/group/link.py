@@ -1,0 +1,43 @@
+"""What the members of a group exchange while they compute a stage together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class GroupLink(Protocol):
+    """Joins the members of a group. Both sums and maxima are collective: every member calls them in the same order, with tensors
+    of one shape and dtype, and gets the same bits.
+
+    Autograd calls ``sum`` too, on accelerators from a thread of its own.
+
+    Attributes:
+        member: this rank's place in the group; 0 leads.
+        size: number of members.
+    """
+
+    member: int
+    size: int
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the members: the contiguous ``tensor`` itself, overwritten, or another one of its shape."""
+        ...
+
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """Likewise the maximum of each element."""
+        ...
+
+
+@dataclass(frozen=True)
+class StageGroup:
+    """The group that holds a stage.
+
+    Attributes:
+        shares: whole key/value heads of each member.
+    """
+
+    shares: tuple[int, ...]
+    link: GroupLink

@@ -1,0 +1,296 @@
+"""A stage that a group of ranks holds computes what one rank computes alone. Threads, no MPI."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.model.custom.layers import CustomChain
+from hetero_mpi.model.group.division import Held, key_value_heads, refusal
+from hetero_mpi.model.group.link import StageGroup
+from hetero_mpi.model.layer.preference import Comparison
+from hetero_mpi.model.stage import IGNORED, MicroBatch, Stage
+from hetero_mpi.model.transformers.chain import TransformersChain
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.supported import DIVIDED_FAMILIES, PROVEN_FAMILIES
+from hetero_mpi.model.tuning import full_training
+from tests.support.family_configs import dropout_rates, tiny_keys
+from tests.support.group_cases import (
+    CUTS,
+    HEADS,
+    LAYERS,
+    NamedStart,
+    batch,
+    group_chain,
+    lora,
+    run,
+    set_adapters,
+    whole_stages,
+    widen,
+)
+from tests.support.thread_group import ThreadGroup, gradients_of, links, parameters_of
+
+LIMIT = 1e-6
+"""Of the loss, and of ||difference|| / ||gradient|| of each tensor."""
+SHARES = ((3, 3), (4, 2), (3, 2, 1))
+SHORT = (
+    ("apertus", (3, 2, 1)),  # an activation with parameters of its own
+    ("cohere", (4, 2)),  # attention beside the MLP; norms with a weight for each head
+    ("gemma2", (3, 3)),
+    ("gpt_neox", (3, 2, 1)),  # one matrix of queries, keys and values; biases
+    ("phi", (4, 2)),  # a head with a bias
+    ("qwen3", (3, 3)),  # norms of heads
+    ("youtu", (4, 2)),  # latent attention
+)
+CASES = [
+    pytest.param(family, shares, marks=() if (family, shares) in SHORT else pytest.mark.long)
+    for family, shares in itertools.product(DIVIDED_FAMILIES, SHARES)
+]
+LORA_SHORT = (("gpt_neox", (4, 2)), ("qwen3", (3, 2, 1)), ("youtu", (3, 3)))
+LORA_CASES = [
+    pytest.param(family, shares, marks=() if (family, shares) in LORA_SHORT else pytest.mark.long)
+    for family, shares in itertools.product(DIVIDED_FAMILIES, SHARES)
+]
+
+
+def same_bits(results: Sequence[Sequence[torch.Tensor]]) -> bool:
+    return all(torch.equal(own, first) for others in results[1:] for own, first in zip(others, results[0], strict=True))
+
+
+def require_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], limit: float = LIMIT) -> None:
+    assert found.keys() == expected.keys()
+    errors = {name: float((found[name] - expected[name]).norm() / expected[name].norm()) for name in expected}
+    # The gradient of a single number is a sum of thousands that cancel.
+    limits = {name: limit if tensor.numel() > 1 else 10 * limit for name, tensor in expected.items()}
+    assert not {name: error for name, error in errors.items() if not error <= limits[name]}
+
+
+@pytest.mark.parametrize(("family", "shares"), CASES)
+def test_a_group_gives_the_gradients_of_one_rank(family: str, shares: tuple[int, ...]) -> None:
+    chain = group_chain(family)
+    assert key_value_heads(chain) == HEADS and refusal(chain, full_training(chain), shares) is None
+    whole, group = whole_stages(chain), ThreadGroup(chain, CUTS, shares, NamedStart())
+    widen([*whole, *itertools.chain(*group.members)])
+    expected, results = run(whole), group.together(run)
+    assert same_bits(results)
+    for own, alone in zip(results[0], expected, strict=True):
+        torch.testing.assert_close(own, alone, rtol=LIMIT, atol=LIMIT)
+    require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole))
+
+
+@pytest.mark.parametrize(("family", "shares"), LORA_CASES)
+def test_a_group_gives_the_gradients_of_adapters(family: str, shares: tuple[int, ...]) -> None:
+    chain = group_chain(family)
+    tuning = lora(chain)
+    assert refusal(chain, tuning, shares) is None
+    whole, group = whole_stages(chain, tuning), ThreadGroup(chain, CUTS, shares, NamedStart(), tuning=tuning)
+    start = group.whole([parameters_of(own) for own in group.members], False)
+    assert all(torch.equal(start[name], value) for name, value in parameters_of(whole).items())
+    for own in (*group.members, whole):
+        set_adapters(own)
+    widen([*whole, *itertools.chain(*group.members)])
+    expected, results = run(whole), group.together(run)
+    assert same_bits(results)
+    torch.testing.assert_close(results[0][2], expected[2], rtol=LIMIT, atol=0.0)
+    require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_one_stage_of_the_whole_model(tied: bool) -> None:
+    chain = group_chain("llama", tie_word_embeddings=tied)
+    whole, group = (
+        whole_stages(chain, cuts=[(0, LAYERS)]),
+        ThreadGroup(chain, [(0, LAYERS)], (2, 3, 1), NamedStart()),
+    )
+    widen([*whole, *itertools.chain(*group.members)])
+    run(whole)
+    group.together(run)
+    require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole))
+
+
+def test_members_hold_their_parts_of_the_start() -> None:
+    chain = group_chain("gpt_neox")
+    (whole,) = whole_stages(chain, cuts=[(0, LAYERS)])
+    group = ThreadGroup(chain, [(0, LAYERS)], (4, 2), NamedStart())
+    held = [{name: p.detach() for name, p in own.parameters.items()} for (own,) in group.members]
+    for name, tensor in group.whole(held, False).items():
+        assert torch.equal(tensor, whole.parameters[name])
+    (leader,), (other,) = group.members
+    assert set(leader.parameters) == set(chain.parameters)
+    assert set(chain.parameters) - set(other.parameters) == {
+        f"gpt_neox.layers.{block}.{name}.bias"
+        for block in range(4)
+        for name in ("attention.dense", "mlp.dense_4h_to_h")
+    }
+    for name, parameter in other.parameters.items():
+        division = group.divisions[name]
+        assert parameter.shape == division.shape(chain.parameters[name].shape, 1)
+        assert parameter.requires_grad == (division.held is not Held.WHOLE)
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes, "nothing of the whole is kept"
+    block = leader.model.gpt_neox.layers[0]
+    assert (block.attention.query_key_value.out_features, block.attention.dense.in_features) == (96, 32)
+    assert leader.model.lm_head.out_features == leader.model.gpt_neox.embed_in.num_embeddings == 212
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_neox"])
+def test_recomputation_changes_no_bit(family: str) -> None:
+    chain = group_chain(family)
+    groups = [ThreadGroup(chain, CUTS, (4, 2), NamedStart(), recompute=repeated) for repeated in (False, True)]
+    results = [group.together(run) for group in groups]
+    assert same_bits([*results[0], *results[1]])
+    kept, repeated = (group.whole([gradients_of(own) for own in group.members], True) for group in groups)
+    assert all(torch.equal(kept[name], repeated[name]) for name in kept)
+    assert groups[1].links[0].calls > groups[0].links[0].calls
+
+
+def test_parallel_attention_and_mlp_share_one_exchange_of_the_gradient() -> None:
+    calls = {}
+    for family in ("llama", "cohere"):
+        group = ThreadGroup(group_chain(family), CUTS, (4, 2), NamedStart())
+        group.together(run)
+        calls[family] = group.links[0].calls
+    # Per block two sums forward; backward two, or one. Embedding, head, and the loss's maximum and sum.
+    assert calls == {"llama": 4 * 4 + 4, "cohere": 4 * 3 + 4}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_two_runs_give_the_same_bits(dtype: str) -> None:
+    chain = group_chain("qwen3")
+    runs: list[Any] = []
+    for _ in range(2):
+        group = ThreadGroup(chain, CUTS, (3, 2, 1), NamedStart(), dtype)
+        results = group.together(run)
+        assert same_bits(results)
+        runs.append((results, [gradients_of(own) for own in group.members]))
+    (first, gradients), (second, again) = runs
+    assert same_bits([*first, *second])
+    assert all(torch.equal(own[name], other[name]) for own, other in zip(gradients, again, strict=True) for name in own)
+
+
+def test_bf16() -> None:
+    """As near to fp32 as one rank in bf16 is."""
+    chain = group_chain("llama")
+    group = ThreadGroup(chain, CUTS, (4, 2), NamedStart(), "bf16")
+    exact, alone = whole_stages(chain), whole_stages(chain, dtype="bf16")
+    losses = [run(exact)[2], run(alone)[2], group.together(run)[0][2]]
+    assert losses[2].dtype == torch.float32
+    assert abs(losses[2] - losses[0]) <= 2 * abs(losses[1] - losses[0]) + 1e-3
+    found = group.whole([gradients_of(own) for own in group.members], True)
+    expected, rounded = gradients_of(exact), gradients_of(alone)
+    for name in expected:
+        error, usual = ((g[name].float() - expected[name]).norm() / expected[name].norm() for g in (found, rounded))
+        assert error <= 2 * usual + 1e-2, name
+    assert all(stage.masters.keys() == stage.parameters.keys() for stage in group.members[0])
+    norm = "model.layers.0.input_layernorm.weight"
+    assert norm in group.members[0][0].masters and norm not in group.members[1][0].masters
+
+
+def test_evaluation() -> None:
+    chain = group_chain("smollm3")
+    tokens, targets = batch()
+
+    def evaluated(stages: Sequence[Stage]) -> torch.Tensor:
+        x = tokens
+        for stage in stages:
+            x = stage.evaluate(x, targets if stage.is_last else None)
+        return x
+
+    group = ThreadGroup(chain, CUTS, (3, 2, 1), NamedStart())
+    found = group.together(evaluated)
+    assert same_bits([[one] for one in found])
+    torch.testing.assert_close(found[0], evaluated(whole_stages(chain)), rtol=LIMIT, atol=0.0)
+
+
+@pytest.mark.parametrize("method", ["dpo", "orpo"])
+def test_preferences(method: Any) -> None:
+    chain = group_chain("llama")
+    tokens, targets = batch()
+    targets[targets == IGNORED] = 7
+    positions = (torch.arange(24) % 6).expand(2, 24)
+    comparison = Comparison(method, 0.5, (positions > 2).long(), torch.tensor([[0.3, -0.2], [0.1, 0.0]]), 0.7)
+    position = MicroBatch(0, 0, 0, 4, positions, comparison)
+
+    def compared(stages: Sequence[Stage]) -> torch.Tensor:
+        (stage,) = stages
+        loss = stage.forward(position, tokens, targets)
+        stage.backward(0)
+        return loss
+
+    whole, group = (
+        whole_stages(chain, cuts=[(0, LAYERS)]),
+        ThreadGroup(chain, [(0, LAYERS)], (4, 2), NamedStart()),
+    )
+    widen([*whole, *itertools.chain(*group.members)])
+    torch.testing.assert_close(group.together(compared)[0], compared(whole), rtol=LIMIT, atol=0.0)
+    require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole))
+
+
+def test_a_head_on_the_rank_of_the_embedding_shares_its_part() -> None:
+    chain = group_chain("gemma")
+    for link in links(2):
+        group = StageGroup((4, 2), link)
+        first = Stage(chain, 0, 2, Backend(), "fp32", NamedStart(), group=group)
+        embedding = first.model_parameter(chain.tied[1]) if chain.tied else None
+        last = Stage(chain, 5, LAYERS, Backend(), "fp32", NamedStart(), embedding=embedding, group=group)
+        assert embedding is not None and last.tied_head is not None
+        assert last.tied_head.data_ptr() == embedding.data_ptr() and last.tied_head.shape == embedding.shape
+
+
+def refused(chain: TransformersChain, shares: tuple[int, ...] = (4, 2), **tuning: Any) -> str:
+    found = refusal(chain, replace(full_training(chain), **tuning), shares)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("shares", [(6, 0), (4, 3), (2, 2), (7, -1), ()], ids=str)
+def test_shares_are_all_key_value_heads(shares: tuple[int, ...]) -> None:
+    found = refused(group_chain("llama"), shares)
+    assert "add up to the model's 6" in found and f"found {', '.join(map(str, shares))}" in found
+
+
+def test_a_share_without_words_is_refused() -> None:
+    chain = TransformersChain(read_config({**tiny_keys("llama"), "vocab_size": 2, "num_key_value_heads": 4}))
+    assert "shares 1, 3 leave a rank without a part of model.embed_tokens.weight, which is cut at 0, 0, 2" in refused(
+        chain, (1, 3)
+    )
+
+
+def test_key_value_heads_that_differ_by_block_are_refused() -> None:
+    chain = group_chain("gemma4_unified_text", num_global_key_value_heads=3, attention_k_eq_v=True)
+    assert "block 1 has 3, block 0 has 6" in refused(chain)
+
+
+def test_settings_that_depend_on_the_cut_are_refused() -> None:
+    llama = group_chain("llama")
+    assert "attention_dropout = 0.1" in refused(group_chain("llama", **dropout_rates("llama")))
+    dropped = refusal(llama, lora(llama, dropout=0.2), (4, 2))
+    assert dropped is not None and "[adapter] dropout = 0.2" in dropped
+    magnitudes = refusal(llama, lora(llama, dora=True), (4, 2))
+    assert magnitudes is not None and "[adapter] dora = true" in magnitudes
+    assert "moments in 8 bits" in refused(llama, eight_bit=frozenset({"model.norm.weight"}))
+
+
+OTHERS = [
+    pytest.param(family, marks=() if family in ("gpt_oss", "olmo2") else pytest.mark.long)
+    for family in sorted(set(PROVEN_FAMILIES) - set(DIVIDED_FAMILIES))
+]
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_are_refused_by_name(family: str) -> None:
+    chain = TransformersChain(read_config(tiny_keys(family)))
+    assert f"the layers of {family} models cannot be divided" in refused(chain)
+
+
+def test_layers_of_a_users_own_are_refused() -> None:
+    own = CustomChain("mine", (), {}, False, F.mse_loss, (np.zeros(1), np.zeros(1)), 0)
+    found = refusal(own, full_training(own), (4, 2))
+    assert found is not None and "mine is made of layers of its own" in found

@@ -1,0 +1,107 @@
+"""Models, starts and a micro-batch for stages that a group holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.job.load import AdapterTable
+from hetero_mpi.model.layer.seeds import seed_from
+from hetero_mpi.model.stage import IGNORED, MicroBatch, Stage
+from hetero_mpi.model.transformers.chain import TransformersChain
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.tuning import Tuning, adapter_tuning
+from tests.support.family_configs import VOCABULARY, tiny_keys
+
+HEADS = 6
+"""Key/value heads of every model here."""
+LAYERS = 6
+CUTS = ((0, 2), (2, 5), (5, LAYERS))
+"""Embedding and a block; blocks; the head by itself."""
+_LATENT = ("youtu",)
+_ONE_HEAD_EACH = ("gpt_neox",)
+_FURTHER: dict[str, dict[str, Any]] = {
+    "cohere": {"use_qk_norm": True},
+    "helium": {"head_dim": 4},
+    "phi": {"qk_layernorm": True},
+}
+
+
+def group_chain(family: str, **changed: Any) -> TransformersChain:
+    keys = tiny_keys(family)
+    each = family in _LATENT + _ONE_HEAD_EACH
+    sizes = {"hidden_size": 48, "num_key_value_heads": HEADS, "num_attention_heads": HEADS if each else 2 * HEADS}
+    known = {name: size for name, size in sizes.items() if name in keys}
+    return TransformersChain(read_config({**keys, **known, **_FURTHER.get(family, {}), **changed}))
+
+
+class NamedStart:
+    """Start values by a tensor's name, for every family; none of them is 0 or 1."""
+
+    def fill(self, chain: TransformersChain, model: nn.Module, layer: int) -> None:
+        chain.vacate(model, layer)
+        for root in chain.module_names(layer):
+            for name, parameter in model.get_submodule(root).named_parameters(prefix=root):
+                generator = torch.Generator().manual_seed(seed_from("start", name))
+                noise = torch.randn(parameter.shape, generator=generator)
+                if name in chain.constants:
+                    parameter.data.fill_(0.5)
+                elif name in chain.parameters:
+                    parameter.data = (
+                        0.2 * noise if parameter.ndim > 1 else (1.0 if "norm" in name else 0.3) + 0.1 * noise
+                    )
+
+
+def lora(chain: TransformersChain, nf4: bool = False, **changed: Any) -> Tuning:
+    table = AdapterTable(**{"method": "lora", "rank": 4, "alpha": 8, "targets": "all-linear", **changed})
+    return adapter_tuning(chain, table, nf4, False)
+
+
+def whole_stages(
+    chain: TransformersChain, tuning: Tuning | None = None, dtype: str = "fp32", cuts: Iterable[tuple[int, int]] = CUTS
+) -> list[Stage]:
+    return [Stage(chain, first, last, Backend(), dtype, NamedStart(), tuning=tuning) for first, last in cuts]
+
+
+def widen(stages: Sequence[Stage]) -> None:
+    """Compute in fp64, so that what is left of a difference is no rounding. (Norms and losses round to fp32.)"""
+    for stage in stages:
+        stage.model.double()
+
+
+def set_adapters(stages: Sequence[Stage]) -> None:
+    """Give adapters values by their names, of which a member has its part: at their start B is 0, and A has no gradient."""
+    for stage in stages:
+        for name, parameter in stage.parameters.items():
+            generator = torch.Generator().manual_seed(seed_from("adapter", name))
+            value = 0.3 * torch.randn(stage.tuning.trainable[name].shape, generator=generator)
+            parameter.data = value if stage.divided is None else stage.divided.own(name, value)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two sequences of 24 tokens, some of them padding; the second one's last 15 targets do not count."""
+    generator = torch.Generator().manual_seed(9)
+    tokens = torch.randint(0, VOCABULARY, (2, 24), generator=generator)
+    targets = torch.randint(0, VOCABULARY, (2, 24), generator=generator)
+    tokens[0, :2], targets[1, 9:] = 0, IGNORED
+    return tokens, targets
+
+
+def run(stages: Sequence[Stage]) -> list[torch.Tensor]:
+    """Forward and backward; the output of every stage (the last one is the loss), then its input gradients."""
+    tokens, targets = batch()
+    position = MicroBatch(0, 0, 0, int((targets != IGNORED).sum()))
+    seen, x = [], tokens
+    for stage in stages:
+        x = stage.forward(position, x, targets if stage.is_last else None)
+        seen.append(x)
+    gradient = None
+    for stage in reversed(stages):
+        gradient = stage.backward(0, gradient)
+        if gradient is not None:
+            seen.append(gradient)
+    return seen
