@@ -184,7 +184,9 @@ def _mesh_init(hosts: Path, output: Path) -> int:
 
 def _export(source: Path, target: Path, merge: bool, best: bool, gguf: str | None, push: str | None) -> int:
     from hetero_mpi.commands import publish
-    from hetero_mpi.commands.export import export
+
+    with _eager_imports():
+        from hetero_mpi.commands.export import export
 
     _show(export(source, target, merge, best))
     if gguf is not None:
