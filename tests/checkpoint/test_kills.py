@@ -23,6 +23,7 @@ from hetero_mpi.launch.launcher.launcher import build_command
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
+from tests.support.made_up_profile import write_profile
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Workshop
 
@@ -59,11 +60,10 @@ class Runs(Workshop):
         save_plan(Plan((PipelinePlan(stages, 1, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, 4), self.plan)
         values = self.values(self.model())
         self.file = self.job("job", values, train={"steps": steps}, checkpoint={"every": 1, "keep": 3, "keep_best": 0})
+        self.profile = write_profile(directory / "profile.toml", self.file, 2)
 
     def arguments(self, run: Path, *more: str, python: str = sys.executable) -> list[str]:
-        options = ["--run-dir", str(run), "--plan", str(self.plan), *more]
-        if (profile := self.directory / "straight" / "profile.toml").exists():
-            options += ["--profile", str(profile)]  # measured once
+        options = ["--run-dir", str(run), "--plan", str(self.plan), "--profile", str(self.profile), *more]
         return [python, "-m", "hetero_mpi", "train", str(self.file), *options]
 
     def command(self, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -121,7 +121,8 @@ def test_killed_while_saving_the_newest_is_whole_and_continues_to_the_bit_np2(ki
     Each start resumes what the kill before it has left."""
     runs, dice = Runs(tmp_path, steps=20 * kills), random.Random(kills)
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    outcome = runs.run_entries(2, {"straight": {"job": runs.file, "run_dir": straight, "plan": runs.plan}})["straight"]
+    entry = {"job": runs.file, "run_dir": straight, "plan": runs.plan, "profile": runs.profile}
+    outcome = runs.run_entries(2, {"straight": entry})["straight"]
     assert outcome.raised == ("", ""), outcome
     died, caught = 0, 0
     while caught < kills:
@@ -227,7 +228,7 @@ def test_other_data_is_refused_unless_allowed_and_the_best_checkpoint_stays_np2(
     changed = {**same, "data": {"text": [str(other)]}}
     changed["train"] = {"steps": 6, "evaluate_every": 2, "learning_rate": 30.0}  # far too large: the loss rises
     first, second = (runs.job(name, values, **tables) for name, tables in (("first", same), ("second", changed)))
-    run = {"run_dir": tmp_path / "run"}
+    run = {"run_dir": tmp_path / "run", "profile": runs.profile}
     allowed = {"job": second, **run, "resume": "latest", "set": ["checkpoint.allow_other_data=true"]}
     outcomes = runs.run_entries(
         2,

@@ -20,6 +20,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import adapter_tuning
 from tests.support import training_cases
+from tests.support.made_up_profile import write_profile
 from tests.support.mpi import ROOT
 from tests.support.rank_pool import run_pooled
 from tests.support.training_cases import Case
@@ -42,7 +43,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         adapter = training_cases.adapter_directory(root, case) if case.tuning != "full" else None
         job = root / f"{case.name}.toml"
         job.write_text(training_cases.job_text(case, model, tokenizer, text, adapter))
-        entries.append({"job": str(job), "run_dir": str(root / case.name)})
+        profile = write_profile(root / f"{case.name}.profile.toml", job, 2)
+        entries.append({"job": str(job), "profile": str(profile), "run_dir": str(root / case.name)})
     (root / "cases.json").write_text(json.dumps(entries))
     result = run_pooled(2, "train_cases", [str(root / "cases.json")], timeout_s=240)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]

@@ -18,6 +18,7 @@ from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.runtime.generate.place import share_out
 from hetero_mpi.text import printable
 from tests.support.family_configs import tiny_keys
+from tests.support.made_up_profile import write_profile
 from tests.support.mpi import run_mpi
 from tests.support.rank_pool import run_pooled
 from tests.support.training_cases import (
@@ -159,7 +160,8 @@ def entries(place: Path, tokenizer: Path) -> dict[str, dict[str, Any]]:
     }.items():
         path = place / f"{name}.toml"
         path.write_text(text)
-        found[f"train-{name}"] = {"job": str(path), "run_dir": str(place / name)}
+        profile = write_profile(place / f"{name}.profile.toml", path, 3)
+        found[f"train-{name}"] = {"job": str(path), "profile": str(profile), "run_dir": str(place / name)}
         add(name, place / name)
     add("records-run-raw", place / "records-run", raw=True)
     for name, (options, _) in errors(place, llama).items():

@@ -24,6 +24,7 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan, save_profile
 from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.report.run_files.run_directory import claim
+from tests.support.made_up_profile import write_profile
 from tests.support.mpi import run_mpi
 from tests.support.planning_samples import make_model, make_profile
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
@@ -39,12 +40,12 @@ class Scene(Workshop):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self.good_model = self.model()
-        self.profile = directory / "profile.toml"
+        self.profile = write_profile(directory / "profile.toml", self.job("profiled", self.values(self.good_model)), 2)
         self.good_run = directory / "good-run"
 
     def good(self) -> dict[str, Any]:
         values = self.values(self.good_model)
-        values["profile"]["path"] = str(self.profile)  # measured once, by the first job
+        values["profile"]["path"] = str(self.profile)
         return values
 
     def entry(self, name: str, **tables: dict[str, Any]) -> dict[str, Any]:
@@ -243,7 +244,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     ),
     "resume-other-seed": (lambda s, n: s.resumed(n, train={"seed": 8}), ("[train] seed = 7", "says 8", "set it back")),
     "resume-other-batch": (
-        lambda s, n: s.resumed(n, train={"global_batch": 2}, profile={"path": ""}),
+        lambda s, n: s.resumed(n, train={"global_batch": 2}),
         ("[train] global_batch = 4", "says 2", "set it back"),
     ),
     "resume-beyond-the-end": (
@@ -387,9 +388,9 @@ def test_a_person_sees_why_a_run_was_lost_np2(tmp_path: Path) -> None:
 def test_an_unexpected_error_on_one_rank_ends_all_np3(tmp_path: Path) -> None:
     workshop = Workshop(tmp_path)
     job = workshop.job("job", workshop.values(workshop.model()), plan={"allow_idle": False})  # rank 1 has a stage
-    (tmp_path / "list.json").write_text(
-        json.dumps([{"job": str(job), "run_dir": str(tmp_path / "run"), "breaks": "forward_fails_on_rank_1"}])
-    )
+    profile = write_profile(tmp_path / "profile.toml", job, 3)
+    entry = {"job": job, "profile": profile, "run_dir": tmp_path / "run", "breaks": "forward_fails_on_rank_1"}
+    (tmp_path / "list.json").write_text(json.dumps([entry], default=str))
     arguments = ["tests/programs/train_outcomes.py", str(tmp_path / "list.json"), str(tmp_path / "out.json")]
     result = run_mpi(3, arguments, timeout_s=60)
     assert result.returncode != 0
@@ -412,6 +413,7 @@ def test_a_rank_without_memory_ends_all_and_says_what_to_change_np2(tmp_path: Pa
         "job": job,
         "run_dir": tmp_path / "run",
         "plan": tmp_path / "plan.toml",
+        "profile": write_profile(tmp_path / "profile.toml", job, 2),
         "breaks": "memory_is_limited_on_rank_1",
     }
     (tmp_path / "list.json").write_text(json.dumps([entry], default=str))

@@ -27,6 +27,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.toml_files import save_plan, save_profile
 from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.support import training_cases
+from tests.support.made_up_profile import write_profile
 from tests.support.planning_samples import make_model, make_profile
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 
@@ -114,6 +115,8 @@ def run_all(directory: Path, quick: bool) -> Runs:
         values = shop.values(base)
         job = shop.job(name, values, train={"steps": STEPS}, checkpoint={"every": 1, "keep": 2}, **tables)
         entries[name] = {"job": job, "run_dir": directory / name, "plan": directory / f"{first}.toml"}
+        if name in QUICK:
+            entries[name]["profile"] = write_profile(directory / f"{name}.profile.toml", job, 3)
         if changes:
             files = [(after, directory / f"{to}.toml") for after, to in changes.items()]
             entries[name] |= {"breaks": "plans_change", "changes": files}

@@ -5,7 +5,6 @@ One real mpirun per rank count goes through all cases; each is held against a pl
 
 from __future__ import annotations
 
-import itertools
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,11 +16,11 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from hetero_mpi.checkpoint import KINDS, CheckpointReader, checkpoint_path
-from hetero_mpi.planning.types.profile import LinkProfile
-from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_profile
+from hetero_mpi.planning.types.toml_files import load_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.support import training_cases
 from tests.support.case_product import FULL
+from tests.support.made_up_profile import write_profile
 from tests.support.mpi import on_ranks
 from tests.support.rank_pool import run_pooled
 from tests.support.training_cases import NORMAL, STEPS, Case, Reference
@@ -60,8 +59,8 @@ class Bench:
     finished: dict[int, Path] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     references: dict[str, Reference] = field(default_factory=dict)
-    measured: dict[tuple[object, ...], Path] = field(default_factory=dict)
-    """What determines a profile (model, what is trained, dtype) -> that of the first case that ran alone with it."""
+    measured: set[tuple[str, object]] = field(default_factory=set)
+    """(field, value) of the cases that have measured their profile."""
 
     def __post_init__(self) -> None:
         self.text = training_cases.corpus(self.directory)
@@ -98,16 +97,17 @@ class Bench:
             plan = training_cases.write_plan(root / f"{case.name}.plan.toml", case, ranks)
             run = str(root / case.name)
             entry = {"job": str(job), "plan": str(plan) if plan else None, "run_dir": run, "changing": case.changing}
-            profile = self._profile(ranks, case, root / f"{case.name}.profile.toml") if plan or ranks == 1 else None
-            if profile is not None:
-                entry["profile"] = str(profile)
+            if not self._measures(ranks, case):
+                entry["profile"] = str(write_profile(root / f"{case.name}.profile.toml", job, ranks))
             entries.append(entry)
             resume = str(checkpoint_path(root / case.name / "checkpoints", 1))
             other = root / f"{case.name}.other.toml"
             if case.name in RESUMED:
                 resident = replace(case, streamed=False)
                 training_cases.write_plan(other, resident, ranks, "uneven" if case.split != "uneven" else "even")
-                entries.append({**entry, "plan": str(other), "resume": resume, "run_dir": f"{run}-resumed"})
+                profile = entry.get("profile", f"{run}/profile.toml")
+                more = {"plan": str(other), "profile": profile, "resume": resume, "run_dir": f"{run}-resumed"}
+                entries.append({**entry, **more})
             if case.name in AGAIN and ranks > 1:
                 training_cases.write_plan(other, case, ranks, pipelines="one")
                 entries.append({**entry, "run_dir": f"{run}-again"})
@@ -119,22 +119,14 @@ class Bench:
         assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
         return root
 
-    def _profile(self, ranks: int, case: Case, path: Path) -> Path | None:
-        """That of an earlier case alike, made one of so many ranks; None: it is to be measured. Measuring takes longer than the
-        runs."""
-        alike = (str(case.config), case.tuning, case.dtype, case.optimizer)
-        if ranks == 1 and alike not in self.measured:
-            self.measured[alike] = self.directory / "np1" / case.name / "profile.toml"
-            return None
-        if ranks == 1:
-            return self.measured[alike]
-        self.run(1, case)
-        alone = load_profile(self.measured[alike])
-        pairs = itertools.permutations(range(ranks), 2)
-        links = tuple(LinkProfile(a, b, 1e-4, 1e9, True) for a, b in pairs)
-        devices = tuple(replace(alone.devices[0], rank=rank) for rank in range(ranks))
-        save_profile(replace(alone, key="", devices=devices, links=links), path)
-        return path
+    def _measures(self, ranks: int, case: Case) -> bool:
+        """A rank alone does, the first time that it meets a family, something to train, a dtype or an optimizer: measuring takes
+        longer than the run."""
+        if ranks > 1:
+            return False
+        new = {(name, getattr(case, name)) for name in ("family", "tuning", "dtype", "optimizer")} - self.measured
+        self.measured |= new
+        return bool(new)
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.support import training_cases
+from tests.support.made_up_profile import write_profile
 from tests.support.mpi import run_mpi
 from tests.support.training_cases import NORMAL, Case
 
@@ -66,10 +67,11 @@ class Scene:
         split = more.pop("split", "even")
         path, case = self.directory / f"{pipelines}-{split}.plan.toml", replace(CASE, schedule="zbv")
         plan = training_cases.write_plan(path, case, RANKS, split, pipelines)
-        measured = "nf4" if name.startswith("nf4") else "everywhere"
-        profile = self.directory / measured / "profile.toml" if name != measured else None
+        changes = more.pop("set", ())
+        made_up = self.directory / ("nf4.profile.toml" if changes else "profile.toml")
+        profile = made_up if made_up.exists() else write_profile(made_up, job, RANKS, changes)
         common = {"job": job, "plan": plan, "profile": profile, "run_dir": self.directory / name}
-        return {**common, "set": ["train.steps=2", *more.pop("set", ())], **more}
+        return {**common, "set": ["train.steps=2", *changes], **more}
 
     def hidden(self, *ranks: int) -> dict[str, str]:
         return {str(rank): str(self.nowhere) for rank in ranks}
