@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,11 +20,16 @@ LONGEST = [
     "commands/test_export.py", "training/test_signals.py", "training/test_emulated.py", "commands/test_installed.py",
     "training/test_changing.py", "launch/test_elastic.py", "training/test_watchdog.py", "checkpoint/test_copies.py",
     "launch/test_slurm.py", "launch/test_mesh.py", "launch/test_hosts.py", "search/test_frozen_plans.py",
+    "planning/test_commands.py", "test_docs.py", "model/test_streamed.py", "profiling/test_mpi.py",
+    "search/test_wider_requests.py", "planning/test_drift.py", "search/test_annealing.py", "search/test_alone.py",
 ]  # fmt: skip
 """Files that begin first, those that take longest in either suite, so that no process ends long after the other."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Where the environment says otherwise, each of the hundreds of processes that tests start would compile all modules anew.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     gc.disable()  # until all tests are collected: thousands of modules are no garbage
     config.option.loadscopereorder = False  # else files with the most tests begin first: mostly the quickest ones
 

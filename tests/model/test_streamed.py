@@ -139,13 +139,16 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
 def test_gradients_of_full_training_leave_the_process_on_a_cpu() -> None:
     program = textwrap.dedent("""
         from pathlib import Path
-        import torch
-        from hetero_mpi.device.backend import Backend
-        from hetero_mpi.job.load import TrainTable
-        from hetero_mpi.model.optimizer import Optimizer
-        from hetero_mpi.model.stage import MicroBatch
-        from hetero_mpi.model.streamed_stage import StreamedStage
-        from tests.model.test_split_backward import NormalStart, chain_of
+        from hetero_mpi.model.eager_imports import eager_imports
+
+        with eager_imports():
+            import torch
+            from hetero_mpi.device.backend import Backend
+            from hetero_mpi.job.load import TrainTable
+            from hetero_mpi.model.optimizer import Optimizer
+            from hetero_mpi.model.stage import MicroBatch
+            from hetero_mpi.model.streamed_stage import StreamedStage
+            from tests.model.test_split_backward import NormalStart, chain_of
 
         def resident():
             lines = Path("/proc/self/status").read_text().splitlines()

@@ -108,12 +108,15 @@ SEVERAL = tuple(
 def covering(cases: tuple[Case, ...]) -> tuple[Case, ...]:
     """Some of the ``cases``, in which every two values meet that meet in any of them: each time the one with the most new pairs."""
     fields = [name for name in vars(cases[0]) if name != "name"]
-    values = {case: [(name, getattr(case, name)) for name in fields] for case in cases}
-    pairs = {case: set(itertools.combinations(own, 2)) for case, own in values.items()}
-    left, chosen = set().union(*pairs.values()), list[Case]()
+    numbers: dict[tuple[object, ...], int] = {}
+    pairs = dict[Case, int]()  # each pair of values is a bit
+    for case in cases:
+        own = itertools.combinations([(name, getattr(case, name)) for name in fields], 2)
+        pairs[case] = sum(1 << numbers.setdefault(pair, len(numbers)) for pair in own)
+    left, chosen = (1 << len(numbers)) - 1, list[Case]()
     while left:
-        chosen.append(max(cases, key=lambda case: len(pairs[case] & left)))
-        left -= pairs[chosen[-1]]
+        chosen.append(max(cases, key=lambda case: (pairs[case] & left).bit_count()))
+        left &= ~pairs[chosen[-1]]
     return tuple(chosen)
 
 
