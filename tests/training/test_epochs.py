@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
 from hetero_mpi.cli import main
 from hetero_mpi.report.run_files.metrics import read_metrics
+from tests.support.made_up_profile import write_profile
 from tests.support.mpi import on_ranks
 from tests.support.small_jobs import GLOBAL_BATCH, Outcome, Workshop
 
@@ -21,7 +22,7 @@ PATIENCE, EVERY = 2, 2
 
 
 class Runs(Workshop):
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, ranks: int) -> None:
         super().__init__(directory)
         values = self.values(self.model(blocks=2))
         del values["train"]["steps"]
@@ -30,6 +31,7 @@ class Runs(Workshop):
         rising = {"steps": 60, "learning_rate": 0.1, "evaluate_every": EVERY, "patience": PATIENCE}
         kept = {"every": 0, "keep": 1}
         epochs = self.job("epochs", values, train={"epochs": 0.4})
+        write_profile(directory / "profile.toml", epochs, ranks)
         patient = self.job("patient", values, train=rising)
         sparing = self.job("sparing", values, train=rising, checkpoint=kept)
         self.entries: dict[str, dict[str, Any]] = {
@@ -49,7 +51,7 @@ def on(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def run(ranks: int) -> tuple[Runs, dict[str, Outcome]]:
         if ranks not in done:
-            runs = Runs(tmp_path_factory.mktemp(f"np{ranks}"))
+            runs = Runs(tmp_path_factory.mktemp(f"np{ranks}"), ranks)
             outcomes = runs.run_entries(ranks, runs.entries)
             end = ended_after(runs.run("patient"))
             middle = checkpoint_path(runs.run("patient") / "checkpoints", end - EVERY - 1)

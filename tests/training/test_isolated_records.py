@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hetero_mpi.report.run_files.metrics import read_metrics
+from tests.support.made_up_profile import write_profile
 from tests.support.mpi import on_ranks
 from tests.support.small_jobs import Outcome, Workshop
 
@@ -40,6 +41,7 @@ class Runs(Workshop):
         self.written["train"]["steps"] = 3
         self.written["profile"]["path"] = str(directory / "profile.toml")
         self.written["train"].pop("micro_batch")
+        write_profile(directory / "profile.toml", self.job("profiled", self.written), ranks)
         self.entries = {
             "isolated": self.entry("isolated", ROWS),
             "longest": self.entry("longest", ROWS, pad="longest"),

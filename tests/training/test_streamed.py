@@ -61,10 +61,11 @@ def without_streaming(plan: Plan, path: Path) -> Path:
 
 
 def test_a_model_that_fits_in_no_other_way(workshop: Workshop) -> None:
+    measured = workshop.directory / "streamed" / "profile.toml"
     found = run(
         workshop,
         streamed=entry(workshop, "streamed", MEMORY, {}),
-        refused=entry(workshop, "refused", MEMORY, {"stream": False}),
+        refused=entry(workshop, "refused", MEMORY, {"stream": False}, profile=measured),
     )
     assert found["streamed"].codes == (0, 0), found["streamed"].texts[0]
     assert "does not fit in memory" in found["refused"].texts[0]
@@ -77,8 +78,8 @@ def test_a_model_that_fits_in_no_other_way(workshop: Workshop) -> None:
     roomy = 100 * MEMORY
     others = run(
         workshop,
-        resident=entry(workshop, "resident", roomy, {}, plan=resident),
-        resumed=entry(workshop, "resumed", roomy, {}, plan=resident, resume=half),
+        resident=entry(workshop, "resident", roomy, {}, plan=resident, profile=measured),
+        resumed=entry(workshop, "resumed", roomy, {}, plan=resident, profile=measured, resume=half),
     )
     assert {outcome.codes for outcome in others.values()} == {(0, 0)}, others
     assert losses(workshop, "streamed") == losses(workshop, "resident")
