@@ -262,8 +262,7 @@ def run(trial: Trial, rounds: int) -> Result:
         scale,
         scale * min(duration(action, plan, profile) for action in actions.values()),
         fluid_bound_s(profile, trial.request()),
-        packing_bound_s(without_links(trial.seen()), trial.request(), report.predicted_step_s)
-        or fluid_bound_s(without_links(trial.seen()), trial.request()),
+        packing_bound_s(without_links(trial.seen()), trial.request(), report.predicted_step_s),
         len(plan.pipelines),
         report.predicted_step_s,
         statistics.median(measured),

@@ -7,8 +7,8 @@ The clusters are those of ``clusters.py``; of more than 128 devices only the fir
 seconds of ``make_plan``, explanations included. Two bounds:
 
 * *fluid*: all devices always busy with nothing to wait for, layers divisible at will. It knows neither links nor sums;
-* *packing* (with ``--bounds``, up to 12 devices): whole blocks, sequences and pipelines, filling and draining, memory in flight,
-  links and sums (``planning/packing/bound.py``). About a second per cluster of 8 devices, up to minutes for 12.
+* *packing* (with ``--bounds``, up to 8 devices): whole blocks, sequences and pipelines, filling and draining, memory in flight,
+  links and sums (``planning/packing/bound.py``). About a second per cluster of 8 devices.
 
 ``--check``: planning takes at most 2 s on average for 16 devices, 4 s for 64 and 10 s for 1,024, and no plan is under a bound.
 """
@@ -35,13 +35,11 @@ from clusters import PAIRWISE, Case, generate  # noqa: E402
 
 from hetero_mpi.job.plan_request import INDIFFERENCE  # noqa: E402
 from hetero_mpi.planning.bounds import fluid_bound_s  # noqa: E402
-from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
+from hetero_mpi.planning.decision.planner import CLOSELY_BOUND, make_plan  # noqa: E402
 from hetero_mpi.planning.packing.bound import packing_bound_s  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile  # noqa: E402
 
 MOST_S = {16: 2.0, 64: 4.0, 1024: 10.0}
-PACKED = 12
-"""Up to so many devices the packing bound is asked for."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ def run(case: Case, seed: int, arguments: argparse.Namespace) -> Run:
     step_s = report.predicted_step_s
     pipelines, used = len(report.plan.pipelines), len(report.plan.numbered)
     begin = time.process_time()
-    packing_s = packing_bound_s(profile, request, step_s) if arguments.bounds and devices <= PACKED else None
+    packing_s = packing_bound_s(profile, request, step_s) if arguments.bounds and devices <= CLOSELY_BOUND else None
     bound_seconds = time.process_time() - begin
     one = Run(
         devices, seed, arguments.noise, case.job, seconds, pipelines, used, step_s, fluid_bound_s(profile, request), packing_s,

@@ -8,20 +8,17 @@ import pytest
 
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.decide import decide
-from hetero_mpi.planning.decision.planner import complete_plan
 from hetero_mpi.planning.memory import predict_memory
-from hetero_mpi.planning.packing import counted
 from hetero_mpi.planning.packing.bound import TOLERANCE, packing_bound_s
-from hetero_mpi.planning.packing.counted import Counted, classes_apart, packed
+from hetero_mpi.planning.packing.counted import Counted, packed
 from hetero_mpi.planning.packing.relaxed import Facts
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import with_plenty_of_memory
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import FLUID
 from hetero_mpi.planning.types.profile import ClusterProfile, LinkProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from tests.support.brute_force import brute_force_s, joint_instance
-from tests.support.planning_samples import SEQUENCE, looks_possible, make_model, make_plan_of, make_profile, random_plan
+from tests.support.planning_samples import SEQUENCE, looks_possible, make_model, make_profile, random_plan
 
 EQUAL = 1 + 1e-9
 NEAR = 1 + 1.5 * TOLERANCE
@@ -66,32 +63,10 @@ def test_what_a_plan_does_looks_possible(seed: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(1000, 1300))
 def test_no_plan_is_under_a_packing_bound(seed: int) -> None:
-    """A bound that were too high would show at once: the search begins far above. Of too many unlike ranks: the fluid bound."""
+    """A bound that were too high would show at once: the search begins far above."""
     plan, profile, request = as_needed(seed)
     step_s = simulate(plan, profile).step_s
-    bound = packing_bound_s(profile, request, 2 * step_s)
-    assert (bound if bound is not None else fluid_bound_s(profile, request)) <= step_s * EQUAL
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_no_plan_is_under_the_bound_of_joined_classes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, profile, request = as_needed(2000 + seed, 2)
-    step_s = simulate(plan, profile).step_s
-    monkeypatch.setattr(counted, "MOST_VECTORS", 6)
-    monkeypatch.setattr(counted, "MOST_UNLIKE", 1e12)
-    facts = classes_apart(Facts(profile, request))
-    assert facts is not None
-    assert Counted(facts).number <= 6 or len(facts.classes) == 1
     assert packing_bound_s(profile, request, 2 * step_s) <= step_s * EQUAL
-
-
-def test_of_too_many_unlike_ranks_a_plan_has_the_fluid_bound_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    profile = make_profile([1.0, 2.0, 4.0])
-    request = PlanRequest(8, SEQUENCE, (1,), max_pipelines=3)
-    monkeypatch.setattr(counted, "MOST_VECTORS", 7)
-    assert packing_bound_s(profile, request, 100.0) is None
-    report = complete_plan(make_plan_of((0, 2, 3, 4), (0, 1, 2), 8), profile, request)
-    assert (report.bound, report.bound_step_s) == (FLUID, fluid_bound_s(profile, request))
 
 
 @pytest.mark.parametrize("seed", range(30))

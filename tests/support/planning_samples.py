@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hetero_mpi.planning.dry_run import interpret
-from hetero_mpi.planning.packing.counted import Counted, Shares, classes_apart
+from hetero_mpi.planning.packing.counted import Counted, Shares
 from hetero_mpi.planning.packing.relaxed import Facts
 from hetero_mpi.planning.schedule import Schedule
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost
@@ -194,9 +194,7 @@ def random_plan(seed: int, most_pipelines: int = 3) -> tuple[Plan, ClusterProfil
 
 def looks_possible(profile: ClusterProfile, request: PlanRequest, step_s: float) -> bool:
     """What the search for the packing bound asks of one step time; much quicker than the search."""
-    facts = classes_apart(Facts(profile, request))
-    assert facts is not None
-    counted = Counted(facts)
+    counted = Counted(Facts(profile, request))
     return any(Shares(counted, least).possible(step_s) for least in (1, 2) if least <= request.max_pipelines)
 
 

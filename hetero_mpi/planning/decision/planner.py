@@ -32,9 +32,8 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.words import describe_bytes
 
-CLOSELY_BOUND = {False: 8, True: 12}
-"""Up to so many ranks, the request being thorough or not, the bound of a plan is the packing bound. It takes about a second for 8
-ranks, up to a minute or more for 12. Beyond, it is the fluid one."""
+CLOSELY_BOUND = 8
+"""Up to so many ranks the bound of a plan is the packing bound, which takes about a second. Beyond, it is the fluid one."""
 
 
 def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
@@ -163,25 +162,18 @@ def _figures(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulati
 
 
 def _bound(plan: Plan, profile: ClusterProfile, request: PlanRequest, step_s: float) -> tuple[float, str]:
-    """The best bound in the time there is, and its name. A plan by hand that goes beyond the request may be under all but the
-    fluid one."""
-    if any(pipeline.interleaved for pipeline in plan.pipelines):  # which the packing bound knows nothing of
-        return fluid_bound_s(profile, request), FLUID
-    if any(stage.streamed for _, _, stage in stages(plan)):  # which no bound that counts memory knows
-        endless = tuple(
-            replace(
-                device,
-                memory_bytes=1 << 60,
-                optimizer_s_per_parameter=min(device.optimizer_s_per_parameter, host_optimizer_s(device)),
-            )
-            for device in profile.devices
+    """The bound and its name: the packing bound of a plan that it knows of (one stage of one rank, as the request would have it,
+    nothing streamed), for few ranks; else the fluid one."""
+    if any(stage.streamed for _, _, stage in stages(plan)):
+        quickest = tuple(
+            replace(d, optimizer_s_per_parameter=min(d.optimizer_s_per_parameter, host_optimizer_s(d)))
+            for d in profile.devices
         )
-        return fluid_bound_s(replace(profile, devices=endless), request), FLUID
-    if len(profile.devices) <= CLOSELY_BOUND[request.thorough] and not differences(plan, request):
-        packing_s = packing_bound_s(profile, request, step_s)
-        if packing_s is not None:
-            return packing_s, PACKING
-    return fluid_bound_s(profile, request), FLUID
+        return fluid_bound_s(replace(profile, devices=quickest), request), FLUID
+    unknown = any(pipeline.interleaved for pipeline in plan.pipelines) or any(s.grouped for _, _, s in stages(plan))
+    if len(profile.devices) > CLOSELY_BOUND or unknown or differences(plan, request):
+        return fluid_bound_s(profile, request), FLUID
+    return packing_bound_s(profile, request, step_s), PACKING
 
 
 def _chain_problems(plan: Plan, profile: ClusterProfile) -> list[str]:

@@ -51,19 +51,17 @@ class BoundChains:
         self.speed: Floats = facts.speeds @ self.vectors
 
     def _entry(self, kind: int) -> _Entry:
-        """The message comes from a rank of the vector, over the best link between the two groups of hosts."""
-        facts, one = self.facts, self.facts.classes[kind]
-        bytes_, number = facts.message_bytes, self.vectors.shape[1]
+        """The message comes from a rank of the vector, over the best link between the two hosts."""
+        facts, number = self.facts, self.vectors.shape[1]
         hop_s, each_s = (np.full(number, np.inf) for _ in range(2))
-        for group in sorted({other.host_group for other in facts.classes}):
-            there = [i for i, other in enumerate(facts.classes) if other.host_group == group]
-            ways = [one.near, one.away] if group == one.host_group else [facts.between(group, one.host_group)]
+        for host in sorted({other.host for other in facts.classes}):
+            there = [i for i, other in enumerate(facts.classes) if other.host == host]
+            latency_s, per_byte_s = facts.ways[host][facts.classes[kind].host]
+            seconds = [latency_s + n * facts.message_bytes * per_byte_s for n in facts.sizes]
             from_there = self.vectors[there].sum(axis=0) > 0
-            for way in ways:
-                once = min(facts.message_s(way, n * bytes_) for n in facts.sizes)
-                each = min(facts.message_s(way, n * bytes_) / n for n in facts.sizes)
-                hop_s = np.where(from_there, np.minimum(hop_s, 2 * once), hop_s)
-                each_s = np.where(from_there, np.minimum(each_s, each), each_s)
+            each = min(s / n for s, n in zip(seconds, facts.sizes, strict=True))
+            hop_s = np.where(from_there, np.minimum(hop_s, 2 * min(seconds)), hop_s)
+            each_s = np.where(from_there, np.minimum(each_s, each), each_s)
         return _Entry(hop_s, np.where(np.isfinite(each_s), each_s, 0.0))
 
     def carried(self, shares: list[int], step_s: float, most: int, spare: float) -> NDArray[np.bool_]:
@@ -89,7 +87,7 @@ class _Passes:
         self.chains, self.shares, self.most, self.wasted = chains, shares, most, wasted
         self.blocks, self.last = len(chains.facts.blocks), chains.vectors.shape[1] - 1
         self.limits: dict[tuple[int, bool, bool], list[tuple[BoundStages, Limits]]] = {
-            key: [(stages, stages.limits(shares, step_s, chains.facts.ahead)) for stages in kinds]
+            key: [(stages, stages.limits(shares, step_s)) for stages in kinds]
             for key, kinds in chains.stages.items()
             if chains.count[key[0]]
         }
@@ -163,7 +161,7 @@ class _Passes:
         here = arrived[:, :, one]
         for stages, limits in self.limits[kind, True, False]:
             trip = stages.fill_s + behind
-            possible = (limits.rounds * trip <= limits.left_s) & limits.twice(0.0, trip)
+            possible = (limits.rounds * trip <= limits.left_s) & (2 * trip <= limits.both_s)
             np.minimum(here, np.where(possible, stages.fill_s, np.inf), out=here)
 
     def _append(self, arrived: Floats, carried: NDArray[np.bool_], done: int, kind: int, vectors: Places) -> None:
@@ -181,7 +179,7 @@ class _Passes:
             possible = at[:, None] + limits.rounds[:, some, None] * trip <= limits.left_s[:, some, None]
             possible &= at[:, None] <= limits.latest_s[:, some, None]
             possible &= last_at[:, None] + trip <= limits.end_s[some, None]
-            possible &= limits.twice(at[:, None], trip, some)
+            possible &= at[:, None] + 2 * trip <= limits.both_s[:, some, None]
             whole = np.where(possible, at[:, None] + fill, np.inf)
             _lower(arrived, slice(done + 1, done + most + 1), after, whole)
         for stages, limits in self.limits[kind, False, True]:

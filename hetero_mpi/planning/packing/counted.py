@@ -8,23 +8,17 @@ is asked, until a packing stands or none is left.
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.planning.packing.chains import BoundChains
-from hetero_mpi.planning.packing.relaxed import Facts, RankClass
+from hetero_mpi.planning.packing.relaxed import Facts
 from hetero_mpi.planning.packing.stages import StageTables
 from hetero_mpi.planning.several.cluster import Floats
 
 Whole = NDArray[np.int64]
-
-MOST_VECTORS = 1_100
-"""Classes are joined until there are no more vectors than these."""
-MOST_UNLIKE = 1.13
-"""No classes are joined of which one is more than so many times as fast, or as large, as the other."""
 
 
 class Counted:
@@ -128,50 +122,19 @@ class Shares:
         return sorted({most, max(self.fewest, (int(self.least[vector]) + most + 1) // 2)} - {0}) if most else []
 
 
-class _Best:
-    """Most sequences by vector of ranks to choose from, and how the vector is parted for them: for one vector, or twice ``of``."""
-
-    def __init__(self, counted: Counted, of: _Best | Whole) -> None:
-        one = of if isinstance(of, np.ndarray) else of.sequences
-        rest = np.append(np.zeros_like(one) if one is of else one, -(10**9))
-        total = one[None, :] + rest[counted.rest]
-        self.of, self.taken = of, total.argmax(axis=1)
-        self.sequences: Whole = total[np.arange(len(one)), self.taken]
-
-    def parts(self, vector: int) -> list[int]:
-        """The pipelines' vectors."""
-        taken = int(self.taken[vector])
-        if isinstance(self.of, np.ndarray):
-            return [taken] if taken else []
-        return self.of.parts(taken) + self.of.parts(vector - taken)
-
-
 def packed(counted: Counted, most: Whole, alone: bool) -> tuple[int, list[int]]:
-    """(most sequences that vectors of disjoint ranks, or one vector ``alone``, carry; these vectors)."""
-    best = _Best(counted, most)
-    ranks = 1 if alone else int(counted.vectors[:, -1].sum())
-    number = 1
-    while number < ranks:
-        best = _Best(counted, best)
-        number *= 2
-    return int(best.sequences[-1]), best.parts(counted.number - 1)
-
-
-def classes_apart(facts: Facts) -> Facts | None:
-    """``facts`` with classes joined until the vectors are few; None where unlike ranks would have to be joined."""
-    while math.prod(len(one.ranks) + 1 for one in facts.classes) > MOST_VECTORS and len(facts.classes) > 1:
-        pairs = itertools.combinations(range(len(facts.classes)), 2)
-        unlike, a, b = min(((_unlike(facts.classes[a], facts.classes[b], facts), a, b) for a, b in pairs))
-        if unlike > MOST_UNLIKE:
-            return None
-        facts.join(a, b)
-    return facts
-
-
-def _unlike(a: RankClass, b: RankClass, facts: Facts) -> float:
-    """How many times as fast, large or well linked the better one is; of one host a little less, so that they go first."""
-    links = [facts.message_s(one.away, facts.message_bytes) for one in (a, b)]
-    apart = a.host_group != b.host_group
-    pairs = [(a.work_s[0], b.work_s[0]), (a.usable, b.usable)] + ([(links[0], links[1])] if apart else [])
-    ratios = [max(x, y) / max(min(x, y), 1e-30) if x != y else 1.0 for x, y in pairs]
-    return max(ratios) * (1.001 if apart else 1.0)
+    """(most sequences that vectors of disjoint ranks, or all ranks ``alone``, carry; these vectors). More ranks carry no less."""
+    last = counted.number - 1
+    if alone:
+        return int(most[last]), [last] * bool(most[last])
+    # best[vector]: its first pipeline, taken[vector], carries some, and the best of the other ranks carry the rest.
+    best, taken = np.append(np.zeros_like(most), -(10**9)), np.zeros_like(most)
+    for vector in range(1, counted.number):
+        total = most[1:] + best[counted.rest[vector, 1:]]
+        taken[vector] = 1 + total.argmax()
+        best[vector] = total[taken[vector] - 1]
+    parts, vector = [], last
+    while best[vector] > 0:
+        parts.append(int(taken[vector]))
+        vector -= int(taken[vector])
+    return int(best[last]), parts

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hetero_mpi.planning.packing.relaxed import Facts
 from hetero_mpi.planning.several.cluster import Floats
@@ -31,19 +30,10 @@ class Limits:
     both_s: Floats
     """A and two round trips must fit into this, where not all sequences can be in flight: the first one's, before which no more
     than are in flight are done, and the last one's, after which no more than these are left."""
-    summed_s: Floats
-    """The same with the sums that no backward hides; of A only what lies before the first backward counts."""
-    ahead: float
-    """Least share of A that lies before the first backward."""
     end_s: Floats
     """[blocks]: when everything but the optimizer must have ended."""
     most: int
     """No share can have a stage of more blocks; -1: of any."""
-
-    def twice(self, at_s: Floats | float, trip_s: Floats, blocks: slice = slice(None)) -> NDArray[np.bool_]:
-        """[share, blocks, ...]: is there time for two round trips of stages that A reaches then, and for what lies between?"""
-        twice, more = 2 * trip_s, (slice(None), blocks) + (None,) * (trip_s.ndim - 2)
-        return np.asarray((at_s + twice <= self.both_s[more]) & (self.ahead * at_s + twice <= self.summed_s[more]))
 
 
 @dataclass(frozen=True)
@@ -58,23 +48,21 @@ class BoundStages:
     """Least seconds of one micro-batch, there and back."""
     optimizer_s: Floats
     tail_s: Floats
-    """What sums of gradients take that the last backward cannot hide."""
+    """The sum of the first layer's gradients, which no backward hides."""
     kept: Floats
     """Most sequences in flight; 0: such a stage does not fit, or is none."""
 
-    def limits(self, shares: Floats, step_s: float, ahead: float) -> Limits:
-        """``ahead``: least share of A that lies before the first backward."""
+    def limits(self, shares: Floats, step_s: float) -> Limits:
         end, share = step_s - self.optimizer_s, shares[:, None]
-        latest = (end - share * self.work_s - self.tail_s) / ahead
-        latest = np.minimum(latest, end - share * self.trip_s)
-        latest = np.where(self.kept > 0, latest, -1.0)
-        possible = np.flatnonzero((latest >= 0).any(axis=0))
-        most = int(possible.max()) if possible.size else -1
+        possible = (self.kept > 0) & (share * self.work_s + self.tail_s <= end)
+        latest = np.where(possible, end - share * self.trip_s, -1.0)
+        found = np.flatnonzero((latest >= 0).any(axis=0))
+        most = int(found.max()) if found.size else -1
         rounds = np.maximum(1.0, np.ceil(share / np.maximum(self.kept, 1e-9) - 1e-9))
         left = np.where(latest >= 0, end, -1.0)
         beyond = np.maximum(0.0, share - self.kept)
         both = np.where(beyond > 0, end - beyond * self.trip_s + self.fill_s, np.inf)
-        return Limits(latest, rounds, left, both, both - self.tail_s, ahead, end, most)
+        return Limits(latest, rounds, left, both, end, most)
 
 
 class StageTables:
@@ -120,7 +108,7 @@ class StageTables:
     def _stages(
         self, kind: int, first: bool, last: bool, sums: tuple[float, ...], several: bool
     ) -> Iterator[BoundStages]:
-        facts, one, ends = self.facts, self.facts.classes[kind], (first, last)
+        facts, one = self.facts, self.facts.classes[kind]
         blocks: Floats = np.arange(len(facts.blocks) + 1, dtype=np.float64)
 
         def total(each: tuple[float, ...]) -> Floats:
@@ -142,7 +130,7 @@ class StageTables:
                 optimizer_s=one.fixed_s
                 + (0.0 if several else one.per_parameter_s) * self._trained[first, last]
                 + late_s,
-                tail_s=_tail_s(sums, total(sums), blocks, ends, one.hides_s[recompute]),
+                tail_s=np.full(len(blocks), sums[1]) if first else np.where(blocks > 0, sums[0], sums[2]),
                 kept=self._kept(one.usable, several, first, last, recompute),
             )
 
@@ -156,17 +144,6 @@ class StageTables:
         if (recompute and False in self.facts.request.recompute_choices) or not (first or last):
             kept[0] = 0.0
         return np.asarray(kept)
-
-
-def _tail_s(
-    sums: tuple[float, ...], total: Floats, blocks: Floats, ends: tuple[bool, bool], hides_s: tuple[float, ...]
-) -> Floats:
-    """Of sums of ``total`` seconds, those after the backward: of the first layer at least."""
-    first = np.full(len(blocks), sums[1]) if ends[0] else np.where(blocks > 0, sums[0], sums[2])
-    backward = blocks * hides_s[0] + ends[0] * hides_s[1] + ends[1] * hides_s[2]
-    # When the last layer is whole, the last backward still has all others to do.
-    own = hides_s[2] if ends[1] else np.where(blocks > 0, hides_s[0], hides_s[1])
-    return np.asarray(np.maximum(first, total - (backward - own)))
 
 
 def _over_blocks(table: Table, first: bool, last: bool) -> Floats:
