@@ -103,6 +103,62 @@ def test_a_group_gives_the_gradients_of_adapters(family: str, shares: tuple[int,
     require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole))
 
 
+PACKABLE = {"hidden_size": 192, "num_key_value_heads": 3, "num_attention_heads": 6, "intermediate_size": 384}
+"""Every cut of (2, 1) falls between blocks of 64 weights, if heads have 64 columns."""
+
+
+def unpacked(stages: Sequence[Stage]) -> dict[str, torch.Tensor]:
+    from bitsandbytes.functional import dequantize_4bit
+
+    packed = {
+        name.replace(".base_layer", ""): parameter
+        for stage in stages
+        for name, parameter in stage.model.named_parameters()
+        if getattr(parameter, "quant_state", None) is not None
+    }
+    return {name: dequantize_4bit(parameter.data, parameter.quant_state) for name, parameter in packed.items()}
+
+
+def test_nf4_weights_are_those_of_one_rank() -> None:
+    chain = group_chain("llama", **PACKABLE, head_dim=64)
+    tuning = lora(chain, nf4=True)
+    assert refusal(chain, tuning, (2, 1)) is None
+    whole, group = (
+        whole_stages(chain, tuning, spread=0.02),
+        ThreadGroup(chain, CUTS, (2, 1), NamedStart(0.02), tuning=tuning),
+    )
+    expected, found = unpacked(whole), group.whole([unpacked(own) for own in group.members], False)
+    assert len(expected) == 4 * 7 and all(torch.equal(found[name], value) for name, value in expected.items())
+    for own in (*group.members, whole):
+        set_adapters(own, 0.02)
+    widen([*whole, *itertools.chain(*group.members)])
+    losses, results = run(whole), group.together(run)
+    assert same_bits(results)
+    torch.testing.assert_close(results[0][2], losses[2], rtol=LIMIT, atol=0.0)
+    # Packed weights are multiplied in fp32.
+    require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole), 5e-6)
+
+
+def test_nf4_blocks_that_would_be_cut_are_refused() -> None:
+    narrow = group_chain("llama", **PACKABLE, head_dim=16)
+    found = refusal(narrow, lora(narrow, nf4=True), (2, 1))
+    assert found is not None and "o_proj.weight, with 96 in a row, at the columns 0, 64, 96" in found
+    wide = group_chain("llama", **PACKABLE, head_dim=64)
+    found = refusal(wide, replace(lora(wide, nf4=True), double=True), (2, 1))
+    assert found is not None and "double_quantization = true" in found
+
+
+@pytest.mark.parametrize("nf4", [False, True])
+def test_frozen_parts_are_taken_over_by_the_next_stage(nf4: bool) -> None:
+    chain = group_chain("llama", **PACKABLE, head_dim=64) if nf4 else group_chain("gpt_neox")
+    tuning, shares = lora(chain, nf4=nf4), (2, 1) if nf4 else (4, 2)
+    group = ThreadGroup(chain, [(0, LAYERS)], shares, NamedStart(), tuning=tuning)
+    before = group.together(run)
+    kept = [stage.frozen_layers(range(LAYERS)) for (stage,) in group.members]
+    again = ThreadGroup(chain, [(0, LAYERS)], shares, None, tuning=tuning, kept=kept)
+    assert same_bits([*before, *again.together(run)])
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_one_stage_of_the_whole_model(tied: bool) -> None:
     chain = group_chain("llama", tie_word_embeddings=tied)

@@ -40,7 +40,10 @@ def group_chain(family: str, **changed: Any) -> TransformersChain:
 
 
 class NamedStart:
-    """Start values by a tensor's name, for every family; none of them is 0 or 1."""
+    """Start values by a tensor's name, for every family; none of them is 0 or 1. ``spread``: of matrices."""
+
+    def __init__(self, spread: float = 0.2) -> None:
+        self.spread = spread
 
     def fill(self, chain: TransformersChain, model: nn.Module, layer: int) -> None:
         chain.vacate(model, layer)
@@ -52,7 +55,7 @@ class NamedStart:
                     parameter.data.fill_(0.5)
                 elif name in chain.parameters:
                     parameter.data = (
-                        0.2 * noise if parameter.ndim > 1 else (1.0 if "norm" in name else 0.3) + 0.1 * noise
+                        self.spread * noise if parameter.ndim > 1 else (1.0 if "norm" in name else 0.3) + 0.1 * noise
                     )
 
 
@@ -62,9 +65,13 @@ def lora(chain: TransformersChain, nf4: bool = False, **changed: Any) -> Tuning:
 
 
 def whole_stages(
-    chain: TransformersChain, tuning: Tuning | None = None, dtype: str = "fp32", cuts: Iterable[tuple[int, int]] = CUTS
+    chain: TransformersChain,
+    tuning: Tuning | None = None,
+    dtype: str = "fp32",
+    cuts: Iterable[tuple[int, int]] = CUTS,
+    spread: float = 0.2,
 ) -> list[Stage]:
-    return [Stage(chain, first, last, Backend(), dtype, NamedStart(), tuning=tuning) for first, last in cuts]
+    return [Stage(chain, first, last, Backend(), dtype, NamedStart(spread), tuning=tuning) for first, last in cuts]
 
 
 def widen(stages: Sequence[Stage]) -> None:
@@ -73,12 +80,12 @@ def widen(stages: Sequence[Stage]) -> None:
         stage.model.double()
 
 
-def set_adapters(stages: Sequence[Stage]) -> None:
+def set_adapters(stages: Sequence[Stage], spread: float = 0.3) -> None:
     """Give adapters values by their names, of which a member has its part: at their start B is 0, and A has no gradient."""
     for stage in stages:
         for name, parameter in stage.parameters.items():
             generator = torch.Generator().manual_seed(seed_from("adapter", name))
-            value = 0.3 * torch.randn(stage.tuning.trainable[name].shape, generator=generator)
+            value = spread * torch.randn(stage.tuning.trainable[name].shape, generator=generator)
             parameter.data = value if stage.divided is None else stage.divided.own(name, value)
 
 

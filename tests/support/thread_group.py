@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from hetero_mpi.device.backend import Backend
+from hetero_mpi.model.frozen_weight_cache import Kept
 from hetero_mpi.model.group.division import Held, divisions
 from hetero_mpi.model.group.link import StageGroup
 from hetero_mpi.model.stage import Stage
@@ -92,10 +93,11 @@ class ThreadGroup:
         chain: TransformersChain,
         cuts: Iterable[tuple[int, int]],
         shares: tuple[int, ...],
-        start: Start,
+        start: Start | None,
         dtype: str = "fp32",
         tuning: Tuning | None = None,
         recompute: bool = False,
+        kept: Sequence[Kept | None] = (),
     ) -> None:
         self.chain, self.shares, self.tuning = chain, shares, tuning or full_training(chain)
         self.links = links(len(shares))
@@ -112,11 +114,12 @@ class ThreadGroup:
                     start,
                     tuning=tuning,
                     recompute=recompute,
+                    kept=weights,
                     group=StageGroup(shares, link),
                 )
                 for first, last in cuts
             ]
-            for link in self.links
+            for link, weights in zip(self.links, kept or [None] * len(shares), strict=True)
         ]
 
     def together(self, call: Callable[[list[Stage]], T]) -> list[T]:

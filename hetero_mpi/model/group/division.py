@@ -253,7 +253,29 @@ def _refused_shares(chain: TransformersChain, tuning: Trained, shares: Sequence[
                 f"a group of ranks shares the key/value heads, as many in each block; block {block} has "
                 f"{key_value_heads(chain, block)}, block 0 has {heads}: give each rank a stage of its own"
             )
-    return _refused_bounds(chain, tuning, shares)
+    return _refused_bounds(chain, tuning, shares) or (_refused_packing(chain, tuning, shares) if tuning.nf4 else None)
+
+
+def _refused_packing(chain: TransformersChain, tuning: Trained, shares: Sequence[int]) -> str | None:
+    if tuning.double:
+        return (
+            "[model] double_quantization = true: 256 blocks of NF4 weights share a scale of their scales, and a group of ranks "
+            "cuts within them, which would change the weights: set it to false (4.5 bits for a weight in place of 4.13), or give "
+            "each rank a stage of its own"
+        )
+    for name, division in divisions(chain, tuning, shares, range(1, chain.layer_count - 1)).items():
+        module, _, leaf = name.rpartition(".")
+        if division.held is not Held.CUT or leaf != "weight" or name not in chain.parameters:
+            continue
+        columns = chain.parameters[name].shape[-1]
+        ends = [bound * (columns if division.dim == 0 else 1) for bound in division.bounds]
+        if isinstance(chain.model.get_submodule(module), nn.Linear) and any(end % BLOCK for end in (*ends, columns)):
+            what = "rows" if division.dim == 0 else "columns"
+            return (
+                f"NF4 packs {BLOCK} weights of a row at a time, and a group of ranks cuts {name}, with {columns} in a row, at the "
+                f'{what} {", ".join(map(str, division.bounds))}: choose other shares, or set [model] quantization to "none"'
+            )
+    return None
 
 
 def _refused_bounds(chain: TransformersChain, tuning: Trained, shares: Sequence[int]) -> str | None:
