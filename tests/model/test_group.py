@@ -270,6 +270,7 @@ def test_preferences(method: Any) -> None:
     chain = group_chain("llama")
     tokens, targets = batch()
     targets[targets == IGNORED] = 7
+    targets[0, 4] = IGNORED
     positions = (torch.arange(24) % 6).expand(2, 24)
     comparison = Comparison(method, 0.5, (positions > 2).long(), torch.tensor([[0.3, -0.2], [0.1, 0.0]]), 0.7)
     position = MicroBatch(0, 0, 0, 4, positions, comparison)

@@ -90,11 +90,13 @@ def set_adapters(stages: Sequence[Stage], spread: float = 0.3) -> None:
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Two sequences of 24 tokens, some of them padding; the second one's last 15 targets do not count."""
+    """Two sequences of 24 tokens, some of them padding, some at the ends of members' words; the second one's last 15 targets do
+    not count."""
     generator = torch.Generator().manual_seed(9)
     tokens = torch.randint(0, VOCABULARY, (2, 24), generator=generator)
     targets = torch.randint(0, VOCABULARY, (2, 24), generator=generator)
     tokens[0, :2], targets[1, 9:] = 0, IGNORED
+    tokens[1, :6] = torch.tensor([107, 108, 159, 160, 212, 268])
     return tokens, targets
 
 
