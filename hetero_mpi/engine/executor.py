@@ -13,6 +13,7 @@ from hetero_mpi.comm.transport import Transport
 from hetero_mpi.device.backend import HOST, Mark
 from hetero_mpi.emulation.pace import Emulation
 from hetero_mpi.engine.channel import PIECE_BYTES, Inbox, Outbox
+from hetero_mpi.engine.host_group import HostGroup
 from hetero_mpi.engine.placement import Placement
 from hetero_mpi.engine.wire import NEAREST, WireFormat
 from hetero_mpi.model.layer.preference import Comparison
@@ -83,6 +84,7 @@ class _StageLinks:
         transport: Transport,
         emulation: Emulation | None,
         wire: WireFormat,
+        leads: bool,
     ) -> None:
         self.stage, self.wire = stage, wire
         own = [action for action in actions if action.stage == place.index]
@@ -98,6 +100,8 @@ class _StageLinks:
         depth = min(in_flight + 1, pipeline.micro_batches)  # one more than are held: a receive is always posted
         ranks = [stage.ranks[0] for stage in pipeline.stages]
         index, position, backend, dtype = place.index, place.position, stage.backend, wire.dtype
+        if not leads:
+            return
         if position > 0 and (before := ranks[position - 1]) != ranks[position]:
             self.inboxes[Op.RECV_F] = Inbox(paced, before, tag_of(index, _FORWARD), backend, dtype, depth, piece)
             self.outboxes[Op.SEND_B] = Outbox(paced, before, tag_of(index - 1, _BACKWARD), backend, dtype, piece)
@@ -116,13 +120,14 @@ class _StageLinks:
 
     def packed_shapes(self, data: StepData, op: Op) -> list[tuple[int, ...]]:
         """Of what travels to ``op``, RECV_F or RECV_B, of each micro-batch."""
-        return [self.wire.packed_shape(self._shape(data, op, index)) for index in range(len(data.sizes))]
+        return [self.wire.packed_shape(self.shape(data, op, index)) for index in range(len(data.sizes))]
 
     def unpacked(self, packed: torch.Tensor, data: StepData, op: Op, index: int) -> torch.Tensor:
         """What has come to ``op``, RECV_F or RECV_B, of a micro-batch."""
-        return self.wire.unpacked(packed, self._shape(data, op, index))
+        return self.wire.unpacked(packed, self.shape(data, op, index))
 
-    def _shape(self, data: StepData, op: Op, index: int) -> tuple[int, ...]:
+    def shape(self, data: StepData, op: Op, index: int) -> tuple[int, ...]:
+        """Of what has come to ``op``, RECV_F or RECV_B, of a micro-batch."""
         layer = (self.stage.first if op is Op.RECV_F else self.stage.last) - 1
         return self.stage.chain.boundary(layer, data.sizes[index], data.length)
 
@@ -158,6 +163,7 @@ class Executor:
         finished: is told each layer whose gradients are whole while its stage's last backward still runs, the last layer first.
         emulation: makes actions and messages of steps last as those of other devices.
         wire: how tensors travel; None: as they are.
+        group: the ranks that hold the stage together; its first one hands on to the others what it receives. None: this rank alone.
 
     Attributes:
         losses: shares of the loss of the running step's micro-batches (fp32 scalars), on the last stage.
@@ -168,6 +174,7 @@ class Executor:
 
     def __init__(
         self,
+        rank: int,
         stages: Sequence[Stage],
         places: Sequence[Placement],
         pipeline: PipelinePlan,
@@ -177,10 +184,12 @@ class Executor:
         finished: Finished,
         emulation: Emulation | None = None,
         wire: WireFormat | None = None,
+        group: HostGroup | None = None,
     ) -> None:
         self.actions, self.whole_step, self.finished = tuple(actions), whole_step, finished
         self.pace = emulation.pace if emulation is not None else None
-        self.rank = pipeline.stages[places[0].position].ranks[0]
+        self.rank, self._group = rank, group
+        leads = group is None or group.member == 0
         self.losses: list[torch.Tensor] = []
         self.current: Action | None = None
         self.evaluated = 0
@@ -188,14 +197,14 @@ class Executor:
         self._transport, self._backend = transport, stages[0].backend
         wire = wire if wire is not None else WireFormat(stages[0].dtype)
         self.stages = {
-            place.index: _StageLinks(stage, place, pipeline, self.actions, transport, emulation, wire)
+            place.index: _StageLinks(stage, place, pipeline, self.actions, transport, emulation, wire, leads)
             for stage, place in zip(stages, places, strict=True)
         }
         """By number, in chain order."""
         # A device may still compute when a forward or backward returns; what it sent and received may be copied on beside. Waiting
         # for it here, the time belongs to the action that took it. A rank that alone is a pipeline has nothing to send: its device
         # marks when it began and ended each action, and never runs out of work.
-        self._synchronises = any(own.inboxes for own in self.stages.values())
+        self._synchronises = group is not None or any(own.inboxes for own in self.stages.values())
         self._marks = not self._synchronises and self._backend.device != HOST
         self._last_backwards = {own.last_backward for own in self.stages.values()}
         self._inputs: dict[Action, torch.Tensor] = {}
@@ -285,10 +294,7 @@ class Executor:
         found: list[torch.Tensor] = []
         stage = own.stage
         for index, rows in enumerate(_consecutive(data.sizes)):
-            if own.evaluation_in is not None:
-                x = own.unpacked(own.evaluation_in.take(), data, Op.RECV_F, index)
-            else:
-                x = _tokens(data)[rows] if stage.is_first else before[index]
+            x = self._evaluation_input(own, data, index, before)
             part = data.micro_batch(index, rows)
             targets = data.targets[rows] if stage.is_last and data.targets is not None else None
             y = stage.evaluate(x, targets, part.positions, part.comparison, part.routed)
@@ -297,9 +303,23 @@ class Executor:
                 own.evaluation_in.release()
             if own.evaluation_out is not None:
                 own.evaluation_out.put(own.packed(y, data, Op.SEND_F, index))
-            else:
+            elif stage.is_last or self._group is None:
                 found.append(y)
         return found
+
+    def _evaluation_input(
+        self, own: _StageLinks, data: StepData, index: int, before: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        if own.stage.is_first:
+            return _tokens(data)[_consecutive(data.sizes)[index]]
+        received = own.evaluation_in
+        x = before[index] if before else None
+        if received is not None:
+            x = own.unpacked(received.take(), data, Op.RECV_F, index)
+        if self._group is not None:
+            return self._group.shared(x, own.shape(data, Op.RECV_F, index), own.stage.dtype)
+        assert x is not None
+        return x
 
     def _begin(self, data: StepData) -> None:
         self.losses = []
@@ -313,7 +333,7 @@ class Executor:
         if op is Op.F:
             self._forward(action, own.stage, data)
         elif op in (Op.B, Op.I):
-            self._backward(action, own.stage, data.loss_scale)
+            self._backward(action, own.stage, data)
         elif op is Op.W:
             own.stage.backward_weights(_index(action), self._listener(action))
         elif op in (Op.RECV_F, Op.RECV_B):
@@ -327,7 +347,7 @@ class Executor:
     def _forward(self, action: Action, stage: Stage, data: StepData) -> None:
         index, number = _index(action), action.stage
         rows = self._rows[index]
-        x = _tokens(data)[rows] if stage.is_first else self._inputs.pop(Action(Op.RECV_F, number, index))
+        x = _tokens(data)[rows] if stage.is_first else self._received(Action(Op.RECV_F, number, index), data)
         targets = data.targets[rows] if stage.is_last and data.targets is not None else None
         y = stage.forward(data.micro_batch(index, rows), x, targets)
         if stage.is_last:
@@ -335,13 +355,13 @@ class Executor:
         else:
             self._hand_on(Action(Op.SEND_F, number, index), Action(Op.RECV_F, number + 1, index), y)
 
-    def _backward(self, action: Action, stage: Stage, loss_scale: float) -> None:
+    def _backward(self, action: Action, stage: Stage, data: StepData) -> None:
         """B or I."""
         index, number = _index(action), action.stage
-        dy = None if stage.is_last else self._inputs.pop(Action(Op.RECV_B, number, index))
-        if stage.is_last and loss_scale != 1.0:
+        dy = None if stage.is_last else self._received(Action(Op.RECV_B, number, index), data)
+        if stage.is_last and data.loss_scale != 1.0:
             # Made there: a copy would wait for the device.
-            dy = torch.full((), loss_scale, device=self._backend.device)
+            dy = torch.full((), data.loss_scale, device=self._backend.device)
         if action.op is Op.I:
             dx = stage.backward_input(index, dy)
         else:
@@ -349,11 +369,20 @@ class Executor:
         if dx is not None:
             self._hand_on(Action(Op.SEND_B, number, index), Action(Op.RECV_B, number - 1, index), dx)
 
+    def _received(self, action: Action, data: StepData) -> torch.Tensor:
+        """What RECV_F or RECV_B has brought this rank, or the first one of its group."""
+        received = self._inputs.pop(action, None)
+        if self._group is None:
+            assert received is not None
+            return received
+        own = self.stages[action.stage]
+        return self._group.shared(received, own.shape(data, action.op, _index(action)), own.stage.dtype)
+
     def _hand_on(self, send: Action, receive: Action, tensor: torch.Tensor) -> None:
         """To ``send``; or, where the next stage is this rank's too, as if ``receive`` had brought it."""
         if send.op in self.stages[send.stage].outboxes:
             self._outputs[send] = tensor
-        else:
+        elif self._group is None:
             self._inputs[receive] = tensor
 
     def _listener(self, action: Action) -> Finished | None:

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from hetero_mpi.data.sequences import Batch
+from hetero_mpi.model.group.division import Division, Held, divisions
+from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.stage import IGNORED
+from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.owners import owners
-from hetero_mpi.planning.schedule import held_by, stages
+from hetero_mpi.planning.schedule import stages
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan
 
 
@@ -37,8 +40,41 @@ def active_ranks(plan: Plan) -> list[int]:
 
 
 def holders(plan: Plan) -> dict[int, tuple[int, ...]]:
-    """layer -> the ranks that hold it, one per pipeline, in plan order."""
-    return {layer: held_by(plan, layer) for layer in range(plan.layers)}
+    """layer -> the ranks that hold it or a share of it, in plan order."""
+    found: dict[int, tuple[int, ...]] = {}
+    for _, _, stage in plan.numbered:
+        for layer in range(stage.first, stage.last):
+            found[layer] = (*found.get(layer, ()), *stage.ranks)
+    return found
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A tensor of a stage that a group of ranks holds."""
+
+    division: Division
+    ranks: tuple[int, ...]
+
+    @property
+    def cut(self) -> bool:
+        """Has each of the ranks a part of its own?"""
+        return self.division.held is Held.CUT
+
+    @property
+    def exchanged(self) -> bool:
+        """Have all of the ranks all of it?"""
+        return self.division.held in (Held.WHOLE, Held.SUMMED)
+
+
+def divided_tensors(plan: Plan, chain: LayerChain, tuning: Tuning) -> dict[str, Divided]:
+    """Name -> how it is divided, of every trained tensor and constant of stages that groups hold."""
+    found: dict[str, Divided] = {}
+    for _, _, stage in plan.numbered:
+        if stage.grouped:
+            layers = range(stage.first, stage.last)
+            own = divisions(language(chain), tuning, stage.shares, layers)
+            found |= {name: Divided(division, stage.ranks) for name, division in own.items()}
+    return found
 
 
 def parameter_owners(tuning: Tuning, plan: Plan) -> dict[str, int]:

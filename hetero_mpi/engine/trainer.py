@@ -17,13 +17,23 @@ from hetero_mpi.data.sequences import Batch, Pairs
 from hetero_mpi.device.backend import DTYPES, Backend
 from hetero_mpi.emulation.pace import Emulation
 from hetero_mpi.engine.executor import Executor, StepData
+from hetero_mpi.engine.host_group import HostGroup
 from hetero_mpi.engine.out_of_memory import memory_explained
-from hetero_mpi.engine.placement import Placement, evaluation_shares, parameter_owners, places_of, slots, training_share
+from hetero_mpi.engine.placement import (
+    Placement,
+    divided_tensors,
+    evaluation_shares,
+    parameter_owners,
+    places_of,
+    slots,
+    training_share,
+)
 from hetero_mpi.engine.sharded_update import ShardedUpdate, SharedLayers, shared_layers
 from hetero_mpi.engine.tied import TiedEnds, TiedMatrix
 from hetero_mpi.engine.wire import format_of
 from hetero_mpi.job.load import TrainTable
 from hetero_mpi.model.frozen_weight_cache import Kept
+from hetero_mpi.model.group.link import StageGroup
 from hetero_mpi.model.held_layers import HeldLayers, Shared
 from hetero_mpi.model.held_stages import HeldStages
 from hetero_mpi.model.layer.interface import LayerChain, as_input
@@ -85,6 +95,7 @@ class Trainer:
         loss_scale: LossScale | None = None,
         memory: RankMemory | None = None,
         stream_folder: Path | None = None,
+        group: HostGroup | None = None,
     ) -> None:
         """Build this rank's stages. Local: ranks need not come here together.
 
@@ -97,6 +108,7 @@ class Trainer:
             loss_scale: the run's; None: its start.
             memory: what is predicted for this rank; None: not known.
             stream_folder: where a streamed stage that computes in host memory keeps its frozen weights; None: in memory.
+            group: the ranks that hold its stage together; None: this rank alone.
 
         Raises:
             UserError: the model's files do not fit, or the memory does not suffice.
@@ -104,10 +116,15 @@ class Trainer:
         self.rank, self.world, self.transport = rank, world, transport
         self.emulation = emulation
         self.end_transport = emulation.end_transport if emulation is not None else transport
-        self.chain, self.tuning, self.plan, self.backend = chain, tuning, plan, backend
+        self.chain, self.tuning, self.plan, self.backend, self.group = chain, tuning, plan, backend, group
+        self.divided = divided_tensors(plan, chain, tuning)
         micro_batches = [pipeline.micro_batches for pipeline in plan.pipelines]
         self.decider = StepDecider(
-            list(tuning.trainable), train.clip_norm, sum(micro_batches), chain.routers is not None
+            list(tuning.trainable),
+            train.clip_norm,
+            sum(micro_batches),
+            chain.routers is not None,
+            {name: len(one.ranks) for name, one in self.divided.items() if one.cut},
         )
         self.places = places_of(rank, plan)
         self.pipeline = self.places[0].pipeline if self.places else None
@@ -130,6 +147,7 @@ class Trainer:
         if self.places:
             with memory_explained(lambda: "loading its layers", memory, backend):
                 shared = shared_layers(plan, schedule, tuning)
+                shared = {layer: ranks for layer, ranks in shared.items() if any(self._owned(layer, ranks))}
                 own = {layer: self._owned(layer, ranks) for layer, ranks in shared.items() if rank in ranks}
                 for place in self.places:
                     self.stages.append(self._stage(place, own, train, start, kept, stream_folder))
@@ -149,27 +167,30 @@ class Trainer:
         own = pipeline.stages[place.position]
         given = self.chain, own.first, own.last, self.backend, train.dtype, start, train.seed, self.tuning
         shared = {layer: owned for layer, owned in shared.items() if own.first <= layer < own.last}
-        foreign = {name for name, rank in self.owner.items() if rank != self.rank}
+        foreign = {name for name, rank in self.owner.items() if rank != self.rank and not self._has_part(name)}
         if own.streamed:
             return StreamedStage(*given, kept, own.slice_sequences, folder, shared, foreign)
         split, embedding = pipeline.split_backward and place.position > 0, None
         if tied is not None and self.stages and self.stages[0].is_first and own.last == self.chain.layer_count:
             embedding = self.stages[0].model_parameter(tied[1])
-        return Stage(*given, own.recompute, split, kept, own.slice_sequences, shared, foreign, embedding)
+        group = StageGroup(own.shares, self.group) if self.group is not None else None
+        return Stage(*given, own.recompute, split, kept, own.slice_sequences, shared, foreign, embedding, group)
 
     def _build(self, held: HeldLayers, shared: SharedLayers, schedule: Schedule, train: TrainTable) -> None:
         assert self.pipeline is not None
         pipeline = self.plan.pipelines[self.pipeline]
         self.optimizer = Optimizer(held, train)
-        ends = pipeline.stages[0].ranks[0], pipeline.stages[-1].ranks[0]
+        ends = pipeline.stages[0].ranks, pipeline.stages[-1].ranks
         pace = self.emulation.pace if self.emulation is not None else None
-        if self.chain.tied is not None and self.tuning.full and self.rank in ends:
-            tied = TiedEnds(*ends, self.chain.tied[1])
+        if self.chain.tied is not None and self.tuning.full and any(self.rank in ranks for ranks in ends):
+            apart = (self.rank, self.rank) if ends[0] == ends[1] else (ends[0][0], ends[1][0])
+            tied = TiedEnds(*apart, self.chain.tied[1])
             self.tied = TiedMatrix(self.rank, tied, self.optimizer, self.end_transport, pace is not None)
         self.update = ShardedUpdate(
             self.rank, self.plan.layers - 1, shared, self.tied, self.optimizer, self.end_transport, pace
         )
         self.executor = Executor(
+            self.rank,
             self.stages,
             self.places,
             pipeline,
@@ -179,13 +200,24 @@ class Trainer:
             self.update.finished,
             self.emulation,
             format_of(train.wire, self.dtype, self.chain.appended_rows),
+            self.group,
         )
         self.backend.begin_peak()
 
     def _owned(self, layer: int, ranks: Sequence[int]) -> list[list[str]]:
-        """The trained parameters of a layer that each of ``ranks`` owns."""
+        """The trained parameters of a layer that each of ``ranks`` owns; of a group, those that all of it hold."""
         names = [name for name, spec in self.tuning.trainable.items() if spec.layer == layer]
+        names = [name for name in names if name not in self.divided or self.divided[name].exchanged]
         return [[name for name in names if self.owner[name] == rank] for rank in ranks]
+
+    def _has_part(self, name: str) -> bool:
+        """Has a group cut the tensor, of which this rank has a part?"""
+        return name in self.divided and self.divided[name].cut and self.rank in self.divided[name].ranks
+
+    @property
+    def leads(self) -> bool:
+        """Is this rank alone with its stages, or the first of the group that holds its stage?"""
+        return self.group is None or self.group.member == 0
 
     def step(
         self,
@@ -267,7 +299,8 @@ class Trainer:
         rows = batch.rows(range(first, first + sum(sizes)))
         with memory_explained(lambda: "evaluation", self._memory, self.backend):
             data = self._data(0, rows, sizes, (0,) * len(sizes), method)
-            return self.executor.evaluate(replace(data, routed=self._routed(rows, batch, batch.divisor)))
+            found = self.executor.evaluate(replace(data, routed=self._routed(rows, batch, batch.divisor)))
+            return found if self.leads else []
 
     def settle(self) -> None:
         """Return when new values of the latest step are there. Called by every active rank, if no step follows at once."""
@@ -280,18 +313,30 @@ class Trainer:
             self.update.dissolve()
 
     def parameter(self, name: str) -> torch.Tensor:
-        """The fp32 value of a parameter that this rank owns, or of a constant of its own, in host memory."""
+        """The fp32 value of what this rank has of a parameter that it owns, or of a constant of its own, in host memory."""
         assert self.optimizer is not None
         if name in self.tuning.constants:
             return self._constant(name)
         return self.backend.to_host(self.optimizer.targets[name])
 
     def compute_parameter(self, name: str) -> torch.Tensor:
-        """A parameter that this rank owns in the compute dtype, or a constant in fp32, in host memory."""
+        """What this rank has of a parameter in the compute dtype, or a constant in fp32, in host memory."""
         assert self.held is not None
         if name in self.tuning.constants:
             return self._constant(name)
         return self.backend.to_host(self.held.parameters[name].to(self.dtype))
+
+    def whole(self, name: str, shape: tuple[int, ...], part: torch.Tensor) -> torch.Tensor:
+        """``part``; where this rank leads a group that has cut the tensor (of this shape): all of it, in host memory. The others of
+        the group ``give`` their parts at the same time."""
+        if self.group is None or not self._has_part(name):
+            return part
+        return self.group.assembled(part, self.divided[name].division, shape)
+
+    def give(self, name: str, part: Callable[[], torch.Tensor]) -> None:
+        """Where the first rank of this rank's group takes a ``whole`` tensor: give it this rank's part, if it has one."""
+        if self.group is not None and self._has_part(name):
+            self.group.give(part())
 
     def set_parameter(self, name: str, value: torch.Tensor) -> None:
         """Overwrite a parameter (and what it is rounded to) or a constant from an fp32 host tensor."""
@@ -300,9 +345,16 @@ class Trainer:
             if name in self.tuning.constants:
                 self.held.storage_of(self.held.model_parameter(name)).copy_(value)
                 return
-            if name in self.optimizer.targets:
-                self.optimizer.targets[name].copy_(value)
-            self.held.overwrite({name: self.optimizer.targets.get(name, value)})
+            if name in self.held.parameters:
+                value = self.own_part(name, value)
+                if name in self.optimizer.targets:
+                    self.optimizer.targets[name].copy_(value)
+                self.held.overwrite({name: self.optimizer.targets.get(name, value)})
+
+    def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank holds of a tensor of a parameter."""
+        divided = self.divided.get(name)
+        return whole if divided is None or self.group is None else divided.division.part(whole, self.group.member)
 
     def share_tied_weight(self) -> None:
         """Bring the embedding's values to the head's copy of a tied matrix, within each pipeline. Called by every active rank."""
@@ -371,7 +423,7 @@ class Trainer:
         self.update.end()
         self.executor.flush()
         first = self._loss_slots[self.pipeline]
-        shares = torch.stack(self.executor.losses).tolist() if self.executor.losses else []
+        shares = torch.stack(self.executor.losses).tolist() if self.executor.losses and self.leads else []
         losses = {first + index: loss for index, loss in enumerate(shares)}
         routers = self.stages[-1].routers
         for (index, _), share in sorted(routers.seen.items() if routers is not None else ()):
@@ -397,7 +449,9 @@ class Trainer:
         if self.emulation is not None:
             self.world.meet_asleep()  # ranks that are ahead take no core from those that emulate with it
         with self.world.waiting("all ranks' part of the step decision"):
-            own = self.decider.fill(squared_norms, losses, self._asked())
+            own = self.decider.fill(
+                squared_norms, losses, self._asked(), self.group.member if self.group is not None else 0
+            )
             summed = self.world.all_reduce_sum(np.concatenate([own, self._along]))
         decision = self.decider.decide(summed[: len(own)], self.loss_scale.value)
         self.loss_scale.update(decision.finite)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from hetero_mpi.model.group.division import heads_to_share
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.quantize import fused_experts, packed_bytes
 from hetero_mpi.model.transformers.chain import TransformersChain, language
@@ -36,6 +37,7 @@ def model_cost(
         state_bytes_per_trainable_parameter=GRADIENT_BYTES + ADAM_BYTES + master_bytes,
         layers=layers,
         tied_bytes=tied * GRADIENT_BYTES if tuning.full else 0,
+        heads=heads_to_share(chain, tuning),
     )
 
 

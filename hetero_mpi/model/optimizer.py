@@ -7,6 +7,7 @@ and of the global step, so the result does not depend on the partition.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -201,26 +202,37 @@ class StepDecision:
 class StepDecider:
     """Turns every rank's squared norms and losses into one decision.
 
-    Each trained parameter, and each micro-batch of all pipelines, has its own slot of a vector that is summed over the ranks.
-    Exactly one rank fills a slot, so the sum is exact in any order, and adding the slots in the order of names and of
-    micro-batches gives the same bits for every partition. The last number counts ranks that were asked to end the run.
+    Each trained parameter (of one that a group of ranks has cut, each part), and each micro-batch of all pipelines, has its own
+    slot of a vector that is summed over the ranks. Exactly one rank fills a slot, so the sum is exact in any order, and adding the
+    slots in the order of names and of micro-batches gives the same bits for every partition. The last number counts ranks that were
+    asked to end the run.
 
     ``names``: the trained parameters, in the model's order. ``routers``: micro-batches have slots for the routers' loss, too.
+    ``parts``: name -> in how many parts it is cut, where it is.
     """
 
     def __init__(
-        self, names: list[str], clip_norm: float | None, micro_batches: int = 1, routers: bool = False
+        self,
+        names: list[str],
+        clip_norm: float | None,
+        micro_batches: int = 1,
+        routers: bool = False,
+        parts: Mapping[str, int] | None = None,
     ) -> None:
         self.names = tuple(names)
-        self.slots = {name: i for i, name in enumerate(sorted(names))}
+        slots = [(name, part) for name in sorted(names) for part in range((parts or {}).get(name, 1))]
+        self.slots = {slot: i for i, slot in enumerate(slots)}
         self.clip_norm, self.micro_batches, self.routers = clip_norm, micro_batches, routers
 
-    def fill(self, squared_norms: dict[str, float], losses: dict[int, float], stop: bool = False) -> np.ndarray:
-        """This rank's part: float64. ``losses``: of the micro-batches whose head it holds; after those of all, the routers'."""
+    def fill(
+        self, squared_norms: dict[str, float], losses: dict[int, float], stop: bool = False, part: int = 0
+    ) -> np.ndarray:
+        """This rank's part: float64. ``losses``: of the micro-batches whose head it holds; after those of all, the routers'.
+        ``part``: which one of cut parameters it has."""
         vector = np.zeros(len(self.slots) + self.micro_batches * (1 + self.routers) + 1)
         vector[-1] = stop
         for name, value in squared_norms.items():
-            vector[self.slots[name]] = value
+            vector[self.slots[name, part if (name, part) in self.slots else 0]] = value
         for index, loss in losses.items():
             vector[len(self.slots) + index] = loss
         return vector
@@ -239,8 +251,8 @@ class StepDecider:
 
     def _first_non_finite(self, norms: np.ndarray) -> str | None:
         """Backward goes from the end of the model to its beginning, and spreads what is not finite on its way."""
-        broken = (name for name in reversed(self.names) if not np.isfinite(norms[self.slots[name]]))
-        return next(broken, None)
+        broken = {name for (name, _), slot in self.slots.items() if not np.isfinite(norms[slot])}
+        return next((name for name in reversed(self.names) if name in broken), None)
 
 
 def added(values: np.ndarray) -> float:

@@ -11,6 +11,7 @@ import torch
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import return_freed_memory
 from hetero_mpi.emulation.pace import Emulation
+from hetero_mpi.engine.host_group import HostGroup, host_group, require_joinable
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import ELSEWHERE, as_toml, leads_out
@@ -89,6 +90,7 @@ def build(context: RunContext, share: Share, resuming: bool, loss_scale: LossSca
         start = supply.start
         members.doing = "sending the model's files to ranks without them"
         supply.serve()
+    group = _group(context, members, plan)
     with members.together("loading weights"), files:
         trainer = Trainer(
             context.world.rank,
@@ -106,8 +108,20 @@ def build(context: RunContext, share: Share, resuming: bool, loss_scale: LossSca
             loss_scale,
             next((memory for memory in share.report.memory if memory.rank == context.world.rank), None),
             _stream_folder(context),
+            group,
         )
     return replace(share, trainer=trainer)
+
+
+def _group(context: RunContext, members: World, plan: Plan) -> HostGroup | None:
+    """The group that holds this rank's stage, if one does. Collective over the active ranks."""
+    found: list[HostGroup | None] = [None]
+    with members.together("joining the ranks that hold stages together"):
+        require_joinable(members, plan, context.job.cluster.communication_thread)
+    for _, _, stage in plan.numbered:
+        if stage.grouped:
+            found.append(host_group(members, stage.ranks, context.backend))
+    return next(filter(None, found), None)
 
 
 def _stream_folder(context: RunContext) -> Path:

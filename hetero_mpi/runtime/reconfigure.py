@@ -33,7 +33,7 @@ from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.runtime.build import Share, build
 from hetero_mpi.runtime.setup.setup import RunContext
 from hetero_mpi.state.background_save import Snapshot, lack_of_memory, size_bytes
-from hetero_mpi.state.checkpointing import KINDS, live_state, take_over
+from hetero_mpi.state.checkpointing import KINDS, LiveState, take_over
 from hetero_mpi.state.redistribute import Delivery, Parcel, deliveries, held_under, move, parcels
 from hetero_mpi.state.training_state import TrainingState
 
@@ -53,11 +53,15 @@ def lack_of_room(share: Share) -> str | None:
 
 
 def keep(trainer: Trainer, listed: Sequence[Delivery]) -> Snapshot:
-    """Copies in host memory of the parcels that this rank sends or keeps. Local."""
-    rank = trainer.rank
+    """Copies in host memory of the parcels that this rank sends or keeps. Local; a group comes together."""
+    rank, live = trainer.rank, LiveState(trainer)
     own = [one.parcel for one in listed if rank in one.keepers or (rank == one.source and one.destinations)]
     snapshot = Snapshot(own, trainer.backend)
-    snapshot.take(live_state(trainer))
+    snapshot.take(live)
+    leader = trainer.plan.leader_of.get(rank)
+    for one in listed:
+        if one.source == leader:
+            live.give(one.parcel)
     return snapshot
 
 
@@ -132,6 +136,8 @@ def change(context: RunContext, before: Share, report: PlanReport, state: Traini
         brought = keep(before.trainer, listed)
         if before.trainer.held is not None:
             kept = before.trainer.held.frozen_layers(_layers_of(world.rank, report.plan))
+        if world.rank in [*_grouped(before.own_plan), *_grouped(report.plan)]:
+            kept = {}  # parts of layers, or to be cut
         before.give_up()
         context.backend.free_unused()
         gc.freeze()  # what lives on is not looked through again by the next change
@@ -149,6 +155,11 @@ def change(context: RunContext, before: Share, report: PlanReport, state: Traini
 
 def _layers_of(rank: int, plan: Plan) -> list[int]:
     return [layer for layer, ranks in holders(plan).items() if rank in ranks]
+
+
+def _grouped(plan: Plan) -> list[int]:
+    """Ranks of groups."""
+    return [rank for _, _, stage in plan.numbered if stage.grouped for rank in stage.ranks]
 
 
 def _nothing(parcel: Parcel) -> torch.Tensor:

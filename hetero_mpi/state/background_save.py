@@ -20,7 +20,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,11 +45,11 @@ from hetero_mpi.comm.transport import Request, Transport, send_in_order
 from hetero_mpi.device.backend import Backend, host_memory
 from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.state.redistribute import Own, Parcel, give_parts
 
 if TYPE_CHECKING:
     from hetero_mpi.comm.ranks.world import World
     from hetero_mpi.job.load import CheckpointTable
-    from hetero_mpi.state.redistribute import Parcel
 
 _LOG = logging.getLogger(__name__)
 _TAG, _ALIGNED = 1, 4
@@ -59,7 +59,7 @@ _LONG_WAIT_S = 0.5
 MEMORY_SHARE = 0.5
 """Largest share of a host's free memory that its ranks may use beyond what training itself needs."""
 
-Live = Callable[["Parcel"], torch.Tensor]
+Live = Callable[[Parcel], torch.Tensor]
 
 
 class Snapshot:
@@ -122,7 +122,7 @@ class Saver:
         world: World,
         backend: Backend,
         listed: Iterable[Parcel],
-        live: Live,
+        live: Own,
         directory: Path,
         table: CheckpointTable,
         threaded: bool,
@@ -132,7 +132,7 @@ class Saver:
         self.newest = newest
         # The transport is of the active ranks only, which are numbered anew there.
         active = list(world.numbers or range(world.size))
-        self._listed = [replace(parcel, owner=active.index(parcel.owner)) for parcel in listed]
+        self._listed = [parcel.among(active) for parcel in listed]
         self._transport: Transport = MpiTransport(world.comm, threaded=False)
         self._buffers: list[NDArray[np.uint8]] = []
         self._snapshot: Snapshot | None = None
@@ -160,12 +160,14 @@ class Saver:
             self._decide()
         path = checkpoint_path(self.directory, step)
         if not self._may_thread:
+            give_parts(self.world.rank, self._listed, self.live)
             self._work(_Task(path, metadata, lambda parcel: self.backend.to_host(self.live(parcel)), begin))
             return path
         if self._snapshot is None:
             self._snapshot = Snapshot((p for p in self._listed if p.owner == self.world.rank), self.backend)
         copying = time.perf_counter()
         self._snapshot.take(self.live)
+        give_parts(self.world.rank, self._listed, self.live)
         copied_s = time.perf_counter() - copying
         task = _Task(path, metadata, self._snapshot, begin)
         self._writing = Background(f"writing the checkpoint of step {step}", lambda: self._work(task))

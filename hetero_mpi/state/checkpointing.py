@@ -35,22 +35,36 @@ def open_saver(trainer: Trainer, directory: Path, job: JobConfig, newest: Path |
     """
     listed = parcels(trainer.tuning, trainer.plan, KINDS)
     threaded = job.cluster.communication_thread
-    live = live_state(trainer)
+    live = LiveState(trainer)
     return Saver(trainer.world, trainer.backend, listed, live, directory, job.checkpoint, threaded, newest)
 
 
-def live_state(trainer: Trainer) -> Callable[[Parcel], torch.Tensor]:
-    """A function that returns the tensor of a parcel this rank holds, where it lies on the device."""
+class LiveState:
+    """What a trainer has of parcels, where it lies on the device; what a group has cut is put together in host memory.
 
-    def own(parcel: Parcel) -> torch.Tensor:
-        assert trainer.optimizer is not None and trainer.held is not None
-        if parcel.name in trainer.tuning.constants:
-            return trainer.held.model_parameter(parcel.name).detach().float()
+    ``parameters``: how to find that of a name; None: what is trained, in fp32.
+    """
+
+    def __init__(self, trainer: Trainer, parameters: Callable[[str], torch.Tensor] | None = None) -> None:
+        self._trainer, self._parameters = trainer, parameters
+
+    def __call__(self, parcel: Parcel) -> torch.Tensor:
+        return self._trainer.whole(parcel.name, parcel.shape, self._part(parcel))
+
+    def give(self, parcel: Parcel) -> None:
+        """See ``redistribute.Own``."""
+        self._trainer.give(parcel.name, lambda: self._part(parcel))
+
+    def _part(self, parcel: Parcel) -> torch.Tensor:
+        optimizer, held = self._trainer.optimizer, self._trainer.held
+        assert optimizer is not None and held is not None
+        if self._parameters is not None:
+            return self._parameters(parcel.name)
+        if parcel.name in self._trainer.tuning.constants:
+            return held.model_parameter(parcel.name).detach().float()
         if parcel.kind == "parameters":
-            return trainer.optimizer.targets[parcel.name].detach()
-        return trainer.optimizer.state(parcel.name)[parcel.kind]
-
-    return own
+            return optimizer.targets[parcel.name].detach()
+        return optimizer.state(parcel.name)[parcel.kind]
 
 
 def find_checkpoint(run_dir: Path, wanted: str) -> tuple[Path, list[str]]:
@@ -222,10 +236,12 @@ def _keeper(trainer: Trainer, updates: int) -> Callable[[Parcel, torch.Tensor], 
         if parcel.kind == "parameters":
             trainer.set_parameter(parcel.name, tensor)
             return
+        if trainer.optimizer is None or parcel.name not in trainer.optimizer.targets:
+            return  # of a group, whose first rank has it
+        tensor = trainer.own_part(parcel.name, tensor)
         moments = waiting.setdefault(parcel.name, {})
         moments[parcel.kind] = tensor
         if len(moments) == (4 if parcel.name in trainer.tuning.eight_bit else 2):
-            assert trainer.optimizer is not None
             trainer.optimizer.restore(parcel.name, waiting.pop(parcel.name), updates)
 
     return keep
@@ -236,7 +252,7 @@ def save_model(trainer: Trainer, directory: Path, shard_bytes: int, tokenizer: P
     Collective.
     """
     listed = parcels(trainer.tuning, trainer.plan, ("parameters",), trainer.dtype)
-    coming = collect(trainer.rank, trainer.transport, listed, lambda parcel: trainer.compute_parameter(parcel.name))
+    coming = collect(trainer.rank, trainer.transport, listed, LiveState(trainer, trainer.compute_parameter))
     if trainer.rank != 0:
         for _ in coming:
             pass
@@ -253,7 +269,7 @@ def save_adapter(
 ) -> None:
     """Write the adapter on rank 0 as a PEFT directory with the tokenizer. Collective. ``base``: the model it was trained on."""
     listed = parcels(trainer.tuning, trainer.plan, ("parameters",))
-    coming = collect(trainer.rank, trainer.transport, listed, lambda parcel: trainer.parameter(parcel.name))
+    coming = collect(trainer.rank, trainer.transport, listed, LiveState(trainer, trainer.parameter))
     state = {parcel.name: tensor.clone() for parcel, tensor in coming}
     if trainer.rank == 0:
         assert trainer.tuning.adapter is not None

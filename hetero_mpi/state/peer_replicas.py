@@ -21,7 +21,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,10 +40,10 @@ from hetero_mpi.device.backend import Backend, host_bytes
 from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.state.background_save import MEMORY_SHARE, Snapshot, lack_of_memory, size_bytes, views
-from hetero_mpi.state.checkpointing import KINDS, live_state
+from hetero_mpi.state.checkpointing import KINDS, LiveState
 from hetero_mpi.state.copies import Copies, CopyCosts, StateVersion, peers, steps_between
 from hetero_mpi.state.local_checkpoint import DISK_SHARE, VERSIONS, LocalCheckpoint, lack_of_disk
-from hetero_mpi.state.redistribute import Parcel, parcels
+from hetero_mpi.state.redistribute import Parcel, give_parts, parcels
 
 if TYPE_CHECKING:
     from hetero_mpi.engine.trainer import Trainer
@@ -98,9 +97,7 @@ class PeerReplicas:
         self.world, self.trainer, self.copies, self._fixed = world, trainer, copies, every
         self.every: int | None = every
         active = list(world.numbers or range(world.size))
-        listed = [
-            replace(parcel, owner=active.index(parcel.owner)) for parcel in parcels(trainer.tuning, trainer.plan, KINDS)
-        ]
+        self._listed = listed = [parcel.among(active) for parcel in parcels(trainer.tuning, trainer.plan, KINDS)]
         sizes = [size_bytes(p for p in listed if p.owner == rank) for rank in range(world.size)]
         self.peer_of = peers(sizes, world.hosts)
         self._own = [parcel for parcel in listed if parcel.owner == world.rank]
@@ -211,7 +208,9 @@ class PeerReplicas:
         """
         slot = self._slots[0]
         self._slots.rotate(-1)
-        slot.own.take(live_state(self.trainer))
+        live = LiveState(self.trainer)
+        slot.own.take(live)
+        give_parts(self.world.rank, self._listed, live)
         version = StateVersion(state.step, state.to_dict(), dict(slot.own.views), _names(self._own))
         self._new.append(version)
         self.copies.versions.append(version)

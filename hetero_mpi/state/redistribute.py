@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -39,6 +40,14 @@ class Parcel:
     """The rank that owns it: where it is taken from."""
     others: tuple[int, ...] = ()
     """Further ranks that need it: of a parameter, all that hold it."""
+    group: tuple[int, ...] = ()
+    """The ranks that hold the owner's stage together with it, each perhaps with a part: they give theirs to the owner when it takes
+    the tensor, and need all of it to cut theirs."""
+
+    def among(self, ranks: Sequence[int]) -> Parcel:
+        """The same with its ranks numbered by their places in ``ranks``."""
+        owner, group = ranks.index(self.owner), tuple(map(ranks.index, self.group))
+        return replace(self, owner=owner, others=(), group=group)
 
     @property
     def dtype_name(self) -> str:
@@ -61,6 +70,7 @@ def held_as(
 def parcels(tuning: Tuning, plan: Plan, kinds: Iterable[str], dtype: torch.dtype = torch.float32) -> list[Parcel]:
     """All tensors of the given kinds, in the model's order, layer by layer. Constants are parameters in fp32, without moments."""
     held, owner, kinds = holders(plan), parameter_owners(tuning, plan), tuple(kinds)
+    groups = {stage.ranks[0]: stage.ranks for _, _, stage in plan.numbered if stage.grouped}
     specs = [(spec, dtype) for spec in tuning.trainable.values()]
     specs += [(spec, torch.float32) for spec in tuning.constants.values()]
     specs.sort(key=lambda one: one[0].layer)  # stable: the model's order within a layer
@@ -71,12 +81,33 @@ def parcels(tuning: Tuning, plan: Plan, kinds: Iterable[str], dtype: torch.dtype
         for kind in kinds:
             there = held_as(tuning, spec, kind, own)
             if there is not None:
-                found.append(Parcel(kind, spec.name, *there, first, others if kind == "parameters" else ()))
+                group = groups.get(first, ())
+                needing = others if kind == "parameters" else group[1:]
+                found.append(Parcel(kind, spec.name, *there, first, needing, group))
     return found
 
 
+class Own(Protocol):
+    """What a rank has of parcels while it trains. The ranks of a group, each with a part, go through them in one order."""
+
+    def __call__(self, parcel: Parcel) -> torch.Tensor:
+        """On its owner: all of it."""
+        ...
+
+    def give(self, parcel: Parcel) -> None:
+        """On another rank of the owner's group: give the owner its part, if it has one."""
+        ...
+
+
+def give_parts(rank: int, listed: Iterable[Parcel], own: Own) -> None:
+    """Give the first rank of this rank's group, which takes its own parcels of ``listed`` just now, this rank's parts of them."""
+    for parcel in listed:
+        if rank in parcel.group and rank != parcel.owner:
+            own.give(parcel)
+
+
 def collect(
-    rank: int, transport: Transport, listed: Iterable[Parcel], own: Callable[[Parcel], torch.Tensor]
+    rank: int, transport: Transport, listed: Iterable[Parcel], own: Own
 ) -> Iterator[tuple[Parcel, torch.Tensor]]:
     """Send every parcel to rank 0. Collective: every rank must exhaust the iterator.
 
@@ -87,7 +118,9 @@ def collect(
         on rank 0 each parcel with its host tensor, valid until the next one is taken; nothing on other ranks.
     """
     if rank != 0:
+        listed = list(listed)
         send_in_order(transport, ((0, _TAG, host_bytes(own(parcel))) for parcel in listed if parcel.owner == rank))
+        give_parts(rank, listed, own)
         return
     coming: deque[tuple[Parcel, torch.Tensor | None, Request | None]] = deque()
     queue = deque(listed)

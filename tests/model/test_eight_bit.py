@@ -34,7 +34,7 @@ from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.state.background_save import Snapshot
-from hetero_mpi.state.checkpointing import KINDS, check_tensors, check_train, live_state, restore
+from hetero_mpi.state.checkpointing import KINDS, LiveState, check_tensors, check_train, restore
 from hetero_mpi.state.redistribute import parcels
 from tests.support.checkpoint_samples import told
 from tests.support.family_configs import tiny_keys
@@ -67,8 +67,8 @@ def state_of(threads: Threads) -> State:
         trainer.update.settle()
         own = [one for one in parcels(trainer.tuning, trainer.plan, KINDS) if one.owner == trainer.rank]
         snapshot = Snapshot(own, trainer.backend)
-        snapshot.take(live_state(trainer))
-        assert all(torch.equal(snapshot(one), live_state(trainer)(one)) for one in own)
+        snapshot.take(LiveState(trainer))
+        assert all(torch.equal(snapshot(one), LiveState(trainer)(one)) for one in own)
         found |= {key: view.clone() for key, view in snapshot.views.items()}
     return found
 

@@ -31,6 +31,7 @@ from tests.support.family_configs import tiny_keys
 STEPS, GLOBAL_BATCH, SEQUENCE, BLOCKS, SEED = 3, 8, 24, 4, 7
 LAYERS = BLOCKS + 2
 CLIP_NORM = 0.5
+GROUPED = ("group", "groups")
 LORA = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -70,7 +71,8 @@ class Case:
     recompute: bool = False
     dtype: str = "fp32"
     pipelines: str = "one"
-    """``one`` (cut as ``split`` says), ``each`` (every rank is one), ``two`` (unlike cuts), or ``tail`` (the last rank alone)."""
+    """``one`` (cut as ``split`` says), ``each`` (every rank is one), ``two`` (unlike cuts), or ``tail`` (the last rank alone); or
+    one whose stages groups of ranks hold: ``group`` (all ranks the whole chain), ``groups`` (two ranks a stage)."""
     shares: str = "whole"
     """Of the batch: ``whole`` (all pipelines have micro-batches of ``micro_batch``), or ``unequal`` (and unlike micro-batches)."""
     schedule: str = "1f1b"
@@ -105,6 +107,8 @@ class Case:
         }
         if self.optimizer == "adamw_8bit":
             keys |= {"intermediate_size": 200}  # matrices of 4096 numbers and more, with a last block that is not whole
+        if self.pipelines in GROUPED:
+            keys |= {"num_attention_heads": 8, "num_key_value_heads": 4}
         if self.family == "gpt_oss" or self.routers:
             keys = {**tiny_keys(self.family), **keys}  # experts
         if self.routers:
@@ -230,6 +234,10 @@ NORMAL = (
     Case("qwen3-looped-recompute", "qwen3", False, 0.0, False, 1, "looped", schedule="dualpipev", recompute=True),
     Case("mixtral-routers-looped", "mixtral", False, 0.0, True, 2, "looped", schedule="zbv", routers=True),
     Case("gemma2-nf4-bf16-V", "gemma2", True, 0.0, True, 2, "V", tuning="nf4", dtype="bf16", schedule="dualpipev"),
+    Case("llama-tied-group-recompute", "llama", True, 0.0, True, 2, "even", pipelines="group", recompute=True),
+    Case("qwen3-groups-changing", "qwen3", False, 0.0, False, 1, "even", pipelines="groups", changing=True),
+    Case("llama-lora-groups", "llama", True, 0.0, True, 2, "even", tuning="lora", pipelines="groups"),
+    Case("llama-bf16-group", "llama", False, 0.0, True, 2, "even", pipelines="group", dtype="bf16"),
     Case("llama-tied-bf16-tail", "llama", True, 0.0, True, 2, "even", pipelines="tail", shares="unequal", dtype="bf16"),
 )
 """Pairwise: every value of every field meets most values of the others."""
@@ -256,7 +264,10 @@ def write_plan(
     split, pipelines = split or case.split, pipelines or case.pipelines
     if split == "planner":
         return None
-    groups = grouped(pipelines, split, ranks)
+    if pipelines in GROUPED and ranks > 1:
+        save_plan(_of_groups(case, _member_shares(pipelines, ranks)), path)
+        return path
+    groups = grouped("one" if pipelines in GROUPED else pipelines, split, ranks)
     shares = SHARES[case.shares][len(groups)]
     made = []
     for number, (order, edges) in enumerate(groups):
@@ -273,6 +284,22 @@ SHARES = {
     "unequal": {1: [8], 2: [5, 3], 3: [4, 3, 1], 4: [1, 4, 1, 2]},
 }
 """Sequences of each pipeline, by their number; with micro-batches of 1, 2, ... where unequal, so that some are short."""
+
+
+def _member_shares(pipelines: str, ranks: int) -> list[tuple[int, ...]]:
+    """Of each stage's ranks."""
+    if pipelines == "group":
+        return [{2: (3, 1), 3: (2, 1, 1), 4: (1, 1, 1, 1)}[ranks]]
+    return {2: [(1, 3)], 3: [(3, 1), ()], 4: [(3, 1), (2, 2)]}[ranks]
+
+
+def _of_groups(case: Case, shares: list[tuple[int, ...]]) -> Plan:
+    edges, stages, rank = cuts("uneven", len(shares)), [], 0
+    for place, own in enumerate(shares):
+        ranks, depth = tuple(range(rank, rank + max(1, len(own)))), len(shares) - 1 - place
+        stages.append(StagePlan(ranks, edges[place], edges[place + 1], depth, case.recompute, shares=own))
+        rank += len(ranks)
+    return Plan((PipelinePlan(tuple(stages), case.micro_batch, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, LAYERS)
 
 
 def grouped(pipelines: str, split: str, ranks: int) -> list[tuple[list[int], list[int]]]:

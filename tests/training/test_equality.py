@@ -23,10 +23,13 @@ from tests.support.case_product import FULL
 from tests.support.made_up_profile import write_profile
 from tests.support.mpi import on_ranks
 from tests.support.rank_pool import run_pooled
-from tests.support.training_cases import NORMAL, STEPS, Case, Reference
+from tests.support.training_cases import GROUPED, NORMAL, STEPS, Case, Reference
 
 RANKS = (1, 2, 3, 4)
 TOLERANCE = 1e-6
+IN_GROUPS = 3e-6
+"""Of gradients where a group adds up its parts of every matrix product: fp32 rounds such sums otherwise. (In fp64 they are within
+1e-6: ``tests/model/test_group.py``.)"""
 RESUMED = (
     "llama-even",
     "gemma2-tied-ends",
@@ -45,8 +48,12 @@ AGAIN = (
     "gemma2-tail-changing",
     "llama-lora-two-gpipe",
     "gpt_oss-routers-two-split-changing",
+    "llama-tied-group-recompute",
+    "qwen3-groups-changing",
+    "llama-lora-groups",
 )
-"""Cases with several pipelines that are also run again, resumed under their own plan, and resumed under one pipeline."""
+"""Cases with several pipelines, or stages of several ranks, that are also run again, resumed under their own plan, and resumed
+under one pipeline."""
 ONE_PIPELINE = [case for case in NORMAL if case.pipelines == "one"]
 
 
@@ -152,8 +159,9 @@ def tensors(run: Path, step: int) -> dict[tuple[str, str], np.ndarray]:
 def check_against_reference(bench: Bench, ranks: int, case: Case) -> None:
     run, reference = bench.run(ranks, case), bench.reference(case)
     assert len(losses(run)) == STEPS
+    parted = case.pipelines in GROUPED and ranks > 1
     if case.dtype != "fp32":
-        check_narrow(run, reference, first=1e-6 if case.dtype == "bf16" else 1e-3)
+        check_narrow(run, reference, first=1e-6 if case.dtype == "bf16" and not parted else 1e-3)
         return
     np.testing.assert_allclose(losses(run), reference.losses, rtol=TOLERANCE)
     after_one = tensors(run, 1)
@@ -166,7 +174,7 @@ def check_against_reference(bench: Bench, ranks: int, case: Case) -> None:
             continue
         difference = torch.from_numpy(after_one["moments1", name]) - expected
         assert expected.norm() > 0, f"{name} has no gradient: the comparison would be empty"
-        assert difference.norm() / expected.norm() <= TOLERANCE, name
+        assert difference.norm() / expected.norm() <= (IN_GROUPS if parted else TOLERANCE), name
     evaluation = read_metrics(run / "metrics.jsonl").evaluations[-1].loss
     assert evaluation == pytest.approx(reference.evaluation_loss, rel=1e-5)
 
@@ -217,10 +225,11 @@ def test_resuming_under_another_plan_gives_the_same_bits(bench: Bench, ranks: in
 
 @pytest.mark.parametrize("name", AGAIN)
 @on_ranks(*RANKS[1:])
-def test_several_pipelines_give_the_same_bits_again(bench: Bench, ranks: int, name: str) -> None:
+def test_several_holders_of_a_layer_give_the_same_bits_again(bench: Bench, ranks: int, name: str) -> None:
     case = next(case for case in NORMAL if case.name == name)
     straight = bench.run(ranks, case)
-    assert len(load_plan(straight / "plan.toml").pipelines) > 1
+    plan = load_plan(straight / "plan.toml")
+    assert len(plan.pipelines) > 1 or any(stage.grouped for _, _, stage in plan.numbered)
     again, resumed = straight.with_name(f"{name}-again"), straight.with_name(f"{name}-resumed")
     assert losses(again) == losses(straight) and losses(resumed) == losses(straight)[1:]
     check_same_bits(again, straight, STEPS)
@@ -229,11 +238,12 @@ def test_several_pipelines_give_the_same_bits_again(bench: Bench, ranks: int, na
 
 @pytest.mark.parametrize("name", AGAIN)
 @on_ranks(*RANKS[1:])
-def test_resuming_with_another_number_of_pipelines(bench: Bench, ranks: int, name: str) -> None:
+def test_resuming_with_another_number_of_holders(bench: Bench, ranks: int, name: str) -> None:
     case = next(case for case in NORMAL if case.name == name)
     straight = bench.run(ranks, case)
     resumed = straight.with_name(f"{name}-elsewhere")
-    assert len(load_plan(resumed / "plan.toml").pipelines) == 1
+    plan = load_plan(resumed / "plan.toml")
+    assert len(plan.pipelines) == 1 and not any(stage.grouped for _, _, stage in plan.numbered)
     # The first step starts from equal state, the next one from states that differ by one step's rounding.
     assert losses(resumed)[0] == pytest.approx(losses(straight)[1], rel=TOLERANCE)
     assert losses(resumed)[1] == pytest.approx(losses(straight)[2], rel=10 * TOLERANCE)

@@ -24,7 +24,7 @@ from hetero_mpi.model.optimizer import StepDecision
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.planning.schedule import Op
-from hetero_mpi.state.checkpointing import KINDS, live_state
+from hetero_mpi.state.checkpointing import KINDS, LiveState
 from hetero_mpi.state.redistribute import parcels
 from tests.support.late_copies import LateBackend
 from tests.support.loopback import LoopbackTransport
@@ -219,7 +219,7 @@ def _trained_with_weights(
     for trainer in threads.trainers:
         assert trainer.optimizer is not None and trainer.held is not None
         trainer.update.settle()
-        live = live_state(trainer)
+        live = LiveState(trainer)
         own = [parcel for parcel in parcels(trainer.tuning, trainer.plan, KINDS) if parcel.owner == trainer.rank]
         assert {parcel.name for parcel in own} == trainer.optimizer.targets.keys()
         state |= {(parcel.kind, parcel.name): live(parcel).clone() for parcel in own}

@@ -7,7 +7,7 @@ non-blocking form and polls for its end with back-off.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,24 @@ class Collectives:
         """Fill ``everyone`` [rank, byte] with every rank's ``own``, which has the same length everywhere."""
         _finish(self.comm.Iallgather, own, everyone)
 
+    def all_to_all_bytes(self, own: NDArray[np.uint8], received: NDArray[np.uint8]) -> None:
+        """Give every rank its row of ``own`` [rank, byte]; ``received`` [rank, byte] is what each rank gives this one."""
+        _finish(self.comm.Ialltoall, own, received)
+
+    def broadcast_bytes(self, flat: NDArray[np.uint8], root: int = 0) -> None:
+        """``root``'s bytes on every rank, in place."""
+        self._broadcast_bytes(flat, root)
+
+    def send_bytes(self, flat: NDArray[np.uint8], destination: int) -> None:
+        """To a rank that calls ``receive_bytes`` with as many. Only these two ranks call."""
+        for piece in _cut(flat):
+            _finish(self.comm.Isend, piece, destination)
+
+    def receive_bytes(self, flat: NDArray[np.uint8], source: int) -> None:
+        """From a rank that calls ``send_bytes``."""
+        for piece in _cut(flat):
+            _finish(self.comm.Irecv, piece, source)
+
     def _room_for_all(self, payload: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
         """Lengths of all ranks' payloads, and a buffer for them one after the other."""
         lengths = np.zeros(self.size, np.int64)
@@ -117,8 +135,8 @@ class Collectives:
         return total.reshape(array.shape)
 
     def _broadcast_bytes(self, flat: NDArray[np.uint8], root: int) -> None:
-        for first in range(0, flat.size, PIECE_BYTES):
-            _finish(self.comm.Ibcast, flat[first : first + PIECE_BYTES], root=root)
+        for piece in _cut(flat):
+            _finish(self.comm.Ibcast, piece, root=root)
 
     def meet_asleep(self) -> None:
         """A barrier before the ranks compute on shared cores: a waiting rank sleeps between all its looks."""
@@ -135,6 +153,10 @@ def _finish(
     """Start one of MPI's non-blocking calls, and poll until it is complete."""
     with losses():
         finish(call(*arguments, **options), Pause(longest_s, yield_s))
+
+
+def _cut(flat: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
+    return (flat[first : first + PIECE_BYTES] for first in range(0, flat.size, PIECE_BYTES))
 
 
 def encode(value: Any) -> NDArray[np.uint8]:

@@ -111,6 +111,14 @@ def key_value_heads(chain: TransformersChain, block: int = 0) -> int:
     return int(keys.k_proj.out_features // keys.head_dim)
 
 
+def heads_to_share(chain: LayerChain, tuning: Trained) -> int | None:
+    """Key/value heads that the ranks of a group may share; None: the model cannot be trained by a group as it is."""
+    if not isinstance(chain, TransformersChain):
+        return None
+    heads = key_value_heads(chain)
+    return heads if refusal(chain, tuning, (heads,)) is None else None
+
+
 def divisions(
     chain: TransformersChain, tuning: Trained, shares: Sequence[int], layers: Iterable[int]
 ) -> dict[str, Division]:

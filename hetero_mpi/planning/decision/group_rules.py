@@ -17,6 +17,8 @@ def group_problems(number: int, stage: StagePlan, plan: Plan, profile: ClusterPr
             yield f"{where} has shares = {list(stage.shares)} and one rank: shares are for several ranks; leave them out"
         return
     yield from _share_problems(where, stage, profile)
+    if profile.emulated:
+        yield f"{where} names ranks {ranks}: an emulated stage is held by exactly one rank"
     hosts = list(dict.fromkeys(profile.devices[rank].host for rank in ranks if 0 <= rank < len(profile.devices)))
     if len(hosts) > 1:
         yield f"{where} names ranks {ranks} of the hosts {', '.join(hosts)}: the ranks of a stage are of one host"

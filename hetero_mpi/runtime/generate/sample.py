@@ -36,6 +36,9 @@ def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedToken
     table = loaded.job.sample
     if table.prompt is None:
         return
+    if any(stage.grouped for _, _, stage in trainer.plan.numbered):
+        say("No sample: some stages are held by several ranks together; `generate` writes text with the trained model")
+        return
     trainer.world.doing = "writing a sample"
     own = _task(trainer, loaded, tokenizer) if tokenizer is not None else None
     word = trainer.world.broadcast_json(asdict(own) if own is not None else None)

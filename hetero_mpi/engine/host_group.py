@@ -1,0 +1,120 @@
+"""The ranks of one host that hold a stage together: sums while they compute, and what the first of them hands on to the others.
+
+Every rank has its own tensors in host memory (of a GPU, copies). A sum is cut into as many parts as there are ranks: each rank
+adds up one part, in the order of the ranks and in fp32, and all get all parts. So the bits are the same on every rank and in every
+run, and no more bytes move than any all-reduce moves (Patarasuk & Yuan 2009). Whoever computes needs the sum at once: the calls
+block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.device.backend import HOST, Backend, host_bytes
+from hetero_mpi.errors import UserError
+from hetero_mpi.model.group.division import Division
+from hetero_mpi.planning.types.plan import Plan
+
+Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def require_joinable(world: World, plan: Plan, threaded: bool) -> None:
+    """Can the ranks of groups call MPI while a communication thread may do so, too?
+
+    Raises:
+        UserError: the MPI library does not allow it.
+    """
+    groups = [stage.ranks for _, _, stage in plan.numbered if stage.grouped]
+    if groups and threaded and world.thread_level != "multiple":
+        raise UserError(
+            f"the plan gives a stage to ranks {', '.join(map(str, groups[0]))} together, whose sums need an MPI library with "
+            f"THREAD_MULTIPLE; this one grants {world.thread_level}: set `communication_thread = false` in [cluster], or "
+            f"`groups = false` in [plan]"
+        )
+
+
+def host_group(world: World, ranks: tuple[int, ...], backend: Backend) -> HostGroup | None:
+    """The group of ``ranks``, numbers in the whole job; None on a rank that is not one of them. Collective over ``world``."""
+    numbers = world.numbers or tuple(range(world.size))
+    own = world.subset([numbers.index(rank) for rank in ranks])
+    return None if own is None else HostGroup(own, backend)
+
+
+class HostGroup:
+    """A rank's end of the group; see ``model.group.link.GroupLink``. All members call in the same order.
+
+    Attributes:
+        member: this rank's place in the group; 0 leads.
+        size: number of members.
+    """
+
+    def __init__(self, world: World, backend: Backend) -> None:
+        self._world, self._backend = world, backend
+        self.member, self.size = world.rank, world.size
+        self._rooms: dict[int, torch.Tensor] = {}
+        """Host memory that is used again, by number."""
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the members, each element added in their order in fp32."""
+        return self._combined(tensor, torch.Tensor.add_)
+
+    def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The largest of the members' elements."""
+        return self._combined(tensor, lambda a, b: torch.maximum(a, b, out=a))
+
+    def shared(self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The leader's tensor on every member's device; the others give None."""
+        assert (tensor is None) == (self.member > 0)
+        with self._world.waiting("the first rank of its group"):
+            if tensor is None:
+                host = self._backend.host_buffer(shape, dtype)
+                self._world.broadcast_bytes(host_bytes(host))
+                return host if self._backend.device == HOST else host.to(self._backend.device)
+            self._world.broadcast_bytes(host_bytes(self._backend.to_host(tensor.contiguous())))
+            return tensor
+
+    def assembled(self, part: torch.Tensor, division: Division, shape: tuple[int, ...]) -> torch.Tensor:
+        """On the leader: the whole of a tensor, in host memory, of which every other member gives its part (``give``)."""
+        own = self._backend.to_host(part)
+        whole = torch.empty(shape, dtype=own.dtype)
+        for member in range(self.size):
+            first, end = division.bounds[member : member + 2]
+            place = whole.narrow(division.dim, first, end - first)
+            if member != 0:
+                own = torch.empty(place.shape, dtype=whole.dtype)
+                self._world.receive_bytes(host_bytes(own), member)
+            place.copy_(own)
+        return whole
+
+    def give(self, part: torch.Tensor) -> None:
+        """On another member: its part of a tensor that the leader puts together."""
+        self._world.send_bytes(host_bytes(self._backend.to_host(part.contiguous())), 0)
+
+    def _combined(self, tensor: torch.Tensor, combine: Combine) -> torch.Tensor:
+        flat = tensor.detach().contiguous().view(-1)
+        each = -(-flat.numel() // self.size)
+        given, taken, whole = (self._room(number, (self.size, each), flat.dtype) for number in range(3))
+        given.view(-1)[: flat.numel()].copy_(flat)
+        with self._world.waiting("the other ranks of its group"):
+            self._world.all_to_all_bytes(_rows(given), _rows(taken))
+            total = taken[0].float()
+            for row in taken[1:]:
+                combine(total, row.float())
+            self._world.all_gather_bytes(host_bytes(total.to(flat.dtype)), _rows(whole))
+        flat.copy_(whole.view(-1)[: flat.numel()])
+        return flat.view(tensor.shape)
+
+    def _room(self, number: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        size = shape[0] * shape[1] * dtype.itemsize
+        if number not in self._rooms or self._rooms[number].numel() < size:
+            self._rooms[number] = self._backend.host_buffer((size,), torch.uint8)
+        return self._rooms[number][:size].view(dtype).view(shape)
+
+
+def _rows(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    return host_bytes(tensor).reshape(len(tensor), -1)
