@@ -7,7 +7,6 @@ Rank 0 leads and holds one small tensor; ranks 1 and 2 hold tensors larger than 
 import resource
 import sys
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +21,7 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend, Memory
 from hetero_mpi.state import background_save
 from hetero_mpi.state.background_save import PIECES_HELD, Saver
+from hetero_mpi.state.redistribute import Parcel
 from tests.support.checkpoint_samples import told
 
 KINDS = ("parameters", "moments1", "moments2")
@@ -31,18 +31,6 @@ HELD = {"a.small": 0, "b.large": 1, "c.scalar": 1, "d.deep": 2}
 
 
 COUNTED = torch.arange(PIECE_BYTES, dtype=torch.float32)[: max(int(np.prod(shape)) for shape in SHAPES.values())]
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """``redistribute.Parcel``, whose module would import all of transformers."""
-
-    kind: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    owner: int
-    dtype_name: str = "float32"
 
 
 def value(kind: str, name: str, round_: int) -> torch.Tensor:
