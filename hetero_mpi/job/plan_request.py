@@ -56,6 +56,7 @@ def request_of(loaded: LoadedJob, ranks: int, dropout: bool, versions: int = 0) 
         split_choices=(False, True) if trains_all else (False,),
         schedule=job.plan.schedule,
         stages_per_rank=job.plan.stages_per_rank,
+        groups=job.plan.groups,
         streaming={False: "never", "auto": "auto", True: "shorter"}[job.plan.stream],
         recompute_choices=(False, True) if job.train.recompute == "auto" else (job.train.recompute,),
         allow_idle=job.plan.allow_idle,

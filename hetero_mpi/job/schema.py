@@ -264,6 +264,9 @@ class PlanTable(JobTable):
     stages_per_rank: Positive = 4
     """Shorter stages that a rank may hold, at most, where a step gets 2 % shorter by it: between like ranks on fast links. 1: one
     each. A ``schedule`` for several stages takes at least 2."""
+    groups: bool = True
+    """May ranks of one host hold a stage together, each a share of its layers (tensor parallelism), where a step gets 2 % shorter
+    by it or nothing fits otherwise? For language models of transformers without dropout; ``schedule`` is "auto"."""
     pipelines: Positive | Literal["auto"] = "auto"
     """Pipelines that may hold the model side by side, at most, and share the global batch; "auto": as many as help."""
     stream: bool | Literal["auto"] = "auto"

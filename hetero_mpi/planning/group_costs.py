@@ -10,12 +10,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hetero_mpi.planning.memory import stage_memory
+from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.cost import EMBEDDING, GRADIENT_BYTES, HEAD, LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes
 
 DIVIDED_TIME = 0.9
 """Of the time of blocks and head so much is divided, where it was not measured: all but norms, residuals and calls."""
+
+Group = tuple[tuple[int, ...], tuple[int, ...]]
+"""(ranks, shares)"""
 
 
 def device_of(profile: ClusterProfile, stage: StagePlan) -> DeviceProfile:
@@ -156,3 +161,51 @@ def whole_sums_s(profile: ClusterProfile, stage: StagePlan) -> float:
     held = [layer.trainable_parameters - layer.divided_trainable for layer in profile.model.layers]
     own = [GRADIENT_BYTES * count for count in held[stage.first : stage.last] if count]
     return sum(sum_s(profile, stage.ranks, size_bytes) for size_bytes in own)
+
+
+def member_chain_s(profile: ClusterProfile, device: DeviceProfile, tokens: int) -> tuple[float, float]:
+    """Seconds of the whole chain there and back on a member: (what it computes whatever its share, what is divided)."""
+
+    def chain_s(share: float) -> float:
+        times = {kind: member_times(profile, device, kind, share) for kind in device.layers}
+        return sum(
+            times[layer.kind].forward_s.at(tokens) + times[layer.kind].backward_s.at(tokens)
+            for layer in profile.model.layers
+        )
+
+    everybodys_s = chain_s(0.0)
+    return everybodys_s, chain_s(1.0) - everybodys_s
+
+
+def contracted(profile: ClusterProfile, groups: Sequence[Group], tokens: int, room: float = 1.0) -> ClusterProfile:
+    """The cluster in which each group is one rank, numbered anew in the order of first ranks: as fast as the group, with memory for
+    what its members hold together (the part ``room`` of it), and reached by messages that its leader has handed on."""
+    followers = {rank for ranks, _ in groups for rank in ranks[1:]}
+    kept = [rank for rank in range(len(profile.devices)) if rank not in followers]
+    number = {rank: place for place, rank in enumerate(kept)}
+    small = restricted(profile, kept)
+    devices, links = list(small.devices), {(link.source, link.destination): link for link in small.links}
+    for ranks, shares in groups:
+        own = number[ranks[0]]
+        memory = math.floor(room * _memory_bytes(profile, ranks, shares, tokens))
+        devices[own] = replace(group_device(profile, ranks, shares), rank=own, memory_bytes=memory)
+        stage = StagePlan(ranks, 1, len(profile.model.layers) - 1, 0, shares=shares)
+        row_bytes = max(1, profile.model.layers[0].boundary_bytes_per_token)
+        arrives = [broadcast_s(profile, stage, count, back=False) for count in (0, tokens)]
+        each_s = (arrives[1] - arrives[0]) / (tokens * row_bytes)
+        for other in range(len(kept)):
+            if other != own:
+                link = links.get((other, own), small.link(other, own))
+                speed = 1 / (1 / link.bytes_per_s + each_s) if each_s else link.bytes_per_s
+                links[other, own] = replace(link, latency_s=link.latency_s + arrives[0], bytes_per_s=speed)
+    return replace(small, devices=tuple(devices), links=tuple(links.values()))
+
+
+def _memory_bytes(profile: ClusterProfile, ranks: Sequence[int], shares: Sequence[int], tokens: int) -> float:
+    """How large a stage may be, as one rank would hold it, that a group can hold."""
+    whole = stage_memory(profile.model, 0, len(profile.model.layers), tokens, 1)
+    found = []
+    for rank, share in zip(ranks, shares, strict=True):
+        part = stage_memory(profile.model.part(share / sum(shares)), 0, len(profile.model.layers), tokens, 1)
+        found.append(profile.devices[rank].memory_bytes * whole.total / part.total)
+    return min(found)

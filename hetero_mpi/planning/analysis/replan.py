@@ -22,6 +22,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.drift import Prospect, moving_s
 from hetero_mpi.planning.annealing.anneal import Annealer
 from hetero_mpi.planning.decision.decide import decide, in_order, nearest_searched
+from hetero_mpi.planning.decision.groups import improved
 from hetero_mpi.planning.decision.planner import complete_plan
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
@@ -93,7 +94,9 @@ class ReplanAnswer:
 
 def answer(question: ReplanQuestion) -> ReplanAnswer:
     """The plan with which the remaining steps and the change to it take the least time. Deterministic."""
-    profile = with_slowness(question.profile, question.ratios)
+    now = question.report.plan
+    leads = {rank: question.ratios[leader] for rank, leader in now.leader_of.items() if leader in question.ratios}
+    profile = with_slowness(question.profile, {**leads, **question.ratios})  # a group is measured as one
 
     def step_s(plan: Plan) -> float:
         return simulate(plan, profile).step_s
@@ -106,7 +109,9 @@ def answer(question: ReplanQuestion) -> ReplanAnswer:
 
     now_s = step_s(question.report.plan)
     best, least_s = question.report.plan, question.remaining_steps * now_s
-    searched = replace(question, request=nearest_searched(question.request))
+    # A group's sums have bits of their own: none is formed while a run goes on.
+    groups = question.request.groups and bool(now.leader_of)
+    searched = replace(question, request=replace(nearest_searched(question.request), groups=groups))
     for found in _candidates(searched, profile):
         plan = in_order(found, profile, question.request)
         if plan is not None and (its_s := seconds(plan)) < least_s:
@@ -124,7 +129,9 @@ def answer(question: ReplanQuestion) -> ReplanAnswer:
 
 def _less_moved(plan: Plan, question: ReplanQuestion, seconds: Callable[[Plan], float]) -> Plan:
     """``plan`` with ranks of a pipeline exchanged where layers then stay where they are, and it costs next to nothing: ranks that
-    are alike differ by the noise of what was measured."""
+    are alike differ by the noise of what was measured. Ranks of groups stay."""
+    if plan.leader_of:
+        return plan
     before = {
         (stage.ranks[0], layer)
         for _, _, stage in question.report.plan.numbered
@@ -145,6 +152,8 @@ def _less_moved(plan: Plan, question: ReplanQuestion, seconds: Callable[[Plan], 
 
 def _candidates(question: ReplanQuestion, profile: ClusterProfile) -> Iterator[Plan]:
     plan = question.report.plan
+    if plan.leader_of:
+        yield improved(plan, profile, question.request)
     pipelines = tuple(_alone(pipeline, plan, profile, question.request) for pipeline in plan.pipelines)
     yield replace(plan, pipelines=pipelines)
     if len(plan.pipelines) > 1:
@@ -159,7 +168,7 @@ def _candidates(question: ReplanQuestion, profile: ClusterProfile) -> Iterator[P
     free = _decided(profile, request)
     if free is None:
         return
-    if set(active) <= {stage.ranks[0] for stage in free.pipelines[0].stages}:
+    if set(active) <= set(free.ranks):
         yield free
         return
     kept_s = min(simulate(one, profile).step_s for one in (plan, staying) if one is not None)
@@ -184,8 +193,8 @@ def _alone(pipeline: PipelinePlan, plan: Plan, profile: ClusterProfile, request:
         allow_idle=False,
         thorough=False,
     )
-    # Annealing knows no streamed stages, and one stage on each rank.
-    unknown = pipeline.interleaved or any(stage.streamed for stage in stages)
+    # Annealing knows no streamed stages, and one stage on each rank that it has for itself.
+    unknown = pipeline.interleaved or any(stage.streamed or stage.grouped for stage in pipeline.stages)
     searched = _decided if unknown else partial(_annealed, alone)
     found = searched(restricted(profile, ranks), request)
     return pipeline if found is None else replace(_renumbered(found, ranks).pipelines[0], sequences=pipeline.sequences)

@@ -172,9 +172,9 @@ def link_pairs(plan: Plan) -> list[tuple[int, int]]:
     pairs: dict[tuple[int, int], None] = {}
     for pipeline in plan.pipelines:
         for before, behind in zip(pipeline.stages, pipeline.stages[1:], strict=False):
-            for a, b in zip(before.ranks, behind.ranks, strict=False):
-                if a != b:
-                    pairs[min(a, b), max(a, b)] = None
+            a, b = before.ranks[0], behind.ranks[0]
+            if a != b:
+                pairs[min(a, b), max(a, b)] = None
     return list(pairs)
 
 

@@ -6,12 +6,14 @@ changed cluster asks here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.annealing.anneal import Annealer
 from hetero_mpi.planning.annealing.rounds import always_split
+from hetero_mpi.planning.decision.groups import with_groups
 from hetero_mpi.planning.decision.natural import in_natural_order
 from hetero_mpi.planning.decision.room import closest, with_hosts_divided
 from hetero_mpi.planning.decision.several_stages import SeveralStages
@@ -40,6 +42,8 @@ class Decision:
     """The same where no rank idles that can be given something."""
     one_stage_s: float | None = None
     """Where ranks hold several stages each: the best plan found in which they hold one."""
+    without_groups_s: float | None = None
+    """Where ranks hold a stage together: the best plan found in which none do. Infinite: none fits."""
 
 
 def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
@@ -52,10 +56,19 @@ def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
         plan = None if nearest is None else in_order(nearest.plan, profile, request)
         return None if plan is None else Decision(plan, outlined(plan, profile).step_s)
     check(profile, request)
-    resident = _resident(profile, request)
+    resident = _with_groups(profile, request, _resident(profile, request))
     timed = None if resident is None else (resident.plan, resident.step_s)
     streamed = with_streamed_stages(profile, request, timed, _searched)
     return resident if streamed is None else Decision(*streamed)
+
+
+def _with_groups(profile: ClusterProfile, request: PlanRequest, best: Decision | None) -> Decision | None:
+    """``best``, or a clearly shorter plan in which ranks of a host hold a stage together."""
+    found = with_groups(profile, request, None if best is None else best.step_s, _starts, _searched)
+    if found is None:
+        return best
+    one_pipeline_s, without_s = (None, math.inf) if best is None else (best.one_pipeline_s, best.step_s)
+    return Decision(*found, one_pipeline_s, without_groups_s=without_s)
 
 
 def _searched(profile: ClusterProfile, request: PlanRequest) -> Plan | None:

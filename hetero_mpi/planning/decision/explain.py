@@ -51,10 +51,36 @@ def reasons(
     plan = decision.plan
     return (
         _counts(plan, profile),
+        *grouped(plan, profile, simulation.step_s, decision.without_groups_s),
         *(other.sentence(simulation.step_s) for other in beaten(decision, profile, request)),
         busiest(plan, profile, simulation),
         *_least(plan, profile, request, simulation),
     )
+
+
+def grouped(plan: Plan, profile: ClusterProfile, step_s: float, without_s: float | None) -> Iterator[str]:
+    """Which ranks hold a stage together, and what that is good for. ``without_s``: of the best plan without; None: not known."""
+    for number, _, stage in plan.numbered:
+        if stage.grouped:
+            yield (
+                f"ranks {_listed(stage.ranks)} hold stage {number} together, {_listed(stage.shares)} of "
+                f"{profile.model.heads} key/value heads"
+            )
+    if plan.leader_of and without_s is not None:
+        yield (
+            f"the best plan without ranks that hold a stage together: {ratio(without_s, step_s):.2f}x slower "
+            f"({describe_seconds(without_s)} per step)"
+            if without_s < math.inf
+            else "no plan without ranks that hold a stage together fits in memory"
+        )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """
+    >>> _listed([0, 1, 2])
+    '0, 1 and 2'
+    """
+    return " and ".join([", ".join(map(str, numbers[:-1])), str(numbers[-1])])
 
 
 def _least(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: SimulatedStep) -> Iterator[str]:
@@ -102,7 +128,7 @@ def beaten(decision: Decision, profile: ClusterProfile, request: PlanRequest) ->
     used = sum(len(pipeline.stages) for pipeline in plan.pipelines)
     if decision.one_stage_s is not None:
         yield Beaten("one stage per rank instead of several", decision.one_stage_s)
-    if actions > MOST_ACTIONS or any(pipeline.interleaved for pipeline in plan.pipelines):
+    if actions > MOST_ACTIONS or any(pipeline.interleaved for pipeline in plan.pipelines) or plan.leader_of:
         return
     even = _even_split(plan)
     if even is not None:
@@ -221,7 +247,7 @@ def smaller_moments(model: ModelCost) -> tuple[str, ...]:
 
 def idle_ranks(decision: Decision, profile: ClusterProfile, request: PlanRequest) -> tuple[IdleRank, ...]:
     """Every rank that the plan leaves out, and why."""
-    layers, used = len(profile.model.layers), {stage.ranks[0] for _, _, stage in stages(decision.plan)}
+    layers, used = len(profile.model.layers), set(decision.plan.ranks)
     every = min(len(usable_devices(profile)), layers * min(request.max_pipelines, request.global_batch))
     spare = f"{layers} layers of work, {len(profile.devices)} ranks"
     why = spare if len(used) >= every else _without_idle(decision, every, profile, request)

@@ -13,7 +13,14 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.alone import best_alone
 from hetero_mpi.planning.decision.decide import decide, in_order, nearest_searched
-from hetero_mpi.planning.decision.explain import busiest, idle_ranks, reasons, rounded_on_the_wire, smaller_moments
+from hetero_mpi.planning.decision.explain import (
+    busiest,
+    grouped,
+    idle_ranks,
+    reasons,
+    rounded_on_the_wire,
+    smaller_moments,
+)
 from hetero_mpi.planning.decision.group_rules import group_problems
 from hetero_mpi.planning.decision.shortage import explain_shortage
 from hetero_mpi.planning.decision.streaming import streamed_texts
@@ -123,7 +130,8 @@ def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
     idle = tuple(
         IdleRank(device.rank, "not named in the given plan") for device in profile.devices if device.rank not in named
     )
-    told = ("given by hand", busiest(plan, profile, simulation), *streamed_texts(plan, profile))
+    together = grouped(plan, profile, simulation.step_s, None)
+    told = ("given by hand", *together, busiest(plan, profile, simulation), *streamed_texts(plan, profile))
     told += rounded_on_the_wire(plan, profile) + smaller_moments(profile.model)
     return replace(full, alone=best_alone(profile, request), idle=idle, reasons=told)
 

@@ -108,6 +108,7 @@ def _fastest(profile: ClusterProfile, request: PlanRequest, search: Search) -> T
             split_choices=(False,),
             streaming="never",
             stages_per_rank=1,  # a rank with a streamed stage holds no other one
+            groups=False,
         )
         found = search(view, asked)
         if found is None:

@@ -32,6 +32,8 @@ class PlanRequest:
     """``auto`` leaves depth and splitting to the planner; a name of ``orders.SCHEDULES`` fixes them."""
     stages_per_rank: int = 1
     """Stages of its pipeline that a rank may hold, at most."""
+    groups: bool = False
+    """May ranks of one host hold a stage together, each a share of its layers?"""
     allow_idle: bool = True
     """May ranks be left out when that is faster (or when there are more ranks than layers)?"""
     indifference: float = 0.0

@@ -1,0 +1,350 @@
+"""Plans in which ranks of one host hold a stage together, each a share of every layer (tensor parallelism).
+
+That pays where ranks would wait for each other (a batch of one or two long sequences leaves nothing to overlap), and where a layer
+is larger than a device. The searches know ranks only: they are given a cluster in which a group is one rank, as fast as its
+members are together (``group_costs.group_device``), with one pipeline. What they find is written out with groups, timed and counted
+as it is, and its shares and cuts are then improved one by one.
+
+Groups are looked at only where the fluid bound of such a cluster leaves room for the gain that is asked for: where pipelines side
+by side have nothing to wait for, it does not, and no search is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from hetero_mpi.planning.bounds import fluid_bound_s, usable_devices
+from hetero_mpi.planning.decision.group_rules import group_problems
+from hetero_mpi.planning.group_costs import contracted, member_chain_s
+from hetero_mpi.planning.memory import hosts_suffice, predict_memory
+from hetero_mpi.planning.outline import outlined
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
+from hetero_mpi.planning.types.request import PlanRequest
+
+GAIN = 0.02
+"""So much shorter a step must be for a plan with groups: its sums keep all members waiting for the slowest."""
+LARGEST = 64
+"""In clusters of more ranks groups are not looked for."""
+SEARCHES = 4
+"""So many clusters with groups are searched at the most, those with the lowest bounds; where nothing fits otherwise, all of them
+until something fits."""
+NEAR = 1.05
+"""Of these, ``THOROUGH`` are searched thoroughly: whose first plans take no more than so many times as long as they should ..."""
+DONE = 1.02
+"""... and more than so many times the bound."""
+THOROUGH = 2
+ROOMS = (1.0, 0.85, 0.7)
+"""Parts of a group's memory that the searches are told, until what they find fits as it is."""
+ROUNDING = 1e-9
+SIZES = (2, 3, 4, 8)
+"""Of groups, beside all ranks of a host and all but one."""
+
+Timed = tuple[Plan, float]
+"""A plan and the seconds of a step."""
+Starts = Callable[[ClusterProfile, PlanRequest], Iterable[Timed]]
+"""Plans to begin with, quickly found."""
+Search = Callable[[ClusterProfile, PlanRequest], Plan | None]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Ranks of one host, increasing, and their heads."""
+
+    ranks: tuple[int, ...]
+    shares: tuple[int, ...]
+
+
+Groups = tuple[_Group, ...]
+"""Disjoint."""
+
+
+def with_groups(
+    profile: ClusterProfile, request: PlanRequest, best_s: float | None, starts: Starts, search: Search
+) -> Timed | None:
+    """A plan with groups at least ``GAIN`` shorter than ``best_s`` (None: nothing fits without); None: none was found."""
+    if not possible(profile, request):
+        return None
+    limit_s = math.inf if best_s is None else best_s * (1 - GAIN)
+    sizes = tuple({*request.micro_batch_choices, *request.alone_micro_batch_choices})
+    least = replace(request, split_choices=(False,), micro_batch_choices=sizes)
+    if limit_s < math.inf and fluid_bound_s(profile, least) >= limit_s:
+        return None
+    return _Search(profile, request, starts, search).shorter_than(limit_s)
+
+
+def improved(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan:
+    """A plan with groups, with heads and layers moved between ranks as long as that makes it shorter."""
+    return _improved(plan, outlined(plan, profile).step_s, profile, request)[0]
+
+
+def possible(profile: ClusterProfile, request: PlanRequest) -> bool:
+    """May a plan have groups, and are there ranks for one?"""
+    wanted = request.groups and request.schedule == "auto" and not profile.emulated
+    if not wanted or (profile.model.heads or 0) < 2 or len(profile.devices) > LARGEST:
+        return False
+    return any(len(devices) > 1 for devices in _by_host(profile))
+
+
+def _by_host(profile: ClusterProfile) -> list[list[DeviceProfile]]:
+    """The usable devices of every host."""
+    found: dict[str, list[DeviceProfile]] = {}
+    for device in usable_devices(profile):
+        found.setdefault(device.host, []).append(device)
+    return list(found.values())
+
+
+def filling_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
+    """No plan of one pipeline takes less, were layers divisible at will and messages free.
+
+    A stage has its first micro-batch when all stages before it have computed it forward, and these go on for as long as it takes
+    them backward after its last one. So with M micro-batches in a step of T seconds the first stage computes T / M of each at the
+    most, and every further one 1 - 1 / M times as much as the one before.
+    """
+    model, found = profile.model, math.inf
+    for size in request.micro_batch_choices:
+        tokens, count = size * request.sequence_length, -(-request.global_batch // size)
+        chains = sorted(
+            sum(
+                device.layers[layer.kind].forward_s.at(tokens) + device.layers[layer.kind].backward_s.at(tokens)
+                for layer in model.layers
+            )
+            for device in usable_devices(profile)
+        )
+        per_s = sum((1 - 1 / count) ** place / chain_s for place, chain_s in enumerate(chains) if chain_s > 0)
+        found = min(found, count / per_s if per_s else 0.0)
+    return found
+
+
+class _Search:
+    def __init__(self, profile: ClusterProfile, request: PlanRequest, starts: Starts, search: Search) -> None:
+        self.profile, self.request, self.starts, self.search = profile, request, starts, search
+        self.heads = profile.model.heads or 0
+        self.tokens = min(request.micro_batch_choices) * request.sequence_length
+        chain = {device.rank: member_chain_s(profile, device, self.tokens) for device in usable_devices(profile)}
+        self.whole_s = {rank: seconds[0] + seconds[1] for rank, seconds in chain.items()}
+        self.parts_s = chain
+        self.thorough = THOROUGH
+
+    def shorter_than(self, limit_s: float) -> Timed | None:
+        """The best plan with groups that is found below ``limit_s``."""
+        promising: list[tuple[float, Groups]] = []
+        for ranks in dict.fromkeys(self._groupings()):
+            groups = tuple(_Group(own, self._quickest(own)) for own in ranks)
+            bound_s = self._bound_s(groups)
+            if bound_s < limit_s or limit_s == math.inf:
+                promising.append((bound_s, groups))
+        promising.sort(key=lambda one: one[0])
+        best: Timed | None = None
+        for place, (bound_s, groups) in enumerate(promising):
+            sought_s = limit_s if best is None else best[1]
+            if sought_s < math.inf and (bound_s >= sought_s or place >= SEARCHES):
+                break
+            for plan in self._plans(groups, sought_s, bound_s):
+                step_s = outlined(plan, self.profile).step_s
+                if step_s < NEAR * sought_s:
+                    better = _improved(plan, step_s, self.profile, self.request)
+                    best = better if better[1] < sought_s and (best is None or better[1] < best[1]) else best
+        return best
+
+    def _bound_s(self, groups: Groups) -> float:
+        """No plan of one pipeline with these groups takes less, their heads being shared so."""
+        small, asked = contracted(self.profile, _named(groups), self.tokens), self._asked(groups)
+        by_itself = replace(asked, micro_batch_choices=tuple(sorted(self._sizes(groups))))
+        return max(fluid_bound_s(small, by_itself), filling_bound_s(small, by_itself))
+
+    def _groupings(self) -> Iterator[tuple[tuple[int, ...], ...]]:
+        """Ways to form groups: on all hosts in the same way, and on one host alone."""
+        hosts = [devices for devices in _by_host(self.profile) if len(devices) > 1]
+        options = [self._options([device.rank for device in devices]) for devices in hosts]
+        for name in dict.fromkeys(name for own in options for name in own):
+            yield tuple(group for own in options for group in own.get(name, ()))
+            yield from (own[name] for own in options if name in own)
+
+    def _options(self, ranks: Sequence[int]) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Name -> groups of one host's ranks: all of them, the fastest ones, or as many groups of one size as there can be."""
+        count = len(ranks)
+        ordered = sorted(ranks, key=lambda rank: (self.whole_s[rank], rank))
+        found: dict[str, tuple[tuple[int, ...], ...]] = {}
+        if count <= self.heads:
+            found["all"] = (tuple(sorted(ranks)),)
+        for size in sorted({*SIZES, count - 1}):
+            if not 2 <= size <= min(count - 1, self.heads):
+                continue
+            found[f"{size} fastest"] = (tuple(sorted(ordered[:size])),)
+            if count >= 2 * size:
+                begins = range(0, count - size + 1, size)
+                found[f"each {size}"] = tuple(tuple(sorted(ordered[begin : begin + size])) for begin in begins)
+        return found
+
+    def _quickest(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Heads for each rank such that the slowest one takes as short as possible: one each, then each further one to the rank
+        that would have it done first."""
+        shares = dict.fromkeys(ranks, 1)
+
+        def with_one_more_s(rank: int) -> float:
+            all_s, divided_s = self.parts_s[rank]
+            return all_s + divided_s * (shares[rank] + 1) / self.heads
+
+        for _ in range(self.heads - len(ranks)):
+            shares[min(ranks, key=lambda rank: (with_one_more_s(rank), rank))] += 1
+        return tuple(shares.values())
+
+    def _roomiest(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Heads for each rank in proportion to its memory."""
+        shares, memory = dict.fromkeys(ranks, 1), {rank: self.profile.devices[rank].memory_bytes for rank in ranks}
+        for _ in range(self.heads - len(ranks)):
+            shares[max(ranks, key=lambda rank: (memory[rank] / (shares[rank] + 1), -rank))] += 1
+        return tuple(shares.values())
+
+    def _asked(self, groups: Groups) -> PlanRequest:
+        """What is asked for a cluster with these groups. There are fewer pipelines to share the batch, so micro-batches may be
+        larger."""
+        request = self.request
+        left = len(self.profile.devices) - sum(len(group.ranks) - 1 for group in groups)
+        most = max(1, request.global_batch // left)
+        larger = {size for size in request.alone_micro_batch_choices if size <= most}
+        return replace(
+            request,
+            micro_batch_choices=tuple(sorted({*request.micro_batch_choices, *larger})),
+            max_pipelines=1,
+            split_choices=(False,),
+            stages_per_rank=1,
+            streaming="never",
+            groups=False,
+        )
+
+    def _sizes(self, groups: Groups) -> set[int]:
+        """Micro-batches of a group by itself, and of the cluster with groups."""
+        return {*self.request.alone_micro_batch_choices, *self._asked(groups).micro_batch_choices}
+
+    def _plans(self, groups: Groups, sought_s: float, bound_s: float) -> Iterator[Plan]:
+        """Plans with these groups that fit: one stage on each group by itself, and what the searches find of the whole cluster."""
+        alone = len(groups) == 1 and len(groups[0].ranks) == len(self.profile.devices)
+        if self.request.allow_idle or alone:
+            yield from (plan for group in groups if (plan := self._by_itself(group)) is not None)
+        roomy = tuple(_Group(group.ranks, self._roomiest(group.ranks)) for group in groups)
+        for shared in dict.fromkeys((groups, roomy)):
+            some = False
+            for room in ROOMS:
+                fitting, lacking = self._searched(shared, room, sought_s, bound_s)
+                yield from fitting
+                some = some or bool(fitting)
+                if not lacking:
+                    break
+            if some:
+                return
+
+    def _by_itself(self, group: _Group) -> Plan | None:
+        """The whole model on one group."""
+        layers = len(self.profile.model.layers)
+        found = []
+        for size in sorted(self._sizes((group,))):
+            for recompute in sorted(set(self.request.recompute_choices)):
+                stage = StagePlan(group.ranks, 0, layers, 0, recompute, shares=group.shares)
+                pipeline = PipelinePlan((stage,), size, self.request.global_batch)
+                plan = Plan((pipeline,), self.request.global_batch, self.request.sequence_length, layers)
+                if self._fits(plan):
+                    found.append(plan)
+                    break
+        return min(found, key=lambda plan: outlined(plan, self.profile).step_s, default=None)
+
+    def _searched(self, groups: Groups, room: float, sought_s: float, bound_s: float) -> tuple[list[Plan], bool]:
+        """Plans found for the cluster in which groups are ranks, written out, as far as they fit; and whether some did not."""
+        small = contracted(self.profile, _named(groups), self.tokens, room)
+        asked = self._asked(groups)
+        starts = sorted(self.starts(small, asked), key=lambda one: one[1])
+        plans = [plan for plan, _ in starts]
+        if starts and self.thorough and DONE * bound_s < starts[0][1] < NEAR * sought_s:
+            self.thorough -= 1
+            thorough = self.search(small, asked)
+            plans = [thorough, *plans] if thorough is not None else plans
+        written = [self._written(plan, groups) for plan in plans[:3]]
+        grouped = [plan for plan in written if plan.leader_of and not self._problems(plan)]
+        fitting = [plan for plan in map(self._fitted, grouped) if plan is not None]
+        return fitting, len(fitting) < len(grouped)
+
+    def _written(self, plan: Plan, groups: Groups) -> Plan:
+        """A plan of the smaller cluster in the numbers of the whole one, with its groups."""
+        own = _named(groups)
+        leads = {group.ranks[0]: group for group in groups}
+        numbers = [rank for rank in range(len(self.profile.devices)) if rank not in _followers(own)]
+
+        def written(stage: StagePlan) -> StagePlan:
+            rank = numbers[stage.ranks[0]]
+            group = leads.get(rank)
+            return replace(stage, ranks=group.ranks if group else (rank,), shares=group.shares if group else ())
+
+        return _with_stages(plan, [written(stage) for _, _, stage in plan.numbered])
+
+    def _problems(self, plan: Plan) -> list[str]:
+        return [
+            text for number, _, stage in plan.numbered for text in group_problems(number, stage, plan, self.profile)
+        ]
+
+    def _fitted(self, plan: Plan) -> Plan | None:
+        """``plan``, or where memory asks for it with forwards repeated on all stages; None: it does not fit even so."""
+        again = [replace(stage, recompute=True) for _, _, stage in plan.numbered]
+        plans = [plan, _with_stages(plan, again)] if True in self.request.recompute_choices else [plan]
+        return next(filter(self._fits, plans), None)
+
+    def _fits(self, plan: Plan) -> bool:
+        return _fits(plan, self.profile, self.request.memory_reserve)
+
+
+def _fits(plan: Plan, profile: ClusterProfile, reserve: float) -> bool:
+    enough = all(one.peak_bytes <= one.usable_bytes for one in predict_memory(plan, profile, reserve))
+    return enough and hosts_suffice(plan, profile, reserve)
+
+
+def _improved(plan: Plan, step_s: float, profile: ClusterProfile, request: PlanRequest) -> Timed:
+    """``plan`` with heads moved from member to member, and layers from stage to stage, as long as that makes it shorter."""
+    better = True
+    while better:
+        better = False
+        for changed in (*_shared_otherwise(plan), *_cut_otherwise(plan)):
+            changed_s = outlined(changed, profile).step_s
+            if changed_s < step_s * (1 - ROUNDING) and _fits(changed, profile, request.memory_reserve):
+                plan, step_s, better = changed, changed_s, True
+                break
+    return plan, step_s
+
+
+def _named(groups: Groups) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [(group.ranks, group.shares) for group in groups]
+
+
+def _followers(groups: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> set[int]:
+    return {rank for ranks, _ in groups for rank in ranks[1:]}
+
+
+def _with_stages(plan: Plan, stages: Sequence[StagePlan]) -> Plan:
+    """A plan of one pipeline with other stages."""
+    (pipeline,) = plan.pipelines
+    return replace(plan, pipelines=(replace(pipeline, stages=tuple(stages)),))
+
+
+def _shared_otherwise(plan: Plan) -> Iterator[Plan]:
+    stages = plan.pipelines[0].stages
+    for place, stage in enumerate(stages):
+        for giver in range(len(stage.shares)):
+            for taker in range(len(stage.shares)):
+                if giver == taker or stage.shares[giver] == 1:
+                    continue
+                shares = list(stage.shares)
+                shares[giver] -= 1
+                shares[taker] += 1
+                changed = replace(stage, shares=tuple(shares))
+                yield _with_stages(plan, (*stages[:place], changed, *stages[place + 1 :]))
+
+
+def _cut_otherwise(plan: Plan) -> Iterator[Plan]:
+    stages = plan.pipelines[0].stages
+    for place in range(1, len(stages)):
+        before, behind = stages[place - 1], stages[place]
+        for cut in (behind.first - 1, behind.first + 1):
+            if before.first < cut < behind.last:
+                moved = replace(before, last=cut), replace(behind, first=cut)
+                yield _with_stages(plan, (*stages[: place - 1], *moved, *stages[place + 1 :]))

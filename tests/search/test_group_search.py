@@ -1,0 +1,193 @@
+"""Stages of several ranks as the search finds them: as good as trying everything, on one host only, and only where that pays."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
+from hetero_mpi.planning.bounds import fluid_bound_s
+from hetero_mpi.planning.decision import groups as group_search
+from hetero_mpi.planning.decision.decide import decide
+from hetero_mpi.planning.decision.groups import GAIN
+from hetero_mpi.planning.decision.planner import complete_plan, make_plan
+from hetero_mpi.planning.memory import hosts_suffice, predict_memory
+from hetero_mpi.planning.outline import outlined
+from hetero_mpi.planning.pacing import scheduled_depths
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
+from hetero_mpi.planning.types.request import PlanRequest
+from tests.planning.test_group_costs import HEADS, divisible
+from tests.support.planning_samples import SEQUENCE, make_model, make_profile
+from tests.support.seeds import seeds
+
+
+def boxes(hosts: str, slowness: Sequence[float], blocks: int = 4, memory: int = 10**7, **link: float) -> ClusterProfile:
+    """A rank for each letter, on the host of that name."""
+    link = {"latency_s": 1e-4, "bytes_per_s": 1e6, **link}
+    profile = make_profile(slowness, divisible(make_model(blocks)), memory, **link)
+    return replace(profile, devices=tuple(replace(d, host=h) for d, h in zip(profile.devices, hosts, strict=True)))
+
+
+def asked(batch: int, sizes: tuple[int, ...] = (1,), **other: object) -> PlanRequest:
+    return PlanRequest(batch, SEQUENCE, sizes, max_pipelines=batch, groups=True, **other)  # type: ignore[arg-type]
+
+
+def held(plan: Plan) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [(stage.ranks, stage.shares) for _, _, stage in plan.numbered]
+
+
+def every_plan(profile: ClusterProfile, batch: int) -> Iterator[Plan]:
+    """All plans of one pipeline: every order of ranks and groups of a host, every cut, all shares, classic depths."""
+    layers, heads = len(profile.model.layers), profile.model.heads
+    assert heads is not None
+    everybody = range(len(profile.devices))
+    sets = [s for n in range(1, len(everybody) + 1) for s in itertools.combinations(everybody, n)]
+    sets = [s for s in sets if len({profile.devices[rank].host for rank in s}) == 1 and len(s) <= heads]
+    for count in range(1, len(everybody) + 1):
+        for chosen in itertools.permutations(sets, count):
+            if len({rank for s in chosen for rank in s}) < sum(map(len, chosen)):
+                continue
+            depths = scheduled_depths("1f1b", count, batch)
+            for cuts in itertools.combinations(range(1, layers), count - 1):
+                ends = (0, *cuts, layers)
+                for shares in itertools.product(*(list(_shares(len(s), heads)) for s in chosen)):
+                    stages = tuple(
+                        StagePlan(ranks, ends[i], ends[i + 1], depths[i], shares=shares[i])
+                        for i, ranks in enumerate(chosen)
+                    )
+                    yield Plan((PipelinePlan(stages, 1, batch),), batch, SEQUENCE, layers)
+
+
+def _shares(count: int, heads: int) -> Iterator[tuple[int, ...]]:
+    if count == 1:
+        yield ()
+        return
+    for cuts in itertools.combinations(range(1, heads), count - 1):
+        yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, heads)))
+
+
+@seeds(12, 4)
+def test_no_plan_of_one_pipeline_is_much_shorter_than_what_is_found(seed: int) -> None:
+    draw = random.Random(seed)
+    slowness = [draw.choice((0.5, 1.0, 1.0, 2.0)) for _ in range(3)]
+    link = {"latency_s": draw.choice((1e-4, 1e-2, 0.1)), "bytes_per_s": draw.choice((1e4, 1e6))}
+    profile = boxes("aab", slowness, 3, **link)
+    profile = replace(profile, model=replace(profile.model, heads=4))
+    batch = draw.choice((1, 2, 3))
+    best_s = min(outlined(plan, profile).step_s for plan in every_plan(profile, batch))
+    found = decide(profile, asked(batch))
+    assert found is not None
+    assert found.step_s <= best_s / (1 - GAIN) * (1 + 1e-9)
+
+
+def test_one_long_sequence_is_computed_by_all_ranks_of_the_fastest_host_in_proportion_to_their_speeds() -> None:
+    profile = boxes("aabb", (1.0, 2.0, 4.0, 4.0))
+    report = make_plan(profile, asked(1))
+    assert held(report.plan) == [((0, 1), (5, 3))] or held(report.plan) == [((0, 1), (6, 2))]
+    without = make_plan(profile, replace(asked(1), groups=False))
+    assert report.predicted_step_s < (1 - GAIN) * without.predicted_step_s
+    shares = " and ".join(map(str, held(report.plan)[0][1]))
+    assert f"ranks 0 and 1 hold stage 0 together, {shares} of {HEADS} key/value heads" in report.reasons
+    ratio = without.predicted_step_s / report.predicted_step_s
+    assert any(
+        r.startswith(f"the best plan without ranks that hold a stage together: {ratio:.2f}x") for r in report.reasons
+    )
+    complete_plan(report.plan, profile, asked(1))  # and it can be run again from its file
+
+
+def test_groups_of_two_hosts_are_stages_of_a_pipeline() -> None:
+    plan = make_plan(boxes("aabb", (1.0,) * 4), asked(2)).plan
+    assert held(plan) in ([((0, 1), (4, 4)), ((2, 3), (4, 4))], [((2, 3), (4, 4)), ((0, 1), (4, 4))])
+
+
+def test_a_layer_larger_than_every_rank_of_a_host_is_held_by_two_of_them() -> None:
+    """The head's parameters and their state take 640 kB; a rank has 400."""
+    profile, request = boxes("aa", (1.0, 1.0), memory=400_000), asked(2)
+    *others, head = profile.model.layers
+    large = dict.fromkeys(("parameters", "trainable_parameters", "divided_parameters", "divided_trainable"), 40_000)
+    head = replace(head, parameter_bytes=160_000, **large)
+    profile = replace(profile, model=replace(profile.model, layers=(*others, head)))
+    assert decide(profile, replace(request, groups=False)) is None
+    report = make_plan(profile, request)
+    assert [ranks for ranks, _ in held(report.plan)] == [(0, 1)]
+    assert all(one.peak_bytes <= one.usable_bytes for one in predict_memory(report.plan, profile, 0.05))
+    assert "no plan without ranks that hold a stage together fits in memory" in report.reasons
+
+
+def test_a_group_in_its_hosts_memory_fits_into_that_memory() -> None:
+    profile = boxes("aab", (1.0, 1.0, 1.0))
+    devices = tuple(replace(device, shares_host_memory=device.host == "a") for device in profile.devices)
+    for memory in (60_000, 80_000, 10**6):
+        small = replace(profile, devices=devices, hosts=(HostProfile("a", memory, "made up"),))
+        found = decide(small, asked(1))
+        assert found is not None
+        assert hosts_suffice(found.plan, small, 0.05)
+
+
+def test_never_a_group_across_hosts() -> None:
+    found = decide(boxes("ab", (1.0, 1.0)), asked(1))
+    assert found is not None and not found.plan.leader_of
+
+
+def test_layers_move_from_a_group_that_has_become_slow_and_no_group_is_formed_while_a_run_goes_on() -> None:
+    profile, request = boxes("aabb", (1.0,) * 4), asked(2)
+    report = make_plan(profile, request)
+    first = report.plan.pipelines[0].stages[0]
+    reply = answer(ReplanQuestion(profile, {first.ranks[0]: 3.0}, request, report, 1000, 0.1))
+    after = {stage.ranks: stage.last - stage.first for _, _, stage in reply.report.plan.numbered}
+    assert after.get(first.ranks, 0) < first.last - first.first
+    assert reply.prospect.then_s < reply.prospect.now_s
+    apart = make_plan(profile, replace(request, groups=False, max_pipelines=1))
+    reply = answer(ReplanQuestion(profile, {0: 3.0}, request, apart, 1000, 0.1))
+    assert not reply.report.plan.leader_of
+
+
+@pytest.mark.parametrize(
+    ("change", "request_changes"),
+    [
+        ({"heads": None}, {}),
+        ({"heads": 1}, {}),
+        ({}, {"groups": False}),
+        ({}, {"schedule": "1f1b"}),
+    ],
+)
+def test_no_group_where_there_can_be_none(change: dict[str, object], request_changes: dict[str, object]) -> None:
+    profile = boxes("aa", (1.0, 1.0))
+    profile = replace(profile, model=replace(profile.model, **change))  # type: ignore[arg-type]
+    found = decide(profile, replace(asked(1), **request_changes))  # type: ignore[arg-type]
+    assert found is not None and not found.plan.leader_of
+
+
+def test_emulated_ranks_hold_their_stages_alone() -> None:
+    found = decide(replace(boxes("aa", (1.0, 1.0)), source="emulated: made up"), asked(1))
+    assert found is not None and not found.plan.leader_of
+
+
+def test_a_batch_that_like_ranks_divide_is_not_searched_for_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pipelines side by side have nothing to wait for: the bound says so, and no cluster with groups is made."""
+    made: list[object] = []
+    monkeypatch.setattr(group_search, "contracted", lambda *arguments: made.append(arguments))
+    for hosts, batch in (("aa", 8), ("aabb", 8)):
+        request, profile = asked(batch, (1, 2)), boxes(hosts, (1.0,) * len(hosts))
+        found, plain = decide(profile, request), decide(profile, replace(request, groups=False))
+        assert found == plain
+    assert not made
+
+
+@seeds(20, 5)
+def test_no_plan_with_groups_is_below_the_fluid_bound(seed: int) -> None:
+    draw = random.Random(seed)
+    slowness = [draw.choice((0.5, 1.0, 3.0)) for _ in range(4)]
+    profile = boxes(draw.choice(("aabb", "aaaa", "aaab")), slowness, draw.randint(2, 5))
+    batch = draw.choice((1, 2))
+    bound_s = fluid_bound_s(profile, asked(batch))
+    plans = [plan for plan in every_plan(boxes("aab", slowness[:3], 2), batch) if plan.leader_of]
+    small = boxes("aab", slowness[:3], 2)
+    assert min(outlined(plan, small).step_s for plan in plans) >= fluid_bound_s(small, asked(batch))
+    found = decide(profile, asked(batch))
+    assert found is not None and found.step_s >= bound_s
