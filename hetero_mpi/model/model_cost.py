@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from hetero_mpi.model.group.division import heads_to_share
+from hetero_mpi.model.divided_cost import with_divisions
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.quantize import fused_experts, packed_bytes
 from hetero_mpi.model.transformers.chain import TransformersChain, language
@@ -29,7 +29,7 @@ def model_cost(
         for layer in range(chain.layer_count)
     )
     master_bytes = 4 if dtype != "fp32" else 0
-    return ModelCost(
+    cost = ModelCost(
         model_type=chain.name,
         dtype=dtype,
         sequence_length=sequence_length,
@@ -37,8 +37,8 @@ def model_cost(
         state_bytes_per_trainable_parameter=GRADIENT_BYTES + ADAM_BYTES + master_bytes,
         layers=layers,
         tied_bytes=tied * GRADIENT_BYTES if tuning.full else 0,
-        heads=heads_to_share(chain, tuning),
     )
+    return with_divisions(cost, chain, tuning)
 
 
 def _layer_cost(

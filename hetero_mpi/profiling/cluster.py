@@ -21,7 +21,7 @@ from hetero_mpi.model.optimizer import StepDecider
 from hetero_mpi.planning.analysis.plausible import doubts
 from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.cost import ModelCost
-from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LinkProfile
+from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile, DeviceProfile, LinkProfile
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
 from hetero_mpi.profiling.host_profiles import MeasuredMemory, host_profiles, measure_memory
 from hetero_mpi.profiling.subject import Subject, sampled_rows
@@ -79,7 +79,7 @@ def profile_cluster(
     )
     versions = own_versions(world.library)
     profile = ClusterProfile(
-        source="measured",
+        source=MEASURED,
         date=world.broadcast_json(_now()),
         key=key,
         mpi_library=world.library,

@@ -21,7 +21,7 @@ from hetero_mpi.planning.group_costs import contracted, member_chain_s
 from hetero_mpi.planning.memory import hosts_suffice, predict_memory
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
+from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile, DeviceProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
 GAIN = 0.02
@@ -89,9 +89,12 @@ def possible(profile: ClusterProfile, request: PlanRequest) -> bool:
 
 
 def _by_host(profile: ClusterProfile) -> list[list[DeviceProfile]]:
-    """The usable devices of every host."""
+    """The usable devices of every host. Of a cluster that was measured, those of which it is known what half the heads take: ranks
+    divide little of a small layer's time."""
     found: dict[str, list[DeviceProfile]] = {}
     for device in usable_devices(profile):
+        if profile.source == MEASURED and not device.halved:
+            continue
         found.setdefault(device.host, []).append(device)
     return list(found.values())
 

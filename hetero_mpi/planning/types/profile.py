@@ -14,6 +14,8 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types.cost import ModelCost
 
 SCHEMA_VERSION = 2
+MEASURED = "measured"
+"""The ``source`` of a profile that the program has made of the cluster as it is."""
 EMULATED = "emulated"
 """How the ``source`` of a profile begins whose devices and links ranks only imitate."""
 

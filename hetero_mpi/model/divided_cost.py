@@ -1,0 +1,62 @@
+"""Which part of a layer's cost the ranks of a group divide, from shapes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from hetero_mpi.model.group.division import Held, containers, divisions, heads_to_share, refusal, styles
+from hetero_mpi.model.layer.interface import LayerChain
+from hetero_mpi.model.transformers.chain import TransformersChain, language
+from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.planning.types.cost import DTYPE_BYTES, LayerCost, ModelCost
+
+
+def with_divisions(cost: ModelCost, chain: LayerChain, tuning: Tuning) -> ModelCost:
+    """The cost with the heads that a group may share and what it divides; without, where a group with one head for each rank could
+    not train the model."""
+    heads = heads_to_share(chain, tuning)
+    if heads is None or refusal(chain, tuning, (1,) * heads) is not None:
+        return cost
+    model = language(chain)
+    cut = divisions(model, tuning, (1,) * heads, range(model.layer_count))
+    names = {name for name, division in cut.items() if division.held is Held.CUT}
+    layers = (_divided(layer, index, cost.dtype, model, tuning, names) for index, layer in enumerate(cost.layers))
+    return replace(cost, layers=tuple(layers), heads=heads)
+
+
+def _divided(
+    cost: LayerCost, index: int, dtype: str, chain: TransformersChain, tuning: Tuning, names: set[str]
+) -> LayerCost:
+    """``names``: of the tensors that are cut."""
+    held = {spec.name: spec.count for spec in (*chain.specs(index, index + 1), *chain.constant_specs(index, index + 1))}
+    trained = {spec.name: spec.count for spec in tuning.specs(index, index + 1)}
+    parameters = sum(count for name, count in {**held, **trained}.items() if name in names)
+    head = index == chain.layer_count - 1
+    if head and chain.tied is not None:
+        parameters += chain.parameters[chain.tied[1]].count
+    kept = cost.activation_bytes_per_token
+    activations = min(kept, _kept_numbers(chain, index) * DTYPE_BYTES[dtype])
+    return replace(
+        cost,
+        divided_parameters=parameters,
+        divided_trainable=sum(count for name, count in trained.items() if name in names),
+        divided_activations=activations / kept if kept else 0.0,
+        # A head's is of its logits; a block's backward holds as much as was kept.
+        divided_workspace=1.0 if head else activations / kept if kept else 0.0,
+        group_sums=1 if head or index == 0 else len(containers(chain)),
+    )
+
+
+def _kept_numbers(chain: TransformersChain, index: int) -> int:
+    """Numbers per token that a block certainly keeps of what is divided: outputs of the matrices cut by rows (queries, keys,
+    values, the MLP's inner columns), inputs of those cut by columns. Of the ends nothing is counted."""
+    if not 0 < index < chain.layer_count - 1:
+        return 0
+    cuts, found = styles(chain), 0
+    for root in chain.module_names(index):
+        for name, module in chain.model.get_submodule(root).named_modules():
+            if isinstance(module, nn.Linear):
+                found += {"colwise": module.out_features, "rowwise": module.in_features}.get(cuts.get(name, ""), 0)
+    return found

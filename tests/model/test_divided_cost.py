@@ -1,0 +1,63 @@
+"""What planning believes of a member of a group, beside what the member really has."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hetero_mpi.job.load import AdapterTable
+from hetero_mpi.model.group.division import divisions
+from hetero_mpi.model.model_cost import model_cost
+from hetero_mpi.model.transformers.supported import DIVIDED_FAMILIES
+from hetero_mpi.model.tuning import Tuning, adapter_tuning, full_training
+from tests.support.group_cases import HEADS, group_chain
+
+
+def chain_cost(family: str, tuned: str):  # type: ignore[no-untyped-def]
+    chain = group_chain(family)
+    tuning: Tuning = full_training(chain)
+    if tuned == "lora":
+        tuning = adapter_tuning(chain, AdapterTable(method="lora", rank=6, targets=["q_proj", "o_proj"]), False, False)
+    return chain, tuning, model_cost(chain, tuning, "fp32", 16, dict.fromkeys(chain.kinds, 4000.0))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3", "youtu"])
+def test_a_member_holds_as_many_parameters_as_planning_believes(family: str) -> None:
+    chain, tuning, cost = chain_cost(family, "full")
+    assert cost.heads == HEADS
+    shares = (4, 2)
+    parts = divisions(chain, tuning, shares, range(chain.layer_count))
+    specs = {**chain.parameters, **chain.constants}
+    for member, share in enumerate(shares):
+        believed = cost.part(share / HEADS).layers
+        for index in range(chain.layer_count):
+            own = [name for name, spec in specs.items() if spec.layer == index]
+            held = sum(math.prod(parts[name].shape(specs[name].shape, member)) for name in own)
+            if index == chain.layer_count - 1 and chain.tied is not None:
+                matrix = chain.tied[1]
+                held += math.prod(parts[matrix].shape(specs[matrix].shape, member))
+            assert believed[index].parameters == pytest.approx(held, rel=0.03), (index, member)
+
+
+def test_of_adapters_the_parts_beside_cut_sides_are_divided() -> None:
+    """Of q_proj (rows are cut) B, of o_proj (columns are cut) A: half of the numbers where widths are alike."""
+    _, tuning, cost = chain_cost("llama", "lora")
+    block = cost.layers[1]
+    cut = sum(s.count for s in tuning.specs(1, 2) if ("q_proj.lora_B" in s.name or "o_proj.lora_A" in s.name))
+    assert block.divided_trainable == cut and 0 < cut < block.trainable_parameters
+
+
+def test_every_divided_family_says_what_it_divides() -> None:
+    for family in DIVIDED_FAMILIES:
+        _, _, cost = chain_cost(family, "full")
+        assert cost.heads == HEADS and cost.layers[1].group_sums >= 1
+        for layer in cost.layers:
+            assert 0 < layer.divided_parameters <= layer.parameters
+            assert layer.divided_trainable <= min(layer.divided_parameters, layer.trainable_parameters)
+
+
+def test_a_model_that_cannot_be_divided_has_no_heads() -> None:
+    chain = group_chain("llama", attention_dropout=0.1)
+    cost = model_cost(chain, full_training(chain), "fp32", 16, dict.fromkeys(chain.kinds, 1.0))
+    assert cost.heads is None and cost.layers[1].divided_parameters == 0
