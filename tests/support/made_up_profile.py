@@ -23,8 +23,8 @@ ACTIVATION_BYTES = 1000.0
 
 
 def write_profile(path: Path, job: Path, ranks: int, changes: Sequence[str] = ()) -> Path:
-    """Write the profile of a job on a model directory, with ``changes`` of its keys: ranks alike, each layer takes 1 ms for a
-    sequence."""
+    """Write the profile of a job on a model directory, with ``changes`` of its keys: ranks of one host and alike, each layer takes 1 ms
+    for a sequence."""
     loaded = load_job(job, changes)
     length, dtype = loaded.job.data.sequence_length, loaded.job.train.dtype
     dtype = "fp32" if dtype == "auto" else dtype  # of ranks on processors
@@ -34,6 +34,7 @@ def write_profile(path: Path, job: Path, ranks: int, changes: Sequence[str] = ()
     curve = Curve((length,), (1e-3,))
     parts = {"input_s": curve, "weight_s": curve} if loaded.job.adapter.method == "none" else {}  # as it is measured
     times = dict.fromkeys(chain.kinds, LayerTimes(forward_s=curve, backward_s=curve, **parts))
-    devices = tuple(replace(device, layers=times, dtypes=(dtype,)) for device in profile.devices)
-    save_profile(replace(profile, devices=devices), path)
+    devices = tuple(replace(one, host="host", layers=times, dtypes=(dtype,)) for one in profile.devices)
+    links = tuple(replace(link, same_host=True) for link in profile.links)
+    save_profile(replace(profile, devices=devices, links=links), path)
     return path

@@ -49,6 +49,17 @@ def pipeline(
     return PipelinePlan(stages, micro_batch, sequences, several, "zbv" if several else WARM_UP)
 
 
+def groups(*shares: tuple[int, ...]) -> PipelinePlan:
+    """Stages that as many ranks hold as have shares, from rank 0 on."""
+    edges, stages, rank = [0, 2, LAYERS] if len(shares) > 1 else [0, LAYERS], [], 0
+    for place, own in enumerate(shares):
+        ranks = tuple(range(rank, rank + len(own)))
+        one = len(own) == 1
+        stages.append(StagePlan(ranks, *edges[place : place + 2], len(shares) - 1 - place, shares=() if one else own))
+        rank += len(own)
+    return PipelinePlan(tuple(stages), 1, GLOBAL_BATCH)
+
+
 def plan(*pipelines: PipelinePlan) -> Plan:
     return Plan(pipelines, GLOBAL_BATCH, SEQUENCE, LAYERS)
 
@@ -61,6 +72,9 @@ PLANS = {
     "looped": plan(pipeline([1, 0, 2, 1, 0], [0, 1, 2, 4, 5, 6], 1, 4)),
     "two-stream": plan(pipeline([2, 0, 1], [0, 1, 5, 6], 1, 4, (2, 0))),
     "one-streams": plan(pipeline([1, 2], [0, 5, 6], 1, 4, (1,))),
+    "group-and-rank": plan(groups((1, 1), (2,))),
+    "rank-and-group": plan(groups((2,), (1, 1))),
+    "group": plan(groups((1, 1))),
     "two": plan(pipeline([0, 1], [0, 2, 6], 1, 3), pipeline([2], [0, 6], 1, 1)),
     "two-exchanged": plan(pipeline([1, 0], [0, 5, 6], 1, 3), pipeline([2], [0, 6], 1, 1)),
     "two-otherwise": plan(pipeline([2, 1], [0, 1, 6], 1, 3), pipeline([0], [0, 6], 1, 1)),
@@ -90,7 +104,7 @@ class Runs:
 ADAPTED: dict[str, Any] = {"adapter": {"method": "lora", "rank": 4, "dropout": 0.1}}
 
 
-QUICK = {"full-straight", "full-changed", "narrow"}
+QUICK = {"full-straight", "full-changed", "narrow", "groups-straight", "groups-changed"}
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +146,8 @@ def run_all(directory: Path, quick: bool) -> Runs:
     untied = shop.model("untied", BLOCKS)
     entry("two-straight", "two", {}, base=untied)
     entry("two-changed", "two", {3: "two-exchanged", 5: "two-otherwise"}, base=untied)
+    entry("groups-straight", "first", {}, base=untied)
+    entry("groups-changed", "group-and-rank", {2: "rank-and-group", 4: "first", 6: "group"}, base=untied)
     emulated_entries(shop, entries)
     plan_table = {"rebalance": True, "allow_idle": False}
     narrow = shop.job("narrow", shop.values(untied), train={"steps": 2}, checkpoint={"every": 0}, plan=plan_table)
@@ -209,6 +225,18 @@ def test_changing_plans_gives_the_same_bits_over_packed_and_streamed_weights_and
     more_runs: Runs, kind: str
 ) -> None:
     check_same_bits(more_runs, kind)
+
+
+def test_groups_of_ranks_take_over_and_hand_on(runs: Runs) -> None:
+    """The numbers stay those of single ranks, but for the rounding of sums in another order."""
+    straight, changed = (np.array(runs.lines(f"groups-{kind}")) for kind in ("straight", "changed"))
+    np.testing.assert_allclose(changed, straight, rtol=1e-4)
+    told = [line for line in runs.outcomes["groups-changed"].printed.splitlines() if line.startswith("changed after")]
+    assert len(told) == 3
+    ours, theirs = runs.tensors("groups-changed"), runs.tensors("groups-straight")
+    assert ours.keys() == theirs.keys()
+    for key, array in ours.items():
+        assert np.linalg.norm(array - theirs[key]) <= 1e-3 * np.linalg.norm(theirs[key]), key
 
 
 def check_same_bits(runs: Runs, kind: str) -> None:

@@ -183,6 +183,26 @@ def test_state_that_only_the_dead_rank_owned_comes_from_its_peer_np2(tmp_path: P
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_group_that_loses_a_rank_is_a_dead_stage_np3(tmp_path: Path, victim: int) -> None:
+    """Ranks 0 and 1 hold the first stage together. Those that are left go on from copies in memory, with the same numbers but for
+    the rounding of sums in another order."""
+    steps = 60
+    job, run = LongRun(tmp_path, 3), tmp_path / "run"
+    expected = alone(job)[:steps]
+    stages = StagePlan((0, 1), 0, 2, 1, shares=(1, 1)), StagePlan((2,), 2, 4, 0)
+    save_plan(Plan((PipelinePlan(stages, 1, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, 4), job.plan)
+    options = ("--set", "checkpoint.replicate_every=2", "--set", f"train.steps={steps}")
+    with job.started(*start(job, run, *options), run) as running:
+        running.wait_for_steps(5)
+        kill(running, victim)
+        assert running.end() == 0, running.text()
+        told = running.text()
+    np.testing.assert_allclose(losses(run), expected, rtol=1e-3)
+    assert f"Died: rank {victim} on " in told and told.count("from copies in memory") == 1, told
+
+
+@pytest.mark.long
 def test_two_deaths_in_one_run_one_of_them_the_leader_np4(job: LongRun, undisturbed: list[float]) -> None:
     """Rank 1 holds a stage; rank 0 leads, reads the data and writes the files; ranks 2 and 3 were idle by the first plan."""
     run = job.directory / "two-deaths"
