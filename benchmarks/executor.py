@@ -77,7 +77,7 @@ def work(world: World) -> int:
     with transport:
         stage = cast(Stage, EmptyStage(world.rank == 0, world.rank == 1))
         actions = [action for action in schedule_of(plan, model)[world.rank] if action.op not in WHOLE_STEP]
-        executor = Executor([stage], [place], plan.pipelines[0], actions, transport, {}, lambda layer: None)
+        executor = Executor(world.rank, [stage], [place], plan.pipelines[0], actions, transport, {}, lambda layer: None)
         tokens = torch.zeros(MICRO_BATCHES, LENGTH, dtype=torch.int64)
         data = StepData(0, (1,) * MICRO_BATCHES, tuple(range(MICRO_BATCHES)), LENGTH, tokens, tokens, None, 1)
         if world.rank == 1:

@@ -73,7 +73,7 @@ def work(world: World) -> int:
     found: dict[str, list[tuple[int, float]]] = {wire: [] for wire in WIRES}
     with MpiTransport(world.comm) as transport:
         place, stage = Placement(world.rank, 0, world.rank), cast(Stage, Sender(first, not first))
-        given = [stage], [place], plan.pipelines[0], actions, transport, {}, lambda layer: None, None
+        given = world.rank, [stage], [place], plan.pipelines[0], actions, transport, {}, lambda layer: None, None
         executors = [Executor(*given, format_of(wire, stage.dtype)) for wire in WIRES]
         for step in range(steps):
             data = StepData(

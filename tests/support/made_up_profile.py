@@ -23,8 +23,8 @@ ACTIVATION_BYTES = 1000.0
 
 
 def write_profile(path: Path, job: Path, ranks: int, changes: Sequence[str] = ()) -> Path:
-    """Write the profile of a job on a model directory, with ``changes`` of its keys: ranks of one host and alike, each layer takes 1 ms
-    for a sequence."""
+    """Write the profile of a job on a model directory, with ``changes`` of its keys: ranks of one host and alike, each layer takes
+    1 ms for a sequence."""
     loaded = load_job(job, changes)
     length, dtype = loaded.job.data.sequence_length, loaded.job.train.dtype
     dtype = "fp32" if dtype == "auto" else dtype  # of ranks on processors
