@@ -43,8 +43,8 @@ LIMIT = 1e-6
 SHARES = ((3, 3), (4, 2), (3, 2, 1))
 SHORT = (
     ("apertus", (3, 2, 1)),  # an activation with parameters of its own
+    ("deepseek_v3", (4, 2)),  # experts beside a shared one
     ("cohere", (4, 2)),  # attention beside the MLP; norms with a weight for each head
-    ("gemma2", (3, 3)),
     ("gpt_neox", (3, 2, 1)),  # one matrix of queries, keys and values; biases
     ("phi", (4, 2)),  # a head with a bias
     ("qwen3", (3, 3)),  # norms of heads
@@ -86,6 +86,39 @@ def test_a_group_gives_the_gradients_of_one_rank(family: str, shares: tuple[int,
     require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole))
 
 
+@pytest.mark.parametrize("experts", [(1, 3), (0, 4)], ids=str)
+def test_experts_are_shared_by_themselves(experts: tuple[int, ...]) -> None:
+    chain = group_chain("qwen3_moe")
+    assert refusal(chain, full_training(chain), (4, 2), experts) is None
+    whole, group = whole_stages(chain), ThreadGroup(chain, CUTS, (4, 2), NamedStart(), experts=experts)
+    held = [parameters_of(own).get("model.layers.0.mlp.experts.down_proj", torch.empty(0)) for own in group.members]
+    assert tuple(map(len, held)) == experts
+    widen([*whole, *itertools.chain(*group.members)])
+    expected, results = run(whole), group.together(run)
+    assert same_bits(results)
+    torch.testing.assert_close(results[0][2], expected[2], rtol=LIMIT, atol=0.0)
+    require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_experts_whom_no_token_chose(recompute: bool) -> None:
+    """Their member takes part in every exchange nevertheless. In fp32, by the kernels that training uses."""
+    chain = group_chain("qwen3_moe", num_experts_per_tok=1, norm_topk_prob=False)
+    whole = whole_stages(chain, spread=0.05)
+    group = ThreadGroup(chain, CUTS, (3, 2, 1), NamedStart(0.05), recompute=recompute, experts=(2, 1, 1))
+    for stage in (*whole, *itertools.chain(*group.members)):
+        for name, parameter in stage.parameters.items():
+            if name.endswith("mlp.gate.weight"):
+                parameter.data[2:] = parameter.data[:2].mean(0)  # never the largest
+    expected, results = run(whole), group.together(run)
+    assert same_bits(results)
+    torch.testing.assert_close(results[0][2], expected[2], rtol=LIMIT, atol=0.0)
+    found, alone = group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole)
+    experts = alone["model.layers.0.mlp.experts.down_proj"]
+    assert experts[:2].any() and not experts[2:].any()
+    require_equal(found, alone, 1e-5)
+
+
 @pytest.mark.parametrize(("family", "shares"), LORA_CASES)
 def test_a_group_gives_the_gradients_of_adapters(family: str, shares: tuple[int, ...]) -> None:
     chain = group_chain(family)
@@ -116,11 +149,24 @@ def unpacked(stages: Sequence[Stage]) -> dict[str, torch.Tensor]:
         for name, parameter in stage.model.named_parameters()
         if getattr(parameter, "quant_state", None) is not None
     }
-    return {name: dequantize_4bit(parameter.data, parameter.quant_state) for name, parameter in packed.items()}
+    values = {name: dequantize_4bit(parameter.data, parameter.quant_state) for name, parameter in packed.items()}
+    # Experts are packed flat.
+    return {
+        name.removesuffix("_nf4"): value.view(shape_of(stages, name)) if name.endswith("_nf4") else value
+        for name, value in values.items()
+    }
 
 
-def test_nf4_weights_are_those_of_one_rank() -> None:
-    chain = group_chain("llama", **PACKABLE, head_dim=64)
+def shape_of(stages: Sequence[Stage], packed: str) -> torch.Size:
+    name = packed.removesuffix("_nf4")
+    return next(
+        dict(s.model.named_parameters())[name].shape for s in stages if name in dict(s.model.named_parameters())
+    )
+
+
+@pytest.mark.parametrize(("family", "packed"), [("llama", 7), ("mixtral", 6)])
+def test_nf4_weights_are_those_of_one_rank(family: str, packed: int) -> None:
+    chain = group_chain(family, **PACKABLE, head_dim=64)
     tuning = lora(chain, nf4=True)
     assert refusal(chain, tuning, (2, 1)) is None
     whole, group = (
@@ -128,22 +174,24 @@ def test_nf4_weights_are_those_of_one_rank() -> None:
         ThreadGroup(chain, CUTS, (2, 1), NamedStart(0.02), tuning=tuning),
     )
     expected, found = unpacked(whole), group.whole([unpacked(own) for own in group.members], False)
-    assert len(expected) == 4 * 7 and all(torch.equal(found[name], value) for name, value in expected.items())
+    assert len(expected) == 4 * packed and all(torch.equal(found[name], value) for name, value in expected.items())
     for own in (*group.members, whole):
         set_adapters(own, 0.02)
-    widen([*whole, *itertools.chain(*group.members)])
     losses, results = run(whole), group.together(run)
     assert same_bits(results)
     torch.testing.assert_close(results[0][2], losses[2], rtol=LIMIT, atol=0.0)
-    # Packed weights are multiplied in fp32.
-    require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole), 5e-6)
+    # Packed weights are multiplied in fp32, and rounding is all that differs.
+    require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole), 1e-5)
 
 
 def test_nf4_blocks_that_would_be_cut_are_refused() -> None:
     narrow = group_chain("llama", **PACKABLE, head_dim=16)
     found = refusal(narrow, lora(narrow, nf4=True), (2, 1))
-    assert found is not None and "o_proj.weight, with 96 in a row, at the columns 0, 64, 96" in found
+    assert found is not None and "o_proj.weight, 192 x 96, at the columns 0, 64, 96" in found
     wide = group_chain("llama", **PACKABLE, head_dim=64)
+    few = group_chain("mixtral", hidden_size=24, num_attention_heads=12)
+    found = refusal(few, lora(few, nf4=True), (4, 2))
+    assert found is not None and "NF4 packs 64 weights" in found
     found = refusal(wide, replace(lora(wide, nf4=True), double=True), (2, 1))
     assert found is not None and "double_quantization = true" in found
 
@@ -325,6 +373,16 @@ def test_key_value_heads_that_differ_by_block_are_refused() -> None:
     assert "block 1 has 3, block 0 has 6" in refused(chain)
 
 
+def test_experts_that_do_not_add_up_are_refused() -> None:
+    chain = group_chain("mixtral")
+    for experts in ((1, 2), (4,), (5, -1)):
+        found = refusal(chain, full_training(chain), (4, 2), experts)
+        assert found is not None and f"add up to the model's 4; found {', '.join(map(str, experts))}" in found
+    llama = group_chain("llama")
+    found = refusal(llama, full_training(llama), (4, 2), (2, 2))
+    assert found is not None and "llama models have no fused experts" in found
+
+
 def test_settings_that_depend_on_the_cut_are_refused() -> None:
     llama = group_chain("llama")
     assert "attention_dropout = 0.1" in refused(group_chain("llama", **dropout_rates("llama")))
@@ -332,6 +390,9 @@ def test_settings_that_depend_on_the_cut_are_refused() -> None:
     assert dropped is not None and "[adapter] dropout = 0.2" in dropped
     magnitudes = refusal(llama, lora(llama, dora=True), (4, 2))
     assert magnitudes is not None and "[adapter] dora = true" in magnitudes
+    assert "output_router_logits = true" in refused(group_chain("mixtral", output_router_logits=True))
+    fused = refusal(mixtral := group_chain("mixtral"), lora(mixtral, parameters=["experts.down_proj"]), (4, 2))
+    assert fused is not None and "adapters of fused experts" in fused
     assert "moments in 8 bits" in refused(llama, eight_bit=frozenset({"model.norm.weight"}))
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.load import AdapterTable
+from hetero_mpi.model.layer.quantize import fused_experts
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import IGNORED, MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
@@ -22,7 +23,7 @@ HEADS = 6
 LAYERS = 6
 CUTS = ((0, 2), (2, 5), (5, LAYERS))
 """Embedding and a block; blocks; the head by itself."""
-_LATENT = ("youtu",)
+_LATENT = ("deepseek_v3", "youtu")
 _ONE_HEAD_EACH = ("gpt_neox",)
 _FURTHER: dict[str, dict[str, Any]] = {
     "cohere": {"use_qk_norm": True},
@@ -60,7 +61,11 @@ class NamedStart:
 
 
 def lora(chain: TransformersChain, nf4: bool = False, **changed: Any) -> Tuning:
-    table = AdapterTable(**{"method": "lora", "rank": 4, "alpha": 8, "targets": "all-linear", **changed})
+    targets: Any = "all-linear"
+    if next(fused_experts(chain.model), None) is not None:  # which are not to be adapted
+        linears = [name for name, module in chain.model.named_modules() if isinstance(module, nn.Linear)]
+        targets = sorted({name.rpartition(".")[2] for name in linears if "attn" in name})
+    table = AdapterTable(**{"method": "lora", "rank": 4, "alpha": 8, "targets": targets, **changed})
     return adapter_tuning(chain, table, nf4, False)
 
 
@@ -75,9 +80,11 @@ def whole_stages(
 
 
 def widen(stages: Sequence[Stage]) -> None:
-    """Compute in fp64, so that what is left of a difference is no rounding. (Norms and losses round to fp32.)"""
+    """Compute in fp64, so that what is left of a difference is no rounding. (Norms and losses round to fp32, and only one of the
+    forms of experts takes fp64.)"""
     for stage in stages:
         stage.model.double()
+        stage.model.config._experts_implementation = "eager"
 
 
 def set_adapters(stages: Sequence[Stage], spread: float = 0.3) -> None:

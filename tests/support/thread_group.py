@@ -98,10 +98,11 @@ class ThreadGroup:
         tuning: Tuning | None = None,
         recompute: bool = False,
         kept: Sequence[Kept | None] = (),
+        experts: tuple[int, ...] | None = None,
     ) -> None:
         self.chain, self.shares, self.tuning = chain, shares, tuning or full_training(chain)
         self.links = links(len(shares))
-        self.divisions = divisions(chain, self.tuning, shares, range(chain.layer_count))
+        self.divisions = divisions(chain, self.tuning, shares, range(chain.layer_count), experts)
         cuts = list(cuts)
         self.members: Members = [
             [
@@ -115,7 +116,7 @@ class ThreadGroup:
                     tuning=tuning,
                     recompute=recompute,
                     kept=weights,
-                    group=StageGroup(shares, link),
+                    group=StageGroup(shares, link, experts),
                 )
                 for first, last in cuts
             ]
@@ -149,7 +150,7 @@ class ThreadGroup:
         division = self.divisions[name]
         there = [part for part in parts if part is not None]
         if division.held is Held.CUT:
-            assert len(there) == len(parts), name
+            assert [part is not None for part in parts] == [division.exists(m) for m in range(len(parts))], name
             return torch.cat(there, division.dim)
         if division.held is Held.SUMMED and gradients:
             return torch.stack(there).sum(0)

@@ -2,12 +2,13 @@
 arXiv:1909.08053, here with unequal shares), and which models can be.
 
 transformers' own table (``base_model_tp_plan``) says which linear layers of a block are cut by rows (colwise) and which by
-columns (rowwise). Attention is cut by whole key/value heads with the query heads that belong to them, an MLP by columns, the
-embedding and the head by words.
+columns (rowwise). Attention is cut by whole key/value heads with the query heads that belong to them, an MLP by columns, fused
+experts by whole experts, the embedding and the head by words.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -23,10 +24,20 @@ from hetero_mpi.model.layer.quantize import BLOCK
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.supported import DIVIDED_FAMILIES
 
-_COLWISE, _ROWWISE = "colwise", "rowwise"
-_LATENT = dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj"), _COLWISE) | {"o_proj": _ROWWISE}
-_FURTHER = {"youtu": {f"self_attn.{name}": style for name, style in _LATENT.items()}}
-"""Family -> what its table leaves out: heads of latent attention, whose latents every member computes."""
+_COLWISE, _ROWWISE, _EXPERTS = "colwise", "rowwise", "moe_tp_experts"
+_LATENT = dict.fromkeys(("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj"), _COLWISE)
+_LATENT["self_attn.o_proj"] = _ROWWISE
+"""Heads of latent attention, whose latents every member computes."""
+_SHARED = dict.fromkeys(("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"), _COLWISE)
+_SHARED["mlp.shared_experts.down_proj"] = _ROWWISE
+_FURTHER = {
+    "deepseek_v3": _LATENT,
+    "exaone_moe": _SHARED,
+    "qwen2_moe": {name.replace("experts", "expert"): style for name, style in _SHARED.items()},
+    "solar_open": _SHARED,
+    "youtu": _LATENT,
+}
+"""Family -> what its table leaves out."""
 _ALIGNED = 64
 """Columns at multiples of this are fast on all devices."""
 _FINENESS = 64
@@ -77,6 +88,9 @@ class Division:
         return tuple(sizes)
 
     def exists(self, member: int) -> bool:
+        """Not where another member leads, or has all that is cut."""
+        if self.held is Held.CUT:
+            return self.bounds[member] < self.bounds[member + 1]
         return self.held is not Held.LEADER or member == 0
 
     def trains(self, member: int) -> bool:
@@ -120,17 +134,24 @@ def heads_to_share(chain: LayerChain, tuning: Trained) -> int | None:
 
 
 def divisions(
-    chain: TransformersChain, tuning: Trained, shares: Sequence[int], layers: Iterable[int]
+    chain: TransformersChain,
+    tuning: Trained,
+    shares: Sequence[int],
+    layers: Iterable[int],
+    experts: Sequence[int] | None = None,
 ) -> dict[str, Division]:
     """Name -> division of every tensor of the model and of its adapter in ``layers``. ``refusal`` knows none against it."""
-    wanted, rules = set(layers), _Rules(chain, tuning, shares)
+    wanted, rules = set(layers), _Rules(chain, tuning, shares, experts)
     specs = {**chain.parameters, **chain.constants, **tuning.trainable}
     return {name: rules.of(spec) for name, spec in specs.items() if spec.layer in wanted}
 
 
 class _Rules:
-    def __init__(self, chain: TransformersChain, tuning: Trained, shares: Sequence[int]) -> None:
-        self._chain, self._shares, self._unit = chain, shares, BLOCK if tuning.nf4 else None
+    def __init__(
+        self, chain: TransformersChain, tuning: Trained, shares: Sequence[int], experts: Sequence[int] | None
+    ) -> None:
+        self._chain, self._shares, self._experts = chain, shares, experts
+        self._unit = BLOCK if tuning.nf4 else None
         self._styles = styles(chain)
         self._containers = containers(chain)
         model = chain.model
@@ -149,6 +170,8 @@ class _Rules:
         container = local.partition(".")[0]
         if container not in self._containers or spec.name in self._chain.constants:
             return Division(Held.WHOLE)
+        if self._styles.get(local) == _EXPERTS:
+            return Division(Held.CUT, 0, self._expert_bounds(spec.shape[0]))
         dim = self._cut_dimension(spec, module, self._styles.get(local), adapter or leaf)
         if dim is not None:
             return Division(Held.CUT, dim, self._inner_bounds(container, spec.shape[dim]))
@@ -161,8 +184,9 @@ class _Rules:
             return None if leaf == "A" else 0
         if style == _ROWWISE:
             return 1 if leaf in ("weight", "A") else None
-        linear = isinstance(self._chain.model.get_submodule(module), nn.Linear)
-        return 0 if len(spec.shape) == 2 and not linear else None  # a norm's weight for each head
+        norm = not isinstance(self._chain.model.get_submodule(module), nn.Linear)
+        of_heads = norm and len(spec.shape) == 2 and _is_attention(module.rpartition(".")[0].rpartition(".")[2])
+        return 0 if of_heads else None
 
     def _inner_bounds(self, container: str, width: int) -> tuple[int, ...]:
         if not _is_attention(container):
@@ -170,11 +194,16 @@ class _Rules:
         of_a_head = width // sum(self._shares)
         return tuple(of_a_head * heads for heads in (0, *accumulate(self._shares)))
 
+    def _expert_bounds(self, count: int) -> tuple[int, ...]:
+        return (0, *accumulate(self._experts)) if self._experts is not None else self._in_proportion(count, 1)
+
     def _bounds(self, width: int) -> tuple[int, ...]:
-        """An MLP's columns, or words, in proportion to the shares."""
-        unit = self._unit or _unit(width)
-        ends = accumulate(self._shares)
-        return (0, *(unit * round(width * end / sum(self._shares) / unit) for end in ends))
+        """Of an MLP's columns, or of words."""
+        return self._in_proportion(width, self._unit or _unit(width))
+
+    def _in_proportion(self, width: int, unit: int) -> tuple[int, ...]:
+        """Whole units in proportion to the shares."""
+        return (0, *(unit * round(width * end / sum(self._shares) / unit) for end in accumulate(self._shares)))
 
 
 def _unit(width: int) -> int:
@@ -196,11 +225,25 @@ def containers(chain: TransformersChain) -> set[str]:
     return {name.partition(".")[0] for name, style in styles(chain).items() if style == _ROWWISE}
 
 
+def expert_modules(chain: TransformersChain) -> list[str]:
+    """The modules within a block that have all experts of it, in blocks that have some."""
+    return [name for name, style in styles(chain).items() if style == _EXPERTS]
+
+
+def _experts_of(chain: TransformersChain) -> int | None:
+    """Experts of each layer that has some; None: there are none."""
+    inside = tuple(f".{name}" for name in expert_modules(chain))
+    counts = {s.shape[0] for n, s in chain.parameters.items() if inside and n.rpartition(".")[0].endswith(inside)}
+    return max(counts, default=None)
+
+
 def _is_attention(container: str) -> bool:
     return "attn" in container or "attention" in container
 
 
-def refusal(chain: LayerChain, tuning: Trained, shares: Sequence[int]) -> str | None:
+def refusal(
+    chain: LayerChain, tuning: Trained, shares: Sequence[int], experts: Sequence[int] | None = None
+) -> str | None:
     """Why the model cannot be trained by a group with such shares: rule, values, next step. None: it can."""
     if not isinstance(chain, TransformersChain):
         return (
@@ -218,7 +261,11 @@ def refusal(chain: LayerChain, tuning: Trained, shares: Sequence[int]) -> str | 
             f"the layers of {chain.name} models cannot be divided within a group of ranks ({table}); give each rank a stage of "
             f"its own, or take one of {', '.join(DIVIDED_FAMILIES)}"
         )
-    return _refused_tuning(chain, tuning) or _refused_shares(chain, tuning, shares)
+    return (
+        _refused_tuning(chain, tuning)
+        or _refused_shares(chain, shares, experts)
+        or _refused_cuts(chain, tuning, shares, experts)
+    )
 
 
 def _refused_tuning(chain: TransformersChain, tuning: Trained) -> str | None:
@@ -248,7 +295,7 @@ def _refused_tuning(chain: TransformersChain, tuning: Trained) -> str | None:
     return None
 
 
-def _refused_shares(chain: TransformersChain, tuning: Trained, shares: Sequence[int]) -> str | None:
+def _refused_shares(chain: TransformersChain, shares: Sequence[int], experts: Sequence[int] | None) -> str | None:
     heads = key_value_heads(chain)
     if sum(shares) != heads or min(shares, default=0) < 1:
         return (
@@ -261,36 +308,56 @@ def _refused_shares(chain: TransformersChain, tuning: Trained, shares: Sequence[
                 f"a group of ranks shares the key/value heads, as many in each block; block {block} has "
                 f"{key_value_heads(chain, block)}, block 0 has {heads}: give each rank a stage of its own"
             )
-    return _refused_bounds(chain, tuning, shares) or (_refused_packing(chain, tuning, shares) if tuning.nf4 else None)
+    if experts is None:
+        return None
+    count = _experts_of(chain)
+    if count is None:
+        return f"experts = {', '.join(map(str, experts))}: {chain.name} models have no fused experts to share: leave it out"
+    if sum(experts) != count or len(experts) != len(shares) or min(experts) < 0:
+        return (
+            f"the experts of a group are a number for each of its {len(shares)} ranks, and add up to the model's {count}; found "
+            f"{', '.join(map(str, experts))}: choose others"
+        )
+    return None
 
 
-def _refused_packing(chain: TransformersChain, tuning: Trained, shares: Sequence[int]) -> str | None:
+def _refused_cuts(
+    chain: TransformersChain, tuning: Trained, shares: Sequence[int], experts: Sequence[int] | None
+) -> str | None:
+    for name, division in divisions(chain, tuning, shares, range(chain.layer_count), experts).items():
+        of_experts = name.rpartition(".")[0].endswith(tuple(f".{module}" for module in expert_modules(chain)))
+        if any(first >= end for first, end in pairwise(division.bounds)) and not of_experts:
+            return (
+                f"shares {', '.join(map(str, shares))} leave a rank without a part of {name}, which is cut at "
+                f"{', '.join(map(str, division.bounds))}: use fewer ranks, or shares that differ less"
+            )
+        if tuning.nf4 and name in chain.parameters and 0 < chain.parameters[name].layer < chain.layer_count - 1:
+            reason = _refused_packing(chain, tuning, name, division, of_experts)
+            if reason is not None:
+                return reason
+    return None
+
+
+def _refused_packing(
+    chain: TransformersChain, tuning: Trained, name: str, division: Division, of_experts: bool
+) -> str | None:
     if tuning.double:
         return (
             "[model] double_quantization = true: 256 blocks of NF4 weights share a scale of their scales, and a group of ranks "
             "cuts within them, which would change the weights: set it to false (4.5 bits for a weight in place of 4.13), or give "
             "each rank a stage of its own"
         )
-    for name, division in divisions(chain, tuning, shares, range(1, chain.layer_count - 1)).items():
-        module, _, leaf = name.rpartition(".")
-        if division.held is not Held.CUT or leaf != "weight" or name not in chain.parameters:
-            continue
-        columns = chain.parameters[name].shape[-1]
-        ends = [bound * (columns if division.dim == 0 else 1) for bound in division.bounds]
-        if isinstance(chain.model.get_submodule(module), nn.Linear) and any(end % BLOCK for end in (*ends, columns)):
-            what = "rows" if division.dim == 0 else "columns"
-            return (
-                f"NF4 packs {BLOCK} weights of a row at a time, and a group of ranks cuts {name}, with {columns} in a row, at the "
-                f'{what} {", ".join(map(str, division.bounds))}: choose other shares, or set [model] quantization to "none"'
-            )
-    return None
-
-
-def _refused_bounds(chain: TransformersChain, tuning: Trained, shares: Sequence[int]) -> str | None:
-    for name, division in divisions(chain, tuning, shares, range(chain.layer_count)).items():
-        if any(first >= end for first, end in pairwise(division.bounds)):
-            return (
-                f"shares {', '.join(map(str, shares))} leave a rank without a part of {name}, which is cut at "
-                f"{', '.join(map(str, division.bounds))}: use fewer ranks, or shares that differ less"
-            )
+    module, _, leaf = name.rpartition(".")
+    linear = leaf == "weight" and isinstance(chain.model.get_submodule(module), nn.Linear)
+    if division.held is not Held.CUT or not (linear or of_experts):
+        return None
+    shape = chain.parameters[name].shape
+    row = math.prod(shape[1:])
+    ends = [bound * (row if division.dim == 0 else 1) for bound in division.bounds]
+    if any(end % BLOCK for end in (*ends, row)):
+        what = "experts" if of_experts else "columns" if division.dim else "rows"
+        return (
+            f"NF4 packs {BLOCK} weights at a time, and a group of ranks cuts {name}, {' x '.join(map(str, shape))}, at the {what} "
+            f'{", ".join(map(str, division.bounds))}: choose other shares, or set [model] quantization to "none"'
+        )
     return None

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero_mpi.model.group.division import Trained, containers, divisions, refusal
+from hetero_mpi.model.group.division import Trained, containers, divisions, expert_modules, refusal
+from hetero_mpi.model.group.experts import ExpertShare
 from hetero_mpi.model.group.link import GroupLink, StageGroup
 from hetero_mpi.model.group.loss import divided_summed_loss, divided_target_losses
 from hetero_mpi.model.group.sums import entered, left
@@ -20,16 +21,18 @@ class DividedLayers:
     """What a stage of a group asks: which part of a tensor is its own, where to exchange, and what the loss is."""
 
     def __init__(self, chain: TransformersChain, tuning: Trained, group: StageGroup) -> None:
-        reason = refusal(chain, tuning, group.shares)
+        reason = refusal(chain, tuning, group.shares, group.experts)
         assert reason is None and len(group.shares) == group.link.size, reason
         self._chain, self._link = chain, group.link
-        self._divisions = divisions(chain, tuning, group.shares, range(chain.layer_count))
+        self._divisions = divisions(chain, tuning, group.shares, range(chain.layer_count), group.experts)
         model = chain.model
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         names = {module: name for name, module in model.named_modules()}
         self._embedding, self._head = names[embedding], names[head]
         self._words = self._divisions[f"{self._embedding}.weight"].bounds[group.link.member]
         """The first of this member's words."""
+        # An empty tuple ends no path.
+        self._expert_modules = tuple(f".{name}" for name in expert_modules(chain))
 
     def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This member's part of a tensor."""
@@ -64,6 +67,15 @@ class DividedLayers:
                     module.out_features, module.in_features = module.weight.shape
                 if isinstance(module, nn.Embedding):
                     self._fit_words(module)
+                if path.endswith(self._expert_modules):
+                    module.num_experts = self._experts(path)[1]
+                    module._is_expert_parallel = True
+
+    def _experts(self, path: str) -> tuple[int, int]:
+        """(the first, how many) of this member's experts, of the module that has them."""
+        bounds = next(division.bounds for name, division in self._divisions.items() if name.rpartition(".")[0] == path)
+        first, end = bounds[self._link.member : self._link.member + 2]
+        return first, end - first
 
     def _fit_words(self, embedding: nn.Embedding) -> None:
         embedding.num_embeddings = len(embedding.weight)
@@ -79,6 +91,9 @@ class DividedLayers:
         for layer in range(max(first, 1), min(last, self._chain.layer_count - 1)):
             (name,) = self._chain.module_names(layer)
             self._connect_block(model.get_submodule(name))
+            for path, module in model.get_submodule(name).named_modules(prefix=name):
+                if path.endswith(self._expert_modules):
+                    ExpertShare(*self._experts(path), self._link).connect(module)
         if last == self._chain.layer_count:
             head = model.get_submodule(self._head)
             head.register_forward_pre_hook(lambda _, given: (entered(given[0], self._link), *given[1:]))

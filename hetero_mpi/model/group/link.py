@@ -37,7 +37,9 @@ class StageGroup:
 
     Attributes:
         shares: whole key/value heads of each member.
+        experts: whole experts of each member, of each layer that has some; None: in proportion to the shares.
     """
 
     shares: tuple[int, ...]
     link: GroupLink
+    experts: tuple[int, ...] | None = None
