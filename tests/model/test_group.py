@@ -82,7 +82,7 @@ def test_a_group_gives_the_gradients_of_one_rank(family: str, shares: tuple[int,
     expected, results = run(whole), group.together(run)
     assert same_bits(results)
     for own, alone in zip(results[0], expected, strict=True):
-        torch.testing.assert_close(own, alone, rtol=LIMIT, atol=LIMIT)
+        assert (own - alone).norm() <= LIMIT * alone.norm()
     require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole))
 
 

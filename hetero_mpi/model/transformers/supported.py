@@ -103,7 +103,6 @@ DIVIDED_FAMILIES = (
     "ernie4_5_moe",
     "exaone4",
     "exaone_moe",
-    "flint",
     "gemma",
     "gemma2",
     "gemma3_text",
