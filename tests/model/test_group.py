@@ -25,6 +25,7 @@ from hetero_mpi.model.tuning import full_training
 from tests.support.family_configs import dropout_rates, tiny_keys
 from tests.support.group_cases import (
     CUTS,
+    EXPERTS,
     HEADS,
     LAYERS,
     NamedStart,
@@ -86,7 +87,7 @@ def test_a_group_gives_the_gradients_of_one_rank(family: str, shares: tuple[int,
     require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole))
 
 
-@pytest.mark.parametrize("experts", [(1, 3), (0, 4)], ids=str)
+@pytest.mark.parametrize("experts", [(1, 7), (0, 8)], ids=str)
 def test_experts_are_shared_by_themselves(experts: tuple[int, ...]) -> None:
     chain = group_chain("qwen3_moe")
     assert refusal(chain, full_training(chain), (4, 2), experts) is None
@@ -105,7 +106,7 @@ def test_experts_whom_no_token_chose(recompute: bool) -> None:
     """Their member takes part in every exchange nevertheless. In fp32, by the kernels that training uses."""
     chain = group_chain("qwen3_moe", num_experts_per_tok=1, norm_topk_prob=False)
     whole = whole_stages(chain, spread=0.05)
-    group = ThreadGroup(chain, CUTS, (3, 2, 1), NamedStart(0.05), recompute=recompute, experts=(2, 1, 1))
+    group = ThreadGroup(chain, CUTS, (3, 2, 1), NamedStart(0.05), recompute=recompute, experts=(2, 3, 3))
     for stage in (*whole, *itertools.chain(*group.members)):
         for name, parameter in stage.parameters.items():
             if name.endswith("mlp.gate.weight"):
@@ -368,6 +369,12 @@ def test_a_share_without_words_is_refused() -> None:
     )
 
 
+def test_a_share_without_experts_is_refused_unless_it_is_asked_for() -> None:
+    chain = group_chain("mixtral", num_local_experts=2, num_experts=2)
+    assert "leave a rank without a part of model.layers.0.mlp.experts" in refused(chain, (5, 1))
+    assert refusal(chain, full_training(chain), (5, 1), (2, 0)) is None
+
+
 def test_key_value_heads_that_differ_by_block_are_refused() -> None:
     chain = group_chain("gemma4_unified_text", num_global_key_value_heads=3, attention_k_eq_v=True)
     assert "block 1 has 3, block 0 has 6" in refused(chain)
@@ -375,9 +382,9 @@ def test_key_value_heads_that_differ_by_block_are_refused() -> None:
 
 def test_experts_that_do_not_add_up_are_refused() -> None:
     chain = group_chain("mixtral")
-    for experts in ((1, 2), (4,), (5, -1)):
+    for experts in ((1, 2), (8,), (9, -1)):
         found = refusal(chain, full_training(chain), (4, 2), experts)
-        assert found is not None and f"add up to the model's 4; found {', '.join(map(str, experts))}" in found
+        assert found is not None and f"add up to the model's {EXPERTS}; found {', '.join(map(str, experts))}" in found
     llama = group_chain("llama")
     found = refusal(llama, full_training(llama), (4, 2), (2, 2))
     assert found is not None and "llama models have no fused experts" in found

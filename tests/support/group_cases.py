@@ -20,6 +20,8 @@ from tests.support.family_configs import VOCABULARY, tiny_keys
 
 HEADS = 6
 """Key/value heads of every model here."""
+EXPERTS = 8
+"""Of every layer that has some."""
 LAYERS = 6
 CUTS = ((0, 2), (2, 5), (5, LAYERS))
 """Embedding and a block; blocks; the head by itself."""
@@ -36,6 +38,7 @@ def group_chain(family: str, **changed: Any) -> TransformersChain:
     keys = tiny_keys(family)
     each = family in _LATENT + _ONE_HEAD_EACH
     sizes = {"hidden_size": 48, "num_key_value_heads": HEADS, "num_attention_heads": HEADS if each else 2 * HEADS}
+    sizes |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), EXPERTS)
     known = {name: size for name, size in sizes.items() if name in keys}
     return TransformersChain(read_config({**keys, **known, **_FURTHER.get(family, {}), **changed}))
 

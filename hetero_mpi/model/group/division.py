@@ -326,7 +326,8 @@ def _refused_cuts(
 ) -> str | None:
     for name, division in divisions(chain, tuning, shares, range(chain.layer_count), experts).items():
         of_experts = name.rpartition(".")[0].endswith(tuple(f".{module}" for module in expert_modules(chain)))
-        if any(first >= end for first, end in pairwise(division.bounds)) and not of_experts:
+        # Only who asks for a rank without experts gets one.
+        if any(first >= end for first, end in pairwise(division.bounds)) and not (of_experts and experts is not None):
             return (
                 f"shares {', '.join(map(str, shares))} leave a rank without a part of {name}, which is cut at "
                 f"{', '.join(map(str, division.bounds))}: use fewer ranks, or shares that differ less"
