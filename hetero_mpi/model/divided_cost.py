@@ -13,11 +13,16 @@ from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.types.cost import DTYPE_BYTES, LayerCost, ModelCost
 
 
-def with_divisions(cost: ModelCost, chain: LayerChain, tuning: Tuning) -> ModelCost:
-    """The cost with the heads that a group may share and what it divides; without, where a group with one head for each rank could
-    not train the model."""
+def shareable_heads(chain: LayerChain, tuning: Tuning) -> int | None:
+    """Key/value heads that a group may share, whichever way; None: there are groups that could not train the model."""
     heads = heads_to_share(chain, tuning)
-    if heads is None or refusal(chain, tuning, (1,) * heads) is not None:
+    return heads if heads is not None and refusal(chain, tuning, (1,) * heads) is None else None
+
+
+def with_divisions(cost: ModelCost, chain: LayerChain, tuning: Tuning) -> ModelCost:
+    """The cost with the heads that a group may share and what it divides."""
+    heads = shareable_heads(chain, tuning)
+    if heads is None:
         return cost
     model = language(chain)
     cut = divisions(model, tuning, (1,) * heads, range(model.layer_count))

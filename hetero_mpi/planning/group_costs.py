@@ -73,14 +73,14 @@ def member_times(profile: ClusterProfile, device: DeviceProfile, kind: str, shar
         for count in tokens:
             all_s = own.at(count)
             divided_s = default * all_s
-            if measured is not None:
-                divided_s = min(all_s, max(0.0, (all_s - measured.at(count)) / (1 - half_share)))
+            if measured is not None and share < 1:
+                all_s = max(all_s, measured.at(count))  # what is cut may take longer than what is not
+                divided_s = min(all_s, (all_s - measured.at(count)) / (1 - half_share))
             seconds.append(all_s - (1 - share) * divided_s)
         return Curve(tokens, tuple(seconds))
 
-    repeated = None
-    if whole.recompute_s is not None:
-        repeated = part(whole.recompute_s, half.recompute_s if half is not None else None)
+    # Half of it is not timed with the forward repeated: that takes as long as the forward.
+    repeated = part(whole.recompute_s, None) if whole.recompute_s is not None and half is None else None
     return LayerTimes(
         part(whole.forward_s, half.forward_s if half is not None else None),
         part(whole.backward_s, half.backward_s if half is not None else None),

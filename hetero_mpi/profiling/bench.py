@@ -15,6 +15,7 @@ from hetero_mpi.device.backend import DTYPES, Backend
 from hetero_mpi.job.load import TrainTable
 from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.model.adamw import AdamW
+from hetero_mpi.model.group.link import StageGroup
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.quantize import unpack_experts, unpacked_bytes
 from hetero_mpi.model.optimizer import Optimizer
@@ -40,12 +41,19 @@ class ProfilingStart:
 class Bench:
     """The layers ``[first, last)`` with their optimizer, which takes part in backward where the compute dtype is narrow."""
 
-    def __init__(self, subject: Subject, backend: Backend, first: int, last: int, split: bool = False) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        backend: Backend,
+        first: int,
+        last: int,
+        split: bool = False,
+        group: StageGroup | None = None,
+    ) -> None:
         train, chain = subject.train, subject.chain
         self.subject, self.backend = subject, backend
-        self.stage = Stage(
-            chain, first, last, backend, train.dtype, ProfilingStart(), 0, subject.tuning, False, split_backward=split
-        )
+        given = chain, first, last, backend, train.dtype, ProfilingStart(), 0, subject.tuning, False
+        self.stage = Stage(*given, split_backward=split, group=group)
         self.clock = LayerClock(self.stage)
         self.optimizer = Optimizer(self.stage, train)
         self._kept: dict[int, tuple[int, int]] | None = None

@@ -21,8 +21,9 @@ from hetero_mpi.model.optimizer import StepDecider
 from hetero_mpi.planning.analysis.plausible import doubts
 from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.cost import ModelCost
-from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile, DeviceProfile, LinkProfile
+from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile, DeviceProfile, HostProfile, LinkProfile
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
+from hetero_mpi.profiling.group_sums import Sums, measure_sums
 from hetero_mpi.profiling.host_profiles import MeasuredMemory, host_profiles, measure_memory
 from hetero_mpi.profiling.subject import Subject, sampled_rows
 from hetero_mpi.profiling.time_cache import device_key, forget_times, key_of, load_times, save_times, subject_content
@@ -69,6 +70,7 @@ def profile_cluster(
     table = _device_times(world, backend, subject, settings, say, settings.cache and not fresh)
     decision_s = _decision_s(world, subject)
     samples, flows = _messages(world, transport, settings, say)
+    sums = measure_sums(world, settings.largest_message_bytes) if subject.groups and world.size > 1 else {}
     own = _device_profile(world, backend, subject, table.times, memories[world.rank], decision_s)
     gathered = world.all_gather_json([encode(own, infinity_as_text=True), encode(table, infinity_as_text=True)])
     tables = [decode(RankTimes, known, "profile") for _, known in gathered]
@@ -87,7 +89,7 @@ def profile_cluster(
         model=model,
         devices=devices,
         links=tuple(_link(one) for one in samples),
-        hosts=host_profiles(world.hosts, memories, flows),
+        hosts=_with_sums(host_profiles(world.hosts, memories, flows), sums),
         notes=_notes(devices, tables, subject),
     )
     return with_memory(profile, subject.memory_bytes)
@@ -169,6 +171,8 @@ def _measure(world: World, benchmark: DeviceBenchmark, say: Say) -> DeviceTimes:
     world.meet_asleep()
     with world.together("timing layers"):
         times = benchmark.run(_now())
+        if world.local_size > 1:
+            times = replace(times, halved=benchmark.run_halved())
     alone = {}
     turns = max(world.hosts.count(host) for host in world.hosts)
     if turns > 1:
@@ -234,6 +238,7 @@ def _device_profile(
         forward_overhead_s=times.forward_overhead_s,
         backward_overhead_s=times.backward_overhead_s,
         alone=times.alone,
+        halved=times.halved,
         host_optimizer_s_per_parameter=times.host_optimizer_s_per_parameter,
         shares_host_memory=memory.shares_host_memory,
     )
@@ -259,6 +264,15 @@ def _link(samples: LinkSamples) -> LinkProfile:
     latency_s, bytes_per_s = fit_line(samples.sample_bytes, samples.sample_s)
     fields: dict[str, Any] = asdict(samples)
     return LinkProfile(latency_s=latency_s, bytes_per_s=bytes_per_s, **fields)
+
+
+def _with_sums(hosts: tuple[HostProfile, ...], sums: Sums) -> tuple[HostProfile, ...]:
+    return tuple(
+        replace(host, sum_latency_s=sums[host.name][0], sum_bytes_per_s=sums[host.name][1])
+        if host.name in sums
+        else host
+        for host in hosts
+    )
 
 
 def _ranks(number: int) -> str:

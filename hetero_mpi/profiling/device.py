@@ -10,12 +10,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+
+import torch
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.memory_errors import is_out_of_memory
 from hetero_mpi.errors import UserError
+from hetero_mpi.model.divided_cost import shareable_heads
+from hetero_mpi.model.group.link import StageGroup
 from hetero_mpi.planning.types.profile import LayerTimes
 from hetero_mpi.profiling.bench import Bench, copy_speeds, host_optimizer_s
 from hetero_mpi.profiling.layer_clock import Seconds
@@ -58,6 +62,8 @@ class DeviceTimes:
     host_optimizer_s_per_parameter: float | None = None
     slow_s: float = 0.0
     """The longest first pass, where it was too long to time more; else 0."""
+    halved: dict[str, LayerTimes] = field(default_factory=dict)
+    """Of a member of a group with half of the heads, without sums; empty: not timed."""
 
 
 class DeviceBenchmark:
@@ -121,6 +127,23 @@ class DeviceBenchmark:
                 del benches
                 self.backend.free_unused()
         return self._layer_times(samples, 1.0)
+
+    def run_halved(self) -> dict[str, LayerTimes]:
+        """Forward and backward as a member of a group with half of the heads computes them; nothing where no group could be.
+        Raises: as ``run``."""
+        heads = shareable_heads(self.chain, self.subject.tuning) if self.subject.groups else None
+        if heads is None or heads < 2 or self._slow_s:
+            return {}
+        group = StageGroup((heads - heads // 2, heads // 2), _NobodyElse())
+        samples, crowd = TimingSamples(), _Crowd(self.crowded)
+        with self._shortage_explained():
+            for layers in self.groups:
+                benches = [Bench(self.subject, self.backend, *own, group=group) for own in layers]
+                self._warm_up(benches)
+                self._count_by_count(self.few, samples, benches, self._pass)
+                del benches
+                self.backend.free_unused()
+        return self._layer_times(samples, crowd.stretch())
 
     @contextlib.contextmanager
     def _shortage_explained(self) -> Iterator[None]:
@@ -242,6 +265,18 @@ class DeviceBenchmark:
     def _layer_times(self, samples: TimingSamples, stretch: float) -> dict[str, LayerTimes]:
         kinds = dict.fromkeys(self.chain.kinds)
         return {kind: layer_times(samples, kind, self.subject.sequence_length, stretch) for kind in kinds}
+
+
+class _NobodyElse:
+    """The link of a group's second member to a first one that is not there: sums are its own."""
+
+    member, size = 1, 2
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
 
 class _Crowd:

@@ -32,6 +32,8 @@ class Subject:
     """CPU threads of this rank."""
     memory_bytes: int | None
     """Usable memory given by the user instead of the measured one."""
+    groups: bool = False
+    """May ranks of one host hold a stage together? Then what half the heads take is timed as well."""
 
 
 def sampled_rows(choices: Sequence[int]) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from hetero_mpi.planning.types.profile_rules import number_problems
 from hetero_mpi.profiling.device import DeviceTimes
 from hetero_mpi.profiling.subject import Subject, sampled_rows
 
-_LAYOUT = 2
+_LAYOUT = 3
 """Changes with what ``DeviceTimes`` holds or how it is measured."""
 
 
@@ -41,7 +41,7 @@ def subject_content(subject: Subject, mpi_library: str) -> list[Any]:
         list(subject.chain.kinds),
         [sorted(subject.tuning.trainable), subject.tuning.nf4, subject.tuning.double],
         [subject.train.dtype, subject.train.optimizer],
-        subject.sequence_length,
+        [subject.sequence_length, subject.groups],
         list(subject.chain.boundary(0, 1, subject.sequence_length)),
         own_versions(mpi_library),
     ]

@@ -36,6 +36,9 @@ def test_a_rank_that_joins_makes_nobody_else_measure_again(tmp_path: Path) -> No
     assert [host.name for host in profile.hosts] == ["a", "b"]
     assert [bool(device.alone) for device in profile.devices] == [False, True, True]
     assert all(device.shares_host_memory for device in profile.devices)
+    # Only ranks of one host may hold a stage together: what half the heads take is timed there, and how fast two ranks add up.
+    assert [device.halved.keys() for device in profile.devices] == [set(), *2 * [profile.devices[0].layers.keys()]]
+    assert [host.sum_bytes_per_s is not None for host in profile.hosts] == [False, True]
     memory = {host.name: host.memory_bytes for host in profile.hosts}
     assert all(abs(device.memory_bytes / memory[device.host] - 1) < 0.1 for device in profile.devices), "not divided"
     block = next(layer.kind for layer in profile.model.layers[1:-1])

@@ -32,14 +32,21 @@ from hetero_mpi.profiling.timings import TimedPart, TimingSamples, layer_times
 from tests.support.planning_samples import make_device, make_profile
 
 BLOCKS, HIDDEN, SEQUENCE = 5, 16, 8
+SIZES: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 32,
+    "num_hidden_layers": BLOCKS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
 
 
 @pytest.fixture(scope="module")
 def chain() -> TransformersChain:
-    config = AutoConfig.for_model(
-        "llama", hidden_size=HIDDEN, intermediate_size=32, num_hidden_layers=BLOCKS, num_attention_heads=2,
-        num_key_value_heads=2, vocab_size=64, max_position_embeddings=64, tie_word_embeddings=False,
-    )  # fmt: skip
+    config = AutoConfig.for_model("llama", **SIZES)
     return TransformersChain(config)
 
 
@@ -196,6 +203,19 @@ def test_a_device_is_measured_in_every_way_planning_asks_for(subject: Subject) -
     values = HIDDEN + HIDDEN + HIDDEN + 32 + (4 * HIDDEN + 2 * 32 + HIDDEN)
     assert times.deferred_bytes[block] == 4 * values
     assert times.activation_bytes[block] > times.deferred_bytes[block] / 2
+
+
+def test_half_of_the_heads_is_timed_where_a_group_can_hold_the_model(subject: Subject) -> None:
+    halved = DeviceBenchmark(replace(subject, groups=True), Backend(), 1).run_halved()
+    assert halved.keys() == set(subject.chain.kinds)
+    for times in halved.values():
+        assert times.forward_s.tokens == tuple(rows * SEQUENCE for rows in (1, 2, 3, 4))
+        assert min(times.forward_s.seconds) > 0 and min(times.backward_s.seconds) > 0
+    assert DeviceBenchmark(subject, Backend(), 1).run_halved() == {}, "nobody has asked for groups"
+    config = AutoConfig.for_model("llama", **{**SIZES, "attention_dropout": 0.5})
+    dropping = TransformersChain(config)
+    unable = replace(subject, groups=True, chain=dropping, tuning=full_training(dropping))
+    assert DeviceBenchmark(unable, Backend(), 1).run_halved() == {}
 
 
 def test_what_one_device_keeps_more_is_its_own(subject: Subject) -> None:

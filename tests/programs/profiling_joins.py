@@ -57,7 +57,7 @@ def unsteady(times: DeviceTimes) -> DeviceTimes:
 def main(world: World) -> int:
     torch.set_num_threads(1)
     chain = TransformersChain(AutoConfig.for_model("llama", **CONFIG))
-    subject = Subject(chain, full_training(chain), TrainTable(dtype="fp32", steps=1), 8, (1,), 1.0, 1, None)
+    subject = Subject(chain, full_training(chain), TrainTable(dtype="fp32", steps=1), 8, (1,), 1.0, 1, None, True)
     measured: list[str] = []
     run, alone = DeviceBenchmark.run, DeviceBenchmark.run_alone
     DeviceBenchmark.run_alone = lambda self: measured.append("alone") or alone(self)  # type: ignore[func-returns-value,method-assign,assignment]

@@ -290,6 +290,7 @@ def subject_of(setup: RunSetup) -> tuple[Subject, str]:
         setup.cores,
         setup.threads,
         job.cluster.memory_bytes,
+        job.plan.groups and job.plan.schedule == "auto",
     )
     return subject, reason
 
