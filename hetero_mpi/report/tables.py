@@ -181,6 +181,17 @@ def layers_text(first: int, last: int, layers: int) -> str:
     return describe_layers(first, last, layers).replace(" + ", ", ")
 
 
+def holders_text(stage: StagePlan) -> str:
+    """``2``; of a group its ranks and what each has of every layer: ``0, 1 (5 + 3 heads)``."""
+    ranks = ", ".join(map(str, stage.ranks))
+    return f"{ranks} ({heads_text(stage)})" if stage.grouped else ranks
+
+
+def heads_text(stage: StagePlan) -> str:
+    """Key/value heads of each rank of a group: ``5 + 3 heads``."""
+    return f"{' + '.join(map(str, stage.shares))} heads"
+
+
 def _stage_table(
     plan: Plan, profile: ClusterProfile | None, memory: Sequence[RankMemory], many: bool
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -207,7 +218,7 @@ def _stage_table(
             micro_batches = least_most([pipeline.micro_batches for pipeline, _ in held], whole)
             micro_batches += "" if many else f" x {first.micro_batch}"
         pipeline = str(plan.pipelines.index(first)) if len(plan.pipelines) > 1 else ""
-        who = ("", str(len(held)), "") if many else (pipeline, str(len(rows)), ", ".join(map(str, stage.ranks)))
+        who = ("", str(len(held)), "") if many else (pipeline, str(len(rows)), holders_text(stage))
         rows.append((
             *who,
             _devices(stage, profile),

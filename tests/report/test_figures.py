@@ -66,6 +66,18 @@ def test_the_architecture_names_every_rank_and_overlaps_none(tmp_path: Path, ran
     assert "fill: var(--surface)" in page and not any(light in page for light, _ in COLOURS.values())
 
 
+def test_a_group_is_one_box_with_all_its_ranks_and_their_heads() -> None:
+    profile = cluster(3)
+    report = planned(profile, 2)
+    first, second = report.plan.pipelines[0].stages
+    stages = (replace(first, ranks=(0, 2), shares=(5, 3)), second)
+    plan = replace(report.plan, pipelines=(replace(report.plan.pipelines[0], stages=stages),))
+    figure = architecture(replace(report, plan=plan), profile, "a job")
+    said = texts(figure)
+    assert "ranks 0, 2" in said and any(text.startswith("5 + 3 heads") for text in said)
+    assert_apart(figure, 2)
+
+
 def test_no_two_roles_share_a_colour() -> None:
     """A page finds the role of a colour by its value on light paper."""
     assert len({light for light, _ in COLOURS.values()}) == len(COLOURS)

@@ -161,6 +161,14 @@ def test_several_pipelines_and_recompute() -> None:
     assert "64 sequences = 7 micro-batches x 8 sequences + 1 micro-batch x 8 sequences" in lines[-2]
 
 
+def test_a_group_is_told_with_its_heads() -> None:
+    one = PLAN.pipelines[0]
+    stages = (replace(one.stages[0], ranks=(0, 2), shares=(5, 3)), one.stages[1])
+    plan = replace(PLAN, pipelines=(replace(one, stages=stages),))
+    lines = plan_lines(replace(REPORT, plan=plan, idle=()), PROFILE)
+    assert "0, 2 (5 + 3 heads)" in lines[3] and "heads" not in lines[4]
+
+
 def test_schedules_bear_their_names() -> None:
     one = PLAN.pipelines[0]
 

@@ -27,7 +27,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.words import counted
 from hetero_mpi.report import units
 from hetero_mpi.report.figures.style import Sheet, drawn, fitted, host_colours, width_of
-from hetero_mpi.report.tables import idle_alike, layers_text
+from hetero_mpi.report.tables import heads_text, idle_alike, layers_text
 
 WIDTH = 1320.0
 """Largest width of a row, pixels."""
@@ -47,7 +47,7 @@ _UNLIKE = 0.1
 
 @dataclass(frozen=True)
 class _StageBox:
-    """A stage of a pipeline on one rank."""
+    """A stage of a pipeline, on one rank or on a group that ``rank`` leads."""
 
     number: int
     stage: StagePlan
@@ -206,9 +206,11 @@ class _Painter:
     def _box(self, box: _StageBox, x: float, y: float) -> None:
         device, inside = self.profile.devices[box.rank], _BOX_WIDTH - 20
         self.sheet.box(x, y, _BOX_WIDTH, _BOX_HEIGHT, "surface", "faint", title=f"{device.name} ({device.backend})")
-        self.sheet.text(x + 10, y + 19, f"rank {box.rank}", 13, bold=True)
+        self.sheet.text(x + 10, y + 19, units.ranks(box.stage.ranks), 13, bold=True)
         self.sheet.text(x + _BOX_WIDTH - 10, y + 19, f"stage {box.number}", 11, "soft", "right")
-        self.sheet.text(x + 10, y + 36, fitted(units.device_name(device.name, 24), 11.5, inside), 11.5)
+        kind = units.device_name(device.name, 24)
+        kind = f"{heads_text(box.stage)}, {kind}" if box.stage.grouped else kind
+        self.sheet.text(x + 10, y + 36, fitted(kind, 11.5, inside), 11.5)
         layers = layers_text(box.stage.first, box.stage.last, self.report.plan.layers)
         again = " (recompute)" if box.stage.recompute else ""
         self.sheet.text(
@@ -217,7 +219,10 @@ class _Painter:
         share = self.busy.get(box.rank)
         if share is not None:
             self._bar(x + 10, y + 70, "busy", share, units.percent(share), "good")
-        memory = next((m for m in self.report.memory if m.rank == box.rank), None)
+        held = [one for one in self.report.memory if one.rank in box.stage.ranks]
+        memory = max(
+            held, key=lambda one: one.peak_bytes / max(one.usable_bytes, 1), default=None
+        )  # the fullest of a group
         if memory is not None:
             of = memory.peak_bytes / max(memory.usable_bytes, 1)
             text = f"{units.size(memory.peak_bytes)} of {units.size(memory.usable_bytes)}"

@@ -27,7 +27,7 @@ from hetero_mpi.report.figures.timeline import MOST_LANES, Panel, timeline
 from hetero_mpi.report.page.job import job_rows
 from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.run_files.measured import last_usage
-from hetero_mpi.report.tables import bound_text, headline, idle_lines, layers_text, schedule_text
+from hetero_mpi.report.tables import bound_text, headline, holders_text, idle_lines, layers_text, schedule_text
 from hetero_mpi.report.traffic import sums, traffic
 
 USAGE_NOTE = (
@@ -343,8 +343,8 @@ def _stages(plan: Plan, profile: ClusterProfile | None) -> Table | None:
             (
                 str(index) if several else "",
                 str(number),
-                ", ".join(map(str, stage.ranks)),
-                _place(profile, stage.ranks[0]),
+                holders_text(stage),
+                ", ".join(dict.fromkeys(_place(profile, rank) for rank in stage.ranks)),
                 layers_text(stage.first, stage.last, plan.layers),
                 f"{pipeline.micro_batches} x {pipeline.micro_batch}",
                 str(stage.warm_up),
