@@ -134,7 +134,7 @@ class DeviceBenchmark:
         heads = shareable_heads(self.chain, self.subject.tuning) if self.subject.groups else None
         if heads is None or heads < 2 or self._slow_s:
             return {}
-        group = StageGroup((heads - heads // 2, heads // 2), _NobodyElse())
+        group = StageGroup((heads // 2, heads - heads // 2), _NobodyElse())
         samples, crowd = TimingSamples(), _Crowd(self.crowded)
         with self._shortage_explained():
             for layers in self.groups:
@@ -268,9 +268,9 @@ class DeviceBenchmark:
 
 
 class _NobodyElse:
-    """The link of a group's second member to a first one that is not there: sums are its own."""
+    """The link of a group's first member, which trains what it holds, to a second one that is not there: sums are its own."""
 
-    member, size = 1, 2
+    member, size = 0, 2
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -205,7 +205,11 @@ def test_a_device_is_measured_in_every_way_planning_asks_for(subject: Subject) -
     assert times.activation_bytes[block] > times.deferred_bytes[block] / 2
 
 
-def test_half_of_the_heads_is_timed_where_a_group_can_hold_the_model(subject: Subject) -> None:
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_half_of_the_heads_is_timed_where_a_group_can_hold_the_model(
+    subject: Subject, dtype: Literal["fp32", "bf16"]
+) -> None:
+    subject = replace(subject, train=TrainTable(dtype=dtype, steps=3))
     halved = DeviceBenchmark(replace(subject, groups=True), Backend(), 1).run_halved()
     assert halved.keys() == set(subject.chain.kinds)
     for times in halved.values():
