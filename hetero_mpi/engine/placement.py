@@ -72,7 +72,7 @@ def divided_tensors(plan: Plan, chain: LayerChain, tuning: Tuning) -> dict[str, 
     for _, _, stage in plan.numbered:
         if stage.grouped:
             layers = range(stage.first, stage.last)
-            own = divisions(language(chain), tuning, stage.shares, layers)
+            own = divisions(language(chain), tuning, stage.shares, layers, stage.experts)
             found |= {name: Divided(division, stage.ranks) for name, division in own.items()}
     return found
 

@@ -173,7 +173,7 @@ class Trainer:
         split, embedding = pipeline.split_backward and place.position > 0, None
         if tied is not None and self.stages and self.stages[0].is_first and own.last == self.chain.layer_count:
             embedding = self.stages[0].model_parameter(tied[1])
-        group = StageGroup(own.shares, self.group) if self.group is not None else None
+        group = StageGroup(own.shares, self.group, own.experts) if self.group is not None else None
         return Stage(*given, own.recompute, split, kept, own.slice_sequences, shared, foreign, embedding, group)
 
     def _build(self, held: HeldLayers, shared: SharedLayers, schedule: Schedule, train: TrainTable) -> None:

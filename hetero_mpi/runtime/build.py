@@ -17,6 +17,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import ELSEWHERE, as_toml, leads_out
 from hetero_mpi.model.adapter_files import check_adapter
 from hetero_mpi.model.frozen_weight_cache import Kept
+from hetero_mpi.model.group.division import refusal
 from hetero_mpi.model.host_weights import large_files_folder
 from hetero_mpi.model.optimizer import LossScale
 from hetero_mpi.model.transformers.chain import language
@@ -118,10 +119,19 @@ def _group(context: RunContext, members: World, plan: Plan) -> HostGroup | None:
     found: list[HostGroup | None] = [None]
     with members.together("joining the ranks that hold stages together"):
         require_joinable(members, plan, context.job.cluster.communication_thread)
+        _require_divisible(context, plan)
     for _, _, stage in plan.numbered:
         if stage.grouped:
             found.append(host_group(members, stage.ranks, context.backend))
     return next(filter(None, found), None)
+
+
+def _require_divisible(context: RunContext, plan: Plan) -> None:
+    for number, _, stage in plan.numbered:
+        if stage.grouped:
+            reason = refusal(context.chain, context.tuning, stage.shares, stage.experts)
+            if reason is not None:
+                raise UserError(f"plan: stage {number} of ranks {', '.join(map(str, stage.ranks))}: {reason}")
 
 
 def _stream_folder(context: RunContext) -> Path:

@@ -83,6 +83,7 @@ def test_members_are_busy_as_long_as_their_leader_and_the_step_is_as_long_in_bot
         ({"streamed": True}, on_one_host(), "only a stage of one rank is"),
         ({}, on_one_host(tied=True), "a first or last stage of several ranks holds the whole chain"),
         ({"ranks": (0,)}, on_one_host(), "shares are for several ranks"),
+        ({"ranks": (0,), "shares": (), "experts": (4,)}, on_one_host(), "experts are for several ranks"),
     ],
 )
 def test_a_group_that_cannot_be_is_refused_with_the_rule_and_the_values(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import bitsandbytes
@@ -109,7 +109,7 @@ class Case:
             keys |= {"intermediate_size": 200}  # matrices of 4096 numbers and more, with a last block that is not whole
         if self.pipelines in GROUPED:
             keys |= {"num_attention_heads": 8, "num_key_value_heads": 4}
-        if self.family == "gpt_oss" or self.routers:
+        if self.family in ("gpt_oss", "mixtral") or self.routers:
             keys = {**tiny_keys(self.family), **keys}  # experts
         if self.routers:
             keys |= {"output_router_logits": True, "router_aux_loss_coef": 0.1}
@@ -237,6 +237,7 @@ NORMAL = (
     Case("llama-tied-group-recompute", "llama", True, 0.0, True, 2, "even", pipelines="group", recompute=True),
     Case("qwen3-groups-changing", "qwen3", False, 0.0, False, 1, "even", pipelines="groups", changing=True),
     Case("llama-lora-groups", "llama", True, 0.0, True, 2, "even", tuning="lora", pipelines="groups"),
+    Case("mixtral-groups", "mixtral", False, 0.0, True, 2, "even", pipelines="groups"),
     Case("llama-bf16-group", "llama", False, 0.0, True, 2, "even", pipelines="group", dtype="bf16"),
     Case("llama-tied-bf16-tail", "llama", True, 0.0, True, 2, "even", pipelines="tail", shares="unequal", dtype="bf16"),
 )
@@ -297,7 +298,9 @@ def _of_groups(case: Case, shares: list[tuple[int, ...]]) -> Plan:
     edges, stages, rank = cuts("uneven", len(shares)), [], 0
     for place, own in enumerate(shares):
         ranks, depth = tuple(range(rank, rank + max(1, len(own)))), len(shares) - 1 - place
-        stages.append(StagePlan(ranks, edges[place], edges[place + 1], depth, case.recompute, shares=own))
+        stage = StagePlan(ranks, edges[place], edges[place + 1], depth, case.recompute, shares=own)
+        # More of the heads on the one rank, and more of the experts on the other.
+        stages.append(replace(stage, experts=own[::-1]) if own and case.family == "mixtral" else stage)
         rank += len(ranks)
     return Plan((PipelinePlan(tuple(stages), case.micro_batch, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, LAYERS)
 

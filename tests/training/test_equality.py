@@ -161,7 +161,9 @@ def check_against_reference(bench: Bench, ranks: int, case: Case) -> None:
     assert len(losses(run)) == STEPS
     parted = case.pipelines in GROUPED and ranks > 1
     if case.dtype != "fp32":
-        check_narrow(run, reference, first=1e-6 if case.dtype == "bf16" and not parted else 1e-3)
+        # Members of a group round their parts of a product before they are added.
+        first, gradients = (1e-3, 0.04) if parted else (1e-6 if case.dtype == "bf16" else 1e-3, 0.02)
+        check_narrow(run, reference, first, gradients)
         return
     np.testing.assert_allclose(losses(run), reference.losses, rtol=TOLERANCE)
     after_one = tensors(run, 1)
@@ -179,7 +181,7 @@ def check_against_reference(bench: Bench, ranks: int, case: Case) -> None:
     assert evaluation == pytest.approx(reference.evaluation_loss, rel=1e-5)
 
 
-def check_narrow(run: Path, reference: Reference, first: float) -> None:
+def check_narrow(run: Path, reference: Reference, first: float, gradients: float) -> None:
     """In bf16 the plain loop adds gradients up in bf16 (we in fp32) and, in full training, steps without fp32 masters, so only
     the first loss has the same bits; afterwards 2 %, and 2 % of each gradient's norm (8 bits of mantissa). fp16 with loss
     scaling is held against fp32."""
@@ -188,7 +190,7 @@ def check_narrow(run: Path, reference: Reference, first: float) -> None:
     after_one = tensors(run, 1)
     for name, expected in reference.first_moments.items():
         difference = torch.from_numpy(after_one["moments1", name]) - expected.float()
-        assert difference.norm() / expected.float().norm() <= 0.02, name
+        assert difference.norm() / expected.float().norm() <= gradients, name
 
 
 def check_same_bits(first: Path, second: Path, step: int) -> None:

@@ -15,6 +15,8 @@ def group_problems(number: int, stage: StagePlan, plan: Plan, profile: ClusterPr
     if not stage.grouped:
         if stage.shares:
             yield f"{where} has shares = {list(stage.shares)} and one rank: shares are for several ranks; leave them out"
+        if stage.experts is not None:
+            yield f"{where} has experts = {list(stage.experts)} and one rank: experts are for several ranks; leave them out"
         return
     yield from _share_problems(where, stage, profile)
     if profile.emulated:

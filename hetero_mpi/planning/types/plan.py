@@ -32,6 +32,8 @@ class StagePlan:
     shares: tuple[int, ...] = ()
     """Of a group: the whole key/value heads that each rank holds; columns of MLPs and words of the vocabulary are divided in the
     same proportion. Of one rank: empty."""
+    experts: tuple[int, ...] | None = None
+    """Of a group, where layers have experts: how many of them each rank holds, perhaps none; None: in proportion to the shares."""
 
     @property
     def grouped(self) -> bool:
